@@ -63,7 +63,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     ),
     "served_model_name": Argument("Names for clients.", sets="served_names", option="served-name"),
     "num_gpu_blocks_override": Argument(
-        "Blocks of the KV cache; for a server use --kv-cache-memory.", sets="num_kv_blocks", only="LLM"
+        "Blocks of the KV cache; for a server --kv-cache-memory sets it.", sets="num_kv_blocks", only="LLM"
     ),
     "scheduling_policy": Argument("Order of waiting requests.", sets="policy", option="policy"),
     "enforce_eager": Argument(

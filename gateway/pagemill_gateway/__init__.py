@@ -1,1 +1,1 @@
-"""One OpenAI-compatible URL over all engine pods."""
+"""The gateway: one OpenAI-compatible URL for all engine pods."""

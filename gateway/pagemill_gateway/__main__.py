@@ -1,4 +1,4 @@
-"""`python -m pagemill_gateway --settings FILE.json`: one gateway, in one process or in several (`workers`)."""
+"""`python -m pagemill_gateway --settings FILE.json`: runs a gateway in one process or in several (`workers`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Exit code 0 after an orderly stop, 1 when the settings do not allow a start."""
-    # A container's first process ignores the signal unless it says what to do, and imports take a while.
+    """Run the gateway. Return 0 after an orderly stop, 1 if the settings are invalid or the disk is full."""
+    # Process 1 of a container ignores SIGTERM without a handler, and the imports below take a while.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from pagemill_gateway.config import SettingsError, load_config
     from pagemill_protocol.settings import full_disk_message
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def run(config: GatewayConfig) -> int:
-    """Serve until a signal. Raises `SettingsError`."""
+    """Serve until a signal; return the exit code. Raises `SettingsError`."""
     from pagemill_gateway import logs
 
     logs.configure()

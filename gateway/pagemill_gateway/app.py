@@ -1,4 +1,4 @@
-"""The gateway's two ASGI apps as data: which path goes to which route, and the layers around them."""
+"""The gateway's two ASGI apps: the routes by path, and the middleware around them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def _read(worker: Worker, request: Request) -> bytes:
 
 
 def hot_routes(worker: Worker) -> dict[str, ASGIApp]:
-    """The dialects' routes, by path; those with parameters in it as well."""
+    """Return the generating routes of all dialects by path, including paths with parameters."""
     routes: dict[str, ASGIApp] = {path: GenerateRoute(worker, each) for path, each in generating_routes().items()}
     if worker.config.stored_responses is not None:
         routes[responses.PATH] = ResponsesRoute(worker, worker.config.stored_responses)
@@ -68,7 +68,7 @@ def hot_routes(worker: Worker) -> dict[str, ASGIApp]:
 
 
 def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
-    """All of the data port."""
+    """Return all routes of the data port."""
     models, tokens, stored = ModelRoutes(worker), TokenRoutes(worker), StoredResponseRoutes(worker)
     batches = BatchRoutes(worker)
     health = HealthRoutes(worker.control, lambda: worker.draining)
@@ -106,7 +106,7 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
 
 
 def data_app(worker: Worker) -> ASGIApp:
-    """What clients see."""
+    """Return the app of the data port."""
     hot = hot_routes(worker)
     app = Starlette(routes=data_routes(worker, hot))
     install_error_handlers(app, error_body_at)
@@ -131,7 +131,7 @@ def _uploads(config: BatchesConfig) -> dict[str, tuple[int, float]]:
 
 
 class _HotPaths:
-    """Posts to these paths go straight there: a framework's layers cost more than the rest of a chunk's way."""
+    """Calls these routes directly, because the framework's layers cost more than the rest of a chunk's processing."""
 
     def __init__(self, routes: Mapping[str, ASGIApp], others: ASGIApp) -> None:
         self._routes = routes
@@ -144,7 +144,7 @@ class _HotPaths:
 
 
 def control_routes(head: ControlProcess) -> list[Route]:
-    """All of the control port."""
+    """Return all routes of the control port."""
     control, health = ControlRoutes(head), HealthRoutes(head, lambda: head.draining)
     return [
         Route("/catalog", control.put_catalog, methods=["PUT"]),
@@ -159,7 +159,7 @@ def control_routes(head: ControlProcess) -> list[Route]:
 
 
 def control_app(head: ControlProcess) -> ASGIApp:
-    """Routes of the platform, guarded except for probes and scrapes."""
+    """Return the app of the control port; all routes but probes and metrics need a token."""
     app = Starlette(routes=control_routes(head))
     install_error_handlers(app)
     config = head.config

@@ -1,6 +1,6 @@
-"""The gateway's settings: every field with meaning, unit and default. Read once at start; nothing else reads settings.
+"""The gateway's settings, with the meaning, the unit and the default of every field. They are read once at start.
 
-What changes while the gateway runs (models and endpoints) is the catalogue, not a setting: see `discovery`.
+Models and endpoints, which change while the gateway runs, are in the catalogue (`discovery`).
 """
 
 from __future__ import annotations
@@ -28,97 +28,99 @@ MAX_REDIS_VALUE_BYTES = 512 * 1024 * 1024
 
 
 class KeysSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The Secret that engine tokens are derived from; the operator makes it and turns its keys."""
+    """The Secret from which engine tokens are derived; the operator creates it and rotates its keys."""
 
     namespace: str = "pagemill-system"
     name: str = "pagemill-keys"
 
 
 class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the gateway watches in its cluster, with the credentials of its pod."""
+    """The discovery of models and engines in a cluster, with the credentials of the gateway's pod."""
 
     namespaces: list[str] = []
-    """Namespaces whose LLMDeployments are served; empty: all."""
+    """Namespaces whose LLMDeployments are served; empty for all."""
     keys_secret: KeysSecret = KeysSecret()
     last_known_file: str = "/var/lib/pagemill/catalog.json"
-    """The latest catalogue and keys, for a start while the API server is down. Put it in memory: it holds secrets."""
+    """File with the latest catalogue and keys, for a start while the API server is down. It contains secrets, so put it
+    on a volume in memory."""
     kubeconfig: str | None = None
-    """For a gateway outside the cluster; `None`: the service account of the pod."""
+    """Kubeconfig file for a gateway outside the cluster; `None` for the service account of the pod."""
     api_server: str = ""
-    """URL of the API server; empty: what the kubeconfig says, or every pod's environment."""
+    """URL of the API server; empty for that of the kubeconfig or of the pod's environment."""
     watch_idle_timeout_s: float = 40.0
-    """A watch silent for this long is opened again; API servers are asked to end each after 30 s at most."""
+    """A watch that is silent for this long is reopened; API servers are asked to end each watch after 30 s."""
     backoff_base_s: float = 0.2
     backoff_max_s: float = 5.0
-    """First and longest pause between attempts to reach the API server; each is drawn from the upper half."""
+    """First and longest pause between attempts to reach the API server; half of each pause is random."""
 
 
 class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What several gateways share, so that each limit holds for all of them together. Never needed to serve."""
+    """The Redis through which several gateways share limits. While it is unavailable, each applies its share."""
 
     url: str = ""
     """`redis://`, `rediss://` (TLS; `?ssl_ca_certs=FILE` names the authority) or `unix://`."""
     url_file: str | None = None
-    """File whose first line is the URL, in place of `url`; read at the start."""
+    """File whose first line is the URL, instead of `url`; read at the start."""
     password_file: str | None = None
-    """File whose first line is the password, read anew for every connection; wins over one in the URL."""
+    """File whose first line is the password; read for every connection, and preferred to a password in the URL."""
     prefix: str = "pagemill"
-    """What all names in Redis begin with."""
+    """Prefix of all keys in Redis."""
     keys: bool = False
-    """Accept the API keys in the hash `PREFIX:keys` too: SHA-256 of the key, and as its value the rest of the entry."""
+    """Also accept the API keys in the hash `PREFIX:keys`: its fields are SHA-256 of keys, its values the rest of the
+    entries."""
     timeout_ms: float = 100.0
-    """An answer that takes longer counts as none. After three in a row no request asks until Redis answers again."""
+    """Timeout of a call to Redis. After three in a row, requests do not call Redis until it responds to probes."""
     expected_gateways: int = 1
-    """Gateways that share the limits, for a start while Redis is away; later they count themselves."""
+    """Number of gateways that share the limits, for a start while Redis is unavailable; later they count themselves."""
 
 
 class StoredResponsesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keep the answers of `/v1/responses`: in Redis where `redis` is set, else in the memory of this gateway."""
+    """Store responses of `/v1/responses`: in Redis if `redis` is set, otherwise in the memory of this gateway."""
 
     max_age_s: float = 24 * 3600.0
-    """A response is deleted this long after it was made."""
+    """Time after which a response is deleted."""
     max_per_tenant: int = 1000
-    """Responses of one tenant (of one key that has none); beyond that, its oldest are deleted."""
+    """Maximum number of responses per tenant (or per key without a tenant); beyond it, the oldest are deleted."""
     max_bytes: int = 64 * 1024 * 1024
-    """In memory: of all responses together; beyond that, the oldest of the tenant that has most are deleted."""
+    """Maximum bytes of all responses in memory; beyond it, the oldest of the tenant with the most bytes are deleted."""
     max_response_bytes: int = 4 * 1024 * 1024
-    """A response that is larger with its whole input is not stored."""
+    """A response that is larger, including its whole input, is not stored."""
 
 
 class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Files and batches (`/v1/files`, `/v1/batches`), run with capacity that live requests leave idle."""
+    """Files and batches (`/v1/files`, `/v1/batches`), which run with the capacity that live requests leave idle."""
 
     directory: str = ""
-    """Where they are kept; gateways that share it need file locks there that hold for all of them. Empty: in Redis."""
+    """Directory for files and batches; if gateways share it, file locks must work across them. Empty for Redis."""
     max_file_bytes: int = 100 * 1024 * 1024
-    """Of one uploaded file; at most 512 MiB in Redis."""
+    """Maximum size of an uploaded file; at most 512 MiB in Redis."""
     max_files: int = 10_000
-    """Files of one tenant (of one key that has none); one more is refused until some are deleted."""
+    """Maximum number of files per tenant (or per key without a tenant); further uploads are refused."""
     max_tenant_bytes: int = 1024 * 1024 * 1024
-    """Of all files of one tenant; an upload beyond it is refused."""
+    """Maximum bytes of all files of a tenant; further uploads are refused."""
     max_batches: int = 100
-    """Batches of one tenant that are not over; one more is refused."""
+    """Maximum number of unfinished batches per tenant; further ones are refused."""
     max_lines: int = 50_000
-    """Requests in one batch."""
+    """Maximum number of requests in a batch."""
     max_load: float = 0.5
-    """Lines are started only while no request waits and an engine has fewer sequences than this share of its most."""
+    """Lines start only while no request waits and an engine uses less than this share of its slots and blocks."""
     max_concurrency: int = 64
-    """Lines that one process of the gateway runs at once."""
+    """Maximum number of lines that one process of the gateway runs at a time."""
     upload_timeout_s: float = 600.0
-    """An upload that takes longer gets 408."""
+    """A longer upload gets status 408."""
 
 
 class EngineTLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the certificates of engines are checked whose URLs begin with `https://`."""
+    """The verification of certificates of engines with `https://` URLs."""
 
     ca_file: str = ""
-    """Certificates of the authorities that issued them, in PEM, read again when it changes; empty: this machine's."""
+    """PEM file with the CA certificates, read again when it changes; empty for those of this machine."""
     server_name: str = ""
-    """Name that each of their certificates has; empty: the host of the engine's URL."""
+    """Host name to expect in the certificates; empty for the host of the engine's URL."""
 
 
 class WorkerBounds(NamedTuple):
-    """Of what one worker may hold."""
+    """The limits of one worker."""
 
     max_requests: int
     max_body_bytes: int
@@ -128,167 +130,169 @@ class WorkerBounds(NamedTuple):
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8080
-    """Data port: the OpenAI routes."""
+    """The data port, with the OpenAI routes."""
     workers: int = 1
     """
-    Processes that serve the data port, for more than about one core of traffic. 1: all of the gateway is one process.
-    With more, one further process decides for all of them and serves the control port, and another one keeps all of
-    them running; each worker may hold its share of `max_requests`, `max_in_flight_body_bytes` and `journal_tokens`.
+    Number of processes that serve the data port, for traffic of more than about one CPU core. With 1, the whole gateway
+    is one process. With more, one further process makes all decisions and serves the control port, and another one
+    keeps all of them running; each worker gets its share of `max_requests`, `max_in_flight_body_bytes` and
+    `journal_tokens`.
     """
     hang_timeout_s: float = 30.0
     """
-    With more than one worker: a process of the gateway that stands still for this long is killed and replaced, as one
-    that died. Below 5 a machine that is merely busy may look like that.
+    With more than one worker, a process of the gateway that hangs for this long is killed and replaced. Below 5, a
+    process on a busy machine may be taken for a hanging one.
     """
     control_host: str = "127.0.0.1"
     control_port: int = 8081
     control_token: str = ""
     """
-    Bearer token of all of the control port but `/livez`, `/readyz`, `/metrics` and `/version`. Without it and without a
-    file, which only a loopback bind allows, the gateway makes one at its start, in a file that its user alone can read:
-    `pagemill-UID/control-ADDRESS-PORT.token` below `$XDG_RUNTIME_DIR`, or below the temporary folder. With discovery
-    `kubernetes` further ones are derived from `kubernetes.keys_secret`, and none is made.
+    Bearer token for all routes of the control port but `/livez`, `/readyz`, `/metrics` and `/version`. Without a token
+    and without a file, which is possible on a loopback address only, the gateway creates a token at its start, in a
+    file that only its user can read: `pagemill-UID/control-ADDRESS-PORT.token` in `$XDG_RUNTIME_DIR` or the temporary
+    folder. With discovery `kubernetes`, further tokens are derived from `kubernetes.keys_secret`, and none is created.
     """
     control_token_file: str | None = None
-    """File of further such tokens, one a line, read again when it changes."""
+    """File with further control tokens, one per line; it is read again when it changes."""
     control_allowed_hosts: list[str] = []
     """
-    Names by which callers of those routes may address this gateway, in the header Host. IP addresses, the machine's own
-    name, names without a dot and names below `localhost`, `local`, `internal` and `svc` always may.
+    Further values of the Host header that requests with a control token may have. IP addresses, the machine's own name,
+    names without a dot, and names in `localhost`, `local`, `internal` and `svc` are always accepted.
     """
     allowed_hosts: list[str] = []
     """
-    Names by which clients may address a gateway on loopback without API keys, in the header Host, beside those that
-    `control_allowed_hosts` describes: a web page could bind any other name to this machine.
+    Further values of the Host header that requests to a gateway on loopback without API keys may have, besides those
+    that are always accepted (see `control_allowed_hosts`). Other names are refused, because a web page could use DNS
+    rebinding.
     """
     allowed_origins: list[str] = []
     """
-    Origins of web pages that may use the data port from a browser (CORS), such as `https://app.example.com`; `*`: all.
-    Cookies are never allowed. Empty: none.
+    Origins whose web pages may call the data port from a browser (CORS), such as `https://app.example.com`, or `*` for
+    all. Cookies are never allowed. Empty for none.
     """
     api_keys: list[str] = []
     """
-    Accepted API keys: the SHA-256 in hex, and what the key may have:
+    Accepted API keys, each with the SHA-256 in hex and, optionally, tenant, models, limits and priority:
     `HASH tenant=NAME models=A,B requests_per_minute=N tokens_per_minute=N concurrency=N tokens_per_day=N
-    tokens_per_month=N priority=high|normal|low`, all of it optional.
+    tokens_per_month=N priority=high|normal|low`.
     """
     api_keys_file: str | None = None
     """
-    File of further such entries, one a line, with comments (`#`) and empty lines. A change takes effect within a
-    second. A file with a wrong line is not used: the entries known before stay in use, and
-    `pagemill_gateway_api_keys_file_valid` is 0. At the start wrong lines are left out with a warning; a file that has
-    lines and no entry is refused. With an empty file every request is refused.
+    File with further entries of API keys, one per line; empty lines and comments (`#`) are ignored. A change takes
+    effect within a second. If the file has an invalid line, the previous entries stay in use, and
+    `pagemill_gateway_api_keys_file_valid` is 0. At the start, invalid lines are skipped with a warning; a file with
+    lines but without a valid entry is an error. With an empty file, every request is refused.
     """
     redis: RedisConfig | None = None
-    """Share the limits with other gateways; `None`: each gateway counts for itself."""
+    """Share limits with other gateways; `None`: each gateway counts alone."""
     stored_responses: StoredResponsesConfig | None = None
-    """Store responses of `/v1/responses`, for `previous_response_id`; `None`: none are stored."""
+    """Store responses of `/v1/responses`, for `previous_response_id`; `None`: do not store any."""
     batches: BatchesConfig | None = None
-    """Take files and batches; `None`: their routes say that this is not set."""
+    """Turn on files and batches; `None`: their routes return an error that names this setting."""
     tls: TLSConfig | None = None
-    """Serve the data port by HTTPS, TLS 1.2 and later; `None`: by HTTP. The control port is always HTTP."""
+    """Serve the data port with HTTPS, TLS 1.2 or later; `None`: with HTTP. The control port is always HTTP."""
     engine_tls: EngineTLSConfig = EngineTLSConfig()
     tracing: TracingConfig | None = None
-    """Send OpenTelemetry traces; `None`: none are made."""
+    """Send OpenTelemetry traces; `None`: no tracing."""
     allow_anonymous: bool = False
-    """No key is asked on a bind that others can reach. Without keys, that must be said; never together with keys."""
+    """Serve clients without a key on an address that other machines can reach. It cannot be combined with keys."""
     discovery: Literal["static", "kubernetes"] = "static"
     """
-    Where the catalogue comes from. `static`: `catalog`, then `PUT /catalog`. `kubernetes`: LLMDeployments and
-    EndpointSlices, watched.
+    Source of the catalogue. `static`: `catalog`, then `PUT /catalog`. `kubernetes`: watched LLMDeployments and
+    EndpointSlices.
     """
     kubernetes: KubernetesConfig = KubernetesConfig()
     catalog: Catalog = Catalog()
-    """What is served at start; `PUT /catalog` replaces it."""
+    """Models and endpoints to serve at start; `PUT /catalog` replaces them."""
 
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
     body_timeout_s: float = 30.0
-    """A body that takes longer to arrive gets 408."""
+    """A body that takes longer to arrive gets status 408."""
     max_requests: int = 4096
-    """Requests inside the gateway at once; one more gets 503. Bounds the memory of streams."""
+    """Maximum number of requests inside the gateway; further ones get status 503. It limits the memory for streams."""
     max_in_flight_body_bytes: int = 256 * 1024 * 1024
-    """Bytes of request bodies inside the gateway at once, each from its arrival to the end of its answer; one beyond it
-    gets 503. Parsed and tokenized, a body takes several times its size.
+    """Maximum bytes of request bodies inside the gateway, each from its arrival to the end of its answer; further
+    requests get status 503. A parsed and tokenized body takes several times its size.
     """
     max_attempts: int = 3
-    """Engines that may fail one request. Engines that refuse it, that end or that do not listen do not count."""
+    """Number of engines that may fail a request. Those that refuse it, that end or that do not listen do not count."""
     request_timeout_s: float | None = None
-    """Deadline of requests that send no `x-request-timeout-s`; `None`: none."""
+    """Deadline of requests without the header `x-request-timeout-s`; `None` for none."""
     connect_timeout_s: float = 2.0
-    """Opening a connection to an engine."""
+    """Timeout of connecting to an engine."""
     accept_timeout_s: float = 30.0
     """An engine that neither accepts nor refuses a request within this time counts as failed."""
     silence_timeout_s: float = 5.0
-    """Silence of an engine inside one request, while its state stream is silent too, before it is left behind."""
+    """An engine that is silent in an answer and in its state stream for this long counts as failed."""
     stall_timeout_s: float = 6.0
-    """An engine whose server reports for longer than this, and than four times what the step is predicted to take, that
-    it makes no step loses its answers at once: other engines continue them."""
+    """An engine whose server reports that a step takes longer than this, and longer than four times its prediction,
+    counts as failed: other engines continue its answers."""
     freeze_timeout_s: float = 4.0
-    """The same without heartbeats of the engine process, which come every second however long a step takes."""
+    """An engine whose server reports no heartbeats of the engine process for this long counts as failed; they come
+    every second, regardless of the duration of steps."""
     journal_tokens: int = 16 * 1024 * 1024
-    """Tokens of answers in progress that are kept (4 bytes each), so that another engine can continue what one has
-    begun. An answer beyond it is served as usual; it cannot be continued.
+    """Maximum number of tokens of answers in progress that are kept (4 bytes each), so that another engine can continue
+    them. Further answers are served, but cannot be continued.
     """
     slow_client_timeout_s: float = 120.0
     """A client that reads nothing for this long loses its stream."""
 
     queue: QueueLimits = QueueLimits(max_requests=1000, max_bytes=256 * 1024 * 1024, timeout_s=60.0)
-    """Requests of one deployment that may wait for capacity on its engines, unless its `routing.queue` says otherwise.
-    """
+    """Limits for the requests of a deployment that wait for capacity, unless its `routing.queue` sets others."""
     keep_alive_interval_s: float = 10.0
-    """A streaming client that waits gets an SSE comment this often, so that its connection is not taken for dead."""
+    """Interval of SSE comments for waiting streaming clients, so that their connections are not taken for dead."""
     outage_wait_s: float = 30.0
-    """Requests for a deployment wait this long after it lost its last engine for one to come back, or twice as long as
-    its engines need for that, where that is longer and the queue's timeout allows it; then 503. They also wait for the
-    first report of engines that the gateway has just learned of, as after its own restart. 0: they do not wait.
+    """How long requests for a deployment that lost its last engine wait for another one, or twice the usual time of an
+    engine's restart if that is longer and the queue's timeout allows it; then they get status 503. Requests also wait
+    for the first report of engines that are new to the gateway, for example after its restart. 0: they do not wait.
     """
     handover_timeout_s: float = 4.0
-    """An engine that drains while no other of its deployment can take over is kept in use this long at most."""
+    """How long a draining engine stays in use while no other engine of its deployment can take over."""
 
     routing_policy: PolicyName = "Cost"
     """
-    Of deployments whose `routing.policy` is `Auto`. `Cost`: where the request costs the fewest milliseconds. The others
-    are there to be compared with it: `LeastRequest`, `RoundRobin`, `PowerOfTwo`, `PrefixHash` (KubeAI's) and
-    `Weighted322` (llm-d's).
+    Routing policy of deployments whose `routing.policy` is `Auto`. `Cost` chooses the endpoint where the request costs
+    the fewest milliseconds. The others are for comparison: `LeastRequest`, `RoundRobin`, `PowerOfTwo`, `PrefixHash`
+    (KubeAI's) and `Weighted322` (llm-d's).
     """
     routing_session_ms: float = 50.0
-    """Most predicted milliseconds that a session (`routing.sessionHeader`) may cost for staying on its endpoint."""
+    """Maximum predicted cost of keeping a session (`routing.sessionHeader`) on its endpoint, in milliseconds."""
     remembered_prefix_chunks: int = 65536
-    """Prefix chunks of prompts whose hashes are remembered, each of a block to 64 tokens or more; about 0.5 KB each."""
+    """Number of prefix chunks of prompts whose hashes are cached; each takes about 0.5 KB."""
     decision_log_size: int = 256
-    """Latest routing decisions that `/debug/decisions` can show."""
+    """Number of latest routing decisions that `/debug/decisions` can show."""
 
     state_stale_after_s: float = 3.0
-    """No state frame for this long (engines send one a second): its load is ignored, own in-flight counts go on."""
+    """A report is stale after this time without a state frame (engines send one a second). Its load is then ignored,
+    and the gateway uses its own counts."""
     state_idle_timeout_s: float = 10.0
-    """A state stream silent for this long is opened again."""
+    """A state stream that is silent for this long is reopened."""
     reconnect_base_s: float = 0.1
     reconnect_max_s: float = 5.0
-    """First and longest pause between attempts to open a state stream; each is drawn from the upper half."""
+    """First and longest pause between attempts to open a state stream; half of each pause is random."""
     ejection_base_s: float = 0.5
     ejection_max_s: float = 10.0
-    """First and longest pause of an endpoint that failed; doubles with each failed probe."""
+    """First and longest ejection of an endpoint that failed; it doubles with each failed probe."""
     max_ejected_share: float = 0.3
-    """Share of a deployment's endpoints with fresh reports (at least one) that may be ejected for failures or slowness.
-    """
+    """Maximum share of a deployment's endpoints with fresh reports (but at least one) that may be ejected."""
     retry_share: float = 0.2
     """
-    Tries beyond the first that may fail again, as share of the requests of the last 10 s; 10 are always allowed.
-    Continuing what a lost engine had under way, and asking elsewhere after a refusal, do not count.
+    Maximum number of retries that may fail again, as a share of the requests of the last 10 s; 10 are always allowed.
+    Continuations of answers of a lost engine, and retries after a refusal, do not count.
     """
 
     drain_delay_s: float = 0.0
-    """After SIGTERM, time in which new requests are still taken while load balancers learn that `/readyz` fails."""
+    """Time after SIGTERM in which new requests are still accepted, until load balancers notice that `/readyz` fails."""
     drain_timeout_s: float = 30.0
-    """After that, running requests get this long; then they end with an error event."""
+    """Time that running requests have after the delay; then they end with an error event."""
 
     @property
     def has_control_token(self) -> bool:
         return bool(self.control_token) or self.control_token_file is not None
 
     def bounds_of_one_worker(self) -> WorkerBounds:
-        """Its share, but never less than the largest body."""
+        """Return one worker's share of the limits, but at least the largest body."""
         return WorkerBounds(
             max_requests=-(-self.max_requests // self.workers),
             max_body_bytes=max(self.max_body_bytes, self.max_in_flight_body_bytes // self.workers),
@@ -296,7 +300,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def checked(self) -> GatewayConfig:
-        """Return self, or raise `SettingsError` for the first setting that must not be used."""
+        """Return self, or raise `SettingsError` for the first invalid setting."""
         check_entries(self.api_keys, "api_keys")
         check_redis(self.redis)
         check_above_zero("stored_responses", self.stored_responses)
@@ -372,7 +376,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def load_config(path: Path) -> GatewayConfig:
-    """Read and check a JSON settings file; `SettingsError` names what is wrong."""
+    """Read and check a JSON settings file. Raises `SettingsError`."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -386,9 +390,10 @@ def load_config(path: Path) -> GatewayConfig:
 
 
 def open_keys_file(path: str | None, *, quiet: bool = False) -> SecretFile | None:
-    """Raises `SettingsError` when the file cannot be read, or has lines of which none is a key's entry.
+    """Open a file of API keys; None without a path.
 
-    `quiet`: another part of this process logs what is wrong with it.
+    `quiet`: do not log invalid lines, because another part of this process does. Raises `SettingsError` if the file
+    cannot be read, or has lines but no valid entry.
     """
     if path is None:
         return None
@@ -399,7 +404,7 @@ def open_keys_file(path: str | None, *, quiet: bool = False) -> SecretFile | Non
 
 
 def check_entries(entries: Iterable[str], where: str) -> None:
-    """Raises `SettingsError` for the first that is wrong; a key itself must not be shown."""
+    """Raise `SettingsError` for the first invalid entry, without showing it, because it may be a key."""
     for index, entry in enumerate(entries):
         fault = fault_of(entry)
         if fault is not None:
@@ -407,14 +412,14 @@ def check_entries(entries: Iterable[str], where: str) -> None:
 
 
 def check_above_zero(where: str, settings: msgspec.Struct | None) -> None:
-    """Raises `SettingsError` for the first number that is not."""
+    """Raise `SettingsError` for the first number in the settings that is not above zero."""
     for name, value in msgspec.structs.asdict(settings).items() if settings is not None else ():
         if isinstance(value, int | float) and not value > 0:
             raise SettingsError(f"{where}.{name}: {value} must be above 0.")
 
 
 def check_batches(batches: BatchesConfig | None, redis: RedisConfig | None) -> None:
-    """Raises `SettingsError` for the first setting that must not be used."""
+    """Raise `SettingsError` for the first invalid setting of batches."""
     if batches is None:
         return
     check_above_zero("batches", batches)
@@ -430,7 +435,7 @@ def check_batches(batches: BatchesConfig | None, redis: RedisConfig | None) -> N
 
 
 def check_redis(redis: RedisConfig | None) -> None:
-    """Raises `SettingsError` for the first setting that must not be used; a URL may hold a password."""
+    """Raise `SettingsError` for the first invalid setting of Redis, without its URL, which may have a password."""
     if redis is None:
         return
     if bool(redis.url) == (redis.url_file is not None):

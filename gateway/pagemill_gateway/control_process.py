@@ -1,7 +1,7 @@
-"""What exists once in a gateway, wired: discovery, the brain, the limits' store, and the metrics of all processes.
+"""The parts that exist once in a gateway: discovery, the brain, the store of limits, and the metrics of all processes.
 
-Opened inside the event loop, closed after the drain. Workers (`worker`) hold the connections of clients. They call
-`ports.ControlProcessPort`, and are called through `ports.WorkerPort`.
+It is opened inside the event loop and closed after the drain. Workers (`worker`) have the connections of clients. They
+call `ports.ControlProcessPort`, and are called through `ports.WorkerPort`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from pagemill_protocol.token_file import MadeTokens
 logger = logging.getLogger("pagemill.gateway")
 
 SETTLE_TIMEOUT_S = 20.0
-"""After the start, engines that do not answer delay the readiness no longer than this."""
+"""The longest time after the start that unresponsive engines delay the readiness."""
 WRONG_KEYS_FILE = "api_keys_file cannot be used as it is now; the keys known before stay in use, the log names the line"
-"""Shown to every caller of the readiness probe: it names neither path nor line."""
+"""The message for the readiness probe, which names neither path nor line, because every caller sees it."""
 DECISIONS_OF_ONE_PROCESS = 2**40
-"""No two control processes of one gateway give the same number."""
+"""The numbers of decisions that each control process of a gateway may use, so that none is used twice."""
 
 
 class ControlProcess:
-    """Create and use inside a running event loop; `close` frees everything."""
+    """The control process. Create and use it inside a running event loop; `close` frees everything."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class ControlProcess:
         catalog_file: Path | None = None,
         num_before: int = 0,
     ) -> None:
-        """`keeps_tokenizers`: a worker of this process uses them. `catalog_file`: keeps a static catalogue for the next
-        process. `num_before`: processes that this one replaces.
+        """`keeps_tokenizers`: whether a worker in this process uses tokenizers. `catalog_file`: the file with a static
+        catalogue for the next control process. `num_before`: the number of control processes before this one.
         """
         self.config = config
         self.started_unix_s = int(time.time())
@@ -67,9 +67,9 @@ class ControlProcess:
         self._catalog_file = catalog_file
         self.draining = False
         self.closing = asyncio.Event()
-        """The drain is over: endless streams end now."""
+        """Set after the drain, to end endless streams."""
         self.control_tokens = control_tokens(config, self._derived_tokens)
-        """Tokens that open the control port."""
+        """The tokens that the control port accepts."""
         credentials = _credentials(config) if config.discovery == "kubernetes" else None
         self.metrics = ControlProcessMetrics()
         self.metrics.control_process_restarted(num_before)
@@ -105,7 +105,7 @@ class ControlProcess:
         return GatewayStatus(self.ready, self.draining, self.detail, self.started_unix_s)
 
     async def scrape(self, accept: str) -> Scrape:
-        """Metrics of control process and workers together."""
+        """Return the metrics of the control process and all workers."""
         measures = await self.measure()
         if self.sharing.up is not None:
             self.metrics.redis_up(self.sharing.up)
@@ -132,14 +132,14 @@ class ControlProcess:
     # The workers.
 
     def attach(self, worker: WorkerPort) -> None:
-        """It gets the bundles in use at once: the first message that the worker waits for."""
+        """Add a worker, and send it the bundles in use; it waits for this first message."""
         self._workers.append(worker)
         self._send_bundles(worker)
         if self._shared_keys is not None:
             worker.replace_shared_keys(self._shared_keys)
 
     def detach(self, worker: WorkerPort, last: WorkerMeasurements) -> None:
-        """It is gone, and these were its latest measurements."""
+        """Remove a worker that is gone, and keep its latest measurements."""
         self._workers.remove(worker)
         self.metrics.worker_left(last.samples, lost=not self.draining)
 
@@ -151,9 +151,9 @@ class ControlProcess:
 
     @property
     def ready(self) -> bool:
-        """It takes requests and has a catalogue, current or last known.
+        """Whether the gateway accepts requests and has a catalogue, the current or the last known one.
 
-        Once it was ready, only the drain ends that: engines and the API server may come and go.
+        Once it is ready, only the drain ends that, not the loss of engines or the API server.
         """
         self._was_ready = self._was_ready or self._can_begin()
         return self._was_ready and not self.draining
@@ -162,14 +162,14 @@ class ControlProcess:
         return self.discovery is None or self._has_asked_all()
 
     def _has_asked_all(self) -> bool:
-        """Whether every expected engine has reported, or was asked long enough."""
+        """Whether every expected engine has reported or failed, or `SETTLE_TIMEOUT_S` is over."""
         if self.discovery is not None and not self.discovery.known:
             return False
         return self._streams.settled or time.monotonic() - self._started_at > SETTLE_TIMEOUT_S
 
     @property
     def detail(self) -> str:
-        """What is out of date or missing, for people."""
+        """The cause for status messages, if something is missing or out of date; otherwise empty."""
         if self.draining:
             return "the gateway is shutting down"
         if self.discovery is not None and (self.discovery.detail or not self._was_ready):
@@ -177,7 +177,7 @@ class ControlProcess:
         return WRONG_KEYS_FILE if self._keys_watch is not None and self._keys_watch.problem else ""
 
     def apply_catalog(self, catalog: Catalog) -> None:
-        """Serve `catalog` from now on. Requests in progress finish where they are."""
+        """Apply a catalogue. Requests in progress finish at their engines."""
         if self._catalog_file is not None and self.discovery is None:
             self._keep(catalog, self._catalog_file)
         self.brain.apply_catalog(catalog)
@@ -210,7 +210,7 @@ class ControlProcess:
             self._send_bundles(worker)
 
     def _send_bundles(self, worker: WorkerPort) -> None:
-        """Workers outlive control processes: their bundles are kept until the engines have reported what they use."""
+        """Send the bundles in use. A worker may drop others only when all engines have reported what they use."""
         worker.keep_bundles(self.bundles.digests, self._templates, whole=self._has_asked_all())
 
     def _publish_keys(self, callers: list[Caller]) -> None:
@@ -220,7 +220,7 @@ class ControlProcess:
 
 
 def _served_before(catalog: Catalog) -> Catalog:
-    """As served by the previous process: requests that come before the engines have reported wait for them."""
+    """Return the last process's catalogue with all endpoints ready, so that requests wait for their first reports."""
     models = [
         msgspec.structs.replace(
             model, endpoints=[msgspec.structs.replace(each, probed_ready=True) for each in model.endpoints]

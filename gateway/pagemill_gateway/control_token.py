@@ -1,6 +1,6 @@
-"""Which tokens open the gateway's control port: configured ones, those of the cluster's keys, or one made at the start.
+"""The tokens that the gateway's control port accepts: configured ones, derived ones, or one created at the start.
 
-The guard that asks for them is `pagemill_protocol.http.guard`.
+`pagemill_protocol.http.guard` checks them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pagemill_protocol.token_file import TokenFileError, made_token_file
 
 @contextmanager
 def with_control_token(config: GatewayConfig, listener: socket.socket) -> Iterator[GatewayConfig]:
-    """The settings with a token while the block runs: a new one where none is configured and no cluster has one.
+    """Yield the settings with a control token, a new one if none is configured or derived.
 
-    `listener`: the control port. Raises `SettingsError` when the token cannot be kept in a file.
+    `listener` is the socket of the control port. Raises `SettingsError` if the token cannot be written to a file.
     """
     if config.has_control_token or config.discovery == "kubernetes":
         yield config
@@ -35,7 +35,10 @@ def with_control_token(config: GatewayConfig, listener: socket.socket) -> Iterat
 
 
 def control_tokens(config: GatewayConfig, derived: Callable[[], Sequence[str]]) -> ControlTokens:
-    """`derived`: from the cluster's keys, as they are now. Raises `SettingsError` when the file cannot be read."""
+    """Return the accepted tokens. `derived` returns those of the cluster's keys.
+
+    Raises `SettingsError` if the file of tokens cannot be read.
+    """
     file, secret = config.control_token_file, config.kubernetes.keys_secret
     of_cluster = f"the Secret {secret.namespace}/{secret.name}; in the gateway's container, `python -m "
     of_cluster += "pagemill_gateway.look PATH` asks with it"

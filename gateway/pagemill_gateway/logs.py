@@ -1,4 +1,4 @@
-"""Logging of a gateway's processes: access lines and events, which are JSON objects already, and everything else."""
+"""Configures the logging of the gateway's processes. Access lines and events are logged as JSON objects."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def configure(level: int = logging.INFO, *, process: str = "") -> None:
 
 
 def log_event(event: str, **fields: str | int) -> None:
-    """Log one line that programs wait for."""
+    """Log an event for programs, as one line of JSON."""
     logging.getLogger(EVENTS).info(orjson.dumps({"event": event, **fields}).decode())

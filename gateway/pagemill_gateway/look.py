@@ -1,8 +1,8 @@
-"""`python -m pagemill_gateway.look PATH`: what the gateway on this machine answers to GET on its control port.
+"""`python -m pagemill_gateway.look PATH`: sends a GET request to the control port of the gateway on this machine.
 
-For use in a gateway's container, where curl is missing and the token is derived from the cluster's keys: `/status`,
-`/debug/decisions?limit=3`. It reads the settings that the gateway was started with, takes the token from
-where the gateway has it, and writes the answer to standard output.
+It is for a gateway's container, where curl is missing and the token is derived from the cluster's keys. Paths are, for
+example, `/status` and `/debug/decisions?limit=3`. It reads the gateway's settings, finds the token, and writes the
+response to standard output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 answered, 1 refused or not reached, 2 wrong command line."""
+    """Run the command. Return 0 for status 200 and 1 for other statuses and errors; 2 for wrong arguments."""
     parser = argparse.ArgumentParser(prog="python -m pagemill_gateway.look", description="Ask the gateway here.")
     parser.add_argument("path", metavar="PATH", help="such as /status or /debug/decisions?limit=3")
     parser.add_argument("--settings", type=Path, default=CHART_SETTINGS, help="the gateway's (default: the chart's)")
@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def look(config: GatewayConfig, path: str) -> int:
-    """The status of the answer, whose body goes to standard output. Raises `SettingsError`, `OSError` and others."""
+    """Send the request, write the response's body to standard output, and return its status.
+
+    Raises `SettingsError`, `OSError` and `http.client.HTTPException`.
+    """
     host = ANY_ADDRESS.get(config.control_host, config.control_host)
     connection = http.client.HTTPConnection(host, config.control_port, timeout=TIMEOUT_S)
     try:
@@ -54,7 +57,7 @@ def look(config: GatewayConfig, path: str) -> int:
 
 
 def token_of(config: GatewayConfig) -> str:
-    """One that the gateway accepts, as far as it can be known here; else empty."""
+    """Return a token that the gateway accepts; empty if it is unknown here."""
     host = f"[{config.control_host}]" if ":" in config.control_host else config.control_host
     known = read_last_known(Path(config.kubernetes.last_known_file)) if config.discovery == "kubernetes" else None
     tokens = control_tokens(config, lambda: known.control_tokens if known is not None else ()).accepted()

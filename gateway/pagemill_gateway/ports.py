@@ -1,6 +1,6 @@
-"""The calls between a worker and the control process, besides decisions and limits. Plain values only.
+"""The interfaces between a worker and the control process, other than decisions and limits. All values are plain.
 
-A worker (`worker.Worker`) holds the connections of clients and engines, the control process
+A worker (`worker.Worker`) has the connections of clients and engines, and the control process
 (`control_process.ControlProcess`) everything that exists once in a gateway. In a gateway of one process they call each
 other directly, otherwise through `ipc`. Decisions are in `brain.interface`, limits in `limits.store`.
 """
@@ -17,19 +17,19 @@ class GatewayStatus(NamedTuple):
     """The state of the gateway as a whole."""
 
     ready: bool
-    """It takes requests and has a catalogue."""
+    """Whether the gateway accepts requests and has a catalogue."""
     draining: bool
     detail: str
-    """What is out of date or missing, for people."""
+    """The cause for status messages, if something is missing or out of date; otherwise empty."""
     started_unix_s: int
 
 
 class WorkerMeasurements(NamedTuple):
-    """What one worker has measured since it was started."""
+    """The measurements of one worker since its start."""
 
     samples: Samples
     num_requests: int
-    """In progress now."""
+    """The number of requests in progress."""
 
 
 class ControlProcessPort(Protocol):
@@ -38,19 +38,19 @@ class ControlProcessPort(Protocol):
     async def status(self) -> GatewayStatus: ...
 
     async def bundle(self, digest: str) -> bytes:
-        """The tokenizer bundle of this digest. Raises `PagemillError` 503 when no engine has it any more."""
+        """Return the tokenizer bundle with this digest. Raises `PagemillError` 503 if no engine has it."""
         ...
 
     async def keep_response(self, account: str, response_id: str, value: bytes) -> None:
-        """As `stored_responses.store.ResponseStore.keep`."""
+        """Store a response, like `stored_responses.store.ResponseStore.keep`."""
         ...
 
     async def kept_response(self, account: str, response_id: str) -> bytes | None:
-        """As `ResponseStore.get`."""
+        """Return a stored response, like `ResponseStore.get`."""
         ...
 
     async def forget_response(self, account: str, response_id: str) -> bool:
-        """As `ResponseStore.remove`."""
+        """Remove a stored response, like `ResponseStore.remove`."""
         ...
 
 
@@ -58,17 +58,18 @@ class WorkerPort(Protocol):
     """Calls of the control process."""
 
     async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
-        """Series of other endpoints are dropped. Never fails: a worker that does not answer keeps its last
-        measurements.
+        """Return the worker's measurements, and drop the series of other endpoints.
+
+        It never raises: for a worker that does not answer, it returns the last measurements.
         """
         ...
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
-        """These bundles are in use, and these chat templates in place of their own; no others, if that is `whole`."""
+        """Load the bundles that are in use; `templates` replace their own chat templates. `whole`: drop all others."""
         ...
 
     def replace_shared_keys(self, callers: list[Caller]) -> None:
-        """These keys, and no others, are accepted besides those of settings and file."""
+        """Replace the API keys that are accepted besides those of the settings and the file."""
         ...
 
 
@@ -77,9 +78,9 @@ class LocalWorkerPort(WorkerPort, Protocol):
 
     @property
     def num_measured(self) -> int:
-        """Increases with every measurement."""
+        """A counter that increases with every measurement."""
         ...
 
     def measures(self) -> WorkerMeasurements:
-        """The result of `measure`."""
+        """Return the worker's measurements."""
         ...

@@ -1,7 +1,7 @@
-"""A time limit for each of many short waits, with one timer for all of them; `asyncio.timeout` sets one for each.
+"""A timeout for each of many short waits, with one timer for all of them, where `asyncio.timeout` needs one for each.
 
-Streams wait for every chunk, twice, and hardly ever for long; setting and cancelling a timer costs more than passing
-the chunk on. The timer here is set once; when it is due, it checks how long the current wait has lasted.
+Streams wait twice for every chunk, usually briefly; setting and cancelling a timer costs more than forwarding the
+chunk. This timer is set once. When it is due, it checks the duration of the current wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class RepeatedTimeout:
-    """Create inside a running event loop; `close` after the last wait."""
+    """The timeout. Create it inside a running event loop, and `close` it after the last wait."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -31,7 +31,7 @@ class RepeatedTimeout:
             self._timer = None
 
     async def wait(self, awaitable: Awaitable[Result]) -> Result:
-        """Raises `TimeoutError` when it takes longer than the limit; it is cancelled then."""
+        """Wait for the awaitable. Cancels it and raises `TimeoutError` if it takes longer than the limit."""
         task = asyncio.current_task()
         if self._task is not None or task is None:  # one at a time; a second waiting task has a timer of its own
             async with asyncio.timeout(self._limit_s):
@@ -43,7 +43,7 @@ class RepeatedTimeout:
         try:
             return await awaitable
         except BaseException as error:
-            # As `asyncio.timeout` does: a cancellation by another task goes on.
+            # As in `asyncio.timeout`, a cancellation by another task is propagated.
             if self._is_over and task.uncancel() <= num_cancels and isinstance(error, asyncio.CancelledError):
                 raise TimeoutError from error
             raise
@@ -53,7 +53,7 @@ class RepeatedTimeout:
     def _look(self) -> None:
         self._timer = None
         if self._task is None:
-            return  # the next wait sets it again
+            return  # the next wait sets the timer again
         if self._loop.time() < self._due_at:
             self._timer = self._loop.call_at(self._due_at, self._look)
             return

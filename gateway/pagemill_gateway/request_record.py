@@ -1,4 +1,4 @@
-"""The record of one request, for its access log line, metrics and traces. It holds no text of the request."""
+"""The record of one request, for its access log line, metrics and traces. It contains no text of the request."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class AttemptRecord:
     policy: str
     predicted_cached_tokens: int
     queued_s: float
-    """In the deployment's queue, before it was chosen."""
+    """The time in the deployment's queue before the endpoint was chosen."""
     started_at: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
     ended_at: float | None = None
     engine_queue_s: float = 0.0
     continued: AttemptRecord | None = None
-    """The one whose answer it goes on with."""
+    """The attempt whose answer this one continues."""
     num_continued_tokens: int = 0
-    """Generated before it, by all that it goes on with."""
+    """The tokens that all earlier attempts of the answer generated."""
     outcome: FailureKind | Literal["served", "abandoned"] = "abandoned"
-    """What failed; abandoned: the client left, or the deadline passed."""
+    """The outcome; `abandoned`: the client disconnected, or the deadline passed."""
 
     def ended(self, outcome: FailureKind | Literal["served"]) -> None:
         self.ended_at = time.monotonic()
@@ -40,52 +40,52 @@ class AttemptRecord:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Filled while the request passes through; times are of the monotonic clock."""
+    """The record of a request, filled while it is processed; times are of the monotonic clock."""
 
     route: str
     request_id: str = ""
     started_at: float = field(default_factory=time.monotonic)
     ticket: QueueTicket = DEFAULT_TICKET
-    """Of the whole client request."""
+    """The ticket of the whole client request."""
     model: str = ""
-    """The deployment's own name, never what the client wrote: metrics must not grow with what clients invent."""
+    """The deployment's model name, not the client's text, so that clients cannot create new series of metrics."""
     deployment: str = ""
     tenant: str = ""
     response_id: str = ""
     stream: bool = False
     num_prompts: int = 0
     num_choices: int = 1
-    """Of all prompts together."""
+    """The choices of all prompts."""
     prompt_tokens: int = 0
     dialect: str = "chat"
     sampling: SamplingParams | None = None
-    """Of the first prompt; `None` until the request is parsed."""
+    """The sampling parameters of the first prompt; `None` until the request is parsed."""
     attempts: list[AttemptRecord] = field(default_factory=list)
-    """In order; several for several attempts or prompts."""
+    """All attempts of all prompts, in order."""
     route_header: str = ""
-    """Where the latest attempt went and by which decision, for the client's `x-pagemill-route`."""
+    """The value of the response header `x-pagemill-route`: policy, endpoint and decision of the latest attempt."""
     decision: int = 0
-    """The latest attempt's. Clients with a key are not shown it: it counts the requests of all tenants."""
+    """The latest attempt's decision. Clients with a key do not see it, because it counts requests of all tenants."""
     is_keyed: bool = False
     num_retries: int = 0
     queued_s: float = 0.0
-    """Time in queues; of several prompts, of the one that waited longest."""
+    """The time in queues; of several prompts, the longest."""
     num_migrations: int = 0
     """How often another engine continued the answer."""
     num_migrated_tokens: int = 0
-    """Generated before, and computed again there as part of the prompt."""
+    """The generated tokens that another engine computed again as part of its prompt."""
     prepare_s: float | None = None
     first_frame_at: float | None = None
     num_delivered: int = 0
-    """Tokens that engines have delivered so far."""
+    """The tokens that engines have delivered so far."""
     finished: bool = False
-    """Every engine request came to its own end; `usage` is complete."""
+    """Whether every engine request is complete, so that `usage` is."""
     finish_reasons: set[FinishReason] = field(default_factory=set)
     ended_by_limit: bool = False
-    """A limit of the key ended the answer, by `length`."""
+    """Whether a limit of the key ended the answer, with the finish reason `length`."""
     usage: Usage = field(default_factory=Usage)
     gives_way: bool = False
-    """To all others, as a batch's line does."""
+    """Whether the request has low priority, as lines of batches have."""
     status: int = 0
     error_code: str | None = None
 
@@ -110,7 +110,7 @@ class RequestRecord:
         return [attempt.endpoint_id for attempt in self.attempts]
 
     def chosen(self, assignment: Assignment) -> AttemptRecord:
-        """Begins the attempt at it."""
+        """Add and return the record of an attempt at the assigned endpoint."""
         cached = assignment.predicted_cached_tokens
         attempt = AttemptRecord(assignment.endpoint_id, assignment.policy, cached, assignment.queued_s)
         self.attempts.append(attempt)
@@ -125,7 +125,7 @@ class RequestRecord:
 
     @property
     def output_tokens(self) -> int:
-        """Also of an answer that broke."""
+        """The output tokens, also of an answer that failed."""
         return max(self.usage.completion_tokens, self.num_delivered)
 
     @property

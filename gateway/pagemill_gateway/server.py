@@ -1,8 +1,8 @@
-"""HTTP servers on bound sockets, the drain, and the gateway of one process: both ports up, until a signal; then down.
+"""HTTP servers on bound sockets, the drain, and the gateway of one process, which serves both ports until a signal.
 
-The drain: `/readyz` fails first, and every answer asks its client to close the connection; after `drain_delay_s` none
-can connect any more, while requests on connections that are open are still served; after `drain_timeout_s` those that
-are left end with an error event. A second signal skips the waiting. Gateways of several processes: `processes`.
+In the drain, `/readyz` fails first, and every response asks its client to close the connection. After `drain_delay_s`
+the gateway refuses new connections, and still serves requests on open ones. After `drain_timeout_s` the remaining
+requests end with an error event. A second signal skips the waits. `processes` has gateways of several processes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ logger = logging.getLogger("pagemill.gateway")
 
 KEEP_ALIVE_S = 75
 CUT_OFF_TIMEOUT_S = 10.0
-"""For requests that were cut short to tell their clients."""
+"""How long requests that were cut short have to send the error to their clients."""
 HURRIED_FLUSH_S = 0.3
-"""The same, after a second signal."""
+"""The same time after a second signal."""
 QUIET_S = 1.0
-"""Without a request, before connections are closed; no longer than the delay, which says that others take over."""
+"""The time without a request after which connections are closed, at most `drain_delay_s`."""
 
 
 class Gateway(NamedTuple):
-    """A gateway of one process: its control process and its one worker as objects that call each other."""
+    """A gateway of one process, in which control process and worker are objects that call each other."""
 
     control: ControlProcess
     worker: Worker
@@ -53,7 +53,7 @@ class Gateway(NamedTuple):
 
 
 async def open_gateway(config: GatewayConfig) -> Gateway:
-    """Raises `SettingsError`."""
+    """Create a gateway of one process. Raises `SettingsError`."""
     control = ControlProcess(config)
     try:
         worker = Worker(config, control.brain, control.sharing.store, control, control.bundles)
@@ -65,7 +65,7 @@ async def open_gateway(config: GatewayConfig) -> Gateway:
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Run until SIGTERM or SIGINT, in this process. Raises `SettingsError` when it cannot start."""
+    """Run a gateway of one process until SIGTERM or SIGINT. Raises `SettingsError`."""
     data_socket, control_socket = open_ports(config)
     with with_control_token(config, control_socket) as guarded:
         gateway = await open_gateway(guarded)
@@ -84,11 +84,11 @@ async def serve(config: GatewayConfig) -> None:
 
 class Listening(NamedTuple):
     task: asyncio.Task[None]
-    """It ends early only when the server fails."""
+    """The server's task, which ends early only if the server fails."""
     refuse_connections: Callable[[], None]
-    """For good; connections that are open stay."""
+    """Stops accepting connections; open ones stay."""
     cut_off: Callable[[], None]
-    """At the end, connections get no time to read their last bytes."""
+    """Makes the server close connections at its end without waiting for their last bytes."""
 
 
 @asynccontextmanager
@@ -111,7 +111,7 @@ async def listening(
 async def serving(
     app: ASGIApp, listener: socket.socket, config: GatewayConfig, tls: TLSConfig | None = None
 ) -> AsyncIterator[Listening]:
-    """One app on one port while the block runs. Raises `TLSError` for a certificate that cannot be used."""
+    """Serve an app on a port while the block runs. Raises `TLSError` for an invalid certificate."""
     server = _server(app, config)
     async with AsyncExitStack() as stack:
         if tls is not None:
@@ -126,21 +126,21 @@ async def serving(
 
 
 async def stopped(stop: Stop, *listening: Listening) -> None:
-    """Wait until it is time to stop: a signal came, or a server failed."""
+    """Wait until a signal arrives or a server fails."""
     signalled = asyncio.create_task(stop.wait(1))
     await asyncio.wait([signalled, *(each.task for each in listening)], return_when=asyncio.FIRST_COMPLETED)
     signalled.cancel()
 
 
 async def drain(worker: Worker, stop: Stop, data: Listening) -> None:
-    """Take the worker out of service without cutting an answer short, if time allows."""
+    """Take the worker out of service. Requests are cut short only after `drain_timeout_s` or a second signal."""
     worker.draining = True
     log_event("draining", num_requests=worker.gate.num_inside)
     hurry = asyncio.create_task(stop.wait(2))
     try:
         await asyncio.wait([hurry], timeout=worker.config.drain_delay_s)
         data.refuse_connections()
-        # Who has just read the end of a stream may send the next request on the same connection.
+        # A client that has just read the end of a stream may send its next request on the same connection.
         quiet_s = min(QUIET_S, worker.config.drain_delay_s)
         empty = asyncio.create_task(worker.gate.wait_quiet(quiet_s))
         await asyncio.wait([empty, hurry], timeout=worker.config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -170,7 +170,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the gateway's: uvicorn would stop listening before the drain."""
+        """Leave signals to the gateway, because uvicorn would stop listening before the drain."""
         yield
 
 
@@ -183,7 +183,7 @@ def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
             lifespan="off",
             log_config=None,
             access_log=False,
-            proxy_headers=False,  # no address or scheme of a client is looked at
+            proxy_headers=False,  # the address and scheme of clients are not used
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=5,

@@ -1,4 +1,4 @@
-"""The two listening sockets, bound before anything else starts, so that a port in use is reported at once."""
+"""Binds the two listening sockets before anything else starts, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill_protocol.http.tls import EngineTrust, ServerTLS, TLSError
 
 
 def open_ports(config: GatewayConfig) -> tuple[socket.socket, socket.socket]:
-    """Data and control. Raises `SettingsError`, also for an invalid catalogue or certificate."""
+    """Bind the data and the control port. Raises `SettingsError`, also for an invalid catalogue or certificate."""
     try:
         if config.tls is not None:
             ServerTLS(config.tls)
@@ -32,7 +32,7 @@ def open_ports(config: GatewayConfig) -> tuple[socket.socket, socket.socket]:
 
 
 def bind(host: str, port: int, field: str) -> socket.socket:
-    """A bound listening socket. Raises `SettingsError`, which names the setting `field`."""
+    """Return a listening socket. Raises `SettingsError`, which names the setting `field`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,11 +1,11 @@
-"""The spans of one request, made from its record when it is over: while it runs, tracing costs nothing.
+"""Writes the spans of one request from its record when the request is over, so that tracing does not slow it down.
 
     POST /v1/chat/completions          gateway, server; GenAI attributes
       prepare                          checks, template, tokens
       queue                            each wait for capacity
-      migration                        from the end of an engine's part to the first token of the next one's
+      migration                        from the end of one engine's part to the first token of the next engine
       chat smollm2                     one attempt at one engine, client
-        queue, prefill, decode         that engine; its own queue time, the rest by the gateway's clock
+        queue, prefill, decode         the engine's phases: its own queue time, the rest by the gateway's clock
 
 `pagemill_protocol.tracing` names the attributes and exports.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def write_spans(record: RequestRecord, method: str, ended_at: float, trace: TraceWriter) -> None:
-    """Write every span of the request, which was over at `ended_at`."""
+    """Write all spans of a request that ended at `ended_at`."""
     root = trace.add(
         GATEWAY,
         f"{method} {record.route}",
@@ -52,7 +52,7 @@ def write_spans(record: RequestRecord, method: str, ended_at: float, trace: Trac
 
 
 def _write_migration(attempt: AttemptRecord, ended_at: float, root: bytes, trace: TraceWriter) -> None:
-    """What the client waits for while another engine takes an answer over."""
+    """Write the span in which another engine takes over the answer."""
     before = attempt.continued
     if before is None:
         return

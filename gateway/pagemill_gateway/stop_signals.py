@@ -1,4 +1,4 @@
-"""Stop signals, counted: the first begins the drain, a second one skips the waiting."""
+"""Counts stop signals: the first one begins the drain, a second one skips its waits."""
 
 from __future__ import annotations
 

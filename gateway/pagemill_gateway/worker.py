@@ -1,8 +1,8 @@
-"""Everything between a client's connection and an engine's, wired: one object that the routes of the data port share.
+"""The parts between a client's connection and an engine's, in one object that the routes of the data port share.
 
-Opened inside the event loop, closed after the drain. What exists once in a gateway belongs to `control_process`, in
-this process or in another one: a worker calls it through `brain.interface`, `limits.store` and `ports`, and shares
-nothing with it.
+It is opened inside the event loop and closed after the drain. The parts that exist once in a gateway are in
+`control_process`, in this process or another one. A worker calls them through `brain.interface`, `limits.store` and
+`ports`, and shares no state with them.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from pagemill_protocol.tracing.tracing import open_tracing
 logger = logging.getLogger("pagemill.gateway.worker")
 
 UPSTREAM_KEEPALIVE_S = 30.0
-"""Idle connections to engines are closed before the engine's own server does: a request must not race its close."""
+"""Idle connections to engines are closed earlier than the engine's server does, so that no request meets a close."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""A thread that tokenizes asks for the interpreter several times; each time the loop may keep it for this long."""
+"""A tokenizing thread needs the interpreter several times, and each time the event loop may keep it for this long."""
 
 
 def open_batch_store(config: BatchesConfig, redis: RedisConfig | None) -> BatchStore:
-    """Raises `SettingsError`."""
+    """Open the store of files and batches. Raises `SettingsError`."""
     if config.directory:
         return DirectoryStore(config.directory)
     from pagemill_gateway.batches.redis import RedisBatchStore
@@ -56,7 +56,7 @@ def open_batch_store(config: BatchesConfig, redis: RedisConfig | None) -> BatchS
 
 
 class Worker:
-    """Create and use inside a running event loop; `close` frees everything."""
+    """The worker. Create and use it inside a running event loop; `close` frees everything."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Worker:
         control: ControlProcessPort,
         bundles: Bundles | None = None,
     ) -> None:
-        """`bundles`: those of the control process, where it is in this process."""
+        """`bundles` are those of the control process, if it is in this process."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.config = config
         self.brain = brain
@@ -97,13 +97,13 @@ class Worker:
 
         self._batch_store = open_batch_store(config.batches, config.redis) if config.batches is not None else None
         self.batches: Batches | None = None
-        """`None`: this gateway takes none."""
+        """`None` if batches are turned off."""
         self.batch_runner: BatchRunner | None = None
         if config.batches is not None and self._batch_store is not None:
             self.batches = Batches(config.batches, self._batch_store)
 
     def run_batches(self, app: ASGIApp) -> None:
-        """`app`: the generating routes."""
+        """Start running batches. `app` has the generating routes."""
         config = self.config.batches
         if config is None or self._batch_store is None:
             return
@@ -128,7 +128,7 @@ class Worker:
         return WorkerMeasurements(samples, self.gate.num_inside)
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
-        """New ones are loaded at once, so that the first client need not wait for it."""
+        """Keep these bundles, and load new ones at once, so that the first client need not wait."""
         if not self._owns_bundles:
             return
         if whole:

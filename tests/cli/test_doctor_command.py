@@ -85,7 +85,7 @@ def test_a_driver_that_does_not_work_is_an_error(machine: Path) -> None:
 def test_devices_without_a_driver_are_an_error(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     code, found = findings()
-    assert (code, found["GPUs"]["message"]) == (1, "2 devices, but no nvidia-smi")
+    assert (code, found["GPUs"]["message"]) == (1, "2 devices, but nvidia-smi is not on the PATH")
 
 
 def engine_metrics(*, ready: bool = True, of_version: str = version("pagemill-engine")) -> str:
@@ -128,7 +128,7 @@ def test_an_engine_of_another_version_is_an_error(machine: Path, answers: Any) -
     state = running(machine, (answers.address, "sim-0"))
     code, found = findings()
     state.remove()
-    assert (code, found["sim-0"]["message"]) == (1, "is of version 0.0.9, this command of another")
+    assert (code, found["sim-0"]["message"]) == (1, f"has version 0.0.9, but this command has {version('pagemill-engine')}")
 
 
 @pytest.mark.parametrize(("redis", "level"), [(None, "ok"), (1.0, "ok"), (0.0, "error")])
@@ -264,7 +264,7 @@ def test_what_the_user_may_not_read_is_a_note(cluster: Any, kubeconfig: Path) ->
     cluster.statuses["/api/v1/nodes"] = 403
     code, found = findings("--kubeconfig", kubeconfig)
     assert (code, found["GPUs"]["level"]) == (0, "note")
-    assert "could not be looked at: 403" in found["GPUs"]["message"]
+    assert "could not be checked: 403" in found["GPUs"]["message"]
 
 
 def test_a_cluster_that_cannot_be_reached_has_an_exit_code_of_its_own(answers: Any, kubeconfig: Path) -> None:

@@ -233,7 +233,7 @@ def test_without_any_the_engine_is_measured_under_such_requests(write: Write, si
     assert (body["replica"]["numBlocks"], body["replica"]["maxNumSeqs"]) == (256, 16)
     # Fitted to clock readings of a busy machine, so not the device's 6 to the last digit.
     assert body["replica"]["alone"]["tpot_ms"] > 5
-    assert body["stepTimeFrom"].startswith("measured here, with up to ")
+    assert body["stepTimeFrom"].startswith("measured on this machine, with up to ")
     model = StepTimeModel.from_params(msgspec.convert(body["stepTime"], StepTimeParams))
     assert model.predict_ms(1) > 1
     assert body["replicas"] == 1
@@ -254,7 +254,7 @@ def test_a_real_model_is_measured_and_its_memory_is_that_of_the_pod(write: Write
 def test_an_accelerator_is_its_data_sheet(file: Path) -> None:
     result = plan(file, "--accelerator", "h200", rps=100)
     assert result.exit_code == 0, result.output
-    assert "reckoned, not measured: NVIDIA H200 Tensor Core GPU data sheet" in result.stdout
+    assert "computed from a data sheet, not measured: NVIDIA H200 Tensor Core GPU data sheet" in result.stdout
     assert "126.90 GiB" not in result.stdout
     assert "141.00 GiB" in result.stdout
 
@@ -367,7 +367,7 @@ def test_what_the_page_says_to_type_works(line: str, fit: Path, monkeypatch: pyt
     words = shlex.split(line)
     result = CliRunner().invoke(app, words if "--accelerator" in words else [*words, "--fit", str(fit)])
     assert result.exit_code == 0, result.output
-    assert "one replica carries up to" in result.stdout
+    assert "one replica serves up to" in result.stdout
 
 
 # Refusals
@@ -386,7 +386,7 @@ def test_what_the_page_says_to_type_works(line: str, fit: Path, monkeypatch: pyt
         (["--name", "other"], "has no such LLMDeployment; it has chat"),
         (
             ["--accelerator", "tpu"],
-            "--accelerator tpu: is not known here; name one with --accelerator: a100-40gb, a100-80gb",
+            "--accelerator tpu: is unknown; name one with --accelerator: a100-40gb, a100-80gb",
         ),
         (["--fit", "/nonexistent"], "--fit /nonexistent: cannot be read: No such file"),
         (["--model", "/nonexistent"], "--model: `/nonexistent` does not exist"),
@@ -431,7 +431,7 @@ def test_a_file_that_is_no_fit_is_refused(file: Path, tmp_path: Path, content: s
         ({"resources": {"gpus": 1}}, "spec.resources.gpus 1: name the accelerator with --accelerator"),
         (
             {"resources": {"gpus": 1, "gpuProduct": "NVIDIA-T4"}},
-            "spec.resources.gpuProduct NVIDIA-T4: is not known here",
+            "spec.resources.gpuProduct NVIDIA-T4: is unknown",
         ),
         ({"resources": {"memory": "64Mi"}}, "the engine would refuse this: ModelTooLarge"),
         (
@@ -463,10 +463,10 @@ def test_a_load_that_no_number_carries_ends_with_exit_code_1(write: Write, simul
     document = simulated(engine={"extraArgs": []}, autoscaling=autoscaling)
     result = plan(write("f.yaml", document), "--fit", fit, rps=500)
     assert result.exit_code == 1
-    assert "No number up to 2 carries this load within TTFT 300 ms: raise the SLO or maxReplicas" in result.stdout
+    assert "Up to 2 replicas cannot serve this load within TTFT 300 ms: raise the SLO or maxReplicas" in result.stdout
     alone = plan(write("f.yaml", document), "--fit", fit, "--tpot", "1ms")
     assert alone.exit_code == 1
-    assert "No number of replicas will do within TTFT 300 ms and TPOT 1 ms: a request that has one" in alone.stdout
+    assert "No number of replicas serves this load within TTFT 300 ms and TPOT 1 ms: even a request alone" in alone.stdout
 
 
 def test_of_several_deployments_one_is_chosen_by_name(write: Write, simulated: Simulated, fit: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_table_has_replicas_utilization_and_costs_of_each(seven: Path) -> No
 def test_models_are_compared_on_the_same_device_and_what_does_not_fit_says_so(seven: Path, fourteen: Path) -> None:
     small, large = plans("--model", seven, "--model", fourteen, "--accelerator", "l4")
     assert small["replicas"] >= 1
-    assert large["error"].startswith("l4 does not carry this; the engine would refuse it: ModelTooLarge: ")
+    assert large["error"].startswith("l4 cannot serve this; the engine would refuse it: ModelTooLarge: ")
     table = plan("--model", seven, "--model", fourteen, "--accelerator", "l4")
     assert table.exit_code == 0
     assert f"{fourteen} on l4: l4 does not carry this" in table.stdout
@@ -102,7 +102,7 @@ def test_models_are_compared_on_the_same_device_and_what_does_not_fit_says_so(se
 def test_where_none_carries_the_load_the_exit_code_is_1(fourteen: Path) -> None:
     result = plan("--model", fourteen, "--accelerator", "l4", "--accelerator", "a100-40gb", "--tpot", "1ms")
     assert result.exit_code == 1
-    assert "a100-40gb: No number of replicas will do within TPOT 1 ms" in result.stdout
+    assert "a100-40gb: No number of replicas serves this load within TPOT 1 ms" in result.stdout
 
 
 def test_utilization_is_the_load_over_what_the_chosen_replicas_carry() -> None:
@@ -118,7 +118,7 @@ def test_utilization_is_the_load_over_what_the_chosen_replicas_carry() -> None:
 def test_what_does_not_fit_names_devices_that_hold_it_and_the_bits_that_would(fourteen: Path) -> None:
     result = plan("--model", fourteen, "--accelerator", "l4")
     assert result.exit_code == 2
-    known = result.stderr.partition(" As known here, it fits on ")[2]
+    known = result.stderr.partition(" Of the known devices, it fits on ")[2]
     devices, _, remedy = known.partition("; ")
     assert {"a100-80gb", "h200"} <= set(devices.split(", "))
     assert "mi300x" not in devices, "no pod runs there"
@@ -130,8 +130,8 @@ def test_what_does_not_fit_names_devices_that_hold_it_and_the_bits_that_would(fo
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        ({"quantization": "fp8"}, "spec.engine.quantization fp8 needs hardware for floats of 8 bits"),
-        ({"kvCacheDtype": "fp8"}, "spec.engine.kvCacheDtype fp8 needs hardware for floats of 8 bits"),
+        ({"quantization": "fp8"}, "spec.engine.quantization fp8 needs hardware for 8-bit floats"),
+        ({"kvCacheDtype": "fp8"}, "spec.engine.kvCacheDtype fp8 needs hardware for 8-bit floats"),
     ],
 )
 def test_fp8_without_hardware_names_device_field_and_remedy(
@@ -142,7 +142,7 @@ def test_fp8_without_hardware_names_device_field_and_remedy(
     file = write("gpu.yaml", document)
     result = plan("-f", file, "--model", seven)
     assert result.exit_code == 2, result.output
-    assert f"a100-80gb does not carry this: {words}" in result.stderr
+    assert f"a100-80gb cannot serve this: {words}" in result.stderr
     assert "compute capability 8.0" in result.stderr
     assert "take one of b200, h100-80gb, h200, l4, l40s" in result.stderr
     assert plan("-f", file, "--model", seven, "--accelerator", "h100-80gb").exit_code == 0
@@ -161,7 +161,7 @@ def test_fp8_products_take_half_the_time_where_arithmetic_bounds_them(write: Any
 def test_another_makers_device_is_reckoned_with_and_said_to_run_no_pod(seven: Path) -> None:
     result = plan("--model", seven, "--accelerator", "mi300x")
     assert result.exit_code == 0, result.output
-    assert "its figures compare data sheets, and no pod runs there" in result.stdout
+    assert "for comparison of data sheets only" in result.stdout
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS, ids=lambda each: each.name)
@@ -232,9 +232,9 @@ def test_who_thinks_longer_asks_less() -> None:
         (["--users", "3"], None, "--users and --think go together: --users 100 --think 30s"),
         (["--think", "3s"], 2, "--users and --think go together"),
         (["--users", "3", "--think", "long"], None, "--think 'long' is not a duration"),
-        (["--price-per-hour", "l5=1"], 2, "--price-per-hour l5=1: l5 is not known here; name one of a100-40gb"),
+        (["--price-per-hour", "l5=1"], 2, "--price-per-hour l5=1: l5 is not a known accelerator; name one of a100-40gb"),
         (["--price-per-hour", "l4=free"], 2, "--price-per-hour l4=free: must be a number above 0"),
-        (["--price-per-hour", "1", "--price-per-hour", "2"], 2, "--price-per-hour 2: is a second price of the same"),
+        (["--price-per-hour", "1", "--price-per-hour", "2"], 2, "--price-per-hour 2: is a second price for the same device"),
     ],
 )
 def test_options_that_do_not_go_together_are_named(
@@ -256,7 +256,7 @@ def test_step_times_of_one_device_are_not_those_of_two(seven: Path, tmp_path: Pa
     fit.write_bytes(msgspec.json.encode(STEP_TIME))
     result = plan("--model", seven, "--accelerator", "l4", "--accelerator", "h200", "--fit", fit)
     assert result.exit_code == 2
-    assert "holds the step times of one model on one device; plan them one by one" in result.stderr
+    assert "has the step times of one model on one device; plan one combination at a time" in result.stderr
 
 
 # The exercises of the page

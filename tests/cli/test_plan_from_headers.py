@@ -217,7 +217,7 @@ def test_a_source_that_cannot_be_read_in_parts_is_not_downloaded(monkeypatch: py
     monkeypatch.delattr(OCIRepository, "read_range")
     result = plan("oci://127.0.0.1:9/acme/tiny")
     assert result.exit_code == 2
-    assert "would be downloaded whole; give --model the folder" in result.stderr
+    assert "could only be downloaded completely; set --model to a folder" in result.stderr
 
 
 def test_a_broken_file_of_weights_is_named_by_its_source(model: Path, serve: Serve, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_an_engine_cannot_be_measured_without_weights(model: Path) -> None:
     words = ["plan", "--model", str(model), "--rps", "5", "--input", "50", "--output", "20"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
-    assert re.search(r"holds the index of its weights and not the weights.*--accelerator", result.stderr)
+    assert re.search(r"has the index of its weights but not the weights.*--accelerator", result.stderr)
 
 
 def test_simulate_needs_no_weights_either(model: Path) -> None:

@@ -117,7 +117,7 @@ def test_the_bound_without_foresight_needs_the_rate_behind_the_traffic(file: Pat
     trace = write("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,300,40\n")
     refused = simulate(file, "--fit", fit, "--policy", "informed", "--trace", trace, workload=None)
     assert refused.exit_code == 2
-    assert "--policy informed: knows the rate behind traffic that is drawn" in refused.stderr
+    assert "--policy informed: needs the rate of generated traffic" in refused.stderr
     assert "use --workload" in refused.stderr
 
 
@@ -128,7 +128,7 @@ def test_fast_forward_says_so_and_finds_nearly_the_same(file: Path, fit: Path) -
     assert (mine["is_exact"], theirs["is_exact"]) == (False, True)
     assert mine["num_served"] == theirs["num_served"]
     assert mine["ttft_ms"]["p95"] == pytest.approx(theirs["ttft_ms"]["p95"], rel=0.03)
-    assert "fast-forward" in simulate(file, "--fit", fit, "--fast").stdout
+    assert "Simulated with --fast in" in simulate(file, "--fit", fit, "--fast").stdout
 
 
 def test_json_has_all_of_it_and_is_the_same_again(file: Path, fit: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_report_is_a_page_in_a_folder(file: Path, fit: Path, tmp_path: Path) -
     assert "fixed" in page
     refused = simulate(file, "--fit", fit, "--report", file)
     assert refused.exit_code == 2
-    assert f"--report {file}: cannot be made: File exists; name another folder" in refused.stderr
+    assert f"--report {file}: cannot be created: File exists; name another folder" in refused.stderr
 
 
 # What is made of file and options
@@ -248,7 +248,7 @@ def _options() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--policy", "vpa"], "--policy 'vpa': there is none such; there are pagemill, Demand, TargetTracking, kubeai"),
+        (["--policy", "vpa"], "--policy 'vpa': is not a policy; choose one of pagemill, Demand, TargetTracking, kubeai"),
         (["--policy", "pagemill:speed=9"], "--policy pagemill:speed=9: pagemill has no parameters"),
         (["--policy", "hpa:target_waiting=0"], "--policy hpa: target_waiting: '0' will not do"),
         (["--policy", "fixed:replicas"], "--policy fixed:replicas: 'replicas' is no parameter"),
@@ -260,7 +260,7 @@ def _options() -> dict[str, Any]:
         (["--trace", "/nonexistent"], "give either --trace FILE or --workload NAME"),
         (["--min-replicas", "5"], "--min-replicas 5 is above --max-replicas 3"),
         (["--start-replicas", "9"], "start_replicas: 9 is not between 1 and 3"),
-        (["--cold-start", "boot=3s"], "--cold-start boot=3s: there is no phase 'boot'; write the whole, such as 45s"),
+        (["--cold-start", "boot=3s"], "--cold-start boot=3s: there is no phase 'boot'; write the total, such as 45s"),
         (["--cold-start", "load=fast"], "--cold-start load 'fast' is not a duration"),
         (["--crash-mean", "often"], "--crash-mean 'often' is not a duration"),
         (["--ttft", "0s"], "--ttft 0s: must be above 0"),
@@ -323,5 +323,5 @@ def test_what_the_page_says_to_type_works(line: str, fit: Path, write: Write, mo
 
 
 def test_a_trace_has_its_own_rate() -> None:
-    with pytest.raises(PlanError, match=r"--rps 3\.0: a trace has its own; use --limit and --speedup, or --workload"):
+    with pytest.raises(PlanError, match=r"--rps 3\.0: does not apply to a trace; use --limit and --speedup, or --workload"):
         workload_of(Traffic(Path("x"), None, 3.0, None, None, None, skip_broken=False), seed=0)

@@ -121,7 +121,7 @@ def test_json_has_the_same_as_numbers(up: StateDir) -> None:
 def test_without_anything_to_ask_it_says_so(alone: Path) -> None:
     result = top()
     assert result.exit_code == 2
-    assert "no `pagemill up` runs on this machine, and no cluster is known here" in result.stderr
+    assert "no `pagemill up` runs on this machine, and no cluster is configured here" in result.stderr
 
 
 def pod(name: str, *, port: str = "control", phase: str = "Running") -> dict[str, Any]:
@@ -144,7 +144,7 @@ def test_pods_of_a_cluster_are_asked_through_its_api_server(answers: Any, kubeco
 def test_a_right_that_is_missing_is_named(answers: Any, kubeconfig: Path) -> None:
     answers.by_path[PODS] = {"items": [pod("chat-a")]}
     answers.statuses["/api/v1/namespaces/prod/pods/chat-a:9000/proxy/metrics"] = 403
-    assert "it takes the right to get pods/proxy" in top("--kubeconfig", kubeconfig).stdout
+    assert "you need the right to get pods/proxy" in top("--kubeconfig", kubeconfig).stdout
     answers.statuses[PODS] = 403
     result = top("--kubeconfig", kubeconfig)
     assert result.exit_code == 2

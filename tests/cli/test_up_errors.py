@@ -45,7 +45,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
         "a.yaml:7: spec.engine.maxModelLn: unknown field; did you mean maxModelLen?",
         'a.yaml:8: spec.engine.dtype: "Float32" is not one of auto, float32, bfloat16, float16; did you mean float32?',
         "a.yaml:9: spec.replicas: must be at least 0, not -1",
-        'a.yaml:11: kind: "Service" is nothing that `pagemill up` runs; '
+        'a.yaml:11: kind: "Service" is not supported; '
         "it runs pagemill.dev/v1beta1 LLMDeployment only",
         f"a.yaml:16: spec.model.source: `ftp://x` has the unknown scheme `ftp`. {forms()}",
         'b.yaml:6: spec.replicas: must be an integer, not "2"; remove the quotes',
@@ -284,7 +284,7 @@ def test_a_bomb_of_aliases_is_refused(write: Write) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
     (found,) = errors(write("f.yaml", "\n".join(lines)))
-    assert "unfolds into more than" in found
+    assert "expands to more than" in found
 
 
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_in_a_terminal_it_follows_edits_and_ends_with_ctrl_c(
         port = base_port(shown.text)
 
         file.write_text("kind: Service\n", "utf-8")
-        shown.until("everything goes on as before")
+        shown.until("everything runs on unchanged")
         file.write_text(yaml.safe_dump(simulated(replicas=2)), "utf-8")
         shown.until("spec.replicas: 1 -> 2")
         shown.until("sim 2/2 ready")
@@ -322,7 +322,7 @@ async def test_an_unexpected_error_while_serving_is_one_line_and_exit_code_1(
     request = UpRequest([file], keep=True, started_at_s=0.0, settings=LocalSettings(port=0))
     assert await run_up(request, load_files([file]).loaded, PlainScreen()) == 1
     assert capsys.readouterr().err == (
-        "error: unexpected ValueError: no such thing; everything is stopped, start it again\n"
+        "error: unexpected ValueError: no such thing; everything was stopped, start it again\n"
     )
 
 
@@ -366,5 +366,5 @@ def test_keep_serves_until_sigterm_and_why_reports_what_it_decided_and_decides_i
     assert body["recordedBy"] == f"`pagemill up` (process {process.pid})"
     assert "ScaledToZero" in [record["decision"]["reason"] for record in body["records"]]
     assert all(each["same"] for each in body["replays"])
-    assert "`pagemill up` on this machine has decided about default/sim" in other.stderr
+    assert "`pagemill up` on this machine has scaling decisions of default/sim" in other.stderr
     assert_nothing_is_left(environment, pids, base_port("".join(said)))

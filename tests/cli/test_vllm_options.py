@@ -44,7 +44,7 @@ def test_options_without_effect_are_taken_with_a_line_each() -> None:
     given += "--disable-log-requests --enable-auto-tool-choice --uvicorn-log-level info"
     assert rewritten(given.split(), notes.append) == ["MODEL"]
     assert len(notes) == 7
-    assert "--gpu-memory-utilization 0.9 changes nothing. The KV cache takes" in notes[2]
+    assert "--gpu-memory-utilization 0.9 has no effect. The KV cache takes" in notes[2]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_line_for_each_decision_and_the_latest_with_all_it_was_made_from(file:
     result = why("d", "--file", file)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0] == f"ns/d, the last 2 decisions as recorded by {file}"
+    assert lines[0] == f"ns/d: the last 2 decisions, recorded by {file}"
     assert lines[2].split() == ["TIME", "REPLICAS", "REASON", "WHY"]
     first, second = decided()
     assert lines[3].split()[1:5] == ["1", "->", str(first.decision.replicas), "ScaledUp"]
@@ -64,7 +64,7 @@ def test_a_line_for_each_decision_and_the_latest_with_all_it_was_made_from(file:
         "0 of 1 report",
         "Demand, mode Active, 1 to 20 replicas",
         "30.00 requests/s over 60 s",
-        "a start takes 30 s",
+        "a cold start takes 30 s",
         "mean 512 + 197 tokens",
     ):
         assert words in detail
@@ -107,13 +107,13 @@ def test_a_replay_finds_the_recorded_choice_and_says_where_it_does_not(file: Pat
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "holds no decision about d; it has decisions about nothing"),
+        (b"", "has no decision about d; it has decisions about nothing"),
         (
             encode_record(decided()[0]).replace(b"ns/d", b"ns/other"),
-            "holds no decision about d; it has decisions about ns/other",
+            "has no decision about d; it has decisions about ns/other",
         ),
-        (b"\n{}\n", ":2: is no record of a decision: Object missing required field `key`"),
-        (b"what?", ":1: is no record of a decision: JSON is malformed"),
+        (b"\n{}\n", ":2: is not a record of a decision: Object missing required field `key`"),
+        (b"what?", ":1: is not a record of a decision: JSON is malformed"),
         (b"\xff\xfe", "is not UTF-8 text (byte 0)"),
     ],
     ids=["empty", "another", "no record", "no JSON", "no text"],
@@ -137,13 +137,13 @@ def test_one_name_in_two_namespaces_needs_the_namespace(tmp_path: Path) -> None:
     here = encode_record(decided()[0])
     path.write_bytes(here + b"\n" + here.replace(b"ns/d", b"prod/d") + b"\n")
     assert "in several namespaces: ns/d, prod/d; choose one with --namespace" in why("d", "--file", path).stderr
-    assert why("d", "--file", path, "-n", "prod").stdout.startswith("prod/d, the last 1 decision")
+    assert why("d", "--file", path, "-n", "prod").stdout.startswith("prod/d: the last 1 decision")
 
 
 def test_where_nothing_runs_and_no_cluster_is_known_it_says_what_to_do(alone: Path) -> None:
     result = why("d", "--kubeconfig", alone / "none")
     assert result.exit_code == 2
-    assert "no cluster is known here" in result.stderr
+    assert "no cluster is configured here" in result.stderr
     assert "--kubeconfig" in result.stderr
 
 
@@ -156,7 +156,7 @@ def test_a_running_up_is_asked_by_its_folder(alone: Path) -> None:
         pid = json.loads((folder.path / OWNER_FILE).read_text())["pid"]
         assert json.loads(result.stdout)["recordedBy"] == f"`pagemill up` (process {pid})"
         (folder.path / "scaling.jsonl").write_text("{}\n")
-        assert "it is of another version" in why("d").stderr
+        assert "has records that this version cannot read" in why("d").stderr
     finally:
         folder.remove()
 
@@ -197,4 +197,4 @@ def test_a_running_up_that_has_decided_nothing_is_found(alone: Path) -> None:
     finally:
         state.remove()
     assert result.exit_code == 2
-    assert "serves chat and has decided nothing about its replicas" in result.stderr
+    assert "serves chat but has made no scaling decision" in result.stderr

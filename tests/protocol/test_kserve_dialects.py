@@ -108,7 +108,7 @@ def sized(datatype: str, size: int) -> dict[str, Any]:
     [
         ([tensor("stream", "BOOL", True)], b"", "/generate_stream"),
         ([tensor("image", "BYTES", "x")], b"", 'no input "image"'),
-        ([TEXT], b"", "came twice"),
+        ([TEXT], b"", "sent twice"),
         ([tensor("top_k", "INT32", 1, 2)], b"", "`top_k` must have one element, got 2"),
         ([tensor("top_k", "INT32", 1, shape=[2])], b"", "has 1 elements, and its shape says 2"),
         ([tensor("top_k", "INT32", "x")], b"", "`top_k` must be an integer"),

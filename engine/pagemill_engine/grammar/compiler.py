@@ -147,7 +147,7 @@ class GrammarCompiler:
         try:
             vocabulary = llguidance_tokenizer(tokenizer, self._eos_token_ids, self._vocab_size)
         except ValueError as error:
-            raise invalid_field("structured_outputs", f"This model cannot hold answers to a form: {error}.") from None
+            raise invalid_field("structured_outputs", f"This model's answers cannot have a form: {error}.") from None
         special = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids}
 
         def compile(outputs: StructuredOutputs) -> LLMatcher:

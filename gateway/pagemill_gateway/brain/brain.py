@@ -1,7 +1,7 @@
-"""The brain: takes the catalogue and the engines' reports, decides where each request goes, and accounts it at once.
+"""The brain: gets the catalogue and the engines' reports, chooses an endpoint for each request, and counts the choice.
 
-It speaks no HTTP: `discovery` passes it reports, `relay` asks it (through `brain.interface`), and it asks the policy of
-`routing` in turn. Time and random numbers are passed in, so that a simulation can replay its decisions.
+It has no HTTP: `discovery` passes reports to it, `relay` calls it through `brain.interface`, and it calls the policies
+of `routing`. Clock and random numbers are arguments, so that a simulation can replay its decisions.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from pagemill_protocol.load import DeploymentLoad
 from pagemill_protocol.state import StateFrame
 
 STALL_STEPS = 4
-"""An engine is stuck when its step takes longer than this many times what was predicted for it. On a machine that is
-busy otherwise, the worst of 178 steps took 4.0 times as long, of steps beyond a second 2.6 (docs/benchmarks.md)."""
+"""An engine is stuck if its step takes longer than this many times its predicted duration. On a busy machine, the worst
+of 178 steps took 4.0 times as long, and the worst step of more than a second 2.6 times (docs/benchmarks.md)."""
 
 
 class LocalBrain:
-    """The brain in this process; implements `brain.interface.Brain`."""
+    """The implementation of `brain.interface.Brain` in this process."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LocalBrain:
         first_decision: int = 0,
         made_token: Callable[[str], str] = lambda control_url: "",
     ) -> None:
-        """`made_token`: the token that the engine at a control URL has made for itself, as far as it is known here."""
+        """`made_token` returns the token that the engine at a control URL generated, or an empty text if unknown."""
         self._clock = clock
         self._made_token = made_token
         rng = rng or random.Random()
@@ -74,8 +74,8 @@ class LocalBrain:
         self._open: dict[int, InFlightRequest] = {}
         self._stall_timeout_s = config.stall_timeout_s
         self._freeze_timeout_s = config.freeze_timeout_s
-        # A static catalogue sets `terminating` when the endpoint must get no more requests; a cluster sets it at once,
-        # while the replacement may not be known here yet.
+        # A static catalogue sets `terminating` when the endpoint must get no more requests. A cluster sets it at once,
+        # when the gateway may not know the replacement yet.
         self._keeps_terminating = config.discovery == "kubernetes"
         self.changes = ChangeNotifier()
         self.traffic = TrafficMeter(clock)
@@ -110,7 +110,7 @@ class LocalBrain:
         self.queues.forget(before - self.registry.deployments.keys())
 
     def observe(self, endpoint_id: str, frame: StateFrame) -> None:
-        """Apply a state frame of an endpoint. Raises `StateGap`: the caller must connect again."""
+        """Apply a state frame of an endpoint. Raises `StateGap`, after which the caller must reconnect."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is None:
             return
@@ -118,7 +118,7 @@ class LocalBrain:
         before = record.reports.latest
         was_connected, was_usable = record.reports.connected, record.usable
         num_identities = record.reports.num_identities
-        # Also where the frame does not follow: the report before it is no longer believed.
+        # Before `accept`, because the record changes also if the frame leaves a gap.
         self.placement.changed(record)
         record.reports.accept(frame, record.reserved.num_sequences, now, record.reserved.num_sequences_giving_way)
         record.reserved.reported()
@@ -150,7 +150,7 @@ class LocalBrain:
             self.queues.pump(record.deployment)
 
     def stream_lost(self, endpoint_id: str) -> None:
-        """The state stream of an endpoint has ended."""
+        """Note that the state stream of an endpoint ended."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is None:
             return
@@ -160,27 +160,27 @@ class LocalBrain:
         self.placement.changed(record)
 
     def unreachable(self, endpoint_id: str) -> None:
-        """No process listens at the endpoint's address: it must not get requests until it reports again."""
+        """Send no requests to the endpoint until it reports again, because no process listens at its address."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
             record.unreachable = True
             self.registry.changed(record)
 
     def drain(self, endpoint_id: str) -> None:
-        """Never choose the endpoint again, unless it restarts or wakes up."""
+        """Send no more requests to the endpoint, unless it restarts or wakes up."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
             record.draining = True
             self.registry.changed(record)
 
     def drain_acknowledged(self, endpoint_id: str) -> None:
-        """The endpoint has confirmed that it gets no more requests."""
+        """Note that the endpoint has received the confirmation that it gets no more requests."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
             record.drain_acknowledged = True
 
     def replaceable(self, endpoint_id: str) -> bool:
-        """Whether its deployment can do without the endpoint: another one is usable, or the deployment is gone."""
+        """Whether the endpoint is not needed: another one of its deployment is usable, or the deployment is gone."""
         record = self.registry.endpoints.get(endpoint_id)
         deployment = self.registry.deployments.get(record.deployment) if record is not None else None
         if record is None or deployment is None or record.draining:
@@ -190,13 +190,13 @@ class LocalBrain:
         return any(other.usable for other in deployment.records)
 
     def awaiting_first_report(self, endpoint_id: str) -> None:
-        """Discovery is asking an endpoint for its first report."""
+        """Note that discovery opens an endpoint's first state stream."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is not None:
             record.awaiting_first_report = True
 
     def note_phase(self, endpoint_id: str, phase: str, detail: str) -> None:
-        """Keep what the `/readyz` of an endpoint that is not ready answered, for status and error messages."""
+        """Note the `/readyz` phase of an endpoint that is not ready, for status and error messages."""
         record = self.registry.endpoints.get(endpoint_id)
         if record is None:
             return
@@ -216,7 +216,7 @@ class LocalBrain:
         return record is None or record.leaving
 
     def token_of(self, record: EndpointRecord) -> str:
-        """Bearer token for `/internal/*` of the endpoint; catalogues may rotate it, and a restarted engine its own."""
+        """Return the bearer token for the endpoint's `/internal/*`. A catalogue or a restarted engine may change it."""
         deployment = self.registry.deployments.get(record.deployment)
         if deployment is None:
             return ""
@@ -229,7 +229,7 @@ class LocalBrain:
     # Calls of relays.
 
     def resolve(self, model: str) -> Target:
-        """As `look_up`, at once."""
+        """Return the target like `look_up`, without a coroutine."""
         return self._eligible.resolve(model)
 
     async def look_up(self, model: str) -> Target:
@@ -369,26 +369,26 @@ class LocalBrain:
     # Calls of status and metrics.
 
     def state_age_s(self, record: EndpointRecord) -> float | None:
-        """Age of the latest report; None when there never was one."""
+        """Return the age of the latest report in seconds; None if there was none."""
         return record.reports.age_s(self._clock())
 
     def load_elsewhere(self, record: EndpointRecord) -> int:
-        """Requests on the endpoint that are not ours, as far as its report is believed."""
+        """Return the number of requests from elsewhere at the endpoint; 0 if its report is stale."""
         return record.load_elsewhere(self._clock())
 
     def load(self) -> list[DeploymentLoad]:
-        """What the load stream publishes of each deployment."""
+        """Return the load of each deployment for the load stream."""
         return measure_load(self.registry, self.queues, self.traffic, self._clock())
 
     def phase(self, record: EndpointRecord) -> str:
-        """`EndpointRecord.phase_at`, or `ejected` where that is `stale` or `ready` and the endpoint is ejected."""
+        """Return `EndpointRecord.phase_at`; `ejected` for an ejected endpoint that is `stale` or `ready`."""
         now = self._clock()
         phase = record.phase_at(now)
         is_ejected = phase in ("stale", "ready") and not self.recovery.ejection(record).allows(now)
         return "ejected" if is_ejected else phase
 
     def _resolve_in_time(self, model: str, until: float) -> Target | None:
-        """As `resolve`, but None while an engine may still come."""
+        """Return the target like `resolve`; None while an engine is expected within the time."""
         is_over = self._clock() >= until or max(self._outages.waits_left_s(model).values(), default=0.0) <= 0
         if is_over or self._eligible.settled(model):
             return self.resolve(model)
@@ -396,7 +396,7 @@ class LocalBrain:
         return None
 
     def _served_name(self, name: str) -> ServedName:
-        """Deployments that share a name serve what all of them can."""
+        """Return the entry of a name; with several deployments, its limits are those that all of them meet."""
         deployments = self.registry.named(name)
         records = [record for deployment in deployments for record in deployment.usable()]
         max_model_len = min((record.max_model_len for record in records), default=None)
@@ -405,7 +405,7 @@ class LocalBrain:
         return ServedName(name, first.model.name, max_model_len, first.adapter_digest(name) != "", pools)
 
     def _place(self, to_place: PlacementRequest, outage: Outage) -> Assignment | None:
-        """Decide and account; None while there is no capacity, or no engine but one is expected."""
+        """Choose an endpoint and count the choice; None if there is no capacity, or no engine but one is expected."""
         now, target, need = self._clock(), to_place.target, to_place.need
         deployment, usable = self._eligible.endpoints(target)
         if deployment is None or (not usable and outage.is_over(now, self._outages.wait_left_s(deployment))):
@@ -424,7 +424,7 @@ class LocalBrain:
 
         pool = self._eligible.best(self._eligible.able(usable, to_place, now), to_place.tried, now)
         if to_place.charged_tokens is not None:
-            # A waiting request is tried again with every report, mostly in vain: engines that are full are not weighed.
+            # A waiting request is tried with every report, usually in vain, so full engines are left out first.
             pool = [record for record in pool if fits(record, need.num_prompt_tokens)]
         if not pool:
             return None
@@ -433,7 +433,7 @@ class LocalBrain:
         return self._account(placed, deployment, to_place, now) if placed is not None else None
 
     def _cost_of_turn(self, to_place: PlacementRequest) -> int:
-        """Before the endpoint is known: as on the engine that has most of the prompt."""
+        """Return the cost of a turn before the endpoint is known: that on the engine with the most cached tokens."""
         _, usable = self._eligible.endpoints(to_place.target)
         num_cached_tokens = self.placement.most_cached_tokens(to_place.request, usable, self._clock())
         return to_place.need.with_cached(num_cached_tokens).cost_tokens
@@ -458,12 +458,12 @@ class LocalBrain:
         return deployment is not None and deployment.serving
 
     def _start_left_s(self, key: str) -> float | None:
-        """Until the deployment has an engine again; `None` also while it has one."""
+        """Return the expected time until the deployment has an engine again; `None` if unknown or if it has one."""
         deployment = self.registry.deployments.get(key)
         return deployment.starts.left_s(self._clock()) if deployment is not None and not deployment.serving else None
 
     def _announce(self) -> None:
-        """The set of usable endpoints has changed: all waiting requests are tried again."""
+        """Try all waiting requests, because the set of usable endpoints has changed."""
         self.changes.publish()
         self.queues.pump_all()
 
@@ -507,4 +507,4 @@ class LocalBrain:
 
 
 def _nothing(_: Target) -> None:
-    """A target that came too late holds nothing."""
+    """Do nothing to undo a target, which reserves nothing."""

@@ -1,7 +1,7 @@
-"""What a relay may ask of the brain: a few calls and the values they pass.
+"""The interface of the brain for relays: its calls and their values.
 
-Relay and brain need not live in one process (`pagemill_gateway.ipc`), so everything here is a plain value: the
-coroutines are questions with an answer, the others are notifications without one.
+Relay and brain may be in different processes (`pagemill_gateway.ipc`), so all arguments and results are plain values.
+Coroutines are calls with a reply, and functions are notifications.
 """
 
 from __future__ import annotations
@@ -14,63 +14,63 @@ from pagemill_protocol.sampling import gives_way
 
 EngineFailureKind = Literal["lost", "killed", "crashed"]
 FailureKind = Literal["refused", "declined", "unreachable", "lost", "killed", "stalled", "crashed", "broken", "request"]
-"""`refused`: the engine works but is full. `declined`: it is shutting down or starting and takes nothing.
-`unreachable`: no process listens at its address. `lost`: the connection ended without an error message. `killed`: it
-reported that it was ended from outside. `stalled`: it sends nothing any more. `crashed`: it reported that its own work
-brought it down. `broken`: it sent invalid frames, or fails every request. `request`: the engine works but failed this
-one request.
+"""`refused`: the engine works but is full. `declined`: it accepts no requests, because it starts or shuts down.
+`unreachable`: no process listens at its address. `lost`: the connection ended without an error message. `killed`: the
+engine's server reported that the engine was ended from outside. `stalled`: it stopped sending. `crashed`: its server
+reported that its own work failed. `broken`: it sent invalid frames, or fails every request. `request`: the engine works
+but failed this request.
 """
 
 UNSERVED: frozenset[FailureKind] = frozenset({"refused", "declined", "unreachable"})
-"""No engine has worked for the request."""
+"""The failures after which no engine has worked on the request."""
 
 Probe = Literal["none", "shared", "alone"]
-"""How a request that may bring down engines is tried: `none`, it is not thought to; `shared`, on an engine without
-another such request; `alone`, on an engine where no other request starts meanwhile.
+"""How a request that may bring down engines is probed: `none`, it is not suspected; `shared`, on an engine without
+another probe; `alone`, on an engine where no other request starts in the meantime.
 """
 
 Liveness = Literal["working", "silent", "stuck"]
-"""`working`: the engine reports its state and makes steps. `silent`: its state stream is silent. `stuck`: its server
-reports that the engine process has made no step for too long.
+"""`working`: the engine reports its state and completes steps. `silent`: its state stream is silent. `stuck`: its
+server reports that the engine process has completed no step for too long.
 """
 
 NOT_READY = "model_not_ready"
-"""Code of the refusal while a deployment has no engine that serves."""
+"""The error code if a deployment has no serving engine."""
 OTHER_WEIGHTS = "other_weights"
-"""Code of the error when engines are available, but none with the weights that an answer was begun with."""
+"""The error code if engines are available, but none has the weights that an answer was begun with."""
 MAX_REROUTES = 2
-"""After this many refusals in a row a request goes to the queue."""
+"""After more refusals in a row a request waits in the queue."""
 
 
 class QueueTicket(NamedTuple):
-    """A waiting request's place in the queue: key, priority, size and deadline. Times are of the monotonic clock."""
+    """A request's place in the queue: key, priority, size and deadline. Times are of the monotonic clock."""
 
     key: str = ""
-    """Keys share the queue fairly; empty: all requests without a key."""
+    """The key whose fair share is used; empty for requests without a key."""
     priority: int = 0
-    """Smaller is served first."""
+    """Smaller values are served first."""
     num_bytes: int = 0
-    """Of the request's body."""
+    """The size of the request's body."""
     arrived_at: float = 0.0
     deadline_at: float = math.inf
     waited_s: float = 0.0
-    """In queues before; the queue's timeout counts all of them."""
+    """The time already spent in queues, which counts for the queue's timeout."""
     num_sequences: int = 1
     max_tokens: int | None = None
-    """The client's limit on the answer; the expected length depends on it."""
+    """The client's limit for the answer; the expected length depends on it."""
     num_refusals: int = 0
-    """By engines since it last left the queue."""
+    """The refusals by engines since it last left the queue."""
     paid: bool = False
-    """It was at an engine before: its key has paid for its turn."""
+    """Whether its key has paid for its turn, because it was at an engine before."""
 
     @property
     def gives_way(self) -> bool:
-        """To all others, as a batch's line does: it is no reason for another engine."""
+        """Whether it has low priority, as lines of batches have: it gives way to others and needs no more engines."""
         return gives_way(self.priority)
 
 
 DEFAULT_TICKET = QueueTicket()
-"""A request without a key that has just arrived."""
+"""The ticket of a request without a key that has just arrived."""
 
 
 class EngineFailure(NamedTuple):
@@ -79,37 +79,37 @@ class EngineFailure(NamedTuple):
     decision: int
     kind: EngineFailureKind
     probe: Probe = "none"
-    """The probe that the request was there for."""
+    """The probe that the request was."""
     progressed: bool = False
-    """The request got a token there: its probe, if it was one, was over."""
+    """Whether the request got a token from the engine, which ends a probe."""
 
 
 class RetryContext(NamedTuple):
-    """Why a request is tried once more, and what its next engine must have."""
+    """The reason of a retry, and the requirements for its engine."""
 
     decision: int
-    """The one that failed."""
+    """The decision that failed."""
     endpoint_id: str
     kind: FailureKind
     weights_digest: str = ""
-    """Part of the answer exists: only these weights can continue it. Empty: any weights may begin it."""
+    """The weights that can continue the answer; empty if it has no tokens yet."""
     num_tokens: int = 0
-    """Of that part, all sequences together: the next engine computes them along with the prompt."""
+    """The generated tokens of all sequences, which the next engine computes along with the prompt."""
     engine_failures: tuple[EngineFailure, ...] = ()
-    """Engines that ended with it so far, in order."""
+    """The engines that ended with the request so far, in order."""
 
 
 class CompletedRequest(NamedTuple):
-    """How a request was served to its end."""
+    """The measurements of a completed request."""
 
     num_output_tokens: int
-    """Of all sequences, whichever engines they came from."""
+    """The tokens of all sequences and from all engines."""
     ms_per_token: float | None = None
-    """Between the first and the last token of the last engine; `None`: too few tokens to measure it."""
+    """The mean time between the last engine's tokens; `None` if there were too few."""
 
 
 class HashScheme(NamedTuple):
-    """What the block hashes of a deployment's engines depend on, besides token ids and salt."""
+    """The parameters of block hashes, besides token ids and salt."""
 
     weights_digest: str
     kv_dtype: str
@@ -122,46 +122,44 @@ class HashScheme(NamedTuple):
 
 
 class RoutingRequest(NamedTuple):
-    """What routing may know of one engine request. It holds no text and no token of it."""
+    """The properties of one engine request for routing. It contains no text and no tokens."""
 
     num_prompt_tokens: int
     prefix_chunks: tuple[bytes, ...] = ()
-    """Hashes of the prompt's full prefix chunks under the target's scheme and the caller's salt."""
+    """The hashes of the prompt's full prefix chunks, with the target's scheme and the caller's salt."""
     prefix_chunk_tokens: int = 0
     prompt_key: bytes = b""
-    """Hash of the prompt's first characters."""
+    """The hash of the prompt's first characters."""
     session: bytes = b""
-    """Hash of the session that the client named; empty: none."""
+    """The hash of the client's session; empty if there is none."""
     adapter_digest: str = ""
-    """Content of the adapter it is for; empty: none."""
+    """The digest of the requested adapter; empty if there is none."""
 
 
 class Target(NamedTuple):
-    """The deployment a request was given to, with what is needed to prepare the request for its engines."""
+    """The deployment of a request, with the values that are needed to prepare the request for its engines."""
 
     deployment: str
     """`namespace/deployment`."""
     model: str
-    """The deployment's own name for what it serves; clients may have used an alias."""
+    """The deployment's model name; clients may have used an alias."""
     bundle_digest: str
-    """Tokenizer bundle of the engines that may get the request; token ids mean nothing elsewhere."""
+    """The tokenizer bundle of the engines that may get the request; token ids are valid only for it."""
     max_model_len: int
     chat_template: str | None
     prefix_scope: str
     scheme: HashScheme
     parsers: ParserSettings = ParserSettings()
     session_header: str = ""
-    """Lower case; empty: the deployment has none."""
+    """The header's name in lower case; empty if the deployment has none."""
     queued_s: float = 0.0
-    """How long the request waited before a target was found."""
+    """The time that the request waited for a target."""
     adapter_digest: str = ""
-    """Content of the adapter that the client named; empty: it named the model."""
+    """The digest of the adapter that the client named; empty if it named the model."""
 
 
 class Assignment(NamedTuple):
-    """A request's assignment to an endpoint: accounted from the moment it is made until `finished`, `failed` or
-    `withdrawn`.
-    """
+    """A request's assignment to an endpoint, which counts until `finished`, `failed` or `withdrawn`."""
 
     decision: int
     endpoint_id: str
@@ -169,23 +167,21 @@ class Assignment(NamedTuple):
     token: str
     policy: str = ""
     believed: bool = False
-    """The endpoint's own fresh report was used, not only this gateway's counts."""
+    """Whether the decision used a fresh report of the endpoint, not only this gateway's counts."""
     predicted_cached_tokens: int = 0
     prefix_chunk_tokens: int = 0
-    """What the engine finds beyond the prediction and below this much more is not an error: no report could have shown
-    it.
-    """
+    """The tolerance of the prediction: fewer additional cached tokens than this are in no report."""
     predicted_ttft_ms: float | None = None
-    """From the decision to the first token; `None`: the policy did not predict any."""
+    """The predicted time from the decision to the first token; `None` if the policy predicts none."""
     queued_s: float = 0.0
-    """How long the request waited for capacity; 0: it did not."""
+    """The time that the request waited for capacity."""
     probe: Probe = "none"
     has_link: bool = False
-    """The endpoint takes requests over a link (`pagemill_protocol.link`), else over HTTP only."""
+    """Whether the endpoint accepts a link (`pagemill_protocol.link`), otherwise HTTP only."""
 
 
 class RequestOutcome(NamedTuple):
-    """How one client request that came to its own end was served, as its client saw it."""
+    """The measurements of one completed client request, as its client saw it."""
 
     deployment: str
     """`namespace/deployment`."""
@@ -193,38 +189,38 @@ class RequestOutcome(NamedTuple):
     num_cached_tokens: int
     num_output_tokens: int
     ttft_ms: float | None = None
-    """From its arrival, waits included; only for streams."""
+    """The time from arrival to the first token, including waits; only for streams."""
     tpot_ms: float | None = None
-    """Per token after the first; only for streams."""
+    """The mean time per token after the first; only for streams."""
 
 
 class ServedName(NamedTuple):
-    """A name, alias or adapter that clients may ask for."""
+    """A name, alias or adapter that clients may request."""
 
     name: str
     model: str
-    """The deployment's own name for it; of an adapter, for the model that it belongs to."""
+    """The deployment's model name; for an adapter, that of its base model."""
     max_model_len: int | None
-    """Of the engines that serve it now; `None`: none does."""
+    """The smallest limit of the usable engines; `None` if there are none."""
     is_adapter: bool = False
     pools: bool = False
-    """Its engines answer with vectors or scores, not with text."""
+    """Whether its engines answer with vectors or scores instead of text."""
 
 
 class Brain(Protocol):
     async def names(self) -> list[ServedName]:
-        """All names and aliases, whether an engine serves them now or not."""
+        """Return all names, aliases and adapters, whether or not an engine serves them now."""
         ...
 
     async def look_up(self, model: str) -> Target:
-        """The deployment that takes a request for the name or alias `model`.
+        """Return the target for a name or alias.
 
-        Raises `PagemillError`: 404 for an unknown name, 503 with the reason when no engine is ready yet.
+        Raises `PagemillError` 404 for an unknown name, and 503 with the reason if no engine is ready.
         """
         ...
 
     async def find(self, model: str, ticket: QueueTicket = DEFAULT_TICKET) -> Target:
-        """As `look_up`, but waits in the deployment's queue for an engine that is expected to start or to return."""
+        """Return the target like `look_up`, but wait in the deployment's queue for an engine that is expected."""
         ...
 
     async def choose(
@@ -236,50 +232,49 @@ class Brain(Protocol):
         ticket: QueueTicket = DEFAULT_TICKET,
         retry: RetryContext | None = None,
     ) -> Assignment:
-        """An endpoint with capacity, preferring those not in `tried`; waits in the deployment's queue until there is
-        one.
+        """Choose an endpoint with capacity, preferably not in `tried`; wait in the queue until there is one.
 
-        Raises `PagemillError`: 503 when there is no engine at all or the wait was too long, 429 when the queue is full.
-        With `retry` also when the retry budget is spent, or (`OTHER_WEIGHTS`) when no engine could continue the answer;
-        500 when the request is blamed for bringing down engines.
+        Raises `PagemillError` 503 if there is no engine or the wait was too long, and 429 if the queue is full. With
+        `retry`, also raises 503 if the retry budget is used up or (`OTHER_WEIGHTS`) no engine can continue the answer,
+        and 500 if the request is blamed for bringing down engines.
         """
         ...
 
     async def idle_capacity(self, model: str, max_load: float) -> int:
-        """Requests without a hurry for `model` that may be started now; 0 while a request waits for it.
+        """Return the number of low-priority requests for `model` that may start now; 0 while a request waits for it.
 
-        `max_load`: the share of an engine's most sequences up to which it may be filled.
+        `max_load` is the share of an engine's sequence slots and blocks up to which it may be filled.
         """
         ...
 
     def accepted(self, assignment: Assignment) -> None:
-        """The engine has taken the request: its next reports count it."""
+        """Note that the engine has accepted the request, so that its next reports count it."""
         ...
 
     def started(self, assignment: Assignment, ttft_ms: float | None = None) -> None:
-        """The first frame arrived; for a stream, `ttft_ms` after the request was sent."""
+        """Note the first frame; for a stream, it arrived `ttft_ms` after the request was sent."""
         ...
 
     async def liveness(self, endpoint_id: str) -> Liveness:
-        """What is known of an engine that sends nothing in an answer; one that works is waited for."""
+        """Return the liveness of an engine that is silent in an answer; the relay waits for one that works."""
         ...
 
     async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
-        """How much longer the waiting request of `ticket` will wait for an engine; `None`: unknown."""
+        """Return how much longer the ticket's request will wait, in seconds; `None` if unknown."""
         ...
 
     def finished(self, assignment: Assignment, served: CompletedRequest | None = None) -> None:
-        """The request left the endpoint: served, or for a reason that is not the endpoint's fault."""
+        """Note that the request left the endpoint: completed, or for a reason that is not the endpoint's fault."""
         ...
 
     def failed(self, assignment: Assignment, kind: FailureKind) -> None:
-        """The endpoint did not serve the request."""
+        """Note that the endpoint failed the request."""
         ...
 
     def withdrawn(self, assignment: Assignment) -> None:
-        """The request was never sent: its client has left meanwhile."""
+        """Cancel an assignment whose request was not sent, because its client disconnected."""
         ...
 
     def record_outcome(self, outcome: RequestOutcome) -> None:
-        """A client request is over, with all its engine requests."""
+        """Note the outcome of a client request with all its engine requests."""
         ...

@@ -1,1 +1,1 @@
-"""What a gateway measures, with the names of `pagemill_protocol.metrics`, in each worker and in the control process."""
+"""The metrics of a gateway's workers and control process, with the names of `pagemill_protocol.metrics`."""

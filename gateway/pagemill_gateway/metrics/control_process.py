@@ -1,6 +1,6 @@
-"""Metrics that exist once in a gateway, updated at the scrape, and the sums of what workers have measured.
+"""The metrics that exist once in a gateway, updated at each scrape, and the sums of the workers' metrics.
 
-A worker's counters are kept when it ends, so that totals do not fall when a worker is replaced.
+The counters of a worker that ended are kept, so that totals do not decrease when a worker is replaced.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class ControlProcessMetrics:
         self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
         self._endpoints: set[tuple[str, str]] = set()
         self._variants: set[tuple[str, str]] = set()
-        """Models with the deployments that serve them."""
+        """The pairs of model and deployment that have series."""
         self._queued_models: set[str] = set()
         self._counted: dict[tuple[str, str, str], int] = {}
-        """By metric, deployment and outcome: the brain's value at the latest scrape."""
+        """The brain's counts at the latest scrape, by metric, deployment and outcome."""
         self._departed: specs.Samples = {}
         self._has_redis = False
 
     def decided_alone(self) -> None:
-        """Redis could not be asked."""
+        """Count a limit that was decided without Redis."""
         self._metrics.counter(specs.GATEWAY_LIMITS_ALONE).inc()
 
     def redis_up(self, up: bool) -> None:
@@ -41,18 +41,18 @@ class ControlProcessMetrics:
         self._metrics.gauge(specs.GATEWAY_KEYS_FILE_VALID).set(int(valid))
 
     def control_process_restarted(self, times: int) -> None:
-        """Before this process was started."""
+        """Count the restarts before this process."""
         self._metrics.counter(specs.GATEWAY_CONTROL_PROCESS_RESTARTS).inc(times)
 
     def worker_left(self, samples: specs.Samples, *, lost: bool) -> None:
-        """A worker ended; these were its last values."""
+        """Keep the last values of a worker that ended."""
         self._metrics.counter(specs.GATEWAY_WORKERS_LOST).inc(int(lost))
         self._departed = specs.add_up([self._departed, _totals(samples)])
 
     def scrape(
         self, brain: LocalBrain, workers: list[specs.Samples], *, ready: bool, current: bool, accept: str
     ) -> specs.Scrape:
-        """With current gauges, in the format that `accept` asks for."""
+        """Return all metrics with current gauges, in the format that the header `accept` requests."""
         self._metrics.gauge(specs.GATEWAY_READY).set(int(ready))
         self._metrics.gauge(specs.GATEWAY_CATALOG_CURRENT).set(int(current))
         self._metrics.gauge(specs.GATEWAY_WORKERS).set(len(workers))
@@ -61,7 +61,7 @@ class ControlProcessMetrics:
         departed = _of_endpoints(self._departed, brain.registry.endpoints)
         together = specs.add_up([self._metrics.samples(), departed, *workers])
         if not self._has_redis:
-            # A gauge without labels has a value from the start, and 0 would say that Redis is away.
+            # A gauge without labels has a value from the start, and 0 would mean that Redis is unavailable.
             del together[specs.GATEWAY_REDIS_UP.name]
         return specs.scrape_samples(specs.GATEWAY_METRICS, together, accept)
 
@@ -91,7 +91,7 @@ class ControlProcessMetrics:
         self._endpoints = endpoints
 
     def _set_queues(self, brain: LocalBrain) -> None:
-        """Deployments that share a name share its series."""
+        """Set the gauges of queues. Deployments with the same model name share series."""
         models = {model for model, _ in self._variants}
         waiting = {model: [QueueState()] for model in models | self._queued_models}
         self._queued_models = models
@@ -102,11 +102,11 @@ class ControlProcessMetrics:
             self._metrics.gauge(specs.GATEWAY_QUEUE_REQUESTS, model=model).set(sum(requests))
             self._metrics.gauge(specs.GATEWAY_QUEUE_BYTES, model=model).set(sum(sizes))
             self._metrics.gauge(specs.GATEWAY_QUEUE_OLDEST_SECONDS, model=model).set(max(ages))
-            # Workers count from the first request on; for autoscaling on it, no traffic must be a number.
+            # Workers count from the first request on, but autoscaling on this metric needs 0 without traffic.
             self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=model).set(0)
 
     def _count(self, brain: LocalBrain) -> None:
-        """Add what the brain has counted since the latest scrape."""
+        """Add the brain's counts since the latest scrape to the counters."""
         counted: dict[tuple[str, str, str], int] = {}
         for deployment in brain.registry.deployments.values():
             key = deployment.key
@@ -133,12 +133,12 @@ class ControlProcessMetrics:
 
 
 def _totals(samples: specs.Samples) -> specs.Samples:
-    """Without gauges, which hold only now."""
+    """Return the samples without gauges."""
     return {each.name: samples.get(each.name, []) for each in specs.GATEWAY_METRICS if each.kind != "gauge"}
 
 
 def _of_endpoints(samples: specs.Samples, endpoint_ids: Iterable[str]) -> specs.Samples:
-    """Without those of endpoints that are gone."""
+    """Return the samples without series of endpoints that are gone."""
     known = {None, *endpoint_ids}
     return {
         family: [each for each in series if dict(each.labels).get("endpoint") in known]

@@ -1,7 +1,6 @@
-"""What one worker measures of the requests that pass through it.
+"""The metrics of one worker's requests.
 
-Counters and histograms change with the requests; the control process adds up those of all workers at a scrape
-(`metrics.control_process`).
+At a scrape, the control process adds up the metrics of all workers (`metrics.control_process`).
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol import metrics as specs
 
 OUTCOMES = ("served", *get_args(FailureKind))
-"""Of one attempt at an engine."""
+"""The outcomes of an attempt at an engine."""
 
 
 class WorkerMetrics:
     def __init__(self) -> None:
         self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
         self._attempted: set[tuple[str, str]] = set()
-        """Models and endpoints that have series of their own here."""
+        """The pairs of model and endpoint that have series."""
 
     def prepared(self, record: RequestRecord) -> None:
         self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=record.model).inc()
         self._metrics.histogram(specs.GATEWAY_PREPARE_SECONDS, model=record.model).observe(record.prepare_s or 0.0)
 
     def finished(self, record: RequestRecord) -> None:
-        """One request is over, served or not."""
+        """Count a request at its end, whether or not it was served."""
         model, variant = record.model, record.deployment
         labels = {"model": model, "variant": variant, "route": record.route, "status": str(record.status)}
         self._metrics.counter(specs.GATEWAY_REQUESTS, **labels).inc()
@@ -55,13 +54,13 @@ class WorkerMetrics:
         self._metrics.counter(specs.GATEWAY_ROUTING_DECISIONS, model=model, policy=assignment.policy, basis=basis).inc()
 
     def first_token(self, model: str, assignment: Assignment, seconds: float) -> None:
-        """The first token of a stream is here, this long after the request was sent to the engine."""
+        """Compare the TTFT of a stream, from sending the request to the engine, with its prediction."""
         if assignment.predicted_ttft_ms is not None and seconds > 0:
             error = abs(assignment.predicted_ttft_ms / 1000 - seconds) / seconds
             self._metrics.histogram(specs.GATEWAY_TTFT_ERROR, model=model).observe(error)
 
     def cached(self, model: str, assignment: Assignment, num_cached_tokens: int) -> None:
-        """How many cached tokens the engine found."""
+        """Compare the cached tokens that the engine found with the prediction."""
         missed = num_cached_tokens - assignment.predicted_cached_tokens
         outcome = "under" if missed >= max(1, assignment.prefix_chunk_tokens) else "over" if missed < 0 else "exact"
         self._metrics.counter(specs.GATEWAY_CACHED_PREDICTIONS, model=model, outcome=outcome).inc()
@@ -69,7 +68,7 @@ class WorkerMetrics:
             self._metrics.counter(specs.GATEWAY_CACHED_ERROR_TOKENS, model=model).inc(abs(missed))
 
     def queued(self, model: str, seconds: float) -> None:
-        """A request waited and got its engine."""
+        """Observe the waiting time of a request that got its engine."""
         self._metrics.histogram(specs.GATEWAY_QUEUE_SECONDS, model=model).observe(seconds)
 
     def attempt(self, model: str, endpoint_id: str, outcome: str) -> None:
@@ -101,11 +100,11 @@ class WorkerMetrics:
 
     @property
     def num_updates(self) -> int:
-        """Increases with every measurement."""
+        """A counter that increases with every measurement."""
         return self._metrics.num_updates
 
     def forget_all_but(self, endpoint_ids: frozenset[str]) -> None:
-        """Other endpoints are gone: drop their series."""
+        """Drop the series of all other endpoints."""
         for model, endpoint_id in {each for each in self._attempted if each[1] not in endpoint_ids}:
             self._attempted.discard((model, endpoint_id))
             for outcome in OUTCOMES:
@@ -113,9 +112,9 @@ class WorkerMetrics:
                 self._metrics.forget(specs.GATEWAY_UPSTREAM_ATTEMPTS, **labels)
 
     def samples(self, *, body_bytes: int, journal_tokens: int) -> specs.Samples:
-        """All values now."""
+        """Return all current values."""
         num_updates = self._metrics.num_updates
         self._metrics.gauge(specs.GATEWAY_BODY_BYTES).set(body_bytes)
         self._metrics.gauge(specs.GATEWAY_JOURNAL_TOKENS).set(journal_tokens)
-        self._metrics.num_updates = num_updates  # reading changes nothing
+        self._metrics.num_updates = num_updates  # setting these gauges is no measurement
         return self._metrics.samples()

@@ -1,1 +1,1 @@
-"""The processes of a gateway with several workers: how they are started, set up and ended."""
+"""The processes of a gateway with several workers: their start, setup, supervision and end."""

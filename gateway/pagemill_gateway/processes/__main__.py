@@ -1,4 +1,4 @@
-"""`python -m pagemill_gateway.processes`: the control process or a worker, as the supervisor's setup says."""
+"""`python -m pagemill_gateway.processes`: runs the control process or a worker, according to the supervisor's setup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagemill_gateway.processes.child import Setup, beat, end_at_once_when_asked
 
 
 def main() -> int:
-    """Exit code 0 after an orderly stop, 1 when the settings do not allow a start."""
+    """Run the process. Return 0 after an orderly stop, and 1 for invalid settings."""
     end_at_once_when_asked()
     setup = read_setup()
     from pagemill_gateway.config import SettingsError

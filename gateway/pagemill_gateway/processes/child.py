@@ -1,8 +1,8 @@
-"""The interface between the supervisor and its child processes: setup, readiness and heartbeat, both ends.
+"""Both ends of the interface between the supervisor and its child processes: setup, readiness and heartbeats.
 
-The setup goes through standard input, which stays open: when it ends, the supervisor is gone and the child ends. One
-line on standard output reports that the child serves, and short ones that its event loop runs; a child without them for
-long hangs, and is replaced. Logs go to standard error, which all processes share.
+The child gets its setup on standard input, which stays open: when it is closed, the supervisor is gone, and the child
+exits. On standard output the child writes one line when it serves, and empty lines as heartbeats of its event loop. A
+child without heartbeats hangs and is replaced. Logs go to standard error, which all processes share.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SIZE_BYTES = 4
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     name: str
-    """For its log lines."""
+    """The process's name in log lines."""
     config: GatewayConfig
     folder: str
-    """Private to the gateway: the control process's socket, and its catalogue for the next one."""
+    """The gateway's private folder with the control process's socket and its catalogue for the next one."""
     listener: int
-    """Descriptor of its listening socket: the control port or the data port."""
+    """The descriptor of the process's listening socket, for the control port or the data port."""
     restarts: int = 0
-    """How often it was replaced before."""
+    """How often the process was replaced before."""
 
     @property
     def control_socket(self) -> Path:
@@ -59,7 +59,7 @@ def encode_setup(setup: Setup) -> bytes:
 
 
 def read_setup() -> Setup:
-    """From standard input, once; from then on this process ends with it."""
+    """Read the setup from standard input; from then on, this process exits when standard input is closed."""
     size = int.from_bytes(_read(SIZE_BYTES), "big")
     setup = msgspec.json.decode(_read(size), type=Setup)
     threading.Thread(target=_end_with_parent, args=(setup.folder,), name="parent", daemon=True).start()
@@ -71,16 +71,16 @@ def say_up() -> None:
 
 
 async def beat() -> None:
-    """Report that this event loop runs, for as long as it does."""
+    """Send heartbeats while the event loop runs."""
     os.set_blocking(sys.stdout.fileno(), False)
     while True:
-        with suppress(BlockingIOError):  # the supervisor has not read for an hour
+        with suppress(BlockingIOError):  # the pipe is full, if the supervisor has not read for about an hour
             os.write(sys.stdout.fileno(), BEAT)
         await asyncio.sleep(BEAT_INTERVAL_S)
 
 
 def end_at_once_when_asked() -> None:
-    """Until something is served there is nothing to drain."""
+    """Exit at once on SIGTERM, because there is nothing to drain before the process serves."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 

@@ -1,7 +1,7 @@
-"""Keeps one process of a gateway running: starts it, and replaces it when it ends or hangs, until it is stopped.
+"""Keeps one process of a gateway running: starts it, and replaces it when it exits or hangs, until it is stopped.
 
-It hangs when its event loop sends no heartbeat for `hang_timeout_s`: deadlocked, stopped, in an endless loop. Only time
-in which this process itself ran counts, since a frozen machine stops both.
+A process hangs if its event loop sends no heartbeat for `hang_timeout_s`, because of a deadlock, a stop signal or an
+endless loop. Only time in which this process itself runs counts, because a suspended machine stops both.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ logger = logging.getLogger("pagemill.gateway.supervisor")
 
 PAUSE_FIRST_S = 0.05
 PAUSE_LONGEST_S = 5.0
-"""Before a process that ended is replaced; doubles each time it ends soon."""
+"""First and longest pause before a process is replaced; it doubles if the process ran less than `LASTING_S`."""
 LASTING_S = 10.0
 START_TIMEOUT_S = 120.0
-"""For imports and settings, before the event loop runs."""
+"""The timeout of imports and settings, before the event loop runs."""
 
 
 class Keeper:
     def __init__(self, setup: Setup, on_up: Callable[[Keeper], None]) -> None:
         self.name = setup.name
         self.up = asyncio.Event()
-        """It serves."""
+        """Set while the process serves."""
         self.wanted = True
-        """It is replaced when it ends."""
+        """Whether the process is replaced when it exits."""
         self._setup = setup
         self._on_up = on_up
         self._was_up = False
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> bool:
-        """Run it until it ends and is not wanted any more; False: it never served."""
+        """Run the process until it exits and is not wanted. Return whether it has ever served."""
         loop = asyncio.get_running_loop()
         pause_s = PAUSE_FIRST_S
         while self.wanted:
@@ -61,7 +61,7 @@ class Keeper:
         return self._was_up
 
     def ask_to_stop(self) -> None:
-        """Send a stop signal. A process that does not serve yet ends at once."""
+        """Send a stop signal. A process that does not serve yet exits at once."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -73,7 +73,7 @@ class Keeper:
                 self._process.kill()
 
     async def _run_once(self) -> int:
-        """Its exit code, negative for a signal."""
+        """Run the process once. Return its exit code, negative for a signal."""
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -97,7 +97,7 @@ class Keeper:
             process.stdin.close()
 
     async def _listen(self, output: asyncio.StreamReader, process: asyncio.subprocess.Process) -> None:
-        """Read its heartbeats until it ends, or has sent none for too long and is killed."""
+        """Read the process's heartbeats until it exits; kill it if it sends none for too long."""
         silent_s, patience_s = 0.0, max(START_TIMEOUT_S, self._setup.config.hang_timeout_s)
         while True:
             try:

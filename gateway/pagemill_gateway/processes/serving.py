@@ -1,7 +1,7 @@
-"""What control process and workers do between start and end.
+"""The main functions of the control process and the workers.
 
-The control process serves the control port and its workers, and outlasts them: its first stop signal begins the drain,
-its second one follows when all workers are gone. A worker reacts to signals as a gateway of one process does.
+The control process serves the control port and its workers, and ends after them: its first stop signal begins the
+drain, and the second one arrives when all workers are gone. A worker reacts to signals like a gateway of one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagemill_gateway.worker import Worker
 
 
 async def serve_control(setup: Setup) -> None:
-    """Raises `SettingsError` when it cannot start."""
+    """Run the control process. Raises `SettingsError` if it cannot start."""
     control = ControlProcess(
         setup.config, keeps_tokenizers=False, catalog_file=setup.catalog_file, num_before=setup.restarts
     )
@@ -42,7 +42,7 @@ async def serve_control(setup: Setup) -> None:
 
 
 async def serve_data(setup: Setup) -> None:
-    """Raises `SettingsError` when it cannot start."""
+    """Run a worker. Raises `SettingsError` if it cannot start."""
     line = ControlProcessClient(setup.control_socket)
     worker = Worker(setup.config, line, line, line)
     line.start(worker)

@@ -1,9 +1,9 @@
-"""Keeps a gateway's processes running: one control process, several workers.
+"""Keeps a gateway's processes running: one control process and several workers.
 
-It serves no requests itself and holds what must outlive the processes: the listening sockets, so that connections are
-accepted while one is replaced, and their private folder. A stop signal goes to all of them. The workers drain, the
-control process stays until the last one is gone. What each of them does is in `processes.serving`, its setup in
-`processes.child`.
+It serves no requests. It has what must outlive the processes: the listening sockets, so that connections are accepted
+while a process is replaced, and the private folder. It forwards stop signals. The workers drain, and the control
+process stays until the last worker is gone. `processes.serving` has the main functions of the processes, and
+`processes.child` their setup.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from pagemill_gateway.sockets import log_listening, open_ports
 from pagemill_gateway.stop_signals import Stop
 
 DRAIN_MARGIN_S = 30.0
-"""A worker that drains this much longer than the settings allow hangs."""
+"""A worker whose drain takes this much longer than the settings allow is killed."""
 END_TIMEOUT_S = 10.0
-"""After its last stop signal the control process has this long before it is killed."""
+"""How long the control process has after its last stop signal before it is killed."""
 
 
 async def supervise(config: GatewayConfig) -> int:
-    """Run until SIGTERM or SIGINT. Returns the exit code: 1 when a process could not start, which has logged the
-    reason.
+    """Run until SIGTERM or SIGINT. Raises `SettingsError`.
 
-    Raises `SettingsError`.
+    Return the exit code, which is 1 if a process could not start; that process has logged the reason.
     """
     data_socket, control_socket = open_ports(config)
     stop = Stop()
     with (
         tempfile.TemporaryDirectory(prefix="pagemill-") as folder,
-        # A control process that replaces another one expects the same token.
+        # The token is created here, so that it stays the same when the control process is replaced.
         with_control_token(config, control_socket) as guarded,
         stop.on_signals(),
     ):
@@ -46,7 +45,7 @@ async def supervise(config: GatewayConfig) -> int:
             if family.all_up:
                 log_listening(guarded, data_socket, control_socket)
             await stop.wait(1)
-            # Workers close theirs when the delay is over; this process must not keep the port open then.
+            # Workers close their copies after the drain delay; this one would keep the port open.
             data_socket.close()
             await family.drain(stop)
         finally:
@@ -78,7 +77,7 @@ class GatewayProcesses:
         return all(each.up.is_set() for each in self._tasks)
 
     async def start(self, stop: Stop) -> bool:
-        """Whether all serve, or are to stop before that. False: one never served."""
+        """Start all processes. Return true when all serve or a stop signal arrives, and false if one never served."""
         keepers = [self._control, *self._workers]
         self._tasks = {each: asyncio.create_task(each.run(), name=each.name) for each in keepers}
         up = asyncio.gather(*(each.up.wait() for each in keepers))
@@ -93,7 +92,7 @@ class GatewayProcesses:
             await asyncio.gather(up, stopped, return_exceptions=True)
 
     async def drain(self, stop: Stop) -> None:
-        """Return when every worker has ended, or a second signal came. The control process ends last."""
+        """Let the workers drain, and then stop the control process. A second signal shortens the drain."""
         self._draining = True
         if self._control.up.is_set():
             self._control.ask_to_stop()
@@ -107,7 +106,7 @@ class GatewayProcesses:
         await asyncio.wait([self._tasks[self._control]], timeout=END_TIMEOUT_S)
 
     async def end(self) -> None:
-        """Kill all that are left."""
+        """Kill the remaining processes."""
         for each in self._tasks:
             each.kill()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -118,6 +117,6 @@ class GatewayProcesses:
             each.ask_to_stop()
 
     def _came_up(self, keeper: Keeper) -> None:
-        """A control process that replaced another one does not know yet that the gateway drains."""
+        """Send the stop signal to a control process that was replaced during the drain."""
         if self._draining and keeper is self._control:
             keeper.ask_to_stop()

@@ -1,1 +1,1 @@
-"""One request from the client to an engine and back: prepare, send, pass frames on, retry, finish."""
+"""The path of one request from the client to an engine and back: preparation, attempts, forwarding, retries."""

@@ -1,8 +1,8 @@
-"""The frames of one engine's answer, however they come: what the relay reads, and the answer over HTTP.
+"""The stream of an engine's answer as the relay reads it, and its implementation over HTTP.
 
-An answer over a link is `engine_link`'s. Both pass on complete frames of a well-formed answer, or an `UpstreamFailure`.
-Frames that come while a reader waits are offered to `take` first, so that a plain stream wakes its task for the first
-and the last of them only.
+`engine_link` has the implementation over a link. Both return complete frames of a valid answer, or raise
+`UpstreamFailure`. Frames that arrive while a reader waits are passed to its `take` first, so that a plain stream wakes
+its task only for the first and the last frames.
 """
 
 from __future__ import annotations
@@ -20,40 +20,43 @@ from pagemill_protocol.generate import FrameMeta
 
 END_OF_BODY_TIMEOUT_S = 0.5
 SILENCE_CHECKS = 4
-"""In one silence timeout, and as many in a row must find the engine silent: a time in which this process itself did not
-run counts as one."""
+"""The number of checks per silence timeout, of which all must find the engine silent. A pause of this process itself
+counts as one check."""
 
 Frame = tuple[FrameMeta, bytes]
 Take = Callable[[list[Frame]], bool]
-"""Passes frames on at once, or refuses them: then the reader gets them. What it raises, the reader gets too."""
+"""Forwards frames at once and returns true, or returns false, so that the reader gets them. The reader also gets its
+exceptions."""
 AskLiveness = Callable[[], Awaitable[Liveness]]
-"""What is known of the engine, which sends nothing here."""
+"""Returns the liveness of an engine that is silent in an answer."""
 
 
 class AnswerStream(Protocol):
-    """The frames of one answer in the groups in which the network brought them."""
+    """The frames of one answer, in groups as the network delivers them."""
 
     weights_digest: str
-    """Of the weights that make the answer; empty: the engine does not report it."""
+    """The digest of the engine's weights; empty if the engine does not report it."""
     waited_s: float
-    """In `read`, for the engine."""
+    """The time that `read` has waited for the engine."""
 
     async def read(self, take: Take | None = None) -> list[Frame]:
-        """The next frames that `take` does not take, at least one; an empty list after the last. Raises
-        `UpstreamFailure`, `PagemillError` for a request that no engine would take, and what `take` raises."""
+        """Return the next frames that `take` refuses, at least one, or an empty list after the last one.
+
+        Raises `UpstreamFailure`, `PagemillError` for a request that no engine would accept, and what `take` raises.
+        """
         ...
 
     async def finish(self) -> None:
-        """After the last frame: let the connection be used again."""
+        """Make the connection reusable, after the last frame."""
         ...
 
     def close(self) -> None:
-        """Nothing more is read. Before the last frame this aborts the request in the engine."""
+        """End reading. Before the last frame, this aborts the request in the engine."""
         ...
 
 
 def check_order(frames: list[Frame], is_complete: bool) -> bool:
-    """Whether the last frame is among them. Raises `FrameError` where one follows it."""
+    """Return whether the answer is complete after these frames. Raises `FrameError` if one follows the last frame."""
     for meta, _ in frames:
         if is_complete:
             raise FrameError("a frame follows the last one")
@@ -62,10 +65,10 @@ def check_order(frames: list[Frame], is_complete: bool) -> bool:
 
 
 class Body(Protocol):
-    """The body of an answer, as `EngineConnection` gives it."""
+    """The body of a response, such as an `EngineConnection`."""
 
     async def receive(self) -> bytes:
-        """The next bytes; none after the last. Raises `OSError` when the connection breaks."""
+        """Return the next bytes; none at the end. Raises `OSError` if the connection breaks."""
         ...
 
 
@@ -116,14 +119,12 @@ class FrameStream:
         self._on_close()
 
     async def finish(self) -> None:
-        with suppress(OSError):  # a time-out is one too
+        with suppress(OSError):  # including timeouts
             async with asyncio.timeout(END_OF_BODY_TIMEOUT_S):
                 await self._body.receive()
 
     async def _receive(self) -> bytes:
-        """The next bytes. Raises `TimeoutError` once the engine has sent nothing for too long, here and on its state
-        stream.
-        """
+        """Return the next bytes. Raises `TimeoutError` if the engine is stuck, or silent here and in the state stream."""
         started = self._loop.time()
         num_silent = 0
         try:

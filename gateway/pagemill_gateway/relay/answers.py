@@ -1,8 +1,8 @@
-"""The answer to one client request: a single engine request, or several prompts fanned out and merged.
+"""The answer to one client request: a single engine request, or several prompts whose answers are merged.
 
-A chat or a completion of one prompt goes through unparsed. Several prompts are independent engine requests, each with
-its own endpoint and retries; streamed, their events interleave and one usage event and `[DONE]` close them all; else
-their bodies become one.
+The answer to a single prompt is forwarded unparsed. Several prompts are independent engine requests, each with its own
+endpoint and retries. In a stream their events interleave, and one usage event and `[DONE]` end them all; otherwise
+their bodies are merged.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.generate import GenerateRequest, Usage
 
 MAX_CONCURRENT_PROMPTS = 64
-"""Of one client request; further ones wait until one has finished."""
+"""Limit for the running prompts of one client request; others wait."""
 
 
 Allowances = Sequence[Allowance | None]
-"""One for each prompt; `None`: the caller has no limits of tokens."""
+"""The allowance of each prompt; `None` if the caller has no token limits."""
 
 
 async def stream(
@@ -35,7 +35,7 @@ async def stream(
     allowances: Allowances,
     direct: Direct | None = None,
 ) -> None:
-    """Write the whole answer as SSE events. `direct`: the same client, for plain streams. Raises as `Relay.run`."""
+    """Write the answer as events. `direct` is the same client, for plain streams. Raises like `Relay.run`."""
     requests = prepared.requests
     dialect = dialect_of(requests[0].dialect)
     if len(requests) == 1:
@@ -53,7 +53,7 @@ async def stream(
 
 
 async def collect(relay: Relay, prepared: Prepared, record: RequestRecord, allowances: Allowances) -> bytes:
-    """The whole answer as one JSON body. Raises `PagemillError`."""
+    """Return the whole answer as one JSON body. Raises `PagemillError`."""
     sinks = [BodySink() for _ in prepared.requests]
     await _run_all(relay, prepared, sinks, record, allowances)
     if len(sinks) == 1:
@@ -64,7 +64,7 @@ async def collect(relay: Relay, prepared: Prepared, record: RequestRecord, allow
 async def _run_all(
     relay: Relay, prepared: Prepared, sinks: Sequence[Sink], record: RequestRecord, allowances: Allowances
 ) -> None:
-    """All requests, or the first error; the others are aborted then."""
+    """Run all requests. After the first error, abort the others and raise it."""
     jobs = list(zip(prepared.requests, prepared.routing_requests, sinks, allowances, strict=True))
     if len(jobs) == 1:
         request, routing_request, sink, allowance = jobs[0]
@@ -82,7 +82,7 @@ async def _run_all(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run_one(*job)) for job in jobs]
     except BaseExceptionGroup as errors:
-        # The group holds the first failure, and what the others raised while they were cancelled.
+        # The group contains the first failure and the exceptions of the cancelled others.
         raise errors.exceptions[0] from None
     for task in tasks:
         record.add_usage(task.result())

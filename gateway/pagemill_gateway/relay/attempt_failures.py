@@ -1,7 +1,4 @@
-"""Why an attempt at an engine brought no answer: what the relay has to know of it, and what an engine's refusal means.
-
-The same for requests over a link and over HTTP.
-"""
+"""The failure of an attempt at an engine, and the meaning of an engine's refusal, over a link as over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from pagemill_protocol.errors import PagemillError
 MAX_ERROR_BYTES = 64 * 1024
 REFUSALS = frozenset({409, 429, 503})
 DECLINES = frozenset({"draining", "not_ready"})
-"""Codes of refusals that hold for every request: the engine is shutting down, or has restarted and still loads."""
+"""The codes of refusals that apply to all requests: the engine shuts down, or is loading after a restart."""
 CLIENT_FAULTS = frozenset({400, 413, 422})
 MAX_RETRY_AFTER_S = 120.0
 SILENT = "An engine fell silent."
@@ -22,7 +19,7 @@ TOO_SHORT = "The engine's answer ended before its last frame."
 
 
 class UpstreamFailure(Exception):
-    """The attempt failed and brings no answer; another engine may serve the request."""
+    """An attempt that failed; another engine may serve the request."""
 
     def __init__(self, kind: FailureKind, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -47,7 +44,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 def parse_error(raw: bytes, status: int, otherwise: str) -> PagemillError:
-    """An engine's error body as an error; a body in any other shape gives one with the message `otherwise`."""
+    """Return the error in an engine's body, or one with the message `otherwise` if the body has another form."""
     try:
         fields = msgspec.json.decode(raw, type=_ErrorBody).error
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -58,7 +55,7 @@ def parse_error(raw: bytes, status: int, otherwise: str) -> PagemillError:
 
 
 def refusal(status: int, raw: bytes, retry_after: str | None) -> UpstreamFailure | PagemillError:
-    """Of an engine that did not take a request; `PagemillError`: no engine would take it."""
+    """Return the failure for an engine's refusal, or a `PagemillError` for a request that no engine would accept."""
     error = parse_error(raw, status, "The engine refused the request.")
     error.retry_after_s = _retry_after_s(retry_after)
     if status == 503 and error.code in DECLINES:

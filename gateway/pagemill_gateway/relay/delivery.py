@@ -1,7 +1,7 @@
-"""Delivers one answer in progress: checks the frames, passes them to the client, and notes them in the journal.
+"""Delivers one answer: checks frames, forwards them to the client, and notes them in the journal.
 
-What the client got and what the journal holds never differ, so another engine can continue exactly there. Whether and
-which one is decided by `relay.relay`.
+The journal always equals what the client has got, so another engine can continue exactly there. `relay.relay` decides
+about continuations.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class AnswerBroken(Exception):
-    """The answer ended early after the client had seen part of it.
+    """The answer ended early after the client had got a part of it.
 
-    `error` is the cause; `reported`: the client already got it as the engine's own error event.
+    `error` is the cause. `reported`: the client has already got it as the engine's error event.
     """
 
     def __init__(self, error: PagemillError, *, reported: bool) -> None:
@@ -49,11 +49,11 @@ class Delivery:
         attempts: Attempts,
         growth: Growth | None = None,
     ) -> None:
-        """`growth`: of the allowance, where the caller has limits of tokens."""
+        """`growth` reserves tokens, if the caller has token limits."""
         self.target = target
         self.request = request
         self.num_choices = (request.prompt_index + 1) * request.sampling.n
-        """Frames belong to choices below it."""
+        """The limit for the numbers of choices in frames."""
         self.routing_request = routing_request
         self.sink = sink
         self.record = record
@@ -62,15 +62,17 @@ class Delivery:
         self.growth = growth
         self.engine_failures = EngineFailures()
         self.attempt: AttemptRecord
-        """The latest; set by `begin`."""
+        """The latest attempt; set by `begin`."""
         self.is_accepted = False
-        """The engine of the latest attempt has the request, or had it."""
+        """Whether the engine of the latest attempt has accepted the request."""
         self.continues = False
-        """The latest attempt continues where another one ended."""
+        """Whether the latest attempt continues the answer of another one."""
         self.last_failure: FailureKind = "broken"
 
     def begin(self, choice: Assignment) -> bytes:
-        """The body of one attempt. Each has its own id: the engine may not know yet that the previous one has ended."""
+        """Begin an attempt, and return the encoded request. Each attempt has its own id, because the engine may not
+        know yet that the previous one has ended.
+        """
         self.attempts.chose(choice.endpoint_id)
         self.is_accepted = False
         request = self.journal.continuation()
@@ -89,7 +91,7 @@ class Delivery:
         return _encoder.encode(msgspec.structs.replace(request, predicted_cached_tokens=cached) if cached else request)
 
     def begin_anew(self) -> None:
-        """No engine will continue it, and the client has seen nothing of it: drop what was computed so far."""
+        """Drop all tokens to restart the answer, because no engine can continue it and the client has got nothing."""
         self.record.num_delivered -= self.journal.num_tokens
         if self.growth is not None:
             self.growth.begin_anew()
@@ -97,7 +99,7 @@ class Delivery:
 
 
 async def pass_on(frames: list[Frame], stream: AnswerStream, delivery: Delivery) -> Usage | None:
-    """Pass on and note the payloads of one group of frames; returns the usage if the last frame is among them."""
+    """Forward and note a group of frames. Return the usage if the last frame is among them, otherwise None."""
     metas = [meta for meta, _ in frames]
     failed = metas.pop() if metas[-1].error is not None else None
     payloads, closing = _checked(frames, metas, delivery)
@@ -110,7 +112,7 @@ async def pass_on(frames: list[Frame], stream: AnswerStream, delivery: Delivery)
 
 
 def pass_now(stream: AnswerStream, delivery: Delivery, frames: list[Frame]) -> bool:
-    """As `pass_on` at once; `False`, and nothing was done, at the end and while the client must be waited for."""
+    """Forward and note frames without waiting. Return false and do nothing at the end or if the client is slow."""
     end = frames[-1][0]
     if end.last or end.error is not None or not delivery.sink.takes_now:
         return False
@@ -123,13 +125,13 @@ def pass_now(stream: AnswerStream, delivery: Delivery, frames: list[Frame]) -> b
 
 
 def _checked(frames: list[Frame], metas: list[FrameMeta], delivery: Delivery) -> tuple[list[bytes], bytes | None]:
-    """The payloads of the frames with these metas, and the closing one. Raises `UpstreamFailure`."""
+    """Check frames; return their payloads, and that of the last frame or None. Raises `UpstreamFailure`."""
     try:
         delivery.journal.check(metas)
     except JournalGap as gap:
         raise UpstreamFailure("broken", f"The engine's frames do not follow each other: {gap}.") from gap
     if delivery.growth is not None:
-        delivery.growth.saw(frames)  # before the client has them: it may be slow
+        delivery.growth.saw(frames)  # before forwarding, because the client may be slow
     payloads: list[bytes] = []
     closing: bytes | None = None
     num_choices = delivery.num_choices
@@ -144,7 +146,7 @@ def _checked(frames: list[Frame], metas: list[FrameMeta], delivery: Delivery) ->
 
 
 def _note(metas: list[FrameMeta], stream: AnswerStream, delivery: Delivery) -> None:
-    """The client has them."""
+    """Note frames that the client has got."""
     record, attempt, journal, digest = delivery.record, delivery.attempt, delivery.journal, stream.weights_digest
     for meta in metas:
         record.saw(meta, attempt)
@@ -152,14 +154,14 @@ def _note(metas: list[FrameMeta], stream: AnswerStream, delivery: Delivery) -> N
 
 
 async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
-    """The engine failed this request. Always raises; the error depends on whether another engine may serve it."""
+    """Raise the error of an engine's error frame: `UpstreamFailure` if another engine may serve the request."""
     status = meta.error_status or 500
     message = meta.error or "The engine failed this request."
     if meta.error_type:
         error = PagemillError(
             message, status=status, type=meta.error_type, param=meta.error_param, code=meta.error_code
         )
-    else:  # an engine of an earlier version, which speaks OpenAI's dialects only
+    else:  # an engine of an earlier version, which sends OpenAI's error format
         error = parse_error(payload.removeprefix(b"data: "), status, message)
     if status in (429, 503):
         raise UpstreamFailure(_kind_of(error), error.message)
@@ -173,7 +175,7 @@ async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
 
 
 def _kind_of(error: PagemillError) -> FailureKind:
-    """What a refusal in mid-answer says of the engine."""
+    """Return the kind of failure for a refusal within an answer."""
     if error.code == ENGINE_CRASHED:
         return "crashed"
     if error.code == ENGINE_FAILED:

@@ -1,7 +1,7 @@
-"""Engines that ended with one request. Pure; one per request.
+"""Records the engines that ended with one request, and computes the pause before its next probe. Pure.
 
-The brain judges them (`brain.resilience.poison_requests`), which gets them with the next try; they are kept here, so
-that they outlive a control process. This module decides only how long a request waits before a probe.
+The brain gets the records with the next attempt and evaluates them (`brain.resilience.poison_requests`). They are kept
+here, so that they outlive a control process.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pagemill_gateway.brain.interface import Assignment, EngineFailure, FailureK
 
 PROBE_PAUSE_BASE_S = 0.5
 PROBE_PAUSE_MAX_S = 8.0
-"""Before a probe that follows another one; doubles each time. A cause that ends engines by chance is over then, or
-known.
+"""First and longest pause before a probe that follows another one; it doubles each time, so that other causes are over
+or have shown themselves.
 """
 
 
 class EngineFailures:
     def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
-        """`uniform` draws random numbers, which simulations replay."""
+        """`uniform` draws random numbers; simulations pass their own."""
         self._uniform = uniform
         self._failures: list[EngineFailure] = []
         self._num_probes = 0
-        """Probes in a row whose engines ended."""
+        """The number of probes in a row whose engines ended."""
         self._owes_pause = False
 
     @property
@@ -32,7 +32,7 @@ class EngineFailures:
         return tuple(self._failures)
 
     def failed(self, assignment: Assignment, kind: FailureKind, *, progressed: bool) -> None:
-        """One try ended; `progressed`: it brought tokens, which no engine gets from a poison request."""
+        """Note a failed attempt. `progressed`: it brought tokens, which a poison request does not."""
         if progressed:
             self._num_probes = 0
         match kind:
@@ -42,7 +42,7 @@ class EngineFailures:
                 self._owes_pause = self._num_probes > 0
 
     def take_pause_s(self) -> float:
-        """How long to wait before the next try; once for each probe whose engine ended."""
+        """Return the seconds to wait before the next attempt, once for each probe whose engine ended."""
         if not self._owes_pause:
             return 0.0
         self._owes_pause = False

@@ -1,9 +1,9 @@
-"""The gateway's end of one link: requests out, and the frames of all answers handed to their streams as they come.
+"""The gateway's end of one link: sends requests, and passes the frames of all answers to their streams.
 
-One read of the socket brings what an engine step made for many requests; each stream's part goes to it by a call, and
-on to its client in the same turn of the event loop (`answer_stream.Take`). No task, timer or queue belongs to a frame:
-silence is looked for by one timer for all streams. Which link a request gets is `links`', and what its answer means
-`relay`'s. The protocol is `pagemill_protocol.link`.
+One read of the socket has the output of an engine step for many requests. Each stream gets its part by a call and
+forwards it to its client in the same iteration of the event loop (`answer_stream.Take`). Frames need no tasks, timers
+or queues; one timer checks all streams for silence. `links` assigns links to requests, and `relay` interprets answers.
+The protocol is `pagemill_protocol.link`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ MAX_HEAD_BYTES = 32 * 1024
 MAX_DIGEST_CHARS = 256
 LEAST_TICK_S = 0.01
 RECORDS_A_TURN = 8
-"""Of the backlog: some 0.3 ms."""
+"""The records of the backlog that are processed per iteration of the event loop: about 0.3 ms."""
 MAX_STREAMS = 2**32 - 1
-"""In the life of a link."""
+"""The number of streams after which a link is replaced."""
 _refusal_decoder = msgspec.msgpack.Decoder(Refusal)
 _DATA = int(Kind.DATA)
 _SWITCHED = (b"HTTP/1.1 101 ", b"HTTP/1.0 101 ")
 
 
 class Patience:
-    """How long a silent engine is waited for."""
+    """The timeouts for silent engines."""
 
     def __init__(self, accept_timeout_s: float, silence_timeout_s: float) -> None:
         self.accept_s = accept_timeout_s
@@ -61,23 +61,23 @@ class Patience:
 
 
 class Backlog:
-    """Records of streams that have begun, of all links: they are worked off behind new requests and first frames.
+    """The records of streams that have begun, of all links, which are processed after new requests and first frames.
 
-    In the order in which they came, a few in each turn of the event loop, so that a client that waits for its first
-    token does not wait for other clients' next ones too.
+    They are processed in order, a few in each iteration of the event loop, so that a client's first token does not wait
+    for other clients' next tokens.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.records: deque[tuple[LinkStream, Record, float]] = deque()
-        """And when each came. Who appends some calls `turn` soon, unless that is due."""
+        """The records with their streams and arrival times. After appending, schedule `turn` unless `is_due`."""
         self.is_due = False
 
     def turn(self) -> None:
         records = self.records
         try:
             for _ in range(RECORDS_A_TURN):
-                if not records:  # also where a link broke: then all were worked off
+                if not records:  # a broken link may have processed all of them
                     break
                 stream, record, now = records.popleft()
                 if record[0] == _DATA:
@@ -90,7 +90,7 @@ class Backlog:
                 self._loop.call_soon(self.turn)
 
     def work_off(self) -> None:
-        """All of it at once."""
+        """Process all records at once."""
         while self.records:
             stream, record, now = self.records.popleft()
             stream.link.deliver(stream, record, now)
@@ -105,18 +105,18 @@ class LinkStream:
         self.weights_digest = ""
         self.waited_s = 0.0
         self.has_begun = False
-        """Its first frame has come."""
+        """Whether its first frame has arrived."""
         self.link = link
         self._number = number
         self._liveness = liveness
         self._on_accepted = on_accepted
         self._decoder = FrameDecoder()
         self._frames: list[Frame] = []
-        """Neither taken nor read."""
+        """The frames that `take` refused and that are not read yet."""
         self._num_held = 0
-        """Their bytes."""
+        """The received bytes that are not forwarded yet."""
         self._num_owed = 0
-        """Bytes that were taken and are not credited yet."""
+        """The forwarded bytes that are not credited to the engine yet."""
         self._take: Take | None = None
         self._waiting: asyncio.Future[None] | None = None
         self._waiting_since = self._received_at = self._checked_at = self._opened_at = now
@@ -147,7 +147,7 @@ class LinkStream:
         return []
 
     async def finish(self) -> None:
-        """The link is free at any time."""
+        """Do nothing, because a link needs no release."""
 
     def close(self) -> None:
         if self._asking is not None:
@@ -155,7 +155,7 @@ class LinkStream:
         self._is_over = True
         self.link.forget(self._number, cancel=not self._is_complete)
 
-    # What the link calls.
+    # Calls of the link.
 
     def accepted(self, weights_digest: str) -> None:
         self.weights_digest = weights_digest
@@ -178,7 +178,7 @@ class LinkStream:
         self._num_held += len(data)
         if not frames:
             if self._num_held >= CREDIT_BYTES and self._waiting is not None and not self._frames:
-                self._credit()  # a part of a large frame, which a reader waits for
+                self._credit()  # let the engine send the rest of a large frame
             return
         self.has_begun = True
         take = self._take
@@ -190,7 +190,7 @@ class LinkStream:
                 self._leave(frames)
             elif self._num_held >= CREDIT_BYTES:
                 self._credit()
-        except Exception as error:  # the reader's
+        except Exception as error:  # raised to the reader
             self._error, self._is_over = error, True
             self._wake()
 
@@ -204,15 +204,17 @@ class LinkStream:
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """What came before can still be read; an answer that is complete stays complete."""
+        """Fail the stream. Received frames can still be read, and a complete answer stays complete."""
         if not self._is_over and not self._is_complete:
             self._error = error
         self._is_over = True
         self._wake()
 
     def look(self, now: float, patience: Patience) -> float:
-        """Ask whether its engine still works, if it has been silent for long; returns when to look again. While the
-        client is waited for, the engine is not asked."""
+        """Check the engine's liveness if it has been silent for long; return the time of the next check.
+
+        While the reader waits for its client, the engine is not checked.
+        """
         if self._waiting is None or self._waiting.done() or self._asking is not None:
             return now + patience.check_s
         due_at = max(self._received_at, self._checked_at, self._waiting_since) + patience.check_s
@@ -245,12 +247,12 @@ class LinkStream:
         self.fail(UpstreamFailure("stalled", SILENT))
 
     def _leave(self, frames: list[Frame]) -> None:
-        """To the reader."""
+        """Leave frames to the reader."""
         self._frames += frames
         self._wake()
 
     def _credit(self) -> None:
-        """What is held was taken."""
+        """Count the held bytes as forwarded, and credit them to the engine if they are enough."""
         self._num_owed += self._num_held
         self._num_held = 0
         if self._num_owed >= CREDIT_BYTES:
@@ -263,10 +265,10 @@ class LinkStream:
 
 
 class EngineLink(asyncio.Protocol):
-    """Create inside a running event loop, connect, `begin`; then `send` any number of requests at once."""
+    """A link. Create it inside a running event loop, connect it, and `begin`; then `send` concurrent requests."""
 
     def __init__(self, patience: Patience, idle_s: float, backlog: Backlog) -> None:
-        """`idle_s`: a link without requests is closed after it. `backlog`: of all links."""
+        """`idle_s`: the time after which a link without requests is closed. All links share the `backlog`."""
         self._backlog = backlog
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
@@ -290,7 +292,7 @@ class EngineLink(asyncio.Protocol):
         return not (self._is_lost or self._is_retired or self._transport.is_closing())
 
     async def begin(self, head: bytes) -> bool:
-        """Send the request for the link; whether the engine speaks it. Raises `OSError` when it hangs up."""
+        """Send the request for a link. Return whether the engine accepts it. Raises `OSError` if it hangs up."""
         self._transport.write(head)
         if not await self._switched:
             self._transport.abort()
@@ -302,9 +304,9 @@ class EngineLink(asyncio.Protocol):
     async def send(
         self, body: bytes, request_id: str, liveness: AskLiveness, on_accepted: Callable[[], None]
     ) -> LinkStream:
-        """Send an encoded `GenerateRequest`. Close the stream when nothing more of its answer is wanted.
+        """Send an encoded `GenerateRequest`, and return the stream of its answer, which the caller must close.
 
-        `request_id`: the client's, for the engine's log.
+        `request_id` is the client request's id, for the engine's log.
         """
         if not self.is_usable:
             raise UpstreamFailure("lost", BROKE)
@@ -327,7 +329,7 @@ class EngineLink(asyncio.Protocol):
         return stream
 
     def forget(self, number: int, *, cancel: bool) -> None:
-        """`cancel`: the engine shall make no more of it."""
+        """Forget a stream. `cancel`: let the engine abort its request."""
         if self._streams.pop(number, None) is None or self._is_lost:
             return
         if cancel:
@@ -342,14 +344,14 @@ class EngineLink(asyncio.Protocol):
             self._transport.write(encode_credit(number, num_bytes))
 
     def retire(self) -> None:
-        """Further requests get another link; this one closes with its last stream."""
+        """Accept no further requests, and close the link with its last stream."""
         self._is_retired = True
 
     def abort(self) -> None:
         self._transport.abort()
 
     async def _send_in_pieces(self, number: int, body: bytes, named: bytes) -> None:
-        """A large request must neither be copied into the transport at once nor hold up the others."""
+        """Send a large request in pieces, so that it is not copied at once and does not delay others."""
         for piece in encode_pieces(Kind.REQUEST_PART, number, body):
             await self._may_write.wait()
             if number not in self._streams or self._is_lost:
@@ -359,7 +361,7 @@ class EngineLink(asyncio.Protocol):
         self._transport.write(named + encode_record(Kind.REQUEST, number))
 
     def _look(self) -> None:
-        """For silent streams, or for a link that nothing uses."""
+        """Check for silent streams, and close an idle link."""
         self._timer = None
         now = self.now()
         next_at = min([stream.look(now, self._patience) for stream in list(self._streams.values())], default=math.inf)
@@ -373,11 +375,11 @@ class EngineLink(asyncio.Protocol):
     def _look_at(self, when: float) -> None:
         if self._timer is not None:
             if self._timer.when() <= when:
-                return  # then it is seen how much is left
+                return  # the earlier check sets the next timer
             self._timer.cancel()
         self._timer = self._loop.call_at(when, self._look)
 
-    # What the transport calls.
+    # Callbacks of the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -397,7 +399,7 @@ class EngineLink(asyncio.Protocol):
         for record in records:
             stream = streams.get(record[1])
             if stream is None:
-                continue  # closed meanwhile
+                continue  # the stream was closed
             if stream.has_begun:
                 later.append((stream, record, now))
             else:
@@ -407,9 +409,9 @@ class EngineLink(asyncio.Protocol):
             self._loop.call_soon(backlog.turn)
 
     def deliver(self, stream: LinkStream, record: Record, now: float) -> None:
-        """`now`: when it came."""
+        """Pass a record to its stream. `now` is its arrival time."""
         if self._streams.get(record[1]) is not stream:
-            return  # closed meanwhile
+            return  # the stream was closed
         try:
             if record[0] == _DATA:
                 stream.received(record[2], now)
@@ -438,13 +440,13 @@ class EngineLink(asyncio.Protocol):
         self._fail_all(UpstreamFailure("lost", BROKE))
 
     def _fail_all(self, error: UpstreamFailure) -> None:
-        self._backlog.work_off()  # what came before can still be read
+        self._backlog.work_off()  # received records can still be read
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream.fail(error)
 
     def _read_head(self, data: bytes) -> bytes:
-        """The answer to the request for the link; returns what follows it."""
+        """Read the response to the request for a link. Return the bytes that follow it."""
         self._head += data
         head, end, rest = self._head.partition(b"\r\n\r\n")
         if end:
@@ -456,7 +458,7 @@ class EngineLink(asyncio.Protocol):
         return b""
 
     def _dispatch(self, stream: LinkStream, record: Record) -> None:
-        """Any record but data, of which there are by far the most."""
+        """Process a record of another kind than data."""
         kind, number, data = record
         if kind == Kind.END:
             del self._streams[number]

@@ -1,7 +1,7 @@
-"""Keeps the allowance of one answer ahead of its tokens: more is reserved in time, and its engine is informed.
+"""Keeps the allowance of one answer (`limits.allowance`) ahead of its tokens: reserves more, and informs the engine.
 
-What an allowance is: `limits.allowance`. When the limit is used up the engine ends the answer by itself, with
-`finish_reason` "length"; until then more is asked for again and again, since other requests may give some back.
+If the limit is used up, the engine ends the answer with the finish reason `length`. Until then the reservation is
+retried, because other requests may free tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger("pagemill.gateway.relay")
 
 
 class Growth:
-    """Of one engine request. Create inside a running event loop, `close` when the answer is over."""
+    """The growth of one engine request's allowance. Create it inside a running event loop; `close` it at the end."""
 
     def __init__(self, allowance: Allowance, upstream: Upstream) -> None:
         self._allowance = allowance
@@ -28,11 +28,11 @@ class Growth:
         self._choice: Assignment | None = None
         self._request_id = ""
         self._sent = 0
-        """The allowance that the present engine has."""
+        """The allowance that the current engine knows."""
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, choice: Assignment, request_id: str) -> int:
-        """An engine gets the request under this id; the allowance to send with it."""
+        """Note the engine and the id of an attempt. Return the allowance to send with it."""
         self._choice, self._request_id = choice, request_id
         self._sent = self._allowance.begin()
         return self._sent
@@ -69,7 +69,7 @@ class Growth:
             logger.debug("an answer's allowance cannot grow now: %s", error.message)
 
     async def _inform(self) -> bool:
-        """Whether the engine that has the request now knows its allowance."""
+        """Send the allowance to the engine. Return whether it was received."""
         choice, request_id, tokens = self._choice, self._request_id, self._allowance.tokens
         if choice is None or not await self._upstream.raise_allowance(choice, request_id, tokens):
             return False

@@ -1,8 +1,8 @@
-"""What one answer has delivered so far, kept from the frames' metas: enough for another engine to continue it.
+"""The record of what one answer has delivered so far, with which another engine can continue it.
 
-Only counters and token ids, never text. The relay notes a frame once the client got it, so that the journal and the
-client's bytes never differ. All journals share one bounded capacity; an answer beyond it is served as usual and cannot
-be continued when its engine is lost. Whether and where it is continued is decided by the relay.
+It has counters and token ids, and no text. The relay notes a frame when the client has got it, so that the journal and
+the client's bytes are always equal. All journals share a limited capacity; answers beyond it are served, but cannot be
+continued. The relay decides about continuations.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LARGEST_TOKEN_ID = 2**31 - 1
 
 
 class JournalGap(Exception):
-    """The frames do not follow each other: a token is missing or doubled, so the engine's answer is invalid."""
+    """A token is missing or repeated in the frames, so the engine's answer is invalid."""
 
 
 class JournalCapacity:
-    """Tokens that all journals of a gateway may hold together."""
+    """The number of tokens that all journals of a process may have together."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -34,7 +34,7 @@ class JournalCapacity:
         return self._num_tokens
 
     def take(self, num_tokens: int) -> bool:
-        """Whether there is capacity; it is taken then."""
+        """Take capacity for tokens. Return whether there was enough."""
         if self._num_tokens + num_tokens > self._max_tokens:
             return False
         self._num_tokens += num_tokens
@@ -62,13 +62,13 @@ class Journal:
         self._cached_tokens: int | None = None
         self._keeps = can_be_continued(request)
         self.num_tokens = 0
-        """Delivered of all choices since the answer was begun, whether they are kept or not."""
+        """The delivered tokens of all choices, whether or not they are kept."""
         self.weights_digest = ""
-        """Of the engine that gave the first tokens: only the same weights may continue."""
+        """The weights of the engine that sent the first tokens; only the same weights can continue."""
 
     @property
     def can_continue(self) -> bool:
-        """Whether an engine with the same weights could give exactly what is missing."""
+        """Whether an engine with the same weights can continue the answer."""
         return self._keeps and bool(self._choices) and bool(self.weights_digest)
 
     @property
@@ -76,7 +76,7 @@ class Journal:
         return sum(len(choice.token_ids) for choice in self._choices.values())
 
     def note(self, meta: FrameMeta, weights_digest: str) -> None:
-        """Note a frame that the client got. Raises `JournalGap`; the frame is not noted then."""
+        """Note a frame that the client has got."""
         if meta.last or not (meta.token_ids or meta.finish_reason):
             return
         self.num_tokens += len(meta.token_ids)
@@ -96,7 +96,7 @@ class Journal:
             self._cached_tokens = meta.cached_tokens
 
     def check(self, metas: list[FrameMeta]) -> None:
-        """Raise `JournalGap` unless these frames follow what was noted. Positions of 0 are not checked."""
+        """Raise `JournalGap` unless these frames follow the noted ones. Positions of 0 are not checked."""
         positions: dict[int, int] = {}
         for meta in metas:
             if meta.last:
@@ -113,7 +113,7 @@ class Journal:
                 raise JournalGap(f"choice {meta.choice} is at {meta.position} after {position} tokens")
 
     def continuation(self) -> GenerateRequest:
-        """The request for what is missing; the request itself while there is nothing to continue."""
+        """Return the request for the rest of the answer, or the original request if nothing can be continued."""
         if not self.can_continue:
             return self._request
         resume = [
@@ -131,7 +131,7 @@ class Journal:
         )
 
     def begin_anew(self) -> None:
-        """The client has seen nothing of it, and no engine will continue it."""
+        """Forget all tokens, because the answer is restarted."""
         self._forget()
         self.num_tokens = 0
 

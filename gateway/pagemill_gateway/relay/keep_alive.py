@@ -1,10 +1,9 @@
-"""SSE comments for streaming clients whose request waits, at intervals; clients skip them.
+"""Sends SSE comments at intervals to streaming clients whose requests wait; clients ignore comments.
 
-A comment gives the expected remaining wait, where it is known: `: waiting, about 34 s`.
+A comment has the expected remaining wait, if it is known: `: waiting, about 34 s`.
 
-One tick serves the whole process, however many requests wait; a request that does not have to wait costs it no timer
-and no task. The first comment begins the response with status 200; a request that is refused before it still gets a
-status of its own.
+One timer serves all waiting requests of the process, and a request that does not wait needs neither timer nor task. The
+first comment begins the response with status 200; a request that is refused earlier gets its own status.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ logger = logging.getLogger("pagemill.gateway.relay")
 
 TICKS_PER_INTERVAL = 4
 EXPECTED_TIMEOUT_S = 1.0
-"""The expected wait must be known within this time."""
+"""The timeout for computing the expected wait."""
 
 Write = Callable[[bytes], Awaitable[None]]
 Expected = Callable[[], Awaitable[float | None]]
-"""Remaining seconds; `None`: unknown."""
+"""Returns the expected remaining seconds, or `None` if unknown."""
 Result = TypeVar("Result")
 
 
@@ -41,7 +40,7 @@ async def _unknown() -> float | None:
 
 
 class KeepAlive:
-    """Create inside a running event loop; `close` ends it."""
+    """Sends the comments of a process until `close`. Create it inside a running event loop."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -52,7 +51,7 @@ class KeepAlive:
         self._ticking.cancel()
 
     async def during(self, question: Awaitable[Result], write: Write | None, expected: Expected = _unknown) -> Result:
-        """The result of `question`; while it takes long, comments are written with `write`."""
+        """Return the result of `question`; while it takes long, write comments with `write`, unless it is None."""
         if write is None:
             return await question
         waiting = _WaitingClient(write, expected, time.monotonic())
@@ -62,7 +61,7 @@ class KeepAlive:
         finally:
             del self._waiting[waiting]
             if waiting.writing is not None:
-                # A comment that is not out yet waits for a slow reader; from now on the answer is written.
+                # An unfinished comment waits for a slow reader; the answer is written next.
                 waiting.writing.cancel()
 
     def _next_tick(self) -> asyncio.TimerHandle:
@@ -82,7 +81,7 @@ async def _write_comment(write: Write, expected: Expected) -> None:
     try:
         await write(await _comment(expected))
     except Exception:
-        # The next write meets the same error, and can report it.
+        # The next write raises the same error and reports it.
         logger.debug("a comment could not be written", exc_info=True)
 
 

@@ -1,4 +1,4 @@
-"""The links of one gateway process: one to each engine, opened with its first request, shared by all that follow."""
+"""The links of one gateway process: one to each engine, opened with its first request and shared by all later ones."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pagemill_gateway.relay.engine_link import Backlog, EngineLink, Patience
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
 
 IDLE_S = 300.0
-"""A link that nothing used for so long is closed: its engine may be gone from the catalogue."""
+"""A link without requests for this long is closed, because its engine may be gone from the catalogue."""
 HANDSHAKE_TIMEOUT_S = 5.0
 Key = tuple[Origin, str]
-"""An engine, and the token that opens it."""
+"""An engine and its token."""
 
 
 class _Opening(NamedTuple):
     task: asyncio.Task[EngineLink | None]
     waiters: list[asyncio.Future[None]]
-    """Requests in the order in which they came."""
+    """The waiting requests in order of arrival."""
 
 
 class Links:
-    """Create inside a running event loop; `close` ends every link."""
+    """All links. Create it inside a running event loop; `close` closes them."""
 
     def __init__(self, connect_timeout_s: float, trust: ssl.SSLContext, patience: Patience) -> None:
         self._connector = Connector(connect_timeout_s, trust)
@@ -39,15 +39,15 @@ class Links:
         return sum(link.is_usable for link in self._links.values())
 
     def ready(self, origin: Origin, token: str) -> EngineLink | None:
-        """The link that is there."""
+        """Return the open link, or `None`."""
         link = self._links.get((origin, token))
         return link if link is not None and link.is_usable else None
 
     async def open(self, origin: Origin, token: str) -> EngineLink | None:
-        """A new link, the same for all that ask meanwhile; `None`: the engine speaks HTTP only, or does not accept the
-        token. Raises `CannotConnect`, or `OSError` when the engine hangs up.
+        """Open a link, the same one for concurrent callers; `None` if the engine supports HTTP only or refuses it.
 
-        Requests go on in the order in which they came: what is cached for the next one was predicted in that order.
+        Requests continue in order of arrival, because their cached tokens were predicted in that order. Raises
+        `CannotConnect`, or `OSError` if the engine hangs up.
         """
         key = origin, token
         opening = self._opening.get(key)
@@ -82,11 +82,11 @@ class Links:
         return link if is_open else None
 
     def _go_on(self, key: Key) -> None:
-        """Wake those that wait; the link is there for others when no request waits any more."""
+        """Wake the waiting requests; store the link for later requests when none waits any more."""
         task, waiters = self._opening[key]
         if not waiters:
             del self._opening[key]
-            with suppress(Exception, asyncio.CancelledError):  # the error is its waiters'
+            with suppress(Exception, asyncio.CancelledError):  # the waiters got the error
                 if (link := task.result()) is not None:
                     self._links = {other: each for other, each in self._links.items() if each.is_usable}
                     self._links[key] = link
@@ -95,5 +95,5 @@ class Links:
             if not waiter.done():
                 waiter.set_result(None)
         waiters.clear()
-        # After them, and after those that come while they are woken.
+        # Called again after the woken requests and those that arrive in the meantime.
         asyncio.get_running_loop().call_soon(self._go_on, key)

@@ -1,8 +1,7 @@
-"""From a client's body to engine requests: parsed, given to a deployment, rendered, tokenized, hashed.
+"""Prepares engine requests from a client's body: parses, finds the deployment, renders, tokenizes and hashes.
 
-Rendering is a process's. Tokenizing and hashing a long prompt take milliseconds and happen in threads; a short one
-takes less than to hand it over and to share the interpreter meanwhile. The request id, the time and the seed are given
-here.
+Chat templates are rendered in another process. Long prompts are tokenized and hashed in threads; for short ones, a
+thread would take longer than the work. The request id, the time and the seed are set here.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ T = TypeVar("T")
 
 
 HeaderOf = Callable[[str], str | None]
-"""Returns the client's header of that name (lower case)."""
+"""Returns the client's header with a name in lower case, or None."""
 _KEY_BYTES = 16
 
 
@@ -49,7 +48,7 @@ def make_routing_request(
     request: GenerateRequest, target: Target, hashes: PromptHashes, prompt_key: bytes, session: bytes
 ) -> RoutingRequest:
     prefix_chunks: tuple[bytes, ...] = ()
-    # Otherwise an engine computes all of the prompt, whatever it has cached.
+    # For these requests, engines compute the whole prompt, whatever is cached.
     if request.num_prompt_logprobs is None and request.pooling is None:
         prefix_chunks = hashes.hashes(
             target.scheme, request.cache_salt, request.prompt_token_ids, adapter_digest=target.adapter_digest
@@ -65,7 +64,7 @@ def make_routing_request(
 
 
 def session_key(target: Target, key_hash: str | None, header_of: HeaderOf) -> bytes:
-    """Hash of the session that the client names, different for each key; empty when it names none."""
+    """Return the hash of the client's session, different for each key; empty if there is none."""
     name = header_of(target.session_header) if target.session_header else None
     if not name:
         return b""
@@ -73,7 +72,7 @@ def session_key(target: Target, key_hash: str | None, header_of: HeaderOf) -> by
 
 
 def prompt_keys(body: ParsedBody) -> list[bytes]:
-    """One per prompt, of its beginning."""
+    """Return the hash of each prompt's beginning."""
     return [_key(text) for text in body.prompt_texts(PREFIX_CHARS)]
 
 
@@ -84,9 +83,9 @@ def _key(text: str) -> bytes:
 class Prepared(NamedTuple):
     target: Target
     requests: list[GenerateRequest]
-    """One per prompt, all of the same client request."""
+    """The engine requests of the client request, one per prompt."""
     routing_requests: list[RoutingRequest]
-    """What routing may know of each."""
+    """The properties of each engine request for routing."""
     stream: bool
 
 
@@ -102,11 +101,11 @@ class Preparation:
         self._threads.close()
 
     async def parse(self, raw: bytes, parse: Callable[[bytes], T]) -> T:
-        """The body, read by `parse`. Raises `PagemillError` 400."""
+        """Return the body, parsed by `parse`. Raises `PagemillError` 400."""
         return await self._inline_or_in_thread(partial(parse, raw), len(raw))
 
     async def in_thread(self, work: Callable[[], T], body_bytes: int) -> T:
-        """What `work` returns, which deals with a body of that size."""
+        """Run `work` in a thread, and return its result. `body_bytes` is the size of the body that it processes."""
         return await self._threads.run(work, body_bytes)
 
     async def tokenizer(self, target: Target) -> Tokenizer:
@@ -118,10 +117,10 @@ class Preparation:
     async def prepare(
         self, raw: bytes, dialect: Dialect, caller: Caller, place: Place, ticket: QueueTicket, write: Write
     ) -> Prepared:
-        """Everything the engines need. Raises `PagemillError` for a body that no engine can serve.
+        """Return the engine requests for a body. Raises `PagemillError` for a body that no engine can serve.
 
-        `write`: for comments, when the client streams and has to wait for an engine. Nothing waits, nor wakes an
-        engine, nor is rendered, with a sampling value that will be refused.
+        `write` is for comments while a streaming client waits for an engine. Sampling parameters are checked first, so
+        that an invalid request neither waits nor wakes an engine.
         """
         body = await self._inline_or_in_thread(partial(dialect.parse, raw, place), len(raw))
         sampling = body.sampling()
@@ -151,11 +150,11 @@ class Preparation:
         return await self._inline_or_in_thread(job, max(len(raw), len(text or "")))
 
     async def _inline_or_in_thread(self, work: Callable[[], T], num_bytes: int) -> T:
-        """Short work takes less time than handing it to a thread."""
+        """Run short work here, because a thread would take longer, and other work in a thread."""
         return work() if num_bytes <= INLINE_BODY_BYTES else await self.in_thread(work, num_bytes)
 
     async def _find(self, body: SamplingFields, caller: Caller, ticket: QueueTicket, write: Write | None) -> Target:
-        """The deployment, if `caller` may use it. Raises `PagemillError` as if it were not there otherwise."""
+        """Return the target. If the caller may not use the model, raises `PagemillError` as if it did not exist."""
         check_model(caller, body.model)
         ticket = ticket._replace(priority=caller.priority(body.priority))
         expected = partial(self._brain.expected_s, body.model, ticket)
@@ -176,7 +175,7 @@ class Preparation:
 
 
 def _prioritized(request: GenerateRequest, caller: Caller) -> GenerateRequest:
-    """A key's class decides; what its client asked for moves the request inside the class."""
+    """Return the request with its priority: the key's class, refined by the priority that the client set."""
     priority = caller.priority(request.priority)
     return request if priority == request.priority else msgspec.structs.replace(request, priority=priority)
 

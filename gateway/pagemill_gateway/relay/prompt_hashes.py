@@ -1,8 +1,8 @@
-"""The prefix-chunk hashes of prompts, each chunk hashed once: a conversation that grows costs only its new tokens.
+"""Computes the prefix-chunk hashes of prompts with a cache, so that a growing conversation hashes only its new tokens.
 
-A chunk is remembered by (hash of the previous chunk, its token ids), so a prompt that begins as an earlier one did,
-with a shared system prompt or the turns of a chat so far, is looked up and not hashed. Bounded: chunks that are longest
-unused are forgotten. The hash function is `pagemill_protocol.hashes`, the same as in the engines. Threads may share it.
+The cache key of a chunk is the hash of the previous chunk and its token ids, so a beginning that prompts share, such as
+a system prompt or earlier turns, is hashed once. The cache is limited (LRU). The hash function is
+`pagemill_protocol.hashes`, the same as in the engines. Thread-safe.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class PromptHashes:
 
     @property
     def num_hashed(self) -> int:
-        """Prefix chunks hashed so far; all others were remembered."""
+        """The number of prefix chunks that were hashed, not found in the cache."""
         return self._chunk.cache_info().misses
 
     def hashes(
         self, scheme: HashScheme, salt: str, token_ids: Sequence[int], *, adapter_digest: str = ""
     ) -> tuple[bytes, ...]:
-        """One hash for each full prefix chunk of the prompt; none where the engines' scheme is unknown."""
+        """Return the hash of each full prefix chunk of the prompt; none if the engines' scheme is unknown."""
         prefix_chunk_tokens = scheme.prefix_chunk_tokens
         if not prefix_chunk_tokens:
             return ()

@@ -1,9 +1,9 @@
-"""One engine request with its attempts: choose an endpoint, send, pass frames on, account, continue elsewhere.
+"""Runs one engine request with its attempts: gets an endpoint, sends, forwards frames, and continues elsewhere.
 
-What an engine has delivered stays delivered: when it is lost, drained or stuck, another one with the same weights
-continues from the journal, and the client sees one unbroken answer. What no engine can continue is begun anew while the
-client has seen nothing of it; else it ends with an error, which the caller must report to the client. The relay knows
-nothing of HTTP on the client's side (`routes` does) and does not decide where to go (`brain` does).
+When an engine is lost, drains or hangs, another one with the same weights continues from the journal, and the client
+gets one unbroken answer. An answer that no engine can continue is restarted if the client has got nothing of it;
+otherwise it ends with an error, which the caller must report to the client. `routes` has the client's HTTP, and `brain`
+chooses endpoints.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pagemill_protocol.errors import PagemillError, bad_upstream
 from pagemill_protocol.generate import GenerateRequest, Usage
 
 LEAST_TIMED_TOKENS = 8
-"""Tokens that an answer needs before its time per token says something of its engine."""
+"""The number of tokens from which on an answer's time per token is measured."""
 logger = logging.getLogger("pagemill.gateway.relay")
 
 
@@ -71,9 +71,9 @@ class Relay:
         record: RequestRecord,
         allowance: Allowance | None = None,
     ) -> Usage:
-        """The whole answer into `sink`; returns its usage. `allowance`: for a caller with token limits.
+        """Write the whole answer to `sink`, and return its usage. `allowance` is for a caller with token limits.
 
-        Raises `PagemillError` when the client has seen nothing of it, `AnswerBroken` when it has.
+        Raises `PagemillError` if the client has got nothing of the answer, and `AnswerBroken` if it has.
         """
         journal = Journal(request, self.journal_capacity)
         growth = Growth(allowance, self._upstream) if allowance is not None else None
@@ -107,7 +107,7 @@ class Relay:
                 retry = self._judge(failure, assignment, delivery, got_tokens=delivery.journal.num_tokens > num_tokens)
             except AnswerBroken:
                 delivery.attempt.ended("request")
-                # The engine works and reported it itself: no engine could serve this one request.
+                # The engine works and reported the error itself: no engine could serve this request.
                 self._brain.failed(assignment, "request")
                 self._metrics.attempt(record.model, assignment.endpoint_id, "request")
                 self._metrics.stream_broke(record.model, "request")
@@ -188,7 +188,7 @@ class Relay:
         raise UpstreamFailure("lost", TOO_SHORT)
 
     def _started(self, assignment: Assignment, delivery: Delivery, ttft_s: float) -> None:
-        """The first frame is there."""
+        """Report the first frame to the brain and the metrics."""
         if not delivery.request.stream:
             self._brain.started(assignment)
             return
@@ -198,7 +198,7 @@ class Relay:
     def _judge(
         self, failure: UpstreamFailure, assignment: Assignment, delivery: Delivery, *, got_tokens: bool
     ) -> RetryContext:
-        """What the next attempt must have. Raises `PagemillError` when there may be none."""
+        """Return the context of the next attempt. Raises `PagemillError` if there must be none."""
         journal, attempts = delivery.journal, delivery.attempts
         delivery.last_failure = failure.kind
         if got_tokens and journal.can_continue:
@@ -237,8 +237,8 @@ class Relay:
         if failure.kind == "refused":
             attempts.refused(failure.message)
         elif failure.kind in ("declined", "unreachable") or (failure.kind == "lost" and not delivery.is_accepted):
-            # Several engines may be gone unnoticed, and a connection that was kept may show that only now: a request
-            # that none of them received must wait for the next, not fail.
+            # Several engines may be gone unnoticed, which a kept connection shows only now. A request that none of them
+            # received must not use up its attempts.
             attempts.declined(failure.message)
         elif failure.kind in ("lost", "killed", "crashed"):
             attempts.ended(failure.message, crashed=failure.kind == "crashed")
@@ -260,5 +260,5 @@ def _count_tokens(frames: list[Frame]) -> int:
 
 
 def _ms_per_token(num_tokens: int, waited_s: float) -> float | None:
-    """Of the tokens after the first frames; the time that the client took to read is excluded."""
+    """Return the time per token after the first frames, without the client's reading time; `None` for few tokens."""
     return waited_s * 1000 / num_tokens if num_tokens >= LEAST_TIMED_TOKENS else None

@@ -1,9 +1,9 @@
-"""Where the payloads of one engine answer go: straight to the client, or into one body.
+"""Sinks for the payloads of one engine answer: the client's stream, or one body.
 
-A sink knows whether the client has seen anything of this answer (`delivered`), which is what decides about a retry.
-Payloads are not parsed; streamed ones are only checked to be whole events, since half an event would corrupt the
-client's stream. The payload of the last frame comes apart (`closing`): it holds nothing but usage and `[DONE]` when
-streaming, so that an answer which is part of a larger one can leave it out, and the whole body otherwise.
+A sink knows whether the client has got anything of the answer (`delivered`), which decides about restarts. Payloads are
+not parsed; streamed ones are only checked to be whole events. The payload of the last frame is passed separately
+(`closing`). In a stream it has only usage and `[DONE]`, so that an answer that is part of a larger one can leave it
+out; otherwise it is the whole body.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ class Direct(Protocol):
 
     @property
     def may_write(self) -> bool:
-        """It has got the beginning of the stream, and takes what it is sent."""
+        """Whether the stream has begun and the client reads fast enough."""
         ...
 
     def write(self, data: bytes) -> None:
-        """Whole events; only while `may_write`."""
+        """Write whole events. Call it only while `may_write`."""
         ...
 
 
 class Sink(Protocol):
     @property
     def delivered(self) -> bool:
-        """Whether the client saw a byte of this answer."""
+        """Whether the client has got a byte of this answer."""
         ...
 
     @property
     def comment(self) -> Write | None:
-        """Writes what is no part of the answer; None where there is no place for such."""
+        """The function that writes comments to the client; None if the format has no comments."""
         ...
 
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
-        """Non-empty payloads in order, and that of the last frame once it is there.
+        """Take non-empty payloads in order, and that of the last frame or None.
 
-        Raises `UpstreamFailure` when they are not what a client can be given.
+        Raises `UpstreamFailure` for payloads that must not be sent to a client.
         """
         ...
 
@@ -54,17 +54,17 @@ class Sink(Protocol):
         ...
 
     def take_now(self, payloads: list[bytes]) -> None:
-        """As `take`, without waiting."""
+        """Take payloads like `take`, without waiting."""
         ...
 
 
 class StreamSink:
-    """Writes events to the client as they come."""
+    """Writes events to the client as they arrive."""
 
     def __init__(
         self, write: Write, transport: Transport = SSE, *, closes: bool = True, direct: Direct | None = None
     ) -> None:
-        """`closes`: the closing payload too. `direct`: the same client, where a plain stream needs no `write`."""
+        """`closes`: whether to write the closing payload. `direct` is the same client, for writes without waiting."""
         self._write = write
         self._direct = direct
         self._transport = transport
@@ -106,7 +106,7 @@ def _incomplete() -> UpstreamFailure:
 
 
 class BodySink:
-    """Keeps the whole body; the client sees nothing of it until the caller sends it."""
+    """Keeps the whole body, which the caller sends to the client."""
 
     delivered = False
     comment = None
@@ -123,4 +123,4 @@ class BodySink:
         self.body = closing
 
     def take_now(self, payloads: list[bytes]) -> None:
-        """The body is the closing payload."""
+        """Ignore payloads, because the body is the closing one."""

@@ -1,8 +1,8 @@
-"""The client side of an engine's internal routes: one attempt at one engine, by the link that all requests share or
-over HTTP, and the raise of an allowance.
+"""The client of an engine's internal routes: one attempt, over the engine's shared link or over HTTP, and raises of
+allowances.
 
-It neither retries nor chooses (`relay.relay` does) and does not parse payloads beyond their framing. An engine that
-offers no link, or refuses it, gets its requests over HTTP, each on a connection of its own (`engine_pool`).
+It neither retries nor chooses engines, and parses only the framing. An engine that offers no link, or refuses it, gets
+its requests over HTTP, each on its own connection (`engine_pool`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Upstream:
-    """Create inside a running event loop."""
+    """The client of all engines. Create it inside a running event loop."""
 
     def __init__(self, config: GatewayConfig, idle_s: float) -> None:
-        """`idle_s`: how long an unused connection is kept."""
+        """`idle_s`: the time after which an unused HTTP connection is closed."""
         trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
         patience = Patience(config.accept_timeout_s, config.silence_timeout_s)
         self._links = Links(config.connect_timeout_s, trust, patience)
@@ -58,10 +58,10 @@ class Upstream:
         liveness: AskLiveness,
         on_accepted: Callable[[], None],
     ) -> AnswerStream:
-        """Send an encoded `GenerateRequest`; close the stream in any case. `on_accepted` is called before the first
-        frame can be read.
+        """Send an encoded `GenerateRequest`, and return the stream of its answer, which the caller must close.
 
-        Raises `UpstreamFailure`, or `PagemillError` for a request that no engine would take; so does the first read.
+        `on_accepted` is called before the first frame can be read. This and the first read raise `UpstreamFailure`, or
+        `PagemillError` for a request that no engine would accept.
         """
         if assignment.has_link:
             try:
@@ -72,7 +72,7 @@ class Upstream:
             if link is not None:
                 return await link.send(body, request_id, liveness, on_accepted)
         origin, connection = await self._ask(assignment, body, request_id, liveness)
-        # Keeps the connection only when the answer was read to its end.
+        # The pool keeps the connection only if the response was read to its end.
         give_back = partial(self._pool.give_back, origin, connection)
         try:
             await _check_accepted(connection)
@@ -84,7 +84,7 @@ class Upstream:
         return FrameStream(connection, weights_digest, self._silence_timeout_s, liveness, give_back)
 
     async def raise_allowance(self, choice: Assignment, request_id: str, tokens: int) -> bool:
-        """Let the engine generate more for a request that it has; whether it has understood."""
+        """Raise the allowance of a request at its engine. Return whether the engine received it."""
         body = _encoder.encode(AllowanceRaise(request_id, tokens))
         try:
             async with asyncio.timeout(ALLOWANCE_TIMEOUT_S):
@@ -97,13 +97,13 @@ class Upstream:
                     return connection.status == HTTPStatus.NO_CONTENT
                 finally:
                     self._pool.give_back(origin, connection)
-        except (CannotConnect, OSError, ValueError):  # a time-out is an OSError too
+        except (CannotConnect, OSError, ValueError):  # OSError includes timeouts
             return False
 
     async def _ask(
         self, assignment: Assignment, body: bytes, request_id: str, liveness: AskLiveness
     ) -> tuple[Origin, EngineConnection]:
-        """A connection on which the engine has begun to answer."""
+        """Send a request over HTTP. Return its connection when the response's head has arrived."""
         try:
             async with asyncio.timeout(self._accept_timeout_s) as limit, self._watched(limit, liveness):
                 origin = origin_of(assignment.data_url)
@@ -120,7 +120,7 @@ class Upstream:
 
     @asynccontextmanager
     async def _watched(self, limit: asyncio.Timeout, liveness: AskLiveness) -> AsyncIterator[None]:
-        """End the wait for an engine's response early when its state stream is silent too."""
+        """End the wait for an engine's response early if its state stream is silent, too, or the engine is stuck."""
         loop = asyncio.get_running_loop()
         watching: list[asyncio.Task[None]] = []
 
@@ -140,7 +140,7 @@ class Upstream:
 
 
 def _failure_of(error: CannotConnect | OSError | ValueError) -> UpstreamFailure:
-    """Of an engine that was not reached, or that has not begun to answer."""
+    """Return the failure for an engine that was not reached, or that has not begun to respond."""
     if isinstance(error, CannotConnect):
         return UpstreamFailure("unreachable" if error.refused else "stalled", str(error))
     if isinstance(error, TimeoutError):
@@ -149,7 +149,7 @@ def _failure_of(error: CannotConnect | OSError | ValueError) -> UpstreamFailure:
 
 
 def _head(origin: Origin, token: str, request_id: str, num_bytes: int, path: str = "/internal/generate") -> bytes:
-    """Raises `ValueError` for values that are invalid in a header."""
+    """Return the head of a request. Raises `ValueError` for invalid header values."""
     return request_head(
         f"POST {path}",
         origin,
@@ -161,7 +161,7 @@ def _head(origin: Origin, token: str, request_id: str, num_bytes: int, path: str
 
 
 async def _check_accepted(connection: EngineConnection) -> None:
-    """Raises what the engine's refusal means."""
+    """Raise the failure or the error of a refusal, if the engine has not accepted the request."""
     if connection.status == HTTPStatus.OK:
         content_type = connection.header(b"content-type").partition(";")[0].strip().lower()
         if content_type != FRAMES_CONTENT_TYPE:
@@ -170,13 +170,13 @@ async def _check_accepted(connection: EngineConnection) -> None:
     try:
         async with asyncio.timeout(ERROR_BODY_TIMEOUT_S):
             raw = await _bounded_body(connection)
-    except OSError:  # a time-out is one too
+    except OSError:  # including timeouts
         raw = b""
     raise refusal(connection.status, raw, connection.header(b"retry-after") or None)
 
 
 async def _bounded_body(connection: EngineConnection) -> bytes:
-    """Empty when it is too long."""
+    """Return the body; empty if it is too long."""
     body = b""
     while data := await connection.receive():
         body += data

@@ -1,1 +1,1 @@
-"""The gateway's HTTP faces: the OpenAI routes on the data port, health and catalogue on the control port."""
+"""The gateway's HTTP routes: the OpenAI routes on the data port, and the catalogue and status on the control port."""

@@ -1,7 +1,7 @@
-"""One structured log line and one set of metrics per request, however it ended. The outermost ASGI layer.
+"""The outermost ASGI middleware: writes one structured log line and the metrics of each request.
 
-It gives each request its `RequestRecord`, which the routes fill. Nothing that a client wrote is logged, except its
-request id, which the door has checked.
+It creates the request's `RequestRecord`, which the routes fill. No text of clients is logged, except the request id,
+which the HTTP middleware has checked.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ ROUTES = {
     *("/v1/models", "/v1/files", "/v1/batches", "/detokenize", "/version", "/load", "/server_info", "/docs"),
 }
 WITH_IDS = ("/v1/models", "/v1/responses", "/v1/files", "/v1/batches")
-"""Routes whose paths go on with the id of one object."""
+"""Routes whose paths continue with the id of an object."""
 ROUTE_HEADER = b"x-pagemill-route"
-"""On every answer that an engine was asked for: policy; endpoint; predicted cached tokens; and for clients
-without a key, the number of the decision. Not on a stream that had to begin with a comment, before the engine was
-known.
+"""The header of responses of engines, with policy, endpoint, predicted cached tokens and, for clients without a key,
+the number of the decision. It is missing in a stream that began with a comment, before the engine was known.
 """
 MIGRATIONS_HEADER = b"x-pagemill-migrations"
-"""On an answer that another engine continued before its headers were sent."""
+"""The header of answers that another engine continued before the headers were sent."""
 PROBES = frozenset({"/health", "/livez", "/readyz", "/version", "/ping", *LIVE_PATHS, *READY_PATHS})
-"""Requested every few seconds by machines: logged only when they fail."""
+"""Routes that machines request every few seconds, which are logged only if they fail."""
 NAMES = RouteNames(ROUTES | PROBES)
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """The record of the request, with the id that the door has given it: engines and log lines use the same one."""
+    """Return the record of a request, with the request id that the HTTP middleware assigned."""
     record: RequestRecord = scope["state"]["record"]
     record.request_id = request_id(scope)
     return record
@@ -95,7 +94,7 @@ class AccessLog:
 
 
 def _outcome(record: RequestRecord) -> RequestOutcome:
-    """Per sequence, if several were requested."""
+    """Return the outcome of a request, per prompt and sequence."""
     usage, num_choices = record.usage, max(1, record.num_choices)
     num_output_tokens = usage.completion_tokens // num_choices
     ttft_s = record.ttft_s if record.stream else None
@@ -113,7 +112,7 @@ def _outcome(record: RequestRecord) -> RequestOutcome:
 
 
 def _route(path: str) -> str:
-    """The route for logs and metrics; unknown paths must not create series."""
+    """Return the route for logs and metrics; `other` for unknown paths, which must not create series."""
     return NAMES.find(path) or next((route for route in WITH_IDS if path.startswith(f"{route}/")), "other")
 
 

@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches` as OpenAI's API has them; without the setting `batches` they name it."""
+"""The routes `/v1/files` and `/v1/batches` of OpenAI's API; without the setting `batches` they return an error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reads request bodies: counted while they arrive, refused as soon as they exceed the gate's bound.
+"""Reads request bodies, counting the bytes while they arrive, and refuses them when they exceed the gate's limit.
 
-Size and time of a single body are bounded outside, by `http.door`.
+`http.door` limits size and time of a single body.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pagemill_protocol.http.door import header, read_body
 
 
 async def read_counted(scope: Scope, receive: Receive, slot: GateSlot, max_body_bytes: int) -> bytes:
-    """The whole body, held in `slot`. Raises `PagemillError` 503 beyond the bound, 499 when the client leaves first."""
+    """Return the body, counted in `slot`. Raises `PagemillError` 503 beyond the limit, 499 if the client disconnects."""
     more = True
 
     async def counted() -> Message:
@@ -25,11 +25,11 @@ async def read_counted(scope: Scope, receive: Receive, slot: GateSlot, max_body_
 
     try:
         declared = int(header(scope, b"content-length") or 0)
-        if declared <= max_body_bytes:  # otherwise it is too large at any time
+        if declared <= max_body_bytes:  # otherwise the body is refused for its own size
             slot.expect(declared)
         return await read_body(counted)
     except PagemillError as error:
-        # The rest is read and dropped: a sender that is cut off within its body sees a reset, not the answer.
+        # The rest is read and dropped, because a sender that is cut off within its body gets a reset, not the response.
         while error.status == 503 and more and header(scope, b"expect") is None:
             message = await receive()
             more = message["type"] == "http.request" and message.get("more_body", False)

@@ -1,6 +1,6 @@
-"""The response to one client: started as late as possible, so that a failure can still have its own status.
+"""The response to one client, which is started as late as possible, so that a failure can have its own status.
 
-Every write waits until the client has taken the previous one (back-pressure), up to a limit.
+Each write waits until the client has read the previous one (back-pressure), up to a timeout.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pagemill_protocol.http.direct import DirectResponse
 
 STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LAST_WRITE_TIMEOUT_S = 5.0
-"""For the error event of a stream whose reader may be gone."""
+"""The timeout of the last write, of an error to a client that may be gone."""
 
 
 class ClientTooSlow(Exception):
-    """The client has taken nothing for too long; its connection is given up."""
+    """The client has read nothing for too long."""
 
 
 class ClientResponse:
     def __init__(
         self, send: Send, slow_timeout_s: float, dialect: Dialect, direct: DirectResponse | None = None
     ) -> None:
-        """`direct`: the same response, past the layers that look at its head only."""
+        """`direct` is the same response without the middleware, which only needs to see the head."""
         self._send = send
         self._direct = direct
         self._dialect = dialect
@@ -37,18 +37,18 @@ class ClientResponse:
         self._starting = asyncio.Lock()
         self._more_headers: list[tuple[bytes, bytes]] = []
         self.on_answer: Callable[[bytes], Awaitable[None]] | None = None
-        """Awaited with the body of a whole answer, and with each part of a stream, before the client gets it."""
+        """Called with the body of a whole answer, or each part of a stream, before it is sent to the client."""
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """End writing."""
         self._timeout.close()
 
     def add_headers(self, headers: Mapping[str, str]) -> None:
-        """For the response, whatever it will be; too late for one that has started."""
+        """Add headers to the response, unless it has started."""
         self._more_headers += [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def write(self, data: bytes) -> None:
-        """One or more whole events of a stream: comments may come in between. Raises `ClientTooSlow`."""
+        """Write one or more whole events of a stream. Raises `ClientTooSlow`."""
         if self.on_answer is not None:
             await self.on_answer(data)
         if not self.started:
@@ -61,7 +61,7 @@ class ClientResponse:
 
     @property
     def direct(self) -> DirectResponse | None:
-        """For the events of a stream that has begun; `None`: something else must see them before the client."""
+        """The direct response for events; `None` if `on_answer` must see them first."""
         return self._direct if self.on_answer is None else None
 
     async def end(self) -> None:
@@ -77,7 +77,7 @@ class ClientResponse:
         await self._send_in_time(body, more=False)
 
     async def fail(self, error: PagemillError) -> None:
-        """Report the error: as the response while there is none, else as the event that ends the stream."""
+        """Send the error as the response, or as the last event of a stream that has started."""
         if self.started:
             await self._send_last(self._dialect.error_event(error))
             return

@@ -1,4 +1,4 @@
-"""Ends the work for a client with its connection."""
+"""Ends the work for a client when its connection ends."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pagemill_protocol.http.direct import DirectResponse
 
 
 async def while_connected(work: Awaitable[None], receive: Receive, direct: DirectResponse | None = None) -> bool:
-    """Wait for `work`, or cancel it at once when the client leaves; returns whether it ended by itself.
+    """Wait for `work`, and cancel it when the client disconnects. Return whether it ended by itself.
 
-    `direct` says when the client leaves; without one a task waits for the message.
+    `direct` reports the disconnection; without it, a task waits for the ASGI message.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -36,7 +36,7 @@ async def while_connected(work: Awaitable[None], receive: Receive, direct: Direc
     try:
         await work
     except asyncio.CancelledError:
-        # As `asyncio.timeout` does: a cancellation by another task goes on.
+        # As in `asyncio.timeout`, a cancellation by another task is propagated.
         if left and task.uncancel() <= num_cancels:
             return False
         raise
@@ -44,12 +44,12 @@ async def while_connected(work: Awaitable[None], receive: Receive, direct: Direc
         over = True
         if departing is not None:
             departing.cancel()
-    if left:  # the work ended all the same
+    if left:  # the work ended in spite of the cancellation
         task.uncancel()
     return True
 
 
 async def departure(receive: Receive) -> None:
-    """Return when the client leaves."""
+    """Return when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

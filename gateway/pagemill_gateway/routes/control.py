@@ -1,5 +1,5 @@
-"""The control port: `PUT /catalog` replaces what is served; `/status`, `/metrics`, `/internal/load` and
-`/debug/decisions` show what is seen and what was made of it. Who may ask is decided by the guard around the routes.
+"""The routes of the control port: `PUT /catalog` replaces the catalogue; `/status`, `/metrics`, `/internal/load` and
+`/debug/decisions` show the state and the decisions of the gateway. The guard around the routes checks tokens.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class ControlRoutes:
         )
 
     async def load(self, request: Request) -> Response | LoadStream:
-        """What the engines say together, for the operator: a frame on change, for ever."""
-        if request.method == "HEAD":  # a stream without a body would keep the connection for nothing
+        """Stream the load of all deployments to the operator, with a frame on every change."""
+        if request.method == "HEAD":  # without a body, the endless stream would only occupy the connection
             return Response(headers={"content-type": LOAD_CONTENT_TYPE, **protocol_headers()})
         require_protocol(request.scope["headers"], OPERATOR)
-        # One that never ends is refused before the stream begins; from then on only the reader's departure can come.
+        # An endless body is refused here; after this, the only message to expect is the disconnection.
         await read_body(request.receive)
         return LoadStream(self._head)
 
@@ -72,7 +72,7 @@ class ControlRoutes:
         )
 
     async def decisions(self, request: Request) -> Response:
-        """The latest routing decisions, newest first: who was in question, what each would cost, who was chosen."""
+        """Return the latest routing decisions, newest first, with the candidates, their costs and the choice."""
         text = request.query_params.get("limit", str(DEFAULT_DECISIONS))
         if not (text.isascii() and text.isdigit() and len(text) < 7):
             raise invalid_field("limit", f"limit must be a whole number of decisions, got {text[:40]!r}.")

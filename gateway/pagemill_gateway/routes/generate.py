@@ -1,8 +1,8 @@
-"""The routes of dialects, `POST /v1/chat/completions` for example: plain ASGI.
+"""The generating routes of all dialects, such as `POST /v1/chat/completions`, in plain ASGI.
 
-From authentication to the last byte: the caller (`limits.keys`), the gate, the request (`relay.preparation`), the
-caller's limits (`limits.limiter`), the answer (`relay.answers`), and the error where there is none. After the first
-byte a failure is an SSE error event, never a stream that just ends.
+A request passes authentication, the gate, its preparation (`relay.preparation`), the caller's limits
+(`limits.limiter`), and its answer (`relay.answers`). After the first byte of a stream, a failure is sent as an error
+event.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class GenerateRoute:
         client: ClientResponse,
         record: RequestRecord,
     ) -> None:
-        """Send the answer, or the error. Raises nothing."""
+        """Send the answer or the error. All errors are handled."""
         try:
             try:
                 record.ticket = _ticket(raw, caller, timeout_s, record)
@@ -105,7 +105,7 @@ class GenerateRoute:
             await client.fail(internal_error())
 
     async def _dialect_for(self, raw: bytes, caller: Caller, client: ClientResponse) -> Dialect:
-        """The dialect of this one request. Raises `PagemillError`."""
+        """Return the dialect of this request. Raises `PagemillError`."""
         return self._dialect
 
     async def _answer(

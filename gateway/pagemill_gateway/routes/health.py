@@ -1,7 +1,7 @@
-"""Probes and version, on both ports, and the data port's description of itself.
+"""The routes of probes and version, on both ports, and of the data port's API description.
 
-Ready means: takes new requests; it says nothing about engines' load. On the data port a worker answers for the whole
-gateway, unless it drains itself.
+Ready means that the gateway accepts requests, regardless of the engines' load. On the data port, a worker reports the
+state of the whole gateway, or that it drains itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = version("pagemill-gateway")
 
 class HealthRoutes:
     def __init__(self, control: ControlProcessPort, is_draining: Callable[[], bool]) -> None:
-        """`is_draining`: whether the answering process drains."""
+        """`is_draining` returns whether this process drains."""
         self._control = control
         self._is_draining = is_draining
 

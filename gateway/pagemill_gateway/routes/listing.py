@@ -1,4 +1,4 @@
-"""Lists as OpenAI's API pages them: `limit`, `after` and `order` of the query. Pure."""
+"""Pages lists like OpenAI's API, with `limit`, `after` and `order` of the query. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill_protocol.errors import invalid_field
 def page_of(
     items: Sequence[dict[str, Any]], query: Mapping[str, str], *, default_limit: int, max_limit: int = 100
 ) -> dict[str, Any]:
-    """A list object with the items that `query` asks for; `items`: all of them, oldest first."""
+    """Return a list object with the items that `query` requests. `items` has all items, oldest first."""
     limit, order = query.get("limit", str(default_limit)), query.get("order", "desc")
     if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= max_limit):
         raise invalid_field("limit", f"`limit` must be a number from 1 to {max_limit}, got {limit[:40]!r}.")

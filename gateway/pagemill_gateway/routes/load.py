@@ -1,6 +1,6 @@
-"""`GET /internal/load`: the load of all deployments as frames of `pagemill_protocol.load`, until the reader leaves.
+"""`GET /internal/load`: streams the load of all deployments in frames of `pagemill_protocol.load`.
 
-The leading operator reads it from every gateway. Nothing is measured without a reader.
+The leading operator reads it from every gateway. Without a reader, the load is not measured.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pagemill_protocol.load import DeploymentLoad, LoadFrame
 from pagemill_protocol.versions import PROTOCOL_VERSION, stream_headers
 
 INTERVAL_S = 0.5
-"""Between two measurements; changes are published with the next one."""
+"""Interval of measurements; changes are published with the next one."""
 HEARTBEAT_S = 2.0
-"""Without a change, a frame goes out at least this often, with new rates: the reader takes silence as a fault."""
+"""A frame is sent at least this often, also without a change, because the reader takes silence as a fault."""
 
 
 class LoadStream:
@@ -38,7 +38,7 @@ class LoadStream:
             departing.cancel()
 
     async def _publish(self, send: Send, departing: asyncio.Task[None]) -> None:
-        """Until the reader leaves or the gateway ends."""
+        """Send frames until the reader disconnects or the gateway ends."""
         loop = asyncio.get_running_loop()
         published: list[DeploymentLoad] = []
         published_at, sequence = -HEARTBEAT_S, 0
@@ -48,8 +48,7 @@ class LoadStream:
                 body = encode_load(LoadFrame(sequence=sequence, protocol_version=PROTOCOL_VERSION, deployments=load))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 published, published_at, sequence = load, loop.time(), sequence + 1
-            # The first request that waits for a deployment is published at once: an engine may have to be started for
-            # it.
+            # The first waiting request of a deployment is published at once, because an engine may have to be started.
             ending = asyncio.ensure_future(self._control.closing.wait())
             waiter = self._control.brain.queues.first_waiter()
             events: list[asyncio.Future[Any]] = [departing, ending, waiter]

@@ -1,6 +1,5 @@
-"""`GET /v1/models`: the names, aliases and adapters that deployments serve, ready or not, and that the key may use.
-
-And what vLLM's routes of that kind say of a server: `/server_info`, `/load`.
+"""The routes `/v1/models`, with the names, aliases and adapters that the key may use, and vLLM's `/server_info` and
+`/load`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class ModelRoutes:
         return JSONResponse({"version": VERSION, "server": "pagemill gateway", "models": [*names]})
 
     async def load(self, request: Request) -> Response:
-        """Requests that the answering process holds now; a secret of the operator where there are tenants."""
+        """Return the number of requests in this process; refused to keys, because it counts those of all tenants."""
         if self._worker.keys.authenticate(request.scope).key_hash:
             raise forbidden(
                 "The load counts the requests of all keys, so it is not shown to one. The control port's /metrics has "
@@ -53,7 +52,7 @@ class ModelRoutes:
         return JSONResponse({"server_load": self._worker.gate.num_inside})
 
     async def cards(self, caller: Caller) -> Sequence[render.ModelCard]:
-        """Of all names that the caller may use."""
+        """Return the cards of all names that the caller may use."""
         names = await self._names(caller)
         started_unix_s = await self._started_unix_s()
         return [_card(each, started_unix_s) for each in names.values()]

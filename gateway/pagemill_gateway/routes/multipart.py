@@ -1,4 +1,4 @@
-"""Bodies of `multipart/form-data` with one file, passed on while they arrive: nothing holds the file as a whole."""
+"""Reads `multipart/form-data` bodies with one file, and forwards the file while it arrives."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pagemill_protocol.http.door import header
 MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 16
 OVERHEAD_BYTES = 64 * 1024
-"""What a body may have beside its file."""
+"""Limit for the bytes of a body besides its file."""
 
 
 class Form(NamedTuple):
     fields: dict[str, str]
     filename: str | None
-    """Of the file; `None`: there was none."""
+    """The name of the file; `None` if there is no file."""
 
 
 async def read_form(scope: Scope, receive: Receive, write: Callable[[bytes], Awaitable[None]]) -> Form:
-    """The form; `write` gets the content of the field `file`. Raises `PagemillError`."""
+    """Read a form; `write` is called with the content of the field `file`. Raises `PagemillError`."""
     kind, options = parse_options_header(header(scope, b"content-type") or "")
     if kind != b"multipart/form-data" or b"boundary" not in options:
         raise PagemillError(
@@ -67,7 +67,7 @@ async def read_form(scope: Scope, receive: Receive, write: Callable[[bytes], Awa
 
 
 class _Parts:
-    """What the parser reports, until it is taken."""
+    """Collects the parser's output until `take`."""
 
     def __init__(self) -> None:
         self.fields: dict[str, bytearray] = {}
@@ -75,7 +75,7 @@ class _Parts:
         self.ended = False
         self._content = bytearray()
         self._field: bytearray | None = None
-        """`None`: the part is the file."""
+        """The value of the current field; `None` while the part is the file."""
         self._name = b""
         self._value = b""
         self._disposition = b""

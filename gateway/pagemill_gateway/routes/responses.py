@@ -1,7 +1,7 @@
-"""`/v1/responses` of a gateway that stores responses: going on from one, showing it, deleting it.
+"""The routes `/v1/responses` of a gateway that stores responses: continue, show and delete a response.
 
-A stored response is what its client got, with all items that it was made from. Each belongs to an account: all keys of
-a tenant, else the key. To others it does not exist.
+A stored response has the response that the client got and all its input items. It belongs to an account, which is a
+tenant or a key without a tenant; for others it does not exist.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n")
 
 
 class ResponsesRoute(GenerateRoute):
-    """`POST /v1/responses`, with an answer that is stored before the client has all of it."""
+    """`POST /v1/responses`. The response is stored before the client has got all of it."""
 
     def __init__(self, worker: Worker, config: StoredResponsesConfig) -> None:
         super().__init__(worker, ResponsesDialect())
@@ -71,7 +71,7 @@ class ResponsesRoute(GenerateRoute):
 
 
 class StoredResponseRoutes:
-    """`/v1/responses/{id}`."""
+    """The routes of `/v1/responses/{id}`."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -101,7 +101,7 @@ class StoredResponseRoutes:
 
 
 async def stored_response(worker: Worker, caller: Caller, response_id: str, param: str | None) -> dict[str, Any]:
-    """Its `input` and the `response`. Raises `PagemillError`: 404 at `param` where the caller has none of this id."""
+    """Return the stored `input` and `response`. Raises `PagemillError` 404 if the caller has none with this id."""
     if worker.config.stored_responses is None:
         raise PagemillError(
             "This gateway does not store responses: its setting `stored_responses` is not set.",
@@ -122,7 +122,7 @@ def _not_found(response_id: str, param: str | None) -> PagemillError:
 
 
 def _previous_id(raw: bytes) -> str | None:
-    """`None` where the body has none, or is no object: parsing it reports what is wrong."""
+    """Return the body's `previous_response_id`; `None` if it has none or is invalid, which is reported later."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -132,7 +132,7 @@ def _previous_id(raw: bytes) -> str | None:
 
 
 def _whole_response(data: bytes) -> bytes | None:
-    """The response in a whole answer, or in a part of a stream that ends with its last event."""
+    """Return the response in a whole answer or in a stream's last event; `None` for other parts of a stream."""
     if data.startswith(b"{"):
         return data
     last = data.rstrip(b"\n").rpartition(b"\n\n")[2]
@@ -143,7 +143,7 @@ def _whole_response(data: bytes) -> bytes | None:
 
 
 def _shown(item: dict[str, Any], number: str) -> dict[str, Any]:
-    """An item of the input as it is listed: with an id and a type, texts as parts."""
+    """Return an input item in its listed form: with id and type, and with text as a part."""
     kind = item.get("type", "message")
     shown = {"id": f"msg_{number}" if kind == "message" else f"item_{number}", **item, "type": kind}
     if kind == "message" and isinstance(content := item.get("content"), str):

@@ -1,6 +1,6 @@
-"""The routes that count tokens, and `POST /detokenize`: answered by the gateway itself with the model's tokenizer.
+"""The routes that count tokens, and `POST /detokenize`, which the gateway answers with the model's tokenizer.
 
-To a key's limits they are requests, and their tokens count like those of a prompt.
+They count as requests for a key's limits, and their tokens like those of a prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pagemill_protocol.openai.schemas import DetokenizeRequest
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 4
-"""Of usual text: what is reserved of a key's limits before a text is tokenized."""
+"""The assumed characters per token, for the reservation before a text is tokenized."""
 
 
 class TokenRoutes:
@@ -35,7 +35,7 @@ class TokenRoutes:
         self._worker = worker
 
     def count_route(self, count: TokenCount) -> Callable[[Request], Awaitable[Response]]:
-        """A route that counts the tokens of a prompt."""
+        """Return a route that counts the tokens of a prompt."""
         return partial(self._tokenize, count)
 
     async def _tokenize(self, count: TokenCount, request: Request) -> Response:
@@ -67,7 +67,7 @@ class TokenRoutes:
             return await self._counted(caller, len(body.tokens), target, slot, answer)
 
     def _enter(self, request: Request) -> Caller:
-        """Who calls. Raises `PagemillError`, before the body is read, for those who get nothing anyway."""
+        """Authenticate the caller. Raises `PagemillError` before the body is read, also for an exceeded limit."""
         caller = self._worker.keys.authenticate(request.scope)
         record_of(request.scope).tenant = caller.tenant
         check_json_content_type(request.scope)
@@ -82,9 +82,9 @@ class TokenRoutes:
         slot: GateSlot,
         answer: Callable[[Tokenizer], tuple[int, bytes]],
     ) -> Response:
-        """The answer as one of the caller's requests; whatever it is, it says what is left of them.
+        """Return the response, counted for the caller's limits, with the rate-limit headers, also for an error.
 
-        `answer` returns the number of tokens with its body.
+        `answer` returns the number of tokens and the body.
         """
         preparation = self._worker.preparation
         num_tokens = min(expected_tokens, target.max_model_len or expected_tokens)
@@ -102,7 +102,7 @@ class TokenRoutes:
         return await read_counted(request.scope, request.receive, slot, self._worker.config.max_body_bytes)
 
     async def _resolve(self, model: str, caller: Caller) -> Target:
-        """The named model, or the only one there is for `caller`."""
+        """Return the target of the named model, or of the only model that the caller may use."""
         served = {each.model for each in await self._worker.brain.names()}
         served = {name for name in served if caller.may_use(name)}
         if model:

@@ -59,7 +59,7 @@ _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def request_id(scope: Scope) -> str:
-    """Return the id that `Door` gave this request: the client's `x-request-id` if it is valid, else a new one."""
+    """Return the id that `Door` assigned: the client's `x-request-id` if it is valid, else a new one."""
     value: str = scope["state"]["request_id"]
     return value
 

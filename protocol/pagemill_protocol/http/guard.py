@@ -83,7 +83,7 @@ class ControlGuard:
 
 
 class HostGuard:
-    """ASGI middleware for the data port of a server on loopback without authentication; put it inside `Door`.
+    """ASGI middleware, inside `Door`, for the data port of a server on loopback without authentication.
 
     A page whose name resolves to this machine could otherwise use the models and read the answers. It is not needed
     with API keys, which a page does not have, nor beyond loopback, where the port is open to all by the user's choice.

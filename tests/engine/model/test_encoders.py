@@ -231,7 +231,7 @@ def test_the_files_say_how_to_pool(tmp_path: Path) -> None:
         ("1_Pooling/config.json", '{"include_prompt": false}', "leaves prompts out"),
         ("modules.json", '[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]', "module `Dense`"),
         ("modules.json", '[{"type": "a.Transformer", "path": "0_Transformer"}]', "its weights in `0_Transformer`"),
-        ("modules.json", '{"type": 1}', "no list of modules"),
+        ("modules.json", '{"type": 1}', "not a list of modules"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(file: str, content: str, message: str, tmp_path: Path) -> None:

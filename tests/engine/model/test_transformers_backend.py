@@ -165,7 +165,7 @@ def test_settings_that_it_does_not_follow_are_refused(
     setting: str, value: Any, tmp_path: Path, runner_loader: Callable[..., Any]
 ) -> None:
     write(tmp_path, "HeliumForCausalLM")
-    with pytest.raises(LoadError, match=f"`{setting}` {value} does not hold"):
+    with pytest.raises(LoadError, match=f"`{setting}` {value} is not supported"):
         runner_loader(tmp_path, **{setting: value})
 
 
