@@ -1,4 +1,4 @@
-"""What one streamed request of 32 chunks costs the gateway, entry by entry: CPU time, calls, writes and what it leaves.
+"""What one streamed request of 32 chunks costs the gateway, entry by entry: CPU time, calls, system calls, allocations.
 
 Client and engines are calls in the same process (`routers.in_memory`), so the figures are the gateway's own work; the
 kernel's part is counted in `gateway_overhead`. CPU is that of the event loop's thread: a process that renders templates
@@ -15,6 +15,7 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +23,25 @@ from typing import Any, NamedTuple
 import uvloop
 from report import ROOT, emit, median
 from routers import prompts
-from routers.budget import BENCH, ENTRIES, REST, Counts, Times
+from routers.allocations import AllocationCounter
+from routers.budget import (
+    ACCEPT,
+    BENCH,
+    END,
+    ENTRIES,
+    FIRST_FRAME,
+    PARTS,
+    RELAYS,
+    REST,
+    ROWS,
+    Clock,
+    Counts,
+    Played,
+    Times,
+)
 from routers.catalogue import MODEL
 from routers.generator import NONCE
-from routers.in_memory import Exchange, Stage, stage
+from routers.in_memory import Exchange, Stage, Turns, Wire, stage
 
 from pagemill_protocol.frames import StateDecoder, encode_state
 
@@ -35,6 +51,7 @@ WARM_UP = 64
 """Requests: after them the tokenizer has seen the words that the bodies are made of."""
 STATE_FRAME = "state frame"
 ALL = "all"
+NOTHING = Played()
 
 
 class Bodies:
@@ -61,26 +78,34 @@ class Traces(NamedTuple):
     """Objects that are freed by no reference count, since they refer to each other."""
 
 
-async def begin(around: Stage, body: bytes) -> Exchange:
+async def begin(around: Stage, body: bytes, played: Played) -> Exchange:
     """One request from its first byte until its first frame is with the client."""
-    around.client.data_received(around.request(body))
+    played.begin(REST)
+    around.wire.receive(around.client, around.request(body))
     exchange = await around.engines.next()
-    exchange.accept(around.answer.frame(0, exchange.request))
+    frame = around.answer.frame(0, exchange.request)
+    played.begin(FIRST_FRAME)
+    exchange.accept(frame)
     await around.wire.until()
     return exchange
 
 
-async def play(around: Stage, body: bytes) -> None:
+async def play(around: Stage, body: bytes, played: Played = NOTHING) -> None:
     """One request from its first byte to its log line."""
-    exchange = await begin(around, body)
+    exchange = await begin(around, body, played)
     answer, request = around.answer, exchange.request
+    played.begin(RELAYS)
     for number in range(1, answer.num_tokens):
         exchange.send(answer.frame(number, request))
         await around.wire.until()
+    played.begin(END)
     exchange.end(answer.frame_end(request, 0))
     await around.wire.until(b"0\r\n\r\n")
     for _ in range(3):  # log and metrics come after the last byte
+        around.wire.turns.gateway()
         await asyncio.sleep(0)
+        around.wire.turns.bench()
+    played.begin(REST)
 
 
 async def measure(around: Stage, bodies: Bodies, num_requests: int) -> dict[str, float]:
@@ -89,30 +114,82 @@ async def measure(around: Stage, bodies: Bodies, num_requests: int) -> dict[str,
     for number in range(num_requests):
         times = Times()
         with times.measuring():
-            await play(around, bodies[2 * number])
-        for entry in (*ENTRIES, BENCH):
-            found.setdefault(entry, []).append(times.ns[entry] / 1000)
-        started = time.thread_time_ns()
-        await play(around, bodies[2 * number + 1])
-        found.setdefault(ALL, []).append((time.thread_time_ns() - started) / 1000)
-        found.setdefault(STATE_FRAME, []).append(_state_frame_us(around))
+            await play(around, bodies[2 * number], times)
+        clock = Clock()
+        await play(around, bodies[2 * number + 1], clock)
+        taken = {entry: times.ns[entry] for entry in (*ENTRIES, BENCH)}
+        # Of each part what no entry has taken. The two are different requests of the same kind.
+        taken |= {part: clock.ns[part] - times.parts_ns[part] for part in PARTS}
+        taken[ALL] = clock.ns.total() - times.ns[BENCH]
+        taken |= {ACCEPT: _accept_ns(around), STATE_FRAME: _state_frame_ns(around)}
+        for entry, ns in taken.items():
+            found.setdefault(entry, []).append(ns / 1000)
     return {entry: median(values) for entry, values in found.items()}
 
 
-def _state_frame_us(around: Stage) -> float:
+def _accept_ns(around: Stage) -> int:
+    started = time.thread_time_ns()
+    client, _ = around.connect()
+    taken = time.thread_time_ns() - started
+    client.connection_lost(None)
+    return taken
+
+
+def _state_frame_ns(around: Stage) -> int:
     data = encode_state(around.pods[0].snapshot())
     started = time.thread_time_ns()
     (frame,) = StateDecoder().feed(data)
     around.gateway.control.brain.observe("pod-0", frame)
-    return (time.thread_time_ns() - started) / 1000
+    return time.thread_time_ns() - started
 
 
 async def count(around: Stage, body: bytes) -> Counts:
     """Calls of each entry, the same for every request of its kind."""
     counts = Counts()
+    counts.begin(ACCEPT)
     with counts.counting():
-        await play(around, body)
+        client, _ = around.connect()
+    client.connection_lost(None)
+    with counts.counting():
+        await play(around, body, counts)
     return counts
+
+
+class Allocations(Played, Turns):
+    """By part, of the gateway's code only; the accept is not among them."""
+
+    def __init__(self, counter: AllocationCounter) -> None:
+        super().__init__()
+        self.num: Counter[str] = Counter()
+        self._counter = counter
+        self._num_before = counter.num
+
+    def begin(self, part: str) -> None:
+        self.num[self.part] += self._counter.num - self._num_before
+        self._num_before = self._counter.num
+        self.part = part
+
+    def gateway(self) -> None:
+        self._counter.start()
+
+    def bench(self) -> None:
+        self._counter.stop()
+
+
+async def allocate(around: Stage, bodies: Bodies, counter: AllocationCounter, num_requests: int = 9) -> dict[str, int]:
+    """Allocations of each part; the median, since tables and caches grow with some requests."""
+    found: dict[str, list[int]] = {part: [] for part in PARTS}
+    for number in range(num_requests):
+        allocations = Allocations(counter)
+        Wire.turns = allocations
+        try:
+            await play(around, bodies[number], allocations)
+        finally:
+            allocations.bench()
+            Wire.turns = Turns()
+        for part, values in found.items():
+            values.append(allocations.num[part])
+    return {part: int(median(values)) for part, values in found.items()}
 
 
 async def trace(around: Stage, body: bytes) -> Traces:
@@ -136,7 +213,7 @@ async def trace(around: Stage, body: bytes) -> Traces:
 async def _blocks_held(around: Stage, body: bytes) -> int:
     gc.collect()
     before = sys.getallocatedblocks()
-    exchange = await begin(around, body)
+    exchange = await begin(around, body, NOTHING)
     held = sys.getallocatedblocks() - before
     exchange.end(around.answer.frame_end(exchange.request, 0))
     await around.wire.until(b"0\r\n\r\n")
@@ -190,18 +267,19 @@ def main() -> None:
 
     async def work(around: Stage, bodies: Bodies) -> Any:
         counts = await count(around, bodies[0])
-        return await measure(around, bodies, args.requests), counts, await trace(around, bodies[1])
+        found, traces = await measure(around, bodies, args.requests), await trace(around, bodies[1])
+        return found, counts, traces, await allocate(around, bodies, AllocationCounter(folder))
 
     with uvloop_runner() as runner:
-        found, counts, traces = runner.run(on_stage(not args.http, work))
+        found, counts, traces, allocations = runner.run(on_stage(not args.http, work))
     for name, number in counts.functions.most_common(args.functions):
         sys.stderr.write(f"{number:6d} {name}\n")
-    found[ALL] -= found[BENCH]
-    found[REST] = found[ALL] - sum(found[entry] for entry in ENTRIES)
-    rows = [[entry, found[entry], *counts[entry]] for entry in (*ENTRIES, REST)]
-    rows.append([ALL, found[ALL], counts.python.total(), counts.native.total()])
-    rows.append([STATE_FRAME, found[STATE_FRAME], 0, 0])
-    emit("gateway_budget", ["entry", "us", "Python calls", "native calls"], rows, {"us": found, **traces._asdict()})
+    rows = [[entry, found[entry], *counts[entry], allocations.get(entry, "")] for entry in ROWS]
+    totals = [sum(values[entry] for entry in ROWS) for values in (counts.python, counts.native, counts.system)]
+    rows.append([ALL, found[ALL], *totals, sum(allocations.values())])
+    rows.append([STATE_FRAME, found[STATE_FRAME], "", "", "", ""])
+    columns = ["entry", "us", "Python calls", "native calls", "system calls", "allocations"]
+    emit("gateway_budget", columns, rows, {"us": found, **traces._asdict(), "allocations": allocations})
 
 
 def uvloop_runner() -> asyncio.Runner:

@@ -2,8 +2,9 @@
 
 The same simulated pods, requests and cores for each: streams of 32 chunks for prompts of 200 tokens. The router has one
 core, pods and load generator the others. Each round takes every contender in turn, the direct way first. CPU is the
-kernel's count for the router's processes, so it is fairly robust on a busy machine; latencies are not. `--json` keeps
-the samples, `--render` puts several files together. Exits with 1 when our own gateway has failed.
+kernel's count for the router's processes, so it is fairly robust on a busy machine; latencies are not. `--workers 1 2`
+compares ours with that many workers and smg with as many threads, on as many cores. `--json` keeps the samples,
+`--render` puts several files together. Exits with 1 when our own gateway has failed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from peers.install import InstallFailed
 from peers.process import PeerFailed
 from peers.results import Problem, Results, Sample, load, merge
 from report import ROOT, machine, progress
-from routers.catalogue import DIRECT, OURS, Router, routers
+from routers.catalogue import DIRECT, OURS, SMG, Router, routers, with_cores
 from routers.ladder import FULL, SMOKE, Size, climb
 from routers.stage import cores, name_of
-from routers.table import figures, markdown
+from routers.table import by_rate, figures, markdown
 
-SHOWN_RATES = (20.0, 100.0, 200.0, 500.0, 1000.0)
+SHOWN_RATES = (20.0, 100.0, 200.0, 250.0, 400.0, 500.0, 1000.0)
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that processes are ended and what is done is kept
     results = Results(machine(), args.smoke)
     try:
-        contenders = [None, *_installed(results, [known[name] for name in args.routers], args.uv)]
+        contenders = [None, *_installed(results, _chosen(args, known), args.uv)]
         for number in range(args.first_round, args.first_round + args.rounds):
             for contender in contenders:
                 measure(results, contender, number, size)
@@ -49,9 +50,11 @@ def main() -> None:
 
 def measure(results: Results, contender: Router | None, number: int, size: Size) -> None:
     """One climb; what fails is shown with its cause and measured no further."""
-    name = name_of(contender)
+    name, where = name_of(contender), cores(contender.num_cores if contender is not None else 1)
+    if where.num_lacking:
+        progress(f"{name}: {where.num_lacking} cores are missing, so it shares one with pods and load: not quiet")
     try:
-        for row, values in climb(contender, size, cores()):
+        for row, values in climb(contender, size, where):
             results.samples.append(Sample(name, row, number, values))
             progress(f"{name}, round {number}, {row}: {_summary(values)}")
     except PeerFailed as failure:
@@ -64,6 +67,7 @@ def report(results: Results) -> None:
     about = results.machine
     print(f"{about['cores']} cores of {about['cpu']}, {about['date']}, load {about['load_1min']}\n")
     print(markdown(results, names, SHOWN_RATES) + "\n")
+    print(by_rate(results, names) + "\n")
     line: dict[str, Any] = {
         "bench": "gateway_overhead",
         "quick": results.quick,
@@ -72,9 +76,18 @@ def report(results: Results) -> None:
         "machine": about,
     }
     print(json.dumps(line), flush=True)
-    ours = [each for each in results.problems if each.peer in (OURS, DIRECT)]
+    ours = [each for each in results.problems if each.peer == DIRECT or each.peer.partition(",")[0] == OURS]
     if ours:
         raise SystemExit(f"{ours[0].peer} failed: {ours[0].cause}")
+
+
+def _chosen(args: argparse.Namespace, known: dict[str, Router]) -> list[Router]:
+    if not args.workers:
+        return [known[name] for name in args.routers or known]
+    try:
+        return [with_cores(known[name], number) for number in args.workers for name in args.routers or (OURS, SMG)]
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 def _installed(results: Results, chosen: list[Router], uv: Path) -> list[Router]:
@@ -115,7 +128,8 @@ def _summary(values: dict[str, Any]) -> str:
 
 def _arguments(names: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--routers", nargs="+", default=names, choices=names)
+    parser.add_argument("--routers", nargs="+", choices=names, help="all, unless there is --workers")
+    parser.add_argument("--workers", nargs="+", type=int, help="of ours, and threads of smg, each on as many cores")
     parser.add_argument("--smoke", action="store_true", help="little work, to see that everything runs")
     parser.add_argument("--rates", nargs="+", type=float, help="requests a second, each of which ends a ladder")
     parser.add_argument("--seconds", type=float, help="of one run")

@@ -188,6 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--dtype", default="float32", help="of the packed one; `auto`: as it is served")
     args = parser.parse_args()
     path = resolve_source(MODEL)
     token_ids = Tokenizer(load_bundle(path)).encode(TEXT.read_text())
@@ -201,8 +202,8 @@ def main() -> None:
                 write_pair(source, Path(each), *FORMATS[form])
                 reference: list[Tensor] = []
                 values, packed = (
-                    measure(f"{each}/{kind}", token_ids, args.window, {"dtype": "float32"}, reference)
-                    for kind in ("values", "packed")
+                    measure(f"{each}/{kind}", token_ids, args.window, {"dtype": dtype}, reference)
+                    for kind, dtype in (("values", "float32"), ("packed", args.dtype))
                 )
             differences[form] = 100 * abs(packed["perplexity"] / values["perplexity"] - 1)
             rows.append(

@@ -1,8 +1,9 @@
 """The entries of a request's budget: which functions of the gateway belong to each, and what each of them takes.
 
-A call counts for the innermost entry that it is made in, so the entries add up to the request. Calls are counted by a
-profile hook and times are taken by wrappers, in runs of their own: each would change what the other finds. What is
-played meanwhile: `gateway_budget`.
+A call counts for the innermost entry that it is made in, and outside of all of them for the part of the request that is
+played, so the entries add up to the request. Calls, system calls and allocations are counted and times are taken in
+runs of their own: each would change what the others find. What is played meanwhile: `gateway_budget`; allocations:
+`allocations`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,24 @@ from pagemill_gateway.limits.limiter import Limiter, Reservation
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay import preparation
 from pagemill_gateway.relay.delivery import Delivery
-from pagemill_gateway.relay.engine_link import Backlog, EngineLink
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_gateway.routes import access, generate
 from pagemill_protocol.dialects.chat import ChatBody, ChatDialect
 from pagemill_protocol.http import connection
-from pagemill_protocol.http.direct import DirectResponse
 from pagemill_protocol.keys.ring import KeyRing
 from pagemill_protocol.text.tokenizer import Tokenizer
 from routers.answers import Answer
+from routers.in_memory import EngineWire, Wire
 
 REST = "the request's own code"
-BENCH = "what the bench plays"
+"""From its first byte until it is with its engine, outside of all entries."""
+ACCEPT = "accept"
+"""A connection, of which a client opens one for many requests."""
+FIRST_FRAME = "first frame"
 RELAYS = "relays"
+"""Of all frames between the first and the last one."""
+END = "end"
+BENCH = "what the bench plays"
 _METRICS = ("prepared", "routed", "first_token", "cached", "attempt", "reserved", "tenant_used", "finished")
 ENTRIES: dict[str, list[tuple[Any, str]]] = {
     "head": [(connection._BoundedProtocol, "data_received")],
@@ -51,35 +57,68 @@ ENTRIES: dict[str, list[tuple[Any, str]]] = {
         *((LocalBrain, name) for name in ("find", "choose", "accepted", "started", "finished", "record_outcome")),
     ],
     "dispatch": [(Delivery, "begin"), (Upstream, "open")],
-    RELAYS: [(EngineLink, "data_received"), (Backlog, "turn"), (DirectResponse, "write")],
     "log": [(access, "_line"), (logging.Logger, "info")],
     "metrics": [(WorkerMetrics, name) for name in _METRICS],
 }
-
+PARTS = (REST, FIRST_FRAME, RELAYS, END)
+"""Of a request, in order."""
+ROWS = (ACCEPT, *list(ENTRIES)[:-2], FIRST_FRAME, RELAYS, END, "log", "metrics", REST)
+"""In the order of a request."""
 
 _PLAYED: list[tuple[Any, str]] = [(Answer, "frame"), (Answer, "frame_end")]
+_RECEIVED = "data_received"
+_ASKED = frozenset({_RECEIVED, "connection_made", "__init__"})
+"""Functions of the gateway that the bench calls in the kernel's place; other ones it calls for itself."""
+_WRITES = frozenset({Wire.write.__code__, EngineWire.write.__code__})
+
+
+class Played:
+    """Which part of a request is being played."""
+
+    def __init__(self) -> None:
+        self.part = REST
+
+    def begin(self, part: str) -> None:
+        self.part = part
+
+
+class Clock(Played):
+    """CPU time of the thread by part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ns: Counter[str] = Counter()
+        self._since = time.thread_time_ns()
+
+    def begin(self, part: str) -> None:
+        now = time.thread_time_ns()
+        self.ns[self.part] += now - self._since
+        self.part, self._since = part, now
 
 
 class Count(NamedTuple):
-    """Calls of Python functions, and of built-in ones."""
+    """Calls of Python functions, of built-in ones, and of the kernel: reads and writes."""
 
     python: int
     native: int
+    system: int
 
 
-class Counts:
+class Counts(Played):
     """Calls by entry, while `counting`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.python: Counter[str] = Counter()
         self.native: Counter[str] = Counter()
+        self.system: Counter[str] = Counter()
         self.functions: Counter[str] = Counter()
         """Of Python, by file and name."""
         self._entries = {_code(owner, name): entry for entry, names in ENTRIES.items() for owner, name in names}
         self._stack: list[str] = []
 
     def __getitem__(self, entry: str) -> Count:
-        return Count(self.python[entry], self.native[entry])
+        return Count(self.python[entry], self.native[entry], self.system[entry])
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -90,28 +129,41 @@ class Counts:
             sys.setprofile(None)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> None:
-        file = frame.f_code.co_filename
-        if "/bench/" in file:
-            return
-        stack = self._stack
-        current = stack[-1] if stack else REST
-        if event == "call":
-            entry = self._entries.get(frame.f_code, current)
+        code, stack = frame.f_code, self._stack
+        current = stack[-1] if stack else self.part
+        if "/bench/" in code.co_filename:
+            self.system[current] += event == "call" and code in _WRITES
+        elif event == "call":
+            entry = self._entry_of(frame, current)
             stack.append(entry)
             self.python[entry] += 1
-            self.functions[f"{file.rpartition('/')[2]}:{frame.f_code.co_qualname}"] += 1
+            self.functions[f"{code.co_filename.rpartition('/')[2]}:{code.co_qualname}"] += 1
+            self.system[entry] += code.co_qualname == "StreamHandler.flush"
         elif event == "return":
             if stack:
                 stack.pop()
         elif event == "c_call":
             self.native[current] += 1
 
+    def _entry_of(self, frame: FrameType, current: str) -> str:
+        caller, code = frame.f_back, frame.f_code
+        entry = self._entries.get(code, current)
+        if caller is None or "/bench/" not in caller.f_code.co_filename:
+            return entry
+        if code.co_name not in _ASKED:
+            return BENCH
+        self.system[entry] += code.co_name == _RECEIVED
+        return entry
 
-class Times:
+
+class Times(Played):
     """CPU time of the thread by entry, without what entries inside of it took."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.ns: Counter[str] = Counter()
+        self.parts_ns: Counter[str] = Counter()
+        """Of all entries together, by part."""
         self._inside: list[int] = []
         """Of each entry that is running: what those inside of it have taken so far."""
 
@@ -149,7 +201,9 @@ class Times:
             yield
         finally:
             elapsed = time.thread_time_ns() - started
-            self.ns[entry] += elapsed - self._inside.pop()
+            own = elapsed - self._inside.pop()
+            self.ns[entry] += own
+            self.parts_ns[self.part] += own
             if self._inside:
                 self._inside[-1] += elapsed
 

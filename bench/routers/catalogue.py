@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from pagemill_operator.backends.local.ports import free_port
 KEY = "sk-bench"
 MODEL = "smollm2"
 OURS = "pagemill"
+SMG = "smg"
 PLAIN = "pagemill-plain"
 """As near to forwarding alone as our settings allow."""
 DIRECT = "direct"
@@ -59,6 +61,17 @@ class Router(NamedTuple):
     install: Callable[[Path], None]
     """With uv at the given path; raises `InstallFailed`."""
     start: Callable[[Site], Start]
+    num_cores: int = 1
+
+
+def with_cores(router: Router, number: int) -> Router:
+    """Ours with as many workers; smg has a thread for each core that it may use. Raises `ValueError` for others."""
+    if router.name == OURS:
+        name = f"{OURS}, {number} worker" + "s" * (number > 1)
+        return router._replace(name=name, start=partial(start_pagemill, changes={"workers": number}), num_cores=number)
+    if router.name != SMG:
+        raise ValueError(f"--workers: {router.name} is measured with one core; choose {OURS} and {SMG}")
+    return router._replace(name=f"{SMG}, {number} thread" + "s" * (number > 1), num_cores=number)
 
 
 def routers() -> dict[str, Router]:
@@ -78,7 +91,7 @@ def routers() -> dict[str, Router]:
             _installer("vllm-router", "vllm-router==0.1.17"),
             start_vllm_router,
         ),
-        Router("smg", "1.13.0, cache_aware", _installer("smg", "smg==1.13.0"), start_smg),
+        Router(SMG, "1.13.0, cache_aware", _installer("smg", "smg==1.13.0"), start_smg),
         Router("litellm", "proxy 1.106.2, one worker", _installer("litellm", "litellm[proxy]==1.106.2"), start_litellm),
     ]
     return {router.name: router for router in known}

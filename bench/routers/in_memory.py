@@ -9,7 +9,7 @@ that goes out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -38,8 +38,19 @@ _generate = msgspec.msgpack.Decoder(GenerateRequest)
 TOKEN = "bench-internal"
 
 
+class Turns:
+    """Notified of whose code runs from now on; does nothing with it."""
+
+    def gateway(self) -> None: ...
+
+    def bench(self) -> None: ...
+
+
 class Wire(asyncio.Transport):
     """One end of a connection whose other end is this process."""
+
+    turns = Turns()
+    """Of all wires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,10 +62,12 @@ class Wire(asyncio.Transport):
         self._is_closing = False
 
     def write(self, data: Any) -> None:
+        self.turns.bench()
         self.num_writes += 1
         self.written.append(data)
         if self._wrote is not None and not self._wrote.done():
             self._wrote.set_result(None)
+        self.turns.gateway()
 
     def is_closing(self) -> bool:
         return self._is_closing
@@ -76,8 +89,16 @@ class Wire(asyncio.Transport):
         """Something was written, or what ends with `end`."""
         while not (self.written and self.written[-1].endswith(end)):
             self._wrote = self._loop.create_future()
+            self.turns.gateway()
             await self._wrote
+            self.turns.bench()
         self.written.clear()
+
+    def receive(self, protocol: Any, data: bytes) -> None:
+        """`protocol`, at this end, gets these bytes."""
+        self.turns.gateway()
+        protocol.data_received(data)
+        self.turns.bench()
 
 
 class EngineWire(Wire):
@@ -91,6 +112,11 @@ class EngineWire(Wire):
         self._is_link = False
 
     def write(self, data: Any) -> None:
+        self.turns.bench()
+        self._take(data)
+        self.turns.gateway()
+
+    def _take(self, data: bytes) -> None:
         loop = asyncio.get_running_loop()
         self._engines.num_writes += 1
         if self._is_link:
@@ -115,21 +141,22 @@ class Exchange(NamedTuple):
     def accept(self, frame: bytes) -> None:
         if self.number:
             accepted = encode_record(Kind.ACCEPTED, self.number, WEIGHTS.encode())
-            self.wire.protocol.data_received(accepted + encode_record(Kind.DATA, self.number, frame))
+            self._receive(accepted + encode_record(Kind.DATA, self.number, frame))
         else:
-            self.wire.protocol.data_received(FRAMES_HEAD + http_chunk(frame))
+            self._receive(FRAMES_HEAD + http_chunk(frame))
 
     def send(self, frame: bytes) -> None:
-        self.wire.protocol.data_received(
-            encode_record(Kind.DATA, self.number, frame) if self.number else http_chunk(frame)
-        )
+        self._receive(encode_record(Kind.DATA, self.number, frame) if self.number else http_chunk(frame))
 
     def end(self, frame: bytes) -> None:
         if self.number:
             end = encode_record(Kind.END, self.number)
-            self.wire.protocol.data_received(encode_record(Kind.DATA, self.number, frame) + end)
+            self._receive(encode_record(Kind.DATA, self.number, frame) + end)
         else:
-            self.wire.protocol.data_received(http_chunk(frame) + END_OF_BODY)
+            self._receive(http_chunk(frame) + END_OF_BODY)
+
+    def _receive(self, data: bytes) -> None:
+        self.wire.receive(self.wire.protocol, data)
 
 
 class Engines:
@@ -152,12 +179,16 @@ class Engines:
     async def next(self) -> Exchange:
         while not self._taken:
             self._came.clear()
+            Wire.turns.gateway()
             await self._came.wait()
+            Wire.turns.bench()
         return self._taken.pop()
 
 
 class Stage(NamedTuple):
     gateway: Gateway
+    connect: Callable[[], tuple[Any, Wire]]
+    """A client opens a connection: the server's protocol of it, and its wire."""
     client: Any
     """The server's protocol of one connection."""
     wire: Wire
@@ -199,11 +230,16 @@ async def stage(bundle: TokenizerBundle, *, num_pods: int, num_tokens: int, has_
                 proxy_headers=False,
             )
             app.load()
-            wire = Wire()
-            client: Any = app.http_protocol_class(config=app, server_state=ServerState(), app_state={})  # type: ignore[call-arg]
-            client.connection_made(wire)
+
+            def connect() -> tuple[Any, Wire]:
+                wire = Wire()
+                client: Any = app.http_protocol_class(config=app, server_state=ServerState(), app_state={})  # type: ignore[call-arg]
+                client.connection_made(wire)
+                return client, wire
+
+            client, wire = connect()
             pods = [Pod(kind, loop) for _ in range(num_pods)]
-            built = Stage(gateway, client, wire, engines, Answer(MODEL, "chat", num_tokens), pods)
+            built = Stage(gateway, connect, client, wire, engines, Answer(MODEL, "chat", num_tokens), pods)
             built.observe()
             yield built
         finally:

@@ -57,13 +57,19 @@ class Scene(NamedTuple):
 class Cores(NamedTuple):
     router: int
     load: list[int]
+    more: tuple[int, ...] = ()
+    """Of a router with several workers or threads, besides `router`."""
+    num_lacking: int = 0
+    """Cores that the router should have had for itself: some are missing, or `load` is there too."""
 
 
-def cores() -> Cores:
+def cores(num_of_router: int = 1) -> Cores:
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < 2:
         raise SystemExit("the comparison needs two cores: one for the router, one for pods and load")
-    return Cores(usable[0], usable[1:])
+    router, *more = usable[:num_of_router]
+    num_lacking = max(0, num_of_router + 1 - len(usable))
+    return Cores(router, usable[num_of_router:] or usable[-1:], tuple(more), num_lacking)
 
 
 class Running(NamedTuple):
@@ -140,7 +146,8 @@ def started(router: Router | None, around: Stage) -> Iterator[Running]:
         return
     folder = FOLDER / router.name
     start = router.start(Site(around.ports, folder, around.scene.max_streams))
-    process = PeerProcess(pinned(start.argv, [around.where.router]), start.environment, folder / "log")
+    usable = [around.where.router, *around.where.more]
+    process = PeerProcess(pinned(start.argv, usable), start.environment, folder / "log")
     running = Running(process, [start.port])
     try:
         _wait_answer(around, running)

@@ -30,6 +30,14 @@ def markdown(results: Results, names: Sequence[str], rates: Sequence[float]) -> 
     return text
 
 
+def by_rate(results: Results, names: Sequence[str]) -> str:
+    """CPU of a request and what is added to its first token, rate by rate."""
+    measured = [name for name in names if name != DIRECT and _measured(results, name)]
+    rates = sorted({rate for name in measured for rate in _rates(results, name)})
+    columns = ["requests/s", *(f"{name}: CPU ms, added p50 / p99 ms" for name in measured)]
+    return markdown_table(columns, [[f"{rate:g}", *(_at(results, name, rate) for name in measured)] for rate in rates])
+
+
 def figures(results: Results, name: str, rates: Sequence[float]) -> dict[str, Any]:
     """Of one router, for scripts."""
     return {
@@ -37,6 +45,7 @@ def figures(results: Results, name: str, rates: Sequence[float]) -> dict[str, An
         "idle_cores": _idle(results, name, "cores"),
         "held": held(results, name),
         "added_ms": {f"{rate:g}": added(results, name, rate) for rate in rates if added(results, name, rate)},
+        "cpu_ms_at": {f"{rate:g}": values["cpu_ms"] for rate in rates if (values := best(results, name, rate))},
     }
 
 
@@ -77,6 +86,13 @@ def _row(results: Results, name: str, rates: Sequence[float]) -> list[str]:
     idle, memory = _idle(results, name, "cores"), _idle(results, name, "pss_mib")
     latencies = [_added(added(results, name, rate)) for rate in rates]
     return [label, _number(cpu_ms(results, name)), _number(idle), _number(memory), held(results, name), *latencies]
+
+
+def _at(results: Results, name: str, rate: float) -> str:
+    values = best(results, name, rate)
+    if not values:
+        return "not held" if _values(results, name, rate) else ""
+    return f"{values['cpu_ms']:.2f}, {_added(added(results, name, rate)) if best(results, DIRECT, rate) else '?'}"
 
 
 def _measured(results: Results, name: str) -> bool:

@@ -59,10 +59,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of float weights and of the KV cache. `auto` on a GPU: bfloat16. `auto` on a CPU: bfloat16 if the
     processor multiplies it (with AVX512_BF16 by Pagemill's kernels, which keep 8- and 4-bit weights quantized;
-    with AMX by oneDNN), else float32; float32 also with `deterministic` and, where oneDNN multiplies, with
-    `quantization`. The native kernels always accumulate in float32 and keep matrices that are stored in bfloat16
-    in that type. With `auto` they round activations to 16 bits when they multiply 4-bit weights, which is faster;
-    with `float32` they do not. On a CPU only torch computes in float16."""
+    with AMX by oneDNN), else float32; float32 also with `deterministic`, with `quantization` if oneDNN multiplies,
+    and for embedding and reranking models on Intel processors without AMX. The native kernels always accumulate in
+    float32 and keep matrices that are stored in bfloat16 in that type. With `auto` they round activations to 16
+    bits when they multiply 4-bit weights, which is faster; with `float32` they do not. On a CPU only torch computes
+    in float16."""
     quantization: Literal["none", "int8", "int4", "w8a8", "fp8"] = "none"
     """Quantizes weights while they are loaded. `int8`, `int4`: integers of 8 or 4 bits (embedding and head always
     8), with a scale for every 32 inputs; weights that are stored in as few bits already stay as they are. `w8a8`

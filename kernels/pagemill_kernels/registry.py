@@ -315,11 +315,13 @@ def cpu_backend(
     heads_per_kv_head: int,
     batch_invariant: bool = False,
     torch_attention: bool = False,
+    prompts_alone: bool = False,
 ) -> tuple[Backend, str]:
     """Return the fastest backend on this CPU that can run such a model, and a description of it in words.
 
     `dtype`: type of float weights. `batch_invariant`: prefer a backend that can be so. `torch_attention`: attention is
-    not the backend's own, and its heads may have any size.
+    not the backend's own, and its heads may have any size. `prompts_alone`: no token follows a prompt, so that matmuls
+    have many rows; they use one type for any number of rows.
     """
     from pagemill_kernels.cpu import library, processor
     from pagemill_kernels.paged_attention import native
@@ -332,6 +334,8 @@ def cpu_backend(
         return "cpu", f"torch (no native attention for heads of {head_dim} and blocks of {block_size})"
     if dtype == "float32" or batch_invariant:
         return "cpu_native", "native kernels"
+    if prompts_alone and processor.multiplies_floats_faster() and not processor.has_amx():
+        return "cpu_native", "native kernels, products in float32"
     unit = bfloat16_unit() if processor.has_amx() or not library.has_bfloat16() else None
     if unit != "AMX" and library.has_bfloat16():
         return "cpu_bfloat16", "native kernels, products with AVX512_BF16"

@@ -17,10 +17,10 @@ from peers.process import PeerFailed
 from peers.results import Problem, Results, Sample
 from processes import tree_cpu_s
 from routers import stage
-from routers.catalogue import DIRECT, OURS, Router, Site, Start, routers, start_pagemill
+from routers.catalogue import DIRECT, OURS, SMG, Router, Site, Start, routers, start_pagemill, with_cores
 from routers.ladder import Size, climb, judge
 from routers.stage import Cores, Scene
-from routers.table import added, best, cpu_ms, held, markdown
+from routers.table import added, best, by_rate, cpu_ms, held, markdown
 from waiting import WAIT_LIMIT_S
 
 ANSWER_S = 0.3
@@ -31,6 +31,32 @@ SCENE = Scene(num_pods=3, max_streams=50, num_tokens=4, step_ms=5.0, num_prompt_
 def cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cores:
     monkeypatch.setattr(stage, "FOLDER", tmp_path)
     return Cores(0, [0])
+
+
+@pytest.mark.parametrize(
+    ("num_usable", "wanted", "found"),
+    [
+        (2, 1, Cores(0, [1])),
+        (2, 2, Cores(0, [1], (1,), 1)),
+        (2, 4, Cores(0, [1], (1,), 3)),
+        (4, 2, Cores(0, [2, 3], (1,))),
+    ],
+)
+def test_a_router_of_several_workers_shares_a_core_only_where_there_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, num_usable: int, wanted: int, found: Cores
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_usable)))
+    assert stage.cores(wanted) == found
+
+
+def test_ours_gets_workers_and_smg_threads(tmp_path: Path) -> None:
+    known = routers()
+    ours, smg = with_cores(known[OURS], 2), with_cores(known[SMG], 2)
+    assert (ours.name, ours.num_cores, smg.name, smg.num_cores) == ("pagemill, 2 workers", 2, "smg, 2 threads", 2)
+    start = ours.start(Site([1], tmp_path, 10))
+    assert json.loads(Path(start.argv[-1]).read_text())["workers"] == 2
+    with pytest.raises(ValueError, match="nginx"):
+        with_cores(known["nginx"], 2)
 
 
 def values(**changes: Any) -> dict[str, Any]:
@@ -191,3 +217,13 @@ def test_a_router_that_answers_wrongly_is_not_measured(
     size = Size(1, (20,), seconds=0.2, num_prompt_tokens=60)
     with canned(status, body) as router, pytest.raises(PeerFailed, match=cause):
         list(climb(router, size, cores))
+
+
+def test_each_rate_has_a_row_of_what_every_router_took() -> None:
+    slow = values(cpu_ms=3.0, ttft_ms={"p50": 3.0, "p99": 9.0})
+    measured = results(
+        (DIRECT, 250, values()), (OURS, 250, slow), (OURS, 400, values(held=False)), ("smg", 250, values())
+    )
+    header, _, *rows = by_rate(measured, [DIRECT, OURS, "smg"]).splitlines()
+    assert header == "| requests/s | pagemill: CPU ms, added p50 / p99 ms | smg: CPU ms, added p50 / p99 ms |"
+    assert rows == ["| 250 | 3.00, 2.00 / 5.00 | 1.00, 0.00 / 0.00 |", "| 400 | not held |  |"]

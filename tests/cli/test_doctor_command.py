@@ -128,7 +128,8 @@ def test_an_engine_of_another_version_is_an_error(machine: Path, answers: Any) -
     state = running(machine, (answers.address, "sim-0"))
     code, found = findings()
     state.remove()
-    assert (code, found["sim-0"]["message"]) == (1, f"has version 0.0.9, but this command has {version('pagemill-engine')}")
+    message = f"has version 0.0.9, but this command has {version('pagemill-engine')}"
+    assert (code, found["sim-0"]["message"]) == (1, message)
 
 
 @pytest.mark.parametrize(("redis", "level"), [(None, "ok"), (1.0, "ok"), (0.0, "error")])
@@ -208,8 +209,8 @@ def test_what_a_cluster_lacks_is_found(cluster: Any, kubeconfig: Path, missing: 
     [
         (DEPLOYMENTS, "gateway", "error", "is not installed"),
         (f"{MONITORING}/prometheusrules", "Prometheus", "note", "rules and alerts are not installed"),
-        (f"{MONITORING}/prometheuses", "Prometheus", "note", "no object Prometheus"),
-        ("/api/v1/configmaps", "Grafana", "note", "no dashboards"),
+        (f"{MONITORING}/prometheuses", "Prometheus", "note", "no Prometheus object"),
+        ("/api/v1/configmaps", "Grafana", "note", "dashboards are not installed"),
         ("/api/v1/pods", "Grafana", "note", "no pods of its chart"),
         ("/api/v1/nodes", "GPUs", "note", "none of 0 nodes offers"),
     ],

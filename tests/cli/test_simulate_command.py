@@ -248,7 +248,7 @@ def _options() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--policy", "vpa"], "--policy 'vpa': is not a policy; choose one of pagemill, Demand, TargetTracking, kubeai"),
+        (["--policy", "vpa"], "--policy 'vpa': is not a policy; choose one of pagemill, Demand, TargetTracking"),
         (["--policy", "pagemill:speed=9"], "--policy pagemill:speed=9: pagemill has no parameters"),
         (["--policy", "hpa:target_waiting=0"], "--policy hpa: target_waiting: '0' will not do"),
         (["--policy", "fixed:replicas"], "--policy fixed:replicas: 'replicas' is no parameter"),
@@ -256,7 +256,7 @@ def _options() -> dict[str, Any]:
         (["--workload", "ramp", "--rps", "3"], "--workload ramp: there is no parameter 'rate'; there are"),
         (["--rps", "nan"], "--workload steady: rate: 'nan' will not do"),
         (["--duration", "soon"], "--duration 'soon' is not a duration; write it like 300ms"),
-        (["--limit", "5"], "--limit 5: is for traces"),
+        (["--limit", "5"], "--limit 5: applies to traces only"),
         (["--trace", "/nonexistent"], "give either --trace FILE or --workload NAME"),
         (["--min-replicas", "5"], "--min-replicas 5 is above --max-replicas 3"),
         (["--start-replicas", "9"], "start_replicas: 9 is not between 1 and 3"),
@@ -323,5 +323,5 @@ def test_what_the_page_says_to_type_works(line: str, fit: Path, write: Write, mo
 
 
 def test_a_trace_has_its_own_rate() -> None:
-    with pytest.raises(PlanError, match=r"--rps 3\.0: does not apply to a trace; use --limit and --speedup, or --workload"):
+    with pytest.raises(PlanError, match=r"--rps 3\.0: does not apply to a trace; use --limit and --speedup"):
         workload_of(Traffic(Path("x"), None, 3.0, None, None, None, skip_broken=False), seed=0)

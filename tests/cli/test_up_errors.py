@@ -45,8 +45,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
         "a.yaml:7: spec.engine.maxModelLn: unknown field; did you mean maxModelLen?",
         'a.yaml:8: spec.engine.dtype: "Float32" is not one of auto, float32, bfloat16, float16; did you mean float32?',
         "a.yaml:9: spec.replicas: must be at least 0, not -1",
-        'a.yaml:11: kind: "Service" is not supported; '
-        "it runs pagemill.dev/v1beta1 LLMDeployment only",
+        'a.yaml:11: kind: "Service" is not supported; only pagemill.dev/v1beta1 LLMDeployment is',
         f"a.yaml:16: spec.model.source: `ftp://x` has the unknown scheme `ftp`. {forms()}",
         'b.yaml:6: spec.replicas: must be an integer, not "2"; remove the quotes',
     ]
@@ -99,8 +98,8 @@ def test_one_error_names_its_line_field_and_remedy(write: Write, spec: str, expe
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("", "f.yaml: holds no document"),
-        ("# only a comment\n---\n", "f.yaml: holds no document"),
+        ("", "f.yaml: contains no document"),
+        ("# only a comment\n---\n", "f.yaml: contains no document"),
         (b"\xff\xfe\x00", "f.yaml: is not UTF-8 text (byte 0)"),
         ("spec:\n\tmodel: x\n", "f.yaml:2: is not YAML: the line is indented with a tab"),
         ("a: [1, 2\n", "f.yaml:2: is not YAML: "),
@@ -297,7 +296,7 @@ def test_two_definitions_of_one_deployment_and_two_claims_of_one_name(write: Wri
     claim = simulated("b")
     claim["spec"]["model"]["name"] = "a"
     found = errors(write("f.yaml", simulated("a"), simulated("a"), claim))
-    assert any("metadata.name: default/a is defined already" in error for error in found), found
+    assert any("metadata.name: default/a is already defined" in error for error in found), found
     assert any("spec.model.name: default/a serves the name a already" in error for error in found), found
 
 

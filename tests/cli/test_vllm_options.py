@@ -70,7 +70,7 @@ def test_a_key_becomes_a_private_file_of_its_hash() -> None:
     assert option == "--api-keys-file"
     assert Path(path).read_text().split()[0] == hashlib.sha256(b"secret").hexdigest()
     assert Path(path).stat().st_mode & 0o077 == 0
-    assert "process lists" in notes[0]
+    assert "command-line arguments" in notes[0]
 
 
 def test_every_option_that_the_table_names_is_one_of_serve() -> None:

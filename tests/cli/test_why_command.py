@@ -77,7 +77,7 @@ def test_a_line_for_each_decision_and_the_latest_with_all_it_was_made_from(file:
 def test_only_the_last_ones_are_shown(file: Path) -> None:
     result = why("d", "--file", file, "--last", 1)
     assert "ScaledUp" not in result.stdout
-    assert "the last 1 decision as" in result.stdout
+    assert "the last 1 decision, recorded by" in result.stdout
 
 
 def test_json_holds_whole_records_that_are_read_again(file: Path, tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ class Part:
         metas = self.engine.step()
         if not metas:
             return
-        self.growth.saw([(meta, b"") for meta in metas])
+        for meta in metas:
+            self.growth.saw(meta)
         self.num_reported += sum(len(meta.token_ids) for meta in metas)
         if metas[-1].last:
             self.usage = metas[-1].usage

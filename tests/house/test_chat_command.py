@@ -55,7 +55,7 @@ def test_standard_input_is_the_prompt_when_none_is_given(canned_server: Any, ans
 def test_empty_standard_input_is_refused(canned_server: Any) -> None:
     done = ask("--url", canned_server.url, stdin="  \n")
     assert done.returncode == 1
-    assert "nothing to ask" in done.stderr
+    assert "no question" in done.stderr
 
 
 def test_an_unreachable_server_says_how_to_start_one() -> None:
@@ -153,7 +153,7 @@ def test_a_conversation_keeps_history_and_obeys_commands(canned_server: Any, ans
         terminal.wait_for("Second.")
         terminal.wait_for("> ")
         terminal.type("/reset")
-        terminal.wait_for("forgotten")
+        terminal.wait_for("Started a new conversation")
         terminal.type("three")
         terminal.wait_for("Third.")
         terminal.wait_for("> ")

@@ -12,7 +12,7 @@ from code_kinds import group_codes, values_of
 from torch import Tensor
 
 from pagemill_kernels import torch_ops as native
-from pagemill_kernels.cpu import library
+from pagemill_kernels.cpu import library, processor
 from pagemill_kernels.linear.groups import GroupCodes, e4m3_values, stack
 from pagemill_kernels.torch_ops import TorchLinear
 
@@ -29,6 +29,12 @@ FLOATS = ("floats", "table")
 TABLE = torch.tensor([-1.0, -0.7, -0.53, -0.4, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0])
 ROWS = (1, 2, 3, 4, 5, 20, 200)
 OUT, IN = 50, 1536
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this processor is: so all kernels are tested."""
+    monkeypatch.setattr(processor, "multiplies_floats_faster", lambda: False)
 
 
 def drawn(kind: str, group_size: int, out: int = OUT, size: int = IN) -> GroupCodes:
@@ -98,6 +104,16 @@ def test_small_floats_are_multiplied_as_their_values(group_size: int, kind: str)
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-4, atol=1e-4)
         allowed = 2**-7 * (x.abs().double() @ weight.abs().T) + 1e-4
         assert bool(((rounding(x) - expected).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_small_floats_stay_with_float32_where_that_is_faster(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "multiplies_floats_faster", lambda: True)
+    codes = drawn(kind, 64)
+    linear, exact = native.pack_codes_for_bfloat16(codes, None), native.pack_codes(codes, None)
+    for rows in ROWS:
+        x = torch.randn(rows, IN)
+        assert torch.equal(linear(x), exact(x))
 
 
 def test_every_float_of_8_bits_has_its_value() -> None:

@@ -148,6 +148,26 @@ def test_the_processor_decides_and_what_runs_is_reported(
 
 
 @needs_native
+@pytest.mark.parametrize(
+    ("amx", "slower", "backend", "reported"),
+    [
+        (False, True, "cpu_native", "native kernels, products in float32"),
+        (False, False, "cpu_bfloat16", "native kernels, products with AVX512_BF16"),
+        (True, True, "cpu_onednn", "native kernels, oneDNN with AMX"),
+    ],
+)
+def test_prompts_alone_are_multiplied_in_the_type_that_is_faster_for_many_rows(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, slower: bool, backend: str, reported: str
+) -> None:
+    monkeypatch.setattr(library, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(registry, "bfloat16_unit", lambda: "AMX" if amx else "AVX512_BF16")
+    monkeypatch.setattr(processor, "has_amx", lambda: amx)
+    monkeypatch.setattr(processor, "multiplies_floats_faster", lambda: slower)
+    assert registry.cpu_backend("bfloat16", 64, 16, 3, prompts_alone=True) == (backend, reported)
+    assert registry.cpu_backend("bfloat16", 64, 16, 3)[0] != "cpu_native"
+
+
+@needs_native
 def test_without_onednns_bfloat16_our_own_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "has_bfloat16", lambda: False)
     monkeypatch.setattr(cpu, "can_pack", lambda dtype: dtype == torch.float32)

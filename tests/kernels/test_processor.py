@@ -53,7 +53,7 @@ def test_the_flags_are_the_first_processors(tmp_path: Path, machine: pytest.Monk
 
 
 @pytest.mark.parametrize(("vendor", "faster"), [("GenuineIntel", True), ("AuthenticAMD", False), ("", False)])
-def test_codes_stay_integers_on_processors_that_multiply_them_faster(
+def test_what_is_multiplied_faster_than_bfloat16_follows_from_the_processors_maker(
     vendor: str, faster: bool, machine: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
@@ -61,6 +61,7 @@ def test_codes_stay_integers_on_processors_that_multiply_them_faster(
     machine.setattr(processor, "_fields", processor._fields.__wrapped__)
     machine.setattr(processor, "_CPUINFO", cpuinfo)
     assert processor.multiplies_integers_faster() is faster
+    assert processor.multiplies_floats_faster() is faster
 
 
 def test_another_machine_needs_no_flags_or_has_no_kernels(machine: pytest.MonkeyPatch) -> None:

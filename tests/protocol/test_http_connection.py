@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from waiting import WAIT_LIMIT_S
 
 from pagemill_protocol.http.connection import bounded_protocol
+from pagemill_protocol.http.direct import direct_response
 from pagemill_protocol.http.door import Door, read_body
 
 
@@ -280,3 +281,48 @@ async def test_thousands_of_offers_at_once_are_requests_like_others() -> None:
     last = b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n"
     async with serving() as port:
         assert (await exchange(port, one * 3000 + last)).count(b"200 OK") == 3001
+
+
+async def stream_held(scope: Scope, receive: Receive, send: Send) -> None:
+    """Two chunks: the first with the head, the last one with the end."""
+    direct = direct_response(scope)
+    assert direct is not None
+    direct.hold()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    assert direct.write_now(b"first")
+    direct.release()
+    direct.hold()
+    assert direct.write_now(b"last")
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@pytest.mark.parametrize("close", [b"", b"connection: close\r\n"])
+async def test_what_is_held_together_is_sent_before_the_end_and_before_what_follows(close: bytes) -> None:
+    async with serving(inner=stream_held) as port:
+        request = b"GET / HTTP/1.1\r\nhost: x\r\n" + close + b"\r\n"
+        answer = await exchange(port, request + b"no http\r\n\r\n" * (not close))
+        body = answer.partition(b"\r\n\r\n")[2]
+        assert body.startswith(b"5\r\nfirst\r\n4\r\nlast\r\n0\r\n\r\n")
+        rest = body.partition(b"0\r\n\r\n")[2]
+        assert rest == b"" if close else error_of(rest) == (400, "invalid_http")
+
+
+async def test_what_is_held_is_sent_soon_though_nothing_releases_it() -> None:
+    got_it = asyncio.Event()
+
+    async def hold_on(scope: Scope, receive: Receive, send: Send) -> None:
+        direct = direct_response(scope)
+        assert direct is not None
+        direct.hold()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        assert direct.write_now(b"first")
+        await got_it.wait()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async with serving(inner=hold_on) as port, asyncio.timeout(WAIT_LIMIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"5\r\nfirst\r\n")
+        got_it.set()
+        assert await reader.readuntil(b"0\r\n\r\n") == b"0\r\n\r\n"
+        writer.close()

@@ -305,7 +305,7 @@ class _Screen:
         self._console.print(f"Probes and metrics: {scheme}://{_shown(server.control_host)}:{control_port}", style="dim")
         if self._token_file:
             self._console.print(f"Internal token (drain, sleep, state): {self._token_file}", style="dim", markup=False)
-        self._console.print("Press Ctrl-C to stop.", style="dim")
+        self._console.print("Ctrl-C stops.", style="dim")
 
     def drain(self, num_requests: int) -> None:
         if num_requests:

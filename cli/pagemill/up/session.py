@@ -238,7 +238,7 @@ class Session:
 
     async def _serve(self) -> None:
         """Apply edits of the files, and show the load on a terminal, until cancelled."""
-        self._screen.line("edit the file to change what runs; press Ctrl-C to stop everything")
+        self._screen.line("edit the file to change what runs; Ctrl-C stops everything")
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow_files())

@@ -25,7 +25,7 @@ from pagemill_kernels.pieces import each_piece
 from pagemill_protocol.arriving_files import awaited_bytes, wait_until_whole
 from pagemill_protocol.source_errors import UnreadableModelError
 
-PIECE_BYTES = 4 * 1024**2
+PIECE_BYTES = 2 * 1024**2
 
 
 class WeightFiles:

@@ -29,6 +29,7 @@ _FLOATS = {"F32": NUMPY_TYPES["float32"], "F16": NUMPY_TYPES["float16"], "BF16":
 _READ: dict[str, np.dtype[Any]] = {
     **_FLOATS,
     "F8_E4M3": np.dtype(np.uint8),
+    "F8_E8M0": np.dtype(np.uint8),
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
     "I16": np.dtype(np.int16),

@@ -321,7 +321,7 @@ def _dtype(config: EngineConfig, spec: ModelSpec) -> FloatType:
     if config.dtype != "auto":
         return config.dtype
     backend, _ = _backend("bfloat16", config, spec)
-    multiplied = backend == "cpu_bfloat16" or bfloat16_unit() is not None
+    multiplied = backend == "cpu_bfloat16" or (backend != "cpu_native" and bfloat16_unit() is not None)
     wants_codes = config.quantization != "none" and backend != "cpu_bfloat16"
     if (wants_codes or config.deterministic) and _backend("float32", config, spec)[0] in NATIVE_BACKENDS:
         return "float32"
@@ -337,9 +337,15 @@ def _rounds_few_rows(backend: Backend, config: EngineConfig, spec: ModelSpec) ->
 
 
 def _backend(dtype: FloatType, config: EngineConfig, spec: ModelSpec) -> tuple[Backend, str]:
-    heads_per_kv_head = spec.num_heads // spec.num_kv_heads
-    is_latent = "latent" in _features(spec)
-    return cpu_backend(dtype, spec.head_dim, config.block_size, heads_per_kv_head, config.deterministic, is_latent)
+    return cpu_backend(
+        dtype,
+        spec.head_dim,
+        config.block_size,
+        spec.num_heads // spec.num_kv_heads,
+        batch_invariant=config.deterministic,
+        torch_attention="latent" in _features(spec) or not spec.decoder.is_causal,
+        prompts_alone=spec.pooling is not None,
+    )
 
 
 def _needs_native(field: str, value: str, how: str, remedy: str) -> LoadError:

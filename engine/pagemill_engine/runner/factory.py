@@ -40,7 +40,16 @@ def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyD
         spec = load_model_spec(path)
         return _load(config, path, spec, progress, early_digest)
     except SourceError as error:
-        raise LoadError(error.reason, str(error)) from error
+        raise _by_its_source(config, LoadError(error.reason, str(error))) from error
+    except LoadError as error:
+        raise _by_its_source(config, error) from error
+
+
+def _by_its_source(config: EngineConfig, error: LoadError) -> LoadError:
+    """The folder in which a model arrives is no name that its user knows."""
+    if config.model_folder is None:
+        return error
+    return LoadError(error.reason, error.message.replace(config.model_folder, config.model))
 
 
 def find_model(config: EngineConfig) -> Path:

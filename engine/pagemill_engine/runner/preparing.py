@@ -30,6 +30,7 @@ from pagemill_engine.runner.sizing import held_by, sizes_of, weights_of
 from pagemill_engine.runner.step_limits import choose_step_limits
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.sources import default_name
 
 Progress = Callable[[str, str], None]
 
@@ -65,7 +66,7 @@ def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> Prepare
     sizes = sizes_of(config, weights, spec, held_by(compute))
     config = choose_step_limits(config, spec, sizes, before)
     num_blocks, budget = plan_memory(config, spec, sizes, before)
-    files.progress("loading", f"{files.path.name}: {_held(files, compute, weights)}, {compute.how}")
+    files.progress("loading", f"{default_name(config.model)}: {_held(files, compute, weights)}, {compute.how}")
     return Prepared(config, compute, weights, sizes, before, num_blocks, budget)
 
 

@@ -133,21 +133,21 @@ class Allowance:
         self._running.clear()
         self._finished.clear()
 
-    def saw(self, meta: FrameMeta) -> None:
-        at_limit = meta.finish_reason == "length" and self.tokens < self._most
-        if meta.last:
-            self.ended_answer = self.ended_answer or at_limit
-            return
-        if meta.choice in self._finished:
-            return
-        count = self._running.get(meta.choice, 0) + len(meta.token_ids)
-        if meta.finish_reason is None:
-            self._running[meta.choice] = count
-            return
-        self._running.pop(meta.choice, None)
-        self._finished[meta.choice] = count
-        self._reserved.give_back(self.tokens - count)
-        self.ended_answer = self.ended_answer or at_limit
+    def saw(self, meta: FrameMeta) -> bool:
+        """Whether it is low now."""
+        choice = meta.choice
+        if not meta.last:
+            if choice in self._finished:
+                return self.low
+            count = self._running.get(choice, 0) + len(meta.token_ids)
+            if meta.finish_reason is None:
+                self._running[choice] = count
+                return self.tokens < self._most and self.low
+            self._running.pop(choice, None)
+            self._finished[choice] = count
+            self._reserved.give_back(self.tokens - count)
+        self.ended_answer = self.ended_answer or (meta.finish_reason == "length" and self.tokens < self._most)
+        return self.low
 
     async def grow(self) -> bool:
         """Reserve more tokens, as far as the limits allow. Return whether there were any. Raises `PagemillError`."""

@@ -124,7 +124,7 @@ class FrameStream:
                 await self._body.receive()
 
     async def _receive(self) -> bytes:
-        """Return the next bytes. Raises `TimeoutError` if the engine is stuck, or silent here and in the state stream."""
+        """Return the next bytes. Raises `TimeoutError` if the engine is stuck, or silent in both streams."""
         started = self._loop.time()
         num_silent = 0
         try:

@@ -70,8 +70,9 @@ class Delivery:
         self.last_failure: FailureKind = "broken"
 
     def begin(self, choice: Assignment) -> bytes:
-        """Begin an attempt, and return the encoded request. Each attempt has its own id, because the engine may not
-        know yet that the previous one has ended.
+        """Begin an attempt, and return the encoded request.
+
+        Each attempt has its own id, because the engine may not know yet that the previous one has ended.
         """
         self.attempts.chose(choice.endpoint_id)
         self.is_accepted = False
@@ -103,6 +104,7 @@ async def pass_on(frames: list[Frame], stream: AnswerStream, delivery: Delivery)
     metas = [meta for meta, _ in frames]
     failed = metas.pop() if metas[-1].error is not None else None
     payloads, closing = _checked(frames, metas, delivery)
+    _saw(metas, delivery)  # before the client has them: it may be slow
     if payloads or closing is not None:
         await delivery.sink.take(payloads, closing)
     _note(metas, stream, delivery)
@@ -113,14 +115,30 @@ async def pass_on(frames: list[Frame], stream: AnswerStream, delivery: Delivery)
 
 def pass_now(stream: AnswerStream, delivery: Delivery, frames: list[Frame]) -> bool:
     """Forward and note frames without waiting. Return false and do nothing at the end or if the client is slow."""
-    end = frames[-1][0]
-    if end.last or end.error is not None or not delivery.sink.takes_now:
+    meta, payload = frames[-1]
+    if meta.last or meta.error is not None:
         return False
-    metas = [end] if len(frames) == 1 else [meta for meta, _ in frames]
-    payloads, _ = _checked(frames, metas, delivery)
-    if payloads:
-        delivery.sink.take_now(payloads)
-    _note(metas, stream, delivery)
+    if len(frames) > 1:
+        metas = [each for each, _ in frames]
+        payloads, _ = _checked(frames, metas, delivery)
+        if payloads and not delivery.sink.take_now(payloads):
+            return False
+        _saw(metas, delivery)
+        _note(metas, stream, delivery)
+        return True
+    journal = delivery.journal
+    try:
+        journal.check_next(meta)
+    except JournalGap as gap:
+        raise _broken(gap) from gap
+    if not 0 <= meta.choice < delivery.num_choices:
+        raise _not_asked_for(meta)
+    if payload and not delivery.sink.take_now([payload]):
+        return False
+    if delivery.growth is not None:
+        delivery.growth.saw(meta)
+    delivery.record.saw(meta, delivery.attempt)
+    journal.note(meta, stream.weights_digest)
     return True
 
 
@@ -129,20 +147,33 @@ def _checked(frames: list[Frame], metas: list[FrameMeta], delivery: Delivery) ->
     try:
         delivery.journal.check(metas)
     except JournalGap as gap:
-        raise UpstreamFailure("broken", f"The engine's frames do not follow each other: {gap}.") from gap
-    if delivery.growth is not None:
-        delivery.growth.saw(frames)  # before forwarding, because the client may be slow
+        raise _broken(gap) from gap
     payloads: list[bytes] = []
     closing: bytes | None = None
     num_choices = delivery.num_choices
     for meta, payload in frames[: len(metas)]:
         if not 0 <= meta.choice < num_choices:
-            raise UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")
+            raise _not_asked_for(meta)
         if meta.last:
             closing = payload
         elif payload:
             payloads.append(payload)
     return payloads, closing
+
+
+def _broken(gap: JournalGap) -> UpstreamFailure:
+    return UpstreamFailure("broken", f"The engine's frames do not follow each other: {gap}.")
+
+
+def _not_asked_for(meta: FrameMeta) -> UpstreamFailure:
+    return UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")
+
+
+def _saw(metas: list[FrameMeta], delivery: Delivery) -> None:
+    """Count the frames' tokens before forwarding, because the client may be slow."""
+    if delivery.growth is not None:
+        for meta in metas:
+            delivery.growth.saw(meta)
 
 
 def _note(metas: list[FrameMeta], stream: AnswerStream, delivery: Delivery) -> None:

@@ -11,9 +11,9 @@ import logging
 
 from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.limits.allowance import Allowance
-from pagemill_gateway.relay.answer_stream import Frame
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import FrameMeta
 
 RETRY_S = 0.25
 logger = logging.getLogger("pagemill.gateway.relay")
@@ -40,10 +40,9 @@ class Growth:
     def begin_anew(self) -> None:
         self._allowance.begin_anew()
 
-    def saw(self, frames: list[Frame]) -> None:
-        for meta, _ in frames:
-            self._allowance.saw(meta)
-        if frames[-1][0].last or not self._allowance.low:
+    def saw(self, meta: FrameMeta) -> None:
+        """A frame has come."""
+        if not self._allowance.saw(meta) or meta.last:
             return
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._grow())

@@ -99,18 +99,26 @@ class Journal:
         """Raise `JournalGap` unless these frames follow the noted ones. Positions of 0 are not checked."""
         positions: dict[int, int] = {}
         for meta in metas:
-            if meta.last:
-                continue
-            token_ids = meta.token_ids
-            if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= LARGEST_TOKEN_ID):
+            if not meta.last:
+                positions[meta.choice] = self.check_next(meta, positions.get(meta.choice))
+
+    def check_next(self, meta: FrameMeta, known: int | None = None) -> int:
+        """As `check` for one frame, not the last; `known`: tokens of its choice before it, unless that is what was
+        noted. Returns those after it."""
+        token_ids = meta.token_ids
+        for token_id in token_ids:
+            if not 0 <= token_id <= LARGEST_TOKEN_ID:
                 raise JournalGap("a token id is out of range")
-            before = self._choices.get(meta.choice)
-            if before is not None and before.finish_reason is not None:
+        before = self._choices.get(meta.choice)
+        if before is not None:
+            if before.finish_reason is not None:
                 raise JournalGap(f"choice {meta.choice} goes on after its end")
-            known = positions.get(meta.choice, len(before.token_ids) if before is not None else 0)
-            positions[meta.choice] = position = known + len(token_ids)
-            if self._keeps and meta.position and meta.position != position:
-                raise JournalGap(f"choice {meta.choice} is at {meta.position} after {position} tokens")
+            if known is None:
+                known = len(before.token_ids)
+        position = (known or 0) + len(token_ids)
+        if meta.position and meta.position != position and self._keeps:
+            raise JournalGap(f"choice {meta.choice} is at {meta.position} after {position} tokens")
+        return position
 
     def continuation(self) -> GenerateRequest:
         """Return the request for the rest of the answer, or the original request if nothing can be continued."""

@@ -20,13 +20,12 @@ Write = Callable[[bytes], Awaitable[None]]
 class Direct(Protocol):
     """A client that can be written to without waiting."""
 
-    @property
-    def may_write(self) -> bool:
-        """Whether the stream has begun and the client reads fast enough."""
+    def write_now(self, data: bytes) -> bool:
+        """Write whole events. Return false and do nothing unless the stream has begun and the client is fast enough."""
         ...
 
-    def write(self, data: bytes) -> None:
-        """Write whole events. Call it only while `may_write`."""
+    def hold(self) -> None:
+        """Send what is written from now on in one write, together with the rest of this turn of the event loop."""
         ...
 
 
@@ -48,13 +47,8 @@ class Sink(Protocol):
         """
         ...
 
-    @property
-    def takes_now(self) -> bool:
-        """Whether `take_now` may be called."""
-        ...
-
-    def take_now(self, payloads: list[bytes]) -> None:
-        """Take payloads like `take`, without waiting."""
+    def take_now(self, payloads: list[bytes]) -> bool:
+        """Take at least one payload like `take`, without waiting. Return false and do nothing if the client is slow."""
         ...
 
 
@@ -67,7 +61,8 @@ class StreamSink:
         """`closes`: whether to write the closing payload. `direct` is the same client, for writes without waiting."""
         self._write = write
         self._direct = direct
-        self._transport = transport
+        self._is_whole = transport.is_whole
+        self._has_comments = transport.has_comments
         self._closes = closes
         self._delivered = False
 
@@ -77,28 +72,28 @@ class StreamSink:
 
     @property
     def comment(self) -> Write | None:
-        return self._write if self._transport.has_comments else None
+        return self._write if self._has_comments else None
 
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
         events = [*payloads, closing] if closing and self._closes else payloads
         if events:
             for event in events:
-                if not self._transport.is_whole(event):
+                if not self._is_whole(event):
                     raise _incomplete()
             self._delivered = True
+            if closing and self._direct is not None:
+                self._direct.hold()  # the end of the response follows
             await self._write(events[0] if len(events) == 1 else b"".join(events))
 
-    @property
-    def takes_now(self) -> bool:
-        return self._direct is not None and self._direct.may_write
-
-    def take_now(self, payloads: list[bytes]) -> None:
-        assert self._direct is not None
+    def take_now(self, payloads: list[bytes]) -> bool:
+        if self._direct is None:
+            return False
         for event in payloads:
-            if not self._transport.is_whole(event):
+            if not self._is_whole(event):
                 raise _incomplete()
-        self._delivered = True
-        self._direct.write(payloads[0] if len(payloads) == 1 else b"".join(payloads))
+        is_taken = self._direct.write_now(payloads[0] if len(payloads) == 1 else b"".join(payloads))
+        self._delivered = self._delivered or is_taken
+        return is_taken
 
 
 def _incomplete() -> UpstreamFailure:
@@ -110,7 +105,6 @@ class BodySink:
 
     delivered = False
     comment = None
-    takes_now = True
 
     def __init__(self) -> None:
         self.body = b""
@@ -122,5 +116,6 @@ class BodySink:
             raise UpstreamFailure("broken", "The engine sent something else than a JSON body.")
         self.body = closing
 
-    def take_now(self, payloads: list[bytes]) -> None:
+    def take_now(self, payloads: list[bytes]) -> bool:
         """Ignore payloads, because the body is the closing one."""
+        return True

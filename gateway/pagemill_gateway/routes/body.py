@@ -13,7 +13,7 @@ from pagemill_protocol.http.door import header, read_body
 
 
 async def read_counted(scope: Scope, receive: Receive, slot: GateSlot, max_body_bytes: int) -> bytes:
-    """Return the body, counted in `slot`. Raises `PagemillError` 503 beyond the limit, 499 if the client disconnects."""
+    """Return the body, counted in `slot`. Raises `PagemillError` 503 beyond the limit, 499 if the client leaves."""
     more = True
 
     async def counted() -> Message:

@@ -51,13 +51,15 @@ class ClientResponse:
         """Write one or more whole events of a stream. Raises `ClientTooSlow`."""
         if self.on_answer is not None:
             await self.on_answer(data)
-        if not self.started:
+        direct, is_first = self.direct, not self.started
+        if is_first:
+            if direct is not None:
+                direct.hold()
             await self._start_stream()
-        direct = self.direct
-        if direct is not None and direct.may_write:
-            direct.write(data)
-        else:
+        if direct is None or not direct.write_now(data):
             await self._send_in_time(data, more=True)
+        if is_first and direct is not None:
+            direct.release()
 
     @property
     def direct(self) -> DirectResponse | None:

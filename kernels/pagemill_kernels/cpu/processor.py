@@ -84,6 +84,12 @@ def multiplies_integers_faster() -> bool:
     return _fields().get("vendor_id") == "GenuineIntel"
 
 
+def multiplies_floats_faster() -> bool:
+    """Float32 than bfloat16 by AVX512_BF16, where there are many rows: Intel's processors take twice as long for an
+    instruction of the second, and multiply as much with it (docs/benchmarks.md)."""
+    return _fields().get("vendor_id") == "GenuineIntel"
+
+
 def has_amx() -> bool:
     """Whether AMX tiles may multiply bfloat16. They belong to no level."""
     return {"amx_tile", "amx_bf16"} <= flags() and chosen_level() in ("", NONE)

@@ -20,7 +20,8 @@ from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlo
 BFLOAT16_ROWS = 9
 """Rows from which on bfloat16 matmuls with quantized weights are faster than integer ones.
 
-On processors that multiply integers faster they never are.
+If the weights are quantized to floats, they are compared with float32 matmuls. Processors that multiply integers or
+float32 faster never use bfloat16 here.
 """
 
 
@@ -160,7 +161,8 @@ def pack_codes_for_bfloat16(weight: GroupCodes, bias: Array | None) -> NativeLin
     if not library.has_bfloat16():
         return pack_codes_for_dots(weight, bias)
     floats = _floats_format(weight)
-    return _pack_codes(weight, bias, floats or _dots_format(weight.bits), BFLOAT16_ROWS if floats else _dots_rows())
+    rows = _floats_rows() if floats else _dots_rows()
+    return _pack_codes(weight, bias, floats or _dots_format(weight.bits), rows)
 
 
 def pack_codes_for_dots(weight: GroupCodes, bias: Array | None) -> NativeLinear:
@@ -240,6 +242,11 @@ def pack_blocks_for_bfloat16(weight: CodeBlocks, bias: Array | None) -> NativeLi
 def _dots_rows() -> int:
     """Return the number of rows from which on integer formats are multiplied in bfloat16; 0: never."""
     return 0 if processor.multiplies_integers_faster() else BFLOAT16_ROWS
+
+
+def _floats_rows() -> int:
+    """As `_dots_rows`, where few rows are met in float32."""
+    return 0 if processor.multiplies_floats_faster() else BFLOAT16_ROWS
 
 
 def _dots_format(bits: int) -> int:

@@ -115,6 +115,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self._direct is not None:
+            self._direct.release()
         if self._current is not None:
             # The extensions refer to the request: without this, only the garbage collector would free the cycle.
             self._current.scope["extensions"] = {}

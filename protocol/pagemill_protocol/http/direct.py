@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
@@ -22,10 +22,11 @@ UPGRADE_EXTENSION = "pagemill.upgrade"
 class DirectResponse:
     """The response to one request. Its head and its end are ASGI messages; chunks between them are written directly."""
 
-    __slots__ = ("_cycle", "on_leave")
+    __slots__ = ("_cycle", "_held", "on_leave")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._held: _Held | None = None
         self.on_leave: Callable[[], None] | None = None
         """Called when the client disconnects before the response is complete."""
 
@@ -38,22 +39,58 @@ class DirectResponse:
         """Whether the whole body of the request has arrived."""
         return not self._cycle.more_body
 
-    @property
-    def may_write(self) -> bool:
-        """Whether the response has begun, is chunked, and the client reads fast enough."""
-        cycle = self._cycle
-        return (
-            cycle.response_started
-            and not cycle.response_complete
-            and cycle.chunked_encoding is True
-            and not cycle.flow.write_paused
-        )
+    def write_now(self, data: bytes) -> bool:
+        """Write one chunk, which must not be empty.
 
-    def write(self, data: bytes) -> None:
-        """Write one chunk, which must not be empty. Call it only while `may_write`."""
+        Return false and do nothing unless the response has begun, is chunked, and the client reads fast enough.
+        """
         cycle = self._cycle
+        if (
+            not cycle.response_started
+            or cycle.response_complete
+            or cycle.chunked_encoding is not True
+            or cycle.flow.write_paused
+        ):
+            return False
         if not cycle.disconnected:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    def hold(self) -> None:
+        """Collect what is written, and send it in one write.
+
+        It is sent at `release`, at the end of the response, or in the next turn of the event loop.
+        """
+        if self._held is None:
+            cycle: Any = self._cycle
+            self._held = cycle.transport = _Held(cycle.transport)
+            asyncio.get_running_loop().call_soon(self.release)
+
+    def release(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._cycle.transport = held.transport
+            held.send()
+
+
+class _Held:
+    """Collects writes in place of a transport."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self._pieces: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self._pieces.append(data)
+
+    def send(self) -> None:
+        if self._pieces:
+            self.transport.write(b"".join(self._pieces))
+            self._pieces = []
+
+    def close(self) -> None:
+        self.send()
+        self.transport.close()
 
 
 class Successor(asyncio.Protocol):

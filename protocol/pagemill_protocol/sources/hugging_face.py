@@ -24,7 +24,7 @@ MODEL_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LOGIN_STATUSES = frozenset({401, 403})
 _GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
-_CREDENTIALS = "Give a token that may read it: spec.model.credentialsSecretRef"
+_CREDENTIALS = "Give a token that may read it: HF_TOKEN, in a cluster spec.model.credentialsSecretRef"
 
 
 class HubModel(NamedTuple):

@@ -130,7 +130,8 @@ class BucketRepository:
         if status in ("401", "403") or code in _REFUSED or ("token" in text.lower() and "oauth" in text.lower()):
             message = f"{what}: {self._server} does not let these credentials read it ({said}). Give ones that may list"
             # Not every server says that credentials are refused because they have expired.
-            remedy = "and read the bucket, and have not expired: spec.model.credentialsSecretRef."
+            remedy = "and read the bucket, and have not expired: in environment variables, or in a cluster in "
+            remedy += "spec.model.credentialsSecretRef."
             return FetchError("Unauthorized", f"{message} {remedy}")
         if isinstance(error, obstore.exceptions.NotFoundError | FileNotFoundError) or status == "404":
             return FetchError("ModelNotFound", f"{what}: {self._server} has none of that name ({said}). Check it.")

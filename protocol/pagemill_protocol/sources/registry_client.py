@@ -29,7 +29,10 @@ MANIFEST_TYPES = ", ".join(
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 TIMEOUT_S = 60.0
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
-_LOGIN = "Give a docker configuration that may pull it: spec.model.credentialsSecretRef names a dockerconfigjson Secret"
+_LOGIN = (
+    "Give a docker configuration that may pull it: `docker login`, in a cluster the dockerconfigjson Secret that "
+    "spec.model.credentialsSecretRef names"
+)
 
 
 class RegistryClient:

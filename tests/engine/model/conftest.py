@@ -130,7 +130,7 @@ def load_runner(model: str | Path, *, backend: str | None = None, by_torch: bool
     settings = {"dtype": "float32", "num_kv_blocks": 512, "max_model_len": 256, "num_threads": 1, **settings}
     with pytest.MonkeyPatch.context() as patch:
         if backend is not None:
-            patch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *model_shape: (backend, backend))
+            patch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *shape, **targets: (backend, backend))
         if by_torch:
             patch.setattr("pagemill_engine.runner.compute.can_fuse", lambda decoder: False)
         return create_runner(EngineConfig(model=str(model), **settings), lambda phase, detail: None)

@@ -81,11 +81,22 @@ def test_encoders_equal_transformers_alone_and_in_a_batch(name: str, tmp_path: P
     assert torch.equal(together, alone), "a vector depends on what else is in its step"
 
 
+def test_weights_published_in_bfloat16_give_one_vector_alone_and_in_a_batch(tmp_path: Path) -> None:
+    """In whatever type this processor multiplies them."""
+    model = write_encoder(*ENCODERS["bert"], tmp_path)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    write_modules(tmp_path, "mean")
+    core = core_of(tmp_path, dtype="auto")
+    together = pooled(core, PROMPTS)
+    assert torch.equal(together, torch.cat([pooled(core, [prompt]) for prompt in PROMPTS]))
+    assert (together * vectors_of(model.float(), "mean")).sum(1).min() > 0.9995
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_the_torch_backend_equals_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_encoder(*ENCODERS[name], tmp_path)
     write_modules(tmp_path, "cls")
-    monkeypatch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *model_shape: ("cpu", "cpu"))
+    monkeypatch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *shape, **targets: ("cpu", "cpu"))
     torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), vectors_of(model, "cls"), atol=TOLERANCE, rtol=0)
 
 

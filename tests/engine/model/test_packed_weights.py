@@ -1,7 +1,8 @@
 """Quantized checkpoints as other projects write them: their values, what they are in memory, and what is refused.
 
-`packed_by_others.json` holds small matrices written by AutoAWQ 0.2.9, AutoGPTQ 0.7.1, compressed-tensors 0.20.0 and
-bitsandbytes 0.50.2, beside the integers, scales and zeros that they were given, or the values that they read back.
+`packed_by_others.json` holds small matrices written by AutoAWQ 0.2.9, AutoGPTQ 0.7.1, compressed-tensors 0.20.0,
+bitsandbytes 0.50.2 and transformers 5.23.0 (FP8 in blocks), beside the integers, scales and zeros that they were given,
+or the values that they read back.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ SHAPE = {
     "max_position_embeddings": 256,
     "initializer_range": 0.3,
 }
-DTYPES = {"I8": torch.int8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
+SMALL_FLOATS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
+DTYPES = {"I8": torch.int8, "I32": torch.int32, **SMALL_FLOATS}
 
 
 class Folder:
@@ -70,7 +72,7 @@ class Folder:
 
     def read(self, name: str) -> Array:
         stored = self.tensors[name]
-        return from_torch(stored.view(torch.uint8) if stored.dtype == torch.float8_e4m3fn else stored)
+        return from_torch(stored.view(torch.uint8) if stored.dtype in SMALL_FLOATS.values() else stored)
 
 
 def matrix_of(settings: dict[str, Any], tensors: dict[str, Tensor]) -> PackedMatrix:
@@ -122,6 +124,12 @@ KINDS = {
     "compressed-tensors w4a16": CodeKind(4, has_offsets=True),
     "compressed-tensors w4a16 asymmetric": CodeKind(4, has_offsets=True),
     "compressed-tensors w8a16": CodeKind(8),
+    "compressed-tensors int8 channels": CodeKind(8, group_size=64),
+    "compressed-tensors fp8 channels": CodeKind(8, group_size=64, is_float=True),
+    "compressed-tensors fp8 tensor": CodeKind(8, group_size=64, is_float=True),
+    "compressed-tensors fp8 blocks": CodeKind(8, group_size=32, is_float=True),
+    "fp8 blocks": CodeKind(8, group_size=32, is_float=True),
+    "fp8 blocks, powers of two": CodeKind(8, group_size=32, is_float=True),
     "bitsandbytes nf4": CodeKind(4, group_size=64, is_float=True),
     "bitsandbytes nf4 double": CodeKind(4, group_size=64, is_float=True),
     "bitsandbytes fp4": CodeKind(4, group_size=64, is_float=True),

@@ -178,7 +178,7 @@ async def test_the_command_reads_them_with_the_users_own_rights(api: Any, run_op
     [
         (None, "there is no LLMDeployment chat in namespace default; `kubectl get llmd -A` lists all"),
         ({}, "default/chat has no spec.autoscaling: its replicas are spec.replicas"),
-        ({"mode": "External", "maxReplicas": 2}, "whoever writes spec.replicas decides"),
+        ({"mode": "External", "maxReplicas": 2}, "another autoscaler decides"),
         ({"maxReplicas": 2}, "no decision about default/chat is recorded yet"),
     ],
     ids=["absent", "fixed", "external", "too early"],

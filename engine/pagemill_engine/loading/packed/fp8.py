@@ -1,6 +1,7 @@
 """8-bit floats (E4M3) with scales: one for the tensor, one per output, or one per square of 128 x 128.
 
-It reads DeepSeek-V3's `weight_scale_inv` (which is the factor, in spite of its name) and other writers' `weight_scale`.
+It reads DeepSeek-V3's `weight_scale_inv` (which is the factor, in spite of its name) and other writers' `weight_scale`,
+as floats or as powers of two.
 Activations are not rounded: `input_scale` and `activation_scheme` are not used.
 """
 
@@ -18,6 +19,8 @@ from pagemill_kernels.arrays import widened
 from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
 E4M3 = "F8_E4M3"
+_E8M0 = "F8_E8M0"
+"""Scales that are powers of two, of which only the exponents are stored (OCP Microscaling Formats, 2023)."""
 _SCALES = (".weight_scale_inv", ".weight_scale")
 _UNUSED = (".input_scale", ".activation_scale")
 
@@ -67,7 +70,7 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
 
     def scales() -> NDArray[np.float32]:
         """Return the scales, [out, in / group]."""
-        factors = widened(stored.read(scale))
+        factors = _factors(stored, scale)
         if block is None:
             return np.broadcast_to(factors.reshape(-1, 1), (out_features, 1))
         columns = factors.repeat(block[1] // group, 1)[:, : in_features // group]
@@ -85,6 +88,13 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
         found,
         None if found is None else codes,
     )
+
+
+def _factors(stored: Stored, name: str) -> NDArray[np.float32]:
+    values = stored.read(name)
+    if stored.dtype(name) != _E8M0:
+        return widened(values)
+    return np.ldexp(np.float32(1.0), values.astype(np.int32) - 127)
 
 
 def _group_size(in_features: int, block: tuple[int, ...] | None) -> int:

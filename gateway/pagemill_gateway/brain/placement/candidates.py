@@ -87,6 +87,7 @@ def with_adapter(
 
 def _believed(record: EndpointRecord, num_cached_tokens: int, session: bool) -> Candidate:
     dispatches, report = record.dispatches, record.pod_report
+    num_unreported, num_unreported_tokens = dispatches.num_unreported, dispatches.num_unreported_tokens
     return Candidate(
         record.endpoint.id,
         record.in_flight,
@@ -95,10 +96,10 @@ def _believed(record: EndpointRecord, num_cached_tokens: int, session: bool) -> 
         report,
         True,
         num_cached_tokens,
-        dispatches.num_unreported,
-        dispatches.num_unreported_tokens,
+        num_unreported,
+        num_unreported_tokens,
         session,
-        _cost_basis(report, dispatches.num_unreported, dispatches.num_unreported_tokens),
+        _cost_basis(report, num_unreported, num_unreported_tokens),
     )
 
 

@@ -22,6 +22,7 @@
 #include "operations.h"
 #include "output.h"
 #include "tile.h"
+#include "wide_pair.h"
 
 namespace pagemill {
 namespace {
@@ -307,7 +308,7 @@ void few_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_str
 // Multiplies many rows: a slice of x is repacked in tiles, then every panel is unpacked over the slice's depth.
 void many_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias, float* out,
                int64_t out_stride, bool accumulate, int64_t begin, int64_t end) {
-  thread_local std::vector<float> storage(kRowBlock * kDepth + 2 * kDepth * kPanel + 2 * kRowBlock * kPanel + 48);
+  thread_local std::vector<float> storage(kRowBlock * kDepth + 2 * kDepth * kPanel + kRowBlock * kPanel + 48);
   float* packed_x = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) / 64 * 64);
   float* buffer = packed_x + kRowBlock * kDepth;
   float* c = buffer + 2 * kDepth * kPanel;
@@ -319,17 +320,20 @@ void many_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_st
       for (int64_t panel = begin; panel < end; panel += 2) {
         const int64_t num_panels = std::min<int64_t>(2, end - panel);
         const float* b[2];
+        Target targets[2];
         for (int64_t p = 0; p < num_panels; ++p) {
           b[p] = unpack(w, panel + p, k, k + depth, buffer + p * kDepth * kPanel);
-          target_of(w, panel + p, bias, out + row * out_stride, out_stride)
-              .begin(c + p * kRowBlock * kPanel, count, k == 0, accumulate || k > 0);
+          targets[p] = target_of(w, panel + p, bias, out + row * out_stride, out_stride);
         }
-        if (num_panels == 2)
-          packed_tile_pair(count, packed_x, b[0], b[1], depth, c, c + kRowBlock * kPanel);
-        else
-          packed_tile(count, packed_x, b[0], depth, c);
-        for (int64_t p = 0; p < num_panels; ++p)
-          target_of(w, panel + p, bias, out + row * out_stride, out_stride).end(c + p * kRowBlock * kPanel, count);
+        const bool add_out = accumulate || k > 0;
+        const int64_t done =
+            num_panels < 2 ? 0 : wide_pairs(count, packed_x, b[0], b[1], depth, targets[0], targets[1], k == 0, add_out);
+        for (int64_t p = 0; p < num_panels; ++p) {
+          const Target rest = targets[p].from_row(done);
+          rest.begin(c, count - done, k == 0, add_out);
+          packed_tile(count - done, packed_x + done * depth, b[p], depth, c);
+          rest.end(c, count - done);
+        }
       }
     }
   }

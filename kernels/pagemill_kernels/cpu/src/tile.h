@@ -141,37 +141,6 @@ inline void packed_wide_rows(const float* a, const float* b, int64_t depth, floa
 }
 #endif
 
-#ifdef __AVX512F__
-// Computes `packed_wide_rows` over two panels at once: each loaded value of A is multiplied twice, so that
-// multiplications and not loads are the limit.
-inline void packed_wide_pair(const float* a, const float* b, const float* next_b, int64_t depth, float* c,
-                             float* next_c) {
-  const float* second = a + kTileRows * depth;
-  __m512 sums[kWideRows], next_sums[kWideRows];
-#pragma GCC unroll 12
-  for (int r = 0; r < kWideRows; ++r) {
-    sums[r] = _mm512_loadu_ps(c + r * kPanel);
-    next_sums[r] = _mm512_loadu_ps(next_c + r * kPanel);
-  }
-  for (int64_t k = 0; k < depth; ++k, a += kTileRows, second += kTileRows, b += kPanel, next_b += kPanel) {
-    const __m512 row = _mm512_loadu_ps(b), next_row = _mm512_loadu_ps(next_b);
-#pragma GCC unroll 6
-    for (int r = 0; r < kTileRows; ++r) {
-      const __m512 value = _mm512_set1_ps(a[r]), other = _mm512_set1_ps(second[r]);
-      sums[r] = _mm512_fmadd_ps(value, row, sums[r]);
-      next_sums[r] = _mm512_fmadd_ps(value, next_row, next_sums[r]);
-      sums[kTileRows + r] = _mm512_fmadd_ps(other, row, sums[kTileRows + r]);
-      next_sums[kTileRows + r] = _mm512_fmadd_ps(other, next_row, next_sums[kTileRows + r]);
-    }
-  }
-#pragma GCC unroll 12
-  for (int r = 0; r < kWideRows; ++r) {
-    _mm512_storeu_ps(c + r * kPanel, sums[r]);
-    _mm512_storeu_ps(next_c + r * kPanel, next_sums[r]);
-  }
-}
-#endif
-
 // Computes C += A * B: A by `pack_tiles`, B [depth][16], C [rows][16].
 inline void packed_tile(int64_t rows, const float* a, const float* b, int64_t depth, float* c) {
 #ifdef __AVX512F__
@@ -188,19 +157,6 @@ inline void packed_tile(int64_t rows, const float* a, const float* b, int64_t de
     case 1: return packed_tile_rows<1>(a, b, depth, c);
     default: return;
   }
-}
-
-// Computes `packed_tile` over two panels.
-inline void packed_tile_pair(int64_t rows, const float* a, const float* b, const float* next_b, int64_t depth, float* c,
-                             float* next_c) {
-#ifdef __AVX512F__
-  for (; rows >= kWideRows; rows -= kWideRows, a += kWideRows * depth, c += kWideRows * kPanel) {
-    packed_wide_pair(a, b, next_b, depth, c, next_c);
-    next_c += kWideRows * kPanel;
-  }
-#endif
-  packed_tile(rows, a, b, depth, c);
-  packed_tile(rows, a, next_b, depth, next_c);
 }
 
 }  // namespace pagemill
