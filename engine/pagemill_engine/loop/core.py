@@ -50,14 +50,21 @@ class Launched(NamedTuple):
 class EngineCore:
     """Single-threaded: all calls come from the thread that steps."""
 
-    def __init__(self, config: EngineConfig, runner: Runner, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds; the simulator passes a virtual one."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        step_timer: StepTimer | None = None,
+    ) -> None:
+        """`clock`: seconds; the simulator passes a virtual one, and a timer that has nothing to learn."""
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
         self.forming = FormingRequests(config.model, self.scheduler, runner.info)
         self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
-        self._step_timer = StepTimer()
+        self._step_timer = step_timer or StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
         self.expected_step_ms = 0.0
         """Predicted time of the steps that were begun and not reported; 0: none. Read by other threads."""
