@@ -189,7 +189,9 @@ class EngineSimulation(EngineRun):
             config, null_runner=True, step_time=params or config.step_time, seed=config.seed or 0
         )
         runner = NullRunner.from_config(settings, clock=clock.now, sleep=clock.advance)
-        super().__init__(trace, EngineCore(settings, runner, clock=clock.now, step_timer=_KnownTimes()), clock)
+        core = EngineCore(settings, runner, clock=clock.now)
+        core.step_timer = _KnownTimes()
+        super().__init__(trace, core, clock)
 
 
 def simulate(
