@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kernel_resources
 import pytest
 from triton.runtime.interpreter import InterpretedFunction
 from triton_device import HAS_GPU
@@ -56,8 +57,6 @@ def test_every_folder_has_body_launcher_and_reference() -> None:
 
 def test_every_kernel_is_compiled_ahead_of_time_from_tensors_without_values(launched: set[str]) -> None:
     """So no launcher looks at what a tensor holds: its grid follows from shapes alone."""
-    import kernel_resources  # takes a second and a half, which only the worker that runs this needs to spend
-
     for case in kernel_resources.cases():
         with kernel_resources.recording():
             case.run()
