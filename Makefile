@@ -41,8 +41,9 @@ ACTIONLINT_VERSION := v1.7.12
 # Beside the locked one, which is the newest.
 OLDER_TRITON := 3.6.0
 
-# Tests of one file stay in one process, which shares their engines; most tests wait for processes of their own.
-TEST_WORKERS ?= -n 3 --dist loadfile
+# Tests of one file stay in one process, which shares their engines; most tests wait for processes of their own, so that
+# twice as many workers as a small machine has cores leave no core idle.
+TEST_WORKERS ?= -n 4 --dist loadfile
 
 .PHONY: help
 help: ## Show this list

@@ -58,6 +58,7 @@ def answer(url: str) -> str:
     return str(reply["choices"][0]["text"])
 
 
+@pytest.mark.sample("this")
 @pytest.mark.parametrize("processor", ["this", "one without native kernels"])
 def test_it_prints_the_memory_budget_and_which_kernels_run(processor: str) -> None:
     environment = {} if processor == "this" else {"PAGEMILL_CPU_LEVEL": "none"}

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from pagemill_gateway.brain.resilience.recovery import FREE_RETRIES, WINDOW_S
+from pagemill_gateway.brain.resilience.slowness import SLOW_FACTOR
 
 PIECES = tuple("abcdefghijkl")
 NUM_STREAMS = 12
@@ -39,10 +40,43 @@ def garbage_in_mid_answer(fake):
     return behave
 
 
-async def asked(gateway, engines, number: int) -> list[int]:
+class Ends:
+    """How long it takes from now until so many streams have ended."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self._began_s = time.monotonic()
+        self.seconds: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def note(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.seconds.set_result(time.monotonic() - self._began_s)
+
+
+def far_slower(fake, siblings: Ends):
+    """Its tokens take several times as long as those of its siblings did, however busy this machine is."""
+
+    async def behave(engine, request, response, http) -> None:
+        await response.prepare(http)
+        first, *frames = fake.answer_frames(request, PIECES)
+        await response.write(first)
+        pause_s = max(0.12, (SLOW_FACTOR + 1) * await siblings.seconds / len(frames))
+        for frame in frames:
+            await asyncio.sleep(pause_s)
+            await response.write(frame)
+        await response.write_eof()
+
+    return behave
+
+
+async def asked(gateway, engines, number: int, ends: Ends | None = None) -> list[int]:
     """How many of so many streams each engine got; every one of them is whole."""
     before = [len(engine.requests) for engine in engines]
-    replies = await asyncio.gather(*(gateway.chat(stream=True) for _ in range(number)))
+    tasks = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(number)]
+    for task in tasks if ends is not None else ():
+        task.add_done_callback(lambda _: ends.note())
+    replies = await asyncio.gather(*tasks)
     assert [(reply.streamed_text, reply.events[-1]) for reply in replies] == [("".join(PIECES), "[DONE]")] * number
     return [len(engine.requests) - each for engine, each in zip(engines, before, strict=True)]
 
@@ -52,10 +86,11 @@ async def test_an_engine_far_slower_than_its_siblings_is_left_alone_and_comes_ba
     catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
     gateway = await gateways(*engines, catalog=catalog, ejection_base_s=0.3, **CALM)
     slow = engines[0]
+    siblings = Ends(2 * NUM_STREAMS)
     for engine in engines:
-        engine.behaviour = at_pace(fake, 120.0 if engine is slow else 2.0)
+        engine.behaviour = far_slower(fake, siblings) if engine is slow else at_pace(fake, 2.0)
     phase = gateway.gateway.control.brain.phase
-    assert await asked(gateway, engines, 3 * NUM_STREAMS) == [NUM_STREAMS] * 3
+    assert await asked(gateway, engines, 3 * NUM_STREAMS, siblings) == [NUM_STREAMS] * 3
     assert phase(gateway.record(slow)) == "ejected"
     assert await asked(gateway, engines, 6) == [0, 3, 3]
     slow.behaviour = at_pace(fake, 2.0)

@@ -184,6 +184,23 @@ async def test_what_applying_raises_ends_the_stream(connected: Connect) -> None:
             await task
 
 
+async def test_nothing_behind_a_frame_that_ends_the_stream_is_applied(connected: Connect) -> None:
+    """Chunks that one read brings."""
+    tried: list[int] = []
+
+    def fail(each: StateFrame) -> bool:
+        tried.append(each.sequence)
+        raise LookupError("a gap")
+
+    async with connected(fail) as (connection, engine):
+        task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
+        await asyncio.sleep(0)
+        engine.writer.write(chunk(frame(3)) + chunk(frame(4)) + chunk(frame(5)))
+        with pytest.raises(LookupError, match="a gap"):
+            await task
+    assert tried == [3]
+
+
 async def test_an_engine_that_hangs_up_inside_a_frame_breaks_the_stream(connected: Connect) -> None:
     async with connected(Applied()) as (connection, engine):
         task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))

@@ -321,7 +321,9 @@ async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_
 
 
 async def test_a_second_signal_reaches_all_and_ends_streams_with_an_error(engines, fake, start) -> None:
-    family = await start(catalog=fake.catalog_of(*engines[:2]), drain_delay_s=300, drain_timeout_s=300)
+    # Engines of this process, which may be held up: what follows is not to continue their streams.
+    patient = {"silence_timeout_s": 300.0, "state_stale_after_s": 300.0}
+    family = await start(catalog=fake.catalog_of(*engines[:2]), drain_delay_s=300, drain_timeout_s=300, **patient)
     await family.ready()
     engines[0].behaviour = engines[1].behaviour = fake.says("a", "b", gate=asyncio.Event())
     by_worker = await streams_on_both(family)

@@ -83,6 +83,7 @@ def test_no_hot_kernel_spills_on_any_architecture(architecture: str, tmp_path: P
     assert result["oversized"] == []
 
 
+@pytest.mark.full  # `make test` has the same in the interpreter: bench/test_kernel_cases.py
 def test_every_kernel_that_a_launcher_launches_is_among_those_compiled() -> None:
     code = (
         "import json, kernel_resources as resources\n"

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
+from pagemill_operator.backends.local.ports import free_port
+
 KEY, SECRET = "key", "secret"
 LEASED_KEY, LEASED_SECRET = "leased", "until-soon"
 """Of an account whose credentials end a moment after the server has begun."""
@@ -86,7 +88,7 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
         "expiration": int(time.time()) + LEASE_S,
     }
     (folder / "s3.json").write_text(json.dumps({**IDENTITIES, "serviceAccounts": [leased]}))
-    ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
+    ports = {name: free_port() for name in PORTS}
     command = [weed, "server", f"-dir={folder / 'data'}", "-s3", f"-s3.config={folder / 's3.json'}"]
     command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=100", "-master.volumeSizeLimitMB=256"]
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # catalogs at fixed ports: one server a machine could run
@@ -95,30 +97,22 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         server = S3Server(ports["s3.port"])
-        wait_until(lambda: _takes_files(server, process))
+        wait_until(lambda: _takes_files(server, process, folder / "log"))
         yield server
     finally:
         process.kill()  # on SIGTERM it waits ten seconds for clients
         process.wait()
 
 
-def _takes_files(server: S3Server, process: subprocess.Popen[bytes]) -> bool:
+def _takes_files(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> bool:
     import obstore.exceptions
 
-    assert process.poll() is None, "the S3 server ended by itself"
+    assert process.poll() is None, f"the S3 server ended by itself: {log.read_text()[-2000:]}"
     try:
         server.put("public", {"there": b"1"})
     except obstore.exceptions.BaseError:
         return False
     return True
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class CuttingProxy:

@@ -57,7 +57,7 @@ class EngineCore:
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
         self.forming = FormingRequests(config.model, self.scheduler, runner.info)
         self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
-        self._step_timer = StepTimer()
+        self.step_timer = StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
         self.expected_step_ms = 0.0
         """Predicted time of the steps that were begun and not reported, or 0. Other threads read it."""
@@ -89,7 +89,7 @@ class EngineCore:
 
     def load(self) -> EngineLoad:
         plan = self._in_flight.plan if self._in_flight is not None else None
-        return self._step_timer.add_step_times(self.scheduler.load(self._step_ms), self.step_time, plan, self._clock())
+        return self.step_timer.add_step_times(self.scheduler.load(self._step_ms), self.step_time, plan, self._clock())
 
     def step(self) -> StepOutputs:
         """Run one step to its end, if there is anything to run, and return its outputs. Raises only if the state is
@@ -201,7 +201,7 @@ class EngineCore:
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._goes_on else step.started_s)) * 1000
         self._last_read_s = now_s
-        self._step_timer.observe(self.step_time, step.plan, self._step_ms, now_s)
+        self.step_timer.observe(self.step_time, step.plan, self._step_ms, now_s)
 
     def _report(self, step: Launched | None) -> StepOutputs:
         in_flight = self._in_flight

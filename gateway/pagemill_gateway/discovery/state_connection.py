@@ -71,6 +71,8 @@ class StateConnection(EngineConnection):
         if self.status != _OK:
             super().on_body(body)
             return
+        if self._fault is not None:
+            return  # one read may bring more than the frame that ended the stream
         self._num_body_bytes += len(body)
         self._received_at = self._loop.time()
         try:

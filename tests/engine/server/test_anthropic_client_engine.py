@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import jsonschema
 import pytest
+
+if TYPE_CHECKING:
+    import anthropic
 
 pytestmark = pytest.mark.model
 MODEL = "SmolLM2-135M-Instruct"
@@ -19,6 +21,8 @@ TOOL: Any = {"name": "weather", "description": "The weather in a city.", "input_
 
 @pytest.fixture(scope="module")
 def client(model_server: Any) -> Iterator[anthropic.Anthropic]:
+    import anthropic  # takes a second, which only the worker that runs this needs to spend
+
     with anthropic.Anthropic(base_url=model_server.url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
@@ -56,6 +60,8 @@ def test_the_limit_and_a_history_with_tools_are_taken(client: anthropic.Anthropi
 
 
 def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**{**ASK, "model": "other"})
     image: Any = {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "https://x"}}]}
@@ -88,6 +94,8 @@ def test_tokens_are_counted_before_they_are_sent(client: anthropic.Anthropic) ->
 
 
 def test_a_refused_body_has_the_shape_of_anthropics_errors(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError) as caught:
         client.messages.create(model=MODEL, messages=[], max_tokens=1)
     assert isinstance(caught.value.body, dict)

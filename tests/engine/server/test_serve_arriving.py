@@ -55,6 +55,7 @@ def weights_are_planned(server: Any) -> None:
     server.wait_until(lambda said: "parameters" in str(said.get("detail")), "its weights")
 
 
+@pytest.mark.sample("hub")
 @pytest.mark.parametrize("origin", ORIGINS.values(), ids=ORIGINS.keys())
 def test_an_engine_loads_while_its_model_is_fetched(
     start_server: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: Any
