@@ -30,7 +30,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
+from pagemill_protocol.sampling import LOW_PRIORITY, SamplingParams
 from pagemill_protocol.state import StateFrame, StepTimeParams
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.pod import NETWORK_S, RunningPod, SimulatedPod
@@ -50,8 +50,8 @@ class Lines(NamedTuple):
 
 
 KEEP, HALF, FULL = (
-    Lines("lines keep their slots", UNHURRIED_PRIORITY - 1, UNHURRIED_PRIORITY - 1),
-    Lines("low priority at engines only", UNHURRIED_PRIORITY - 1, BATCH_PRIORITY),
+    Lines("lines keep their slots", LOW_PRIORITY - 1, LOW_PRIORITY - 1),
+    Lines("low priority at engines only", LOW_PRIORITY - 1, BATCH_PRIORITY),
     Lines("low priority at gateway and engines", BATCH_PRIORITY, BATCH_PRIORITY),
 )
 
@@ -113,7 +113,7 @@ class Fleet:
         )
 
     def _observe(self, name: str, frame: StateFrame) -> None:
-        if self._lines.at_gateway < UNHURRIED_PRIORITY:
+        if self._lines.at_gateway < LOW_PRIORITY:
             frame = msgspec.structs.replace(frame, load=msgspec.structs.replace(frame.load, num_requests_giving_way=0))
         self._brain.observe(name, frame)
 

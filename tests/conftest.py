@@ -31,7 +31,7 @@ settings.register_profile("thorough", settings(), max_examples=5000, deadline=No
 settings.load_profile("sample")
 
 
-SHARED = ("tests/doors/", "tests/engine/server/")
+SHARED = ("tests/http_servers/", "tests/engine/server/")
 """The files of such a folder have servers in common."""
 LONGEST = (
     "engine/model/test_device_runner.py",

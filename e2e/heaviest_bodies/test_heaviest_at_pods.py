@@ -1,7 +1,7 @@
 """The heaviest bodies that a gateway's data port accepts, at pods with the chart's limit of 1 GiB: none is killed.
 
-The memory is that of the cgroup, by which the kernel kills. `tests/doors` covers every route with bounded CPU and
-waits.
+The memory is that of the cgroup, by which the kernel kills. `tests/http_servers` covers every route with bounded CPU
+and waits.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _environment(node: OneNode, folder: Path) -> dict[str, str]:
     return {**os.environ, "PATH": path, "KUBECONFIG": node.kubectl.kubeconfig}
 
 
-def _doors(release: Release, key: str) -> list[Service]:
+def _gateways(release: Release, key: str) -> list[Service]:
     """Return each gateway pod as a service of its own, bypassing the Service."""
     pods = release.pods("gateway")
     assert len(pods) == 2
@@ -105,24 +105,24 @@ def test_two_gateways_hold_one_limit_and_lose_nothing_with_redis(
     release, key = limited
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
-    doors = _doors(release, key)
-    for door in _doors(release, BUDGETED):
-        until("the gateway serves the model", lambda door=door: door.ask(max_tokens=2), timeout_s=60)
+    gateways = _gateways(release, key)
+    for gateway in _gateways(release, BUDGETED):
+        until("the gateway serves the model", lambda gateway=gateway: gateway.ask(max_tokens=2), timeout_s=60)
     for number in range(LIMIT):
-        doors[number % 2].ask(max_tokens=1)
-    for door in doors:
+        gateways[number % 2].ask(max_tokens=1)
+    for gateway in gateways:
         with pytest.raises(openai.RateLimitError) as refused:
-            door.ask(max_tokens=1)
+            gateway.ask(max_tokens=1)
         assert refused.value.code == "rate_limit_exceeded"
         assert 1 <= int(refused.value.response.headers["retry-after"]) <= 61  # whole seconds
     system = one_node.kubectl.within(SHARED_NAMESPACE)
     system.ok("scale", "statefulset/pagemill-redis", "--replicas=0")
     system.wait("pod/pagemill-redis-0", "delete", 60)
-    for door in _doors(release, BUDGETED) * 10:
-        door.ask(max_tokens=2)
+    for gateway in _gateways(release, BUDGETED) * 10:
+        gateway.ask(max_tokens=2)
     system.ok("scale", "statefulset/pagemill-redis", "--replicas=1")
     system.ok("rollout", "status", "statefulset/pagemill-redis", "--timeout=120s", timeout_s=150)
     for pod in release.pods("gateway"):
         until("it asks Redis again", lambda pod=pod: total(pod, CONTROL_PORT, UP) == 1, timeout_s=60)
-    for door in _doors(release, BUDGETED):
-        door.ask(max_tokens=2)
+    for gateway in _gateways(release, BUDGETED):
+        gateway.ask(max_tokens=2)

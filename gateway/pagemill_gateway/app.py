@@ -25,16 +25,16 @@ from pagemill_gateway.routes.responses import ResponsesRoute, StoredResponseRout
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.error_shapes import error_body_at
-from pagemill_protocol.dialects.pages import Asked, Page
+from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.cors import Cors
 from pagemill_protocol.http.docs_page import DOCS_PATH
-from pagemill_protocol.http.door import Door, check_json_content_type, install_error_handlers
 from pagemill_protocol.http.errors import with_errors
 from pagemill_protocol.http.guard import ControlGuard, HostGuard
+from pagemill_protocol.http.request_middleware import RequestMiddleware, check_json_content_type, install_error_handlers
 from pagemill_protocol.openapi import OPENAPI_PATH
 
 MAX_CATALOG_BYTES = 16 * 1024 * 1024
@@ -47,7 +47,7 @@ def page_route(worker: Worker, page: Page) -> Callable[[Request], Awaitable[Resp
         caller = worker.keys.authenticate(request.scope)
         raw = await _read(worker, request) if page.method == "POST" else b""
         place = Place(request.scope["path"], request.path_params, request.headers.get)
-        body = page.body(Asked(await models.cards(caller), place, raw, VERSION))
+        body = page.body(PageRequest(await models.cards(caller), place, raw, VERSION))
         return Response(body, media_type="application/json")
 
     return with_errors(page.error_body, route)
@@ -115,7 +115,7 @@ def data_app(worker: Worker) -> ASGIApp:
     routed: ASGIApp = _HotPaths(hot, app)
     if worker.keys.open and is_loopback_address(config.host):
         routed = HostGuard(routed, config.allowed_hosts)
-    door: ASGIApp = Door(
+    bounded: ASGIApp = RequestMiddleware(
         routed,
         max_body_bytes=config.max_body_bytes,
         max_header_bytes=config.max_header_bytes,
@@ -123,7 +123,7 @@ def data_app(worker: Worker) -> ASGIApp:
         uploads=_uploads(config.batches) if config.batches is not None else None,
         error_body_at=error_body_at,
     )
-    return AccessLog(Cors(door, config.allowed_origins) if config.allowed_origins else door, worker)
+    return AccessLog(Cors(bounded, config.allowed_origins) if config.allowed_origins else bounded, worker)
 
 
 def _uploads(config: BatchesConfig) -> dict[str, tuple[int, float]]:
@@ -163,7 +163,7 @@ def control_app(head: ControlProcess) -> ASGIApp:
     app = Starlette(routes=control_routes(head))
     install_error_handlers(app)
     config = head.config
-    return Door(
+    return RequestMiddleware(
         ControlGuard(app, head.control_tokens, config.control_allowed_hosts),
         max_body_bytes=MAX_CATALOG_BYTES,
         max_header_bytes=config.max_header_bytes,

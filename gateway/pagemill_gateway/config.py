@@ -307,11 +307,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_batches(self.batches, self.redis)
         if self.tracing is not None:
             self.tracing.check()
-        self._check_doors()
+        self._check_access()
         self._check_numbers()
         return self
 
-    def _check_doors(self) -> None:
+    def _check_access(self) -> None:
         shares_keys = self.redis is not None and self.redis.keys
         has_keys = bool(self.api_keys) or self.api_keys_file is not None or shares_keys
         if has_keys and self.allow_anonymous:

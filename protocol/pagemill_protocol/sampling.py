@@ -33,13 +33,13 @@ MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it and must stay finite in float32."""
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 """Wide enough for clients that send times in seconds; the range of clients and gateways is the same."""
-UNHURRIED_PRIORITY = 50_000
+LOW_PRIORITY = 50_000
 """From this priority on, a request is low-priority and yields to all others, as the lines of batches do."""
 
 
 def gives_way(priority: int) -> bool:
     """Whether a request of this priority is low-priority, that is, yields to all more urgent requests."""
-    return priority >= UNHURRIED_PRIORITY
+    return priority >= LOW_PRIORITY
 
 
 class Bounds(NamedTuple):

@@ -79,7 +79,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number since the engine's start."""
     num_requests_giving_way: int = 0
     """Running and waiting requests that are low-priority and leave their sequence slots to others
-    (`sampling.UNHURRIED_PRIORITY`)."""
+    (`sampling.LOW_PRIORITY`)."""
 
     @property
     def kv_cache_usage(self) -> float:

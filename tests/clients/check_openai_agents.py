@@ -66,7 +66,7 @@ async def tool_stream() -> None:
 @check("a handoff to an agent with an output type")
 async def handoff() -> None:
     clerk = agent("clerk", output_type=City)
-    result = await Runner.run(agent("door", tool_choice="required", handoffs=[clerk]), QUESTION)
+    result = await Runner.run(agent("greeter", tool_choice="required", handoffs=[clerk]), QUESTION)
     assert result.last_agent.name == "clerk"
     assert isinstance(result.final_output, City)
 

@@ -17,7 +17,7 @@ from pagemill_engine.kv.manager import BlockTable, KVCacheManager
 from pagemill_engine.kv.prefix_cache import PrefixCache
 from pagemill_engine.loop.core import EngineCore
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
+from pagemill_protocol.sampling import LOW_PRIORITY, SamplingParams
 
 MAX_MODEL_LEN = 48
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=30)
@@ -36,7 +36,7 @@ def workloads(draw: st.DrawFn) -> list[GenerateRequest]:
                 max_tokens=draw(st.one_of(st.none(), st.integers(1, 20))),
                 seed=draw(st.integers(0, 3)),
             ),
-            priority=draw(st.sampled_from([0, 1, 2, UNHURRIED_PRIORITY])),
+            priority=draw(st.sampled_from([0, 1, 2, LOW_PRIORITY])),
         )
         for index in range(draw(st.integers(1, 7)))
     ]

@@ -21,7 +21,7 @@ from pagemill_engine.scheduler.policies.shortest_prefill_first import TOKEN_MS
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
+from pagemill_protocol.sampling import LOW_PRIORITY, SamplingParams
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -188,7 +188,7 @@ def test_a_long_prompt_stalls_no_stream_for_longer_than_one_step_of_the_budget(p
 def test_prompts_without_hurry_are_computed_behind_all_others(policy: str) -> None:
     clock = Clock()
     scheduler = make_scheduler(clock, policy, max_num_batched_tokens=256)
-    scheduler.add(request("batch", 200, UNHURRIED_PRIORITY))
+    scheduler.add(request("batch", 200, LOW_PRIORITY))
     clock.now += 1000.0
     scheduler.add(request("live", 400))
     assert run(scheduler).num_scheduled_tokens == {"live/0": 256}
@@ -198,9 +198,9 @@ def test_prompts_without_hurry_are_computed_behind_all_others(policy: str) -> No
 def test_sequences_without_hurry_leave_a_full_batch_to_those_that_wait() -> None:
     scheduler = make_scheduler(Clock(), "fcfs", max_num_seqs=2)
     scheduler.add(request("live-1", 8, max_tokens=5))
-    scheduler.add(request("batch", 8, UNHURRIED_PRIORITY, max_tokens=3))
+    scheduler.add(request("batch", 8, LOW_PRIORITY, max_tokens=3))
     run(scheduler)
-    scheduler.add(request("batch-2", 8, UNHURRIED_PRIORITY))
+    scheduler.add(request("batch-2", 8, LOW_PRIORITY))
     assert run(scheduler).num_scheduled_tokens == {"live-1/0": 1, "batch/0": 1}
     assert scheduler.load().num_requests_giving_way == 2
     scheduler.add(request("live-2", 8, max_tokens=2))

@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from front_doors import start_door
 from redis_server import RedisServer, redis_server
+from server_processes import start_http_server
 
 from pagemill_gateway.batches import job as batch_job
 from pagemill_gateway.batches.redis import RedisBatchStore
@@ -434,7 +434,7 @@ async def test_a_gateway_that_was_killed_goes_on_and_runs_no_finished_line_twice
     values["catalog"]["models"][0]["endpoints"] = [endpoint]  # type: ignore[index]
 
     async def start(name: str) -> Any:
-        return await asyncio.to_thread(start_door, name, "pagemill_gateway", tmp_path / name, values)
+        return await asyncio.to_thread(start_http_server, name, "pagemill_gateway", tmp_path / name, values)
 
     for name in ("first", "second"):
         (tmp_path / name).mkdir()

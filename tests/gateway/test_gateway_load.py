@@ -17,7 +17,7 @@ from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.load import DeploymentLoad, EngineHeld, EngineStart
-from pagemill_protocol.sampling import UNHURRIED_PRIORITY
+from pagemill_protocol.sampling import LOW_PRIORITY
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 
 
@@ -139,7 +139,7 @@ async def test_requests_are_reported_with_their_rate_their_latency_and_their_len
 
 async def test_who_gives_way_to_all_others_is_no_reason_for_another_engine(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
-    for priority in (0, UNHURRIED_PRIORITY, UNHURRIED_PRIORITY):
+    for priority in (0, LOW_PRIORITY, LOW_PRIORITY):
         assert (await gateway.chat(stream=True, priority=priority)).status == 200
     async with reading(gateway, "t0ken") as response:
         (load,) = (await anext(load_frames(response))).deployments

@@ -1,4 +1,4 @@
-"""What clients get when engines behave: every route, every refusal at the door."""
+"""What clients get when engines behave: every route, every refusal before routing."""
 
 from __future__ import annotations
 

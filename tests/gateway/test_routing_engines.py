@@ -124,7 +124,7 @@ class Conversation:
             )
             assert answer.status == 200, answer.raw
             self._compare(answer)
-            # Tokens of a simulated engine may be any bytes, also those that doors refuse.
+            # Tokens of a simulated engine may be any bytes, also those that HTTP servers refuse.
             self._messages.append({"role": "assistant", "content": answer.text.replace("\0", "")})
             await self._read_the_answer(answer, fake)
 

@@ -33,6 +33,8 @@ RETIRED = {
     "ruling": "routing decision",
     "desks": "ports",
     "let_go": "draining",
+    "door": "HTTP server, middleware or gateway, by what it is",
+    "doors": "HTTP servers, middleware or gateways, by what they are",
 }
 ALLOWED = {"cannot be told from": "an error of the CRD: the message is part of the resource"}
 

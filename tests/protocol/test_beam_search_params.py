@@ -1,4 +1,4 @@
-"""`best_of` and beam search at the door: what they mean, what contradicts them, and that saying so costs little."""
+"""`best_of` and beam search in requests: what they mean, what contradicts them, and that saying so costs little."""
 
 from __future__ import annotations
 

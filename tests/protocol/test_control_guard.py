@@ -116,9 +116,9 @@ def test_addresses_and_names_that_public_dns_cannot_hold_are_own(host: str) -> N
 def test_this_machines_name_and_configured_names_are_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Gpu1.example.com")
     require_control(scope_of(("host", "gpu1.example.com:8001"), RIGHT), TOKENS)
-    scope = scope_of(("host", "door.Example.com"), RIGHT)
+    scope = scope_of(("host", "api.Example.com"), RIGHT)
     assert refusal_of(lambda: require_control(scope, TOKENS)).status == 403
-    require_control(scope, TOKENS, ["Door.example.com"])
+    require_control(scope, TOKENS, ["Api.example.com"])
 
 
 def test_a_program_of_http_1_0_may_leave_the_host_out() -> None:

@@ -18,7 +18,7 @@ from waiting import WAIT_LIMIT_S
 
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.http.direct import direct_response
-from pagemill_protocol.http.door import Door, read_body
+from pagemill_protocol.http.request_middleware import RequestMiddleware, read_body
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -28,7 +28,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(header_timeout_s: float = 5.0, inner: ASGIApp = echo) -> AsyncIterator[int]:
-    app = Door(inner, max_body_bytes=100_000, max_header_bytes=8192)
+    app = RequestMiddleware(inner, max_body_bytes=100_000, max_header_bytes=8192)
     config = uvicorn.Config(
         app,
         http=bounded_protocol(max_header_bytes=8192, header_timeout_s=header_timeout_s),

@@ -14,7 +14,7 @@ from pagemill_protocol.dialects.base import FinishedChoice, Piece
 from pagemill_protocol.dialects.kserve import HEADER_LENGTH, PAGES, KserveGenerateDialect, KserveInferDialect
 from pagemill_protocol.dialects.open_inference.request import InferBody
 from pagemill_protocol.dialects.open_inference.tensors import packed, unpacked
-from pagemill_protocol.dialects.pages import Asked
+from pagemill_protocol.dialects.pages import PageRequest
 from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
@@ -201,7 +201,7 @@ def test_errors_have_tritons_shape() -> None:
 def test_metadata_is_of_models_that_exist_and_readiness_of_those_that_engines_serve() -> None:
     server, ready, config, metadata = (page.body for page in PAGES)
     cards = [ModelCard("m", 1, max_model_len=64), ModelCard("cold", 1)]
-    asked = Asked(cards, place("", "m/versions/1"), b"", "1.2")
+    asked = PageRequest(cards, place("", "m/versions/1"), b"", "1.2")
     assert json.loads(server(asked))["version"] == "1.2"
     assert ready(asked) == b"{}"
     assert [each["name"] for each in json.loads(metadata(asked))["inputs"] if each["shape"] == [-1]] == ["stop"]

@@ -16,7 +16,7 @@ from pagemill_protocol.answers.events import CallArguments, CallBegin, CallEnd, 
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
 from pagemill_protocol.dialects.ollama import PAGES, OllamaChatDialect, OllamaGenerateDialect, RawPrompt
-from pagemill_protocol.dialects.pages import Asked
+from pagemill_protocol.dialects.pages import PageRequest
 from pagemill_protocol.dialects.transport import NOWHERE
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
@@ -206,7 +206,7 @@ def test_errors_have_ollamas_shape() -> None:
 def test_lists_name_models_with_their_tags() -> None:
     cards = [ModelCard("m", 1, max_model_len=64), ModelCard("cold:7b", 1)]
     tags, running, show, version = (page.body for page in PAGES)
-    asked = Asked(cards, NOWHERE, b'{"model": "m:latest"}', "1.2")
+    asked = PageRequest(cards, NOWHERE, b'{"model": "m:latest"}', "1.2")
     assert [each["model"] for each in json.loads(tags(asked))["models"]] == ["m:latest", "cold:7b"]
     assert [each["context_length"] for each in json.loads(running(asked))["models"]] == [64]
     assert json.loads(show(asked))["model_info"]["pagemill.context_length"] == 64

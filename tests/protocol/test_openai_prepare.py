@@ -332,7 +332,7 @@ def test_the_models_defaults_count_where_the_client_is_silent(byte_tokenizer: To
     assert (sampling.temperature, sampling.max_tokens) == (0.2, 30)
 
 
-def test_the_salt_comes_from_the_door_never_from_the_client(byte_tokenizer: Tokenizer) -> None:
+def test_the_salt_comes_from_the_server_never_from_the_client(byte_tokenizer: Tokenizer) -> None:
     assert chat(byte_tokenizer, options={"cache_salt": "tenant"}).cache_salt == "tenant"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagemill_protocol.answers.events import Content
 from pagemill_protocol.dialects.base import FinishedChoice, Piece
-from pagemill_protocol.dialects.pages import Asked
+from pagemill_protocol.dialects.pages import PageRequest
 from pagemill_protocol.dialects.tgi import INFO, TgiDialect
 from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
@@ -189,7 +189,7 @@ def test_errors_have_tgis_shape_and_types() -> None:
 
 def test_info_is_of_the_only_model() -> None:
     card = ModelCard("m", 1, max_model_len=64)
-    asked = Asked([card, card._replace(id="alias", root="m")], ONLY, b"", "1.2")
+    asked = PageRequest([card, card._replace(id="alias", root="m")], ONLY, b"", "1.2")
     info = json.loads(INFO.body(asked))
     assert (info["model_id"], info["max_total_tokens"], info["version"]) == ("m", 64, "1.2")
     with pytest.raises(PagemillError, match="2 models are served"):

@@ -37,8 +37,8 @@ from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.prompt_logprobs import prompt_targets, reusable_blocks
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sorted_sequences import (
-    UNHURRIED_SERVING,
-    UNHURRIED_WAITING,
+    LOW_PRIORITY_SERVING,
+    LOW_PRIORITY_WAITING,
     SortedSequences,
     serving_key,
     unhurried_last,
@@ -579,5 +579,5 @@ class Scheduler:
     def load(self, step_ms: float = 0.0) -> EngineLoad:
         running = (*self._running, *self._beams.between_steps())
         counts = self.num_waiting, self._num_queued_tokens + self._held.num_held, self.num_preemptions
-        num_giving_way = self._running.num_from(UNHURRIED_SERVING) + self._waiting.num_from(UNHURRIED_WAITING)
+        num_giving_way = self._running.num_from(LOW_PRIORITY_SERVING) + self._waiting.num_from(LOW_PRIORITY_WAITING)
         return engine_load(self.kv.pool, running, *counts, num_giving_way, step_ms)

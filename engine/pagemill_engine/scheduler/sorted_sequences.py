@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 from pagemill_engine.scheduler.sequence import Sequence
-from pagemill_protocol.sampling import UNHURRIED_PRIORITY
+from pagemill_protocol.sampling import LOW_PRIORITY
 
 OrderKey = Callable[[Sequence], tuple[int, ...]]
 
@@ -28,7 +28,7 @@ def unhurried_last(rank: OrderKey) -> OrderKey:
     return lambda seq: (int(seq.is_unhurried), *rank(seq))
 
 
-UNHURRIED_SERVING, UNHURRIED_WAITING = (UNHURRIED_PRIORITY,), (1,)
+LOW_PRIORITY_SERVING, LOW_PRIORITY_WAITING = (LOW_PRIORITY,), (1,)
 """The first possible keys of low-priority sequences: by `serving_key`, and by an order of `unhurried_last`."""
 
 

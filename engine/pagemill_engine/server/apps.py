@@ -22,9 +22,9 @@ from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.cors import Cors
 from pagemill_protocol.http.docs_page import DOCS_PATH, docs_page
-from pagemill_protocol.http.door import Door, install_error_handlers
 from pagemill_protocol.http.errors import ErrorBody, openai_shape, with_errors
 from pagemill_protocol.http.guard import ControlGuard, HostGuard
+from pagemill_protocol.http.request_middleware import RequestMiddleware, install_error_handlers
 from pagemill_protocol.link import LINK_PATH
 from pagemill_protocol.openapi import OPENAPI_PATH, document
 from pagemill_protocol.versions import PROTOCOL_VERSION
@@ -142,14 +142,14 @@ def _app(
     app.state.context = context
     install_error_handlers(app, error_body_at)
     server = context.settings.server
-    door = Door(
+    bounded = RequestMiddleware(
         guarded(app),
         max_body_bytes=server.max_body_bytes,
         max_header_bytes=server.max_header_bytes,
         body_timeout_s=server.body_timeout_s,
         error_body_at=error_body_at,
     )
-    return _CountRequests(door, context, {route.path for route in routes})
+    return _CountRequests(bounded, context, {route.path for route in routes})
 
 
 class _CountRequests:

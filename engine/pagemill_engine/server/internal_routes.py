@@ -26,8 +26,8 @@ from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import MSGPACK_CONTENT_TYPE, STATE_CONTENT_TYPE
 from pagemill_protocol.generate import AllowanceRaise
 from pagemill_protocol.http.direct import TakeOver, offered_upgrade
-from pagemill_protocol.http.door import header, read_body
 from pagemill_protocol.http.guard import require_control
+from pagemill_protocol.http.request_middleware import header, read_body
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
 from pagemill_protocol.state import GATEWAY_HEADER
 from pagemill_protocol.versions import protocol_headers, require_protocol, stream_headers

@@ -21,12 +21,12 @@ from pagemill_engine.server.metrics import VERSION
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 from pagemill_engine.server.traces import RequestRecord, record_of
 from pagemill_protocol.dialects.base import Dialect, Preparation, check_kind
-from pagemill_protocol.dialects.pages import Asked, Page
+from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.errors import PagemillError, model_not_found
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.door import check_json_content_type, read_body
+from pagemill_protocol.http.request_middleware import check_json_content_type, read_body
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.keys.scope import cache_salt
 from pagemill_protocol.openai import prepare, render
@@ -72,7 +72,7 @@ def page_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
         context: ServerContext = request.app.state.context
         raw = await _read(request) if page.method == "POST" else b""
         cards = [_card(context, name) for name in context.names]
-        return _json(page.body(Asked(cards, _place(request, context), raw, VERSION)))
+        return _json(page.body(PageRequest(cards, _place(request, context), raw, VERSION)))
 
     return route
 

@@ -20,7 +20,7 @@ from pagemill_gateway.spans import write_spans
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
-from pagemill_protocol.http.door import request_id
+from pagemill_protocol.http.request_middleware import request_id
 from pagemill_protocol.http.route_names import RouteNames
 
 logger = logging.getLogger("pagemill.gateway.access")

@@ -14,7 +14,7 @@ from pagemill_gateway.routes.listing import page_of
 from pagemill_gateway.routes.multipart import read_form
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError, invalid_field
-from pagemill_protocol.http.door import check_json_content_type
+from pagemill_protocol.http.request_middleware import check_json_content_type
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.openai.batches import BatchRequest
 from pagemill_protocol.openai.parse import parse_body

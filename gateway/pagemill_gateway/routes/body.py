@@ -1,6 +1,6 @@
 """Reads request bodies, counting the bytes while they arrive, and refuses them when they exceed the gate's limit.
 
-`http.door` limits size and time of a single body.
+`http.request_middleware` limits size and time of a single body.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope
 
 from pagemill_gateway.admission.gate import GateSlot
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http.door import header, read_body
+from pagemill_protocol.http.request_middleware import header, read_body
 
 
 async def read_counted(scope: Scope, receive: Receive, slot: GateSlot, max_body_bytes: int) -> bytes:

@@ -29,7 +29,7 @@ from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.http.direct import direct_response
-from pagemill_protocol.http.door import check_json_content_type, header
+from pagemill_protocol.http.request_middleware import check_json_content_type, header
 from pagemill_protocol.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway")

@@ -19,7 +19,7 @@ from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.errors import PagemillError, invalid_field
-from pagemill_protocol.http.door import check_json_content_type, error_response
+from pagemill_protocol.http.request_middleware import check_json_content_type, error_response
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.openai import prepare, render
 from pagemill_protocol.openai.parse import parse_body

@@ -14,7 +14,7 @@ import orjson
 from pagemill_protocol.dialects.base import AnswerRenderer
 from pagemill_protocol.dialects.open_inference import render
 from pagemill_protocol.dialects.open_inference.request import INPUTS, GenerateBody, InferBody
-from pagemill_protocol.dialects.pages import Asked, Page
+from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.translation import TranslatedCompletion, TranslatedDialect, as_request
 from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
 from pagemill_protocol.errors import invalid_field, unavailable
@@ -103,23 +103,23 @@ def _header_length(value: str | None, num_bytes: int) -> int:
     return int(value)
 
 
-def _card(request: Asked) -> ModelCard:
+def _card(request: PageRequest) -> ModelCard:
     return request.card(_model(request.place))
 
 
-def _server(request: Asked) -> bytes:
+def _server(request: PageRequest) -> bytes:
     extensions = ["binary_tensor_data", "generate", "model_configuration", "parameters"]
     return orjson.dumps({"name": "pagemill", "version": request.version, "extensions": extensions})
 
 
-def _metadata(request: Asked) -> bytes:
+def _metadata(request: PageRequest) -> bytes:
     inputs = [{"name": name, "datatype": each.datatype, "shape": [each.length]} for name, each in INPUTS.items()]
     outputs = [{"name": "text_output", "datatype": "BYTES", "shape": [1]}]
     named = {"name": _card(request).id, "versions": [render.VERSION], "platform": "pagemill"}
     return orjson.dumps({**named, "inputs": inputs, "outputs": outputs})
 
 
-def _config(request: Asked) -> bytes:
+def _config(request: PageRequest) -> bytes:
     inputs = [
         {"name": name, "data_type": each.config_type, "dims": [each.length], "optional": name != "text_input"}
         for name, each in INPUTS.items()
@@ -129,7 +129,7 @@ def _config(request: Asked) -> bytes:
     return orjson.dumps({**named, "input": inputs, "output": outputs})
 
 
-def _ready(request: Asked) -> bytes:
+def _ready(request: PageRequest) -> bytes:
     card = _card(request)
     if card.max_model_len is None:
         raise unavailable(f"No engine serves the model `{card.id}` now.", code="model_not_ready")

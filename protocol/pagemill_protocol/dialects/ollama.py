@@ -14,7 +14,7 @@ from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import Preparation
 from pagemill_protocol.dialects.ollama_api import render
 from pagemill_protocol.dialects.ollama_api.request import LATEST, OllamaChatRequest, OllamaGenerateRequest
-from pagemill_protocol.dialects.pages import Asked, Page
+from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.translation import Renamed, TranslatedChat, TranslatedDialect, as_request
 from pagemill_protocol.dialects.transport import NDJSON, NOWHERE, Place
 from pagemill_protocol.generate import GenerateRequest
@@ -116,18 +116,18 @@ def _described(card: ModelCard) -> dict[str, Any]:
     return {"modified_at": modified_at, "details": {**empty, "families": []}}
 
 
-def _tags(request: Asked) -> bytes:
+def _tags(request: PageRequest) -> bytes:
     return orjson.dumps({"models": [_listed(card) for card in request.cards]})
 
 
-def _running(request: Asked) -> bytes:
+def _running(request: PageRequest) -> bytes:
     cards = [card for card in request.cards if card.max_model_len is not None]
     return orjson.dumps(
         {"models": [{**_listed(card), "size_vram": 0, "context_length": card.max_model_len} for card in cards]}
     )
 
 
-def _show(request: Asked) -> bytes:
+def _show(request: PageRequest) -> bytes:
     card = request.card(parse_body(request.raw, ShowRequest).model.removesuffix(LATEST))
     info = {"general.architecture": "pagemill", "general.basename": card.id}
     return orjson.dumps(
@@ -142,7 +142,7 @@ def _show(request: Asked) -> bytes:
     )
 
 
-def _version(request: Asked) -> bytes:
+def _version(request: PageRequest) -> bytes:
     return orjson.dumps({"version": request.version})
 
 

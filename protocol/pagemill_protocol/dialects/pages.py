@@ -13,7 +13,7 @@ from pagemill_protocol.errors import PagemillError, model_not_found
 from pagemill_protocol.openai.render import ModelCard
 
 
-class Asked(NamedTuple):
+class PageRequest(NamedTuple):
     cards: Sequence[ModelCard]
     """The models that the caller may use."""
     place: Place
@@ -31,7 +31,7 @@ class Asked(NamedTuple):
 
 class Page(NamedTuple):
     path: str
-    body: Callable[[Asked], bytes]
+    body: Callable[[PageRequest], bytes]
     """Returns the body. Raises `PagemillError`."""
     error_body: Callable[[PagemillError], bytes]
     method: str = "GET"

@@ -8,7 +8,7 @@ from functools import partial
 
 import orjson
 
-from pagemill_protocol.dialects.pages import Asked, Page
+from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.text_generation import render
 from pagemill_protocol.dialects.text_generation.request import TgiRequest
 from pagemill_protocol.dialects.translation import Renamed, TranslatedCompletion, TranslatedDialect, as_request
@@ -67,7 +67,7 @@ class TgiBody(TranslatedCompletion):
         super().__init__(fields, dialect, RENAMED, json.dumps({name: each for name, each in answer.items() if each}))
 
 
-def _info(request: Asked) -> bytes:
+def _info(request: PageRequest) -> bytes:
     models = {card.root or card.id: card for card in reversed(request.cards) if card.parent is None and not card.pools}
     if len(models) != 1:
         raise invalid_field("model", f"{len(models)} models are served here, and /info describes one. Use /v1/models.")

@@ -1,6 +1,6 @@
 """Request bodies: read as a whole, checked for their content type, parsed into a schema.
 
-`door` wraps `receive` and bounds size and time.
+`request_middleware` wraps `receive` and bounds size and time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 async def read_json(scope: Scope, receive: Receive, schema: type[Model]) -> Model:
-    """Return the body as `schema`. Raises `PagemillError` 415, 400, and the errors of `door`."""
+    """Return the body as `schema`. Raises `PagemillError` 415, 400, and the errors of `request_middleware`."""
     check_json_content_type(scope)
     return parse_body(await read_body(receive), schema)
 

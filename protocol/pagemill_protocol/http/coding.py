@@ -1,7 +1,7 @@
 """gzip in both directions: compressed request bodies, and whole answers for clients that accept gzip.
 
-`door` calls it. The decompressed size is bounded while the body is read, so a small body cannot become large; streams
-are never compressed, since their events would wait for each other.
+`request_middleware` calls it. The decompressed size is bounded while the body is read, so a small body cannot become
+large; streams are never compressed, since their events would wait for each other.
 """
 
 from __future__ import annotations

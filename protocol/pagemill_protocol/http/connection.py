@@ -1,4 +1,4 @@
-"""Bounds on what happens before ASGI, invisible to `door`, such as headers that never end.
+"""Bounds on what happens before ASGI, invisible to `request_middleware`, such as headers that never end.
 
 `bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`. Request heads above a size or time get 431 or 408
 and the connection closes; a silent connection is closed; trailers are dropped; a malformed request gets a 400 in

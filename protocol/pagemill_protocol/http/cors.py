@@ -2,7 +2,7 @@
 
 Disabled without origins: then no page of another origin can read an answer. Keys are sent in headers, so credentials
 that browsers add by themselves (cookies) are never allowed. Engine and gateway wrap their data apps in it, outside
-`door`.
+`request_middleware`.
 """
 
 from __future__ import annotations

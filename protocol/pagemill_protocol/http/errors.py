@@ -1,7 +1,7 @@
 """Render every failure of an HTTP app as an error body in the shape of its path's dialect, by default OpenAI's.
 
 `install_error_handlers` covers what an app raises: `PagemillError`, unknown routes and methods, and bugs, whose text
-stays in the log. `door` covers what happens around the app.
+stays in the log. `request_middleware` covers what happens around the app.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def method_not_allowed(method: str, path: str) -> PagemillError:
 def install_error_handlers(app: Starlette, error_body_at: Callable[[str], ErrorBody] = openai_shape) -> None:
     """Register handlers for everything that `app` can raise.
 
-    `error_body_at`: returns the function that renders errors at a path. `door` removes a slash at the end of a path;
-    the app does not redirect, since the target would depend on the Host header.
+    `error_body_at`: returns the function that renders errors at a path. `request_middleware` removes a slash at the
+    end of a path; the app does not redirect, since the target would depend on the Host header.
     """
     app.router.redirect_slashes = False
     app.add_exception_handler(PagemillError, partial(_on_pagemill_error, error_body_at))
@@ -92,5 +92,5 @@ async def _on_http_exception(error_body_at: Callable[[str], ErrorBody], request:
 
 
 async def _on_bug(error_body_at: Callable[[str], ErrorBody], request: Request, error: Exception) -> Response:
-    """Return a 500. Starlette raises the error again after this response, and `door` logs it."""
+    """Return a 500. Starlette raises the error again after this response, and `request_middleware` logs it."""
     return error_response(internal_error(), error_body=error_body_at(request.scope["path"]))

@@ -1,10 +1,10 @@
 """The guard of control ports: probes and scrapes are open, all other routes require a token and refuse web pages.
 
 A page in a browser can send requests to every port of its user's machine, and read the answers once its own name
-resolves to that machine (DNS rebinding). So a guarded request must not come from a page of another origin, must name a
-host that no page can have, and must carry a token, which a page does not know. Engine and gateway wrap their control
-apps in `ControlGuard`, inside `door`, and data apps without authentication in `HostGuard`. `token_file` makes the
-tokens of servers without a configured one.
+resolves to that machine (DNS rebinding). So a guarded request must not come from a page of another origin, must name
+a host that no page can have, and must carry a token, which a page does not know. Engine and gateway wrap their
+control apps in `ControlGuard`, inside `request_middleware`, and data apps without authentication in `HostGuard`.
+`token_file` makes the tokens of servers without a configured one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ControlTokens:
 
 
 class ControlGuard:
-    """ASGI middleware of control apps; put it inside `Door`, which renders its refusals."""
+    """ASGI middleware of control apps; put it inside `RequestMiddleware`, which renders its refusals."""
 
     def __init__(self, app: ASGIApp, tokens: ControlTokens, allowed_hosts: Collection[str] = ()) -> None:
         """Wrap an app. `allowed_hosts`: names of this server in the header Host, beside those that every server has."""
@@ -83,7 +83,7 @@ class ControlGuard:
 
 
 class HostGuard:
-    """ASGI middleware, inside `Door`, for the data port of a server on loopback without authentication.
+    """ASGI middleware, inside `RequestMiddleware`, for the data port of a server on loopback without authentication.
 
     A page whose name resolves to this machine could otherwise use the models and read the answers. It is not needed
     with API keys, which a page does not have, nor beyond loopback, where the port is open to all by the user's choice.

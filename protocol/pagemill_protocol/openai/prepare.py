@@ -15,8 +15,8 @@ import msgspec
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
 from pagemill_protocol.generate import GenerateRequest, check_prompt_logprobs
+from pagemill_protocol.openai.chat_form import check_schemas, prescribed
 from pagemill_protocol.openai.chat_format import ChatFormat, chat_format
-from pagemill_protocol.openai.held_answers import check_schemas, prescribed
 from pagemill_protocol.openai.schemas import (
     DEFAULT_COMPLETION_TOKENS,
     ChatCompletionRequest,

@@ -1,4 +1,5 @@
-"""Values that cannot be served: refused at the engine's door by the field's name, in both dialects; the engine goes on.
+"""Values that cannot be served: refused by the engine's HTTP server by the field's name, in both dialects; the
+engine goes on.
 
 Quick means under 50 ms of wall clock; the best of three tries counts, since other processes share the machine.
 """

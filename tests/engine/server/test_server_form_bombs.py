@@ -1,4 +1,5 @@
-"""Forms, tools and histories that cost far more than their size are refused at the engine's door within bounded time.
+"""Forms, tools and histories that cost far more than their size are refused by the engine's HTTP server within
+bounded time.
 
 The goal is 50 ms. The fastest of some tries counts, each with other contents since verdicts are kept; more are made
 where other processes take the machine's time, and the assertion leaves a factor. `pytest -s` prints the figures.

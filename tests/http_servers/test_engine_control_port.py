@@ -15,25 +15,25 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from front_doors import (
+from hypothesis import given
+from hypothesis import strategies as st
+from light_model import light_model
+from odd_http import FORBIDDEN, HEADER
+from server_processes import (
     GOOD,
     MAX_MODEL_LEN,
     MIB,
     MODEL,
     Answer,
-    Door,
+    HttpServer,
     error_of,
     examples,
     read_answer,
     read_to_end,
     request,
-    start_door,
+    start_http_server,
     without_a_hang,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from light_model import light_model
-from odd_http import FORBIDDEN, HEADER
 from waiting import wait_until
 from wrong_keys import wrong_keys
 
@@ -55,37 +55,37 @@ ENGINE = {
 }
 
 
-def start(tmp_path_factory: pytest.TempPathFactory, name: str) -> Door:
+def start(tmp_path_factory: pytest.TempPathFactory, name: str) -> HttpServer:
     server = {"port": 0, "control_port": 0, "internal_token": TOKEN, "body_timeout_s": 2.0}
     values = {"engine": ENGINE, "server": server}
-    return start_door(name, "pagemill_engine.server", tmp_path_factory.mktemp(name), values)
+    return start_http_server(name, "pagemill_engine.server", tmp_path_factory.mktemp(name), values)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    door = start(tmp_path_factory, "controlled")
-    yield door
-    door.stop()
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    http_server = start(tmp_path_factory, "controlled")
+    yield http_server
+    http_server.stop()
 
 
 @pytest.fixture(scope="module")
-def control(engine: Door) -> Iterator[Door]:
+def control(engine: HttpServer) -> Iterator[HttpServer]:
     """The same process by its other port."""
-    door = replace(engine, url=engine.control_url)
-    yield door
-    door.client.close()
+    http_server = replace(engine, url=engine.control_url)
+    yield http_server
+    http_server.client.close()
 
 
 @pytest.fixture
-def drainable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def drainable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     """From a drain there is no way back."""
-    door = start(tmp_path_factory, "drainable")
-    yield door
-    door.stop()
+    http_server = start(tmp_path_factory, "drainable")
+    yield http_server
+    http_server.stop()
 
 
 def ask(
-    control: Door, method: str, path: str, *headers: tuple[bytes, bytes], query: bytes = b"", body: bytes = b""
+    control: HttpServer, method: str, path: str, *headers: tuple[bytes, bytes], query: bytes = b"", body: bytes = b""
 ) -> Answer | None:
     """One answer on a connection of its own; `None`: hung up on without one."""
     target = f"{path}?".encode() + query if query else path.encode()
@@ -95,7 +95,7 @@ def ask(
         return read_answer(connection, method)
 
 
-def wakes(control: Door, engine: Door) -> None:
+def wakes(control: HttpServer, engine: HttpServer) -> None:
     """Whatever was asked of it, the engine can be woken and then serves."""
     woken = ask(control, "POST", "/wake_up", RIGHT, query=b"wait_s=30")
     assert woken is not None
@@ -111,7 +111,12 @@ QUERY = st.sampled_from([b"", b"wait_s=0", b"level=1", b"level=2&wait_s=x", b"to
 @examples(60)
 @given(wrong_keys(TOKEN) | st.none(), st.sampled_from(GUARDED), QUERY, st.sampled_from([b"", b"{}", b"\xff" * 5000]))
 def test_without_the_token_every_route_is_401(
-    control: Door, engine: Door, authorization: bytes | None, route: tuple[str, str], query: bytes, body: bytes
+    control: HttpServer,
+    engine: HttpServer,
+    authorization: bytes | None,
+    route: tuple[str, str],
+    query: bytes,
+    body: bytes,
 ) -> None:
     method, path = route
     headers = [(b"Authorization", authorization)] if authorization is not None else []
@@ -123,7 +128,7 @@ def test_without_the_token_every_route_is_401(
     engine.serves()
 
 
-def test_what_probes_and_scrapes_ask_is_open_and_nothing_else_is_there(control: Door) -> None:
+def test_what_probes_and_scrapes_ask_is_open_and_nothing_else_is_there(control: HttpServer) -> None:
     for path in OPEN:
         assert (answer := ask(control, "GET", path)) is not None
         assert answer.status == 200
@@ -135,7 +140,7 @@ def test_what_probes_and_scrapes_ask_is_open_and_nothing_else_is_there(control: 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_other_methods_get_405_with_what_is_allowed(control: Door, method: str) -> None:
+def test_other_methods_get_405_with_what_is_allowed(control: HttpServer, method: str) -> None:
     for path in (*OPEN, *GETS, *POSTS):
         allowed = {"POST"} if path in POSTS else {"GET", "HEAD"}
         if method in allowed:
@@ -187,7 +192,7 @@ def query_of(pairs: dict[str, str], odd: list[bytes]) -> bytes:
 @examples(60)
 @given(st.lists(ASKED, min_size=1, max_size=5))
 def test_whatever_is_asked_with_the_token_is_done_or_refused_in_shape(
-    control: Door, engine: Door, asked: list[Any]
+    control: HttpServer, engine: HttpServer, asked: list[Any]
 ) -> None:
     """In any order: it goes to sleep and wakes meanwhile."""
     for (path, pairs), odd, gateway, body in asked:
@@ -207,7 +212,7 @@ def test_whatever_is_asked_with_the_token_is_done_or_refused_in_shape(
     wakes(control, engine)
 
 
-def test_an_engine_that_accepted_to_sleep_sleeps(control: Door, engine: Door) -> None:
+def test_an_engine_that_accepted_to_sleep_sleeps(control: HttpServer, engine: HttpServer) -> None:
     """Also when it is asked while it wakes, and no caller waits."""
 
     def asked(method: str, path: str, query: bytes = b"") -> Answer:
@@ -234,7 +239,7 @@ def test_an_engine_that_accepted_to_sleep_sleeps(control: Door, engine: Door) ->
 @examples(40)
 @given(st.lists(HEADER, max_size=6), st.sampled_from([*GUARDED[1:], ("GET", "/metrics")]), BODIES)
 def test_any_headers_on_the_control_port_are_answered_or_refused_in_shape(
-    control: Door, engine: Door, headers: list[tuple[bytes, bytes]], route: tuple[str, str], body: bytes
+    control: HttpServer, engine: HttpServer, headers: list[tuple[bytes, bytes]], route: tuple[str, str], body: bytes
 ) -> None:
     method, path = route
     query = b"wait_s=no" if path == "/internal/drain" else b""
@@ -246,11 +251,11 @@ def test_any_headers_on_the_control_port_are_answered_or_refused_in_shape(
 
 @pytest.mark.parametrize("framing", FORBIDDEN.values(), ids=FORBIDDEN.keys())
 def test_broken_framing_on_the_control_port_is_refused_and_hung_up_on(
-    control: Door, engine: Door, framing: bytes
+    control: HttpServer, engine: HttpServer, framing: bytes
 ) -> None:
     """Also where the answer, which needs no body, was there before the fault."""
-    smuggled = b"GET /version HTTP/1.1\r\nHost: door\r\n\r\n"
-    asked = b"POST /wake_up HTTP/1.1\r\nHost: door\r\n" + b": ".join(RIGHT) + b"\r\n"
+    smuggled = b"GET /version HTTP/1.1\r\nHost: server\r\n\r\n"
+    asked = b"POST /wake_up HTTP/1.1\r\nHost: server\r\n" + b": ".join(RIGHT) + b"\r\n"
     with contextlib.closing(control.connect()) as connection:
         connection.sendall(asked + framing + smuggled)
         head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
@@ -266,7 +271,7 @@ def test_broken_framing_on_the_control_port_is_refused_and_hung_up_on(
 # -- the state stream --------------------------------------------------------------------------------------------------
 
 
-def num_streams(control: Door) -> float:
+def num_streams(control: HttpServer) -> float:
     """Open now; before the first one there is no such number."""
     answer = ask(control, "GET", "/metrics")
     assert answer is not None
@@ -276,7 +281,7 @@ def num_streams(control: Door) -> float:
 
 def head_of(method: str, *headers: tuple[bytes, bytes]) -> bytes:
     """Without the line break that ends it."""
-    lines = [f"{method} /internal/state HTTP/1.1".encode(), b"Host: door", *(b": ".join(pair) for pair in headers)]
+    lines = [f"{method} /internal/state HTTP/1.1".encode(), b"Host: server", *(b": ".join(pair) for pair in headers)]
     return b"\r\n".join([*lines, b""])
 
 
@@ -290,7 +295,7 @@ def begun(connection: socket.socket) -> bytes:
     return received.partition(b"\r\n\r\n")[2]
 
 
-def test_the_head_of_the_state_stream_ends_and_leaves_the_connection_to_others(control: Door) -> None:
+def test_the_head_of_the_state_stream_ends_and_leaves_the_connection_to_others(control: HttpServer) -> None:
     with contextlib.closing(control.connect()) as connection:
         connection.sendall(head_of("HEAD", RIGHT) + b"\r\n")
         head = b""
@@ -298,7 +303,7 @@ def test_the_head_of_the_state_stream_ends_and_leaves_the_connection_to_others(c
             head += (byte := connection.recv(1))
             assert byte, head
         assert head.startswith(b"HTTP/1.1 200 ")
-        connection.sendall(b"GET /version HTTP/1.1\r\nHost: door\r\n\r\n")
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: server\r\n\r\n")
         answer = read_answer(connection)
     assert answer is not None
     assert set(json.loads(answer.body)) == {"version", "protocol", "compute"}
@@ -308,7 +313,7 @@ def test_the_head_of_the_state_stream_ends_and_leaves_the_connection_to_others(c
 @examples(15)
 @given(st.lists(GATEWAY, min_size=1, max_size=12), st.sampled_from([b"\r\n", b"Content-Length: 2\r\n\r\n{}"]))
 def test_readers_of_any_name_get_the_state_and_leave_nothing_behind(
-    control: Door, engine: Door, names: list[bytes], body: bytes
+    control: HttpServer, engine: HttpServer, names: list[bytes], body: bytes
 ) -> None:
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -328,7 +333,7 @@ def test_readers_of_any_name_get_the_state_and_leave_nothing_behind(
         (b"Content-Length: 999999999999\r\n\r\n{", 413),
     ],
 )
-def test_a_reader_whose_own_body_never_ends_gets_no_stream(control: Door, framing: bytes, status: int) -> None:
+def test_a_reader_whose_own_body_never_ends_gets_no_stream(control: HttpServer, framing: bytes, status: int) -> None:
     """Its departure would not be noticed, and a drain would wait for it."""
     with contextlib.closing(control.connect()) as connection:
         connection.sendall(head_of("GET", RIGHT) + framing)
@@ -339,7 +344,9 @@ def test_a_reader_whose_own_body_never_ends_gets_no_stream(control: Door, framin
     assert num_streams(control) == 0
 
 
-def test_readers_that_read_nothing_cost_no_memory_and_no_other_reader_its_turn(control: Door, engine: Door) -> None:
+def test_readers_that_read_nothing_cost_no_memory_and_no_other_reader_its_turn(
+    control: HttpServer, engine: HttpServer
+) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(100):
             connection = stack.enter_context(contextlib.closing(control.connect(receive_buffer_bytes=4096)))
@@ -356,7 +363,7 @@ def test_readers_that_read_nothing_cost_no_memory_and_no_other_reader_its_turn(c
 # -- the way out -------------------------------------------------------------------------------------------------------
 
 
-def test_a_drain_takes_wrong_words_any_number_of_times_and_ends_the_service(drainable: Door) -> None:
+def test_a_drain_takes_wrong_words_any_number_of_times_and_ends_the_service(drainable: HttpServer) -> None:
     control = replace(drainable, url=drainable.control_url)
 
     def asked(path: str, query: bytes, *headers: tuple[bytes, bytes]) -> Answer:

@@ -1,4 +1,5 @@
-"""Both doors against bodies that no client should send: served or refused by name, never a 5xx, never at much cost.
+"""Both HTTP servers against bodies that no client should send: served or refused by name, never a 5xx, never at much
+cost.
 
 Bodies are written as bytes, since what a JSON library writes is well-formed: keys twice, numbers of 5,000 digits, half
 surrogates, broken UTF-8.
@@ -12,9 +13,19 @@ from functools import partial
 from typing import Any
 
 import pytest
-from front_doors import GOOD, MAX_MODEL_LEN, MIB, MODEL, Door, costing_little, examples, growing_little, without_a_hang
 from hypothesis import given
 from hypothesis import strategies as st
+from server_processes import (
+    GOOD,
+    MAX_MODEL_LEN,
+    MIB,
+    MODEL,
+    HttpServer,
+    costing_little,
+    examples,
+    growing_little,
+    without_a_hang,
+)
 
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from pagemill_protocol.openai.unsupported import CHAT, COMPLETIONS
@@ -71,24 +82,24 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_any_body_is_served_or_refused_in_shape(doors: list[Door], path: str) -> None:
+def test_any_body_is_served_or_refused_in_shape(http_servers: list[HttpServer], path: str) -> None:
     @examples(50)
     @given(bodies(path))
     def every(raw: bytes) -> None:
-        for door in doors:
-            answer = without_a_hang(partial(door.post, raw, path)).check()
+        for http_server in http_servers:
+            answer = without_a_hang(partial(http_server.post, raw, path)).check()
             assert answer.headers["x-request-id"]
 
     every()
-    for door in doors:
-        door.serves()
+    for http_server in http_servers:
+        http_server.serves()
 
 
 @examples(30)
 @given(st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode())), st.sampled_from(PATHS))
-def test_any_bytes_are_refused_in_shape(doors: list[Door], raw: bytes, path: str) -> None:
-    for door in doors:
-        answer = without_a_hang(partial(door.post, raw, path)).check()
+def test_any_bytes_are_refused_in_shape(http_servers: list[HttpServer], raw: bytes, path: str) -> None:
+    for http_server in http_servers:
+        answer = without_a_hang(partial(http_server.post, raw, path)).check()
         assert answer.status in (400, 404), answer
 
 
@@ -122,15 +133,15 @@ HEAVY = {
 
 
 @pytest.mark.parametrize("make", HEAVY.values(), ids=HEAVY.keys())
-def test_the_heaviest_bodies_are_refused_at_little_cost(door: Door, make: Callable[[], bytes]) -> None:
+def test_the_heaviest_bodies_are_refused_at_little_cost(http_server: HttpServer, make: Callable[[], bytes]) -> None:
     raw = make()
     assert len(raw) < 8 * MIB
     path = "/v1/chat/completions" if b'"messages"' in raw[:100] else "/v1/completions"
-    with costing_little(door):
-        answer = door.post(raw, path).check()
+    with costing_little(http_server):
+        answer = http_server.post(raw, path).check()
     assert answer.status == 400
     assert len(answer.body) < 4096, "a refusal does not send the body back"
-    door.serves()
+    http_server.serves()
 
 
 LONG_TEXTS = {
@@ -147,42 +158,46 @@ LONG_TEXTS = {
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS.keys())
-def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(door: Door, path: str, text: bytes) -> None:
+def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(
+    http_server: HttpServer, path: str, text: bytes
+) -> None:
     said = b'"messages":[{"role":"user","content":"%b"}]' if "chat" in path else b'"prompt":"%b"'
-    with costing_little(door), growing_little(door):
-        answer = door.post(b'{"model":"tiny",' + said % text + b"}", path).check()
+    with costing_little(http_server), growing_little(http_server):
+        answer = http_server.post(b'{"model":"tiny",' + said % text + b"}", path).check()
     assert (answer.status, answer.error()["code"]) == (400, "context_length_exceeded")
     assert f"maximum context length is {MAX_MODEL_LEN} tokens" in answer.error()["message"]
-    door.serves()
+    http_server.serves()
 
 
-def test_more_token_ids_than_a_context_holds_are_no_text(door: Door) -> None:
-    with costing_little(door), growing_little(door):
-        answer = door.post(b'{"model":"tiny","tokens":[' + b",".join([b"49000"] * 1_300_000) + b"]}", "/detokenize")
+def test_more_token_ids_than_a_context_holds_are_no_text(http_server: HttpServer) -> None:
+    with costing_little(http_server), growing_little(http_server):
+        answer = http_server.post(
+            b'{"model":"tiny","tokens":[' + b",".join([b"49000"] * 1_300_000) + b"]}", "/detokenize"
+        )
     assert (answer.status, answer.error()["code"]) == (400, "context_length_exceeded")
 
 
-def test_memory_is_flat_under_hundreds_of_bad_requests(door: Door) -> None:
+def test_memory_is_flat_under_hundreds_of_bad_requests(http_server: HttpServer) -> None:
     raws = [b'{"model":"tiny","prompt":"x","%b":%b}' % (n.encode(), v) for n in FIELDS for v in HOSTILE if len(v) < 99]
     bad = [raw for index, raw in enumerate(raws) if index % 16 == 0]
     unknown = [f"/v1/{number}" for number in range(250)]
 
     def storm() -> None:
         for raw in bad:
-            door.post(raw, "/tokenize", {"X-Request-Id": "x"})
+            http_server.post(raw, "/tokenize", {"X-Request-Id": "x"})
         for path in unknown:
-            door.get(path, {"Authorization": "Bearer " + path})
+            http_server.get(path, {"Authorization": "Bearer " + path})
 
     storm()
-    before = door.rss_bytes()
+    before = http_server.rss_bytes()
     storm()
     assert len(bad) + len(unknown) > 500
-    assert door.rss_bytes() - before < 24 * MIB
-    door.serves()
+    assert http_server.rss_bytes() - before < 24 * MIB
+    http_server.serves()
 
 
-def test_good_requests_are_served_beside_the_bad_ones(door: Door) -> None:
+def test_good_requests_are_served_beside_the_bad_ones(http_server: HttpServer) -> None:
     """One connection for both."""
     for raw in HOSTILE[::5]:
-        door.post(b'{"model":"tiny","prompt":' + raw + b"}").check()
-        assert door.post(GOOD).status == 200
+        http_server.post(b'{"model":"tiny","prompt":' + raw + b"}").check()
+        assert http_server.post(GOOD).status == 200

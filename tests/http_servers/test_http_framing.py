@@ -1,4 +1,5 @@
-"""Both doors against what is no honest HTTP: two lengths, broken chunks, odd bytes, heads and bodies that never end."""
+"""Both HTTP servers against what is no honest HTTP: two lengths, broken chunks, odd bytes, heads and bodies that
+never end."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from front_doors import GOOD, Door, error_of, examples, read_answer, read_to_end, request, without_a_hang
 from hypothesis import given
 from hypothesis import strategies as st
 from odd_http import FORBIDDEN, HEADER
+from server_processes import GOOD, HttpServer, error_of, examples, read_answer, read_to_end, request, without_a_hang
 
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: door\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: server\r\nTransfer-Encoding: chunked\r\n\r\n"
 ODD_LINES = {
     "an address of another server": b"GET http://169.254.169.254/latest/meta-data HTTP/1.1",
     "no address": b"OPTIONS * HTTP/1.1",
@@ -31,22 +32,24 @@ ODD_LINES = {
 
 
 @pytest.mark.parametrize("framing", FORBIDDEN.values(), ids=FORBIDDEN.keys())
-def test_a_request_that_two_readers_could_cut_differently_is_refused_and_hung_up_on(door: Door, framing: bytes) -> None:
+def test_a_request_that_two_readers_could_cut_differently_is_refused_and_hung_up_on(
+    http_server: HttpServer, framing: bytes
+) -> None:
     """Whatever follows it on the connection is never taken for a request."""
-    smuggled = b"GET /version HTTP/1.1\r\nHost: door\r\n\r\n"
-    with contextlib.closing(door.connect()) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: door\r\n" + framing + smuggled)
+    smuggled = b"GET /version HTTP/1.1\r\nHost: server\r\n\r\n"
+    with contextlib.closing(http_server.connect()) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: server\r\n" + framing + smuggled)
         head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"connection: close" in head
     assert b"x-request-id: " in head
     error_of(body)  # which fails if anything follows
-    door.serves()
+    http_server.serves()
 
 
 @pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES.keys())
-def test_odd_request_lines_are_refused_in_shape(door: Door, line: bytes) -> None:
-    answer = door.exchange(line + b"\r\nHost: door\r\nConnection: close\r\n\r\n")
+def test_odd_request_lines_are_refused_in_shape(http_server: HttpServer, line: bytes) -> None:
+    answer = http_server.exchange(line + b"\r\nHost: server\r\nConnection: close\r\n\r\n")
     assert answer is not None
     assert answer.status in (400, 404, 405), answer
     answer.error()
@@ -54,24 +57,26 @@ def test_odd_request_lines_are_refused_in_shape(door: Door, line: bytes) -> None
 
 
 @pytest.mark.parametrize("host", [b"[::1", b"a b", b"evil.example/x?", b"a:99999999", b"\xff", b""])
-def test_a_host_that_is_none_of_ours_is_refused_without_a_redirect(door: Door, host: bytes) -> None:
+def test_a_host_that_is_none_of_ours_is_refused_without_a_redirect(http_server: HttpServer, host: bytes) -> None:
     for path in (b"/nowhere", b"/nowhere/", b"/nowhere?x=%ff"):
-        answer = door.exchange(b"POST " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: 0\r\n\r\n")
+        answer = http_server.exchange(
+            b"POST " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: 0\r\n\r\n"
+        )
         assert answer is not None
         assert (answer.status, answer.error()["code"]) in ((403, "foreign_host"), (404, "not_found"))
         assert "location" not in answer.headers
 
 
 @pytest.mark.parametrize("upgrade", [b"websocket", b"h2c", b"TLS/1.0"])
-def test_a_client_that_offers_another_protocol_is_served_in_this_one(door: Door, upgrade: bytes) -> None:
-    answer = door.exchange(request(headers=[(b"Connection", b"Upgrade"), (b"Upgrade", upgrade)]))
+def test_a_client_that_offers_another_protocol_is_served_in_this_one(http_server: HttpServer, upgrade: bytes) -> None:
+    answer = http_server.exchange(request(headers=[(b"Connection", b"Upgrade"), (b"Upgrade", upgrade)]))
     assert answer is not None
     assert answer.status == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_of_http_1_0_is_served_without_chunks(door: Door, stream: bool) -> None:
-    with contextlib.closing(door.connect()) as connection:
+def test_a_client_of_http_1_0_is_served_without_chunks(http_server: HttpServer, stream: bool) -> None:
+    with contextlib.closing(http_server.connect()) as connection:
         connection.sendall(request({**GOOD, "stream": stream}).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
         head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")
@@ -79,62 +84,62 @@ def test_a_client_of_http_1_0_is_served_without_chunks(door: Door, stream: bool)
     assert body.startswith(b"data: {") and body.endswith(b"[DONE]\n\n") if stream else json.loads(body)["choices"]
 
 
-def test_chunk_extensions_that_never_end_are_cut(door: Door) -> None:
-    answer = door.exchange([CHUNKED, b"2;", *[b"a" * 8192] * 64, b"\r\n{}\r\n0\r\n\r\n"])
+def test_chunk_extensions_that_never_end_are_cut(http_server: HttpServer) -> None:
+    answer = http_server.exchange([CHUNKED, b"2;", *[b"a" * 8192] * 64, b"\r\n{}\r\n0\r\n\r\n"])
     assert answer is None or answer.status == 431
 
 
-def test_a_body_in_tiny_chunks_is_served(door: Door) -> None:
+def test_a_body_in_tiny_chunks_is_served(http_server: HttpServer) -> None:
     body = b'{"model":"tiny","prompt":"hello","max_tokens":2,"ignore_eos":true}'
     chunks = b"".join(b"1;x=y\r\n%c\r\n" % byte for byte in body)
-    answer = door.exchange([CHUNKED, chunks, b"0\r\nX-Trailer: 1\r\n\r\n"])
+    answer = http_server.exchange([CHUNKED, chunks, b"0\r\nX-Trailer: 1\r\n\r\n"])
     assert answer is not None
     assert answer.status == 200
 
 
-def test_a_body_that_never_ends_gets_413(door: Door) -> None:
-    with contextlib.closing(door.connect()) as connection:
+def test_a_body_that_never_ends_gets_413(http_server: HttpServer) -> None:
+    with contextlib.closing(http_server.connect()) as connection:
         connection.sendall(CHUNKED)
         with contextlib.suppress(ConnectionError):
             for _ in range(80):
                 connection.sendall(b"100000\r\n" + b" " * 0x100000 + b"\r\n")
         answer = read_answer(connection)
     assert answer is None or (answer.status, answer.error()["code"]) == (413, "request_too_large")
-    door.serves()
+    http_server.serves()
 
 
-def test_hundreds_of_slow_senders_keep_no_other_client_waiting(door: Door) -> None:
+def test_hundreds_of_slow_senders_keep_no_other_client_waiting(http_server: HttpServer) -> None:
     """Half of a head, a head without its body, and nothing at all; others are served meanwhile."""
     beginnings = [
         b"",
         b"\r\n\r\n",
         b"GET /version HTTP/1.1\r\nHost: do",
-        b"POST /v1/completions HTTP/1.1\r\nHost: door\r\nContent-Length: 1000\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: server\r\nContent-Length: 1000\r\n\r\n",
         CHUNKED + b"1\r\n{\r\n",
     ]
     with contextlib.ExitStack() as stack:
-        slow = [stack.enter_context(contextlib.closing(door.connect())) for _ in range(300)]
+        slow = [stack.enter_context(contextlib.closing(http_server.connect())) for _ in range(300)]
         for index, connection in enumerate(slow):
             connection.sendall(beginnings[index % len(beginnings)])
         for _ in range(5):
             for index, connection in enumerate(slow):
                 if index % len(beginnings) in (2, 3):
                     connection.sendall(b"o")
-            door.serves()
-    door.serves()
+            http_server.serves()
+    http_server.serves()
 
 
 @examples(40)
 @given(st.lists(HEADER, max_size=6), st.sampled_from([GOOD, b"", b"{}", b"{", b"\x00\xff"]))
 def test_any_headers_are_served_or_refused_in_shape(
-    doors: list[Door], headers: list[tuple[bytes, bytes]], body: Any
+    http_servers: list[HttpServer], headers: list[tuple[bytes, bytes]], body: Any
 ) -> None:
-    for door in doors:
+    for http_server in http_servers:
         raw = request(body, headers=[*headers, (b"Connection", b"close")])
-        answer = without_a_hang(partial(door.exchange, raw))
+        answer = without_a_hang(partial(http_server.exchange, raw))
         if answer is not None:  # else hung up on: what followed was no request any more
             answer.check()
         if {name for name, _ in headers} & {b"Transfer-Encoding", b"Content-Length"}:
             assert answer is not None
             assert answer.status == 400, "the helper adds a length of its own"
-        door.serves()
+        http_server.serves()

@@ -1,4 +1,4 @@
-"""The door: every refusal in OpenAI's shape, nothing unbounded inside, streams untouched."""
+"""The request middleware: every refusal in OpenAI's shape, nothing unbounded inside, streams untouched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from waiting import WAIT_LIMIT_S
 
 from pagemill_protocol.errors import PagemillError, too_many_requests
-from pagemill_protocol.http import door
+from pagemill_protocol.http import request_middleware
 from pagemill_protocol.openai.schemas import CompletionRequest
 
 BODY = orjson.dumps({"model": "m", "prompt": "hi"})
@@ -26,10 +26,10 @@ BODY = orjson.dumps({"model": "m", "prompt": "hi"})
 
 def make_app() -> Starlette:
     async def echo(request: Request) -> Response:
-        return Response(await door.read_body(request.receive))
+        return Response(await request_middleware.read_body(request.receive))
 
     async def parse(request: Request) -> Response:
-        parsed = await door.read_json(request.scope, request.receive, CompletionRequest)
+        parsed = await request_middleware.read_json(request.scope, request.receive, CompletionRequest)
         return Response(parsed.model)
 
     async def bug(request: Request) -> Response:
@@ -46,7 +46,7 @@ def make_app() -> Starlette:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def identity(request: Request) -> Response:
-        return Response(door.request_id(request.scope))
+        return Response(request_middleware.request_id(request.scope))
 
     app = Starlette(
         routes=[
@@ -58,13 +58,15 @@ def make_app() -> Starlette:
             Route("/id", identity),
         ]
     )
-    door.install_error_handlers(app)
+    request_middleware.install_error_handlers(app)
     return app
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx2.AsyncClient]:
-    app = door.Door(make_app(), max_body_bytes=1000, max_header_bytes=2000, body_timeout_s=0.2)
+    app = request_middleware.RequestMiddleware(
+        make_app(), max_body_bytes=1000, max_header_bytes=2000, body_timeout_s=0.2
+    )
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://test") as session:
         yield session
@@ -219,8 +221,10 @@ def part(body: bytes, more: bool) -> Message:
     return {"type": "http.request", "body": body, "more_body": more}
 
 
-def bounded(**options: Any) -> door.Door:
-    return door.Door(make_app(), **{"max_body_bytes": 1000, "body_timeout_s": 0.05, **options})
+def bounded(**options: Any) -> request_middleware.RequestMiddleware:
+    return request_middleware.RequestMiddleware(
+        make_app(), **{"max_body_bytes": 1000, "body_timeout_s": 0.05, **options}
+    )
 
 
 async def test_streams_pass_chunk_by_chunk_and_untouched() -> None:
@@ -280,9 +284,9 @@ async def test_an_answer_before_the_body_was_read_closes_the_connection() -> Non
     async def hasty(scope: Scope, receive: Receive, send: Send) -> None:
         await Response("no", status_code=401)(scope, receive, send)
 
-    sent = await call(door.Door(hasty), [part(b"x", False)], [(b"content-length", b"1")])
+    sent = await call(request_middleware.RequestMiddleware(hasty), [part(b"x", False)], [(b"content-length", b"1")])
     assert header_of(sent, b"connection") == b"close"
-    sent = await call(door.Door(hasty), [])
+    sent = await call(request_middleware.RequestMiddleware(hasty), [])
     assert header_of(sent, b"connection") is None
 
 
@@ -290,11 +294,15 @@ async def test_after_the_body_the_app_hears_the_disconnect() -> None:
     received: list[str] = []
 
     async def listener(scope: Scope, receive: Receive, send: Send) -> None:
-        await door.read_body(receive)
+        await request_middleware.read_body(receive)
         received.append((await receive())["type"])
         await Response("")(scope, receive, send)
 
-    await call(door.Door(listener), [part(b"x", False), {"type": "http.disconnect"}], [(b"content-length", b"1")])
+    await call(
+        request_middleware.RequestMiddleware(listener),
+        [part(b"x", False), {"type": "http.disconnect"}],
+        [(b"content-length", b"1")],
+    )
     assert received == ["http.disconnect"]
 
 
@@ -305,13 +313,13 @@ async def test_a_stream_that_breaks_is_cut_not_completed() -> None:
         raise RuntimeError("broke")
 
     with pytest.raises(RuntimeError, match="broke"):
-        await call(door.Door(broken), [])
+        await call(request_middleware.RequestMiddleware(broken), [])
 
 
 async def test_errors_outside_the_app_are_shaped_too() -> None:
     async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
         raise PagemillError("Not today.", status=503, type="server_error")
 
-    sent = await call(door.Door(refusing), [])
+    sent = await call(request_middleware.RequestMiddleware(refusing), [])
     assert sent[0]["status"] == 503
     assert orjson.loads(sent[1]["body"])["error"]["message"] == "Not today."

@@ -92,12 +92,12 @@ def request(
 ) -> bytes:
     """A whole HTTP request. `body`: bytes as they are, anything else as JSON; `headers` come before its length."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1".encode(), b"Host: door", *(b": ".join(pair) for pair in headers)]
+    lines = [f"{method} {path} HTTP/1.1".encode(), b"Host: server", *(b": ".join(pair) for pair in headers)]
     return b"\r\n".join([*lines, b"Content-Length: %d" % len(raw), b"", raw])
 
 
 @dataclass
-class Door:
+class HttpServer:
     """A server process and where it listens."""
 
     name: str
@@ -193,26 +193,26 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 
 @contextmanager
-def costing_little(door: Door) -> Iterator[None]:
-    """Fails when the door spends two seconds of CPU time on the block, which bounds how long others wait for it.
+def costing_little(http_server: HttpServer) -> Iterator[None]:
+    """Fails when the HTTP server spends two seconds of CPU time on the block, which bounds how long others wait for it.
 
     Waits themselves say more of what else the machine does; on shared cores CPU time at most doubles.
     """
-    before = door.cpu_s()
+    before = http_server.cpu_s()
     yield
-    spent = door.cpu_s() - before
+    spent = http_server.cpu_s() - before
     assert spent < 2.0, f"{spent:.2f} s of CPU time"
 
 
 @contextmanager
-def growing_little(door: Door) -> Iterator[None]:
-    """Fails when the door's memory is 160 MiB larger at any time of the block than before it."""
-    before, peak, over = door.rss_bytes(), 0, threading.Event()
+def growing_little(http_server: HttpServer) -> Iterator[None]:
+    """Fails when the HTTP server's memory is 160 MiB larger at any time of the block than before it."""
+    before, peak, over = http_server.rss_bytes(), 0, threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not over.wait(0.005):
-            peak = max(peak, door.rss_bytes())
+            peak = max(peak, http_server.rss_bytes())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -235,7 +235,7 @@ def without_a_hang(ask: Callable[[], Asked]) -> Asked:
     raise AssertionError(f"{took_s:.2f} s for {answer}, the {NUM_HANGS}th time")
 
 
-def start_door(
+def start_http_server(
     name: str,
     module: str,
     folder: Path,
@@ -244,7 +244,7 @@ def start_door(
     *,
     good: tuple[str, dict[str, Any]] = ("/v1/completions", GOOD),
     data_limit_bytes: int = 0,
-) -> Door:
+) -> HttpServer:
     """Run the module's server until it answers a good request, sent with `headers`.
 
     `data_limit_bytes`: an rlimit of each of its processes; more memory of its own than that it does not get.
@@ -259,13 +259,13 @@ def start_door(
     reported = event_in(log, "listening", process)
     urls = (_url(reported, "url", "port"), _url(reported, "control_url", "control_port"))
     token = values.get("control_token") or values.get("server", {}).get("internal_token", "")
-    door = Door(name, process, *urls, log, headers or {}, token)
+    http_server = HttpServer(name, process, *urls, log, headers or {}, token)
     try:
-        wait_until(lambda: door.client.post(good[0], json=good[1]).status_code == 200, limit_s=START_LIMIT_S)
+        wait_until(lambda: http_server.client.post(good[0], json=good[1]).status_code == 200, limit_s=START_LIMIT_S)
     except Exception as error:
-        door.stop()
+        http_server.stop()
         raise RuntimeError(log.read_text()) from error
-    return door
+    return http_server
 
 
 def _url(reported: dict[str, Any], url: str, port: str) -> str:

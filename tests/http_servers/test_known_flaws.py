@@ -1,4 +1,5 @@
-"""Flaws that other serving platforms published, tried on both doors. `docs/hostile-input.md` lists them by number.
+"""Flaws that other serving platforms published, tried on both HTTP servers. `docs/hostile-input.md` lists them by
+number.
 
 Where a flaw was in something that does not exist here, the test is that it still does not.
 """
@@ -17,9 +18,9 @@ from typing import Any
 
 import psutil
 import pytest
-from front_doors import GOOD, MIB, MODEL, Door, costing_little, examples, request
 from hypothesis import given
 from hypothesis import strategies as st
+from server_processes import GOOD, MIB, MODEL, HttpServer, costing_little, examples, request
 
 from pagemill_engine.config import ServerConfig
 from pagemill_gateway.config import GatewayConfig
@@ -47,12 +48,14 @@ def chat(content: Any = "hi", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
 
 
-def refused(door: Door, body: Any, param: str, path: str = "/v1/chat/completions", status: int = 400) -> dict[str, Any]:
-    answer = door.post(body, path)
+def refused(
+    http_server: HttpServer, body: Any, param: str, path: str = "/v1/chat/completions", status: int = 400
+) -> dict[str, Any]:
+    answer = http_server.post(body, path)
     assert answer.status == status, answer
     error = answer.error()
     assert error["param"] == param, error
-    door.serves()
+    http_server.serves()
     return error
 
 
@@ -78,51 +81,53 @@ def canary() -> Iterator[Canary]:
 
 
 @pytest.mark.parametrize("n", [129, 16384, 10**9, 2**63, 2**64, 10**400, 1e308, -1, 0, "128", [1], True])
-def test_huge_n_is_refused(door: Door, n: Any) -> None:
+def test_huge_n_is_refused(http_server: HttpServer, n: Any) -> None:
     took_s = []
-    with costing_little(door):
+    with costing_little(http_server):
         for name in ("n", "best_of"):
             for _ in range(5):
                 began_s = time.monotonic()
-                door.post(chat(**{name: n}), "/v1/chat/completions")
+                http_server.post(chat(**{name: n}), "/v1/chat/completions")
                 took_s.append(time.monotonic() - began_s)
-            refused(door, chat(**{name: n}), name)
+            refused(http_server, chat(**{name: n}), name)
     assert min(took_s) < 0.05, "at once, whatever else the machine does"
 
 
-def test_giant_headers_get_431_and_are_not_kept(door: Door) -> None:
-    door.serves()
-    before = door.rss_bytes()
+def test_giant_headers_get_431_and_are_not_kept(http_server: HttpServer) -> None:
+    http_server.serves()
+    before = http_server.rss_bytes()
     for _ in range(40):
-        answer = door.exchange(request(headers=[(b"X-Giant", b"a" * 4 * MIB)]))
+        answer = http_server.exchange(request(headers=[(b"X-Giant", b"a" * 4 * MIB)]))
         assert answer is None or (answer.status, answer.error()["code"]) == (431, "headers_too_large")
-        answer = door.exchange(request(headers=[(b"X-%d" % number, b"a" * 100) for number in range(700)]))
+        answer = http_server.exchange(request(headers=[(b"X-%d" % number, b"a" * 100) for number in range(700)]))
         assert answer is not None
         assert answer.status == 431
-    assert door.rss_bytes() - before < 16 * MIB
-    door.serves()
+    assert http_server.rss_bytes() - before < 16 * MIB
+    http_server.serves()
 
 
 @pytest.mark.parametrize(
     "name", ["tokenize", "messages", "chat_template", "add_generation_prompt", "padding", "a.b", ""]
 )
-def test_template_arguments_cannot_be_overridden(door: Door, name: str) -> None:
+def test_template_arguments_cannot_be_overridden(http_server: HttpServer, name: str) -> None:
     for path in ("/v1/chat/completions", "/tokenize"):
-        refused(door, chat(chat_template_kwargs={name: True}), "chat_template_kwargs", path)
+        refused(http_server, chat(chat_template_kwargs={name: True}), "chat_template_kwargs", path)
 
 
-def test_templates_of_clients_are_refused(door: Door) -> None:
+def test_templates_of_clients_are_refused(http_server: HttpServer) -> None:
     loop = "{% for a in range(10**9) %}{% for b in range(10**9) %}x{% endfor %}{% endfor %}"
-    with costing_little(door):
+    with costing_little(http_server):
         for path in ("/v1/chat/completions", "/tokenize"):
-            refused(door, chat(chat_template=loop), "chat_template", path)
+            refused(http_server, chat(chat_template=loop), "chat_template", path)
 
 
 @pytest.mark.parametrize("parameters", SCHEMAS)
-def test_malformed_schemas_of_tools_are_compiled_only_where_calls_are_held(door: Door, parameters: Any) -> None:
+def test_malformed_schemas_of_tools_are_compiled_only_where_calls_are_held(
+    http_server: HttpServer, parameters: Any
+) -> None:
     function = {"name": "f", "parameters": parameters}
-    with costing_little(door):
-        answer = door.post(chat(tools=[{"type": "function", "function": function}]), "/v1/chat/completions")
+    with costing_little(http_server):
+        answer = http_server.post(chat(tools=[{"type": "function", "function": function}]), "/v1/chat/completions")
         assert answer.status == 200 or answer.error()["code"] == "context_length_exceeded"
     strict = {"type": "function", "function": {**function, "strict": True}}
     param = (
@@ -132,67 +137,69 @@ def test_malformed_schemas_of_tools_are_compiled_only_where_calls_are_held(door:
         {"tools": [strict]},
         {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
     ):
-        answer = door.post(chat(**held), "/v1/chat/completions")
+        answer = http_server.post(chat(**held), "/v1/chat/completions")
         assert answer.status == 400
         assert answer.error()["param"].startswith(param) or answer.error()["code"] == "context_length_exceeded"
-    door.serves()
+    http_server.serves()
 
 
 @pytest.mark.parametrize(
     "tool", [7, [], {}, {"type": "function"}, {"type": "function", "function": {"name": "f" * 999}}]
 )
-def test_malformed_tools_are_refused(door: Door, tool: Any) -> None:
-    answer = door.post(chat(tools=[tool]), "/v1/chat/completions")
+def test_malformed_tools_are_refused(http_server: HttpServer, tool: Any) -> None:
+    answer = http_server.post(chat(tools=[tool]), "/v1/chat/completions")
     assert (answer.status, answer.error()["param"].startswith("tools[0]")) == (400, True)
-    door.serves()
+    http_server.serves()
 
 
 @pytest.mark.parametrize("schema", SCHEMAS[1:])
-def test_malformed_schemas_and_expressions_are_refused(door: Door, schema: Any) -> None:
+def test_malformed_schemas_and_expressions_are_refused(http_server: HttpServer, schema: Any) -> None:
     wrapped = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    refused(door, chat(response_format=wrapped), "response_format")
-    refused(door, chat(guided_json=schema), "guided_json")
-    refused(door, chat(guided_regex="(?=a)b"), "guided_regex")
-    refused(door, chat(structured_outputs={"grammar": "root ::="}), "structured_outputs")
+    refused(http_server, chat(response_format=wrapped), "response_format")
+    refused(http_server, chat(guided_json=schema), "guided_json")
+    refused(http_server, chat(guided_regex="(?=a)b"), "guided_regex")
+    refused(http_server, chat(structured_outputs={"grammar": "root ::="}), "structured_outputs")
 
 
-def test_expressions_that_make_others_backtrack_cost_nothing(door: Door) -> None:
-    with costing_little(door):
+def test_expressions_that_make_others_backtrack_cost_nothing(http_server: HttpServer) -> None:
+    with costing_little(http_server):
         for form in ({"guided_json": SCHEMAS[0]}, {"guided_regex": "(((((a+)+)+)+)+)$"}):
-            refused(door, chat(**form), "structured_outputs")  # by the engine: it is simulated
+            refused(http_server, chat(**form), "structured_outputs")  # by the engine: it is simulated
 
 
-def test_hundreds_of_different_schemas_leave_nothing_on_the_disk(door: Door) -> None:
-    before = {file.path for file in psutil.Process(door.process.pid).open_files()}
+def test_hundreds_of_different_schemas_leave_nothing_on_the_disk(http_server: HttpServer) -> None:
+    before = {file.path for file in psutil.Process(http_server.process.pid).open_files()}
     for number in range(200):
-        answer = door.post(chat(guided_json={"properties": {f"p{number}": {"const": number}}}), "/v1/chat/completions")
+        answer = http_server.post(
+            chat(guided_json={"properties": {f"p{number}": {"const": number}}}), "/v1/chat/completions"
+        )
         assert (answer.status, answer.error()["param"]) == (400, "structured_outputs")  # the engine is simulated
-    assert {file.path for file in psutil.Process(door.process.pid).open_files()} <= before
+    assert {file.path for file in psutil.Process(http_server.process.pid).open_files()} <= before
 
 
-def test_prompt_embeddings_are_refused(door: Door) -> None:
+def test_prompt_embeddings_are_refused(http_server: HttpServer) -> None:
     tensor = base64.b64encode(b"PK\x03\x04archive/data.pkl").decode()
-    refused(door, {**GOOD, "prompt_embeds": tensor}, "prompt_embeds", "/v1/completions")
+    refused(http_server, {**GOOD, "prompt_embeds": tensor}, "prompt_embeds", "/v1/completions")
 
 
 @pytest.mark.parametrize("kind", ["image_url", "video_url", "input_audio", "image", "file"])
-def test_images_and_videos_inside_a_body_are_refused_unread(door: Door, kind: str) -> None:
+def test_images_and_videos_inside_a_body_are_refused_unread(http_server: HttpServer, kind: str) -> None:
     frames = "data:video/jpeg;base64," + ",".join(["A" * 1000] * 5000)
-    with costing_little(door):
-        refused(door, chat([{"type": kind, kind: {"url": frames}}]), "messages[0].content[0].type")
-    assert door.post(chat([{"type": kind, kind: {"url": frames * 2}}]), "/v1/chat/completions").status == 413
+    with costing_little(http_server):
+        refused(http_server, chat([{"type": kind, kind: {"url": frames}}]), "messages[0].content[0].type")
+    assert http_server.post(chat([{"type": kind, kind: {"url": frames * 2}}]), "/v1/chat/completions").status == 413
 
 
-def test_a_tiny_image_harms_no_other_request(door: Door) -> None:
+def test_a_tiny_image_harms_no_other_request(http_server: HttpServer) -> None:
     url = f"data:image/png;base64,{PIXEL}"
-    refused(door, chat([{"type": "image_url", "image_url": {"url": url}}]), "messages[0].content[0].type")
+    refused(http_server, chat([{"type": "image_url", "image_url": {"url": url}}]), "messages[0].content[0].type")
 
 
 PENALTY = st.sampled_from([-2.0, 0.0, 0.5, 2.0])
 
 
 @pytest.mark.model
-def test_no_combination_of_sampling_parameters_harms_the_engine(model_door: Door) -> None:
+def test_no_combination_of_sampling_parameters_harms_the_engine(model_server: HttpServer) -> None:
     """On a real model: the simulated device samples nothing."""
 
     @examples(20)
@@ -222,60 +229,60 @@ def test_no_combination_of_sampling_parameters_harms_the_engine(model_door: Door
         )
     )
     def every(sampling: dict[str, Any]) -> None:
-        answer = model_door.post({"model": MODEL, "prompt": "one two three", "max_tokens": 4, **sampling}).check()
+        answer = model_server.post({"model": MODEL, "prompt": "one two three", "max_tokens": 4, **sampling}).check()
         assert answer.status in (200, 400)
 
     every()
     for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
         for value in (5e-324, 1e-300, 1e-46, 1e-38, 1e-6):
             body = {"model": MODEL, "prompt": "one two one", "max_tokens": 2, "seed": 1, name: value}
-            answer = model_door.post(body).check()
+            answer = model_server.post(body).check()
             assert answer.status == 200 or answer.error()["param"] == name
-    model_door.serves()
+    model_server.serves()
 
 
-def test_errors_tell_no_address_path_or_trace(doors: list[Door]) -> None:
+def test_errors_tell_no_address_path_or_trace(http_servers: list[HttpServer]) -> None:
     """Every refusal is a sentence made of the request and of constants."""
     leak = re.compile(rb"0x[0-9a-f]{6,}|object at|Traceback|\.py\b|site-packages|File \"|127\.0\.0\.1|pydantic|orjson")
     bodies = [b"{", b"\xff", b"[]", b'{"model":7}', b'{"model":"tiny","prompt":{"a":[]}}', b'{"tokens":[1e9]}']
     bodies += [b'{"model":"tiny","messages":[%b]}' % each for each in (b"7", b"{}", b'{"role":"tool"}', b"[[]]")]
-    for door in doors:
+    for http_server in http_servers:
         for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/nowhere", "/v1/models"):
             for raw in bodies:
-                answer = door.post(raw, path)
+                answer = http_server.post(raw, path)
                 assert answer.status >= 400
                 assert not leak.search(answer.body), answer.body
-        broken = door.exchange(b"BROKEN\r\n\r\n")
+        broken = http_server.exchange(b"BROKEN\r\n\r\n")
         assert broken is not None
         assert not leak.search(broken.body)
-    reply = doors[0].post(b"\x81\xa1a\x00", "/internal/generate", {"Authorization": "Bearer internal-secret"})
+    reply = http_servers[0].post(b"\x81\xa1a\x00", "/internal/generate", {"Authorization": "Bearer internal-secret"})
     assert reply.status == 400
     assert not leak.search(reply.body)
 
 
 @pytest.mark.parametrize("disguise", ["{}", "http://trusted.example\\@{}", "{}#@trusted.example", "data:,{}"])
-def test_no_address_in_a_request_is_ever_called(door: Door, canary: Canary, disguise: str) -> None:
+def test_no_address_in_a_request_is_ever_called(http_server: HttpServer, canary: Canary, disguise: str) -> None:
     url = disguise.format(canary.url)
     for kind in ("image_url", "video_url", "audio_url", "input_file"):
-        refused(door, chat([{"type": kind, kind: {"url": url}}]), "messages[0].content[0].type")
-    refused(door, chat(documents=[{"url": url}]), "documents")
+        refused(http_server, chat([{"type": kind, kind: {"url": url}}]), "messages[0].content[0].type")
+    refused(http_server, chat(documents=[{"url": url}]), "documents")
     assert not canary.was_called()
 
 
-def test_images_that_text_links_to_are_not_fetched(door: Door, canary: Canary) -> None:
-    answer = door.post(chat(f"![image]({canary.url}) <img src='{canary.url}'>"), "/v1/chat/completions")
+def test_images_that_text_links_to_are_not_fetched(http_server: HttpServer, canary: Canary) -> None:
+    answer = http_server.post(chat(f"![image]({canary.url}) <img src='{canary.url}'>"), "/v1/chat/completions")
     assert answer.status == 200
-    assert door.post({**GOOD, "prompt": canary.url}).status == 200
+    assert http_server.post({**GOOD, "prompt": canary.url}).status == 200
     assert not canary.was_called()
 
 
 @pytest.mark.parametrize(
     "name", ["{canary}", "file:///etc/passwd", "../../etc/passwd", "hf://evil/model", "sha256:../../x", "tiny/../x"]
 )
-def test_no_name_of_a_model_is_a_place_to_load_from(door: Door, canary: Canary, name: str) -> None:
+def test_no_name_of_a_model_is_a_place_to_load_from(http_server: HttpServer, canary: Canary, name: str) -> None:
     name = name.format(canary=canary.url)
-    refused(door, {**GOOD, "model": name}, "model", "/v1/completions", 404)
-    answer = door.exchange(request(b"", method="GET", path=f"/v1/models/{name}"))
+    refused(http_server, {**GOOD, "model": name}, "model", "/v1/completions", 404)
+    answer = http_server.exchange(request(b"", method="GET", path=f"/v1/models/{name}"))
     assert answer is not None
     assert answer.status == 404
     assert not canary.was_called()
@@ -313,21 +320,21 @@ def test_no_tenant_meets_the_cached_prompts_of_another() -> None:
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "application/octet-stream", "application/x-pickle"])
-def test_pickled_bodies_are_never_unpickled(door: Door, tmp_path: Path, content_type: str) -> None:
+def test_pickled_bodies_are_never_unpickled(http_server: HttpServer, tmp_path: Path, content_type: str) -> None:
     mark = tmp_path / "mark"
     pickled = b"cposix\nsystem\n(Vtouch " + str(mark).encode() + b"\ntR."
     for path in ("/v1/completions", "/tokenize", "/internal/generate"):
         headers = {"Content-Type": content_type, "Authorization": "Bearer internal-secret"}
-        assert door.post(pickled, path, headers).status in (400, 404, 415)
-    door.serves()
+        assert http_server.post(pickled, path, headers).status in (400, 404, 415)
+    http_server.serves()
     assert not mark.exists()
 
 
-def test_nothing_listens_beyond_this_machine_or_beside_the_two_ports(door: Door) -> None:
+def test_nothing_listens_beyond_this_machine_or_beside_the_two_ports(http_server: HttpServer) -> None:
     """The engine's two processes talk over a Unix socket."""
     assert (GatewayConfig().host, GatewayConfig().control_host) == ("127.0.0.1", "127.0.0.1")
     assert (ServerConfig().host, ServerConfig().control_host) == ("127.0.0.1", "127.0.0.1")
-    process = psutil.Process(door.process.pid)
+    process = psutil.Process(http_server.process.pid)
     listening = [
         connection.laddr
         for each in [process, *process.children(recursive=True)]
@@ -336,7 +343,7 @@ def test_nothing_listens_beyond_this_machine_or_beside_the_two_ports(door: Door)
     ]
     assert {address.ip for address in listening} == {"127.0.0.1"}
     assert {address.port for address in listening} == {
-        int(url.rpartition(":")[2]) for url in (door.url, door.control_url)
+        int(url.rpartition(":")[2]) for url in (http_server.url, http_server.control_url)
     }
 
 

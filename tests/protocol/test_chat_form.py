@@ -20,7 +20,7 @@ from pagemill_protocol.answers.registry import REASONING_ENDS, call_syntax, tool
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.grammars.parser import fault_of, parser_limits
 from pagemill_protocol.grammars.source import grammar_text
-from pagemill_protocol.openai.held_answers import check_schemas, prescribed
+from pagemill_protocol.openai.chat_form import check_schemas, prescribed
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.prepare import check_form
 from pagemill_protocol.openai.schemas import ChatCompletionRequest

@@ -1,4 +1,5 @@
-"""Both doors against their own OpenAPI document: what it allows is served or refused by name, what it forbids refused.
+"""Both HTTP servers against their own OpenAPI document: what it allows is served or refused by name, what it forbids
+refused.
 
 schemathesis makes the requests from the document and checks status, content type and shape of every answer.
 """
@@ -11,22 +12,22 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
-from front_doors import ANSWER_TIMEOUT_S, MODEL, Answer, Door, examples, without_a_hang
 from hypothesis import given
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 from schemathesis.specs.openapi import checks
+from server_processes import ANSWER_TIMEOUT_S, MODEL, Answer, HttpServer, examples, without_a_hang
 
 from pagemill_protocol.dialects.error_shapes import error_body_at
 from pagemill_protocol.http.errors import method_not_allowed
 from pagemill_protocol.openapi import document
 
 AnyOperation = APIOperation[Any, Any, Any, Any]
-DOCUMENT = json.loads(document("doors", "1"))
-GATEWAY = json.loads(document("doors", "1", with_stores=True))
+DOCUMENT = json.loads(document("servers", "1"))
+GATEWAY = json.loads(document("servers", "1", with_stores=True))
 """With what only a gateway stores."""
-ALONE = json.loads(document("doors", "1", with_metrics=True))
+ALONE = json.loads(document("servers", "1", with_metrics=True))
 """Of an engine, which may be the only server there is."""
 OPERATIONS = [
     found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations() if isinstance(found, Ok)
@@ -44,11 +45,11 @@ def label(operation: AnyOperation) -> str:
     return str(operation.label)
 
 
-def tried(case: Case[Any], door: Door, session: requests.Session) -> Answer:
+def tried(case: Case[Any], http_server: HttpServer, session: requests.Session) -> Answer:
     """Sent with the name of a model that exists, and asking for no more than a few tokens."""
     if isinstance(case.body, dict):
         _make_small(case.body)
-    response = without_a_hang(lambda: case.call(door.url, session, timeout=ANSWER_TIMEOUT_S))
+    response = without_a_hang(lambda: case.call(http_server.url, session, timeout=ANSWER_TIMEOUT_S))
     extra = [checks.negative_data_rejection] if case.meta and case.meta.generation.mode.is_negative else []
     case.validate_response(response, checks=[*ALWAYS, *extra])
     answer = Answer(response.status_code, {k: v[0] for k, v in response.headers.items()}, response.content)
@@ -68,74 +69,78 @@ def _make_small(body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=label)
-def test_what_the_document_allows_is_served_or_refused_by_name(doors: list[Door], operation: AnyOperation) -> None:
+def test_what_the_document_allows_is_served_or_refused_by_name(
+    http_servers: list[HttpServer], operation: AnyOperation
+) -> None:
     served = 0
 
     @examples(15 if operation in TAKING else 5)
     @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
     def every(case: Case[Any]) -> None:
         nonlocal served
-        for door in doors:
-            served += tried(case, door, session).status == 200
+        for http_server in http_servers:
+            served += tried(case, http_server, session).status == 200
 
     with requests.Session() as session:
         every()
     if operation not in TAKING and "{" not in operation.path:
         assert served, "every example was refused"
-    for door in doors:
-        door.serves()
+    for http_server in http_servers:
+        http_server.serves()
 
 
 @pytest.mark.parametrize("operation", TAKING, ids=label)
-def test_what_the_document_forbids_is_refused_by_name(doors: list[Door], operation: AnyOperation) -> None:
+def test_what_the_document_forbids_is_refused_by_name(http_servers: list[HttpServer], operation: AnyOperation) -> None:
     @examples(20)
     @given(case=operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
     def every(case: Case[Any]) -> None:
-        for door in doors:
-            tried(case, door, session)
+        for http_server in http_servers:
+            tried(case, http_server, session)
 
     with requests.Session() as session:
         every()
-    for door in doors:
-        door.serves()
+    for http_server in http_servers:
+        http_server.serves()
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"])
-def test_methods_that_the_document_does_not_have_get_405(doors: list[Door], method: str) -> None:
-    for door in doors:
+def test_methods_that_the_document_does_not_have_get_405(http_servers: list[HttpServer], method: str) -> None:
+    for http_server in http_servers:
         for path, methods in DOCUMENT["paths"].items():
             describes_models = method == "GET" and path.startswith("/v2/models/{model}/")  # a name may have slashes
             if method.lower() not in methods and not describes_models:
-                answer = door.client.request(method, path.replace("{model}", MODEL))
+                answer = http_server.client.request(method, path.replace("{model}", MODEL))
                 expected = error_body_at(path)(method_not_allowed(method, path.replace("{model}", MODEL)))
                 assert (answer.status_code, answer.content) == (405, expected), path
 
 
-def test_what_is_stored_is_on_the_data_port_of_a_gateway_only(engine_door: Door, gateway_door: Door) -> None:
+def test_what_is_stored_is_on_the_data_port_of_a_gateway_only(
+    engine_server: HttpServer, gateway_server: HttpServer
+) -> None:
     for path in GATEWAY["paths"].keys() - DOCUMENT["paths"].keys():
         method = next(iter(GATEWAY["paths"][path])).upper()
         url = path.replace("{id}", "file-1")
-        assert engine_door.client.request(method, url).json()["error"]["code"] == "not_found"
-        shown = gateway_door.client.request(method, url).json()["error"]["code"]
+        assert engine_server.client.request(method, url).json()["error"]["code"] == "not_found"
+        shown = gateway_server.client.request(method, url).json()["error"]["code"]
         assert shown in ("batches_not_configured", "responses_not_stored", "response_not_found"), path
 
 
-def test_metrics_are_on_the_data_port_of_an_engine_only(engine_door: Door, gateway_door: Door) -> None:
-    shown = engine_door.get("/metrics")
+def test_metrics_are_on_the_data_port_of_an_engine_only(engine_server: HttpServer, gateway_server: HttpServer) -> None:
+    shown = engine_server.get("/metrics")
     assert (shown.status, shown.headers["content-type"].partition(";")[0]) == (200, "text/plain")
-    assert gateway_door.get("/metrics").error()["code"] == "not_found"
+    assert gateway_server.get("/metrics").error()["code"] == "not_found"
 
 
-def test_each_door_serves_its_document_and_no_route_beside_it(doors: list[Door]) -> None:
-    for door in doors:
-        served = json.loads(door.get("/openapi.json").body)
-        assert served["paths"] == (GATEWAY["paths"] if door.name == "gateway" else ALONE["paths"])
+def test_each_server_serves_its_document_and_no_route_beside_it(http_servers: list[HttpServer]) -> None:
+    for http_server in http_servers:
+        served = json.loads(http_server.get("/openapi.json").body)
+        assert served["paths"] == (GATEWAY["paths"] if http_server.name == "gateway" else ALONE["paths"])
     assert set(ALONE["paths"]) - set(DOCUMENT["paths"]) == {"/metrics"}
     platform = ["/catalog", "/status", "/debug/decisions", "/internal/load", "/internal/state", "/internal/bundle"]
     platform += ["/internal/drain", "/internal/drained", "/redoc", "/pause", "/sleep", "/update_weights"]
     platform += ["/invocations", "/collective_rpc", "/v1/load_lora_adapter", "/reset_prefix_cache"]
-    for door in doors:
+    for http_server in http_servers:
         for path in platform:
             for method in ("GET", "POST", "PUT"):
-                answer = door.client.request(method, path)
+                answer = http_server.client.request(method, path)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found"), path

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx2
 import msgspec
 import pytest
-from front_doors import ANSWER_TIMEOUT_S, GOOD, MAX_MODEL_LEN, MODEL, Answer, Door, start_door
 from light_model import light_model
+from server_processes import ANSWER_TIMEOUT_S, GOOD, MAX_MODEL_LEN, MODEL, Answer, HttpServer, start_http_server
 from waiting import wait_until
 
 from pagemill_operator.backends.local.ports import free_port
@@ -62,52 +62,56 @@ def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def start_engine(folder: Path, port: int = 0, control_port: int = 0) -> Door:
+def start_engine(folder: Path, port: int = 0, control_port: int = 0) -> HttpServer:
     values = {"engine": ENGINE, "server": {"port": port, "control_port": control_port, "drain_timeout_s": 2.0}}
-    return start_door("open", "pagemill_engine.server", folder, values)
+    return start_http_server("open", "pagemill_engine.server", folder, values)
 
 
-def start_gateway(folder: Path, engine: Door, headers: dict[str, str] | None = None, **settings: object) -> Door:
+def start_gateway(
+    folder: Path, engine: HttpServer, headers: dict[str, str] | None = None, **settings: object
+) -> HttpServer:
     endpoint = {"id": "engine-0", "data_url": engine.url, "control_url": engine.control_url}
     model = {"namespace": "ns", "deployment": MODEL, "name": MODEL, "endpoints": [endpoint]}
     values = {"port": 0, "control_port": 0, "catalog": {"models": [model]}, **settings}
-    return start_door("open-gateway", "pagemill_gateway", folder, values, headers)
+    return start_http_server("open-gateway", "pagemill_gateway", folder, values, headers)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    door = start_engine(tmp_path_factory.mktemp("open-engine"))
-    yield door
-    door.stop()
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    http_server = start_engine(tmp_path_factory.mktemp("open-engine"))
+    yield http_server
+    http_server.stop()
 
 
 @pytest.fixture(
     scope="module",
     params=[pytest.param(1, marks=pytest.mark.full, id="one process"), pytest.param(2, id="several processes")],
 )
-def gateway(request: pytest.FixtureRequest, engine: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    door = start_gateway(tmp_path_factory.mktemp("open-gateway"), engine, workers=request.param)
-    yield door
-    door.stop()
+def gateway(
+    request: pytest.FixtureRequest, engine: HttpServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HttpServer]:
+    http_server = start_gateway(tmp_path_factory.mktemp("open-gateway"), engine, workers=request.param)
+    yield http_server
+    http_server.stop()
 
 
-def ask(door: Door, method: str, path: str, headers: dict[str, str], *, content: bytes = b"") -> Answer:
+def ask(http_server: HttpServer, method: str, path: str, headers: dict[str, str], *, content: bytes = b"") -> Answer:
     with httpx2.stream(
-        method, door.control_url + path, headers=headers, content=content, timeout=ANSWER_TIMEOUT_S
+        method, http_server.control_url + path, headers=headers, content=content, timeout=ANSWER_TIMEOUT_S
     ) as response:
         # Streams never end; what they begin with is enough.
         body = b"" if response.status_code == 200 else response.read()
         return Answer(response.status_code, dict(response.headers), body)
 
 
-def right(door: Door) -> dict[str, str]:
+def right(http_server: HttpServer) -> dict[str, str]:
     """What a program of the same user sends."""
-    return {"Authorization": f"Bearer {read_made_token(door.control_url)}"}
+    return {"Authorization": f"Bearer {read_made_token(http_server.control_url)}"}
 
 
-def status_of(door: Door, method: str, path: str) -> int:
-    headers = {**right(door), "Content-Type": "application/json"}
-    return ask(door, method, path, headers, content=b'{"models": 1}').status
+def status_of(http_server: HttpServer, method: str, path: str) -> int:
+    headers = {**right(http_server), "Content-Type": "application/json"}
+    return ask(http_server, method, path, headers, content=b'{"models": 1}').status
 
 
 # -- data ports --------------------------------------------------------------------------------------------------------
@@ -116,18 +120,21 @@ BOUND = {"Host": "page.example.com"}
 """A page's own name that now leads to this machine; its requests have no foreign origin."""
 
 
-def test_a_page_whose_name_was_bound_to_this_machine_uses_no_model(engine: Door, gateway: Door) -> None:
-    for door in (engine, gateway):
-        asked = [door.post(GOOD, headers=BOUND), *(door.get(path, headers=BOUND) for path in ("/v1/models", "/nope"))]
+def test_a_page_whose_name_was_bound_to_this_machine_uses_no_model(engine: HttpServer, gateway: HttpServer) -> None:
+    for http_server in (engine, gateway):
+        asked = [
+            http_server.post(GOOD, headers=BOUND),
+            *(http_server.get(path, headers=BOUND) for path in ("/v1/models", "/nope")),
+        ]
         for answer in asked:
             assert (answer.status, answer.error()["code"]) == (403, "foreign_host")
             assert "setting `allowed_hosts`" in answer.error()["message"]
         for own in ("localhost:8080", "127.0.0.1", "[::1]:1", "gpu-box"):
-            assert door.post(GOOD, headers={"Host": own}).status == 200
-        assert door.get("/livez", headers=BOUND).status == 200
+            assert http_server.post(GOOD, headers={"Host": own}).status == 200
+        assert http_server.get("/livez", headers=BOUND).status == 200
 
 
-def test_a_configured_name_and_keys_open_the_data_port(engine: Door, tmp_path: Path) -> None:
+def test_a_configured_name_and_keys_open_the_data_port(engine: HttpServer, tmp_path: Path) -> None:
     """With keys a page has none."""
     (named := tmp_path / "named").mkdir()
     (keyed := tmp_path / "keyed").mkdir()
@@ -136,25 +143,27 @@ def test_a_configured_name_and_keys_open_the_data_port(engine: Door, tmp_path: P
         (named, {"allowed_hosts": ["Page.example.com"]}, BOUND),
         (keyed, {"api_keys": [hash_key("k")]}, BOUND | key),
     ):
-        door = start_gateway(folder, engine, headers=key, **settings)
+        http_server = start_gateway(folder, engine, headers=key, **settings)
         try:
-            assert door.post(GOOD, headers=headers).status == 200
+            assert http_server.post(GOOD, headers=headers).status == 200
         finally:
-            door.stop()
+            http_server.stop()
 
 
 def test_an_engine_behind_a_gateway_asks_clients_for_the_internal_token(tmp_path: Path) -> None:
     server = {"port": 0, "control_port": 0, "internal_token": "s3cret", "only_gateways": True}
     right = {"Authorization": "Bearer s3cret"}
-    door = start_door("behind", "pagemill_engine.server", tmp_path, {"engine": ENGINE, "server": server}, right)
+    http_server = start_http_server(
+        "behind", "pagemill_engine.server", tmp_path, {"engine": ENGINE, "server": server}, right
+    )
     try:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
             for wrong in ({"Authorization": ""}, {"Authorization": "Bearer other"}):
-                assert door.post(GOOD, path, wrong).error()["code"] == "invalid_api_key", path
-        assert door.get("/v1/models", {"Authorization": ""}).status == 401
-        door.serves()
+                assert http_server.post(GOOD, path, wrong).error()["code"] == "invalid_api_key", path
+        assert http_server.get("/v1/models", {"Authorization": ""}).status == 401
+        http_server.serves()
     finally:
-        door.stop()
+        http_server.stop()
 
 
 # -- web pages ---------------------------------------------------------------------------------------------------------
@@ -162,7 +171,9 @@ def test_an_engine_behind_a_gateway_asks_clients_for_the_internal_token(tmp_path
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 @pytest.mark.parametrize(("method", "path"), ENGINE_ROUTES)
-def test_no_web_page_changes_or_reads_an_engine(engine: Door, method: str, path: str, page: dict[str, str]) -> None:
+def test_no_web_page_changes_or_reads_an_engine(
+    engine: HttpServer, method: str, path: str, page: dict[str, str]
+) -> None:
     for headers in (page, {**page, **right(engine)}):
         answer = ask(engine, method, path, headers)
         assert answer.status == 403, answer
@@ -173,7 +184,9 @@ def test_no_web_page_changes_or_reads_an_engine(engine: Door, method: str, path:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 @pytest.mark.parametrize(("method", "path"), GATEWAY_ROUTES)
-def test_no_web_page_changes_or_reads_a_gateway(gateway: Door, method: str, path: str, page: dict[str, str]) -> None:
+def test_no_web_page_changes_or_reads_a_gateway(
+    gateway: HttpServer, method: str, path: str, page: dict[str, str]
+) -> None:
     for headers in (page, {**page, **right(gateway)}):
         answer = ask(gateway, method, path, headers, content=b'{"models": []}')
         assert answer.status == 403, answer
@@ -189,7 +202,7 @@ def prepared() -> bytes:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_no_web_page_uses_the_gateways_own_route_of_an_engine(engine: Door, page: dict[str, str]) -> None:
+def test_no_web_page_uses_the_gateways_own_route_of_an_engine(engine: HttpServer, page: dict[str, str]) -> None:
     with httpx2.Client(base_url=engine.url, timeout=ANSWER_TIMEOUT_S) as client:
         assert client.post("/internal/generate", content=prepared(), headers=page).status_code == 403
         assert client.post("/internal/generate", content=prepared()).status_code == 401
@@ -200,23 +213,23 @@ def test_no_web_page_uses_the_gateways_own_route_of_an_engine(engine: Door, page
 
 
 def test_without_the_token_a_program_is_refused_and_shown_where_the_token_is(
-    engine: Door, gateway: Door, runtime_folder: Path
+    engine: HttpServer, gateway: HttpServer, runtime_folder: Path
 ) -> None:
     asked = [(engine, *route) for route in ENGINE_ROUTES] + [(gateway, *route) for route in GATEWAY_ROUTES]
-    for door, method, path in asked:
-        token = read_made_token(door.control_url)
+    for http_server, method, path in asked:
+        token = read_made_token(http_server.control_url)
         for headers in ({}, {"Authorization": "Bearer wrong"}):
-            answer = ask(door, method, path, headers, content=b'{"models": []}')
+            answer = ask(http_server, method, path, headers, content=b'{"models": []}')
             assert answer.status == 401, answer
             message = answer.error()["message"]
             (file,) = [each for each in runtime_folder.rglob("*.token") if str(each) in message]
             assert file.read_text().strip() == token
             assert token not in message
-        assert ask(door, "GET", "/readyz", {}).status == 200
+        assert ask(http_server, "GET", "/readyz", {}).status == 200
     gateway.serves()
 
 
-def test_with_the_token_a_program_puts_an_engine_to_sleep_and_wakes_it(engine: Door) -> None:
+def test_with_the_token_a_program_puts_an_engine_to_sleep_and_wakes_it(engine: HttpServer) -> None:
     assert status_of(engine, "POST", "/sleep") == 200
     assert ask(engine, "GET", "/readyz", {}).status == 503
     assert status_of(engine, "POST", "/wake_up") == 200
@@ -224,7 +237,7 @@ def test_with_the_token_a_program_puts_an_engine_to_sleep_and_wakes_it(engine: D
     engine.serves()
 
 
-def test_with_the_token_a_program_reads_a_gateway_and_replaces_its_catalogue(gateway: Door) -> None:
+def test_with_the_token_a_program_reads_a_gateway_and_replaces_its_catalogue(gateway: HttpServer) -> None:
     for path in ("/status", "/debug/decisions", "/internal/load"):
         assert status_of(gateway, "GET", path) == 200
     assert status_of(gateway, "PUT", "/catalog") == 400, "it is read, and is none"
@@ -232,28 +245,30 @@ def test_with_the_token_a_program_reads_a_gateway_and_replaces_its_catalogue(gat
 
 
 @pytest.mark.parametrize("path", OPEN)
-def test_probes_and_scrapes_need_no_token(engine: Door, gateway: Door, path: str) -> None:
-    for door in (engine, gateway):
+def test_probes_and_scrapes_need_no_token(engine: HttpServer, gateway: HttpServer, path: str) -> None:
+    for http_server in (engine, gateway):
         for headers in ({}, PAGE):
-            assert ask(door, "GET", path, headers).status == 200
-            assert ask(door, "HEAD", path, headers).status == 200
+            assert ask(http_server, "GET", path, headers).status == 200
+            assert ask(http_server, "HEAD", path, headers).status == 200
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_token_is_in_a_file_of_its_user_that_the_server_names_and_removes(
-    engine: Door, tmp_path: Path, runtime_folder: Path
+    engine: HttpServer, tmp_path: Path, runtime_folder: Path
 ) -> None:
-    door = start_engine(tmp_path)
+    http_server = start_engine(tmp_path)
     try:
-        (event,) = [json.loads(line) for line in door.log.read_text().splitlines() if "control_token" in line]
+        (event,) = [json.loads(line) for line in http_server.log.read_text().splitlines() if "control_token" in line]
         file = Path(event["file"])
         assert file.is_relative_to(runtime_folder)
         assert file.stat().st_mode & 0o777 == 0o600
-        assert read_made_token(engine.control_url) != read_made_token(door.control_url) == file.read_text().strip()
+        assert (
+            read_made_token(engine.control_url) != read_made_token(http_server.control_url) == file.read_text().strip()
+        )
     finally:
-        door.stop()
+        http_server.stop()
     assert not file.exists()
     engine.serves()
     assert status_of(engine, "GET", "/is_sleeping") == 200, "what one server removes is its own"

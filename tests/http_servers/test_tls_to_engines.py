@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 from certificates import write_certificate
-from front_doors import MODEL
 from light_model import light_model
+from server_processes import MODEL
 from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_engine import drain

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from front_doors import GOOD, MIB, MODEL, Door, costing_little, start_door
+from server_processes import GOOD, MIB, MODEL, HttpServer, costing_little, start_http_server
 
 from pagemill_gateway.config import GatewayConfig, SettingsError
 
@@ -23,23 +23,23 @@ def raw(body: Any) -> bytes:
     return json.dumps(body).encode()
 
 
-def test_a_slash_at_the_end_of_a_path_changes_nothing(door: Door) -> None:
-    assert door.post(GOOD, "/v1/completions/").status == 200
-    assert door.get("/v1/models/").status == 200
-    assert door.get("/nowhere/").error()["code"] == "not_found"
+def test_a_slash_at_the_end_of_a_path_changes_nothing(http_server: HttpServer) -> None:
+    assert http_server.post(GOOD, "/v1/completions/").status == 200
+    assert http_server.get("/v1/models/").status == 200
+    assert http_server.get("/nowhere/").error()["code"] == "not_found"
 
 
-def test_a_body_in_gzip_is_read_as_if_it_were_not(door: Door) -> None:
-    assert door.post(gzip.compress(raw(GOOD)), headers=PACKED).status == 200
+def test_a_body_in_gzip_is_read_as_if_it_were_not(http_server: HttpServer) -> None:
+    assert http_server.post(gzip.compress(raw(GOOD)), headers=PACKED).status == 200
 
 
-def test_a_body_that_grows_beyond_the_bound_gets_413_and_costs_little(door: Door) -> None:
+def test_a_body_that_grows_beyond_the_bound_gets_413_and_costs_little(http_server: HttpServer) -> None:
     bomb = gzip.compress(b'{"x": "' + b"x" * (256 * MIB))
-    before = door.rss_bytes()
-    with costing_little(door):
-        assert door.post(bomb, headers=PACKED).error()["code"] == "request_too_large"
-    assert door.rss_bytes() - before < 64 * MIB
-    door.serves()
+    before = http_server.rss_bytes()
+    with costing_little(http_server):
+        assert http_server.post(bomb, headers=PACKED).error()["code"] == "request_too_large"
+    assert http_server.rss_bytes() - before < 64 * MIB
+    http_server.serves()
 
 
 @pytest.mark.parametrize(
@@ -47,99 +47,99 @@ def test_a_body_that_grows_beyond_the_bound_gets_413_and_costs_little(door: Door
     [b"not gzip", gzip.compress(raw(GOOD))[:-5], gzip.compress(raw(GOOD)) + b"more", zlib.compress(raw(GOOD)), b""],
     ids=["text", "cut off", "followed by more", "zlib", "empty"],
 )
-def test_what_is_not_one_gzip_stream_gets_400(door: Door, body: bytes) -> None:
-    answer = door.post(body, headers=PACKED)
+def test_what_is_not_one_gzip_stream_gets_400(http_server: HttpServer, body: bytes) -> None:
+    answer = http_server.post(body, headers=PACKED)
     assert answer.status == 400
     if body:
         assert answer.error()["param"] == "content-encoding"
 
 
-def test_other_codings_get_415_with_the_remedy(door: Door) -> None:
-    answer = door.post(raw(GOOD), headers={"Content-Encoding": "br"})
+def test_other_codings_get_415_with_the_remedy(http_server: HttpServer) -> None:
+    answer = http_server.post(raw(GOOD), headers={"Content-Encoding": "br"})
     assert answer.status == 415
     assert "Send it as gzip" in answer.error()["message"]
 
 
-def test_a_large_answer_is_compressed_for_those_who_accept_it_alone(door: Door) -> None:
-    with door.client.stream("GET", "/openapi.json", headers={"Accept-Encoding": "br, gzip"}) as packed:
+def test_a_large_answer_is_compressed_for_those_who_accept_it_alone(http_server: HttpServer) -> None:
+    with http_server.client.stream("GET", "/openapi.json", headers={"Accept-Encoding": "br, gzip"}) as packed:
         data = b"".join(packed.iter_raw())
     assert packed.headers["content-encoding"] == "gzip"
     assert int(packed.headers["content-length"]) == len(data)
-    plain = door.get("/openapi.json", headers={"Accept-Encoding": "gzip;q=0"})
+    plain = http_server.get("/openapi.json", headers={"Accept-Encoding": "gzip;q=0"})
     assert "content-encoding" not in plain.headers
     assert gzip.decompress(data) == plain.body
-    small = door.post(GOOD, headers={"Accept-Encoding": "gzip"})
+    small = http_server.post(GOOD, headers={"Accept-Encoding": "gzip"})
     assert "content-encoding" not in small.headers
 
 
-def test_a_stream_is_never_compressed(door: Door) -> None:
-    answer = door.post({**GOOD, "stream": True, "max_tokens": 200}, headers={"Accept-Encoding": "gzip"})
+def test_a_stream_is_never_compressed(http_server: HttpServer) -> None:
+    answer = http_server.post({**GOOD, "stream": True, "max_tokens": 200}, headers={"Accept-Encoding": "gzip"})
     assert len(answer.body) > 4096
     assert "content-encoding" not in answer.headers
 
 
-def test_answers_say_how_long_they_took(door: Door) -> None:
-    assert 0 <= int(door.post(GOOD).headers["openai-processing-ms"]) < 60_000
+def test_answers_say_how_long_they_took(http_server: HttpServer) -> None:
+    assert 0 <= int(http_server.post(GOOD).headers["openai-processing-ms"]) < 60_000
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_request_id_of_the_body_names_the_answer(door: Door, path: str) -> None:
+def test_a_request_id_of_the_body_names_the_answer(http_server: HttpServer, path: str) -> None:
     prompt = {"prompt": ["a", "b"]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     body = {"model": MODEL, "max_tokens": 2, "request_id": "my-1", **prompt}
     for _ in range(2):
-        answer = json.loads(door.post(body, path).body)
+        answer = json.loads(http_server.post(body, path).body)
         assert answer["id"] == ("cmpl-my-1" if path == "/v1/completions" else "chatcmpl-my-1")
-    assert door.post({**body, "request_id": "a b"}, path).error()["param"] == "request_id"
+    assert http_server.post({**body, "request_id": "a b"}, path).error()["param"] == "request_id"
 
 
-def test_vllms_routes_answer(door: Door) -> None:
-    assert door.get("/ping").status == 200
-    assert json.loads(door.get("/load").body) == {"server_load": 0}
-    info = json.loads(door.get("/server_info").body)
+def test_vllms_routes_answer(http_server: HttpServer) -> None:
+    assert http_server.get("/ping").status == 200
+    assert json.loads(http_server.get("/load").body) == {"server_load": 0}
+    info = json.loads(http_server.get("/server_info").body)
     assert info["models"] == [MODEL]
-    page = door.get("/docs")
+    page = http_server.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert b"POST /v1/chat/completions" in page.body
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert b"<script" not in page.body
 
 
-def test_without_origins_no_page_is_allowed_anything(door: Door) -> None:
-    answer = door.get("/v1/models", headers={"Origin": PAGE})
+def test_without_origins_no_page_is_allowed_anything(http_server: HttpServer) -> None:
+    answer = http_server.get("/v1/models", headers={"Origin": PAGE})
     assert not [name for name in answer.headers if name.startswith("access-control")]
-    assert door.client.options("/v1/models", headers={"Origin": PAGE}).status_code == 405
+    assert http_server.client.options("/v1/models", headers={"Origin": PAGE}).status_code == 405
 
 
 @pytest.fixture(scope="module")
-def gateway_for_pages(engine_door: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def gateway_for_pages(engine_server: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     """With a key, and one origin."""
-    endpoint = {"id": "engine-0", "data_url": engine_door.url, "control_url": engine_door.control_url}
-    model = {"deployment": MODEL, "name": MODEL, "engine_token": engine_door.control_token, "endpoints": [endpoint]}
+    endpoint = {"id": "engine-0", "data_url": engine_server.url, "control_url": engine_server.control_url}
+    model = {"deployment": MODEL, "name": MODEL, "engine_token": engine_server.control_token, "endpoints": [endpoint]}
     values = {"port": 0, "control_port": 0, "control_token": "t", "allowed_origins": [PAGE]}
     values |= {"api_keys": [f"{KEY_HASH} tenant=a"], "catalog": {"models": [model]}}
     folder = tmp_path_factory.mktemp("pages")
-    door = start_door("gateway", "pagemill_gateway", folder, values, {"Authorization": "Bearer secret"})
-    yield door
-    door.stop()
+    http_server = start_http_server("gateway", "pagemill_gateway", folder, values, {"Authorization": "Bearer secret"})
+    yield http_server
+    http_server.stop()
 
 
-def test_a_page_of_a_configured_origin_is_answered_and_others_are_not(gateway_for_pages: Door) -> None:
-    door = gateway_for_pages
+def test_a_page_of_a_configured_origin_is_answered_and_others_are_not(gateway_for_pages: HttpServer) -> None:
+    http_server = gateway_for_pages
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-    before = door.client.options("/v1/chat/completions", headers={"Origin": PAGE, **asked})
+    before = http_server.client.options("/v1/chat/completions", headers={"Origin": PAGE, **asked})
     assert (before.status_code, before.headers["access-control-allow-origin"]) == (204, PAGE)
     assert before.headers["access-control-allow-headers"] == "authorization,content-type"
     assert "access-control-allow-credentials" not in before.headers
     for key, status in (("secret", 200), ("wrong", 401)):
-        answer = door.get("/v1/models", headers={"Origin": PAGE, "Authorization": f"Bearer {key}"})
+        answer = http_server.get("/v1/models", headers={"Origin": PAGE, "Authorization": f"Bearer {key}"})
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (status, PAGE)
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
-    other = door.client.options("/v1/chat/completions", headers={"Origin": "https://evil.example", **asked})
+    other = http_server.client.options("/v1/chat/completions", headers={"Origin": "https://evil.example", **asked})
     assert other.status_code == 405
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_a_gateway_with_keys_shows_its_load_to_none_of_them(gateway_for_pages: Door) -> None:
+def test_a_gateway_with_keys_shows_its_load_to_none_of_them(gateway_for_pages: HttpServer) -> None:
     answer = gateway_for_pages.get("/load")
     assert (answer.status, answer.error()["code"]) == (403, "load_not_shown")
 
@@ -162,12 +162,15 @@ SHAPED = {
 
 
 @pytest.mark.parametrize("path", SHAPED)
-def test_errors_that_no_route_answers_have_the_shape_of_their_path(door: Door, path: str) -> None:
+def test_errors_that_no_route_answers_have_the_shape_of_their_path(http_server: HttpServer, path: str) -> None:
     refused = [
-        (413, door.post(b"x" * (9 * MIB), path)),
-        (415, door.post(b"x", path, {"Content-Encoding": "br"})),
-        (405, door.get(path) if "/v2/" not in path else door.post(b"{}", path.replace("/infer", "/config"))),
-        (404, door.post(b"{}", f"{path}/nowhere" if "/v2/" not in path else "/v2/nowhere")),
+        (413, http_server.post(b"x" * (9 * MIB), path)),
+        (415, http_server.post(b"x", path, {"Content-Encoding": "br"})),
+        (
+            405,
+            http_server.get(path) if "/v2/" not in path else http_server.post(b"{}", path.replace("/infer", "/config")),
+        ),
+        (404, http_server.post(b"{}", f"{path}/nowhere" if "/v2/" not in path else "/v2/nowhere")),
     ]
     for status, answer in refused:
         answer.error()
@@ -206,8 +209,8 @@ MEDIA: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "body", "words"), MEDIA, ids=lambda value: value if isinstance(value, str) else "")
 def test_images_audio_and_video_are_refused_by_name_and_place(
-    door: Door, path: str, body: dict[str, Any], words: str
+    http_server: HttpServer, path: str, body: dict[str, Any], words: str
 ) -> None:
-    answer = door.post({"model": MODEL, **body}, path)
+    answer = http_server.post({"model": MODEL, **body}, path)
     assert answer.status == 400, answer
     assert not [word for word in words.split() if word not in answer.body.decode()], answer

@@ -33,7 +33,7 @@ from pagemill_protocol.http.errors import ErrorBody, error_response, install_err
 from pagemill_protocol.ids import new_id
 
 __all__ = [
-    "Door",
+    "RequestMiddleware",
     "bearer_token",
     "check_json_content_type",
     "error_response",
@@ -59,12 +59,12 @@ _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def request_id(scope: Scope) -> str:
-    """Return the id that `Door` assigned: the client's `x-request-id` if it is valid, else a new one."""
+    """Return the id that `RequestMiddleware` assigned: the client's `x-request-id` if it is valid, else a new one."""
     value: str = scope["state"]["request_id"]
     return value
 
 
-class Door:
+class RequestMiddleware:
     """ASGI middleware; wrap the app in it last, so that it is outermost."""
 
     def __init__(
