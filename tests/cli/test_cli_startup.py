@@ -59,7 +59,7 @@ def test_version_is_the_distributions() -> None:
 def test_explain_prints_a_field_and_refuses_an_unknown_one() -> None:
     found = CliRunner().invoke(app, ["explain", "llmdeployment.spec.engine.maxModelLen"])
     assert found.exit_code == 0
-    assert "Tokens of prompt and output together" in found.output
+    assert "prompt and output together" in found.output
     missing = CliRunner().invoke(app, ["explain", "spec.engine.maxModel"])
     assert missing.exit_code == 2
     assert "did you mean maxModelLen?" in missing.output

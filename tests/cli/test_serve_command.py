@@ -107,7 +107,7 @@ def test_a_web_page_cannot_stop_it_and_programs_of_its_user_need_no_configured_t
         for path in ("/internal/drain", "/sleep"):
             assert httpx.post(control_url + path, content=b"", headers=page, timeout=60).status_code == 403
         assert answer(url) == " five, six"
-        (file,) = re.findall(r"^Token .*: (/\S+)$", printed, re.MULTILINE)
+        (file,) = re.findall(r"^Internal token .*: (/\S+)$", printed, re.MULTILINE)
         token = Path(file).read_text().strip()
         with gateway_before(url, control_url, **runtime) as gateway_url:
             assert answer(gateway_url) == " five, six"

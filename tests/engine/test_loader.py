@@ -403,7 +403,7 @@ def test_a_hub_cannot_write_outside_the_folder(path: str) -> None:
 
 
 def test_a_repository_of_gguf_files_asks_for_one_of_them() -> None:
-    with pytest.raises(FetchError, match=r"behind a slash: m\.Q4\.gguf, m\.Q8\.gguf"):
+    with pytest.raises(FetchError, match=r"after a slash: m\.Q4\.gguf, m\.Q8\.gguf"):
         selected(None, "m.Q8.gguf", "m.Q4.gguf", "README.md")
 
 

@@ -151,4 +151,4 @@ def test_the_reference_says_the_numbers_that_count() -> None:
     words = [int(number) for number in re.findall(r"\d+", tokens[0])]
     assert words == [CPU_STEP.max_num_batched_tokens, *(step.max_num_batched_tokens for _, step in GPU_STEPS)]
     resource = (ROOT / "docs" / "reference" / "llmdeployment.md").read_text()
-    assert f"{CPU_STEP.max_num_seqs} on a CPU, by its memory up to {large} on a GPU" in resource
+    assert f"{CPU_STEP.max_num_seqs} on a CPU, up to {large} on a GPU" in resource

@@ -299,7 +299,7 @@ def test_a_credential_whose_time_is_over_is_refused_with_its_expiry_among_the_ca
     error = wait_until(refused, every_s=0.2)
     assert error.reason == "Unauthorized"
     assert "AccessDenied" in error.message
-    assert "have not expired: by variables, in a cluster by spec.model.credentialsSecretRef" in error.message
+    assert "have not expired: in environment variables, or in a cluster in spec.model." in error.message
     assert LEASED_SECRET not in error.message
 
 

@@ -376,7 +376,7 @@ def test_gguf_rope_scaling_is_recorded_in_hugging_face_terms(write_gguf):
         ("llama", {"rope__dimension_count": 4}, "partial rotary"),
         ("llama", {"attention__value_length": 16}, "different lengths"),
         ("llama", {"attention__head_count_kv": [1, 2]}, "layers of different `attention.head_count_kv`"),
-        ("llama", {"block_count": "two"}, "`llama.block_count` has type str"),
+        ("llama", {"block_count": "two"}, "`llama.block_count` has the wrong type str"),
         ("llama", {"attention__head_count": 0}, "num_heads = 0"),
     ],
 )

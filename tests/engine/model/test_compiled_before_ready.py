@@ -7,7 +7,7 @@ In the interpreter alone, which compiles nothing: launches are named as Triton n
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ pytestmark = pytest.mark.skipif(HAS_GPU, reason="the device's own compiler is wa
 NUM_MULTIPROCESSORS = 8
 """So few that some steps of a tiny model fill them, and some do not."""
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
+SMALL_LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+PROMPTS = ([8, 8, 8, 8], [1, 2, 3, 4], [7], [1], [20, 1, 1], [40, 3, 9, 2], [33, 33])
+FEW_PROMPTS = ([1, 2, 3], [20, 1], [33])
 
 
 def compiled_as(kernel: InterpretedFunction, arguments: dict[str, Any]) -> tuple[Any, ...]:
@@ -76,23 +79,27 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
-def serve(driver: Any) -> None:
-    """Prompts of all sizes, alone and together, whole and in chunks, with everything that a request may ask for."""
-    for lengths in ([8, 8, 8, 8], [1, 2, 3, 4], [7], [1], [20, 1, 1], [40, 3, 9, 2], [33, 33]):
+def serve(driver: Any, batches: Sequence[list[int]], limits: dict[str, int]) -> None:
+    """Serve batches of prompts of these lengths: alone and together, whole and in chunks, with all request fields."""
+    for lengths in batches:
         prompts = [[(7 * i + length) % 64 for i in range(length)] for length in lengths]
         params = [
             SamplingParams(max_tokens=3, seed=index, ignore_eos=True, **FIELDS[(len(lengths) + index) % 4])
             for index in range(len(lengths))
         ]
-        answers = driver.generate(prompts, params, **LIMITS)
+        answers = driver.generate(prompts, params, **limits)
         assert all(answer.error is None for answer in answers)
 
 
+CODES = {"quantization": "int4", "kv_cache_dtype": "int8"}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "batches", "limits"),
     [
-        pytest.param({}, marks=pytest.mark.full, id="floats"),
-        pytest.param({"quantization": "int4", "kv_cache_dtype": "int8"}, id="codes"),
+        pytest.param({}, PROMPTS, LIMITS, marks=pytest.mark.full, id="floats"),
+        pytest.param(CODES, PROMPTS, LIMITS, marks=pytest.mark.full, id="codes"),
+        pytest.param(CODES, FEW_PROMPTS, SMALL_LIMITS, id="codes, small steps"),
     ],
 )
 def test_requests_launch_nothing_that_was_not_launched_before(
@@ -101,15 +108,18 @@ def test_requests_launch_nothing_that_was_not_launched_before(
     make_driver: Callable[[Any], Any],
     launched: set[tuple[Any, ...]],
     settings: dict[str, str],
+    batches: Sequence[list[int]],
+    limits: dict[str, int],
 ) -> None:
     folder = write_tiny_llama(tmp_path, head_dim=16, num_hidden_layers=1)
-    runner = runner_loader(folder, device="cuda", max_model_len=64, num_kv_blocks=32, max_num_seqs=4, **settings)
+    num_seqs = limits["max_num_seqs"]
+    runner = runner_loader(folder, device="cuda", max_model_len=64, num_kv_blocks=32, max_num_seqs=num_seqs, **settings)
     assert not launched
-    compile_kernels(runner, EngineConfig(model="test", **LIMITS))
+    compile_kernels(runner, EngineConfig(model="test", **limits))
     before = set(launched)
     names = {kernel[0] for kernel in before}
     assert {"attend", "join_splits", "rope_and_store", "draw", "build", "write", "advance", "report"} <= names
-    serve(make_driver(runner))
+    serve(make_driver(runner), batches, limits)
     assert launched - before == set()
 
 
@@ -153,5 +163,5 @@ def test_what_one_shape_leaves_out_is_found(
     monkeypatch.setattr(compiling, "step_shapes", lambda *limits: [(1, 1), (2, 2), (4, 4)])
     compile_kernels(runner, EngineConfig(model="test", **LIMITS))
     before = set(launched)
-    serve(make_driver(runner))
+    serve(make_driver(runner), PROMPTS, LIMITS)
     assert {kernel[0] for kernel in launched - before} == {"attend"}

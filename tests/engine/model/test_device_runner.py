@@ -237,6 +237,8 @@ def test_padded_decodes_answer_as_those_of_their_own_size(
     assert_alike(answers, expected)
     assert recorder.num_recorded == 2
     assert recorder.num_run >= 8, "decodes run as recorded"
+    if overlap:
+        return
     runner.sleep()
     assert not runner._graphs.shapes, "what was recorded reads a cache that is gone"
     runner.wake()

@@ -165,9 +165,7 @@ async def test_the_command_reads_them_with_the_users_own_rights(api: Any, run_op
     await api.until(lambda: kept(api))
     shown = await why("chat", "--kubeconfig", kubeconfig, "--replay")
     assert shown.exit_code == 0, shown.output
-    assert (
-        "default/chat, the last 1 decision as recorded by the operator (ConfigMap default/chat-scaling" in shown.stdout
-    )
+    assert "default/chat: the last 1 decision, recorded by the operator (ConfigMap default/chat-scaling" in shown.stdout
     assert "SignalsMissing" in shown.stdout
     body = json.loads((await why("chat", "--kubeconfig", kubeconfig, "-o", "json")).stdout)
     assert [decode_record(json.dumps(each).encode()) for each in body["records"]] == kept(api)
@@ -177,7 +175,7 @@ async def test_the_command_reads_them_with_the_users_own_rights(api: Any, run_op
     ("spec", "words"),
     [
         (None, "there is no LLMDeployment chat in namespace default; `kubectl get llmd -A` lists all"),
-        ({}, "default/chat has no spec.autoscaling: its replicas are spec.replicas"),
+        ({}, "default/chat has no spec.autoscaling: its number of replicas is spec.replicas"),
         ({"mode": "External", "maxReplicas": 2}, "another autoscaler decides"),
         ({"maxReplicas": 2}, "no decision about default/chat is recorded yet"),
     ],
