@@ -74,6 +74,24 @@ def test_a_line_for_each_decision_and_the_latest_with_all_it_was_made_from(file:
         assert any(line.split()[:1] == [str(candidate.replicas)] for line in lines)
 
 
+@pytest.mark.parametrize("price", [None, 2.5])
+def test_costs_stand_beside_the_slo(tmp_path: Path, price: float | None) -> None:
+    scaled = Scaled(msgspec.structs.replace(SLO, replica_price=price))
+    scaled.decide(rate=30.0, active=1.0, running=7, waiting=2)
+    (record,) = scaled.records
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(encode_record(record) + b"\n")
+    shown, after = why("d", "--file", path).stdout, record.decision.replicas
+    assert f"{after} replicas: {3600 * after:,} pod-seconds/h" in shown
+    head, *rows = shown[shown.index("REPLICAS  TTFT") :].splitlines()
+    assert ("COST/H" in head.split()) == (price is not None)
+    for row, candidate in zip(rows, record.decision.candidates, strict=True):
+        assert f"{3600 * candidate.replicas:,}" in row.split()
+        assert (f"{2.5 * candidate.replicas:.2f}" in row.split()) == (price is not None)
+    (costs,) = json.loads(why("d", "--file", path, "-o", "json").stdout)["costs"]
+    assert costs["after"] == {"pod_seconds": 3600 * after, "money": None if price is None else price * after}
+
+
 def test_only_the_last_ones_are_shown(file: Path) -> None:
     result = why("d", "--file", file, "--last", 1)
     assert "ScaledUp" not in result.stdout

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pagemill_operator.autoscaler.decision import Decision
+from pagemill_operator.autoscaler.policy import ask
 from pagemill_operator.autoscaler.records import Record, decode_record, encode_record, replay
 from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
@@ -109,7 +110,7 @@ class Scaled:
         known = {"engines": engines(self.ready, **shown), "fleet": fleet, "lengths": self.lengths}
         seen = signals(self.ready, at_s=self.now, **(known | load))
         before = self.memory
-        decision, self.memory = self.policy.decide(self.settings, seen, before)
+        decision, self.memory = ask(self.policy, self.settings, seen, before)
         self.records.append(Record("ns/d", "2026-01-01T00:00:00Z", self.settings, seen, before, decision))
         if len(self.decisions) % 10 == 0:
             self._replay(self.records[-1])

@@ -22,6 +22,7 @@ def as_json(where: str, records: Sequence[Record], replays: Sequence[Replay] | N
         "deployment": records[-1].key,
         "recordedBy": where,
         "records": [msgspec.to_builtins(record) for record in records],
+        "costs": [_costs(record) for record in records],
     }
     if replays is not None:
         body["replays"] = [_replay(each) for each in replays]
@@ -35,6 +36,12 @@ def as_table(where: str, records: Sequence[Record], replays: Sequence[Replay] | 
     lines += ["", f"Inputs of the decision at {latest.time}", *_details(latest), "", *_goals(latest.decision)]
     lines += _candidates(latest)
     return printable("\n".join(lines).rstrip())
+
+
+def _costs(record: Record) -> dict[str, Any]:
+    """Return the cost for an hour before and after the decision."""
+    decision, cost_of = record.decision, record.settings.cost_of
+    return {"before": cost_of(decision.replicas_before)._asdict(), "after": cost_of(decision.replicas)._asdict()}
 
 
 def _replay(replay: Replay) -> dict[str, Any]:
@@ -77,11 +84,18 @@ def _details(record: Record) -> list[str]:
         ("lengths", _lengths(signals)),
         ("latencies", _latencies(signals, settings.slo.share if settings.slo else 0.95)),
     ]
+    rows.append(("cost", _cost(record)))
     if record.decision.missing:
         rows.append(("missing", "; ".join(record.decision.missing)))
     if record.decision.unreachable:
         rows.append(("SLO", record.decision.unreachable))
     return [f"  {line}" for line in columns(rows)]
+
+
+def _cost(record: Record) -> str:
+    decision, cost_of = record.decision, record.settings.cost_of
+    after = f"{_count(decision.replicas, 'replica')}: {cost_of(decision.replicas)}"
+    return f"{after} (before: {cost_of(decision.replicas_before)})" if decision.changes else after
 
 
 def _engines(signals: Signals) -> str:
@@ -137,12 +151,22 @@ def _candidates(record: Record) -> Iterator[str]:
     candidates, slo = record.decision.candidates, record.settings.slo
     if not candidates or slo is None:
         return
+    costs = [record.settings.cost_of(each.replicas) for each in candidates]
+    has_price = record.settings.replica_price is not None
     rows = [
-        [str(each.replicas), _ms(each.ttft_ms), _ms(each.tpot_ms), "yes" if each.meets else _why_not(each.limit)]
-        for each in candidates
+        [
+            str(each.replicas),
+            _ms(each.ttft_ms),
+            _ms(each.tpot_ms),
+            f"{cost.pod_seconds:,}",
+            *([f"{cost.money:.2f}"] if has_price else []),
+            "yes" if each.meets else _why_not(each.limit),
+        ]
+        for each, cost in zip(candidates, costs, strict=True)
     ]
     yield ""
-    yield from columns([["REPLICAS", f"TTFT P{slo.share * 100:.0f}", "TPOT", "MEETS THE SLO"], *rows])
+    head = ["REPLICAS", f"TTFT P{slo.share * 100:.0f}", "TPOT", "POD-S/H", *(["COST/H"] if has_price else [])]
+    yield from columns([[*head, "MEETS THE SLO"], *rows])
 
 
 def _why_not(limit: str) -> str:

@@ -45,11 +45,18 @@ class ScalingPolicy(Protocol[M]):
 
 
 def ask(policy: ScalingPolicy[M], settings: ScalingSettings, signals: Signals, memory: M) -> tuple[Decision, M]:
-    """Return the policy's decision, moved into the bounds of the resource, and its new memory."""
+    """Return the policy's decision, moved into the bounds of the resource, and its new memory.
+
+    If a price is set, the message of a change states the cost before and after.
+    """
     decision, memory = policy.decide(settings, signals, memory)
     replicas = settings.clamp(decision.replicas)
-    if replicas == decision.replicas:
-        return decision, memory
-    bounds = f"minReplicas {settings.min_replicas} and maxReplicas {settings.max_replicas}"
-    message = f"{decision.message}; {decision.replicas} replicas are out of bounds: {bounds}"
-    return msgspec.structs.replace(decision, replicas=replicas, reason="OutOfBounds", message=message), memory
+    if replicas != decision.replicas:
+        bounds = f"minReplicas {settings.min_replicas} and maxReplicas {settings.max_replicas}"
+        message = f"{decision.message}; {decision.replicas} replicas are out of bounds: {bounds}"
+        decision = msgspec.structs.replace(decision, replicas=replicas, reason="OutOfBounds", message=message)
+    before, after = (settings.cost_of(number).money for number in (decision.replicas_before, replicas))
+    if decision.changes and before is not None and after is not None:
+        message = f"{decision.message}; {after:.2f} per hour instead of {before:.2f}"
+        decision = msgspec.structs.replace(decision, message=message)
+    return decision, memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -49,6 +49,18 @@ class Slo(msgspec.Struct, frozen=True):
     """The share of requests that must meet it."""
 
 
+class HourlyCost(NamedTuple):
+    """The cost of running a number of replicas for an hour."""
+
+    pod_seconds: int
+    money: float | None
+    """In the currency of `spec.cost.gpuHour`; None: no price is set, or replicas have no GPU."""
+
+    def __str__(self) -> str:
+        price = "" if self.money is None else f" at {self.money:.2f}"
+        return f"{self.pod_seconds:,} pod-seconds/h{price}"
+
+
 class ScalingSettings(msgspec.Struct, frozen=True):
     """The settings of one deployment."""
 
@@ -69,6 +81,8 @@ class ScalingSettings(msgspec.Struct, frozen=True):
     learns_idle_s: bool = False
     """Whether `scaleToZeroAfter` is not set: the last replica is then removed sooner than after `idle_s` where starts
     are short."""
+    replica_price: float | None = None
+    """The price of one replica for an hour: `spec.cost.gpuHour` for each of its GPUs. None: unknown."""
 
     @property
     def lowest(self) -> int:
@@ -85,11 +99,16 @@ class ScalingSettings(msgspec.Struct, frozen=True):
         """Return the nearest number within the bounds."""
         return max(self.lowest, min(self.max_replicas, replicas))
 
+    def cost_of(self, replicas: int) -> HourlyCost:
+        """Return the cost of so many replicas."""
+        return HourlyCost(3600 * replicas, None if self.replica_price is None else replicas * self.replica_price)
 
-def settings_of(section: AutoscalingSection | None) -> ScalingSettings | None:
+
+def settings_of(section: AutoscalingSection | None, replica_price: float | None = None) -> ScalingSettings | None:
     """Return the settings, or None where the operator does not decide the number of replicas.
 
-    That is where the number is fixed, or where another controller writes it.
+    That is where the number is fixed, or where another controller writes it. `replica_price`: of one replica for an
+    hour.
     """
     if section is None or section.mode == "External":
         return None
@@ -107,6 +126,7 @@ def settings_of(section: AutoscalingSection | None) -> ScalingSettings | None:
         down=_direction(behavior.scale_down, DEFAULT_DOWN_WINDOW_S),
         policy=section.policy,
         learns_idle_s=not section.scale_to_zero_after,
+        replica_price=replica_price,
     )
     return settings if settings.slo is not None else with_default_targets(settings)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pagemill_crds.invalid import each_on_its_own
-from pagemill_crds.models import LLMDeployment
+from pagemill_crds.models import LLMDeployment, LLMDeploymentSpec
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
 from pagemill_crds.sections import routing
 from pagemill_crds.sections.model import Cache, SecretRef
@@ -45,7 +45,7 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         names=tuple(deployment.names),
         source=source_with_revision(deployment),
         groups=(_engine_group(deployment, settings),),
-        autoscaling=settings_of(spec.autoscaling),
+        autoscaling=settings_of(spec.autoscaling, _replica_price(spec)),
         spec_replicas=desired_replicas(deployment),
         weight=spec.routing.weight,
         queue=_queue(spec.routing.queue),
@@ -61,6 +61,11 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         problems=tuple(problems),
         notes=tuple(find_notes(spec, backend)),
     )
+
+
+def _replica_price(spec: LLMDeploymentSpec) -> float | None:
+    """Return the price of a replica's GPUs for an hour, if it is known."""
+    return spec.cost.gpu_hour * spec.resources.gpus if spec.cost and spec.resources.gpus else None
 
 
 def _queue(queue: routing.Queue) -> Queue:
