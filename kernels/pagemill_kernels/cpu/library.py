@@ -16,7 +16,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
@@ -33,6 +33,7 @@ class PackedWeight(ctypes.Structure):
         ("group", c_int32),
         ("has_offsets", c_int32),
         ("bfloat16_rows", c_int32),
+        ("float32_rows", c_int32),
         ("out_features", c_int64),
         ("in_features", c_int64),
         ("codes", c_void_p),

@@ -25,6 +25,13 @@ float32 faster never use bfloat16 here.
 """
 
 
+FLOAT32_ROWS = 24
+"""Rows from which on bfloat16 weights are multiplied in float32, on processors that do that faster.
+
+Fewer rows are limited by reading the weights, or by converting them.
+"""
+
+
 class _Packed(NamedTuple):
     """A weight in the layout of cpu/src/linear.cpp."""
 
@@ -35,6 +42,7 @@ class _Packed(NamedTuple):
     group_size: int = GROUP_SIZE
     has_offsets: bool = False
     bfloat16_rows: int = 0
+    float32_rows: int = 0
     input_order: Array | None = None
     """int32 [in]: the input that each column multiplies."""
     table: Array | None = None
@@ -54,6 +62,7 @@ class NativeLinear:
             group=weight.group_size,
             has_offsets=weight.has_offsets,
             bfloat16_rows=weight.bfloat16_rows,
+            float32_rows=weight.float32_rows,
             out_features=self.out_features,
             in_features=self.in_features,
             codes=address(codes),
@@ -150,7 +159,8 @@ def pack_pairs(weight: Array, bias: Array | None) -> NativeLinear:
     launch.native().pagemill_pack_pairs(
         address(weight), out_features, in_features, address(packed), launch.num_threads()
     )
-    return NativeLinear(_Packed((out_features, in_features), library.FORMAT_PAIRS, packed), bias)
+    rows = FLOAT32_ROWS if processor.multiplies_floats_faster() else 0
+    return NativeLinear(_Packed((out_features, in_features), library.FORMAT_PAIRS, packed, float32_rows=rows), bias)
 
 
 def pack_codes_for_bfloat16(weight: GroupCodes, bias: Array | None) -> NativeLinear:
@@ -216,7 +226,9 @@ def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_ro
     shape = (out_features, in_features)
     order = None if weight.input_order is None else weight.input_order.astype(np.int32)
     table = None if weight.table is None else np.ascontiguousarray(weight.table)
-    parts = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows, order, table)
+    parts = _Packed(
+        shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows, input_order=order, table=table
+    )
     return NativeLinear(parts, bias)
 
 

@@ -5,11 +5,11 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 14;
+constexpr int32_t kAbiVersion = 15;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
-// PackedWeight::bfloat16_rows on, the last five are multiplied in bfloat16.
+// PackedWeight::bfloat16_rows on, the last five are multiplied in bfloat16, and from float32_rows on kPairs in float32.
 enum Format : int32_t {
   kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3, kDots4 = 4, kDots8 = 5, kPairs = 6, kFloats8 = 7, kFloats4 = 8
 };
@@ -19,6 +19,7 @@ struct PackedWeight {
   int32_t group;        // inputs that share a scale: 16 (8 bits only) or a multiple of 32; quantized only
   int32_t has_offsets;  // value = code * scale + offset, else code * scale; quantized only
   int32_t bfloat16_rows;  // rows from which on bfloat16 is used; 0: never
+  int32_t float32_rows;   // rows from which on kPairs is multiplied in float32; 0: never
   int64_t out_features;
   int64_t in_features;
   const uint8_t* codes;

@@ -127,11 +127,25 @@ void unpack_bfloat16(const PackedWeight& w, int64_t panel, int64_t begin, int64_
   }
 }
 
+// `begin` is even.
+void unpack_paired(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* out) {
+  const uint8_t* pairs = w.codes + (panel * pairs_in(w.in_features) * 2 + begin) * kPanel * 2;
+  for (int64_t k = begin; k < end; k += 2, pairs += 4 * kPanel, out += 2 * kPanel) {
+    fetch_ahead(pairs, 4 * kPanel);
+    for (int64_t i = 0; i < kPanel; i += kLanes) {
+      const Ints both = load_as<Ints>(pairs + 4 * i);
+      store(out + i, (Floats)(both << 16));
+      if (k + 1 < end) store(out + kPanel + i, (Floats)(both & ~0xffff));
+    }
+  }
+}
+
 // Returns the panel's inputs begin..end as floats, in place if they are floats.
 const float* unpack(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* buffer) {
   switch (w.format) {
     case kFloat32: return reinterpret_cast<const float*>(w.codes) + (panel * w.in_features + begin) * kPanel;
     case kBfloat16: unpack_bfloat16(w, panel, begin, end, buffer); break;
+    case kPairs: unpack_paired(w, panel, begin, end, buffer); break;
     case kFloats8: unpack_bytes<kFloats8, false>(w, panel, begin, end, buffer); break;
     case kFloats4: unpack_floats4(w, panel, begin, end, buffer); break;
     case kCodes8:
@@ -360,7 +374,8 @@ void linear_floats(const PackedWeight& w, const float* x, int64_t rows, int64_t 
 
 // Chooses the kernel by all rows of a call, because a kernel that processes blocks must round each as in one piece.
 auto kernel_for(const PackedWeight& w, int64_t rows) {
-  if (w.format == kPairs || (w.bfloat16_rows > 0 && rows >= w.bfloat16_rows)) return linear_bfloat16;
+  if (w.format == kPairs) return w.float32_rows > 0 && rows >= w.float32_rows ? linear_floats : linear_bfloat16;
+  if (w.bfloat16_rows > 0 && rows >= w.bfloat16_rows) return linear_bfloat16;
   return w.format == kDots4 || w.format == kDots8 ? linear_dots : linear_floats;
 }
 
