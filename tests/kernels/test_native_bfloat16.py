@@ -12,7 +12,7 @@ from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library, processor
 from pagemill_kernels.linear import groups
 from pagemill_kernels.linear import native as packing
-from pagemill_kernels.linear.native import BFLOAT16_ROWS, NativeLinear
+from pagemill_kernels.linear.native import BFLOAT16_ROWS, FLOAT32_ROWS, NativeLinear
 
 pytestmark = pytest.mark.skipif(
     not library.has_bfloat16(), reason="no products of bfloat16 on this processor (AVX512_BF16 and VNNI)"
@@ -31,6 +31,7 @@ def pack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pac
     """A packed weight and its values, always multiplied in the same way."""
     monkeypatch.setattr(packing, "BFLOAT16_ROWS", PRODUCTS[request.param])
     monkeypatch.setattr(processor, "multiplies_integers_faster", lambda: False)
+    monkeypatch.setattr(processor, "multiplies_floats_faster", lambda: False)
     return packed
 
 
@@ -154,6 +155,37 @@ def test_few_rows_of_codes_are_multiplied_in_integers_and_many_in_bfloat16_where
     torch.manual_seed(0)
     linear, weight = packed(f"codes{bits}", 256, 576)
     assert (linear(x) - x.double() @ weight.double().T).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize(("faster", "first"), [(True, FLOAT32_ROWS), (False, None)], ids=["float32", "bfloat16"])
+def test_many_rows_by_bfloat16_weights_are_multiplied_in_float32_where_that_is_faster(
+    faster: bool, first: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(processor, "multiplies_floats_faster", lambda: faster)
+    linear, weight = packed("pairs", 256, 576)
+    x = torch.randn(FLOAT32_ROWS, 576)
+    expected = x.double() @ weight.double().T
+    few, many = linear(x[:-1]) - expected[:-1], linear(x) - expected
+    assert 1e-3 * expected.norm() < few.norm() < 1e-2 * expected.norm()
+    assert (many.norm() < 1e-6 * expected.norm()) == (first == FLOAT32_ROWS)
+
+
+@pytest.mark.parametrize("out_features", [1, 16, 17, 49, 100])
+@pytest.mark.parametrize("in_features", [1, 2, 37, 768, 769, 2049])
+def test_pairs_are_multiplied_in_float32(out_features: int, in_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(processor, "multiplies_floats_faster", lambda: True)
+    bias = torch.randn(out_features)
+    linear, weight = packed("pairs", out_features, in_features, bias)
+    for rows in (FLOAT32_ROWS, FLOAT32_ROWS + 1, 193):
+        x, residual = torch.randn(rows, in_features), torch.randn(rows, out_features)
+        expected = (x.double() @ weight.double().T + bias).float()
+        tolerance = 2e-7 * in_features + 1e-5
+        torch.testing.assert_close(linear(x), expected, rtol=1e-5, atol=tolerance)
+        found = residual.clone()
+        linear.add_to(found, x)
+        torch.testing.assert_close(found, residual + expected, rtol=1e-5, atol=tolerance)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
