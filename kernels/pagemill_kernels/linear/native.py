@@ -226,17 +226,8 @@ def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_ro
     shape = (out_features, in_features)
     order = None if weight.input_order is None else weight.input_order.astype(np.int32)
     table = None if weight.table is None else np.ascontiguousarray(weight.table)
-    parts = _Packed(
-        shape,
-        format,
-        packed,
-        packed_scales,
-        weight.group_size,
-        has_offsets,
-        bfloat16_rows,
-        input_order=order,
-        table=table,
-    )
+    stored = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows)
+    parts = stored._replace(input_order=order, table=table)
     return NativeLinear(parts, bias)
 
 
