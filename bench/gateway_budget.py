@@ -1,8 +1,8 @@
-"""What one streamed request of 32 chunks costs the gateway, entry by entry: CPU time, calls, system calls, allocations.
+"""Measures what a streamed request of 32 chunks costs the gateway: CPU, calls, system calls, allocations by entry.
 
-Client and engines are calls in the same process (`routers.in_memory`), so the figures are the gateway's own work; the
-kernel's part is counted in `gateway_overhead`. CPU is that of the event loop's thread: a process that renders templates
-is not in it. `--http` has the engines offer no link.
+Client and engines are calls in the same process (`routers.in_memory`), so the figures are the gateway's own work;
+`gateway_overhead` also counts the kernel's part. CPU is that of the event loop's thread, without the process that
+renders templates. With `--http` the engines offer no link.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from pagemill_protocol.frames import StateDecoder, encode_state
 NUM_TOKENS = 32
 NUM_PODS = 20
 WARM_UP = 64
-"""Requests: after them the tokenizer has seen the words that the bodies are made of."""
+"""Requests before the measurement, after which the tokenizer knows all words of the bodies."""
 STATE_FRAME = "state frame"
 ALL = "all"
 NOTHING = Played()
 
 
 class Bodies:
-    """Bodies of requests, no two of them alike: nothing of a prompt is known from an earlier one."""
+    """Bodies of requests, all different, so that no prompt shares tokens with an earlier one."""
 
     def __init__(self, bodies: list[bytes]) -> None:
         self._bodies = bodies
@@ -67,19 +67,19 @@ class Bodies:
 
 
 class Traces(NamedTuple):
-    """What one request does besides calling."""
+    """The system calls and allocations of one request."""
 
     num_writes: int
-    """To client and engine; each is a system call."""
+    """Writes to client and engine; each one is a system call."""
     num_tasks: int
     num_blocks_held: int
-    """Blocks of memory, while it streams."""
+    """Blocks of memory that are held while the request streams."""
     num_left_to_collector: int
-    """Objects that are freed by no reference count, since they refer to each other."""
+    """Objects in reference cycles, which only the garbage collector frees."""
 
 
 async def begin(around: Stage, body: bytes, played: Played) -> Exchange:
-    """One request from its first byte until its first frame is with the client."""
+    """Run one request from its first byte until the client has its first frame."""
     played.begin(REST)
     around.wire.receive(around.client, around.request(body))
     exchange = await around.engines.next()
@@ -91,7 +91,7 @@ async def begin(around: Stage, body: bytes, played: Played) -> Exchange:
 
 
 async def play(around: Stage, body: bytes, played: Played = NOTHING) -> None:
-    """One request from its first byte to its log line."""
+    """Run one request from its first byte to its log line."""
     exchange = await begin(around, body, played)
     answer, request = around.answer, exchange.request
     played.begin(RELAYS)
@@ -109,7 +109,7 @@ async def play(around: Stage, body: bytes, played: Played = NOTHING) -> None:
 
 
 async def measure(around: Stage, bodies: Bodies, num_requests: int) -> dict[str, float]:
-    """Microseconds of each entry, and of all of a request where nothing is wrapped; medians."""
+    """Return median microseconds of each entry, and of a whole request without wrappers."""
     found: dict[str, list[float]] = {}
     for number in range(num_requests):
         times = Times()
@@ -144,7 +144,7 @@ def _state_frame_ns(around: Stage) -> int:
 
 
 async def count(around: Stage, body: bytes) -> Counts:
-    """Calls of each entry, the same for every request of its kind."""
+    """Return the calls of each entry, which are the same for every request of a kind."""
     counts = Counts()
     counts.begin(ACCEPT)
     with counts.counting():
@@ -156,7 +156,7 @@ async def count(around: Stage, body: bytes) -> Counts:
 
 
 class Allocations(Played, Turns):
-    """By part, of the gateway's code only; the accept is not among them."""
+    """Allocations of the gateway's code by part, without accepting the connection."""
 
     def __init__(self, counter: AllocationCounter) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Allocations(Played, Turns):
 
 
 async def allocate(around: Stage, bodies: Bodies, counter: AllocationCounter, num_requests: int = 9) -> dict[str, int]:
-    """Allocations of each part; the median, since tables and caches grow with some requests."""
+    """Return the median allocations of each part; some requests also grow tables and caches."""
     found: dict[str, list[int]] = {part: [] for part in PARTS}
     for number in range(num_requests):
         allocations = Allocations(counter)
@@ -231,7 +231,7 @@ async def _left_to_collector(around: Stage, body: bytes) -> int:
 
 
 async def on_stage(has_link: bool, work: Callable[[Stage, Bodies], Awaitable[Any]]) -> Any:
-    """What `work` returns, with a gateway that has served a few requests and writes its log to a file."""
+    """Run `work` with a gateway that has served a few requests and logs to a file; return its result."""
     path = ROOT / ".pagemill" / "peers" / "gateway" / f"bodies-200-{NUM_TOKENS}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +245,8 @@ async def on_stage(has_link: bool, work: Callable[[Stage, Bodies], Awaitable[Any
 
 
 def log_to(path: Path) -> logging.Handler:
-    """As a gateway does to its terminal."""
+    """Log to `file` as a gateway logs to its terminal.
+    ===="""
     from pagemill_gateway import logs
 
     logs.configure()

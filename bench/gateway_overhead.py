@@ -1,10 +1,10 @@
-"""Our gateway beside nginx, vllm-router, smg and LiteLLM: CPU of a request, time added to its first token, rate held.
+"""Compares our gateway with nginx, vllm-router, smg and LiteLLM: CPU per request, added TTFT, sustained rate.
 
-The same simulated pods, requests and cores for each: streams of 32 chunks for prompts of 200 tokens. The router has one
-core, pods and load generator the others. Each round takes every contender in turn, the direct way first. CPU is the
-kernel's count for the router's processes, so it is fairly robust on a busy machine; latencies are not. `--workers 1 2`
-compares ours with that many workers and smg with as many threads, on as many cores. `--json` keeps the samples,
-`--render` puts several files together. Exits with 1 when our own gateway has failed.
+All get the same simulated pods, requests and cores: streams of 32 chunks for prompts of 200 tokens. The router has one
+core; pods and load generator have the others. Each round takes every contender in turn, starting without a router. CPU
+is the kernel's count for the router's processes, which other work hardly changes; latencies do depend on it.
+`--workers 1 2` compares our gateway with that many workers and smg with as many threads, on as many cores. `--json`
+keeps the samples, `--render` combines several files. The exit code is 1 if our own gateway failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def main() -> None:
 
 
 def measure(results: Results, contender: Router | None, number: int, size: Size) -> None:
-    """One climb; what fails is shown with its cause and measured no further."""
+    """Measure one contender at rising rates. If it fails, show the cause and stop measuring it.
+    ===="""
     name, where = name_of(contender), cores(contender.num_cores if contender is not None else 1)
     if where.num_lacking:
         progress(f"{name}: {where.num_lacking} cores are missing, so it shares one with pods and load: not quiet")

@@ -1,10 +1,10 @@
-"""What it costs a gateway to know 100 pods, idle and busy, and how soon it knows them again after a restart.
+"""Measures the CPU that a gateway needs to follow 100 idle or busy pods, and how soon it knows them after a restart.
 
-No requests but the ones that time the restart. Idle pods send a state frame a second; busy ones report every step of a
-full batch, with the prefix chunks that it brought and evicted, at most 20 frames a second each, from prefix caches of
-8,192 prefix chunks. CPU is the kernel's count for the gateway's processes. A restart is SIGKILL and a new process with
-the same settings: until its first answer, and until it has every pod and as many prefix chunks as the pods have. Exits
-with 1 beyond a goal, where the machine gave the pods the time that they need.
+The only requests are those that time the restart. Idle pods send one state frame per second. Busy pods report every
+step of a full batch, with the prefix chunks that it added and evicted, in at most 20 frames per second, from prefix
+caches with 8,192 prefix chunks. CPU is the kernel's count for the gateway's processes. A restart is SIGKILL and a new
+process with the same settings; measured are the times until its first answer and until it knows every pod and all of
+their prefix chunks. The exit code is 1 if a goal is missed although the machine gave the pods enough time.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GOALS = {"idle": 0.1, "busy": 0.3}
 """Cores."""
 WHOLE_GOAL_S = 3.0
 MAX_PODS_SHARE = 0.9
-"""Of their core: pods that have no more send fewer frames than they should."""
+"""Share of the pods' core above which they send fewer frames than they should."""
 BLOCKS_OF_ROWS = 8192
-"""More than the requests that a busy pod reports as running hold."""
+"""Blocks of a pod: more than its reported running requests hold."""
 SETTLE_S = 3.0
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 30.0
@@ -53,7 +53,8 @@ class Size(NamedTuple):
 
     @property
     def num_distinct(self) -> int:
-        """Prefix chunks that a gateway that knows all pods has in its table."""
+        """Return the number of prefix chunks in the table of a gateway that knows all pods.
+        ===="""
         return self.num_pods * (self.num_prefix_chunks - self.num_shared) + self.num_shared
 
 
@@ -72,7 +73,7 @@ def main() -> None:
 
 
 def measure(size: Size, num_prefix_chunks: int, options: tuple[str, ...]) -> dict[str, Any]:
-    """`num_prefix_chunks`: that the gateway must come to know."""
+    """Measure one state of the pods. `num_prefix_chunks`: the prefix chunks that the gateway must learn."""
     scene = Scene(size.num_pods, 16, num_tokens=1, pod_options=options)
     folder = FOLDER / "pods"
     with stage(scene, cores()) as around:
@@ -93,7 +94,7 @@ def measure(size: Size, num_prefix_chunks: int, options: tuple[str, ...]) -> dic
 
 
 def faults(name: str, values: dict[str, Any]) -> list[str]:
-    """Goals that were missed."""
+    """Return the goals that were missed."""
     if values["pods_cores"] > MAX_PODS_SHARE:
         return [f"{name}: the pods took {values['pods_cores']:.2f} of their core, so their frames came late"]
     missed = []
@@ -115,7 +116,7 @@ def busy_options(size: Size) -> tuple[str, ...]:
 
 
 def is_whole(metrics: str, num_pods: int, num_prefix_chunks: int) -> bool:
-    """Whether the gateway that says so knows every pod and all that they have."""
+    """Whether a gateway with this status knows every pod and all of their prefix chunks."""
     pods = re.search(r'^pagemill_gateway_endpoints\{[^}]*phase="ready"[^}]*\} (\S+)$', metrics, re.MULTILINE)
     prefix_chunks = re.search(r"^pagemill_gateway_prefix_chunks (\S+)$", metrics, re.MULTILINE)
     if pods is None or prefix_chunks is None:
@@ -149,7 +150,7 @@ def _num_frames(around: Stage) -> int:
 
 
 def _restart_times(gateway: PeerProcess, start: Start, num_pods: int, num_prefix_chunks: int) -> dict[str, float]:
-    """Seconds since the process began."""
+    """Return the times of a restart in seconds since the start of the process."""
     times: dict[str, float] = {}
     while not _answers(start.port):
         _check(gateway)
@@ -178,7 +179,7 @@ def _check(gateway: PeerProcess) -> None:
 
 
 def _answers(port: int) -> bool:
-    """Whether a short chat gets its answer."""
+    """Whether a short chat is answered."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "stream": True}
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)

@@ -1,11 +1,11 @@
-"""Who finds the better pod: our policies and the real vllm-router and smg, on the same traffic over HTTP.
+"""Compares which pods our routing policies, vllm-router and smg choose, with the same traffic over HTTP.
 
-Four pods with the real scheduler, KV cache and server on a simulated device, in processes of their own; the traffic is
-`bench/routing.py`'s, as chats in words. The routers are the real ones with their cache-aware policies. Each contender
-starts with fresh pods and takes all kinds of traffic; times are those of the simulated device. `--gateways 1 3` puts
-one and then three in front of the pods, `--kill` kills one of them under load. The machine takes part:
-a busy one blurs small differences (`bench/routing.py` compares our own policies on a virtual clock). Exits with 1 when
-a request through our gateway failed.
+Four pods run the real scheduler, KV cache and server on a simulated device, in separate processes. The traffic is that
+of `bench/routing.py`, as chats in words. The routers are the real programs with their cache-aware policies. Each
+contender starts with fresh pods and takes all kinds of traffic; times are those of the simulated device.
+`--gateways 1 3` runs one and then three in front of the pods, and `--kill` kills one of them under load. A busy machine
+blurs small differences (`bench/routing.py` compares our own policies on a virtual clock). The exit code is 1 if a
+request through our gateway failed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ SETTLE_S = 2.0
 RANKS = ("mean", "p50", "p99")
 KILL_SEED = 99
 WARM_UP_SEED, WARM_UP_CONVERSATIONS = 98, 24
-"""What comes first meets processes that still import and engines that do not know their pace."""
+"""A warm-up, because the first requests meet processes that import modules and engines without step times."""
 KILLED = "one gateway killed"
-"""As a kind of traffic: the first one that was asked for, once more."""
+"""Name of an additional kind of traffic: the first one again, while a gateway is killed."""
 
 Figures = dict[str, dict[str, dict[str, Any]]]
-"""By traffic and contender."""
+"""Figures by traffic and contender."""
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
 def compare(
     name: str, found: Figures, problems: dict[str, str], args: argparse.Namespace, vocabulary: list[str]
 ) -> None:
-    """One contender under all traffic, behind each number of gateways; what fails is shown with its cause."""
+    """Measure one contender with all traffic and each number of gateways; show the causes of failures."""
     for num_gateways in args.gateways:
         label = labelled(name, num_gateways)
         try:
@@ -84,7 +84,7 @@ def compare(
 def measure(
     start: Callable[[Site], Start], num_gateways: int, args: argparse.Namespace, vocabulary: list[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each kind of traffic with what came of it, all seeds together; then, if wished, one gateway is killed."""
+    """Return the results of each kind of traffic over all seeds, and of killing a gateway if requested."""
     folder = FOLDER / "routing"
     with engines(args.pods, args.slowdown, folder) as ports, _gateways(start, ports, num_gateways, folder) as gateways:
         for gateway in gateways:
@@ -114,7 +114,7 @@ class Gateway(NamedTuple):
 def _gateways(
     start: Callable[[Site], Start], ports: Engines, num_gateways: int, folder: Path
 ) -> Iterator[list[Gateway]]:
-    """So many routers of one kind, each with all engines behind it; none knows of the others."""
+    """Start several routers of one kind, each in front of all engines and independent of the others."""
     gateways: list[Gateway] = []
     try:
         for number in range(num_gateways):
@@ -133,7 +133,7 @@ def labelled(name: str, num_gateways: int) -> str:
 
 
 def survivors(reported: Reported, killed_url: str) -> dict[str, Any]:
-    """Of a run in which the gateway of `killed_url` was killed: only what the others' clients met counts as failed."""
+    """Return the results of a run with a killed gateway; only failures of the other gateways' clients count."""
     rest = Reported(**{**reported.__dict__, "faults": []})
     for fault, url in zip(reported.faults, reported.faulty_urls, strict=True):
         if url != killed_url:
@@ -156,7 +156,7 @@ def figures(reported: Reported) -> dict[str, Any]:
 
 
 def against_one(found: Figures) -> dict[str, dict[str, dict[str, float]]]:
-    """By traffic and contender: times behind several gateways over those behind one; 1 is as good."""
+    """Return, by traffic and contender, the ratio of times with several gateways to those with one."""
     ratios: dict[str, dict[str, dict[str, float]]] = {}
     for kind, by_name in found.items():
         for label, values in by_name.items():
@@ -187,7 +187,7 @@ def report(found: Figures, problems: dict[str, str], args: argparse.Namespace) -
 
 
 def against_rivals(found: Figures) -> dict[str, float]:
-    """By traffic: our p99 with the policy by cost over the best rival's; below 1 is better."""
+    """Return, by traffic, the ratio of our p99 with the policy `Cost` to the best rival's; below 1 is better."""
     ratios = {}
     for kind, by_name in found.items():
         rivals = [by_name[name]["ttft_p99_ms"] for name in RIVALS if name in by_name]
@@ -198,7 +198,7 @@ def against_rivals(found: Figures) -> dict[str, float]:
 
 
 def _merged(paths: list[Path]) -> tuple[Figures, dict[str, str]]:
-    """Of several commands with different contenders, by kinds of traffic."""
+    """Merge the results of several commands with different contenders."""
     found: Figures = {}
     problems: dict[str, str] = {}
     for path in paths:
@@ -215,7 +215,7 @@ def _row(kind: str, name: str, values: dict[str, Any]) -> list[str]:
 
 
 def _starter(name: str, uv: Path) -> Callable[[Site], Start]:
-    """Installs what is to be started."""
+    """Install a contender and return the function that starts it."""
     router, _, policy = name.partition(" ")
     if router == OURS:
         return partial(start_pagemill, policy=policy)
@@ -225,7 +225,8 @@ def _starter(name: str, uv: Path) -> Callable[[Site], Start]:
 
 
 def _wait(gateway: Gateway, vocabulary: list[str]) -> None:
-    """Until a short chat is answered in full."""
+    """Wait until a short chat is answered completely.
+    ===="""
     [first, *_] = TRAFFIC["long and short"](0)
     short = first._replace(start_s=0.0, turns=[first.turns[0]._replace(token_ids=[1, 2, 3], num_output_tokens=2)])
     deadline = time.monotonic() + START_TIMEOUT_S

@@ -1,8 +1,8 @@
-"""Thousands of streams that hardly say anything, open at once in one gateway process: memory of each, none dropped.
+"""Measures the memory of thousands of nearly idle streams in one gateway process, and that none is dropped.
 
-Every stream gets a token every two seconds for as long as all of them need to begin and to stay a while together.
-Memory is the proportional set size of the gateway's processes, before and at its highest. `--routers` measures others,
-one by one.
+Every stream gets a token every two seconds until all streams have begun and have been open together for a while.
+Memory is the increase of the proportional set size of the gateway's processes at its highest. `--routers` measures
+other routers, one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from routers.stage import Scene, cores, stage, started
 
 NUM_PODS = 16
 PATIENCE_S = 90.0
-"""A slow machine may begin late with what it does not drop."""
+"""On a slow machine streams may begin late without being dropped.
+===="""
 
 
 def main() -> None:

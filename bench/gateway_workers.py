@@ -1,9 +1,9 @@
-"""Several workers behind one brain beside several gateways behind one address: CPU of a request, of knowing the pods,
-memory, and how evenly the pods are used.
+"""Compares several workers of one gateway with several gateways: CPU per request and for the pods, memory, balance.
 
-One gateway of one process, one with two workers, and two gateways that clients take in turn, each with everything on,
-all on one core. Pods report as busy ones do (`gateway_pods`). CPU is the kernel's count for the gateways' processes.
-Rounds take the contenders in turn.
+Measured are a gateway with one process, one with two workers, and two gateways that clients use in turn, each with all
+features, on one core. Pods report like busy ones (`gateway_pods`). CPU is the kernel's count for the gateways'
+processes. Rounds take the contenders in turn.
+====
 """
 
 from __future__ import annotations

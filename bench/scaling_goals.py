@@ -50,7 +50,8 @@ class Result(NamedTuple):
 
     @property
     def below_informed(self) -> float:
-        """How much lower Pagemill's share of requests is."""
+        """Return how much lower Pagemill's share of requests is than that of `informed`.
+        ===="""
         return self.points[INFORMED].share - self.points[OURS].share
 
     @property

@@ -41,11 +41,11 @@ from pagemill_simulator.workloads.shapes import Ramp, Steady
 CALIBRATION = {"prompt_tokens": 220.0, "output_tokens": 40.0, "longest_prompt": 900, "longest_output": 200}
 TRACES = {"prompt_tokens": 120.0, "output_tokens": 60.0, "longest_prompt": 700, "longest_output": 240}
 SIGMA = 0.7
-"""Of the lengths' logarithms."""
+"""Standard deviation of the logarithms of lengths."""
 LOADS = {"low": 0.2, "middle": 0.4, "high": 0.7}
-"""Shares of what the engine holds."""
+"""Shares of the engine's capacity."""
 CROWD = 96
-"""Requests at once, by whose simulation that is known."""
+"""Simultaneous requests whose simulation measures the capacity."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ def show(found: Found, *, markdown: bool) -> None:
 
 
 def calibrate(site: RealSite, seconds: float, seed: int) -> EngineConfig:
-    """From a quiet start to nearly all that it holds, and quiet again."""
+    """Replay a calibration trace that rises from low load to nearly full load and falls again."""
     rate = capacity(engine_of(site.state()), TRACES)
     ends: dict[str, Any] = {"from_rate": 0.1 * rate, "to_rate": 0.8 * rate}
     ramp = Ramp(before_s=0.0, over_s=seconds / 2, after_s=0.0, **ends, **_lengths(CALIBRATION))
@@ -130,14 +130,15 @@ def simulate(workload: Workload, engine: EngineConfig) -> Latencies:
 
 
 def capacity(engine: EngineConfig, lengths: dict[str, Any]) -> float:
-    """Requests per second of a crowd of them."""
+    """Return the capacity in requests per second, from a simulation of simultaneous requests."""
     crowd = Steady(rate=CROWD, duration_s=2.0, **_lengths(lengths)).requests(0)[:CROWD]
     report = EngineSimulation([each._replace(arrival_s=0.0) for each in crowd], engine).run()
     return report.num_finished / report.duration_s
 
 
 def real(requests: Sequence[SimRequest], seed: str) -> list[Request]:
-    """Prompts of ordinary tokens; no two have a prefix in common, also of two replays if their seeds differ."""
+    """Return prompts of ordinary tokens without common prefixes, also between replays with different seeds.
+    ===="""
     draw = random.Random(seed)
     return [
         Request(

@@ -35,9 +35,9 @@ from pagemill_simulator.workloads.request import SimRequest
 from pagemill_simulator.workloads.shapes import Ramp, Steady
 
 LOADS = {"low": 0.2, "middle": 0.4, "high": 0.7, "full": 0.95}
-"""Shares of what the engine holds, in requests per second."""
+"""Shares of the engine's capacity in requests per second."""
 CROWD = 48
-"""Requests at once: the most sequences in a step."""
+"""Simultaneous requests: the most sequences in a step."""
 COLUMNS = ["load", "requests", "figure", "engine", "simulated", "error %"]
 
 
@@ -54,7 +54,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class ProcessorClock:
-    """Seconds that this process has computed, and those that were skipped."""
+    """A clock of the seconds that this process has computed or skipped."""
 
     def __init__(self) -> None:
         self._skipped_s = 0.0
@@ -82,7 +82,7 @@ class PlanNoting:
 
 
 class RealEngine(EngineRun):
-    """Its steps are computed."""
+    """An engine that computes its steps."""
 
     def __init__(self, load: str, trace: Sequence[SimRequest], core: EngineCore, clock: ProcessorClock) -> None:
         super().__init__(trace, core, clock)
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def engine(clock: ProcessorClock) -> EngineCore:
-    """Ready, as one that serves. No prompt is cached: two traces would have the same."""
+    """Return a ready engine. Its prefix cache is off, because traces share prompts."""
     config = EngineConfig(
         model=MODEL, max_model_len=2048, num_threads=1, overlap=False, seed=0, enable_prefix_caching=False
     )
@@ -145,7 +145,7 @@ def engine(clock: ProcessorClock) -> EngineCore:
 
 
 def calibration(rate: float, seconds: float) -> list[SimRequest]:
-    """From a tenth to four fifths of what it holds, and back."""
+    """Return a calibration trace that rises from 10 % to 80 % of the capacity and falls again."""
     lengths: dict[str, Any] = {**CALIBRATION, "prompt_sigma": SIGMA, "output_sigma": SIGMA}
     ends: dict[str, Any] = {"from_rate": 0.1 * rate, "to_rate": 0.8 * rate}
     ramp = Ramp(before_s=0.0, over_s=seconds / 2, after_s=0.0, **ends, **lengths)
@@ -166,7 +166,7 @@ def traces(rate: float, seconds: float) -> dict[str, list[SimRequest]]:
 def compared(
     real: RealEngine, trace: Sequence[SimRequest], learned: StepTimeParams, core: EngineCore
 ) -> dict[str, tuple[float, float]]:
-    """Each percentile on the engine and simulated."""
+    """Return each percentile on the engine and in the simulation."""
     limits, info = core.scheduler.limits, core.runner.info
     config = EngineConfig(
         model="measured",
@@ -185,7 +185,8 @@ def compared(
 
 
 def of_steps(steps: Sequence[Step], swept: StepTimeParams, learned: StepTimeParams) -> dict[str, tuple[float, float]]:
-    """All of the load: their time in sum, and the median of their relative errors, which is an error itself."""
+    """Return the errors of all steps of a load: of their total time, and the median of the relative errors.
+    ===="""
     found = {}
     for name, params in (("after the sweep", swept), ("learned", learned)):
         model = StepTimeModel.from_params(params)

@@ -1,10 +1,10 @@
-"""Writes the reference pages that come from the code: `python docs/generate.py [--check]`.
+"""Writes the reference pages that are generated from code: `python docs/generate.py [--check]`.
 
-`docs/reference/configuration.md` from the settings classes, `metrics.md` from the one list of metrics, `cli.md`
-from the command line itself, `simulator.md` from the workloads and scaling policies of simulations, `models.md`
-from the registry of models, `sources.md` from that of model sources, `clients.md` from the scripts of tested clients.
-`llmdeployment.md` has its own generator (`pagemill_crds.generate`). With `--check` nothing is written and the exit code
-is 1 when a page differs from the code.
+It writes `docs/reference/configuration.md` from the settings classes, `metrics.md` from the list of metrics, `cli.md`
+from the command line, `simulator.md` from the workloads and scaling policies of simulations, `models.md` from the
+registry of models, `sources.md` from that of model sources, and `clients.md` from the scripts of tested clients.
+`llmdeployment.md` has its own generator (`pagemill_crds.generate`). With `--check` it writes nothing, and the exit code
+is 1 if a page differs from the code.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def configuration_page() -> str:
 
 
 def settings_of(module: str, class_name: str) -> list[Setting]:
-    """The annotated fields of a class with the docstrings under them, read from its source without importing it."""
+    """Return the annotated fields of a class with their docstrings, read from its source without importing it."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise LookupError(f"there is no module {module}")
@@ -164,7 +164,7 @@ def _settings(body: list[ast.stmt]) -> Iterator[Setting]:
 
 
 def _value(node: ast.expr) -> str:
-    """A default as people write it: products of sizes are computed, everything else is shown as it stands."""
+    """Return the text of a default. Products of sizes are computed; other expressions are shown as they are written."""
     if isinstance(node, ast.Call) and (made := [each.value for each in node.keywords if each.arg == "default_factory"]):
         return ast.unparse(made[0].body if isinstance(made[0], ast.Lambda) else made[0])
     is_product = all(isinstance(part, ast.BinOp | ast.Constant | ast.operator) for part in ast.walk(node))
@@ -236,7 +236,7 @@ def _parameter_row(parameter: Any, kind: str) -> str:
 
 
 def _type_name(hint: Any) -> str:
-    """What to type: `int`, `path`, `float`, a choice of words, `flag`; several for lists."""
+    """Return the type of a parameter as users see it: `int`, `path`, `float`, a choice of words, `flag`, or several."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = [each for each in get_args(hint) if each is not NoneType]
     if get_origin(hint) is Literal:
@@ -288,7 +288,8 @@ BOUNDS = {
     "Count": "whole, 1 or more",
     "Count | None": "whole, 1 or more",
 }
-"""What the types of parameters say."""
+"""The bounds that the types of parameters imply.
+===="""
 
 
 TRACES = """## Traces
@@ -338,7 +339,7 @@ def _policies(module: str, kinds: dict[str, type]) -> str:
 
 
 def _parameters(kind: type) -> str:
-    """Those that its module declares, of the classes before it too."""
+    """Return the parameters that its module declares, including those of its base classes."""
     module = kind.__module__
     constants = vars(importlib.import_module(module))
     rows = [
@@ -352,7 +353,7 @@ def _parameters(kind: type) -> str:
 
 
 def _default(written: str, constants: dict[str, Any]) -> str:
-    """Names of constants as what they stand for."""
+    """Return the text of a default, with the values of constants instead of their names."""
     first, *rest = written.strip("`").split(".")
     if first not in constants:
         return "" if written == "`None`" else written

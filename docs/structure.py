@@ -25,7 +25,7 @@ PACKAGES = {
     "pagemill_simulator": "simulator",
     "pagemill": "cli",
 }
-"""And the folder that each lies in."""
+"""Packages and their folders."""
 LAYERS = [
     {"pagemill"},
     {"pagemill_simulator"},
@@ -33,7 +33,7 @@ LAYERS = [
     {"pagemill_kube"},
     {"pagemill_protocol", "pagemill_crds", "pagemill_kernels"},
 ]
-"""From the top: a package imports from layers below its own, and from its own layer nothing."""
+"""Layers from the top. A package may import from lower layers, but not from its own layer."""
 
 Graph = dict[str, set[str]]
 
@@ -54,7 +54,7 @@ class Structure(NamedTuple):
 
 
 def modules(package: str, folder: str) -> dict[str, Path]:
-    """Dotted name to file, of one package."""
+    """Return the modules of one package, from dotted name to file."""
     base = ROOT / folder
     found = {}
     for path in sorted((base / package).rglob("*.py")):
@@ -69,7 +69,7 @@ def all_modules() -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of the project that `path` imports; imports for type checking alone count as well."""
+    """Return the modules of the project that `path` imports, including imports for type checking."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
@@ -87,7 +87,7 @@ def import_graph(known: dict[str, Path]) -> Graph:
 
 
 def sibling_cycles(package: str, graph: Graph) -> list[list[str]]:
-    """Groups of siblings that import each other, directly or through others, at every level of `package`."""
+    """Return groups of siblings that import each other, directly or indirectly, at every level of `package`."""
     found = []
     parents = {name.rpartition(".")[0] for name in graph if name.startswith(f"{package}.")}
     for parent in sorted(parents):
@@ -96,7 +96,7 @@ def sibling_cycles(package: str, graph: Graph) -> list[list[str]]:
 
 
 def _siblings(parent: str, graph: Graph) -> Graph:
-    """Imports between the children of `parent`, each standing for everything inside it."""
+    """Return the imports between the children of `parent`, each with everything inside it."""
     depth = parent.count(".") + 2
     between: Graph = {}
     for name, targets in graph.items():
@@ -109,7 +109,7 @@ def _siblings(parent: str, graph: Graph) -> Graph:
 
 
 def _components(graph: Graph) -> list[list[str]]:
-    """Strongly connected components, by reachability: the graphs are small."""
+    """Return strongly connected components, computed by reachability because the graphs are small."""
     reach = {name: _reachable(name, graph) for name in graph}
     seen: set[str] = set()
     groups = []
@@ -135,7 +135,7 @@ def _reachable(start: str, graph: Graph) -> set[str]:
 
 
 def upward_imports(graph: Graph) -> list[tuple[str, str]]:
-    """Imports of a package from its own layer or from one above it."""
+    """Return imports of a package from its own layer or from a higher one."""
     level = {package: number for number, layer in enumerate(LAYERS) for package in layer}
     found = []
     for name, targets in graph.items():
@@ -166,7 +166,8 @@ def _sizes(values: list[int]) -> Sizes:
 
 
 def table() -> str:
-    """The table of docs/architecture.md."""
+    """Return the table of docs/architecture.md.
+    ===="""
     graph = import_graph(all_modules())
     rows = [structure(package, graph) for package in PACKAGES]
     lines = [

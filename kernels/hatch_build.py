@@ -1,9 +1,9 @@
-"""Compiles the native CPU kernels while the package is built, one library for each instruction-set level.
+"""Compiles the native CPU kernels when the package is built, one library per instruction-set level.
 
-Wheels carry every level, since they may be installed anywhere. An installation from a source tree, which stays on its
-machine, has the highest level of this processor, or what `PAGEMILL_KERNEL_LEVELS` says: `fitting`, all that it can run,
-or `all`. `CXX` names another compiler, `PAGEMILL_KERNEL_MACHINE` the machine that it compiles for. Without a compiler
-the package is built all the same and runs on torch; `pagemill_kernels.cpu.library` says so.
+Wheels contain every level. An installation from a source tree compiles only the highest level of this processor, or the
+levels that `PAGEMILL_KERNEL_LEVELS` selects: `fitting` (all that this processor supports) or `all`. `CXX` selects
+another compiler, `PAGEMILL_KERNEL_MACHINE` another target machine. Without a compiler the package is built without
+kernels and uses torch; `pagemill_kernels.cpu.library` reports this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=fast", "-fno-math-errno")
 OWN_FLAGS = {"sampling.cpp": ("-ffp-contract=off",)}
-"""Files whose bits are those of numpy: a fused product is rounded once less."""
+"""Flags of files whose results must equal numpy's bit by bit, which fused multiply-add would change."""
 LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "x86-64-v3": ("-march=x86-64-v3",),
@@ -33,7 +33,7 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "aarch64": {"armv8-a": ("-march=armv8-a",)},
 }
-"""Levels and what the compiler needs for them, by machine; at run time the highest that the processor has is loaded."""
+"""Levels and their compiler options by machine. At run time the highest level that the processor supports is loaded."""
 LEVELS_SETTING, MACHINE_SETTING = "PAGEMILL_KERNEL_LEVELS", "PAGEMILL_KERNEL_MACHINE"
 
 
@@ -62,7 +62,7 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
 
 
 def compile_levels(compiler: list[str], levels: dict[str, tuple[str, ...]], package: Path) -> dict[str, str]:
-    """Sources beside each other on all cores. Returns what the compiler said of levels that did not compile."""
+    """Compile all sources on all cores. Return the compiler's messages for levels that failed."""
     sources = sorted((package / "src").glob("*.cpp"), key=lambda source: -source.stat().st_size)
     cores = len(os.sched_getaffinity(0))
     failed = {}
@@ -100,7 +100,8 @@ def _library(library_dir: Path, level: str) -> Path:
 
 
 def _spelled(compiler: list[str], options: tuple[str, ...]) -> list[str]:
-    """As this compiler names processors: Zig writes no `-` in them, and takes 64-bit Arm as it is."""
+    """Return the options in the compiler's spelling: Zig uses `_` in names of processors and needs none for 64-bit Arm.
+    ===="""
     if not any("zig" in word for word in compiler):
         return list(options)
     march = "-march="

@@ -1,7 +1,7 @@
-"""How often Python asks for memory: its allocators are wrapped by counting ones, which a C compiler makes.
+"""Counts Python's memory allocations with wrappers around its allocators, which are compiled from C.
 
-Objects that a free list gives again are not asked for. `AllocationCounter` counts only between `start` and `stop`, so
-that what a bench itself does can be left out.
+Objects that come from a free list are not counted. `AllocationCounter` counts only between `start` and `stop`, to
+exclude the allocations of a benchmark itself.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ void counting(int domain, struct allocator *made) {
 }
 """
 MEMORY, OBJECTS = 1, 2
-"""The allocators of buffers and of objects; each holds the interpreter's lock."""
+"""The allocators of buffers and of objects; both run with the interpreter's lock held."""
 
 
 class _Allocator(ctypes.Structure):
@@ -63,10 +63,11 @@ def compiler() -> str | None:
 
 
 class AllocationCounter:
-    """One a process: the allocators stay wrapped."""
+    """Counts allocations. Create it once per process, because the allocators stay wrapped."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: for the library. Raises `RuntimeError` without a C compiler."""
+        """Compile the wrappers into `folder`. Raises `RuntimeError` without a C compiler.
+        ===="""
         found = compiler()
         if found is None:
             raise RuntimeError("counting allocations needs a C compiler: install gcc or clang")

@@ -1,7 +1,7 @@
-"""What simulated pods answer, rendered once: events as our engine writes them, as OpenAI's stream and as frames.
+"""The answers of simulated pods, rendered once: the events of our engine, as OpenAI's stream and as frames.
 
-Only id and creation time differ between the answers to two requests, so each event is kept in the pieces around them.
-Every router forwards the same events; ours gets them as payload of frames, as from a real engine.
+Answers to two requests differ only in id and creation time, so each event is kept in the pieces around these. Every
+router forwards the same events; our gateway gets them as the payload of frames, as from a real engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CREATED_MARK = str(CREATED_UNIX_S).encode()
 
 
 class _Event(NamedTuple):
-    """One event, cut at the id and at the creation time."""
+    """One event, split at the id and at the creation time."""
 
     start: bytes
     middle: bytes
@@ -40,7 +40,7 @@ class _Event(NamedTuple):
 
 
 class Answer:
-    """To every streamed request of one dialect: the same `num_tokens` tokens, one event each."""
+    """The answer to every streamed request of one dialect: the same `num_tokens` tokens, one event each."""
 
     def __init__(self, model: str, dialect: str, num_tokens: int) -> None:
         self._head = render.Head(ID, model, CREATED_UNIX_S, render.fingerprint("simulated"))
@@ -50,17 +50,17 @@ class Answer:
         self._events = [_Event.of(self._chunk(number)) for number in range(num_tokens)]
         self._metas = [self._meta(number) for number in range(num_tokens)]
         self.stream = [http_chunk(event.render(ID, CREATED_UNIX_S)) for event in self._events]
-        """As OpenAI's stream, one HTTP chunk for each token."""
+        """OpenAI's stream, one HTTP chunk per token."""
         self.stream_end = http_chunk(render.SSE_DONE) + END_OF_BODY
 
     def frame(self, number: int, request: GenerateRequest) -> bytes:
-        """Of one token, for a gateway."""
+        """Return the frame of one token, for a gateway."""
         payload = self._events[number].render(request.response_id or request.request_id, request.created_unix_s)
         meta = self._metas[number]
         return b"".join((_FRAME_HEADER.pack(len(meta), len(payload)), meta, payload))
 
     def frame_end(self, request: GenerateRequest, cached_tokens: int) -> bytes:
-        """The last frame."""
+        """Return the last frame."""
         usage = Usage(len(request.prompt_token_ids), self.num_tokens, cached_tokens)
         payload = render.SSE_DONE
         if request.include_usage:
@@ -69,7 +69,7 @@ class Answer:
         return encode_frame(FrameMeta(last=True, usage=usage), payload)
 
     def body(self) -> bytes:
-        """The whole answer, to those who do not stream."""
+        """Return the complete answer to a request that does not stream."""
         choice = render.Choice(0, TEXT * self.num_tokens, "length")
         rendered = render.chat_body if self._dialect == "chat" else render.completion_body
         return rendered(self._head, [choice], Usage(1, self.num_tokens))
@@ -92,5 +92,6 @@ class Answer:
 
 
 def http_chunk(data: bytes) -> bytes:
-    """One chunk of a body without a length."""
+    """Return one chunk of a chunked HTTP body.
+    ===="""
     return b"%x\r\n%b\r\n" % (len(data), data)

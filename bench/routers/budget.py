@@ -1,9 +1,8 @@
-"""The entries of a request's budget: which functions of the gateway belong to each, and what each of them takes.
+"""The entries of a request's budget: the functions of the gateway that belong to each, and their cost.
 
-A call counts for the innermost entry that it is made in, and outside of all of them for the part of the request that is
-played, so the entries add up to the request. Calls, system calls and allocations are counted and times are taken in
-runs of their own: each would change what the others find. What is played meanwhile: `gateway_budget`; allocations:
-`allocations`.
+A call counts for the innermost entry that contains it, or else for the part of the request that is running, so that
+the entries add up to the request. Calls, system calls, allocations and times are measured in separate runs, because
+each measurement would change the others. `gateway_budget` runs the requests; `allocations` counts allocations.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from routers.answers import Answer
 from routers.in_memory import EngineWire, Wire
 
 REST = "the request's own code"
-"""From its first byte until it is with its engine, outside of all entries."""
+"""The part from the first byte until the engine has the request, outside of all entries."""
 ACCEPT = "accept"
-"""A connection, of which a client opens one for many requests."""
+"""Accepting a connection, which a client opens once for many requests."""
 FIRST_FRAME = "first frame"
 RELAYS = "relays"
-"""Of all frames between the first and the last one."""
+"""Relaying all frames between the first and the last one."""
 END = "end"
 BENCH = "what the bench plays"
 _METRICS = ("prepared", "routed", "first_token", "cached", "attempt", "reserved", "tenant_used", "finished")
@@ -61,19 +60,19 @@ ENTRIES: dict[str, list[tuple[Any, str]]] = {
     "metrics": [(WorkerMetrics, name) for name in _METRICS],
 }
 PARTS = (REST, FIRST_FRAME, RELAYS, END)
-"""Of a request, in order."""
+"""The parts of a request, in order."""
 ROWS = (ACCEPT, *list(ENTRIES)[:-2], FIRST_FRAME, RELAYS, END, "log", "metrics", REST)
-"""In the order of a request."""
+"""The rows of the table, in the order of a request."""
 
 _PLAYED: list[tuple[Any, str]] = [(Answer, "frame"), (Answer, "frame_end")]
 _RECEIVED = "data_received"
 _ASKED = frozenset({_RECEIVED, "connection_made", "__init__"})
-"""Functions of the gateway that the bench calls in the kernel's place; other ones it calls for itself."""
+"""Functions of the gateway that the benchmark calls in place of the event loop; its other calls do not count."""
 _WRITES = frozenset({Wire.write.__code__, EngineWire.write.__code__})
 
 
 class Played:
-    """Which part of a request is being played."""
+    """The part of a request that is running."""
 
     def __init__(self) -> None:
         self.part = REST
@@ -83,7 +82,7 @@ class Played:
 
 
 class Clock(Played):
-    """CPU time of the thread by part."""
+    """Measures the CPU time of the thread by part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +96,7 @@ class Clock(Played):
 
 
 class Count(NamedTuple):
-    """Calls of Python functions, of built-in ones, and of the kernel: reads and writes."""
+    """Numbers of calls: of Python functions, of built-in functions, and reads and writes of the kernel."""
 
     python: int
     native: int
@@ -105,7 +104,7 @@ class Count(NamedTuple):
 
 
 class Counts(Played):
-    """Calls by entry, while `counting`."""
+    """Counts calls by entry while `counting`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +112,7 @@ class Counts(Played):
         self.native: Counter[str] = Counter()
         self.system: Counter[str] = Counter()
         self.functions: Counter[str] = Counter()
-        """Of Python, by file and name."""
+        """Calls of Python functions by file and name."""
         self._entries = {_code(owner, name): entry for entry, names in ENTRIES.items() for owner, name in names}
         self._stack: list[str] = []
 
@@ -157,15 +156,16 @@ class Counts(Played):
 
 
 class Times(Played):
-    """CPU time of the thread by entry, without what entries inside of it took."""
+    """Measures the CPU time of the thread by entry, without nested entries."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ns: Counter[str] = Counter()
         self.parts_ns: Counter[str] = Counter()
-        """Of all entries together, by part."""
+        """Time of all entries together, by part."""
         self._inside: list[int] = []
-        """Of each entry that is running: what those inside of it have taken so far."""
+        """For each running entry, the time of its nested entries so far.
+        ===="""
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

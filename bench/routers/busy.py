@@ -1,6 +1,6 @@
-"""What a pod does all by itself, so that its gateways hear of it: a full prefix cache, and steps that change it.
+"""The simulated activity of a busy pod that its gateways receive: a full prefix cache, and steps that change it.
 
-No client takes part: the load is reported, its tokens are never made. What a frame looks like is `pod`'s.
+It needs no client: the load is reported, but its tokens are not generated. `pod` writes the frames.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ NUM_ROWS = 48
 NUM_CONTEXT_TOKENS = NUM_ROWS * 1500
 HASH_BYTES = 16
 FIT_INTERVAL_S = 0.5
-"""As often as engines tell a new fit of their step time."""
+"""Seconds between new fits of the step time, as engines report them."""
 FIT_SPREAD = 0.02
 
 
 class Habit(NamedTuple):
     num_prefix_chunks: int = 0
-    """In the prefix cache from the start."""
+    """Prefix chunks in the prefix cache from the start."""
     num_shared: int = 0
-    """Of these, the same in all pods: system prompts. They stay."""
+    """The prefix chunks among them that all pods share, as of system prompts; they are never evicted."""
     steps_per_s: float = 0.0
     churn: int = 0
-    """Prefix chunks that each step adds, and evicts."""
+    """Prefix chunks that each step adds and evicts.
+    ===="""
 
 
 class Busy:

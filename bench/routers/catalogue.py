@@ -1,8 +1,8 @@
-"""Every router that is measured: how it is installed, and how it starts in front of given pods.
+"""All routers that are measured: how each is installed, and how it starts in front of given pods.
 
-All do what their users get by default, on one core and one worker: ours with keys, limits, schema, template, tokens,
-hashes and the routing by cost; the two Rust routers with their cache-aware policies; LiteLLM with its key. nginx only
-forwards: the floor.
+All have their default features, one core and one worker: our gateway with keys, limits, schema, template, tokens,
+hashes and routing by cost; the two Rust routers with their cache-aware policies; LiteLLM with its key. nginx only
+forwards and is the lower bound.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ MODEL = "smollm2"
 OURS = "pagemill"
 SMG = "smg"
 PLAIN = "pagemill-plain"
-"""As near to forwarding alone as our settings allow."""
+"""Our gateway with as few features as its settings allow."""
 DIRECT = "direct"
-"""No router: the generator asks the pods in turn. What every router adds is counted from here."""
+"""No router: the generator sends requests to the pods in turn. It is the baseline of added times."""
 LIMITS = "requests_per_minute=100000000 tokens_per_minute=100000000000 concurrency=1000000"
-"""Never reached, always counted."""
+"""Limits that are counted but never reached."""
 
 
 class Site(NamedTuple):
-    """What a router is started in front of."""
+    """The pods and settings with which a router is started."""
 
     pods: list[int]
-    """Ports on loopback, of OpenAI's routes and, for ours, of the data port."""
+    """Ports on loopback of OpenAI's routes and, for our gateway, of the data port."""
     folder: Path
-    """For settings, logs and temporary files."""
+    """Folder for settings, logs and temporary files."""
     max_streams: int
-    """Open at once."""
+    """Most streams that are open at the same time."""
     controls: list[int] | None = None
-    """Ours: control ports, where they differ from the data ports."""
+    """For our gateway: the control ports, if they differ from the data ports."""
     token: str = ""
-    """Ours: of the engines' internal routes."""
+    """For our gateway: the token of the engines' internal routes."""
 
 
 class Start(NamedTuple):
@@ -51,21 +51,24 @@ class Start(NamedTuple):
     port: int
     environment: Mapping[str, str] = {}
     control_port: int = 0
-    """Ours."""
+    """For our gateway: its control port."""
 
 
 class Router(NamedTuple):
     name: str
     how: str
-    """For the table's legend."""
+    """Description for the table's legend."""
     install: Callable[[Path], None]
-    """With uv at the given path; raises `InstallFailed`."""
+    """Installs the router with uv at the given path. Raises `InstallFailed`."""
     start: Callable[[Site], Start]
     num_cores: int = 1
 
 
 def with_cores(router: Router, number: int) -> Router:
-    """Ours with as many workers; smg has a thread for each core that it may use. Raises `ValueError` for others."""
+    """Return the router for several cores: our gateway with as many workers, smg with as many threads.
+
+    Raises `ValueError` for other routers.
+    """
     if router.name == OURS:
         name = f"{OURS}, {number} worker" + "s" * (number > 1)
         return router._replace(name=name, start=partial(start_pagemill, changes={"workers": number}), num_cores=number)
@@ -98,7 +101,7 @@ def routers() -> dict[str, Router]:
 
 
 def start_pagemill(site: Site, policy: str = "Auto", changes: Mapping[str, object] = {}) -> Start:
-    """`changes`: of the settings."""
+    """Start our gateway. `changes`: changes of its settings."""
     port, control_port = free_port(), free_port()
     endpoints = [
         {
@@ -122,7 +125,7 @@ def start_pagemill(site: Site, policy: str = "Auto", changes: Mapping[str, objec
 
 
 def start_plain(site: Site) -> Start:
-    """Engines take token ids, so that bodies are never passed on as they are."""
+    """Start our gateway with few features. It still tokenizes, because engines receive token ids."""
     return start_pagemill(site, "RoundRobin", {"api_keys": []})
 
 
@@ -177,7 +180,8 @@ def start_smg(site: Site) -> Start:
 
 
 def _like_sglang(site: Site, port: int) -> list[str]:
-    """What the two have in common: both come from SGLang's router."""
+    """Return the common part of the two routers that derive from SGLang's.
+    ===="""
     argv = ["--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"]
     argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
     argv += ["--max-concurrent-requests", str(max(4096, site.max_streams))]

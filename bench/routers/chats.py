@@ -1,7 +1,7 @@
-"""The simulator's traffic as real chats over HTTP: each conversation a client that waits for its answers.
+"""Sends the simulator's traffic as real chats over HTTP; each conversation is a client that waits for its answers.
 
-Tokens become words that the model's tokenizer turns into just one token each, wherever they stand. Times are the
-simulator's, times the slowdown of the engines; what is reported is divided by it again.
+Tokens become words that the model's tokenizer turns into exactly one token each, in any context. Times are the
+simulator's, multiplied by the slowdown of the engines; results are divided by it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from routers.prompts import bundle
 NUM_WORDS = 4096
 REQUEST_TIMEOUT_S = 300.0
 MIDWAY_S = 0.5
-"""After the conversation in the middle has begun: streams are under way."""
+"""Seconds after the middle conversation has begun, when streams are running."""
 
 
 def words() -> list[str]:
-    """With a blank before each; any of them after any other is one token."""
+    """Return words with a leading blank, each of which is one token after any other."""
     tokenizer = Tokenizer(bundle())
     try:
         texts = (tokenizer.token_text(token_id) for token_id in range(tokenizer.vocab_size))
@@ -43,7 +43,7 @@ def words() -> list[str]:
 
 @dataclass
 class Reported:
-    """What came of all requests of one run; milliseconds of the engines' own time."""
+    """The results of all requests of one run, in milliseconds of the engines' own time."""
 
     ttft_ms: list[float] = field(default_factory=list)
     tpot_ms: list[float] = field(default_factory=list)
@@ -51,18 +51,19 @@ class Reported:
     num_cached_tokens: int = 0
     faults: list[str] = field(default_factory=list)
     faulty_urls: list[str] = field(default_factory=list)
-    """Whom each fault was met at."""
+    """The URL of each fault."""
 
 
 class Chats:
     def __init__(self, urls: Sequence[str], vocabulary: Sequence[str], slowdown: float) -> None:
-        """`urls`: each conversation stays with one of them, in turn."""
+        """Prepare the conversations. `urls`: assigned to conversations in turn."""
         self._urls = urls
         self._vocabulary = vocabulary
         self._slowdown = slowdown
 
     def run(self, traffic: Sequence[Conversation], seed: int, midway: Callable[[], None] = lambda: None) -> Reported:
-        """Every conversation to its end. Other seeds say the same in other words. `midway`: when half have begun."""
+        """Run every conversation to its end. Other seeds use other words. `midway` is called when half have begun.
+        ===="""
         vocabulary = random.Random(seed).sample(self._vocabulary, len(self._vocabulary))
         return asyncio.run(self._run(traffic, vocabulary, midway))
 

@@ -1,7 +1,7 @@
-"""Real engine servers on a simulated device: the upstreams where it matters which one is chosen.
+"""Real engine servers on a simulated device, as upstreams for comparing which one a router chooses.
 
-Scheduler, KV manager, prefix cache and HTTP are the real ones; a step waits as long as one of an 8B model on a GPU
-would take, times a slowdown, so that two cores can play four pods without being what is measured.
+Scheduler, KV manager, prefix cache and HTTP are real. A step waits as long as a step of an 8B model on a GPU would
+take, times a slowdown, so that two cores can run four pods without limiting the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Engines(NamedTuple):
 
 @contextmanager
 def engines(num_pods: int, slowdown: float, folder: Path) -> Iterator[Engines]:
-    """All of them ready, with empty caches. Raises `PeerFailed`."""
+    """Yield ready engines with empty caches. Raises `PeerFailed`.
+    ===="""
     folder.mkdir(parents=True, exist_ok=True)
     ports = Engines([free_port() for _ in range(num_pods)], [free_port() for _ in range(num_pods)])
     processes: list[PeerProcess] = []

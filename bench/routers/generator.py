@@ -1,8 +1,8 @@
-"""The load: streamed chats at given times over kept connections, in a process of its own, asked by JSON lines.
+"""Generates the load: streamed chats at given times over kept connections, in a process that reads jobs as JSON lines.
 
-Arrivals are Poisson and do not wait for answers. Times count from the moment a request was really written; how late
-that was is reported too, so that a run which this process could not keep up with is dropped. An answer counts when its
-status is 200 and every token and the end mark came.
+Arrivals are Poisson and do not wait for answers. Times count from the moment when a request was written; its delay is
+reported too, so that a run with which this process could not keep up is dropped. An answer counts if its status is 200
+and it contained every token and the end mark.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ import msgspec
 import uvloop
 
 NONCE = b"00000000"
-"""In each body, replaced by the request's number: no two prompts share their beginning."""
+"""Placeholder in each body for the request's number, so that no two prompts have the same beginning."""
 MAX_CAUSE_CHARS = 160
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ports: list[int]
-    """Asked in turn."""
+    """Ports to which requests are sent in turn."""
     path: str
     headers: dict[str, str]
     bodies: str
-    """File of JSON: a list of bodies."""
+    """JSON file with a list of bodies."""
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     seconds: float = 0.0
-    """Of arrivals."""
+    """Seconds during which requests arrive."""
     num_requests: int = 0
-    """In place of `seconds`."""
+    """Number of requests, instead of `seconds`."""
     num_tokens: int
-    """That each answer must have."""
+    """Tokens that each answer must have."""
     first: int = 0
     """Number of the first request."""
     hold_s: float
-    """What an answer takes by itself."""
+    """Seconds that an answer takes without queueing."""
     patience_s: float
-    """For answers that are still open when the last request was sent, beyond what they take by themselves."""
+    """Seconds to wait for open answers after the last request, in addition to `hold_s`."""
 
 
 class Connection(asyncio.Protocol):
@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def abandon(self) -> None:
-        """Its job is over; what comes now counts no more."""
+        """End the job; later data is ignored."""
         self._busy = False
         self._transport.abort()
 
@@ -123,7 +123,7 @@ class Load:
         self.job: Job
         self._idle: dict[int, list[Connection]] = {}
         self._open: set[Connection] = set()
-        """All of them, idle ones too."""
+        """All open connections, including idle ones."""
         self._loop = asyncio.get_running_loop()
         self._bodies: dict[str, list[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,7 +183,8 @@ class Load:
         self._ended = asyncio.Event()
 
     def _requests(self) -> Any:
-        """From a request's number to its bytes."""
+        """Return a function from a request's number to its bytes.
+        ===="""
         job = self.job
         if job.bodies not in self._bodies:
             self._bodies[job.bodies] = [each.encode() for each in json.loads(Path(job.bodies).read_text())]
@@ -240,7 +241,7 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 async def serve() -> None:
-    """One line of JSON in, one out, until stdin ends."""
+    """Read one job per line of JSON and write one line of results, until stdin ends."""
     load = Load()
     gc.freeze()
     decoder = msgspec.json.Decoder(Job)

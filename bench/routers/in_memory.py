@@ -1,9 +1,8 @@
-"""A gateway of one process without sockets: a client and engines that are calls, so that a request's own work can be
-measured and counted, step by step, whatever else the machine does.
+"""A gateway in one process without sockets, whose client and engines are function calls.
 
-Everything between the two is the real thing: HTTP, keys, limits, schema, template process, tokens, hashes, decision,
-journal, log and metrics. What the kernel adds is one read for each of the pieces that come in, and one write for each
-that goes out.
+It allows the work of a request to be measured and counted step by step, independent of other work on the machine.
+Everything between client and engines is real: HTTP, keys, limits, schema, template process, tokens, hashes, decision,
+journal, log and metrics. The kernel would add one read for each piece that arrives and one write for each that leaves.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ TOKEN = "bench-internal"
 
 
 class Turns:
-    """Notified of whose code runs from now on; does nothing with it."""
+    """Notified when other code starts to run; this base class ignores it."""
 
     def gateway(self) -> None: ...
 
@@ -47,10 +46,10 @@ class Turns:
 
 
 class Wire(asyncio.Transport):
-    """One end of a connection whose other end is this process."""
+    """One end of a connection within this process."""
 
     turns = Turns()
-    """Of all wires."""
+    """The observer of all wires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class Wire(asyncio.Transport):
         self.num_writes = 0
         self._loop = asyncio.get_running_loop()
         self._wrote: asyncio.Future[None] | None = None
-        """What waits for the next write; no `asyncio.Event`, whose calls would be counted as the gateway's."""
+        """The waiter for the next write. It is no `asyncio.Event`, whose calls would count as the gateway's."""
         self._is_closing = False
 
     def write(self, data: Any) -> None:
@@ -86,7 +85,7 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
     async def until(self, end: bytes = b"") -> None:
-        """Something was written, or what ends with `end`."""
+        """Wait until something was written, or data that ends with `end`."""
         while not (self.written and self.written[-1].endswith(end)):
             self._wrote = self._loop.create_future()
             self.turns.gateway()
@@ -95,14 +94,14 @@ class Wire(asyncio.Transport):
         self.written.clear()
 
     def receive(self, protocol: Any, data: bytes) -> None:
-        """`protocol`, at this end, gets these bytes."""
+        """Pass these bytes to `protocol`, the receiver at this end."""
         self.turns.gateway()
         protocol.data_received(data)
         self.turns.bench()
 
 
 class EngineWire(Wire):
-    """To an engine that takes every request and sends what it is made to."""
+    """A connection to an engine that accepts every request and sends the given frames."""
 
     def __init__(self, engines: Engines) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ class Exchange(NamedTuple):
 
     wire: EngineWire
     number: int
-    """Of its stream; 0: over HTTP."""
+    """Number of its stream; 0 with HTTP."""
     request: GenerateRequest
 
     def accept(self, frame: bytes) -> None:
@@ -162,7 +161,7 @@ class Exchange(NamedTuple):
 class Engines:
     def __init__(self) -> None:
         self.num_writes = 0
-        """Of the gateway to all of them."""
+        """Writes of the gateway to all wires."""
         self._taken: list[Exchange] = []
         self._came = asyncio.Event()
 
@@ -188,17 +187,18 @@ class Engines:
 class Stage(NamedTuple):
     gateway: Gateway
     connect: Callable[[], tuple[Any, Wire]]
-    """A client opens a connection: the server's protocol of it, and its wire."""
+    """Opens a client connection and returns the server's protocol and the wire."""
     client: Any
-    """The server's protocol of one connection."""
+    """The server's protocol of the client connection."""
     wire: Wire
-    """What it writes."""
+    """The wire to which the server writes."""
     engines: Engines
     answer: Answer
     pods: list[Pod]
 
     def observe(self) -> None:
-        """Every pod reports."""
+        """Let every pod send a report.
+        ===="""
         for number, pod in enumerate(self.pods):
             self.gateway.control.brain.observe(f"pod-{number}", pod.snapshot())
 
@@ -247,7 +247,7 @@ async def stage(bundle: TokenizerBundle, *, num_pods: int, num_tokens: int, has_
 
 
 async def _furnish(gateway: Gateway, bundle: TokenizerBundle, num_pods: int) -> None:
-    """With pods that nothing else follows, and their tokenizer."""
+    """Give the gateway pods and their tokenizer."""
     urls = [f"http://127.0.0.1:{number + 1}" for number in range(num_pods)]
     endpoints = [Endpoint(id=f"pod-{n}", data_url=url, control_url=url) for n, url in enumerate(urls)]
     model = CatalogModel(deployment=MODEL, name=MODEL, engine_token=TOKEN, endpoints=endpoints)

@@ -1,7 +1,7 @@
-"""Measures one contender: what it costs to idle, then rate after rate until it cannot hold one.
+"""Measures one contender: its cost when idle, then rising rates until it cannot sustain one.
 
-A run in which the generator sent too late, or in which pods and generator filled their core, says nothing of the
-router: it is thrown away and repeated, and when that does not help the ladder ends there without a verdict.
+A run is invalid if the generator sent too late, or if pods and generator used all of their core. Invalid runs are
+repeated; if that does not help, the measurement ends without a verdict.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ WARM_UP_RATE = 20.0
 MAX_LAG_MS = 5.0
 """99th percentile of how late requests were sent."""
 MAX_LOAD_SHARE = 0.95
-"""Of their cores, for pods and generator together."""
+"""Largest share of their cores that pods and generator may use together."""
 MAX_TTFT_P99_MS = 100.0
-"""Beyond it a rate is not held: prefills take no time here, so this is all queueing."""
+"""A rate with a higher TTFT p99 is not sustained. Prefills take no time here, so all of it is queueing."""
 MAX_BACKLOG_S = 0.5
-"""Longer than an answer takes by itself, from the last arrival to the last answer."""
+"""Longest time from the last arrival to the last answer, in addition to the duration of an answer."""
 
 
 class Size(NamedTuple):
@@ -34,14 +34,14 @@ class Size(NamedTuple):
     rates: tuple[float, ...]
     """Ascending."""
     seconds: float
-    """Of one run, and half of it to warm up."""
+    """Duration of one run; half as long is the warm-up."""
     idle_s: float = 4.0
     settle_s: float = 2.0
-    """Between the first answer and the load: who registers its pods one by one is still at it."""
+    """Seconds between the first answer and the load, for routers that register their pods one by one."""
     num_tries: int = 3
     num_prompt_tokens: int = 200
     climb_on: bool = False
-    """Go on to the next rate whatever became of the last one."""
+    """Whether to continue with the next rate if a rate was not sustained."""
 
     @property
     def scene(self) -> Scene:
@@ -59,7 +59,7 @@ class Verdict(NamedTuple):
 
 
 def climb(router: Router | None, size: Size, where: Cores) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows and their values as they are measured, `idle` first; `None`: no router. Raises `PeerFailed`."""
+    """Yield rows with their values as they are measured, `idle` first. `None`: no router. Raises `PeerFailed`."""
     with stage(size.scene, where) as around, started(router, around) as running:
         time.sleep(size.settle_s)
         _check(around.load(running.ports, WARM_UP_RATE, seconds=size.seconds / 2))
@@ -72,7 +72,7 @@ def climb(router: Router | None, size: Size, where: Cores) -> Iterator[tuple[str
 
 
 def judge(values: dict[str, Any], answer_s: float) -> Verdict:
-    """Whether a run says something of the router, and whether that held the rate."""
+    """Return whether a run is valid, and whether the router sustained the rate."""
     lagged = values["lag_ms"]["p99"] > MAX_LAG_MS or values["load_share"] > MAX_LOAD_SHARE
     complete = values["num_done"] == values["num_sent"]
     backlog_s = values["whole_s"] - values["sent_s"] - answer_s
@@ -81,7 +81,7 @@ def judge(values: dict[str, Any], answer_s: float) -> Verdict:
 
 
 def _idle(running: Running, seconds: float) -> dict[str, Any]:
-    """What it costs to know pods that do nothing."""
+    """Measure the cost of following idle pods."""
     if running.process is None:
         return {}
     before, start = running.cpu_s(), time.perf_counter()
@@ -94,7 +94,8 @@ def _idle(running: Running, seconds: float) -> dict[str, Any]:
 
 
 def _run(around: Stage, running: Running, rate: float, size: Size) -> dict[str, Any]:
-    """The first valid try, or the last one."""
+    """Return the first valid try, or the last one.
+    ===="""
     for _ in range(size.num_tries):
         values = _measure(around, running, rate, size.seconds)
         verdict = judge(values, around.scene.answer_s)

@@ -1,7 +1,7 @@
-"""One simulated pod: its streams, its prefix cache, and what it reports to gateways of both. It knows no HTTP.
+"""One simulated pod: its streams, its prefix cache, and its reports to gateways. It contains no HTTP.
 
-A request's prefill takes no time, so that a client's time to the first token is the router's; then every stream
-of the pod gets a token in each step. State frames come as from an engine: on change, at most 20 a second, at least one.
+Prefills take no time, so that a client's TTFT is the router's. Then every stream of the pod gets a token in each step.
+State frames are sent as by an engine: on changes, at most 20 and at least one per second.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ STEP_TIME = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[8.0, 10.0, 24.0],
 FRAME_INTERVAL_S = 0.05
 HEARTBEAT_S = 1.0
 MAX_UNREAD_BYTES = 1 << 20
-"""Of a gateway that does not read its state stream; more is dropped, and the gap makes it ask anew."""
+"""Unread bytes of a state stream beyond which frames are dropped; the gateway notices the gap and reconnects."""
 
 
 class Kind(NamedTuple):
-    """What all pods of one run have in common."""
+    """The common settings of all pods of one run."""
 
     model: str
     step_s: float
@@ -44,21 +44,21 @@ class Kind(NamedTuple):
 
 
 class Stream:
-    """One streamed answer under way."""
+    """One streamed answer."""
 
     __slots__ = ("answer", "cached_tokens", "number", "request", "write")
 
     def __init__(self, write: Callable[[bytes, bool], None], answer: Answer, request: GenerateRequest | None) -> None:
-        """`write`: data, and whether they are the last."""
+        """Begin an answer. `write` receives data and whether it is the last."""
         self.write = write
         self.answer = answer
         self.request = request
-        """`None`: an OpenAI stream, else one of frames."""
+        """The request of a stream of frames; `None` for an OpenAI stream."""
         self.number = 0
         self.cached_tokens = 0
 
     def step(self) -> bool:
-        """Write the next token; whether it was the last one."""
+        """Write the next token. Return whether it was the last one."""
         number, answer, request = self.number, self.answer, self.request
         self.number += 1
         done = self.number == answer.num_tokens
@@ -75,18 +75,18 @@ class Pod:
         self._loop = loop
         self._streams: dict[Stream, None] = {}
         self._num_tokens = 0
-        """Of prompts and answers under way."""
+        """Tokens of prompts and answers of running requests."""
         self._prefix_chunks: dict[bytes, None] = {}
         """The prefix cache, least recently used first."""
         self._num_played = 0
-        """Requests that no client has sent."""
+        """Reported requests without a client."""
         self._step_time = STEP_TIME
         self._added: list[bytes] = []
         self._removed: list[bytes] = []
         self._sequence = 0
         self._readers: dict[asyncio.Transport, Callable[[bytes], None]] = {}
         self.num_frames = 0
-        """Sent to gateways."""
+        """Frames sent to gateways."""
         self._publishing: asyncio.TimerHandle | None = None
         self._published_at = -HEARTBEAT_S
         self._ticking = False
@@ -94,7 +94,7 @@ class Pod:
         self._loop.call_later(HEARTBEAT_S * random.random(), self._beat)
 
     def begin(self, stream: Stream) -> None:
-        """The first token at once, the others in steps."""
+        """Send the first token at once and the others in steps."""
         if stream.request is not None:
             stream.cached_tokens = self._remember(stream.request)
             self._num_tokens += len(stream.request.prompt_token_ids)
@@ -106,19 +106,19 @@ class Pod:
         self._touch()
 
     def drop(self, stream: Stream) -> None:
-        """Its reader has left."""
+        """Drop a stream whose reader has disconnected."""
         if self._streams.pop(stream, False) is None:
             self._ended(stream)
 
     def play(self, num_requests: int, num_tokens: int, step_time: StepTimeParams) -> None:
-        """Report so many more requests with so many tokens in all, and what steps take by now."""
+        """Report this many additional requests and tokens, and the current step times."""
         self._num_tokens += num_tokens
         self._num_played += num_requests
         self._step_time = step_time
         self._touch()
 
     def exchange(self, added: list[bytes], removed: list[bytes]) -> None:
-        """Prefix chunks come into the prefix cache and leave it without a request."""
+        """Add and evict prefix chunks without a request."""
         self._prefix_chunks.update(dict.fromkeys(added))
         self._added += added
         for prefix_chunk in removed:
@@ -130,7 +130,7 @@ class Pod:
         return self._frame(snapshot=True, added=list(self._prefix_chunks))
 
     def subscribe(self, transport: asyncio.Transport, write: Callable[[bytes], None]) -> None:
-        """A gateway follows the state: everything now, then every change."""
+        """Send the complete state to a gateway now, and every change afterwards."""
         write(encode_state(self.snapshot()))
         self._readers[transport] = write
 
@@ -162,7 +162,7 @@ class Pod:
         self._touch()
 
     def _remember(self, request: GenerateRequest) -> int:
-        """Put the prompt's prefix chunks into the cache; returns how many of its tokens were there."""
+        """Add the prompt's prefix chunks to the cache. Return how many of its tokens were cached."""
         root = root_hash(weights_digest=WEIGHTS, kv_dtype=KV_DTYPE, block_size=BLOCK_SIZE, salt=request.cache_salt)
         step = self._kind.prefix_chunk_blocks
         prefix_chunks = block_hashes(root, request.prompt_token_ids, BLOCK_SIZE)[step - 1 :: step]
@@ -181,7 +181,8 @@ class Pod:
         return num_known * step * BLOCK_SIZE
 
     def _touch(self) -> None:
-        """A change goes out at once, or when the latest frame is old enough."""
+        """Send a change at once, or when the latest frame is old enough.
+        ===="""
         if self._publishing is None:
             due_at = max(self._loop.time(), self._published_at + FRAME_INTERVAL_S)
             self._publishing = self._loop.call_at(due_at, self._publish)

@@ -1,8 +1,8 @@
-"""Simulated pods in one process, each on a port of its own: the upstreams of every router that is measured.
+"""Simulated pods in one process, each on its own port: the upstreams of all measured routers.
 
-They speak our engine's protocol (`/internal/*`) and OpenAI's with the health, model and metrics routes that other
-routers look for. HTTP and nothing else; what a pod does is `pod`'s. Run as `python -m routers.pods --help`; the first
-line of stdout is JSON with the ports, and each SIGUSR1 brings one with the state frames sent so far.
+They serve our engine's protocol (`/internal/*`), OpenAI's API, and the health, model and metrics routes that other
+routers use. This module is only HTTP; `pod` simulates a pod. Run it as `python -m routers.pods --help`. The first line
+of stdout is JSON with the ports, and each SIGUSR1 prints a line with the number of state frames sent so far.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ vllm:kv_cache_usage_perc{{model_name="{model}"}} {usage}
 
 
 class Model:
-    """What every pod serves."""
+    """The model that every pod serves."""
 
     def __init__(self, kind: Kind, num_tokens: int, bundle: bytes) -> None:
         self.name = kind.model
@@ -57,7 +57,7 @@ class Model:
 
 
 class _Asked(msgspec.Struct):
-    """All that a pod reads of an OpenAI body."""
+    """The fields that a pod reads from an OpenAI body."""
 
     stream: bool = False
 
@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
 
 
 class Link(asyncio.Protocol):
-    """All requests of one gateway process."""
+    """The link of one gateway process, with all of its requests."""
 
     def __init__(self, pod: Pod, model: Model, transport: asyncio.Transport) -> None:
         self._pod = pod
@@ -181,7 +181,8 @@ class Link(asyncio.Protocol):
         self._parts: dict[int, bytes] = {}
         self._streams: dict[int, Stream] = {}
         self._records: list[bytes] = []
-        """To be written when this turn of the event loop is over."""
+        """Records to write at the end of this turn of the event loop.
+        ===="""
 
     def data_received(self, data: bytes) -> None:
         for kind, number, body in self._decoder.feed(data):
@@ -220,7 +221,7 @@ class Link(asyncio.Protocol):
 
 
 async def serve(num_pods: int, kind: Kind, model: Model, habit: Habit) -> None:
-    """Listen on `num_pods` free ports, tell them, and serve until the process is ended."""
+    """Listen on `num_pods` free ports, print them, and serve until the process is terminated."""
     loop = asyncio.get_running_loop()
     ports, pods = [], []
     for _ in range(num_pods):

@@ -1,6 +1,6 @@
-"""The requests of the load: chats of exactly so many tokens as the model's template renders them, all different.
+"""The requests of the load: different chats with an exact number of tokens after rendering the model's template.
 
-Each begins with a number that the generator replaces, so that neither caches nor prefix trees know it already.
+Each one begins with a number that the generator replaces, so that caches and prefix trees do not contain it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NUM_BODIES = 256
 
 
 def bundle() -> TokenizerBundle:
-    """Of the model that the pods pretend to run."""
+    """Return the tokenizer bundle of the pods' model."""
     return load_bundle(resolve_source(SOURCE))
 
 
 def write_bodies(path: Path, model: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-    """A JSON list of bodies of streamed chats."""
+    """Write a JSON list of bodies of streamed chats."""
     tokenizer = Tokenizer(bundle())
     try:
         empty = tokenizer.render_chat([{"role": "user", "content": ""}])
@@ -42,7 +42,8 @@ def write_bodies(path: Path, model: str, num_prompt_tokens: int, num_output_toke
 
 
 def _text(tokenizer: Tokenizer, draw: random.Random, words: list[str], num_tokens: int) -> str:
-    """The number, then words from anywhere, cut at the last one that fits."""
+    """Return the placeholder followed by random words, as many as fit.
+    ===="""
     text = NONCE.decode()
     while True:
         start = draw.randrange(len(words) - 8)

@@ -1,6 +1,6 @@
-"""The processes around one contender: pods and load generator on their cores, the router on its own.
+"""Starts the processes of a measurement: pods and load generator on their cores, the router on its own.
 
-What is asked of them and what it means is `ladder`'s and the commands'.
+`ladder` and the commands decide what to send and how to judge it.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ POLL_S = 0.2
 
 
 class Scene(NamedTuple):
-    """What is played."""
+    """The settings of a measurement."""
 
     num_pods: int
     max_streams: int
     """Open at once."""
     num_tokens: int = 32
-    """Of an answer, one event each."""
+    """Tokens of an answer, one event each."""
     step_ms: float = 10.0
-    """Between two of them."""
+    """Milliseconds between two tokens."""
     num_prompt_tokens: int = 200
     patience_s: float = 20.0
-    """For an answer, beyond what it takes by itself and after the last request."""
+    """Seconds to wait for an answer after the last request, in addition to its own duration."""
     pod_options: tuple[str, ...] = ()
-    """Further ones of `routers.pods`."""
+    """Additional options of `routers.pods`."""
 
     @property
     def answer_s(self) -> float:
-        """What an answer takes by itself."""
+        """Return the duration of an answer without queueing, in seconds."""
         return self.num_tokens * self.step_ms / 1000
 
 
@@ -58,9 +58,9 @@ class Cores(NamedTuple):
     router: int
     load: list[int]
     more: tuple[int, ...] = ()
-    """Of a router with several workers or threads, besides `router`."""
+    """Additional cores of a router with several workers or threads."""
     num_lacking: int = 0
-    """Cores that the router should have had for itself: some are missing, or `load` is there too."""
+    """Number of cores that the router lacks, because the machine has fewer or the load uses them too."""
 
 
 def cores(num_of_router: int = 1) -> Cores:
@@ -73,11 +73,11 @@ def cores(num_of_router: int = 1) -> Cores:
 
 
 class Running(NamedTuple):
-    """A router, or with no process the direct way."""
+    """A running router, or no process when requests go directly to the pods."""
 
     process: PeerProcess | None
     ports: list[int]
-    """Where requests go."""
+    """The ports to which requests are sent."""
 
     def cpu_s(self) -> float:
         return tree_cpu_s(self.process.pid) if self.process else 0.0
@@ -85,7 +85,7 @@ class Running(NamedTuple):
 
 @dataclass
 class Stage:
-    """Pods and generator."""
+    """Pods and load generator."""
 
     scene: Scene
     where: Cores
@@ -96,7 +96,8 @@ class Stage:
     num_sent: int = 0
 
     def load(self, ports: list[int], rate: float, *, seconds: float = 0.0, num_requests: int = 0) -> dict[str, Any]:
-        """Requests for so long, or so many; returns the generator's report."""
+        """Send requests for a time or a number of requests. Return the generator's report.
+        ===="""
         job = {
             "ports": ports,
             "path": "/v1/chat/completions",
@@ -140,7 +141,7 @@ def stage(scene: Scene, where: Cores) -> Iterator[Stage]:
 
 @contextmanager
 def started(router: Router | None, around: Stage) -> Iterator[Running]:
-    """A router that has answered once; `None`: the direct way. Raises `PeerFailed`."""
+    """Yield a router that has answered once; `None` means no router. Raises `PeerFailed`."""
     if router is None:
         yield Running(None, around.ports)
         return
@@ -161,7 +162,7 @@ def name_of(router: Router | None) -> str:
 
 
 def allow_files(wanted: int) -> None:
-    """Let this process and those that it starts open so many files."""
+    """Allow this process and its children to open this many files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < wanted:
         raise SystemExit(f"{wanted} open files are needed and at most {hard} allowed; raise the limit (`ulimit -Hn`)")
@@ -183,7 +184,7 @@ def pinned(argv: list[str], usable: list[int]) -> list[str]:
 
 
 def _wait_answer(around: Stage, running: Running) -> None:
-    """Until one request is answered in full."""
+    """Wait until one request is answered completely."""
     deadline = time.perf_counter() + FIRST_ANSWER_TIMEOUT_S
     while True:
         report = around.load(running.ports, 1.0, num_requests=1)

@@ -1,4 +1,4 @@
-"""Results of the ladders as markdown: what a request costs, how much later it begins, which rate is held."""
+"""Formats results as markdown: the cost of a request, the time added to its TTFT, and the sustained rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from routers.catalogue import DIRECT, OURS, routers
 
 
 def markdown(results: Results, names: Sequence[str], rates: Sequence[float]) -> str:
-    """One row for each router; `rates`: those whose latency is shown."""
+    """Return a table with one row per router. `rates`: the rates whose latencies are shown."""
     measured = [name for name in names if name != DIRECT and _measured(results, name)]
     shown = [rate for rate in rates if best(results, DIRECT, rate)]
     columns = ["router", "CPU ms/request", "idle cores", "MiB", "rate held"]
@@ -31,7 +31,7 @@ def markdown(results: Results, names: Sequence[str], rates: Sequence[float]) -> 
 
 
 def by_rate(results: Results, names: Sequence[str]) -> str:
-    """CPU of a request and what is added to its first token, rate by rate."""
+    """Return a table of CPU per request and added TTFT for every rate."""
     measured = [name for name in names if name != DIRECT and _measured(results, name)]
     rates = sorted({rate for name in measured for rate in _rates(results, name)})
     columns = ["requests/s", *(f"{name}: CPU ms, added p50 / p99 ms" for name in measured)]
@@ -39,7 +39,7 @@ def by_rate(results: Results, names: Sequence[str]) -> str:
 
 
 def figures(results: Results, name: str, rates: Sequence[float]) -> dict[str, Any]:
-    """Of one router, for scripts."""
+    """Return the figures of one router, for scripts."""
     return {
         "cpu_ms": cpu_ms(results, name),
         "idle_cores": _idle(results, name, "cores"),
@@ -50,13 +50,13 @@ def figures(results: Results, name: str, rates: Sequence[float]) -> dict[str, An
 
 
 def cpu_ms(results: Results, name: str) -> float | None:
-    """Of a request at the highest rate that was held: there the share of what idles along is least."""
+    """Return the CPU per request at the highest sustained rate, where the share of idle work is smallest."""
     rates = [rate for rate in _rates(results, name) if best(results, name, rate)]
     return round(best(results, name, max(rates))["cpu_ms"], 3) if rates else None
 
 
 def held(results: Results, name: str) -> str:
-    """The highest rate that was held; with a plus where the load, not the router, ended the ladder."""
+    """Return the highest sustained rate, with a plus if the load and not the router was the limit."""
     rates = _rates(results, name)
     good = [rate for rate in rates if best(results, name, rate)]
     if not good:
@@ -67,7 +67,7 @@ def held(results: Results, name: str) -> str:
 
 
 def added(results: Results, name: str, rate: float) -> dict[str, float]:
-    """Milliseconds to the first token beyond those of the direct way at the same rate; empty where one is missing."""
+    """Return the added TTFT in milliseconds compared with no router at the same rate; empty if one is missing."""
     ours, direct = best(results, name, rate), best(results, DIRECT, rate)
     if not ours or not direct:
         return {}
@@ -75,7 +75,8 @@ def added(results: Results, name: str, rate: float) -> dict[str, float]:
 
 
 def best(results: Results, name: str, rate: float) -> dict[str, Any]:
-    """Of the rounds that held the rate the one with the median CPU, or the time where there is none."""
+    """Return the round with the median CPU among those that sustained the rate, or the median time without CPU figures.
+    ===="""
     good = [values for values in _values(results, name, rate) if values["held"]]
     good.sort(key=lambda values: (values["cpu_ms"], values["ttft_ms"]["p50"]))
     return good[(len(good) - 1) // 2] if good else {}

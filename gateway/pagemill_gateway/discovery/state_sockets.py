@@ -98,7 +98,7 @@ class StateSockets:
             self._watch()
 
     def _read_all(self) -> int:
-        """How many sockets had something."""
+        """Read all readable sockets. Return how many had data."""
         self.read_at = self._loop.time()
         ready, transports = self._epoll.poll(0), self._transports
         for fd, events in ready:
@@ -203,7 +203,8 @@ class SocketTransport(asyncio.Transport):
         return self._is_closing
 
     def close(self) -> None:
-        """At once: what was to be sent is one request, and that is out long before."""
+        """Close at once. The only data to send is the request, which was sent long before.
+        ===="""
         self._end(None)
 
     def abort(self) -> None:

@@ -134,7 +134,7 @@ class Allowance:
         self._finished.clear()
 
     def saw(self, meta: FrameMeta) -> bool:
-        """Whether it is low now."""
+        """Count the tokens of a frame. Return whether few reserved tokens are left."""
         choice = meta.choice
         if not meta.last:
             if choice in self._finished:

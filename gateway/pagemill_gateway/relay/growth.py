@@ -41,7 +41,7 @@ class Growth:
         self._allowance.begin_anew()
 
     def saw(self, meta: FrameMeta) -> None:
-        """A frame has come."""
+        """Count the tokens of a frame, and reserve more if few are left."""
         if not self._allowance.saw(meta) or meta.last:
             return
         if self._task is None or self._task.done():

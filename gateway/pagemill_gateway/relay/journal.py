@@ -103,8 +103,10 @@ class Journal:
                 positions[meta.choice] = self.check_next(meta, positions.get(meta.choice))
 
     def check_next(self, meta: FrameMeta, known: int | None = None) -> int:
-        """As `check` for one frame, not the last; `known`: tokens of its choice before it, unless that is what was
-        noted. Returns those after it."""
+        """Check one frame that is not the last, like `check`, and return the tokens of its choice after it.
+
+        `known`: the tokens of the choice before it; by default those that were noted.
+        """
         token_ids = meta.token_ids
         for token_id in token_ids:
             if not 0 <= token_id <= LARGEST_TOKEN_ID:

@@ -256,7 +256,7 @@ def _dots_rows() -> int:
 
 
 def _floats_rows() -> int:
-    """As `_dots_rows`, where few rows are met in float32."""
+    """Return the number of rows from which on quantized floats are multiplied in bfloat16; 0: never."""
     return 0 if processor.multiplies_floats_faster() else BFLOAT16_ROWS
 
 
