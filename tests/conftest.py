@@ -25,7 +25,7 @@ watch_connections()
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-settings.register_profile("sample", settings(), max_examples=20, deadline=None)
+settings.register_profile("sample", settings(), max_examples=15, deadline=None)
 settings.register_profile("full", settings(), max_examples=100, deadline=None)
 settings.register_profile("thorough", settings(), max_examples=5000, deadline=None)
 settings.load_profile("sample")
