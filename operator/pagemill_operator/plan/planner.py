@@ -65,7 +65,8 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
 
 def _replica_price(spec: LLMDeploymentSpec) -> float | None:
     """Return the price of a replica's GPUs for an hour, if it is known."""
-    return spec.cost.gpu_hour * spec.resources.gpus if spec.cost and spec.resources.gpus else None
+    gpu_hour, gpus = spec.cost.gpu_hour if spec.cost else None, spec.resources.gpus
+    return None if gpu_hour is None or not gpus else gpu_hour * gpus
 
 
 def _queue(queue: routing.Queue) -> Queue:
