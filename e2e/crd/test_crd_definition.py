@@ -67,7 +67,7 @@ def test_explain_describes_every_section(kubectl: Any, applied: object) -> None:
         assert f"\n  {section}\t" in text, section
     field = kubectl.ok("explain", "llmd.spec.engine.maxModelLen")
     assert "<integer>" in field
-    assert "Tokens of prompt and output together" in field
+    assert "prompt and output together" in field
 
 
 def ready(status: str, reason: str) -> dict[str, Any]:
