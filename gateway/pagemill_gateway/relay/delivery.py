@@ -170,7 +170,7 @@ def _not_asked_for(meta: FrameMeta) -> UpstreamFailure:
 
 
 def _saw(metas: list[FrameMeta], delivery: Delivery) -> None:
-    """Count the frames' tokens before forwarding, because the client may be slow."""
+    """Count the tokens that the engine has generated, whether or not the client has them yet."""
     if delivery.growth is not None:
         for meta in metas:
             delivery.growth.saw(meta)

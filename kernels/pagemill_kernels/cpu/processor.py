@@ -81,12 +81,19 @@ def multiplies_integers_faster() -> bool:
 
     On AMD's processors bfloat16 is faster for many rows (docs/benchmarks.md).
     """
-    return _fields().get("vendor_id") == "GenuineIntel"
+    return _is_intel()
 
 
 def multiplies_floats_faster() -> bool:
-    """Float32 than bfloat16 by AVX512_BF16, where there are many rows: Intel's processors take twice as long for an
-    instruction of the second, and multiply as much with it (docs/benchmarks.md)."""
+    """Whether float32 is multiplied faster than bfloat16 by AVX512_BF16 if there are many rows.
+
+    On Intel's processors an instruction of AVX512_BF16 takes four times as long as one of float32, for twice the
+    products (docs/benchmarks.md).
+    """
+    return _is_intel()
+
+
+def _is_intel() -> bool:
     return _fields().get("vendor_id") == "GenuineIntel"
 
 
