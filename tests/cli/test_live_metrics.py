@@ -199,7 +199,12 @@ def ask_until_rates_are_recorded(server: Prometheus, base_url: str) -> None:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda number: ask(base_url, number), range(num_asked, num_asked + 8)))
         num_asked += 8
-        recorded = ("model:pagemill_cost:per_million_tokens > 0", "model:pagemill_waste:ratio", f"{burn('1h')} > -1")
+        recorded = (
+            "model:pagemill_cost:per_million_tokens > 0",
+            "model:pagemill_waste:ratio",
+            f"{burn('1h')} > -1",
+            "count_over_time(pagemill_cold_start_phase_seconds_count[1m]) > 1",  # a rate needs two scrapes
+        )
         return all(server.query(each) for each in recorded)
 
     wait_until(are_recorded, progress=lambda: num_asked, every_s=0.5)
