@@ -2,8 +2,7 @@
 alternately.
 
 A random checkpoint in two files, in the page cache. `load_file` of `safetensors.torch` returns views of a mapping,
-whose
-bytes are read on first use; its time therefore includes a copy of each tensor.
+whose bytes are read on first use; its time therefore includes a copy of each tensor.
 
 `python bench/load.py --dtype bfloat16`
 """

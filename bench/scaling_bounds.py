@@ -97,8 +97,7 @@ def compare(
     """Return the figures, the bounds' first, and the trials of the search.
 
     `changes` is the number of changes that the search tries; 0: only `informed`, which takes a tenth of the time; -1:
-    no
-    bounds. `held` is the known capacity by number of replicas; new values are added to it.
+    no bounds. `held` is the known capacity by number of replicas; new values are added to it.
     """
     unit = predicted_intensity(kind.make(1.0), shape(kind.engine), kind.slo)
     traffic = kind.make(unit * LOADS[load])

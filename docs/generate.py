@@ -288,8 +288,7 @@ BOUNDS = {
     "Count": "whole, 1 or more",
     "Count | None": "whole, 1 or more",
 }
-"""The bounds that the types of parameters imply.
-===="""
+"""The bounds that the types of parameters imply."""
 
 
 TRACES = """## Traces

@@ -166,8 +166,7 @@ def _sizes(values: list[int]) -> Sizes:
 
 
 def table() -> str:
-    """Return the table of docs/architecture.md.
-    ===="""
+    """Return the table of docs/architecture.md."""
     graph = import_graph(all_modules())
     rows = [structure(package, graph) for package in PACKAGES]
     lines = [

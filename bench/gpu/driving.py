@@ -193,9 +193,8 @@ def idle_share(ranges: Iterable[tuple[float, float]]) -> float:
 
 class _WaitedApart:
     """Measures the CPU time that a runner's `wait` spends until the device is done: waiting for an event keeps the
-    thread
-    busy. The runner's own work on the result is not included. Only for a runner that overlaps: others have waited when
-    `launch` returns.
+    thread busy. The runner's own work on the result is not included. Only for a runner that overlaps: others have
+    waited when `launch` returns.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -20,8 +20,7 @@ class EngineTLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     secret: str = ""
     """Secret in the namespace of each LLMDeployment with `tls.crt` and `tls.key`, which its engines serve, and `ca.crt`
-    for
-    Prometheus; empty: engines use HTTP.
+    for Prometheus; empty: engines use HTTP.
     """
     ca_file: str = ""
     """PEM file of the authorities that issued the engines' certificates; it is read again when it changes."""
@@ -56,13 +55,11 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Labels of the namespace that Prometheus runs in."""
     prometheus_pod_selector: dict[str, str] = {}
     """Labels of Prometheus's pods, which may reach engines beside gateways and the operator; if both selectors are
-    empty, no
-    other pod may.
+    empty, no other pod may.
     """
     engine_extra_egress: list[dict[str, Any]] = []
     """Additional egress rules in the NetworkPolicies of engines, in Kubernetes's format; `[{}]` allows everything.
-    Without
-    them, engines and loaders reach DNS and, with an `hf://` source, port 443 outside the node and the ports in
+    Without them, engines and loaders reach DNS and, with an `hf://` source, port 443 outside the node and the ports in
     `HF_ENDPOINT`, `HTTPS_PROXY`, `HTTP_PROXY` and `ALL_PROXY`.
     """
     keys_secret: str = "pagemill-keys"

@@ -203,8 +203,7 @@ class SocketTransport(asyncio.Transport):
         return self._is_closing
 
     def close(self) -> None:
-        """Close at once. The only data to send is the request, which was sent long before.
-        ===="""
+        """Close at once. The only data to send is the request, which was sent long before."""
         self._end(None)
 
     def abort(self) -> None:

@@ -61,10 +61,8 @@ def _loss(replica: ReplicaObservation, held: Mapping[str, EngineHeld]) -> tuple[
     """Return the sort key of what putting a replica to sleep costs.
 
     A replica to which no gateway sends requests sleeps first, as it has just started; then the emptiest; among equals
-    the
-    one that became ready last. A replica finishes its requests before it sleeps, so requests that gateways do not see
-    are
-    not lost.
+    the one that became ready last. A replica finishes its requests before it sleeps, so requests that gateways do not
+    see are not lost.
     """
     engine = held.get(replica.name)
     return engine is not None, weight(engine) if engine is not None else (0, 0), -replica.ready_at

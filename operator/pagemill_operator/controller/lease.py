@@ -110,8 +110,7 @@ class LeaderElection:
         """Renew the Lease until another process holds it; return a message that names that process.
 
         If it cannot be renewed in time (the API server is away), leadership is only suspended: nothing may be written,
-        but a
-        Lease that still names this process when it can be read again was not held by another one in between.
+        but a Lease that still names this process when it can be read again was not held by another one in between.
         `on_change` is called when leadership is suspended or resumed.
         """
         leads = True

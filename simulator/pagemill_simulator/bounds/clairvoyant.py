@@ -110,8 +110,7 @@ def cheapest_course(missed: Mapping[int, Sequence[int]], window_s: float, price:
     """Return the replicas in each window, at `price` pod-seconds per missed request.
 
     `missed` has the missed requests of each window, by the numbers of replicas to choose from. An added replica also
-    costs
-    the time of its loading.
+    costs the time of its loading.
     """
     loading = start.total_s - start.schedule_s
     numbers = list(missed)

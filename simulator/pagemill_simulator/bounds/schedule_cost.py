@@ -1,8 +1,7 @@
 """Computes the least cost of a schedule of replicas: its orders on the simulated cluster, without requests.
 
 A removed pod goes at once, and none stays for work that is left when the traffic ends; everything else is the cluster
-of
-a simulation with requests. `trials` uses it to skip schedules that cost too much.
+of a simulation with requests. `trials` uses it to skip schedules that cost too much.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def simulate_fleet(
     """Serve `workload` with as many pods as `policy` orders; return the outcome.
 
     With `fast`, engines decide on counters: a hundred pods for an hour take minutes, and figures are within a few
-    percent of
-    the exact ones. `progress` is called with the completed share. `on_end` is called with each request that ends; an
-    exception of it ends the simulation. Raise `SettingsError`, or `RuntimeError` if a request ended twice or never.
+    percent of the exact ones. `progress` is called with the completed share. `on_end` is called with each request that
+    ends; an exception of it ends the simulation. Raise `SettingsError`, or `RuntimeError` if a request ended twice or
+    never.
     """
     with _collecting_seldom():
         kind = FastEngines if fast else ExactEngines

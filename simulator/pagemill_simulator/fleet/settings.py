@@ -1,8 +1,7 @@
 """The settings of a simulated fleet: its engines, starts, failures and limits.
 
 Traffic is a `workloads.request.Workload`, scaling a `scaling.policy.FleetScaler`; both are passed beside these
-settings,
-so that one fleet can be simulated with several of them.
+settings, so that one fleet can be simulated with several of them.
 """
 
 from __future__ import annotations

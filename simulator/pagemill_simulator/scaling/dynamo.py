@@ -5,8 +5,7 @@ docs/components/planner/planner-guide.md (092029e: defaults), with the check of 
 (pull request 9294). Every five seconds: one replica more if the estimated time to first token, or between tokens, of
 ALL engines exceeds its target; one fewer if N/(N-1) of each engine's load keeps its queueing delay under 80 % of what
 the target leaves, keeps the time between tokens under 80 % of its target, and fits the cache. It changes nothing while
-a
-replica starts or an engine has no metrics. The minimum is one replica.
+a replica starts or an engine has no metrics. The minimum is one replica.
 
 Dynamo fits step times to what engines report; here the fit that Pagemill's engines publish is used instead.
 """

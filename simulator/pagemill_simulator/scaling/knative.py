@@ -4,9 +4,8 @@ Source: https://knative.dev/docs/serving/autoscaling/kpa-specific/ (11fd424 of h
 docs/scaling/SYSTEM.md of https://github.com/knative/serving (254c92c), defaults of `config-autoscaler`: every two
 seconds, the requests in the system divided by the target, from both windows. A panic begins when the short window asks
 for twice the ready replicas, lasts until that was not so for a stable window, and only adds replicas; at most 1000
-times
-as many replicas, at least half as many. The last replica is removed after the scale-to-zero grace period; a request at
-zero wakes it at once.
+times as many replicas, at least half as many. The last replica is removed after the scale-to-zero grace period; a
+request at zero wakes it at once.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ class SimRequest(NamedTuple):
     num_output_tokens: int
     session: int | None = None
     """Requests of one session are turns of one conversation: each prompt begins with the previous prompt and answer, as
-    far
-    as both are that long, and no turn is sent before that answer has ended.
+    far as both are that long, and no turn is sent before that answer has ended.
     """
     priority: int = 0
     """Smaller is served first (`pagemill_protocol.sampling`)."""

@@ -86,8 +86,7 @@ class KubernetesCluster(Cluster):
         """Create the backend.
 
         `load`, `held` and `asleep` return what gateways report: the load of a key, the load of each of its pods by uid,
-        and
-        the uids of its pods that sleep. `scaling` returns the autoscaler's state, `progress` the loader's progress.
+        and the uids of its pods that sleep. `scaling` returns the autoscaler's state, `progress` the loader's progress.
         `on_write` is called with the kind and the verb of each write.
         """
         self._client = client
@@ -112,8 +111,7 @@ class KubernetesCluster(Cluster):
         """Write what differs from the plan; return whether anything was written.
 
         Raise `ApiError` or `Unreachable` for temporary errors, so that the caller tries again; other errors appear in
-        the
-        observation.
+        the observation.
         """
         self._plans[plan.key], self._invalid[plan.key] = plan, ()
         is_refused = plan.problems or self._known.conflict(plan.key)

@@ -98,8 +98,7 @@ class Snapshot:
     owner: Manifest
     children: Mapping[tuple[str, str], Manifest] = field(default_factory=dict)
     """(kind, name) -> object, for all kinds but Pod: Deployment, Service, ConfigMap, Secret, PersistentVolumeClaim,
-    Job,
-    PodDisruptionBudget, NetworkPolicy, PodMonitor. Secrets come without data.
+    Job, PodDisruptionBudget, NetworkPolicy, PodMonitor. Secrets come without data.
     """
     pods: tuple[Manifest, ...] = ()
     """Engine and loader pods, oldest first."""

@@ -23,8 +23,7 @@ class LocalSettings:
     """Entries of the keys that clients must send (`HASH tenant=NAME ...`)."""
     api_keys_file: Path | None = None
     """File of further entries, which the gateway watches. Without any key clients need none; that is allowed on
-    loopback
-    only.
+    loopback only.
     """
     allowed_hosts: tuple[str, ...] = ()
     """Names by which clients may address the gateway on loopback without keys."""

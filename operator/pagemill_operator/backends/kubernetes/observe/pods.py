@@ -31,8 +31,7 @@ def observe_pod(
     """Return the replica of a pod.
 
     `main` is the name of the pod's main container, `process` the planned process if known, and `sleeps` whether
-    gateways
-    report that the engine sleeps.
+    gateways report that the engine sleeps.
     """
     phase, cause = _phase(pod, main, process, sleeps)
     name = str(pod["metadata"]["name"])
@@ -48,8 +47,7 @@ def ordered_rest(pod: Manifest) -> Rest | None:
     """Return what the operator has ordered the engine to do, or None if it was ready since then.
 
     Gateways report at once whether an engine sleeps; the kubelet notices late. If gateways report nothing, for example
-    to
-    an operator that has just become leader, the order keeps a sleeping pod from being reported as failing.
+    to an operator that has just become leader, the order keeps a sleeping pod from being reported as failing.
     """
     ordered = (pod["metadata"].get("annotations") or {}).get(REST_ANNOTATION)
     return ordered if ordered in ("asleep", "waking") else None
