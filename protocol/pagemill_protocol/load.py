@@ -45,6 +45,8 @@ class EnginesLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The smallest value of any engine; 0: not reported."""
     step_time: StepTimeParams = StepTimeParams()
     """Step-time model of the engine that has observed most steps."""
+    step_time_ratios: list[float] = []
+    """Step times of the engines that know theirs, as multiples of those of `step_time`, in rising order."""
 
 
 class PodsSeen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

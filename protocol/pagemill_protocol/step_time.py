@@ -36,6 +36,8 @@ MAX_KNOTS = 14
 FEW_TOKENS = (1, 4, 8, 9, 16, 32)
 """First knots. The native kernels compute up to 8 rows of activations twice as fast as 9 and more."""
 
+COMPARED_TOKENS = (16, 512)
+"""The sizes of steps by which two models are compared: of decodes, and with a prompt."""
 LITTLE_CONTEXT = 0.25
 """Largest share of attention in a step's time for which the rest of the step is compared with the prior."""
 
@@ -170,6 +172,14 @@ class StepTimeModel:
             + chunk_context_ms * chunk_context_products
         )
         return ms if ms > 0 else 0.0
+
+    def relative_to(self, other: StepTimeModel) -> float:
+        """Return this model's step times as a multiple of `other`'s: the mean of a small step's and a large one's.
+
+        1 where one of them predicts nothing.
+        """
+        ratios = [self.predict_ms(size) / ms for size in COMPARED_TOKENS if (ms := other.predict_ms(size)) > 0]
+        return math.prod(ratios) ** (1 / len(ratios)) if ratios and self.known else 1.0
 
     def observe(self, num_tokens: int, decode_context_tokens: int, chunk_context_products: int, ms: float) -> None:
         """Learn from one finished step. Impossible measurements (NaN, zero, negative) are ignored."""

@@ -59,16 +59,18 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 class Predictor:
-    """Predicts latencies for replicas of one capacity. Raises `ValueError` for invalid step-time parameters."""
+    """Predicts latencies for replicas of one capacity. Raises `ValueError` for invalid step-time parameters.
+
+    Where replicas differ in speed, requests are taken to be distributed in proportion to it, and the prediction is that
+    of the slowest replica, on which all latencies are longest.
+    """
 
     def __init__(self, shape: Shape, share: float) -> None:
         self._shape = shape
-        self._model = StepTimeModel.from_params(shape.step_time)
         self._share = share
-        self._spread = NormalDist().inv_cdf(share)
-        # Predictions are longer by the typical error of the step-time model.
-        error = shape.step_time.error_p50
-        self._margin = 1.0 + (min(0.5, error) if 0 < error < math.inf else 0.0)
+        self._model = StepTimeModel.from_params(shape.step_time)
+        self._slowness = shape.slowness or (1.0,)
+        self._slowest = _ReplicaPredictor(shape, self._model, share, max(self._slowness))
 
     @property
     def known(self) -> bool:
@@ -78,19 +80,21 @@ class Predictor:
     def predict(self, load: OfferedLoad, replicas: int) -> Prediction:
         if replicas <= 0:
             return Prediction(math.inf, math.inf, "replicas")
-        rate = load.requests_per_s / replicas
-        step_s = self._steady_step_s(load, rate)
-        if step_s is None:
-            return Prediction(math.inf, math.inf, "steps")
-        decoding = rate * load.output_tokens * step_s
-        prefill = rate * load.computed_tokens * step_s
-        high = decoding + self._spread * math.sqrt(decoding)
-        if limit := self._exhausted(load, high, prefill):
-            return Prediction(math.inf, math.inf, limit)
-        tpot_s = self._tpot_s(load, rate, high, prefill)
+        rate = load.requests_per_s / (max(self._slowness) * self._speed(replicas))
         # Of those that come together each replica gets a part.
         together = 1.0 + (load.dispersion - 1.0) / replicas
-        return Prediction(self._ttft_s(load, rate, step_s, decoding, together) * 1000, tpot_s * 1000)
+        return self._slowest.predict(load, rate, together)
+
+    def _speed(self, replicas: int) -> float:
+        """Return the speed of all replicas together, where replicas to come are like the mean of the known ones.
+
+        Of fewer replicas than are known the slowest is one.
+        """
+        num_known, known = len(self._slowness), sum(1 / each for each in self._slowness)
+        if replicas >= num_known:
+            return known * replicas / num_known
+        slowest = 1 / max(self._slowness)
+        return slowest + (replicas - 1) * (known - slowest) / (num_known - 1)
 
     def highest_rate(
         self, load: OfferedLoad, replicas: int, meets: Callable[[Prediction], bool], precision: float = RATE_PRECISION
@@ -109,6 +113,32 @@ class Predictor:
             else:
                 high = middle
         return low
+
+
+class _ReplicaPredictor:
+    """Predicts the latencies of one replica at its part of the load."""
+
+    def __init__(self, shape: Shape, model: StepTimeModel, share: float, slowness: float) -> None:
+        self._shape = shape
+        self._model = model
+        self._share = share
+        self._spread = NormalDist().inv_cdf(share)
+        # Predictions are longer by the typical error of the step-time model.
+        error = shape.step_time.error_p50
+        self._slowness = slowness * (1.0 + (min(0.5, error) if 0 < error < math.inf else 0.0))
+
+    def predict(self, load: OfferedLoad, rate: float, together: float) -> Prediction:
+        """Predict the latencies at `rate` requests per second, which come in groups of `together`."""
+        step_s = self._steady_step_s(load, rate)
+        if step_s is None:
+            return Prediction(math.inf, math.inf, "steps")
+        decoding = rate * load.output_tokens * step_s
+        prefill = rate * load.computed_tokens * step_s
+        high = decoding + self._spread * math.sqrt(decoding)
+        if limit := self._exhausted(load, high, prefill):
+            return Prediction(math.inf, math.inf, limit)
+        tpot_s = self._tpot_s(load, rate, high, prefill)
+        return Prediction(self._ttft_s(load, rate, step_s, decoding, together) * 1000, tpot_s * 1000)
 
     def _steady_step_s(self, load: OfferedLoad, rate: float) -> float | None:
         """Return the least fixed point of the length of a step, since longer steps hold more; None: there is none."""
@@ -137,7 +167,7 @@ class Predictor:
         context = load.prompt_tokens + load.output_tokens / 2
         products = prefill * load.prompt_tokens / 2
         tokens = max(1, round(decoding + prefill))
-        return self._model.predict_ms(tokens, round(decoding * context), round(products)) * self._margin / 1000
+        return self._model.predict_ms(tokens, round(decoding * context), round(products)) * self._slowness / 1000
 
     def _mean_step_s(self, load: OfferedLoad, decoding: float, prefill: float) -> float:
         """Return the mean length of steps that compute `prefill` prompt tokens on average.

@@ -16,6 +16,9 @@ from pagemill_protocol.histogram import merged
 from pagemill_protocol.load import Arrivals, DeploymentLoad, EngineHeld, EnginesLoad, Latencies, Lengths, QueueLoad
 from pagemill_protocol.state import StepTimeParams
 
+ALIKE = 1.25
+"""Replicas whose step times differ by at most this factor count as equal: they may have learned from other steps."""
+
 
 class Shape(msgspec.Struct, frozen=True):
     """The capacity of one replica; it stays valid while there is none."""
@@ -26,6 +29,8 @@ class Shape(msgspec.Struct, frozen=True):
     """0: not reported."""
     max_step_tokens: int = 0
     step_time: StepTimeParams = StepTimeParams()
+    slowness: tuple[float, ...] = ()
+    """Step times of the known replicas as multiples of those of `step_time`, in rising order; empty: all are alike."""
 
     @property
     def num_tokens(self) -> int:
@@ -153,7 +158,16 @@ def shape_of(engines: EnginesLoad) -> Shape | None:
         max_num_seqs=max(0, engines.max_num_seqs),
         max_step_tokens=max(0, engines.max_step_tokens),
         step_time=engines.step_time,
+        slowness=_slowness(engines.step_time_ratios),
     )
+
+
+def _slowness(ratios: Sequence[float]) -> tuple[float, ...]:
+    """Return the ratios in rising order, or none where all replicas are alike."""
+    known = sorted(ratio for ratio in ratios if 0 < ratio < math.inf)
+    if not known or known[-1] <= ALIKE * known[0]:
+        return ()
+    return tuple(known)
 
 
 def most_held(loads: Iterable[DeploymentLoad]) -> dict[str, EngineHeld]:

@@ -108,6 +108,7 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
         max_num_seqs=min(frame.max_num_seqs for frame in frames),
         max_step_tokens=min(frame.max_num_batched_tokens for frame in frames),
         step_time=_most_experienced(frames).step_time,
+        step_time_ratios=_step_time_ratios(fresh),
     )
 
 
@@ -132,6 +133,19 @@ def _starts(records: list[EndpointRecord], now: float) -> Iterator[EngineStart]:
 
 def _most_experienced(frames: list[StateFrame]) -> StateFrame:
     return max(frames, key=lambda frame: frame.step_time.num_steps_observed)
+
+
+def _step_time_ratios(records: list[EndpointRecord]) -> list[float]:
+    """Return the engines' step times as multiples of those of the engine that has observed most steps."""
+    known = [
+        (record.reports.latest.step_time.num_steps_observed, record.pod_report.step_time.model)
+        for record in records
+        if record.reports.latest and record.pod_report and record.pod_report.step_time
+    ]
+    if not known:
+        return []
+    _, usual = max(known, key=lambda each: each[0])
+    return sorted(round(model.relative_to(usual), 3) for _, model in known)
 
 
 def _pods(records: list[EndpointRecord]) -> PodsSeen:
