@@ -14,6 +14,7 @@ from waiting import WAIT_LIMIT_S
 from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_gateway.brain.load.measure import measure_load
 from pagemill_gateway.brain.load.traffic import TrafficMeter
+from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.load import DeploymentLoad, EngineHeld, EngineStart
@@ -51,6 +52,19 @@ def test_loads_of_all_engines_are_added_up() -> None:
     assert (engines.num_requests_running, engines.num_requests_waiting) == (5, 1)
     assert (engines.truth, engines.age_s, engines.num_reporting) == ("value", 2.0, 2)
     assert engines.step_time.num_steps_observed == 1
+
+
+def test_step_times_of_engines_are_compared_with_the_one_that_has_observed_most() -> None:
+    registry = registry_with(*[EngineLoad(num_blocks_total=10)] * 3, None)
+    for index, slowness in enumerate((1.6, 1.0, 0.5)):
+        params = StepTimeParams([1, 512], [10.0 * slowness, 90.0 * slowness], num_steps_observed=7 if index == 1 else 1)
+        frame = StateFrame(sequence=1, snapshot=True, max_model_len=10, step_time=params)
+        record = registry.endpoints[str(index)]
+        record.reports.accept(frame, 0, 102.0)
+        record.pod_report = read_report(frame, None, None)
+    engines = measured(registry, now=102.0).engines
+    assert engines.step_time.knot_ms == [10.0, 90.0]
+    assert engines.step_time_ratios == pytest.approx([0.5, 1.0, 1.6])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pagemill_operator.autoscaler.expected_load import expected_load, is_burst
 from pagemill_operator.autoscaler.memory import Memory, Rate
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
-from pagemill_operator.autoscaler.signals import Fleet, Shape, Signals
+from pagemill_operator.autoscaler.signals import Fleet, Shape, Signals, shape_of
 from pagemill_operator.autoscaler.slo import meets, slo_target
 from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import Lengths, QueueLoad
@@ -63,6 +63,60 @@ def test_more_replicas_are_never_slower_and_more_load_never_faster(
     assert more.tpot_ms <= fewer.tpot_ms * 1.001
     loaded = predictor.predict(demand.times(1.3), replicas)
     assert loaded.ttft_ms >= fewer.ttft_ms * 0.999
+
+
+@settings(max_examples=num_examples(60))
+@given(st.floats(0.1, 50.0), st.integers(1, 12), st.lists(st.floats(0.5, 3.0), min_size=1, max_size=6))
+def test_a_slow_replica_makes_no_prediction_shorter_and_more_replicas_none_longer(
+    rate: float, replicas: int, slowness: list[float]
+) -> None:
+    demand = msgspec.structs.replace(DEMAND, requests_per_s=rate)
+
+    def predicted(slowness: list[float], replicas: int) -> tuple[float, float]:
+        shape = msgspec.structs.replace(SHAPE, slowness=tuple(sorted(slowness)))
+        found = Predictor(shape, 0.95).predict(demand, replicas)
+        return found.ttft_ms, found.tpot_ms
+
+    alike = predicted([max(slowness)] * len(slowness), replicas)
+    mixed, more = predicted(slowness, replicas), predicted(slowness, replicas + 1)
+    fastest = predicted([1.0], replicas)
+    for index in range(2):
+        assert mixed[index] <= alike[index] * 1.001, "faster replicas relieve the slowest"
+        assert more[index] <= mixed[index] * 1.001
+        if min(slowness) >= 1.0:
+            assert mixed[index] >= fastest[index] * 0.999
+
+
+def test_equal_replicas_of_another_speed_are_predicted_as_one_model_scaled() -> None:
+    """Twice the reference's time for every replica is the same as a reference with twice the times."""
+    twice = msgspec.structs.replace(
+        STEP_TIME,
+        knot_ms=[2 * each for each in STEP_TIME.knot_ms],
+        decode_context_ms=2 * STEP_TIME.decode_context_ms,
+        chunk_context_ms=2 * STEP_TIME.chunk_context_ms,
+    )
+    scaled = Predictor(msgspec.structs.replace(SHAPE, step_time=twice), 0.95).predict(DEMAND, 3)
+    slow = Predictor(msgspec.structs.replace(SHAPE, slowness=(2.0, 2.0)), 0.95).predict(DEMAND, 3)
+    assert (slow.ttft_ms, slow.tpot_ms) == pytest.approx((scaled.ttft_ms, scaled.tpot_ms))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([], ()),
+        ([1.0], ()),
+        ([0.9, 1.0, 1.1], ()),
+        ([1.6, 1.0], (1.0, 1.6)),
+        ([1.0, math.inf, -1.0, math.nan], ()),
+    ],
+    ids=str,
+)
+def test_replicas_count_as_unequal_only_beyond_what_their_models_differ_by_learning(
+    ratios: list[float], expected: tuple[float, ...]
+) -> None:
+    shape = shape_of(msgspec.structs.replace(engines(1), step_time_ratios=ratios))
+    assert shape is not None
+    assert shape.slowness == expected
 
 
 @pytest.mark.parametrize(
