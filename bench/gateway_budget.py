@@ -245,8 +245,7 @@ async def on_stage(has_link: bool, work: Callable[[Stage, Bodies], Awaitable[Any
 
 
 def log_to(path: Path) -> logging.Handler:
-    """Log to `file` as a gateway logs to its terminal.
-    ===="""
+    """Log to `file` as a gateway logs to its terminal."""
     from pagemill_gateway import logs
 
     logs.configure()

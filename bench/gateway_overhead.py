@@ -49,8 +49,7 @@ def main() -> None:
 
 
 def measure(results: Results, contender: Router | None, number: int, size: Size) -> None:
-    """Measure one contender at rising rates. If it fails, show the cause and stop measuring it.
-    ===="""
+    """Measure one contender at rising rates. If it fails, show the cause and stop measuring it."""
     name, where = name_of(contender), cores(contender.num_cores if contender is not None else 1)
     if where.num_lacking:
         progress(f"{name}: {where.num_lacking} cores are missing, so it shares one with pods and load: not quiet")

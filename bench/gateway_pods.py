@@ -53,8 +53,7 @@ class Size(NamedTuple):
 
     @property
     def num_distinct(self) -> int:
-        """Return the number of prefix chunks in the table of a gateway that knows all pods.
-        ===="""
+        """Return the number of prefix chunks in the table of a gateway that knows all pods."""
         return self.num_pods * (self.num_prefix_chunks - self.num_shared) + self.num_shared
 
 

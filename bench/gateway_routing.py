@@ -225,8 +225,7 @@ def _starter(name: str, uv: Path) -> Callable[[Site], Start]:
 
 
 def _wait(gateway: Gateway, vocabulary: list[str]) -> None:
-    """Wait until a short chat is answered completely.
-    ===="""
+    """Wait until a short chat is answered completely."""
     [first, *_] = TRAFFIC["long and short"](0)
     short = first._replace(start_s=0.0, turns=[first.turns[0]._replace(token_ids=[1, 2, 3], num_output_tokens=2)])
     deadline = time.monotonic() + START_TIMEOUT_S

@@ -25,8 +25,7 @@ from routers.stage import Scene, cores, stage, started
 
 NUM_PODS = 16
 PATIENCE_S = 90.0
-"""On a slow machine streams may begin late without being dropped.
-===="""
+"""On a slow machine streams may begin late without being dropped."""
 
 
 def main() -> None:

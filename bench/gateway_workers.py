@@ -3,7 +3,6 @@
 Measured are a gateway with one process, one with two workers, and two gateways that clients use in turn, each with all
 features, on one core. Pods report like busy ones (`gateway_pods`). CPU is the kernel's count for the gateways'
 processes. Rounds take the contenders in turn.
-====
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ class Result(NamedTuple):
 
     @property
     def below_informed(self) -> float:
-        """Return how much lower Pagemill's share of requests is than that of `informed`.
-        ===="""
+        """Return how much lower Pagemill's share of requests is than that of `informed`."""
         return self.points[INFORMED].share - self.points[OURS].share
 
     @property

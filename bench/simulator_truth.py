@@ -137,8 +137,7 @@ def capacity(engine: EngineConfig, lengths: dict[str, Any]) -> float:
 
 
 def real(requests: Sequence[SimRequest], seed: str) -> list[Request]:
-    """Return prompts of ordinary tokens without common prefixes, also between replays with different seeds.
-    ===="""
+    """Return prompts of ordinary tokens without common prefixes, also between replays with different seeds."""
     draw = random.Random(seed)
     return [
         Request(

@@ -185,8 +185,7 @@ def compared(
 
 
 def of_steps(steps: Sequence[Step], swept: StepTimeParams, learned: StepTimeParams) -> dict[str, tuple[float, float]]:
-    """Return the errors of all steps of a load: of their total time, and the median of the relative errors.
-    ===="""
+    """Return the errors of all steps of a load: of their total time, and the median of the relative errors."""
     found = {}
     for name, params in (("after the sweep", swept), ("learned", learned)):
         model = StepTimeModel.from_params(params)

@@ -5,5 +5,4 @@
 and `generator` with `prompts` is the load in another; both are as cheap as Python allows and share one core, and the
 router has its own. `stage` starts them, `ladder` measures, `table` formats. For the choice of pods
 (`bench/gateway_routing.py`), `engines` are real ones on a simulated device, and `chats` is the traffic.
-====
 """

@@ -66,8 +66,7 @@ class AllocationCounter:
     """Counts allocations. Create it once per process, because the allocators stay wrapped."""
 
     def __init__(self, folder: Path) -> None:
-        """Compile the wrappers into `folder`. Raises `RuntimeError` without a C compiler.
-        ===="""
+        """Compile the wrappers into `folder`. Raises `RuntimeError` without a C compiler."""
         found = compiler()
         if found is None:
             raise RuntimeError("counting allocations needs a C compiler: install gcc or clang")

@@ -92,6 +92,5 @@ class Answer:
 
 
 def http_chunk(data: bytes) -> bytes:
-    """Return one chunk of a chunked HTTP body.
-    ===="""
+    """Return one chunk of a chunked HTTP body."""
     return b"%x\r\n%b\r\n" % (len(data), data)

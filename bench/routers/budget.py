@@ -164,8 +164,7 @@ class Times(Played):
         self.parts_ns: Counter[str] = Counter()
         """Time of all entries together, by part."""
         self._inside: list[int] = []
-        """For each running entry, the time of its nested entries so far.
-        ===="""
+        """For each running entry, the time of its nested entries so far."""
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -30,8 +30,7 @@ class Habit(NamedTuple):
     """The prefix chunks among them that all pods share, as of system prompts; they are never evicted."""
     steps_per_s: float = 0.0
     churn: int = 0
-    """Prefix chunks that each step adds and evicts.
-    ===="""
+    """Prefix chunks that each step adds and evicts."""
 
 
 class Busy:

@@ -180,8 +180,7 @@ def start_smg(site: Site) -> Start:
 
 
 def _like_sglang(site: Site, port: int) -> list[str]:
-    """Return the common part of the two routers that derive from SGLang's.
-    ===="""
+    """Return the common part of the two routers that derive from SGLang's."""
     argv = ["--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"]
     argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
     argv += ["--max-concurrent-requests", str(max(4096, site.max_streams))]

@@ -62,8 +62,7 @@ class Chats:
         self._slowdown = slowdown
 
     def run(self, traffic: Sequence[Conversation], seed: int, midway: Callable[[], None] = lambda: None) -> Reported:
-        """Run every conversation to its end. Other seeds use other words. `midway` is called when half have begun.
-        ===="""
+        """Run every conversation to its end. Other seeds use other words. `midway` is called when half have begun."""
         vocabulary = random.Random(seed).sample(self._vocabulary, len(self._vocabulary))
         return asyncio.run(self._run(traffic, vocabulary, midway))
 

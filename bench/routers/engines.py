@@ -32,8 +32,7 @@ class Engines(NamedTuple):
 
 @contextmanager
 def engines(num_pods: int, slowdown: float, folder: Path) -> Iterator[Engines]:
-    """Yield ready engines with empty caches. Raises `PeerFailed`.
-    ===="""
+    """Yield ready engines with empty caches. Raises `PeerFailed`."""
     folder.mkdir(parents=True, exist_ok=True)
     ports = Engines([free_port() for _ in range(num_pods)], [free_port() for _ in range(num_pods)])
     processes: list[PeerProcess] = []

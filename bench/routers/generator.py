@@ -183,8 +183,7 @@ class Load:
         self._ended = asyncio.Event()
 
     def _requests(self) -> Any:
-        """Return a function from a request's number to its bytes.
-        ===="""
+        """Return a function from a request's number to its bytes."""
         job = self.job
         if job.bodies not in self._bodies:
             self._bodies[job.bodies] = [each.encode() for each in json.loads(Path(job.bodies).read_text())]

@@ -197,8 +197,7 @@ class Stage(NamedTuple):
     pods: list[Pod]
 
     def observe(self) -> None:
-        """Let every pod send a report.
-        ===="""
+        """Let every pod send a report."""
         for number, pod in enumerate(self.pods):
             self.gateway.control.brain.observe(f"pod-{number}", pod.snapshot())
 

@@ -94,8 +94,7 @@ def _idle(running: Running, seconds: float) -> dict[str, Any]:
 
 
 def _run(around: Stage, running: Running, rate: float, size: Size) -> dict[str, Any]:
-    """Return the first valid try, or the last one.
-    ===="""
+    """Return the first valid try, or the last one."""
     for _ in range(size.num_tries):
         values = _measure(around, running, rate, size.seconds)
         verdict = judge(values, around.scene.answer_s)

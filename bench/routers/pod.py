@@ -181,8 +181,7 @@ class Pod:
         return num_known * step * BLOCK_SIZE
 
     def _touch(self) -> None:
-        """Send a change at once, or when the latest frame is old enough.
-        ===="""
+        """Send a change at once, or when the latest frame is old enough."""
         if self._publishing is None:
             due_at = max(self._loop.time(), self._published_at + FRAME_INTERVAL_S)
             self._publishing = self._loop.call_at(due_at, self._publish)

@@ -181,8 +181,7 @@ class Link(asyncio.Protocol):
         self._parts: dict[int, bytes] = {}
         self._streams: dict[int, Stream] = {}
         self._records: list[bytes] = []
-        """Records to write at the end of this turn of the event loop.
-        ===="""
+        """Records to write at the end of this turn of the event loop."""
 
     def data_received(self, data: bytes) -> None:
         for kind, number, body in self._decoder.feed(data):

@@ -42,8 +42,7 @@ def write_bodies(path: Path, model: str, num_prompt_tokens: int, num_output_toke
 
 
 def _text(tokenizer: Tokenizer, draw: random.Random, words: list[str], num_tokens: int) -> str:
-    """Return the placeholder followed by random words, as many as fit.
-    ===="""
+    """Return the placeholder followed by random words, as many as fit."""
     text = NONCE.decode()
     while True:
         start = draw.randrange(len(words) - 8)

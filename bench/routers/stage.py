@@ -96,8 +96,7 @@ class Stage:
     num_sent: int = 0
 
     def load(self, ports: list[int], rate: float, *, seconds: float = 0.0, num_requests: int = 0) -> dict[str, Any]:
-        """Send requests for a time or a number of requests. Return the generator's report.
-        ===="""
+        """Send requests for a time or a number of requests. Return the generator's report."""
         job = {
             "ports": ports,
             "path": "/v1/chat/completions",
