@@ -1,8 +1,8 @@
-"""Time until a model of several files in a bucket is ready: loaded while it is fetched, or fetched whole first.
+"""Measures the time until a model in a bucket is ready, if it is loaded while it is fetched, and if afterwards.
 
 A random Llama behind a real S3 server (SeaweedFS), over a connection of `--mib-s` in total. Each run is `LLM(...)` in a
-process of its own with an empty cache, alternating; the second way calls `resolve_source` first. A third way loads a
-model from the cache, which is the time of loading alone. The servers share the machine's cores.
+process of its own with an empty cache, and the ways alternate; the second way calls `resolve_source` first. A third way
+loads a model from the cache, which is the time of loading alone. The servers share the machine's cores.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def work(model: str, dtype: str, *, whole_first: bool) -> None:
 
 
 def timed(way: str, dtype: str) -> tuple[float, float]:
-    """Return seconds and CPU seconds."""
+    """Return the seconds and the CPU seconds of one run."""
     command = [sys.executable, __file__, "--worker", way, "--dtype", dtype]
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     seconds, cpu_s = json.loads(said.splitlines()[-1])

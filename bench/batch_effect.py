@@ -1,9 +1,9 @@
-"""Measures what a batch costs live requests, and how much of the capacity that they leave idle it uses.
+"""Measures how much a batch delays live requests, and how much of the capacity that they leave idle the batch uses.
 
-Two simulated engines (real but for the device, whose step times are given) are behind a real gateway. First the
-capacity is measured, with as many concurrent streams as the engines can run. Then live streams arrive at random at
-80 % of it, in rounds with and without an endless batch, with the same arrivals in both. Reported are the 95th
-percentile of the time to the first token, and the batch's tokens as a share of the capacity minus the live tokens.
+Two real engines on simulated devices with given step times are behind a real gateway. First the capacity is measured,
+with as many concurrent streams as the engines can run. Then live streams arrive at random at 80 % of it, in rounds with
+and without an endless batch, with the same arrivals in both. The result is the 95th percentile of the TTFT, and the
+batch's tokens as a share of the capacity minus the live tokens.
 """
 
 from __future__ import annotations
@@ -36,10 +36,19 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": OUTPUT_T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each round")
-    parser.add_argument("--step-ms", type=float, default=30.0, help="of one token; longer on a machine that is busy")
-    parser.add_argument("--rounds", type=int, default=2, help="with a batch, and as many without")
-    parser.add_argument("--max-load", type=float, nargs="+", default=[0.5, 0.9], help="the setting batches.max_load")
+    parser.add_argument("--seconds", type=float, default=40.0, help="duration of each round in seconds")
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=30.0,
+        help="milliseconds of a step of one token; use longer steps on a busy machine",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="number of rounds with a batch, and of rounds without one"
+    )
+    parser.add_argument(
+        "--max-load", type=float, nargs="+", default=[0.5, 0.9], help="values of the setting batches.max_load"
+    )
     args = parser.parse_args()
     rows, result = [], {}
     for max_load in args.max_load:

@@ -1,10 +1,10 @@
-"""Measures what lines of a batch cost live requests, in virtual time: the machine's load has no effect.
+"""Measures how much lines of a batch delay live requests, in virtual time: the machine's load has no effect.
 
 Two engines behind the gateway's real brain (placement, queue, and the rule of when a line may start), each with the
 real scheduler and given step times; the network takes a millisecond each way, and there is no HTTP. Live requests
-arrive at random at 80 % of the capacity, which is measured first. Reported against the same arrivals without a batch
-are the 95th percentile of the time to the first token, and the batch's tokens as a share of the capacity minus the
-live tokens. `bench/batch_effect.py` measures the whole system on an idle machine.
+arrive at random at 80 % of the capacity, which is measured first. The result is the 95th percentile of the TTFT,
+compared with the same arrivals without a batch, and the batch's tokens as a share of the capacity minus the live
+tokens. `bench/batch_effect.py` measures the whole system on an idle machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BATCH_PRIORITY = Caller(is_batch=True).priority(0)
 
 
 class Lines(NamedTuple):
-    """How lines are scheduled: the priorities that mark them as low-priority at the gateway and at the engines."""
+    """The priorities of batch lines, which may mark them as low-priority at the gateway and at the engines."""
 
     name: str
     at_gateway: int
@@ -75,7 +75,7 @@ class Fleet:
     """Engines and their gateway in virtual time. `max_load` 0 means no batch."""
 
     def __init__(self, max_load: float, lines: Lines, rate: float | None, seed: int) -> None:
-        """`rate`: live requests per second; None: all sequence slots are always busy."""
+        """Create a fleet with `rate` live requests per second; None: all sequence slots are always busy."""
         self._events = Events()
         self._loop = EventsLoop(self._events)
         self._max_load, self._lines, self._rate = max_load, lines, rate
@@ -172,8 +172,10 @@ class Fleet:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of virtual time, for each run")
-    parser.add_argument("--max-load", type=float, nargs="+", default=[0.5, 0.8], help="the setting batches.max_load")
+    parser.add_argument("--seconds", type=float, default=600.0, help="virtual seconds of each run")
+    parser.add_argument(
+        "--max-load", type=float, nargs="+", default=[0.5, 0.8], help="values of the setting batches.max_load"
+    )
     args = parser.parse_args()
     seconds = args.seconds
     capacity = Fleet(0.0, FULL, None, 0).run(seconds).num_live / seconds

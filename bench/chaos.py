@@ -1,9 +1,9 @@
-"""Kills one of three local replicas with SIGKILL repeatedly, under whole and streamed answers; no client may notice.
+"""Repeatedly kills one of three local replicas with SIGKILL during whole and streamed answers; no client may notice.
 
 `pagemill up` serves the embedded model in float32 with `deterministic`, so that every text can be compared with that of
 the undisturbed engine. The first kill measures how long a replica takes to be ready again under the same load; from
-then on, for `--seconds`, the next replica in turn is killed every two such times, or several at once. Exits with 1 if
-an answer failed, a stream was cut or a text differs.
+then on, for `--seconds`, the next replica in turn, or several at once, are killed at intervals of twice that time.
+Exits with 1 if an answer failed, a stream was cut or a text differs.
 """
 
 from __future__ import annotations
@@ -96,10 +96,18 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, K
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--every", type=float, default=2.0, help="in measured restarts: from one kill to the next")
-    parser.add_argument("--at-once", type=int, default=1, choices=range(1, NUM_REPLICAS + 1), help="replicas to kill")
+    parser.add_argument(
+        "--every", type=float, default=2.0, help="time from one kill to the next, as a multiple of the measured restart"
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        choices=range(1, NUM_REPLICAS + 1),
+        help="number of replicas to kill at a time",
+    )
     parser.add_argument("--workers", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=64, help="of every answer")
+    parser.add_argument("--tokens", type=int, default=64, help="number of tokens of every answer")
     args = parser.parse_args()
     document = EXACT_DEPLOYMENT.format(name=NAME, model=MODEL, replicas=NUM_REPLICAS)
     with serving(document, NUM_REPLICAS) as (up, url):

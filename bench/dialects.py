@@ -1,8 +1,8 @@
-"""CPU time per request by dialect compared with chat completions, for a gateway and a simulated engine with its server.
+"""Measures the CPU time per request of each dialect, compared with chat completions, in gateway and engine server.
 
-Each dialect requests the same number of streamed tokens, one request after another; rounds alternate between dialects.
-The ratio is to a chat with the same features: TGI's events have log probabilities, so it is compared with such a chat.
-Exits with 1 if a ratio exceeds the goal.
+The engine's device is simulated. Each dialect requests the same number of streamed tokens, one request after another;
+rounds alternate between dialects. The ratio is to a chat with the same features: TGI's events have log probabilities,
+so it is compared with such a chat. Exits with 1 if a ratio exceeds the goal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ START_LIMIT_S = 180.0
 
 
 def bodies(num_tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return path and body by dialect."""
+    """Return the path and the body of the request for each dialect."""
     spoken = {"model": "m", "stream": True, "max_tokens": num_tokens, "seed": 1}
     chat = {**spoken, "messages": MESSAGES}
     respond = {"model": "m", "stream": True, "max_output_tokens": num_tokens}
@@ -56,7 +56,7 @@ BESIDE = {"tgi": "chat, log probabilities"}
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that started processes are ended
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=40, help="of each dialect in a round")
+    parser.add_argument("--requests", type=int, default=40, help="number of requests of each dialect in a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()

@@ -1,10 +1,9 @@
-"""Embeddings per second compared with sentence-transformers: the same data type, random weights and texts on both
-sides.
+"""Measures embeddings per second compared with sentence-transformers, with the same data type, weights and texts.
 
-The models are an encoder of MiniLM's shape (6 layers, 384 wide) and, with `--shapes`, one of BERT's (12 layers, 768
-wide); each call has 64 texts. Each engine has a process of its own, both are measured alternately, and the ratio is
-that of the CPU times of each pair, so other work on the machine does not count. The largest difference between their
-vectors is printed too.
+The models have random weights: an encoder of MiniLM's shape (6 layers, 384 wide) and, with `--shapes`, one of BERT's
+(12 layers, 768 wide); each call has 64 texts. Each engine has a process of its own, both are measured alternately, and
+the ratio is that of the CPU times of each pair, so other work on the machine does not count. The largest difference
+between their vectors is printed too.
 """
 
 from __future__ import annotations

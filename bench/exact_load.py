@@ -1,4 +1,4 @@
-"""A closed loop of clients that know each answer beforehand: whole and streamed alternately, greedy and seeded.
+"""A closed loop of clients that compare each answer with the expected text: whole and streamed, greedy and seeded.
 
 The expected texts are requested before anything is disturbed. The `openai` client never retries: that is the platform's
 task. An outcome is `complete`, `wrong` (another text), `failed` (an error instead of an answer), `reported` (an error

@@ -1,4 +1,4 @@
-"""Decodes of a mixture of experts, and of families with layer norms, compared with a Llama that reads as many bytes.
+"""Compares decodes of a mixture of experts, and of families with layer norms, with a Llama that reads as many bytes.
 
 Random weights, one request, all models in one process and alternating; the median of the runs counts. Goal: at least
 0.8 of the Llama's share of the memory bandwidth.

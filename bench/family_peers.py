@@ -1,4 +1,4 @@
-"""Tokens per second of model families compared with vLLM for CPU and llama.cpp: random bfloat16 weights of one shape.
+"""Compares tokens per second of model families with vLLM for CPU and llama.cpp: random bfloat16 weights of one shape.
 
 Each family is a folder with some 120 to 230 million parameters, run with two threads; engines alternate, and those not
 being measured are stopped. `single`: decodes of one request; `batch`: of eight at once; `prefill`: prompts of 512
@@ -45,7 +45,7 @@ class Family(NamedTuple):
     config: str
     values: dict[str, Any]
     gguf: str | None = None
-    """llama.cpp's name of the architecture; None: not measured there."""
+    """The architecture's name in llama.cpp; None: llama.cpp is not measured."""
 
 
 FAMILIES: dict[str, Family] = {

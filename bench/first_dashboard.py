@@ -1,4 +1,4 @@
-"""Time of `pagemill up --dashboards` for a new user: to the first answer, and to a dashboard with data.
+"""Measures the time of `pagemill up --dashboards` to the first answer, and to a dashboard with data.
 
 A dashboard has data once every stat panel of *Fleet capacity* that this load can fill has a value in Prometheus: its
 recording rules have run over at least one scrape of a ready engine. Everything is installed beforehand; `make up` on a
@@ -27,7 +27,7 @@ EXAMPLE = ROOT / "examples" / "llmdeployment.yaml"
 TIMEOUT_S = 180.0
 POLL_S = 0.25
 SHOWN = (rules.HEADROOM, rules.READY, f'{rules.NEEDED}{{horizon="0m"}}')
-"""Series that the page shows for an idle deployment; a forecast needs a trend, a cost a price."""
+"""Series that the page shows for an idle deployment; a forecast requires a trend, and the cost requires a price."""
 
 
 def measure(example: Path) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def _has_data(url: str, expression: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3, help="the median counts")
+    parser.add_argument("--runs", type=int, default=3, help="number of runs; the median counts")
     parser.add_argument("--example", type=Path, default=EXAMPLE)
     args = parser.parse_args()
     runs = [measure(args.example) for _ in range(args.runs)]

@@ -1,4 +1,4 @@
-"""Measures the speed of a simulated fleet, in fast-forward and exactly, and how far the two are apart.
+"""Measures the speed of a simulated fleet, in fast-forward and exactly, and how far their results differ.
 
 Azure-like conversations at a steady rate over a fixed number of pods. Prints requests per CPU second (other work on the
 machine does not count, but it slows down what counts), the time of an hour of that traffic and, with `--exact`, the
@@ -58,8 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pods", type=int, default=100)
     parser.add_argument("--rate", type=float, default=200.0, help="requests per second")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of traffic; 60 is the whole hour")
-    parser.add_argument("--exact", action="store_true", help="the exact fleet too")
+    parser.add_argument("--minutes", type=float, default=2.0, help="minutes of traffic; 60 is the whole hour")
+    parser.add_argument("--exact", action="store_true", help="also simulate the exact fleet")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     workload = Steady(rate=args.rate, duration_s=60 * args.minutes).workload(args.seed)

@@ -1,4 +1,4 @@
-"""Checks whether a change costs speed: a few figures of the working tree against those of an earlier commit.
+"""Checks whether a change is slower: compares a few figures of the working tree with those of an earlier commit.
 
 The same program (`gate_figures`) measures both, in processes that stay alive and take turns, so that other work on the
 machine affects both. Figures are CPU time, which other processes disturb least. A figure's ratio is the median over all
@@ -84,9 +84,13 @@ def measure(figure: str, base: Path, num_pairs: int, logs: Path) -> tuple[list[f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default=default_base(), help="a commit (default: the last one that differs)")
+    parser.add_argument(
+        "--base", default=default_base(), help="commit to compare with (default: the last one that differs)"
+    )
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--limit", type=float, default=0.95, help="least base / ours that passes")
+    parser.add_argument(
+        "--limit", type=float, default=0.95, help="smallest ratio of the base's time to ours that passes"
+    )
     parser.add_argument("--figures", nargs="+", default=list(FIGURES), choices=list(FIGURES))
     args = parser.parse_args()
     if args.pairs < 1:

@@ -101,7 +101,7 @@ FIGURES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("figure", choices=list(FIGURES))
-    parser.add_argument("--packages", type=Path, required=True, help="the folder of the packages to measure")
+    parser.add_argument("--packages", type=Path, required=True, help="folder of the packages to measure")
     args = parser.parse_args()
     import pagemill_engine
 

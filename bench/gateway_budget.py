@@ -1,4 +1,4 @@
-"""Measures what a streamed request of 32 chunks costs the gateway: CPU, calls, system calls, allocations by entry.
+"""Measures the cost of a streamed request of 32 chunks in the gateway: CPU, calls, system calls, allocations by entry.
 
 Client and engines are calls in the same process (`routers.in_memory`), so the figures are the gateway's own work;
 `gateway_overhead` also counts the kernel's part. CPU is that of the event loop's thread, without the process that
@@ -118,7 +118,7 @@ async def measure(around: Stage, bodies: Bodies, num_requests: int) -> dict[str,
         clock = Clock()
         await play(around, bodies[2 * number + 1], clock)
         taken = {entry: times.ns[entry] for entry in (*ENTRIES, BENCH)}
-        # Of each part what no entry has taken. The two are different requests of the same kind.
+        # The time of a part that no entry has taken. Both times are from different requests of the same kind.
         taken |= {part: clock.ns[part] - times.parts_ns[part] for part in PARTS}
         taken[ALL] = clock.ns.total() - times.ns[BENCH]
         taken |= {ACCEPT: _accept_ns(around), STATE_FRAME: _state_frame_ns(around)}
@@ -245,7 +245,7 @@ async def on_stage(has_link: bool, work: Callable[[Stage, Bodies], Awaitable[Any
 
 
 def log_to(path: Path) -> logging.Handler:
-    """Log to `file` as a gateway logs to its terminal."""
+    """Log to the file `path` as a gateway logs to its terminal."""
     from pagemill_gateway import logs
 
     logs.configure()
@@ -258,8 +258,8 @@ def log_to(path: Path) -> logging.Handler:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--http", action="store_true", help="no link: every request on a connection of its own")
-    parser.add_argument("--functions", type=int, default=0, help="show so many of the functions called most")
+    parser.add_argument("--http", action="store_true", help="offer no link: each request uses its own connection")
+    parser.add_argument("--functions", type=int, default=0, help="show this many of the functions that are called most")
     args = parser.parse_args()
     folder = ROOT / ".pagemill" / "gate"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """Compares our gateway with nginx, vllm-router, smg and LiteLLM: CPU per request, added TTFT, sustained rate.
 
-All get the same simulated pods, requests and cores: streams of 32 chunks for prompts of 200 tokens. The router has one
-core; pods and load generator have the others. Each round takes every contender in turn, starting without a router. CPU
-is the kernel's count for the router's processes, which other work hardly changes; latencies do depend on it.
-`--workers 1 2` compares our gateway with that many workers and smg with as many threads, on as many cores. `--json`
+All routers get the same simulated pods, requests and cores: streams of 32 chunks for prompts of 200 tokens. The router
+has one core; pods and load generator have the others. Each round takes every contender in turn, starting without a
+router. CPU is the kernel's count for the router's processes, which other work hardly changes; latencies do depend on
+it. `--workers 1 2` compares our gateway with that many workers and smg with as many threads, on as many cores. `--json`
 keeps the samples, `--render` combines several files. The exit code is 1 if our own gateway failed.
 """
 
@@ -128,21 +128,28 @@ def _summary(values: dict[str, Any]) -> str:
 
 def _arguments(names: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--routers", nargs="+", choices=names, help="all, unless there is --workers")
-    parser.add_argument("--workers", nargs="+", type=int, help="of ours, and threads of smg, each on as many cores")
-    parser.add_argument("--smoke", action="store_true", help="little work, to see that everything runs")
-    parser.add_argument("--rates", nargs="+", type=float, help="requests a second, each of which ends a ladder")
-    parser.add_argument("--seconds", type=float, help="of one run")
+    parser.add_argument(
+        "--routers", nargs="+", choices=names, help="routers to measure; default: all, unless --workers is given"
+    )
+    parser.add_argument(
+        "--workers", nargs="+", type=int, help="numbers of our workers and of smg's threads, each on as many cores"
+    )
+    parser.add_argument("--smoke", action="store_true", help="do little work, to check that everything runs")
+    parser.add_argument("--rates", nargs="+", type=float, help="rates to measure, in requests per second")
+    parser.add_argument("--seconds", type=float, help="duration of one run in seconds")
     parser.add_argument("--pods", type=int)
     parser.add_argument("--prompt-tokens", type=int)
     parser.add_argument(
-        "--climb-on", action="store_true", default=None, help="measure every rate, also beyond one that is not held"
+        "--climb-on",
+        action="store_true",
+        default=None,
+        help="measure every rate, also above one that was not sustained",
     )
-    parser.add_argument("--tries", type=int, help="of a run in which the load lagged")
-    parser.add_argument("--rounds", type=int, default=1, help="the median counts")
+    parser.add_argument("--tries", type=int, help="number of tries of a run in which the load lagged")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds; the median counts")
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument("--json", type=Path, help="keep the samples in this file")
-    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show what these files hold")
+    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show the results in these files")
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     return parser.parse_args()
 

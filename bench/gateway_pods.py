@@ -3,8 +3,8 @@
 The only requests are those that time the restart. Idle pods send one state frame per second. Busy pods report every
 step of a full batch, with the prefix chunks that it added and evicted, in at most 20 frames per second, from prefix
 caches with 8,192 prefix chunks. CPU is the kernel's count for the gateway's processes. A restart is SIGKILL and a new
-process with the same settings; measured are the times until its first answer and until it knows every pod and all of
-their prefix chunks. The exit code is 1 if a goal is missed although the machine gave the pods enough time.
+process with the same settings; the benchmark measures the times until its first answer and until it knows every pod and
+all of their prefix chunks. The exit code is 1 if a goal is missed although the machine gave the pods enough time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from routers.catalogue import KEY, MODEL, Site, Start, start_pagemill
 from routers.stage import FOLDER, Scene, Stage, cores, pinned, stage
 
 GOALS = {"idle": 0.1, "busy": 0.3}
-"""Cores."""
+"""The most cores that following the pods may take."""
 WHOLE_GOAL_S = 3.0
 MAX_PODS_SHARE = 0.9
 """Share of the pods' core above which they send fewer frames than they should."""
 BLOCKS_OF_ROWS = 8192
-"""Blocks of a pod: more than its reported running requests hold."""
+"""KV blocks of a pod; its reported running requests use fewer."""
 SETTLE_S = 3.0
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 30.0
@@ -210,11 +210,20 @@ def _cells(values: dict[str, Any]) -> list[Any]:
 def _size() -> Size:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pods", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of counting CPU, for idle and for busy pods")
-    parser.add_argument("--prefix-chunks", type=int, default=8192, help="in each busy pod's prefix cache")
-    parser.add_argument("--shared-prefix-chunks", type=int, default=1024, help="of these, the same in all pods")
-    parser.add_argument("--steps-per-s", type=float, default=32.0, help="of a busy pod")
-    parser.add_argument("--churn", type=int, default=4, help="prefix chunks that each step brings, and evicts")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="seconds of counting CPU, for idle and for busy pods"
+    )
+    parser.add_argument(
+        "--prefix-chunks", type=int, default=8192, help="number of prefix chunks in each busy pod's prefix cache"
+    )
+    parser.add_argument(
+        "--shared-prefix-chunks",
+        type=int,
+        default=1024,
+        help="number of these prefix chunks that are the same in all pods",
+    )
+    parser.add_argument("--steps-per-s", type=float, default=32.0, help="steps per second of a busy pod")
+    parser.add_argument("--churn", type=int, default=4, help="number of prefix chunks that each step adds and evicts")
     parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
     args = parser.parse_args()

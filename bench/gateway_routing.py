@@ -4,7 +4,7 @@ Four pods run the real scheduler, KV cache and server on a simulated device, in 
 of `bench/routing.py`, as chats in words. The routers are the real programs with their cache-aware policies. Each
 contender starts with fresh pods and takes all kinds of traffic; times are those of the simulated device.
 `--gateways 1 3` runs one and then three in front of the pods, and `--kill` kills one of them under load. A busy machine
-blurs small differences (`bench/routing.py` compares our own policies on a virtual clock). The exit code is 1 if a
+hides small differences (`bench/routing.py` compares our own policies on a virtual clock). The exit code is 1 if a
 request through our gateway failed.
 """
 
@@ -253,13 +253,24 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--pods", type=int, default=4)
     parser.add_argument(
-        "--gateways", type=int, nargs="+", default=[1], metavar="N", help="in front of them, clients spread over them"
+        "--gateways",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="numbers of gateways in front of the pods; clients are spread over them",
     )
-    parser.add_argument("--kill", action="store_true", help="one of several gateways in a run of its own at the end")
-    parser.add_argument("--conversations", type=int, help="of each traffic, at most; all of them")
-    parser.add_argument("--slowdown", type=float, default=4.0, help="of the simulated device, and of the arrivals")
+    parser.add_argument(
+        "--kill", action="store_true", help="also kill one of several gateways, in a separate run at the end"
+    )
+    parser.add_argument(
+        "--conversations", type=int, help="largest number of conversations of each traffic; default: all"
+    )
+    parser.add_argument(
+        "--slowdown", type=float, default=4.0, help="factor by which the simulated device and the arrivals are slowed"
+    )
     parser.add_argument("--json", type=Path, help="keep the figures in this file")
-    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show what these files hold")
+    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show the results in these files")
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     args = parser.parse_args()
     if args.kill and min(args.gateways) < 2:

@@ -96,9 +96,14 @@ def _arguments(names: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--routers", nargs="+", default=[OURS], choices=names)
     parser.add_argument("--streams", type=int, default=5000)
-    parser.add_argument("--rate", type=float, default=200.0, help="of new streams, a second")
-    parser.add_argument("--event-s", type=float, default=2.0, help="between two tokens of a stream")
-    parser.add_argument("--together-s", type=float, default=20.0, help="after the last one has begun")
+    parser.add_argument("--rate", type=float, default=200.0, help="new streams per second")
+    parser.add_argument("--event-s", type=float, default=2.0, help="seconds between two tokens of a stream")
+    parser.add_argument(
+        "--together-s",
+        type=float,
+        default=20.0,
+        help="seconds for which all streams are open after the last one has begun",
+    )
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """Compares several workers of one gateway with several gateways: CPU per request and for the pods, memory, balance.
 
-Measured are a gateway with one process, one with two workers, and two gateways that clients use in turn, each with all
-features, on one core. Pods report like busy ones (`gateway_pods`). CPU is the kernel's count for the gateways'
+The contenders are a gateway with one process, one with two workers, and two gateways that clients use in turn, each
+with all features, on one core. Pods report like busy ones (`gateway_pods`). CPU is the kernel's count for the gateways'
 processes. Rounds take the contenders in turn.
 """
 

@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of every Triton kernel, compiled ahead of time: no GPU is needed.
+"""Reports registers, spills and shared memory of every Triton kernel, compiled ahead of time without a GPU.
 
 The launchers run on tensors without memory, as the models below would call them; what they would launch is compiled for
 each architecture instead, and the compiler's figures are read from the binary. Fails if a hot kernel spills, or if a

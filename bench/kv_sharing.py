@@ -1,5 +1,4 @@
-"""KV sharing: blocks and throughput of parallel samples and beam searches against the same answers as separate
-requests.
+"""Compares blocks and throughput of parallel samples and beam searches with the same answers as separate requests.
 
 Runs the embedded model. One side forks its answers from one prompt and copies a block only when a shared one is
 written; the other sends each answer as a request of its own (for a beam search: as many greedy answers of the same

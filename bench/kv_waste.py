@@ -1,4 +1,4 @@
-"""KV waste: the share of allocated slots that hold no token, sampled after every step of a workload.
+"""Measures KV waste: the share of allocated slots that hold no token, sampled after every step of a workload.
 
 Runs the real scheduler and block manager; the waste does not depend on what the model computes, so the device is
 simulated and the run takes seconds. The peer is the classic reservation of a whole context per request, as static KV
@@ -77,7 +77,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--trace", type=Path, help="CSV of real request lengths, measured beside the mixed workload")
+    parser.add_argument(
+        "--trace", type=Path, help="CSV file of real request lengths, measured in addition to the mixed workload"
+    )
     args = parser.parse_args()
     workloads = {
         "mixed": (mixed_workload(args.requests), 2048),

@@ -1,5 +1,4 @@
-"""Time to read a checkpoint's weights into owned memory: this project's loader and the safetensors library,
-alternately.
+"""Measures the time to read a checkpoint into owned memory: Pagemill's loader and the safetensors library in turns.
 
 A random checkpoint in two files, in the page cache. `load_file` of `safetensors.torch` returns views of a mapping,
 whose bytes are read on first use; its time therefore includes a copy of each tensor.

@@ -1,10 +1,10 @@
-"""Load that rises until three real engines run, and ends: `pagemill up` scales 1 to 3 to 1, and no request fails.
+"""Raises the load until three real engines run, and ends it: `pagemill up` scales 1 to 3 to 1, and no request fails.
 
 One client sends requests, streamed and whole alternately; every `--step` seconds another client joins, up to
-`NUM_CLIENTS`, more than two replicas run at once; some time after three replicas are ready, all clients but one leave.
-Reports when replicas were ordered, ready and gone, and the time to the first token by phase. Every text is compared
-with an undisturbed engine's. Exits with 1 if an answer failed, or if three replicas, or one again, were not reached in
-time.
+`NUM_CLIENTS`, which is more than two replicas run at once. Some time after three replicas are ready, all clients but
+one leave. Reports when replicas were ordered, ready and gone, and the time to the first token by phase. Every text is
+compared with an undisturbed engine's. Exits with 1 if an answer failed, or if three replicas, or one again, were not
+reached in time.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def main() -> None:
     parser.add_argument(
         "--hold", type=float, default=30.0, help="seconds with one client, and with all clients on three replicas"
     )
-    parser.add_argument("--window", type=int, default=20, help="stabilization window for fewer replicas in seconds")
-    parser.add_argument("--limit", type=float, default=360.0, help="seconds for all of it")
+    parser.add_argument("--window", type=int, default=20, help="stabilization window for scaling down, in seconds")
+    parser.add_argument("--limit", type=float, default=360.0, help="seconds after which the benchmark fails")
     args = parser.parse_args()
     document = DEPLOYMENT.format(name=NAME, model=MODEL, most=MOST_REPLICAS, window_s=args.window)
     with serving(document, 1) as (up, url):

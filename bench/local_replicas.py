@@ -1,4 +1,4 @@
-"""`pagemill up` as a process, and its replicas, found in its process tree: which are ready, and how to kill one.
+"""Runs `pagemill up` as a process, finds its replicas in the process tree, checks which are ready, and kills one.
 
 A replica is the engine's server and its child process; SIGKILL hits both, as the death of a container would.
 """

@@ -1,10 +1,10 @@
-"""Light and burst traffic on `pagemill up` with real CPU engines: latencies, cost, and a replay of every decision.
+"""Runs light and burst traffic on `pagemill up` with real CPU engines: latencies, cost, a replay of every decision.
 
-The cases are those of `bench/scaling.py`, an order of magnitude shorter, as starts are here: requests of fixed lengths
-arrive at drawn times, independently of the engines. Each engine computes with one thread, so that a second one helps on
-two cores. The autoscaler's records are collected while it decides and replayed with the policy: a decision with another
-result ends the bench with 1. The same traffic is also simulated, with the step times and the cold start that the
-autoscaler has learned by then.
+The cases are those of `bench/scaling.py`, an order of magnitude shorter, because starts are as much shorter here:
+requests of fixed lengths arrive at drawn times, independently of the engines. Each engine computes with one thread, so
+that a second one helps on two cores. The autoscaler's records are collected while it decides and replayed with the
+policy: a decision with another result ends the bench with 1. The same traffic is also simulated, with the step times
+and the cold start that the autoscaler has learned by then.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ COLUMNS = [
 
 class Served(NamedTuple):
     ttft_ms: float | None
-    """None: the request failed."""
+    """Milliseconds to the first token; None: the request failed."""
     tpot_ms: float | None
 
     @property
@@ -319,7 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["light", "burst"], choices=["light", "burst"])
     parser.add_argument("--rate", type=float, default=0.7, help="requests per second that one replica absorbs")
-    parser.add_argument("--factor", type=float, default=6.0, help="times the rate, in the burst")
+    parser.add_argument("--factor", type=float, default=6.0, help="rate in the burst, as a multiple of the rate")
     parser.add_argument("--duration", type=float, default=120.0, help="seconds of traffic of each case")
     parser.add_argument("--max-replicas", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)

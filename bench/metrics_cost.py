@@ -1,8 +1,8 @@
-"""The cost of metrics and traces for a gateway: a scrape with 100 known pods, and their share of a request's CPU time.
+"""Measures the cost of a gateway's metrics and traces: a scrape with 100 known pods, and the share of a request's CPU.
 
-The gateway has served every pod, so that each has all its series. The share is the CPU time of a streamed request's
-calls, measured in a loop, and of spans with their export at 200 requests per second, times 200 requests per second.
-Exits with 1 if a goal is exceeded.
+The gateway has sent requests to every pod, so that each pod has all of its series. The share is the CPU time of a
+streamed request's calls, measured in a loop, and of spans with their export at 200 requests per second, times 200
+requests per second. Exits with 1 if a goal is exceeded.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pods", type=int, default=100)
     parser.add_argument("--scrapes", type=int, default=40)
-    parser.add_argument("--requests", type=int, default=20_000, help="in each loop of calls")
-    parser.add_argument("--traced", type=int, default=1_000, help=f"requests of each run of traces, {REQUESTS_PER_S}/s")
+    parser.add_argument("--requests", type=int, default=20_000, help="number of requests in each loop of calls")
+    parser.add_argument(
+        "--traced", type=int, default=1_000, help=f"number of requests in each run of traces, at {REQUESTS_PER_S}/s"
+    )
     args = parser.parse_args()
     scrapes = measure_scrapes(args.pods, args.scrapes)
     calls = {"metrics": metrics_us(args.requests)}
@@ -146,7 +148,7 @@ class TraceCost(NamedTuple):
 
 
 def traces_cost(count: int, ratio: float | None) -> TraceCost:
-    """Return the cost of requests at the stated rate, of which this share is sampled; None: without traces."""
+    """Return the cost of requests at the stated rate, of which the share `ratio` is sampled; None: without traces."""
     with _receiver() as url:
         config = None if ratio is None else TracingConfig(endpoint=url, sample_ratio=ratio)
         traces = open_tracing(config)

@@ -1,4 +1,4 @@
-"""Downloads of a model from a local S3 server (SeaweedFS) into the model cache, compared with curl, alternately.
+"""Measures downloads of a model from a local S3 server (SeaweedFS) into the model cache, in turns with curl.
 
 The cache hashes what it writes and waits for the disk. curl does neither, so it is timed alone, and followed by
 `openssl` and `sync`. All share the machine's cores with the server; the median of the rounds counts.
@@ -59,7 +59,7 @@ def curl(urls: list[str], target: Path, *, does_the_same: bool) -> None:
 
 
 def timed(run: Callable[[Path], None], folder: Path) -> tuple[float, float]:
-    """Return seconds and CPU seconds; the disk is idle before."""
+    """Return the seconds and CPU seconds of a run; it begins when the disk is idle."""
     os.sync()
     target = folder / "target"
     started_s, before_s = time.perf_counter(), _cpu_s()

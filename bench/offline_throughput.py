@@ -1,4 +1,4 @@
-"""Offline throughput of the mixed workload, compared with Hugging Face `generate` with static batching, in one run.
+"""Compares offline throughput of the mixed workload with Hugging Face `generate` with static batching, in one run.
 
 Every peer runs in a process of its own, one after the other, with the same weights, prompts and output lengths, greedy.
 Only the requested tokens count: what a static batch generates beyond a request's length is waste. The Hugging Face peer
@@ -123,10 +123,12 @@ PEERS = ["hf-bf16", "hf-float32", "pagemill"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--runs", type=int, default=3, help="the median counts")
+    parser.add_argument("--runs", type=int, default=3, help="number of runs; the median counts")
     parser.add_argument("--peers", nargs="+", default=PEERS, choices=PEERS)
     parser.add_argument("--hf-batch-sizes", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="a peer that takes longer is reported as such")
+    parser.add_argument(
+        "--timeout-s", type=float, default=900.0, help="seconds after which a peer is stopped and reported as too slow"
+    )
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer is None:

@@ -1,4 +1,4 @@
-"""Perplexity of quantized checkpoints in other projects' formats, against the float32 values that they represent.
+"""Measures perplexity of quantized checkpoints in other projects' formats, and of the float32 values they represent.
 
 The embedded model's matrices are rounded to each format; one folder holds them packed, another their values in float32.
 The order of units differs from the embedded file's, whose values are on a 4-bit grid already. Goal: equal within 0.1 %.
@@ -186,9 +186,11 @@ def write_pair(source: Path, folder: Path, settings: dict[str, Any], pack: Calla
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--window", type=int, default=512, help="number of tokens of a window")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
-    parser.add_argument("--dtype", default="float32", help="of the packed one; `auto`: as it is served")
+    parser.add_argument(
+        "--dtype", default="float32", help="type in which the packed checkpoint is computed; `auto`: as it is served"
+    )
     args = parser.parse_args()
     path = resolve_source(MODEL)
     token_ids = Tokenizer(load_bundle(path)).encode(TEXT.read_text())

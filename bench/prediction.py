@@ -1,4 +1,4 @@
-"""Error of the gateway's predicted time to the first token on real CPU engines, by load.
+"""Measures the error of the gateway's predicted time to the first token on real CPU engines, by load.
 
 `pagemill up` serves the embedded model; chats with prompts of many lengths arrive as a Poisson process, streamed, in
 three bands: shares of the rate that the same replicas sustained just before with all sequence slots taken. For each
@@ -192,14 +192,16 @@ def figures(decided: list[Decided]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each band")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each band in seconds")
     parser.add_argument(
         "--calibrate", type=float, default=20.0, help="seconds with all sequence slots taken, to find the rate"
     )
-    parser.add_argument("--at-once", type=int, default=8, help="requests in flight on each replica meanwhile")
-    parser.add_argument("--limit", type=float, default=0.10, help="largest median error of a band")
+    parser.add_argument(
+        "--at-once", type=int, default=8, help="requests in flight on each replica during the calibration"
+    )
+    parser.add_argument("--limit", type=float, default=0.10, help="largest median error of a band that passes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="file for every request's prediction")
+    parser.add_argument("--json", type=Path, help="file to which every request's prediction is written")
     args = parser.parse_args()
     with serving(DEPLOYMENT.format(name=NAME, model=MODEL, replicas=args.replicas), args.replicas) as (up, _):
         _give_cores(up)

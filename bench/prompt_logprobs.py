@@ -1,6 +1,7 @@
-"""The cost of a prompt's log probabilities: HTTP requests for one token after a prompt, alternating with plain ones.
+"""Measures the cost of a prompt's log probabilities, by HTTP requests that alternate with plain ones.
 
-Every prompt is new, so that nothing is found in the prefix cache. Goal: at most 1.5 times a plain request's time.
+Each request generates one token. Every prompt is new, so that nothing is found in the prefix cache. Goal: at most 1.5
+times a plain request's time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quality of quantized weights and caches: perplexity on a fixed text, and the predictions' distance to float32's.
+"""Measures quality of quantized weights and caches: perplexity on a fixed text, and distance of predictions to float32.
 
 The embedded model exists only in 4 bits, so its values as float32 are the reference. They lie on the grid that 4-bit
 quantization would find again; to learn what quantization costs an unquantized model, its units are permuted first
@@ -103,7 +103,7 @@ def windows(token_ids: list[int], size: int) -> Iterator[list[int]]:
 
 
 class _Keeping:
-    """A model that keeps what it computes."""
+    """A model that keeps its outputs."""
 
     def __init__(self, model: Any, kept: list[Array]) -> None:
         self._model, self._kept = model, kept
@@ -175,7 +175,7 @@ def measure(model: str, token_ids: list[int], size: int, settings: dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--window", type=int, default=512, help="number of tokens of a window")
     slow = set() if torch.cpu._is_avx512_bf16_supported() else {"bfloat16"}
     every = [*ROWS, *FILE_ROWS]
     parser.add_argument("--rows", nargs="+", default=[row for row in every if row not in slow], choices=every)

@@ -1,4 +1,4 @@
-"""Decodes of quantized checkpoints in other projects' formats, compared with a GGUF file of Q4_1 of the same shape.
+"""Compares decodes of quantized checkpoints in other projects' formats with a GGUF file of Q4_1 of the same shape.
 
 Random weights, one request, all models in one process and alternating; the median of the runs counts, and the median of
 the ratios within one turn. `--cpu-time` is for a busy machine, with one thread: threads that wait for each other take

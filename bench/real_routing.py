@@ -1,9 +1,9 @@
-"""Three replicas of the embedded model on CPU, conversations of 16 turns: TTFT and tokens/s of every routing policy.
+"""Measures TTFT and tokens/s of every routing policy: three replicas on CPU, conversations of 16 turns.
 
-`pagemill up` starts anew for each policy, so that each begins with empty caches. A client has one conversation: it
-waits for an answer, thinks, and sends the whole conversation with the next question. Each KV cache holds about half of
-all conversations, so that the choice of the replica matters. Engines, gateway and clients share the machine's cores.
-Exits with 1 if an answer failed.
+`pagemill up` starts anew with the embedded model for each policy, so that each begins with empty caches. A client has
+one conversation: it waits for an answer, thinks, and sends the whole conversation with the next question. Each KV cache
+holds about half of all conversations, so that the choice of the replica matters. Engines, gateway and clients share the
+machine's cores. Exits with 1 if an answer failed.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--conversations", type=int, default=6)
     parser.add_argument("--turns", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=16, help="of every answer")
+    parser.add_argument("--tokens", type=int, default=16, help="number of tokens of every answer")
     parser.add_argument("--cache", default="64Mi", help="KV cache of a replica, as in `engine.kvCacheMemory`")
-    parser.add_argument("--rounds", type=int, default=1, help="over all policies; the median counts")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds over all policies; the median counts")
     return parser.parse_args()
 
 

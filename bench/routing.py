@@ -1,4 +1,4 @@
-"""Effects of each routing policy on users, over many seeds of four kinds of traffic, in virtual time.
+"""Measures the latencies of each routing policy over many seeds of four kinds of traffic, in virtual time.
 
 Four pods with the real scheduler, KV manager and frames are behind the real brain. Prints mean and p99 TTFT of every
 policy, the cached share of the prompts, how exactly that was predicted, and the ratio of the mean TTFT to

@@ -1,4 +1,4 @@
-"""CPU time of sampling one step: native code and the reference, alternately. `python bench/sampling.py`"""
+"""Measures the CPU time of sampling one step, in native code and in the reference: `python bench/sampling.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accuracy of the forecast minutes until saturation: the recording rule itself, on a real Prometheus, over ramps.
+"""Measures the error of the forecast minutes until saturation: the recording rule itself, on a real Prometheus.
 
 Each ramp is a simulated fleet whose load grows: requests arrive at random, hold KV cache while they run, and their rate
 rises linearly, doubles every 50 to 200 minutes, or rises after an hour of constant load. Prometheus gets what the rule
@@ -66,7 +66,7 @@ class Ramp(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ramps", type=int, default=20, help="of each shape")
+    parser.add_argument("--ramps", type=int, default=20, help="number of ramps of each shape")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     source = random.Random(args.seed)

@@ -1,4 +1,4 @@
-"""Scaling policies on simulated fleets: what users get and what it costs, for Pagemill's policies and every rival.
+"""Compares scaling policies on simulated fleets: latencies and cost of Pagemill's policies and of every rival.
 
 Each policy gets the same requests and the same cluster: a ramp, a burst, a day, steady load, clusters of long prompts
 that one replica of a faster engine absorbs, and an hour of Azure's trace if `--trace` names it. Rivals that scale by
@@ -75,9 +75,7 @@ def workloads(seed: int, trace: Path | None) -> dict[str, Workload]:
 
 
 def steps_of(name: str) -> list[Span]:
-    """Return the cold start after the traffic begins, and after it jumps: a policy that reacts to it has no pod
-    then.
-    """
+    """Return the spans of cold starts after the traffic begins and after it jumps, in which no new pod can be ready."""
     jumps_s = [0.0, Burst().at_s] if name.startswith("burst") else [0.0]
     return [(at_s, at_s + COLD_START.total_s) for at_s in jumps_s]
 
@@ -156,9 +154,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="CSV file of Azure's LLM inference traces")
     parser.add_argument(
-        "--exact", action="store_true", help="every step by the real scheduler, instead of fast-forward"
+        "--exact", action="store_true", help="simulate every step with the real scheduler, instead of fast-forward"
     )
-    parser.add_argument("--markdown", action="store_true", help="tables for the documentation as well")
+    parser.add_argument("--markdown", action="store_true", help="also print tables for the documentation")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     for name, workload in workloads(args.seed, args.trace).items():

@@ -1,4 +1,4 @@
-"""Scaling policies against two bounds, for many kinds of traffic at light, middle and heavy load.
+"""Compares scaling policies with two bounds, for many kinds of traffic at light, middle and heavy load.
 
 `clairvoyant` knows every request and searches schedules of replicas in the simulation; `informed` learns of each change
 of the traffic when it happens. At light load one replica suffices; middle and heavy need about two and four at the
@@ -157,13 +157,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), metavar="KIND")
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
-    parser.add_argument("--policies", nargs="+", default=[], help="instead of all")
-    parser.add_argument("--cold-start", type=float, default=COLD_START.total_s, help="seconds")
+    parser.add_argument("--policies", nargs="+", default=[], help="policies to compare; default: all")
     parser.add_argument(
-        "--changes", type=int, default=16, help="changes that the search tries; 0: informed alone; -1: no bounds"
+        "--cold-start", type=float, default=COLD_START.total_s, help="duration of a cold start in seconds"
+    )
+    parser.add_argument(
+        "--changes",
+        type=int,
+        default=16,
+        help="number of changes that the search tries; 0: informed alone; -1: no bounds",
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--markdown", action="store_true", help="tables for the documentation as well")
+    parser.add_argument("--markdown", action="store_true", help="also print tables for the documentation")
     args = parser.parse_args()
     cold_start = cold_start_of(args.cold_start)
     for name in args.kinds:

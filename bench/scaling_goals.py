@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One cell: all its lines together."""
+    """All lines of one cell."""
 
     kind: str
     load: str

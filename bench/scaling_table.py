@@ -1,4 +1,4 @@
-"""The table of `scaling_bounds`: every kind of traffic at every load and cold start, in cells that can be resumed.
+"""Computes the table of `scaling_bounds` for every kind of traffic, load and cold start, in runs that can be resumed.
 
 `run` simulates the cells that the results lack, cheap ones first, and adds one line of JSON for each; it may be stopped
 at any time and continues where it stopped. `--changes 0` leaves the clairvoyant out. `--again pagemill` simulates one
@@ -109,16 +109,22 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "render"])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="one line of JSON per cell")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file with one line of JSON per cell")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), metavar="KIND")
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
     parser.add_argument("--cold-starts", type=float, nargs="+", default=list(COLD_STARTS_S), metavar="SECONDS")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--policies", nargs="+", default=[], help="besides the bounds, instead of all")
-    parser.add_argument("--again", nargs="+", default=[], metavar="POLICY", help="simulate only these, in known cells")
-    parser.add_argument("--changes", type=int, default=CHANGES, help="changes that the clairvoyant tries; 0: none")
+    parser.add_argument(
+        "--policies", nargs="+", default=[], help="policies to simulate in addition to the bounds; default: all"
+    )
+    parser.add_argument(
+        "--again", nargs="+", default=[], metavar="POLICY", help="simulate only these policies, in existing cells"
+    )
+    parser.add_argument(
+        "--changes", type=int, default=CHANGES, help="number of changes that the clairvoyant tries; 0: no clairvoyant"
+    )
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=60.0, help="time in which cells are started")
+    parser.add_argument("--minutes", type=float, default=60.0, help="minutes in which new cells are started")
     args = parser.parse_args()
     if args.command == "run":
         run(args)

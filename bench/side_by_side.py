@@ -1,4 +1,4 @@
-"""Pagemill compared with vLLM, OpenVINO GenAI, llama.cpp and Hugging Face: the same model, work and two threads.
+"""Compares Pagemill with vLLM, OpenVINO GenAI, llama.cpp and Hugging Face: the same model, work and two threads.
 
 Installs each peer into an environment of its own, writes the weights in each one's format, and measures every row
 alternately: one run of each peer, then the next run. `--rows`, `--peers` and `--first-run` measure a part; `--json`
@@ -70,10 +70,16 @@ def _arguments(names: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--peers", nargs="+", default=names, choices=names)
-    parser.add_argument("--runs", type=int, default=3, help="the median counts; percentiles are over all runs")
-    parser.add_argument("--first-run", type=int, default=0, help="its number; each run has prompts of its own")
-    parser.add_argument("--quick", action="store_true", help="little work, to see that everything runs")
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="for one run of one row by one peer")
+    parser.add_argument(
+        "--runs", type=int, default=3, help="number of runs; the median counts, and percentiles are over all runs"
+    )
+    parser.add_argument(
+        "--first-run", type=int, default=0, help="number of the first run; each run has its own prompts"
+    )
+    parser.add_argument("--quick", action="store_true", help="do little work, to check that everything runs")
+    parser.add_argument(
+        "--timeout-s", type=float, default=900.0, help="limit in seconds for one run of one row by one peer"
+    )
     parser.add_argument("--json", type=Path, help="store the samples in this file")
     parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show the results in these files")
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")

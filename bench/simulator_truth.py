@@ -1,8 +1,8 @@
-"""The simulator beside the real engine: time to first token and per output token of the same requests, both ways.
+"""Compares the simulator with the real engine: time to first token and per output token of the same requests.
 
 One engine of the embedded model behind the gateway, on the CPU. It learns its step times from one trace; other traces,
 of other lengths and at three loads, are then replayed on it and simulated with what it has learned. Latencies are those
-that a client of the gateway sees; the simulator has gateway, engine and network, and of the client nothing.
+that a client of the gateway sees; the simulator includes gateway, engine and network, but not the client.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ def _summary(answers: list[Answer]) -> str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-plan", action="store_true", help="leave out `pagemill plan`")
-    parser.add_argument("--seconds", type=float, default=45.0, help="of a replayed trace")
+    parser.add_argument("--seconds", type=float, default=45.0, help="duration of a replayed trace in seconds")
     parser.add_argument("--calibration-s", type=float, default=60.0)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
-    parser.add_argument("--markdown", action="store_true", help="the table for the documentation as well")
+    parser.add_argument("--markdown", action="store_true", help="also print the table for the documentation")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 

@@ -1,6 +1,7 @@
-"""Memory that sleep frees and the time of waking, compared with a cold start: one engine of the embedded model.
+"""Measures the memory that sleep frees and the time of waking, compared with a cold start of the embedded model.
 
-The KV cache is filled with prompts first, as after a while of service. The memory is that of both processes.
+The KV cache is filled with prompts first, as in an engine that has served for a while. The memory is that of both
+processes of the engine.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def measure(folder: Path, num_tokens: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=3, help="the median counts")
-    parser.add_argument("--tokens", type=int, default=7600, help="with which the KV cache is filled")
+    parser.add_argument("--runs", type=int, default=3, help="number of runs; the median counts")
+    parser.add_argument("--tokens", type=int, default=7600, help="number of tokens with which the KV cache is filled")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = [measure(Path(folder), args.tokens) for _ in range(args.runs)]

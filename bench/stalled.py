@@ -1,9 +1,9 @@
-"""Streams of an engine process that is stopped (SIGSTOP): how long each pauses until another engine continues it.
+"""Stops an engine process (SIGSTOP) and measures how long each stream pauses until another engine continues it.
 
 `pagemill up` serves two replicas of the embedded model in float32 with `deterministic`, so that every text can be
 compared with the undisturbed one. With `--watch SECONDS` nothing is stopped: every continued stream is a false alarm.
-`--busy` processes compute meanwhile. Exits with 1 if an answer differs, a pause is too long or an alarm was false.
-`local_replicas` finds the replicas.
+With `--busy N`, N processes compute meanwhile. Exits with 1 if an answer differs, a pause is too long or an alarm was
+false. `local_replicas` finds the replicas.
 """
 
 from __future__ import annotations
@@ -109,12 +109,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=200, help="of every answer")
+    parser.add_argument("--tokens", type=int, default=200, help="number of tokens of every answer")
     parser.add_argument("--after", type=float, default=2.0, help="seconds from the first stream to the stop")
     parser.add_argument("--replica", type=int, default=0)
-    parser.add_argument("--whole", action="store_true", help="stop the server process too")
-    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside it")
-    parser.add_argument("--watch", type=float, default=0.0, help="stop nothing; count false alarms for so many seconds")
+    parser.add_argument("--whole", action="store_true", help="also stop the server process")
+    parser.add_argument("--busy", type=int, default=0, help="number of processes that compute at the same time")
+    parser.add_argument(
+        "--watch", type=float, default=0.0, help="stop nothing, and count false alarms for this many seconds"
+    )
     args = parser.parse_args()
     with serving(EXACT_DEPLOYMENT.format(name=NAME, model=MODEL, replicas=2), 2) as (up, url):
         load, pauses = asyncio.run(play(up, url, args))

@@ -1,4 +1,4 @@
-"""Time from process start to readiness and to the first token of one engine, and the memory of one and of two replicas.
+"""Measures the time from process start to readiness and first token, and the memory of one and of two replicas.
 
 Starts `python -m pagemill_engine.server` like the operator and sends requests like a client. Two replicas share what
 the kernel can share (mapped weights, libraries), which the proportional set size shows.
@@ -98,7 +98,7 @@ def measure(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=3, help="the median counts")
+    parser.add_argument("--runs", type=int, default=3, help="number of runs; the median counts")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = [measure(Path(folder)) for _ in range(args.runs)]

@@ -1,6 +1,6 @@
-"""The cost of a step besides the model: scheduling, input building, updates.
+"""Measures the cost of a step besides the model: scheduling, input building, updates.
 
-Measured at 16, 256 and 1,024 decoding requests on a simulated device that takes no time, so that all of it is
+It is measured with 16, 256 and 1,024 decoding requests on a simulated device that takes no time, so that all of it is
 Pagemill's own Python, for the plain and the overlapped loop. In the plain loop it adds to every forward pass and must
 stay far below it; in the overlapped loop it is hidden by the forward pass if it is shorter.
 """

@@ -1,4 +1,4 @@
-"""The step-time model beside a real engine whose clock is its processor time: steps, and latencies of whole traces.
+"""Compares the step-time model with a real engine whose clock is its processor time: steps, and latencies of traces.
 
 One engine of the embedded model in this process, with one thread; nothing is served. Its clock is the processor time of
 the process, and idle time is skipped, so that other work on the machine does not stretch its steps. It takes a
@@ -139,7 +139,7 @@ def engine(clock: ProcessorClock) -> EngineCore:
     self_test(core)
     calibration = Calibration(core)
     calibration.begin()
-    while calibration.go_on():  # as while no request has come
+    while calibration.go_on():  # as an engine does until its first request
         pass
     return core
 
@@ -208,11 +208,11 @@ def _cells(measured: float, simulated: float) -> list[str]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=1.7, help="requests a second that the engine holds")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each trace")
+    parser.add_argument("--rate", type=float, default=1.7, help="requests per second that the engine sustains")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each trace in seconds")
     parser.add_argument("--loads", nargs="+", default=[*LOADS, "crowd"], choices=[*LOADS, "crowd"])
-    parser.add_argument("--steps", type=Path, help="where every step is kept, as JSON")
-    parser.add_argument("--markdown", action="store_true", help="the table for the documentation as well")
+    parser.add_argument("--steps", type=Path, help="JSON file to which every step is written")
+    parser.add_argument("--markdown", action="store_true", help="also print the table for the documentation")
     return parser.parse_args()
 
 

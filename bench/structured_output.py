@@ -1,4 +1,4 @@
-"""The cost of structured outputs: decode steps with a JSON schema in every row and without, and compiling schemas.
+"""Measures the cost of structured outputs: decode steps with and without a JSON schema, and compiling schemas.
 
 The model is the embedded one. The grammars' part of a step is timed in place: advancing states after a step, starting
 masks before it, and waiting for them and applying them to the logits within it. Goal: below 3 % of the step.

@@ -1,4 +1,4 @@
-"""Tokens per second with a JSON schema in every row and without: Pagemill compared with vLLM for CPU with xgrammar.
+"""Compares Pagemill with vLLM for CPU with xgrammar: tokens per second with a JSON schema in every row and without.
 
 The same bfloat16 weights, two threads each, alternately; the one not measured is stopped. The ratio of tokens per
 second with a schema to those without is within one peer, so other work on the machine matters little.

@@ -1,4 +1,4 @@
-"""Tenant isolation: the cost of not sharing cached prompts between tenants, and what sharing would reveal.
+"""Measures the cost of not sharing cached prompts between tenants, and what sharing would reveal.
 
 Runs the embedded model. Tenants in turn send requests that begin with one system prompt; each ends in its own words.
 Cost: prompt tokens computed and the time to the first token with `prefixCaching.scope` `tenant` and `deployment`, and
@@ -103,8 +103,10 @@ def hashing_us(scope: str, args: argparse.Namespace) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tenants", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=4, help="of each tenant")
-    parser.add_argument("--prompt-tokens", type=int, default=256, help="of the system prompt that all share")
+    parser.add_argument("--requests", type=int, default=4, help="number of requests of each tenant")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=256, help="number of tokens of the system prompt that all share"
+    )
     parser.add_argument("--own-tokens", type=int, default=32)
     parser.add_argument("--probes", type=int, default=6)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Time of `pagemill up` from the command to the first streamed text and to the clean end, without a terminal.
+"""Measures the time of `pagemill up` from the command to the first text and to the clean end, without a terminal.
 
 Runs the first example with everything installed. Each printed line is stamped with its time, which shows the phases;
 the time to the first token is the one that the command reports.
@@ -38,7 +38,7 @@ def run_up(example: Path) -> tuple[list[tuple[float, str]], float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=3, help="the median counts")
+    parser.add_argument("--runs", type=int, default=3, help="number of runs; the median counts")
     parser.add_argument("--example", type=Path, default=EXAMPLE)
     args = parser.parse_args()
     totals, firsts = [], []

@@ -1,13 +1,13 @@
-"""Scale to zero and back, repeatedly: requests that find no replica are all answered, soon after one is ready.
+"""Scales to zero and back repeatedly, and checks that requests that find no replica are answered soon after a start.
 
 `pagemill up` serves the embedded model with `minReplicas: 0` and a short `scaleToZeroAfter`. Requests arrive at random:
-when no process is left, while the last one drains, or when it is ordered to go; one or several at once, one more during
-the start; streamed and whole. Every text is compared with an undisturbed engine's. With `--simulated N` so many cycles
-run in the simulator instead (`zero_simulated`).
+when no process is left, while the last one drains, or when its removal is ordered; one or several at once, one more
+during the start; streamed and whole. Every text is compared with an undisturbed engine's. With `--simulated N`, N
+cycles run in the simulator instead (`zero_simulated`).
 
-Overhead over ready: from the time at which the engine is ready by its own `/readyz`, to the first token of a waiting
-request (or to the whole answer if it was not streamed), minus what the same requests take when they are sent again
-together to the ready idle engine (median of several times). Exits with 1 if an answer failed, was cut or differs.
+The overhead of a waiting request is the time from the engine's readiness, by its own `/readyz`, to the request's first
+token (or to the whole answer if it was not streamed), minus the time that the same requests take when they are sent
+again together to the ready idle engine (median of several times). Exits with 1 if an answer failed, was cut or differs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ POLL_S = 0.02
 GOES_TIMEOUT_S = 120.0
 Moment = Literal["gone", "leaving", "falling"]
 MOMENTS: tuple[Moment, ...] = ("gone", "leaving", "falling")
-"""No process is left; the order to go was given; `IDLE_S` after the latest answer, plus or minus a second."""
+"""`gone`: no process is left. `leaving`: the removal was ordered. `falling`: `IDLE_S` after the latest answer, plus or
+minus a second."""
 DEPLOYMENT = """\
 apiVersion: pagemill.dev/v1beta1
 kind: LLMDeployment
@@ -60,7 +61,7 @@ class Arrival(NamedTuple):
     requests: tuple[tuple[Prompt, bool], ...]
     """Requests that are sent at once, each with whether it is streamed."""
     late_s: float | None
-    """Seconds after them at which one more request is sent, if any."""
+    """Seconds from these requests to one more request, if any."""
 
 
 class Cycle(NamedTuple):
@@ -156,8 +157,8 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=60, help="cycles of real processes")
-    parser.add_argument("--simulated", type=int, metavar="N", help="so many cycles in the simulator instead")
+    parser.add_argument("--cycles", type=int, default=60, help="number of cycles of real processes")
+    parser.add_argument("--simulated", type=int, metavar="N", help="run N cycles in the simulator instead")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if args.simulated:

@@ -1,4 +1,4 @@
-"""Scale to zero and back in the simulator: the real brain, queue, scheduler and autoscaler over thousands of starts.
+"""Simulates scaling to zero and back with the real brain, queue, scheduler and autoscaler, over thousands of starts.
 
 Visits of one to four requests, with gaps around the time that scaling to zero takes: before zero is ordered, at that
 time, while the last pod drains, and long after. Runs have at most `VISITS_OF_A_RUN` visits, each with its own seed.
@@ -77,7 +77,7 @@ def count_cycles(outcome: Outcome) -> int:
 
 
 def simulate_cycles(num_cycles: int, seed: int) -> None:
-    """Simulate so many cycles. Exit with 1 if a request was lost or refused."""
+    """Simulate `num_cycles` cycles. Exit with 1 if a request was lost or refused."""
     totals, begun_s = Totals(), time.process_time()
     while totals.num_cycles < num_cycles and not totals.num_refused + totals.num_lost:
         totals = totals.plus(simulate_visits(min(VISITS_OF_A_RUN, 2 * (num_cycles - totals.num_cycles)), seed))

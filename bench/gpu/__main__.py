@@ -31,7 +31,7 @@ OUT = paths.ROOT / ".pagemill" / "bench-gpu"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench/gpu", description=__doc__)
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME",
-                        help=f"of {', '.join(SECTIONS)}; default: all")  # fmt: skip
+                        help=f"sections to run, of {', '.join(SECTIONS)}; default: all")  # fmt: skip
     parser.add_argument(
         "--sizes", choices=["full", "tiny"], default="full", help="tiny: only check that everything runs"
     )

@@ -1,4 +1,4 @@
-"""Attention over block tables: decodes, prefills and both, compared with torch's and, if importable, two libraries.
+"""Attention over block tables: decodes, prefills and both, compared with torch and, if importable, two libraries.
 
 torch's peers read contiguous keys and values without a table, which is an advantage for them.
 """
@@ -141,7 +141,7 @@ def _uniform(device: Device, name: str, shape: Shape, requests: int, tokens: int
 def _case(device: Device, name: str, given: Inputs) -> Case:
     shape, cache = given.shape, given.cache
     plan = reference.plan_attention(given.batch, None, device.dtype, device.device)
-    # A token at position p attends to p + 1 keys; there are two products of two operations each.
+    # A token at position p attends to p + 1 keys; there are two matmuls of two operations each.
     seen = sum(tokens * seq_len - tokens * (tokens - 1) // 2 for tokens, seq_len in given.lengths)
     return Case(
         name,

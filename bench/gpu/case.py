@@ -30,9 +30,9 @@ class Case:
 
 
 def measure(device: Device, section: Section, title: str, cases: list[Case]) -> None:
-    """Check and time each case, the own runs first.
+    """Check and time each case, Pagemill's own run first.
 
-    A failed run has a row with its error; if an own run failed, the section fails at its end.
+    A failed run has a row with its error; if one of Pagemill's own runs failed, the section fails at its end.
     """
     table = section.table(title, "case", "who", "us", "GB/s", "TFLOP/s", "% of copy", "% of product", "error")
     failed = [case.name for case in cases if not _measured(device, table, case, "pagemill", case.ours)]

@@ -45,7 +45,7 @@ PLENTY = MemoryState(1 << 34, 1 << 34, 0)
 
 
 class Engine:
-    """An engine as it serves: compiled, with profiled memory and recorded decodes."""
+    """An engine as it serves: compiled, with profiled memory and captured CUDA graphs."""
 
     def __init__(self, device: Device, spec: ModelSpec, *, forbids_waiting: bool = False) -> None:
         """With `forbids_waiting`, a launch in which the host waits for the device fails."""

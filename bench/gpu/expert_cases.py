@@ -1,4 +1,4 @@
-"""A mixture of experts as one operation: rows sorted by expert, two grouped products, the weighted sum."""
+"""A mixture of experts as one operation: rows sorted by expert, two grouped matmuls, the weighted sum."""
 
 from __future__ import annotations
 

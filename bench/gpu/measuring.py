@@ -46,7 +46,7 @@ class Device:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Release memory that torch caches: others measure what is free."""
+        """Release the memory that torch caches, because engines measure what is free."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()

@@ -60,7 +60,7 @@ def _alone(cases: list[Case]) -> list[Case]:
 
 
 def answers(device: Device, section: Section) -> None:
-    """Check that a tiny model, in chunks, batches and recorded decodes, answers like the reference."""
+    """Check that a tiny model, in chunks, batches and CUDA graphs, answers like the reference."""
     jobs = [Job(job.prompt_token_ids[:length], 6) for job, length in zip(fixed(3, 20, 0, 64), (1, 5, 20), strict=True)]
     table = section.table("a tiny model beside the reference", "temperature", "requests", "tokens", "alike")
     ours, formulas = Engine(device, TINY, forbids_waiting=True).driver, by_the_formulas(device, TINY)

@@ -1,6 +1,4 @@
-"""Environments of the peers: one per engine below `.pagemill/peers`, made by uv and kept until that folder is
-removed.
-"""
+"""Creates the peers' environments: one per engine below `.pagemill/peers`, kept until that folder is removed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """llama.cpp's `llama-server`, compiled on this machine by its package. All rows go through HTTP, its only interface.
 
-16 slots were the best of 16 and 64 (split or unified KV). The prompt cache in RAM is off: prompts never recur here, and
-it would only use memory. Compiled by gcc 12 for a CPU with AMX, its quantized matmuls crash.
+It runs with 16 slots, which were faster than 64 (split or unified KV). The prompt cache in RAM is off: prompts never
+recur here, and it would only use memory. Compiled by gcc 12 for a CPU with AMX, its quantized matmuls crash.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Metric(NamedTuple):
     percentile: int | None = None
     """Percentile over the values of all runs; None: the median of the runs."""
     goal: float | dict[Precision, float] | None = None
-    """The wanted ratio to the best peer."""
+    """The smallest ratio to the best peer that meets the goal."""
     most: float | None = None
     """A limit for Pagemill's own figure."""
     against: str = ""

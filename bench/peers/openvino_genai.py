@@ -1,6 +1,4 @@
-"""OpenVINO GenAI's continuous batching, from GGUF files. This package has no HTTP server, so there are no online
-rows.
-"""
+"""OpenVINO GenAI's continuous batching, from GGUF files. It has no HTTP server, so no online rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Pagemill itself: the offline `LLM` as worker, the engine's server for the online rows.
 
-Both refuse to be measured if torch's fallback runs instead of the native kernels: the load report names which it is.
+Neither is measured if torch's fallback runs instead of the native kernels; the load report states which one runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""sentence-transformers on this environment's torch and transformers: only its missing packages are installed,
-apart.
-"""
+"""Runs sentence-transformers with this environment's torch; only its missing packages are installed, separately."""
 
 from __future__ import annotations
 

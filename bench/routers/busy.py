@@ -40,7 +40,7 @@ class Busy:
         self._loop = loop
         self._draw = random.Random()
         self._own = deque(_prefix_chunks(self._draw, habit.num_prefix_chunks - habit.num_shared))
-        """Oldest first."""
+        """The pod's own prefix chunks, oldest first."""
         self._fit_at = 0.0
 
     def begin(self) -> None:
@@ -49,7 +49,7 @@ class Busy:
             self._pod.exchange([*self._own, *_prefix_chunks(random.Random(0), habit.num_shared)], [])
         if habit.steps_per_s:
             self._pod.play(NUM_ROWS, NUM_CONTEXT_TOKENS, STEP_TIME)
-            # Not all pods at once: nothing keeps real ones in step.
+            # Pods begin at random times, because the steps of real pods are not synchronized.
             self._loop.call_later(random.random() / habit.steps_per_s, self._step)
 
     def _step(self) -> None:

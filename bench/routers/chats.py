@@ -152,5 +152,5 @@ class Chats:
             reported.tpot_ms.append((end_s - first_s) * 1000 / self._slowdown / (num_tokens - 1))
         reported.num_prompt_tokens += usage["prompt_tokens"]
         reported.num_cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        # The simulated device says anything, also what no HTTP server accepts again.
+        # The simulated device generates any character, also those that HTTP servers refuse.
         return "".join(pieces).replace("\0", "")

@@ -32,7 +32,7 @@ MAX_BACKLOG_S = 0.5
 class Size(NamedTuple):
     num_pods: int
     rates: tuple[float, ...]
-    """Ascending."""
+    """Rates in requests per second, ascending."""
     seconds: float
     """Duration of one run; half as long is the warm-up."""
     idle_s: float = 4.0

@@ -90,7 +90,7 @@ class Pod:
         self._publishing: asyncio.TimerHandle | None = None
         self._published_at = -HEARTBEAT_S
         self._ticking = False
-        # Not all pods at once: nothing keeps real ones in step.
+        # Pods begin at random times, because heartbeats of real pods are not synchronized.
         self._loop.call_later(HEARTBEAT_S * random.random(), self._beat)
 
     def begin(self, stream: Stream) -> None:

@@ -242,16 +242,30 @@ def _tell_frames(pods: list[Pod]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pods", type=int, required=True)
-    parser.add_argument("--model", required=True, help="name that clients ask for")
+    parser.add_argument("--model", required=True, help="model name in clients' requests")
     parser.add_argument("--bundle", type=Path, required=True, help="file of an encoded tokenizer bundle")
-    parser.add_argument("--tokens", type=int, default=32, help="of every answer")
-    parser.add_argument("--step-ms", type=float, default=10.0, help="between two tokens of an answer")
-    parser.add_argument("--http", action="store_true", help="offer no link: every request on a connection of its own")
-    parser.add_argument("--blocks", type=int, default=16_384, help="KV blocks of a pod")
-    parser.add_argument("--prefix-chunks", type=int, default=0, help="in each pod's prefix cache from the start")
-    parser.add_argument("--shared-prefix-chunks", type=int, default=0, help="of these, the same in all pods")
-    parser.add_argument("--steps-per-s", type=float, default=0.0, help="of requests that no client sends; 0: none")
-    parser.add_argument("--churn", type=int, default=0, help="prefix chunks that each such step adds, and evicts")
+    parser.add_argument("--tokens", type=int, default=32, help="number of tokens of every answer")
+    parser.add_argument("--step-ms", type=float, default=10.0, help="milliseconds between two tokens of an answer")
+    parser.add_argument("--http", action="store_true", help="offer no link: each request uses its own connection")
+    parser.add_argument("--blocks", type=int, default=16_384, help="number of KV blocks of a pod")
+    parser.add_argument(
+        "--prefix-chunks", type=int, default=0, help="number of prefix chunks in each pod's prefix cache from the start"
+    )
+    parser.add_argument(
+        "--shared-prefix-chunks",
+        type=int,
+        default=0,
+        help="number of these prefix chunks that are the same in all pods",
+    )
+    parser.add_argument(
+        "--steps-per-s",
+        type=float,
+        default=0.0,
+        help="simulated steps per second of requests that no client sends; 0: none",
+    )
+    parser.add_argument(
+        "--churn", type=int, default=0, help="number of prefix chunks that each such step adds and evicts"
+    )
     args = parser.parse_args()
     habit = Habit(args.prefix_chunks, args.shared_prefix_chunks, args.steps_per_s, args.churn)
     bundle = args.bundle.read_bytes()

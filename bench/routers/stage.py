@@ -37,7 +37,7 @@ class Scene(NamedTuple):
 
     num_pods: int
     max_streams: int
-    """Open at once."""
+    """Most streams that are open at the same time."""
     num_tokens: int = 32
     """Tokens of an answer, one event each."""
     step_ms: float = 10.0

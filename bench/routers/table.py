@@ -75,7 +75,7 @@ def added(results: Results, name: str, rate: float) -> dict[str, float]:
 
 
 def best(results: Results, name: str, rate: float) -> dict[str, Any]:
-    """Return the round with the median CPU among those that sustained the rate, or the median time without CPU figures."""
+    """Return the round with the median CPU (without CPU figures: median time) among those that sustained the rate."""
     good = [values for values in _values(results, name, rate) if values["held"]]
     good.sort(key=lambda values: (values["cpu_ms"], values["ttft_ms"]["p50"]))
     return good[(len(good) - 1) // 2] if good else {}

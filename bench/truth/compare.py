@@ -25,7 +25,7 @@ class Latencies(NamedTuple):
 
 
 class Band(NamedTuple):
-    """One load."""
+    """The measured and the simulated latencies at one load."""
 
     name: str
     rate: float

@@ -42,10 +42,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     lag_ms: float
-    """How late the request was sent."""
+    """Milliseconds by which the request was sent too late."""
     ttft_ms: float
     tpot_ms: float | None
-    """None: the answer has one token."""
+    """Milliseconds per output token; None: the answer has one token."""
     end_s: float
     """Seconds since the job's beginning."""
 

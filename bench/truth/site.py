@@ -37,7 +37,7 @@ MAX_MODEL_LEN = 2048
 THREADS = 1
 POLL_S = 0.2
 WARM_UP = [Request(at_s=0.01 * n, prompt=list(range(100 + n, 140 + n)), num_tokens=8) for n in range(16)]
-"""Opens connections and runs the code once."""
+"""Requests that open connections and run the code once."""
 
 
 @dataclass
