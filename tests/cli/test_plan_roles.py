@@ -76,7 +76,12 @@ def test_more_load_never_needs_fewer_replicas(
 
 
 @settings(max_examples=num_examples(200), deadline=None)
-@given(replicas(), lengths, st.integers(1, 20), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
+@given(
+    replicas(),
+    st.builds(Workload, st.floats(0.05, 20), st.integers(1, 2000), st.integers(2, 400)),
+    st.integers(5, 20),
+    st.sampled_from([0.5, 0.9, 0.95, 0.99]),
+)
 def test_over_a_link_without_cost_equal_devices_decode_no_slower_than_mixed_ones(
     replica: Replica, load: Workload, number: int, share: float
 ) -> None:
@@ -170,6 +175,14 @@ def test_what_limits_each_role_is_named(
     chosen = forecast_roles((replica, replica), workload, None, slo, 500, ONE_PRICE, gbit_per_s).chosen
     assert chosen is not None
     assert getattr(chosen, role).limit == limit
+
+
+def test_decodes_do_not_wait_for_prompts_nor_prompts_for_decodes() -> None:
+    load = Workload(10.0, 500, 200).offered
+    mixed = Predictor(REPLICA.shape, 0.95).predict(load, 2)
+    alone = RolePools(REPLICA, REPLICA, SLO, NO_COST).predict(load, Pair(2, 2))
+    assert alone.tpot_ms < 0.7 * mixed.tpot_ms
+    assert alone.ttft_ms < 0.9 * mixed.ttft_ms
 
 
 @pytest.mark.parametrize(("gbit_per_s", "limit"), [(100.0, "steps"), (2.0, "link")])
