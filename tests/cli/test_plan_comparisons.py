@@ -332,6 +332,7 @@ def test_what_the_page_says_of_published_models_is_what_their_headers_give(line:
         ("AWQ", r"Instruct +l4 .* 18 +2 x 32,768"),
         ("AWQ", r"AWQ +l4 .* 11 +1 x 32,768"),
         ("--tpot 100ms\n", r"1\.78 requests/s; 46\.5 of 100 wait for an answer"),
+        ("--tpot 100ms\n", r"\n2 +718 ms +103 ms +no\n"),
         ("--tpot 100ms\n", r"3 replicas are needed .* \(47 such users\)"),
     ):
         assert rows not in f"{line}\n" or re.search(words, result.stdout), words

@@ -1,4 +1,4 @@
-"""The registry of accelerators with figures from their makers' data sheets.
+"""The registry of accelerators with figures from their makers' data sheets, and the memory that programs can use.
 
 `roofline` derives step times from them, and `placement` checks what fits on a device.
 """
@@ -16,8 +16,8 @@ class Accelerator(NamedTuple):
     products: tuple[str, ...]
     """Its values in the node label `nvidia.com/gpu.product` and in `resources.gpuProduct`."""
     memory_bytes: int
-    """The device's memory as CUDA reports it to programs, rounded down to a tenth of a GiB. Error correction and the
-    driver keep 1 to 8 % of the data sheet's."""
+    """The device's total memory as CUDA reports it to programs: the least of published outputs, rounded down to a tenth
+    of a GiB. Error correction and the driver keep up to 8 % of the data sheet's."""
     bytes_per_s: float
     operations_per_s: float
     """Dense operations in bfloat16."""
