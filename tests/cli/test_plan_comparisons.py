@@ -173,6 +173,21 @@ def test_a_data_sheet_agrees_with_what_the_kernels_ask_of_a_device(accelerator: 
     assert all(find_accelerator(product) is accelerator for product in accelerator.products)
 
 
+def test_names_may_be_in_capitals_and_without_the_only_size(seven: Path) -> None:
+    shown = plan("--model", seven, "--accelerator", "L4", "--accelerator", "l4", "--accelerator", "H100")
+    assert shown.exit_code == 0, shown.output
+    rows = [line.split()[0] for line in shown.stdout.splitlines()[3:5]]
+    assert rows == ["l4", "h100-80gb"]
+    assert plan("--model", seven, "--accelerator", "a100").exit_code == 2, "there are two"
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS, ids=lambda each: each.name)
+def test_a_device_has_less_memory_than_its_data_sheet_says(accelerator: Any) -> None:
+    stated = re.search(r"(\d+) ?GB\b", accelerator.source) or re.search(r"(\d+)gb", accelerator.name)
+    assert stated is not None
+    assert 0.9 * int(stated[1]) < accelerator.memory_bytes / 1024**3 < int(stated[1])
+
+
 # Users
 
 
@@ -314,12 +329,13 @@ def test_what_the_page_says_of_published_models_is_what_their_headers_give(line:
     table = re.search(r"```text\n(.*?)```", shown, re.DOTALL)
     assert table is None or table[1] in result.stdout
     for rows, words in (
-        ("AWQ", r"Instruct +l4 .* 26 +3 x 32,768"),
-        ("AWQ", r"AWQ +l4 .* 13 +1 x 32,768"),
-        ("--users", r"1\.78 requests/s; 46\.5 of 100 wait for an answer"),
-        ("--users", r"3 replicas are needed .* \(47 such users\)"),
+        ("AWQ", r"Instruct +l4 .* 18 +2 x 32,768"),
+        ("AWQ", r"AWQ +l4 .* 11 +1 x 32,768"),
+        ("--tpot 100ms\n", r"1\.78 requests/s; 46\.5 of 100 wait for an answer"),
+        ("--tpot 100ms\n", r"\n2 +718 ms +103 ms +no\n"),
+        ("--tpot 100ms\n", r"3 replicas are needed .* \(47 such users\)"),
     ):
-        assert rows not in line or re.search(words, result.stdout), words
+        assert rows not in f"{line}\n" or re.search(words, result.stdout), words
 
 
 def keys_of(value: Any) -> set[str]:
@@ -368,6 +384,6 @@ def words_of_page() -> set[str]:
 def test_every_field_of_a_plans_json_is_on_its_page(seven: Path) -> None:
     arguments = ("--model", seven, "--accelerator", "l4", "--users", 9, "--think", "9s", "--price-per-hour", 1)
     one = json.loads(plan(*arguments, "-o", "json", rps=None).stdout)
-    several = json.loads(plan(*arguments, "--accelerator", "h200", "-o", "json", rps=None).stdout)
+    several = json.loads(plan(*arguments, "--accelerator", "h200", "--roles", "-o", "json", rps=None).stdout)
     del one["stepTime"], several["plans"]
     assert keys_of(one) | keys_of(several) <= words_of_page()

@@ -52,6 +52,22 @@ def plan(
     ] = None,
     price_per_hour: PricesPerHour = None,
     accelerator: Accelerators = None,
+    roles: Annotated[
+        bool,
+        typer.Option(
+            "--roles",
+            help="Also compare with replicas that only compute prompts beside replicas that only decode, for every "
+            "pair of accelerators. A forecast: Pagemill does not serve separate roles yet.",
+        ),
+    ] = False,
+    link_gbit_per_s: Annotated[
+        float | None,
+        typer.Option(
+            "--link-gbit-per-s",
+            help="With --roles: speed of the network of each replica, over which the KV cache of each prompt passes, "
+            "in Gbit/s (default: 25).",
+        ),
+    ] = None,
     fit: Fit = None,
     model: Models = None,
     measure_s: MeasureS = 10.0,
@@ -63,23 +79,27 @@ def plan(
     from pagemill.planning.choosing import load_one, slo_of, subjects_of
     from pagemill.planning.errors import PlanError
     from pagemill.planning.prices import prices_of
+    from pagemill.planning.role_pairs import check_roles, pair_answers
     from pagemill.printable import printable
 
     try:
         load, asking = load_of(rps, users, think, input, output, cached)
+        gbit_per_s = check_roles(roles, link_gbit_per_s, output)
         prices = prices_of(price_per_hour or [])
         models: list[str | None] = [*dict.fromkeys(model or [])]
         deployments = [(each, load_one(file, name, each)) for each in models or [None]]
         subjects = subjects_of(deployments, accelerator or [], fit)
         autoscaling = deployments[0][1].plan.autoscaling
         slo = slo_of(autoscaling.slo if autoscaling else None, ttft, tpot, percentile)
-        found = answers(Question(load, asking, slo, prices, fit, measure_s), subjects)
+        question = Question(load, asking, slo, prices, fit, measure_s)
+        found = answers(question, subjects, compares=roles or len(subjects) > 1)
+        pairs = None if gbit_per_s is None else pair_answers(question, found, gbit_per_s)
     except PlanError as error:
         typer.echo(printable(f"error: {error}"), err=True)
         raise typer.Exit(2) from None
-    if len(found) > 1:
+    if roles or len(found) > 1:
         show_all = comparison.as_json if format == "json" else comparison.as_table
-        typer.echo(show_all(found, load, asking, slo))
+        typer.echo(show_all(comparison.Compared(found, pairs, load, asking, slo)))
     else:
         only = found[0].answer
         assert only is not None, "answers() raises PlanError if the only subject has no answer"

@@ -1,4 +1,4 @@
-"""The registry of accelerators with figures from their makers' data sheets.
+"""The registry of accelerators with figures from their makers' data sheets, and the memory that programs can use.
 
 `roofline` derives step times from them, and `placement` checks what fits on a device.
 """
@@ -16,6 +16,8 @@ class Accelerator(NamedTuple):
     products: tuple[str, ...]
     """Its values in the node label `nvidia.com/gpu.product` and in `resources.gpuProduct`."""
     memory_bytes: int
+    """The device's total memory as CUDA reports it to programs: the least of published outputs, rounded down to a tenth
+    of a GiB. Error correction and the driver keep up to 8 % of the data sheet's."""
     bytes_per_s: float
     operations_per_s: float
     """Dense operations in bfloat16."""
@@ -31,7 +33,7 @@ ACCELERATORS = (
     Accelerator(
         "a100-40gb",
         ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB"),
-        40 * GIB,
+        int(39.3 * GIB),
         1.555 * _TERA,
         312 * _TERA,
         624 * _TERA,
@@ -42,7 +44,7 @@ ACCELERATORS = (
     Accelerator(
         "a100-80gb",
         ("NVIDIA-A100-SXM4-80GB",),
-        80 * GIB,
+        int(79.1 * GIB),
         2.039 * _TERA,
         312 * _TERA,
         624 * _TERA,
@@ -53,7 +55,7 @@ ACCELERATORS = (
     Accelerator(
         "b200",
         ("NVIDIA-B200",),
-        180 * GIB,
+        int(178.3 * GIB),
         8 * _TERA,
         2250 * _TERA,
         4500 * _TERA,
@@ -65,7 +67,7 @@ ACCELERATORS = (
     Accelerator(
         "h100-80gb",
         ("NVIDIA-H100-80GB-HBM3",),
-        80 * GIB,
+        int(79.1 * GIB),
         3.35 * _TERA,
         989.5 * _TERA,
         1979 * _TERA,
@@ -77,7 +79,7 @@ ACCELERATORS = (
     Accelerator(
         "h200",
         ("NVIDIA-H200",),
-        141 * GIB,
+        int(139.7 * GIB),
         4.8 * _TERA,
         989.5 * _TERA,
         1979 * _TERA,
@@ -89,7 +91,7 @@ ACCELERATORS = (
     Accelerator(
         "l4",
         ("NVIDIA-L4",),
-        24 * GIB,
+        int(22.0 * GIB),
         0.3 * _TERA,
         121 * _TERA,
         242.5 * _TERA,
@@ -101,7 +103,7 @@ ACCELERATORS = (
     Accelerator(
         "l40s",
         ("NVIDIA-L40S",),
-        48 * GIB,
+        int(44.3 * GIB),
         0.864 * _TERA,
         362 * _TERA,
         733 * _TERA,
@@ -112,7 +114,7 @@ ACCELERATORS = (
     Accelerator(
         "mi300x",
         (),
-        192 * GIB,
+        int(191.6 * GIB),
         5.3 * _TERA,
         1307.4 * _TERA,
         2614.9 * _TERA,
@@ -125,5 +127,11 @@ NAMES = ", ".join(each.name for each in ACCELERATORS)
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """Return the accelerator with this name or product label; `None` if there is none."""
-    return next((each for each in ACCELERATORS if name == each.name or name in each.products), None)
+    """Return the accelerator with this name or product label; `None` if there is none, or several.
+
+    Names may be written in capitals, and without the memory if only one size is known: `H100`.
+    """
+    lower = name.lower()
+    exact = [each for each in ACCELERATORS if lower == each.name or name in each.products]
+    found = exact or [each for each in ACCELERATORS if each.name.startswith(f"{lower}-")]
+    return found[0] if len(found) == 1 else None

@@ -1,7 +1,7 @@
 """Computes the plan of every subject under one load: its replica, the load on it, and the forecast.
 
 `choosing` finds the subjects, `forecast` computes the number of replicas and `rehearsal` simulates it; `report` shows
-one plan and `comparison` several.
+one plan and `comparison` several; `role_pairs` adds replicas of separate roles.
 """
 
 from __future__ import annotations
@@ -59,12 +59,15 @@ class AnswerOrError(NamedTuple):
     """The cause, if there is no answer."""
 
 
-def answers(question: Question, subjects: Sequence[Subject]) -> list[AnswerOrError]:
-    """Return the answers in the order of the subjects. Raises `PlanError` if the only subject has no answer."""
+def answers(question: Question, subjects: Sequence[Subject], *, compares: bool) -> list[AnswerOrError]:
+    """Return the answers in the order of the subjects. Raises `PlanError` if the only subject has no answer.
+
+    `compares`: the answers are shown in one table, which has no simulations.
+    """
     found = []
     for subject in subjects:
         try:
-            found.append(AnswerOrError(subject, answer(question, subject, simulates=len(subjects) == 1)))
+            found.append(AnswerOrError(subject, answer(question, subject, simulates=not compares)))
         except PlanError as error:
             if len(subjects) == 1:
                 raise
@@ -76,9 +79,8 @@ def answer(question: Question, subject: Subject, *, simulates: bool = True) -> A
     """Return the plan of one subject; `simulates`: with a simulation of one replica. Raises `PlanError`."""
     load, slo = question.load, question.slo
     options = ReplicaOptions(question.fit, subject.accelerator, subject.model, question.measure_s, show_progress)
-    found, spec = subject.loaded.plan, subject.loaded.deployment.spec
+    found, most = subject.loaded.plan, most_of(subject)
     replica = replica_of(found, options, load.input_tokens, load.output_tokens)
-    most = spec.autoscaling.max_replicas if spec.autoscaling else MOST_REPLICAS
     workload = load if question.users is None else of_users(replica, load, question.users, slo, most)
     result = forecast(replica, workload, slo, most, price_of(subject, question.prices))
     rehearsed = None
@@ -92,6 +94,12 @@ def answer(question: Question, subject: Subject, *, simulates: bool = True) -> A
     gpus = found.groups[0].process.gpus or int(on_device)
     note = note_of(subject.accelerator) if subject.accelerator is not None else None
     return Answer(found, replica, workload, slo, result, rehearsed, gpus, note, subject.is_of_file)
+
+
+def most_of(subject: Subject) -> int:
+    """Return the maximum number of replicas."""
+    autoscaling = subject.loaded.deployment.spec.autoscaling
+    return autoscaling.max_replicas if autoscaling else MOST_REPLICAS
 
 
 def load_of(

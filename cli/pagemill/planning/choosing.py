@@ -55,11 +55,11 @@ def subjects_of(
     deployments: Sequence[tuple[str | None, Loaded]], accelerators: Sequence[str], fit: Path | None
 ) -> list[Subject]:
     """Return every combination of deployment and accelerator. Raises `PlanError`."""
-    names: list[str | None] = [*dict.fromkeys(accelerators)]
+    names: list[str | None] = [*accelerators]
     found = [
-        Subject(loaded, accelerator_of(loaded, name), model)
+        Subject(loaded, accelerator, model)
         for model, loaded in deployments
-        for name in names or [None]
+        for accelerator in dict.fromkeys(accelerator_of(loaded, name) for name in names or [None])
     ]
     if fit is not None and len(found) > 1:
         raise PlanError(f"--fit {fit}: has the step times of one model on one device; plan one combination at a time")

@@ -6,6 +6,7 @@ For a running deployment the operator uses the same functions with the measured 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pagemill.planning.errors import PlanError
@@ -97,7 +98,7 @@ def of_users(replica: Replica, lengths: Workload, users: Users, slo: Slo, most: 
     If up to `most` replicas do not meet it, return the load at the latencies of an idle replica. Raises `PlanError`.
     """
     check_length(lengths.input_tokens, lengths.output_tokens, replica.max_model_len)
-    _predictor(replica, slo)
+    predictor_of(replica, slo)
     cycles = Cycles(replica, lengths.offered, users)
     found = cycles.fewest(slo, most)
     asking = found[1] if found is not None else cycles.at_most()
@@ -107,11 +108,11 @@ def of_users(replica: Replica, lengths: Workload, users: Users, slo: Slo, most: 
 def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_per_hour: float | None) -> Forecast:
     """Compute the plan; `price_per_hour` is the price of one replica. Raises `PlanError` if requests are too long."""
     check_length(workload.input_tokens, workload.output_tokens, replica.max_model_len)
-    predictor = _predictor(replica, slo)
+    predictor = predictor_of(replica, slo)
     load = workload.offered
     found = fewest(predictor, load, slo, most, {})
     needed = found if found <= most else None
-    capacity = _capacity(predictor, workload, slo)
+    capacity = highest_rate(lambda rate: weigh(predictor, workload.at(rate).offered, slo, 1).meets)
     kept = None
     if needed is not None:
         kept = max(needed, min(most, fewest(predictor, load.times(MARGIN), slo, most, {})))
@@ -132,19 +133,16 @@ def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_pe
     )
 
 
-def _predictor(replica: Replica, slo: Slo) -> Predictor:
+def predictor_of(replica: Replica, slo: Slo) -> Predictor:
+    """Return the predictor for the SLO's percentile. Raises `PlanError` if the step times are unknown."""
     predictor = Predictor(replica.shape, slo.share)
     if not predictor.known:
         raise PlanError("the engine reported no step times; raise --measure-s, or give step times with --fit")
     return predictor
 
 
-def _capacity(predictor: Predictor, workload: Workload, slo: Slo) -> float:
-    """Return the requests per second that one replica serves within the SLO, found by bisection to 0.1 %."""
-
-    def meets(requests_per_s: float) -> bool:
-        return weigh(predictor, workload.at(requests_per_s).offered, slo, 1).meets
-
+def highest_rate(meets: Callable[[float], bool]) -> float:
+    """Return the most requests per second that meet the SLO, found by bisection to 0.1 %."""
     low, high = 0.0, 1.0
     while meets(high) and high < 1e9:
         low, high = high, 2 * high
@@ -157,9 +155,11 @@ def _capacity(predictor: Predictor, workload: Workload, slo: Slo) -> float:
 
 
 def _cost(replicas: int, workload: Workload, price_per_hour: float | None) -> Cost | None:
-    if price_per_hour is None:
-        return None
-    per_hour = replicas * price_per_hour
+    return None if price_per_hour is None else cost_of(replicas * price_per_hour, workload)
+
+
+def cost_of(per_hour: float, workload: Workload) -> Cost:
+    """Return the cost of replicas with this price together."""
     requests = workload.requests_per_s * HOUR_S
     tokens, output_tokens = requests * workload.tokens, requests * workload.output_tokens
     return Cost(per_hour, per_hour / tokens * 1e6, per_hour / output_tokens * 1e6)

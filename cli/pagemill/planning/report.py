@@ -136,16 +136,15 @@ def _row(row: Row) -> list[str]:
 
 def refusal(slo: Slo, forecast: Forecast) -> str:
     """Return the sentence that says why no number of replicas suffices."""
-    within = f" within {slo_text(slo)}" if slo_text(slo) else ""
     if not forecast.idle.meets:
         idle = f"TTFT {milliseconds(forecast.idle.ttft_ms)} and TPOT {milliseconds(forecast.idle.tpot_ms)}"
         return (
-            f"No number of replicas serves this load{within}: even a request alone on a replica has {idle}. Raise the "
-            "SLO, shorten the requests, or use a faster device or a smaller model."
+            f"No number of replicas serves this load{within(slo)}: even a request alone on a replica has {idle}. Raise "
+            "the SLO, shorten the requests, or use a faster device or a smaller model."
         )
     return (
-        f"Up to {forecast.most} replicas cannot serve this load{within}: raise the SLO or maxReplicas, shorten the "
-        "requests, or use faster replicas."
+        f"Up to {forecast.most} replicas cannot serve this load{within(slo)}: raise the SLO or maxReplicas, shorten "
+        "the requests, or use faster replicas."
     )
 
 
@@ -153,11 +152,10 @@ def _conclusion(answer: Answer) -> list[str]:
     plan, slo, forecast = answer.plan, answer.slo, answer.forecast
     if forecast.needed is None:
         return [refusal(slo, forecast)]
-    within = f" within {slo_text(slo)}" if slo_text(slo) else ""
     users = "" if forecast.users_supported is None else f" ({forecast.users_supported} such users)"
     capacity = f"one replica serves up to {forecast.capacity:.3g} requests/s{users}"
     utilization = "" if forecast.utilization is None else f"; utilization {forecast.utilization:.0%}"
-    lines = [f"{_count(forecast.needed)} needed{within}; {capacity}{utilization}."]
+    lines = [f"{_count(forecast.needed)} needed{within(slo)}; {capacity}{utilization}."]
     if plan.autoscaling is not None and forecast.kept is not None and forecast.kept > forecast.needed:
         lines.append(f"The autoscaler keeps {forecast.kept} replicas, so that 10 % more load would still fit.")
     if answer.is_of_file and plan.autoscaling is None and plan.spec_replicas != forecast.needed:
@@ -171,6 +169,11 @@ def _simulation(rehearsed: Rehearsed, slo: Slo, forecast: Forecast) -> str:
         f"TTFT {milliseconds(rehearsed.ttft_ms)}{tpot} at P{slo.share * 100:.0f} of {rehearsed.num_requests} requests"
     )
     return f"Simulation of one of {forecast.chosen.replicas} replicas with the engine's scheduler: {latencies}."
+
+
+def within(slo: Slo) -> str:
+    """Return the SLO as the end of a phrase; empty if it has no limits."""
+    return f" within {slo_text(slo)}" if slo_text(slo) else ""
 
 
 def slo_text(slo: Slo) -> str:

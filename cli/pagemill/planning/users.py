@@ -7,12 +7,13 @@ per second with N = X (Z + R), where R is the mean duration of an answer and gro
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 
 from pagemill.planning.replica import Replica
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
+from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, Predictor
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.autoscaler.slo import weigh
 
@@ -37,6 +38,29 @@ class Asking(NamedTuple):
     """The mean number of users who wait for the end of an answer; the others think."""
 
 
+def steady(users: Users, answer_s: Callable[[float], float]) -> Asking | None:
+    """Return the load in the steady state; `None` if the replicas are saturated.
+
+    `answer_s`: the mean time of an answer in seconds at a rate of requests; infinite above the capacity.
+    """
+
+    def busy_users(rate: float) -> float:
+        return rate * (users.think_s + answer_s(rate))
+
+    low, high = 0.0, users.num_users / max(1e-9, users.think_s + answer_s(0.0))
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if busy_users(middle) <= users.num_users else (low, middle)
+    if busy_users(low) < SATURATED * users.num_users:
+        return None
+    return asking_at(users, low)
+
+
+def asking_at(users: Users, rate: float) -> Asking:
+    """Return the load of users whose requests have this rate."""
+    return Asking(rate, max(0.0, users.num_users - rate * users.think_s))
+
+
 class Cycles:
     """Computes the steady state of users on a number of equal replicas."""
 
@@ -48,13 +72,7 @@ class Cycles:
 
     def asking(self, replicas: int) -> Asking | None:
         """Return the load in the steady state; `None` if the replicas are saturated."""
-        low, high = 0.0, self._users.num_users / max(1e-9, self._cycle_s(0.0, replicas))
-        for _ in range(ROUNDS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._busy_users(middle, replicas) <= self._users.num_users else (low, middle)
-        if self._busy_users(low, replicas) < SATURATED * self._users.num_users:
-            return None
-        return Asking(low, max(0.0, self._users.num_users - low * self._users.think_s))
+        return steady(self._users, lambda rate: self._answer_s(rate, replicas))
 
     def fewest(self, slo: Slo, most: int) -> tuple[int, Asking] | None:
         """Return the smallest number of replicas that meets the SLO, and its load; `None` if more than `most`."""
@@ -72,23 +90,25 @@ class Cycles:
 
     def at_most(self) -> Asking:
         """Return the load if every answer were as fast as on an idle replica: the upper bound."""
-        rate = self._users.num_users / self._cycle_s(0.0, 1)
-        return Asking(rate, max(0.0, self._users.num_users - rate * self._users.think_s))
+        users = self._users
+        return asking_at(users, users.num_users / (users.think_s + self._answer_s(0.0, 1)))
 
     def supported(self, requests_per_s: float) -> int:
         """Return the number of users whose requests have this rate on one replica."""
-        return int(self._busy_users(requests_per_s, 1)) if requests_per_s > 0 else 0
+        cycle_s = self._users.think_s + self._answer_s(requests_per_s, 1)
+        return int(requests_per_s * cycle_s) if requests_per_s > 0 else 0
 
-    def _busy_users(self, rate: float, replicas: int) -> float:
-        return rate * self._cycle_s(rate, replicas)
-
-    def _cycle_s(self, rate: float, replicas: int) -> float:
-        """Return the mean time of thinking and answer, in seconds; infinite if the rate is above capacity."""
+    def _answer_s(self, rate: float, replicas: int) -> float:
+        """Return the mean time of an answer in seconds; infinite if the rate is above capacity."""
         found = self._mean.predict(self._at(max(rate, 1e-9)), replicas)
-        if not (math.isfinite(found.ttft_ms) and math.isfinite(found.tpot_ms)):
-            return math.inf
-        answer_ms = found.ttft_ms + (self._lengths.output_tokens - 1) * found.tpot_ms
-        return self._users.think_s + answer_ms / 1000
+        return answer_s(found, self._lengths.output_tokens)
 
     def _at(self, rate: float) -> OfferedLoad:
         return msgspec.structs.replace(self._lengths, requests_per_s=rate)
+
+
+def answer_s(mean: Prediction, output_tokens: float) -> float:
+    """Return the mean time of an answer in seconds; infinite if a latency is."""
+    if not (math.isfinite(mean.ttft_ms) and math.isfinite(mean.tpot_ms)):
+        return math.inf
+    return (mean.ttft_ms + (output_tokens - 1) * mean.tpot_ms) / 1000

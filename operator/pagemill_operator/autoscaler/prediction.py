@@ -80,10 +80,26 @@ class Predictor:
     def predict(self, load: OfferedLoad, replicas: int) -> Prediction:
         if replicas <= 0:
             return Prediction(math.inf, math.inf, "replicas")
-        rate = load.requests_per_s / (max(self._slowness) * self._speed(replicas))
-        # Of those that come together each replica gets a part.
-        together = 1.0 + (load.dispersion - 1.0) / replicas
-        return self._slowest.predict(load, rate, together)
+        return self._slowest.predict(load, self._rate(load, replicas), _together(load, replicas))
+
+    def predict_prefill(self, load: OfferedLoad, replicas: int, held_s: float = 0.0) -> Prediction:
+        """Predict for replicas that only compute prompts, whose steps have no decodes: the time per token is 0.
+
+        `held_s`: time for which a computed prompt keeps its blocks until another replica has its keys and values.
+        """
+        if replicas <= 0:
+            return Prediction(math.inf, math.inf, "replicas")
+        return self._slowest.predict_prefill(load, self._rate(load, replicas), held_s, _together(load, replicas))
+
+    def predict_decode(self, load: OfferedLoad, replicas: int) -> Prediction:
+        """Predict for replicas that only decode, whose steps have no prompts: the time to first token is 0."""
+        computed = msgspec.structs.replace(load, computed_tokens=0.0, computed_tokens_high=0.0)
+        found = self.predict(computed, replicas)
+        return found if found.limit else msgspec.structs.replace(found, ttft_ms=0.0)
+
+    def _rate(self, load: OfferedLoad, replicas: int) -> float:
+        """Return the requests per second of the slowest replica."""
+        return load.requests_per_s / (max(self._slowness) * self._speed(replicas))
 
     def _speed(self, replicas: int) -> float:
         """Return the speed of all replicas together, where replicas to come are like the mean of the known ones.
@@ -138,7 +154,19 @@ class _ReplicaPredictor:
         if limit := self._exhausted(load, high, prefill):
             return Prediction(math.inf, math.inf, limit)
         tpot_s = self._tpot_s(load, rate, high, prefill)
-        return Prediction(self._ttft_s(load, rate, step_s, decoding, together) * 1000, tpot_s * 1000)
+        # A request waits for the rest of a step before its prompt can be computed.
+        ttft_s = self._share * step_s + self._prompt_s(load, rate, decoding, together)
+        return Prediction(ttft_s * 1000, tpot_s * 1000)
+
+    def predict_prefill(self, load: OfferedLoad, rate: float, held_s: float, together: float) -> Prediction:
+        """Predict the latency of a replica that only computes prompts."""
+        ttft_s = self._prompt_s(load, rate, 0.0, together)
+        if not math.isfinite(ttft_s):
+            return Prediction(math.inf, math.inf, "steps")
+        held = rate * (self._prefill_s(load, load.computed_tokens, 0.0) + held_s)
+        if self._lacks_blocks(held + self._spread * math.sqrt(held), load.prompt_tokens):
+            return Prediction(math.inf, math.inf, "blocks")
+        return Prediction(ttft_s * 1000, 0.0)
 
     def _steady_step_s(self, load: OfferedLoad, rate: float) -> float | None:
         """Return the least fixed point of the length of a step, since longer steps hold more; None: there is none."""
@@ -186,8 +214,11 @@ class _ReplicaPredictor:
             return "tokens"
         if shape.max_num_seqs and decoding > FULLEST * max(2, shape.max_num_seqs):
             return "maxNumSeqs"
-        per_request = load.prompt_tokens + load.output_tokens / 2 + shape.block_size / 2
-        return "blocks" if decoding * per_request > FULLEST * shape.num_tokens else ""
+        return "blocks" if self._lacks_blocks(decoding, load.prompt_tokens + load.output_tokens / 2) else ""
+
+    def _lacks_blocks(self, sequences: float, tokens: float) -> bool:
+        """Whether so many sequences of so many tokens, the last block half full, need more than the KV cache."""
+        return sequences * (tokens + self._shape.block_size / 2) > FULLEST * self._shape.num_tokens
 
     def _tpot_s(self, load: OfferedLoad, rate: float, decoding: float, prefill: float) -> float:
         """Return the least fixed point of the time per token, since a longer decode shares steps with more prompts."""
@@ -203,22 +234,16 @@ class _ReplicaPredictor:
             step_s = following
         return step_s
 
-    def _ttft_s(self, load: OfferedLoad, rate: float, step_s: float, decoding: float, together: float) -> float:
-        """Return the time to first token: the rest of a step, the wait behind other prompts, and the own prompt."""
+    def _prompt_s(self, load: OfferedLoad, rate: float, decoding: float, together: float) -> float:
+        """Return the time of a prompt from the end of the running step: the wait behind other prompts, and its own."""
         own_s, mean_s = (
             self._prefill_s(load, tokens, decoding) for tokens in (load.computed_tokens_high, load.computed_tokens)
         )
         # Waiting prompts share their steps, so each delays the others only by its part of a full step.
         budget = max(1.0, self._max_step_tokens - decoding)
         service_s = load.computed_tokens / budget * self._step_s(load, decoding, budget)
-        busy = min(1.0, rate * service_s)
-        if busy >= FULLEST:
-            return math.inf
-        # Pollaczek and Khinchine with exponential service, and Allen and Cunneen for the dispersion of arrivals; the
-        # tail of the wait is exponential too.
-        wait_s = busy / (1 - busy) * service_s * (1 + together) / 2
-        high_wait_s = wait_s / busy * max(0.0, math.log(busy / (1 - self._share))) if busy > 0 else 0.0
-        return self._share * step_s + max(own_s + wait_s, mean_s + high_wait_s)
+        wait_s, high_wait_s = waits_s(rate, service_s, self._share, together)
+        return max(own_s + wait_s, mean_s + high_wait_s)
 
     def _prefill_s(self, load: OfferedLoad, num_tokens: float, decoding: float) -> float:
         """Return the time of a prompt that is computed in chunks beside decoding requests."""
@@ -226,3 +251,23 @@ class _ReplicaPredictor:
         full, rest = divmod(max(1.0, num_tokens), budget)
         whole_s = full * self._step_s(load, decoding, budget) if full else 0.0
         return whole_s + (self._step_s(load, decoding, rest) if rest else 0.0)
+
+
+def waits_s(rate: float, service_s: float, share: float, together: float = 1.0) -> tuple[float, float]:
+    """Return the mean wait for one server, and the wait that a `share` of the arrivals do not exceed, in seconds.
+
+    Pollaczek and Khinchine with exponential service, and Allen and Cunneen for the dispersion `together` of the
+    arrivals; the tail of the wait is exponential too. Both are infinite from `FULLEST` on.
+    """
+    busy = rate * service_s
+    if busy >= FULLEST:
+        return math.inf, math.inf
+    if busy <= 0:
+        return 0.0, 0.0
+    wait_s = busy / (1 - busy) * service_s * (1 + together) / 2
+    return wait_s, wait_s / busy * max(0.0, math.log(busy / (1 - share)))
+
+
+def _together(load: OfferedLoad, replicas: int) -> float:
+    """Return the dispersion of the arrivals at one replica: of requests that come together each gets a part."""
+    return 1.0 + (load.dispersion - 1.0) / replicas
