@@ -1,4 +1,4 @@
-"""Creates a cluster's certificate, the tokens of its parts, and the kubeconfigs with them."""
+"""Creates a cluster's certificate, the tokens of its components, and the kubeconfigs with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class CredentialsError(Exception):
-    """openssl is missing or failed; the message names the remedy."""
+    """Raised if openssl is missing or fails; the message names the remedy."""
 
 
 def make_certificate(path: Path, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The CRD itself on a real API server: accepted without warnings, listed, explained, printed."""
+"""A real API server accepts the CRD without warnings, and kubectl lists, explains and prints its objects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_has_a_short_name_and_a_category(kubectl: Any, create: Callable[..., 
         assert f"llmdeployment.pagemill.dev/{name}" in kubectl.ok("get", word, "-o", "name").split()
 
 
-def test_get_prints_what_an_operator_wants_to_see(kubectl: Any, create: Callable[..., Any], deployment: Any) -> None:
+def test_get_prints_the_columns_of_the_definition(kubectl: Any, create: Callable[..., Any], deployment: Any) -> None:
     stored = create(deployment())
     stored["status"] = {
         "readyReplicas": 2,

@@ -1,4 +1,4 @@
-"""Watches that fall silent without an end: operator and gateway detect that themselves."""
+"""The operator and the gateway detect watches whose connection stays open but delivers nothing."""
 
 from __future__ import annotations
 
