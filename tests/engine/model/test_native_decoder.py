@@ -141,7 +141,7 @@ def test_a_decode_step_makes_one_native_call_for_all_layers(
 
 
 def calls_of(layer: LayerSpec) -> int:
-    """Return the number of native operations of one layer, without the native decoder."""
+    """Return the number of operations of one layer: its norms, four of attention and three of the MLP."""
     attention, mlp = layer.blocks()
     assert isinstance(attention, AttentionSpec)
     norms = {norm.name for norm in (*layer.norms(), attention.query_norm, attention.key_norm) if norm is not None}

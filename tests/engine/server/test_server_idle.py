@@ -16,7 +16,7 @@ def cpu_s(processes: list[psutil.Process]) -> float:
 
 
 def test_an_idle_server_uses_no_cpu(model_server: Any) -> None:
-    """The limit covers the loop, the runner, OpenMP's threads and the HTTP process; a busy wait would use a whole core."""
+    """The limit includes the runner, OpenMP's threads and the HTTP process; a busy wait would use a whole core."""
     body = {"model": "SmolLM2-135M-Instruct", "prompt": "One two three", "max_tokens": 8, "temperature": 0}
     assert httpx.post(f"{model_server.url}/v1/completions", json=body, timeout=60).status_code == 200
     server = psutil.Process(model_server.process.pid)
