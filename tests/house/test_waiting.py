@@ -66,7 +66,7 @@ def test_an_event_that_never_comes_is_known_as_soon_as_its_process_has_ended(tmp
     (log := tmp_path / "log").write_text('{"event":"other"}\nnoise\n')
     process = subprocess.Popen([sys.executable, "-c", ""])
     began_s = time.monotonic()
-    with pytest.raises(AssertionError, match=r"(?s)it ended before listening; .*noise"):
+    with pytest.raises(AssertionError, match=r"(?s)the process exited before listening; .*noise"):
         event_in(log, "listening", process)
     assert time.monotonic() - began_s < waiting.WAIT_LIMIT_S
     assert event_in(log, "other", process) == {"event": "other"}

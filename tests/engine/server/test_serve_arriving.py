@@ -69,9 +69,8 @@ def test_an_engine_loads_while_its_model_is_downloaded(
         proxy.bytes_per_s = float("inf")
         served = answer(server)
         assert not list((cache / ".arriving").iterdir())
-        wait_until(
-            lambda: bool(list(cache.glob("[!.]*/config.json")))
-        )  # the model is published, so that it can be found again
+        # Once the model is published, it can be found again.
+        wait_until(lambda: bool(list(cache.glob("[!.]*/config.json"))))
         server.stop()
         proxy.close()
         assert served == answer(start_server(engine=engine(source))), "the model must be published now"

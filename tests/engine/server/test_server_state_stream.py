@@ -223,9 +223,8 @@ def chat(num_tokens: int, predicted_cached_tokens: int = 0, n: int = 1) -> Gener
 async def test_with_several_gateways_an_arrival_is_reported_before_the_engine_processes_it(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        state_stream, "MIN_INTERVAL_S", 60.0
-    )  # long enough that only the arrival can cause the next frame
+    # The interval is so long that only the arrival can cause the next frame.
+    monkeypatch.setattr(state_stream, "MIN_INTERVAL_S", 60.0)
     one, other = Reader(publisher), Reader(publisher)
     for reader in (one, other):
         await reader.next()
