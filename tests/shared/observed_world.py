@@ -53,7 +53,7 @@ class World:
         template: Manifest | None = None,
         **metadata: Any,
     ) -> World:
-        """Add a pod with the `status` of the main container and the `template` of a Deployment, by default the newest."""
+        """Add a pod with the `status` of its main container, from `template` (by default the newest Deployment)."""
         kind = "Deployment" if component == "engine" else "Job"
         owner = next(child for (child_kind, _), child in self.objects.items() if child_kind == kind)
         made_from = template or owner["spec"]["template"]
