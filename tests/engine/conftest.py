@@ -14,7 +14,7 @@ from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 
 
 class DeviceFault(RuntimeError):
-    """Raised if the checking device refuses a plan or was told to fail."""
+    """Raised if the checking device refuses a plan or was configured to fail."""
 
 
 POISON = -1
