@@ -37,17 +37,13 @@ def _uids(release: Release) -> set[str]:
 
 
 def _replaced(release: Release, before: set[str]) -> set[str]:
-    """Wait until all pods in `before` are replaced; return the new pods. Helm returns as soon as enough new pods are
-    ready.
-    """
+    """Wait until all pods in `before` are replaced, for which Helm does not wait; return the new pods."""
     until("every pod of the release is replaced", lambda: _uids(release).isdisjoint(before), timeout_s=60)
     return _uids(release)
 
 
 def _install(release: Release, previous: Previous) -> None:
-    """Install the earlier commit's platform; on clusters without image loading, install the current programs with its
-    chart.
-    """
+    """Install the earlier platform; without image loading, install the current programs with its chart."""
     older = {"tag": previous.image_tag} if release.cluster.node is not None else {}
     release.install(chart=previous.chart, values={"image": {"operator": older, "gateway": older}})
 

@@ -26,9 +26,7 @@ def make_certificate(path: Path, names: Sequence[str]) -> None:
 
 
 def make_tokens(path: Path, users: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Create a token for each user, write them with the users' groups to the API server's token file, and return
-    them.
-    """
+    """Create a token for each user and write all to the API server's token file; return them by user."""
     tokens = {user: secrets.token_hex(16) for user in users}
     path.touch(mode=0o600)
     path.write_text("".join(f'{tokens[user]},{user},{user},"{",".join(users[user])}"\n' for user in users))

@@ -183,9 +183,7 @@ def _installed(*packages: str) -> Iterator[str]:
 
 @contextmanager
 def _working_container(*source: str) -> Iterator[str]:
-    """Yield a working container and remove it at the end, because a remaining one would prevent the removal of its
-    image.
-    """
+    """Yield a working container and remove it at the end, because it would prevent the removal of its image."""
     container = _run("buildah", "from", *source).strip()
     try:
         yield container

@@ -93,9 +93,7 @@ def load_pause() -> None:
 
 
 def _copy_to_layout(image: str) -> None:
-    """Copy the image uncompressed, because compressing six gigabytes takes minutes; skopeo can, Debian's buildah
-    cannot.
-    """
+    """Copy the image uncompressed, because compression takes minutes; Debian's buildah cannot, skopeo can."""
     argv = ["skopeo", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"]
     argv += [f"containers-storage:{image}", f"oci:{LAYOUT}:{image}"]
     try:

@@ -41,7 +41,7 @@ def test_scale_respects_the_limits_of_replicas(kubectl: Any, create: Create, dep
     assert "spec.replicas" in done.stderr
 
 
-def test_status_and_spec_do_not_touch_each_other(kubectl: Any, create: Create, deployment: Any) -> None:
+def test_writes_of_status_and_spec_do_not_affect_each_other(kubectl: Any, create: Create, deployment: Any) -> None:
     stored = create(deployment(replicas=1))
     name, generation = stored["metadata"]["name"], stored["metadata"]["generation"]
     assert "status" not in stored
@@ -53,7 +53,7 @@ def test_status_and_spec_do_not_touch_each_other(kubectl: Any, create: Create, d
     assert after["status"]["readyReplicas"] == 1
 
 
-def test_conditions_of_two_managers_merge(kubectl: Any, create: Create, deployment: Any) -> None:
+def test_conditions_of_two_field_managers_are_merged(kubectl: Any, create: Create, deployment: Any) -> None:
     """Conditions are a list-map: each field manager owns its types and does not change the others."""
     stored = create(deployment())
     name = stored["metadata"]["name"]

@@ -78,7 +78,7 @@ def stored_versions(kubectl: Kubectl) -> list[str]:
     return versions
 
 
-def test_what_is_written_in_one_version_is_read_in_the_other(own: Kubectl) -> None:
+def test_an_object_written_in_one_version_can_be_read_in_the_other(own: Kubectl) -> None:
     for written, name in ((STORED, "old"), (NEWEST, "new")):
         own.ok("create", "--validate=strict", "-f", "-", stdin=document(name, written, replicas=2))
         both = [read(own, name, version) for version in (STORED, NEWEST)]
@@ -101,9 +101,7 @@ def test_an_applied_manifest_keeps_its_owner_when_its_version_changes(own: Kubec
 
 
 def test_a_rollback_to_the_definition_of_the_last_release_keeps_all_objects(own: Kubectl) -> None:
-    """A rollback of the chart restores the old definition; it is refused if an object may be stored in the removed
-    version.
-    """
+    """A rollback restores the old definition; it is refused if an object may be stored in the removed version."""
     own.ok("create", "-f", "-", stdin=document("chat", NEWEST, replicas=2))
     define(own, only(STORED, stored=STORED))
     assert own.json("get", "llmd", "chat")["apiVersion"] == f"pagemill.dev/{STORED}"

@@ -44,7 +44,7 @@ def test_an_hpa_moves_the_replicas_through_the_scale_subresource(release: Releas
     space.delete("hpa/chat")
 
 
-def test_kubectl_scale_is_carried_out_where_replicas_are_external(release: Release, space: Kubectl) -> None:
+def test_in_mode_external_kubectl_scale_changes_the_replicas(release: Release, space: Kubectl) -> None:
     autoscaling = {"mode": "External", "minReplicas": 1, "maxReplicas": 3}
     chat = deploy(space, llmdeployment("chat", autoscaling=autoscaling))
     chat.wait_ready(1)

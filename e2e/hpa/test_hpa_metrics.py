@@ -46,9 +46,7 @@ def metrics(one_node: OneNode) -> Iterator[None]:
 
 
 def scaler() -> Document:
-    """Return the example's autoscaler for engines with two sequence slots, with windows that suit the length of the
-    case.
-    """
+    """Return the example's autoscaler for engines with two sequence slots, with windows as short as the case."""
     found = autoscaler("chat", lowest=1, highest=MOST)
     targets = {each["external"]["metric"]["name"]: each["external"]["target"] for each in found["spec"]["metrics"]}
     assert targets.keys() == {KV, WAITING, IN_FLIGHT}

@@ -29,9 +29,7 @@ def bucket(served: Bucket) -> Iterator[Bucket]:
 
 @pytest.fixture
 def privileged(make_space: Callable[..., Kubectl]) -> Kubectl:
-    """Return a namespace without a Pod Security profile, which would forbid folders of the node; it has the bucket's
-    keys.
-    """
+    """Return a namespace with the bucket's keys and no Pod Security profile, which would forbid node folders."""
     space = make_space(labels={})
     space.apply(model_servers.bucket_keys())
     return space

@@ -56,7 +56,7 @@ def test_the_cache_evicts_an_unused_model_and_never_a_used_one(
     assert "Paris" in release.service("new").ask(QUESTION)
 
 
-def test_the_condition_says_how_far_the_loader_is(space: Kubectl, release: Release, bucket: Bucket) -> None:
+def test_the_condition_reports_the_progress_of_the_loader(space: Kubectl, release: Release, bucket: Bucket) -> None:
     space.apply(model_servers.bucket_keys())
     bucket.proxy.bytes_per_s = 1.2e6  # the limit of each of the four connections
     chat = deploy(space, bucket.deployment("chat", CLAIM))

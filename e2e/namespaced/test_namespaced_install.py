@@ -56,7 +56,7 @@ def _own(release: Release, space: Kubectl) -> None:
         kubectl.within(namespace).apply(role, binding)
 
 
-def test_it_serves_its_namespaces_and_leaves_the_others_alone(
+def test_the_release_serves_its_namespaces_and_does_not_change_others(
     namespaced: Release, space: Kubectl, elsewhere: Kubectl
 ) -> None:
     stranger = deploy(elsewhere, llmdeployment("stranger"))

@@ -44,9 +44,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class OneNode(Cluster):
-    """The cluster of `e2e/cluster` on this machine: its components can be stopped, and its processes and audit log
-    read.
-    """
+    """The one-node cluster on this machine: tests can stop its components and read its processes and audit log."""
 
     state: Path
 
@@ -92,8 +90,7 @@ class OneNode(Cluster):
 
 @contextmanager
 def foreign(context: str, kubeconfig: str, folder: Path) -> Iterator[Cluster]:
-    """Use the cluster of a context that is managed elsewhere (kind, a test cluster); refuse one with Pagemill
-    installed.
+    """Use the cluster of a context that is managed elsewhere; refuse one with Pagemill installed.
 
     Cases get a kubeconfig in `folder` with only this context, so that no command can reach another cluster.
     """

@@ -57,9 +57,7 @@ class Kubectl:
         self.ok("apply", "--validate=strict", "-f", "-", stdin=listed)
 
     def wait(self, target: str, condition: str, timeout_s: float = 120) -> None:
-        """Run `kubectl wait --for=CONDITION TARGET`, with `condition=Ready`, `delete`, `jsonpath={.status.x}=y` or
-        `create`.
-        """
+        """Run `kubectl wait --for=CONDITION TARGET`: `condition=Ready`, `delete`, `jsonpath={.a}=b` or `create`."""
         arguments = ["wait", f"--for={condition}", f"--timeout={timeout_s:.0f}s", *target.split()]
         done = self.run(*arguments, timeout_s=timeout_s + REQUEST_TIMEOUT_S)
         gone = condition == "delete" and "NotFound" in done.stderr

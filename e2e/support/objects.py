@@ -14,8 +14,7 @@ Document = dict[str, Any]
 
 
 def llmdeployment(name: str, **sections: Any) -> Document:
-    """Return a small deployment: `llmdeployment("a", replicas=2, engine={"maxNumSeqs": 4})` sets parts of the
-    spec.
+    """Return a small deployment; `llmdeployment("a", replicas=2, engine={"maxNumSeqs": 4})` sets its fields.
 
     Answers are exact (`deterministic`) on the CPU, so that a migrated request can be compared with a golden answer.
     """

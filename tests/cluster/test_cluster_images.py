@@ -1,4 +1,4 @@
-"""Which images are rebuilt, and which parts of an image are sent to the node."""
+"""The images that are rebuilt, and the parts of an image that are sent to the node."""
 
 from __future__ import annotations
 

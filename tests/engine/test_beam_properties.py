@@ -1,5 +1,4 @@
-"""Random mixtures of beam searches, `best_of` and ordinary requests on a checking device get the answers they get
-alone.
+"""Random mixtures of beam searches, `best_of` and other requests get the answers that each gets alone.
 
 All blocks are freed in the end, whatever is preempted, aborted or failed.
 """
@@ -106,9 +105,7 @@ def admitted(core: EngineCore, requests: list[GenerateRequest]) -> list[Generate
 
 
 def drain(core: EngineCore) -> tuple[Answers, Counter[tuple[str, int]], Counter[str]]:
-    """Run all requests; return all answers, the number of ends of each, and errors by request. Check every step's
-    invariants.
-    """
+    """Run all requests and check every step's invariants; return answers, numbers of ends, and errors."""
     answers: Answers = {}
     ends: Counter[tuple[str, int]] = Counter()
     errors: Counter[str] = Counter()

@@ -511,9 +511,7 @@ def kept_templates() -> Iterator[KeptTemplates]:
 async def gateways(
     request: pytest.FixtureRequest, kept_templates: KeptTemplates
 ) -> AsyncIterator[Callable[..., Awaitable[GatewayUnderTest]]]:
-    """Return a function that starts gateways: `await gateways(*engines, **settings)` returns once they can use the
-    engines.
-    """
+    """Return `gateways(*engines, **settings)`, which starts a gateway and returns once it can use the engines."""
     layout = LAYOUTS[getattr(request, "param", "one process")]
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(kept_templates.in_use())

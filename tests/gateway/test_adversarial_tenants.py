@@ -181,9 +181,9 @@ class World:
         self.engines = Engines()
         self.running: list[Request] = []
         self.num_used = 0
-        """Prompts and generated tokens of what is over, without what the platform itself has voided."""
+        """Prompt and generated tokens of ended requests, except those that the platform has voided."""
         self.num_left = 0
-        """Requests whose client left: those may be charged for more than was generated."""
+        """Number of requests whose client left, which may be charged for more tokens than were generated."""
         self._names = (f"request-{number}" for number in itertools.count())
 
     async def ask(self, prompts: int, length: int, stream: bool, sampling: SamplingParams) -> bool:

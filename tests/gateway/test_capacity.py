@@ -233,7 +233,7 @@ def test_lengths_are_learned_separately_by_size_of_the_limit() -> None:
     assert outputs.expect(None) >= 900
 
 
-def test_a_changed_workload_is_learned_anew() -> None:
+def test_a_changed_workload_is_learned_again() -> None:
     outputs = OutputTokens()
     for _ in range(5000):
         outputs.ended(2000, None)

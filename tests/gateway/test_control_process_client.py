@@ -71,7 +71,7 @@ def _fits(value: Any) -> bool:
 
 @pytest.mark.parametrize("kind", NAMED)
 @given(data=st.data())
-def test_every_value_arrives_as_it_was(kind: Any, data: st.DataObject) -> None:
+def test_every_value_survives_the_connection(kind: Any, data: st.DataObject) -> None:
     value = data.draw(values_of(kind))
     assert encoded(value, kind) == value
 

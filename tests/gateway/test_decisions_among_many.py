@@ -1,4 +1,4 @@
-"""Optimizations of decisions among many endpoints change no decision: each equals one that is computed anew."""
+"""Optimizations of decisions among many endpoints change no decision: each equals one that is computed directly."""
 
 from __future__ import annotations
 

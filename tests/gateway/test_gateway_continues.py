@@ -246,7 +246,7 @@ async def test_requests_that_ran_beside_a_crash_are_retried_one_at_a_time(engine
     first.set()
     await fake.until(lambda: num_requests(engines)[1:] == [1, 1])
     await asyncio.sleep(0.2)
-    assert num_requests(engines)[1:] == [1, 1], "the third request must not run beside another probe"
+    assert num_requests(engines)[1:] == [1, 1], "the third request must not run together with another probe"
     gates[engines[1].name].set()
     gates[engines[2].name].set()
     assert [(await client).text for client in clients] == ["ok"] * 3

@@ -102,7 +102,7 @@ async def test_a_body_is_retried_however_much_of_it_had_arrived(engines, gateway
     assert (reply.status, reply.text) == (200, "hello world")
     assert sum(num_requests(engines)) == 3
     ids = [request.request_id for engine in engines[:2] for request in engine.requests]
-    assert len(set(ids)) == 3, "a retry must not run beside its predecessor"
+    assert len(set(ids)) == 3, "a retry must not run together with its predecessor"
     assert all((request.response_id or request.request_id) == reply.json["id"]
                for engine in engines[:2] for request in engine.requests)  # fmt: skip
 

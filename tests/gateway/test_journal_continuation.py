@@ -80,11 +80,11 @@ class Engines:
         self.requests: list[GenerateRequest] = []
         self.agains: list[RetryContext | None] = []
         self.num_computed = 0
-        """Tokens that engines generated."""
+        """The number of tokens that engines have generated."""
         self.weights_digests: list[str] = []
-        """Of the engines in turn; afterwards all have "w"."""
+        """The digests of the engines in turn; afterwards all have "w"."""
         self.record = RequestRecord(route="/v1/completions")
-        """Of the latest request."""
+        """The record of the latest request."""
         self._tokenizer = tokenizer
         self._texts = texts
         self._breaks = breaks

@@ -146,7 +146,7 @@ class Cluster:
         self.rng = random.Random(seed)
         self.restart_s = restart_s
         self.poisons: dict[int, Poison] = {}
-        """By the first token of their prompts."""
+        """Poison requests by the first token of their prompts."""
         self.outcomes: Counter[str] = Counter()
         self.poison_outcomes: list[str] = []
         self.brain = LocalBrain(CONFIG, clock=asyncio.get_running_loop().time, rng=random.Random(seed))

@@ -1,5 +1,4 @@
-"""The previous release's engine, gateway, operator and command line with the current ones, as in upgrades and
-rollbacks.
+"""The previous release's programs work with the current ones, as in upgrades and rollbacks.
 
 The engines have simulated devices but are real processes of their release, which are killed while they answer.
 """

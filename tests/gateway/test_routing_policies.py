@@ -203,9 +203,7 @@ def test_weighted322_adds_queue_kv_and_prefix_with_their_weights() -> None:
 def test_kubeai_allows_no_endpoint_a_quarter_more_than_the_mean(
     load: int, total: int, count: int, is_within: bool
 ) -> None:
-    """KubeAI's rule with its default of 125 %: load + 1 <= (total + 1) / endpoints * 1.25; an idle endpoint always
-    fits.
-    """
+    """KubeAI's rule with its default of 125 %: load + 1 <= (total + 1) / endpoints * 1.25, or an idle endpoint."""
     assert within_load_bound(load, total, count) is is_within
 
 

@@ -22,7 +22,7 @@ class Reader(asyncio.Protocol):
         self._sockets = sockets
         self.data = b""
         self.read_at: list[float] = []
-        """Of each piece: when all sockets were read."""
+        """The times at which all sockets were read, one for each piece."""
         self.lost: list[Exception | None] = []
         self.fails = False
 

@@ -144,15 +144,13 @@ def difference(left: Any, right: Any, path: str = "") -> str:
 
 
 class Clients:
-    """Clients that send all questions at once; `disturb` is called when every stream has begun and none is near its
-    end.
-    """
+    """Clients that send all questions at once; `disturb` is called when all streams have begun and none is near its end."""
 
     def __init__(self, gateway: Any, questions: list[tuple[str, dict[str, Any]]]) -> None:
         self._gateway = gateway
         self._questions = questions
         self.longest_pause_s = 0.0
-        """In which a stream got nothing, of those that were asked last."""
+        """The longest time in which a stream of the latest questions got nothing."""
         self._num_begun = 0
         self._all_begun = asyncio.Event()
 
@@ -260,9 +258,7 @@ SETTINGS = {"silence_timeout_s": 2.5, "state_stale_after_s": 2.0, "outage_wait_s
 async def check_undisturbed(
     gateway: Any, asked: list[tuple[str, dict[str, Any]]], disturb: Callable[[], None]
 ) -> float:
-    """Ask the same questions twice, the second time with a disturbed engine; return a stream's longest pause in
-    seconds.
-    """
+    """Ask the same questions twice, the second time with a disturbed engine; return the longest pause in seconds."""
     clients = Clients(gateway, asked)
     expected = await clients.ask()
     migrations = metric(gateway, "pagemill_gateway_migrations_total")

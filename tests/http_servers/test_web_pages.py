@@ -135,7 +135,7 @@ def test_a_page_whose_name_resolves_to_this_machine_cannot_use_a_model(engine: H
 
 
 def test_a_configured_name_or_keys_open_the_data_port(engine: HttpServer, tmp_path: Path) -> None:
-    """With keys, a page has none."""
+    """With keys, a page has no key."""
     (named := tmp_path / "named").mkdir()
     (keyed := tmp_path / "keyed").mkdir()
     key = {"Authorization": "Bearer k"}

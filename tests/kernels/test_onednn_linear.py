@@ -103,7 +103,7 @@ def test_a_norm_rounds_for_the_matmul_like_torch(size: int) -> None:
 
 @needs_native
 def test_a_norm_rounds_ties_to_even_and_keeps_not_a_number() -> None:
-    """With eps, weight and sum are chosen so that the scale is 1."""
+    """The scale is 1 because of the chosen eps, weight and sum."""
     bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF], dtype=torch.int32).view(torch.float32)
     weight = bits.repeat(4)
     ones = torch.ones(1, 16)

@@ -1,4 +1,4 @@
-"""Which replicas wake and which sleep: capacity comes first, starting replicas are kept, and nothing alternates."""
+"""Sleeping and waking replicas: capacity comes first, starting replicas are kept, and nothing alternates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From request to tokens: limits, defaults and ids as clients of OpenAI and vLLM expect them."""
+"""The translation of requests to tokens: limits, defaults and ids as clients of OpenAI and vLLM expect them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch lines beside interactive requests use free capacity, delay them little, and require no replicas."""
+"""Batch lines use capacity that interactive requests leave free, delay them little, and require no replicas."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_lines_are_served_beside_requests_and_counted_separately() -> None:
 def test_fast_forward_starts_the_same_lines_as_exact_engines() -> None:
     traffic = msgspec.structs.replace(TRAFFIC, num_lines=2000)
     (fast, _), (exact, _) = (run(traffic, one(), fast=fast) for fast in (True, False))
-    assert 200 < exact.num_lines < 2000, "as many lines as fit beside the requests"
+    assert 200 < exact.num_lines < 2000, "as many lines as the free capacity allows"
     assert fast.num_lines == pytest.approx(exact.num_lines, rel=0.03)
     assert fast.ttft_ms.p95 == pytest.approx(exact.ttft_ms.p95, rel=0.1)
 

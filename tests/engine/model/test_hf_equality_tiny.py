@@ -369,7 +369,7 @@ def test_bfloat16_in_a_batch_differs_from_alone_only_at_near_ties(rounded: Round
 
 # A rope base that is wrong by a tenth changes little within 100 tokens; the float32 test detects it.
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "rope theta"])
-def test_a_planted_fault_is_no_near_tie(
+def test_the_divergence_of_a_planted_fault_exceeds_a_near_tie(
     rounded: RoundedModel, fault: str, make_driver: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = make_driver(faulty_runner(fault, rounded.load, monkeypatch))

@@ -121,7 +121,7 @@ def test_the_containers_limit_and_the_memory_of_this_process_count(
     assert 0.8 * 64 * MIB < grown < 2.5 * 64 * MIB
 
 
-# -- the figure for the largest step, beside what a step takes ---------------------------------------------------------
+# -- the planned memory of the largest step, compared with its use ----------------------------------------------------
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
