@@ -125,7 +125,7 @@ def _wait(what: str, ready: Callable[[], bool]) -> None:
 
 
 def _end_all() -> None:
-    """End all processes: the kubelet first, which would restart containers; containerd last, which has their records."""
+    """End all processes: the kubelet first, which would restart containers, and containerd last."""
     for name in reversed(processes.started(RUN)):
         if name != "containerd":
             processes.stop(RUN, name)

@@ -120,20 +120,20 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "control.sock"
-        self._num_heads = 0
+        self._num_started = 0
 
     @asynccontextmanager
-    async def head(self) -> AsyncIterator[ControlProcess]:
+    async def control(self) -> AsyncIterator[ControlProcess]:
         config = GatewayConfig(queue=QueueLimits(max_requests=9, max_bytes=99, timeout_s=60.0))
-        head = ControlProcess(config, num_before=self._num_heads)
-        self._num_heads += 1
-        head.brain.apply_catalog(CATALOG)
-        head.brain.observe("a", FRAME)
+        control = ControlProcess(config, num_before=self._num_started)
+        self._num_started += 1
+        control.brain.apply_catalog(CATALOG)
+        control.brain.observe("a", FRAME)
         try:
-            async with serving_workers(head, self.path):
-                yield head
+            async with serving_workers(control, self.path):
+                yield control
         finally:
-            await head.close()
+            await control.close()
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[ControlProcessClient]:
@@ -164,24 +164,24 @@ def place() -> Any:
         yield Place(Path(folder))
 
 
-def in_flight(head: ControlProcess) -> int:
-    return head.brain.registry.endpoints["a"].in_flight
+def in_flight(control: ControlProcess) -> int:
+    return control.brain.registry.endpoints["a"].in_flight
 
 
 async def test_a_decision_is_accounted_and_released_through_the_connection(place: Place, fake: SimpleNamespace) -> None:
-    async with place.head() as head, place.worker() as line:
+    async with place.control() as control, place.worker() as line:
         choice = await line.choose(TARGET, frozenset(), ASK)
-        assert (choice.endpoint_id, in_flight(head)) == ("a", 1)
+        assert (choice.endpoint_id, in_flight(control)) == ("a", 1)
         line.accepted(choice)
         line.started(choice)
         line.finished(choice, CompletedRequest(3, None))
-        await fake.until(lambda: in_flight(head) == 0)
+        await fake.until(lambda: in_flight(control) == 0)
 
 
 async def test_a_refusal_is_the_same_error_in_the_worker(place: Place) -> None:
-    async with place.head() as head, place.worker() as line:
+    async with place.control() as control, place.worker() as line:
         with pytest.raises(PagemillError) as here:
-            await head.brain.look_up("none")
+            await control.brain.look_up("none")
         with pytest.raises(PagemillError) as there:
             await line.look_up("none")
         assert vars(there.value) == vars(here.value)
@@ -190,19 +190,19 @@ async def test_a_refusal_is_the_same_error_in_the_worker(place: Place) -> None:
 async def test_an_invalid_notification_affects_nothing_else(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fake: SimpleNamespace
 ) -> None:
-    async with place.head() as head, place.worker() as line:
+    async with place.control() as control, place.worker() as line:
         choice = await line.choose(TARGET, frozenset(), ASK)
-        monkeypatch.setattr(head.brain, "started", None)
+        monkeypatch.setattr(control.brain, "started", None)
         line.started(choice)
         assert (await line.look_up("m")).deployment == "default/d"
         assert "cannot be taken" in caplog.text
         line.finished(choice)
-        await fake.until(lambda: in_flight(head) == 0)
+        await fake.until(lambda: in_flight(control) == 0)
 
 
 async def test_a_cancelled_request_reserves_nothing(place: Place, fake: SimpleNamespace) -> None:
     """The same holds whether the answer was on its way or the request still waited."""
-    async with place.head() as head, place.worker() as line:
+    async with place.control() as control, place.worker() as line:
         await line.wait_connected()
         for num_turns in range(12):
             question = asyncio.create_task(line.choose(TARGET, frozenset(), ASK))
@@ -211,14 +211,14 @@ async def test_a_cancelled_request_reserves_nothing(place: Place, fake: SimpleNa
             question.cancel()
             with suppress(asyncio.CancelledError):
                 line.finished(await question)
-            await fake.until(lambda: in_flight(head) == 0)
+            await fake.until(lambda: in_flight(control) == 0)
         choice = await line.choose(TARGET, frozenset(), ASK)
         waiting = asyncio.create_task(line.choose(TARGET, frozenset(), ASK))
-        await fake.until(lambda: not head.brain.queues.is_empty("default/d"))
+        await fake.until(lambda: not control.brain.queues.is_empty("default/d"))
         waiting.cancel()
-        await fake.until(lambda: head.brain.queues.is_empty("default/d"))
+        await fake.until(lambda: control.brain.queues.is_empty("default/d"))
         line.finished(choice)
-        await fake.until(lambda: in_flight(head) == 0)
+        await fake.until(lambda: in_flight(control) == 0)
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -226,8 +226,8 @@ async def test_a_worker_that_ended_reserves_nothing_and_its_counters_remain(
     place: Place, fake: SimpleNamespace, asked: bool
 ) -> None:
     """The same holds after a scrape and after a report without one."""
-    async with place.head() as head, place.worker() as other:
-        counted = head.sharing.store
+    async with place.control() as control, place.worker() as other:
+        counted = control.sharing.store
         assert isinstance(counted, MemoryStore)
         async with place.worker() as line:
             stub = line._worker
@@ -244,15 +244,15 @@ async def test_a_worker_that_ended_reserves_nothing_and_its_counters_remain(
             await line.choose(TARGET, frozenset(), ASK)
             assert (await line.reserve(ENTRY)).refused is None
             if asked:
-                await head.scrape("")
+                await control.scrape("")
             else:
-                reported = head._workers[-1]
+                reported = control._workers[-1]
                 assert isinstance(reported, WorkerConnection)
                 await fake.until(lambda: reported._latest().num_requests == 1)
         waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, ticket=QueueTicket(priority=1)))
         assert (await waiting).endpoint_id == "a", "a waiting request must get the slot"
         assert counted.num_held == 0
-        text = (await head.scrape("")).body.decode()
+        text = (await control.scrape("")).body.decode()
         assert 'requests_total{model="m",route="r",status="200"} 3.0' in text
         assert 'in_flight_requests{model="m"} 0.0' in text
         assert "workers_lost_total 1.0" in text
@@ -262,16 +262,16 @@ async def test_a_new_control_process_knows_the_reservations_and_no_old_decisions
     place: Place, fake: SimpleNamespace
 ) -> None:
     async with place.worker() as line:
-        async with place.head():
+        async with place.control():
             old = await line.choose(TARGET, frozenset(), ASK)
             assert (await line.reserve(ENTRY)).refused is None
-        async with place.head() as head:
+        async with place.control() as control:
             assert (await line.reserve(ENTRY._replace(lease="other"))).refused == "concurrency"
             new = await line.choose(TARGET, frozenset(), ASK)
             assert new.decision != old.decision
             line.finished(old, CompletedRequest(3, None))
             assert await line.liveness("a") == "working"
-            assert in_flight(head) == 1
+            assert in_flight(control) == 1
             line.settle("lease", 1)
             assert (await line.reserve(ENTRY._replace(lease="other"))).refused is None
 
@@ -280,10 +280,10 @@ async def test_a_new_control_process_knows_the_growth_and_the_use_of_a_reservati
     limits = Limits(tokens_per_minute=1000)
     entry = ENTRY._replace(tokens=200, limits=limits)
     async with place.worker() as line:
-        async with place.head():
+        async with place.control():
             assert (await line.reserve(entry)).granted == 200
             assert await line.extend(store.More(entry.account, entry.lease, 150, 300, limits)) == 300
-        async with place.head():
+        async with place.control():
             other = entry._replace(lease="other")
             assert (await line.reserve(other._replace(tokens=651))).refused == "tokens", (
                 "50 and 300 tokens are reserved"
@@ -296,8 +296,8 @@ async def test_a_new_control_process_knows_the_growth_and_the_use_of_a_reservati
 
 async def test_a_worker_that_dies_is_charged_for_the_reported_tokens(place: Place, fake: SimpleNamespace) -> None:
     limits = Limits(tokens_per_minute=1000)
-    async with place.head() as head:
-        counted = head.sharing.store
+    async with place.control() as control:
+        counted = control.sharing.store
         assert isinstance(counted, MemoryStore)
         async with place.worker() as line:
             entry = ENTRY._replace(tokens=200, limits=limits)
@@ -313,7 +313,7 @@ async def test_without_a_control_process_requests_wait(place: Place) -> None:
         question = asyncio.create_task(line.find("m", DEFAULT_TICKET))
         assert await line.liveness("a") == "working", "the state is unknown"
         assert not (await line.status()).ready
-        async with place.head():
+        async with place.control():
             assert (await question).deployment == "default/d"
             assert (await line.status()).ready
         assert (await line.status())[:3] == (True, False, "the control process is being replaced")
@@ -327,7 +327,7 @@ async def test_a_request_that_kills_control_processes_is_not_repeated_forever(
     async with place.worker() as line:
         question = asyncio.create_task(line.look_up("m"))
         while not question.done():
-            async with place.head() as head:
+            async with place.control() as control:
                 asked = asyncio.Event()
 
                 async def dies(model: str, asked: asyncio.Event = asked) -> Target:
@@ -336,7 +336,7 @@ async def test_a_request_that_kills_control_processes_is_not_repeated_forever(
                     asked.set()
                     return await asyncio.Event().wait()  # type: ignore[return-value]
 
-                monkeypatch.setattr(head.brain, "look_up", dies)
+                monkeypatch.setattr(control.brain, "look_up", dies)
                 await asyncio.wait(
                     [question, waiting := asyncio.create_task(asked.wait())], return_when="FIRST_COMPLETED"
                 )
@@ -361,13 +361,13 @@ async def test_a_control_process_that_dies_silently_counts_as_absent(place: Plac
         async with await asyncio.start_unix_server(hang_up, place.path):
             await fake.until(lambda: num_taken > 3)
         assert not question.done()
-        async with place.head():
+        async with place.control():
             assert (await question).deployment == "default/d"
 
 
 async def test_keys_and_bundles_are_sent_to_workers_that_connect_later(place: Place, fake: SimpleNamespace) -> None:
-    async with place.head() as head:
-        head._publish_keys([Caller("h" * 64, "tenant")])
+    async with place.control() as control:
+        control._publish_keys([Caller("h" * 64, "tenant")])
         async with place.worker() as line:
             stub = line._worker
             assert isinstance(stub, WorkerStub)
@@ -380,18 +380,18 @@ async def test_a_new_control_process_removes_nothing_before_it_has_contacted_the
 ) -> None:
     """Requests that arrive before that wait for the first reports."""
     write_last_known(tmp_path / "catalog.json", Known(CATALOG, []))
-    head = ControlProcess(GatewayConfig(), catalog_file=tmp_path / "catalog.json", num_before=1)
+    control = ControlProcess(GatewayConfig(), catalog_file=tmp_path / "catalog.json", num_before=1)
     try:
-        head.attach(stub := WorkerStub())
+        control.attach(stub := WorkerStub())
         assert not stub.whole
-        question = asyncio.create_task(head.brain.find("m"))
-        await fake.until(lambda: head._streams.settled)
+        question = asyncio.create_task(control.brain.find("m"))
+        await fake.until(lambda: control._streams.settled)
         assert not question.done()
         question.cancel()
-        head.apply_catalog(Catalog())
+        control.apply_catalog(Catalog())
         assert stub.whole
     finally:
-        await head.close()
+        await control.close()
 
 
 def test_choices_are_plain_values() -> None:

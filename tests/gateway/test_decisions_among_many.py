@@ -247,7 +247,7 @@ class World:
         )
         self.brain.observe(name, frame)
 
-    def happen(self) -> None:
+    def change_something(self) -> None:
         """Change a randomly chosen endpoint or request."""
         rng, brain, name = self.rng, self.brain, self.rng.choice(self.names)
         match rng.randrange(10):
@@ -302,8 +302,8 @@ def test_cached_state_of_endpoints_equals_recomputed_state(seed: int, least_pods
 
 def compare(world: World, twin: World) -> None:
     for _ in range(80):
-        world.happen()
-        twin.happen()
+        world.change_something()
+        twin.change_something()
         for deployment in twin.brain.registry.deployments.values():
             deployment.changed()
         usable = [name for name, record in twin.brain.registry.endpoints.items() if record.usable]

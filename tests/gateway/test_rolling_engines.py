@@ -82,7 +82,7 @@ class Pod:
                 await asyncio.sleep(0.1)
         await self._show(ready=True)
 
-    async def tell(self, call: str) -> str:
+    async def call_control_port(self, call: str) -> str:
         """Put the engine to sleep or wake it up, as the operator does; return its state."""
         headers = {"Authorization": f"Bearer {self._cluster.fake.TOKEN}"}
         url = f"http://127.0.0.1:{self.control_port}/{call}"
@@ -310,8 +310,8 @@ async def test_engines_that_sleep_and_wake_under_load_fail_no_request(cluster: C
     async with Load(gateway_url) as load:
         for pod in cluster.pods:
             await load.until_streaming(2)
-            assert await pod.tell("sleep") == "asleep"
+            assert await pod.call_control_port("sleep") == "asleep"
             await load.until_streaming(2)
-            assert await pod.tell("wake_up") == "awake"
+            assert await pod.call_control_port("wake_up") == "awake"
     assert load.faults == []
     assert set(load.outcomes) == {"whole complete", "stream complete"}

@@ -144,7 +144,7 @@ def difference(left: Any, right: Any, path: str = "") -> str:
 
 
 class Clients:
-    """Clients that send all questions at once; `disturb` is called when all streams have begun and none is near its end."""
+    """Clients that send all questions at once; `disturb` is called once all streams have begun."""
 
     def __init__(self, gateway: Any, questions: list[tuple[str, dict[str, Any]]]) -> None:
         self._gateway = gateway
@@ -241,7 +241,7 @@ def stop(gateway: Any, engines: list[EngineProcess]) -> EngineProcess:
     return busiest
 
 
-def strike(gateway: Any, engines: list[EngineProcess], number: signal.Signals) -> EngineProcess:
+def signal_busiest(gateway: Any, engines: list[EngineProcess], number: signal.Signals) -> EngineProcess:
     """Send a signal to the engine with the most requests."""
     busiest = busiest_of(gateway, engines)
     busiest.process.send_signal(number)
@@ -294,10 +294,10 @@ async def test_suspending_draining_and_killing_simulated_engines_loses_nothing(
         await check_undisturbed(gateway, asked, lambda: struck.append(stop(gateway, engines)))
         struck[0].process.send_signal(signal.SIGCONT)
         await until_ready(gateway, fake, struck[0])
-        await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, engines, signal.SIGTERM)))
+        await check_undisturbed(gateway, asked, lambda: struck.append(signal_busiest(gateway, engines, signal.SIGTERM)))
         assert await asyncio.to_thread(struck[1].process.wait, 60) == 0
         engines.remove(struck[1])
-        await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, engines, signal.SIGKILL)))
+        await check_undisturbed(gateway, asked, lambda: struck.append(signal_busiest(gateway, engines, signal.SIGKILL)))
 
 
 @pytest.mark.model
@@ -412,4 +412,6 @@ async def test_another_engine_continues_answers_of_the_real_model_after_a_suspen
     await check_undisturbed(gateway, asked, lambda: struck.append(stop(gateway, real_engines)))
     struck[0].process.send_signal(signal.SIGCONT)
     await until_ready(gateway, fake, struck[0])
-    await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, real_engines, signal.SIGKILL)))
+    await check_undisturbed(
+        gateway, asked, lambda: struck.append(signal_busiest(gateway, real_engines, signal.SIGKILL))
+    )

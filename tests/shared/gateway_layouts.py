@@ -29,18 +29,18 @@ async def apart(config: GatewayConfig) -> AsyncIterator[Gateway]:
     """Run a control process and a worker in this process that share nothing but a socket."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "control.sock")
-        head = ControlProcess(config, keeps_tokenizers=False)
+        control = ControlProcess(config, keeps_tokenizers=False)
         line = ControlProcessClient(path)
         worker = Worker(config, line, line, line)
-        async with serving_workers(head, path):
+        async with serving_workers(control, path):
             line.start(worker)
             await line.wait_connected()
             try:
-                yield Gateway(head, worker)
+                yield Gateway(control, worker)
             finally:
                 await worker.close()
                 await line.close()
-                await head.close()
+                await control.close()
 
 
 LAYOUTS = {"one process": one_process, "apart": apart}

@@ -115,13 +115,13 @@ def test_equal_seeds_give_equal_outcomes_in_any_process() -> None:
     other = timeless(simulate_fleet(load, fleet(0, 3, crash_mean_s=20.0, seed=6), own(settings)))
     assert other != first
     code = f"import importlib.util as u; s = u.spec_from_file_location('t', {__file__!r}); m = u.module_from_spec(s); "
-    code += "import sys; sys.modules['t'] = m; s.loader.exec_module(m); m.tell()"
+    code += "import sys; sys.modules['t'] = m; s.loader.exec_module(m); m.write_outcome()"
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     reported = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(reported.stdout) == json.loads(msgspec.json.encode(first))
 
 
-def tell() -> None:
+def write_outcome() -> None:
     """Write the outcome of the workload to stdout; another process calls this function."""
     settings = fleet(0, 3, crash_mean_s=20.0, seed=5)
     sys.stdout.buffer.write(msgspec.json.encode(timeless(simulate_fleet(traffic(60, 5.0), settings, own(settings)))))

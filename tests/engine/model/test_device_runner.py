@@ -178,7 +178,7 @@ def test_padding_does_not_affect_requests() -> None:
 def test_an_unchanged_decode_is_not_uploaded_again(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is uploaded again if a block, a row, or the padding changes."""
     runner = load(device="cuda")
-    runner.record_steps([Shape(4, 4, True)], Again)
+    runner.record_steps([Shape(4, 4, True)], ReplayRecorder)
     uploaded: list[int] = []
     upload = runner._upload
     monkeypatch.setattr(runner, "_upload", lambda *step: (uploaded.append(len(step[1].rows)), upload(*step))[1])
@@ -206,7 +206,7 @@ def test_an_unchanged_decode_is_not_uploaded_again(load: Callable[..., Any], mon
 # -- CUDA graphs of decodes --------------------------------------------------------------------------------------
 
 
-class Again:
+class ReplayRecorder:
     """Replaces CUDA graphs if there is no device: a captured function runs again on the same buffers."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class Again:
 def test_padded_decodes_give_the_answers_of_unpadded_ones(
     load: Callable[..., Any], expected: Answers, overlap: bool
 ) -> None:
-    runner, recorder = load(device="cuda"), Again()
+    runner, recorder = load(device="cuda"), ReplayRecorder()
     runner.record_steps(DECODES, lambda: recorder)
     answers, _ = serve(runner, overlap=overlap)
     assert_alike(answers, expected)
@@ -254,7 +254,7 @@ def test_padded_prompts_give_the_answers_of_unpadded_ones(
     load: Callable[..., Any], expected: Answers, overlap: bool
 ) -> None:
     """Prompts run alone, with decodes, in chunks, and after a preemption: no step launches single kernels."""
-    runner, recorder = load(device="cuda"), Again()
+    runner, recorder = load(device="cuda"), ReplayRecorder()
     runner.record_steps(recorded_shapes(4, 24), lambda: recorder)
     recorded = set(runner._graphs.shapes)
     assert recorded == set(recorded_shapes(4, 24))
@@ -266,7 +266,7 @@ def test_padded_prompts_give_the_answers_of_unpadded_ones(
 
 
 def test_only_decodes_of_a_captured_size_run_as_graphs(load: Callable[..., Any]) -> None:
-    runner, recorder = load(device="cuda"), Again()
+    runner, recorder = load(device="cuda"), ReplayRecorder()
     runner.record_steps([Shape(1, 1, True), Shape(2, 2, True), Shape(16, 2, False)], lambda: recorder)
     names = {"a": [0], "b": [1], "c": [2]}
     rows = [admitted(name, [5, 6], blocks) for name, blocks in names.items()]
@@ -384,7 +384,7 @@ def test_a_failure_after_a_reported_one_is_reported_too(runner: Any, monkeypatch
 
 
 def test_a_failure_of_a_cuda_graph_is_reported_like_that_of_a_launch(load: Callable[..., Any]) -> None:
-    runner, recorder = load(device="cuda"), Again()
+    runner, recorder = load(device="cuda"), ReplayRecorder()
     runner.record_steps([Shape(1, 1, True), Shape(8, 2, False)], lambda: recorder)
     admission = {"admitted": [admitted("a", [5, 6], [0])]}
     for plan in (plan_of({"a": 2}, **admission), plan_of({"a": 1})):

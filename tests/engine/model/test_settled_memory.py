@@ -119,14 +119,14 @@ def test_the_step_size_of_a_gpu_engine_depends_on_its_memory(folder: Path, monke
     runner.close()
 
 
-class Once:
+class PlainRecorder:
     """Replaces CUDA graphs if there is no device."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         return run
 
 
-class Scale:
+class SimulatedMemory:
     """A simulated device memory instead of the host's; records what runs between two measurements."""
 
     def __init__(self, free_bytes: int, peaks_bytes: list[int]) -> None:
@@ -145,14 +145,14 @@ def test_the_cache_is_sized_by_measured_steps(
 ) -> None:
     config = EngineConfig(model="test", max_num_seqs=2, max_num_batched_tokens=5)
     runner = runner_loader(folder, device="cuda", num_kv_blocks=40, max_num_seqs=2)
-    runner.record_steps(recorded_shapes(2, 5), Once)
+    runner.record_steps(recorded_shapes(2, 5), PlainRecorder)
     before = make_driver(runner).greedy([[3, 5, 7]], 3, max_num_seqs=2)
     shapes: list[tuple[int, int]] = []
     warm_up = runner.warm_up
     runner.warm_up = lambda *shape: (shapes.append(shape), warm_up(*shape))
     sizes = Sizes(0, runner.info.kv_bytes_per_token, 4, gathers=False)
     state = MemoryState(40 * MIB, 40 * MIB, 0, is_gpu=True)
-    settle(runner, config, spec, sizes, state, Scale(20 * MIB, [8 * MIB, 4 * MIB]))
+    settle(runner, config, spec, sizes, state, SimulatedMemory(20 * MIB, [8 * MIB, 4 * MIB]))
     assert {(2, 2), (1, 5), (2, 5)} <= set(shapes)
     assert shapes[-3:-1] == [(2, 2), (2, 5)], "the largest captured shape"
     assert shapes[-1] == (2, 5), "the largest step once more, with the cache"
@@ -200,7 +200,7 @@ def test_a_start_measures_then_allocates_then_captures(
             return run
 
     monkeypatch.setattr(load_device, "settles_on", lambda device: True)
-    monkeypatch.setattr(load_device, "CudaMeter", lambda: Scale(2 * GIB, [8 * MIB, 4 * MIB]))
+    monkeypatch.setattr(load_device, "CudaMeter", lambda: SimulatedMemory(2 * GIB, [8 * MIB, 4 * MIB]))
     monkeypatch.setattr(compiling, "CudaRecorder", Recorder)
     config = EngineConfig(
         model=str(folder), device="cuda", dtype="float32", max_num_seqs=3, max_num_batched_tokens=4, num_threads=1,

@@ -53,7 +53,7 @@ class FakeGateway:
         self.is_reporting = True
         self._news = asyncio.Event()
 
-    def tell(self, **fields: Any) -> None:
+    def set_load(self, **fields: Any) -> None:
         self.load = msgspec.structs.replace(self.load, **fields)
         self._news.set()
 
@@ -144,10 +144,10 @@ async def test_waiting_requests_add_replicas_and_the_status_says_why(
 ) -> None:
     api.change("Pod", pod())
     api.change("LLMDeployment", scaled())
-    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(0))
+    gateway.set_load(engines=EnginesLoad(truth="value"), queue=waiting(0))
     running = run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: replicas(api) == 1 and condition(api, "ScalingActive") == "ScalingActive")
-    gateway.tell(queue=waiting(6))
+    gateway.set_load(queue=waiting(6))
     await api.until(lambda: replicas(api) == 3)
     await api.until(lambda: api.get("LLMDeployment", "chat")["status"].get("lastScaling"))
     status = api.get("LLMDeployment", "chat")["status"]
@@ -176,15 +176,15 @@ async def test_another_leader_continues_from_the_current_replicas(
 ) -> None:
     api.change("Pod", pod())
     api.change("LLMDeployment", scaled())
-    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(8))
+    gateway.set_load(engines=EnginesLoad(truth="value"), queue=waiting(8))
     first = run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: replicas(api) == 4)
     await first.stop()
-    gateway.tell(queue=waiting(0))
+    gateway.set_load(queue=waiting(0))
     run_operator("b", gateway_control_port=gateway.port)
     await api.until(lambda: len(api.names("status")) > 0 and condition(api, "ScalingActive") == "ScalingActive")
     assert replicas(api) == 4
-    gateway.tell(queue=waiting(10))
+    gateway.set_load(queue=waiting(10))
     await api.until(lambda: replicas(api) == 5)
 
 
@@ -193,17 +193,17 @@ async def test_a_waiting_request_wakes_a_deployment_at_zero(api: Any, gateway: F
     resource = scaled(minReplicas=0)
     resource["spec"]["replicas"] = 0
     api.change("LLMDeployment", resource)
-    gateway.tell(engines=EnginesLoad(truth="value"), pods=PodsSeen(), arrivals=Arrivals(truth="value", idle_s=9.0))
+    gateway.set_load(engines=EnginesLoad(truth="value"), pods=PodsSeen(), arrivals=Arrivals(truth="value", idle_s=9.0))
     run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: replicas(api) == 0 and condition(api, "Ready") == "ScaledToZero")
-    gateway.tell(queue=waiting(1, needs_engine=True))
+    gateway.set_load(queue=waiting(1, needs_engine=True))
     await api.until(lambda: replicas(api) == 1)
 
 
 async def test_advice_is_an_event_and_changes_no_replicas(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
     api.change("Pod", pod())
     api.change("LLMDeployment", scaled(mode="Advisory"))
-    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(6))
+    gateway.set_load(engines=EnginesLoad(truth="value"), queue=waiting(6))
     run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: any("recommends 3 replicas instead of 1" in text for text in events(api)))
     await api.until(lambda: condition(api, "ScalingActive") == "AdvisoryOnly")
@@ -218,7 +218,7 @@ async def test_in_mode_external_spec_replicas_applies_and_no_other_clients_chang
     resource = {"metadata": {"name": "chat", "namespace": "default"}}
     spec = {"model": MODEL, "replicas": 2, "autoscaling": {"mode": "External", "minReplicas": 1, "maxReplicas": 5}}
     api.change("LLMDeployment", {**resource, "spec": spec})
-    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(8))
+    gateway.set_load(engines=EnginesLoad(truth="value"), queue=waiting(8))
     running = run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: replicas(api) == 2 and condition(api, "ScalingActive") == "NotConfigured")
     status = api.get("LLMDeployment", "chat")["status"]
@@ -245,7 +245,7 @@ async def test_the_emptiest_pod_gets_the_lowest_deletion_cost_before_replicas_ar
         status = {"podIP": "127.0.0.2", "conditions": [{"type": "Ready", "status": "True"}]}
         api.change("Pod", {"metadata": metadata, "spec": {"containers": [], "nodeName": "n"}, "status": status})
     held = [EngineHeld(f"pod-{number}", blocks, 1) for number, blocks in enumerate((3, 1, 2))]
-    gateway.tell(held=held)
+    gateway.set_load(held=held)
     await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 3)
     api.writes.clear()
     api.change("LLMDeployment", {**api.get("LLMDeployment", "chat"), "spec": {"model": MODEL, "replicas": 2}})
@@ -272,7 +272,7 @@ async def test_the_phases_of_a_pods_start_are_measured_and_shown(
     containers = [{"name": "engine", "restartCount": 0, "state": {"running": {"startedAt": created}}}]
     status = {"podIP": "127.0.0.2", "conditions": conditions, "containerStatuses": containers}
     api.change("Pod", {"metadata": metadata, "spec": {"containers": [], "nodeName": "n"}, "status": status})
-    gateway.tell(starts=[EngineStart("pod-0", {"load": 4.0, "warm": 1.0})], pods=PodsSeen(ready=2))
+    gateway.set_load(starts=[EngineStart("pod-0", {"load": 4.0, "warm": 1.0})], pods=PodsSeen(ready=2))
 
     def start() -> dict[str, Any]:
         reported: dict[str, Any] = (api.get("LLMDeployment", "chat").get("status") or {}).get("lastStart") or {}
