@@ -1,7 +1,8 @@
-"""The cluster, the shared release, and a namespace per case; logs are collected if a case fails.
+"""Fixtures of the end-to-end tests: the cluster, the shared release, a namespace for each case, logs of failures.
 
-A case takes `release` (the chart, installed) and `space` (a kubectl of its own namespace). Everything that it deploys
-there is deleted when it ends, and it fails if something is left. Cases that control the cluster take `one_node`.
+A case requests `release` (the installed chart) and `space` (kubectl in a namespace of its own). Everything that the
+case deploys in that namespace is deleted when the case ends, and the case fails if an object remains. Cases that
+control the cluster request `one_node`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give cases more time than unit tests: they wait for pods, and the first one for the cluster.
+    """Set the timeouts and the order of the cases.
 
-    Cases that install releases of their own come first, so that the shared one is installed only once, after them.
+    Cases get more time than unit tests because they wait for pods, and the first one waits for the cluster. Cases that
+    install releases of their own come first, so that the shared release is installed only once, after them.
     """
     items.sort(key=lambda item: "release" in getattr(item, "fixturenames", ()))
     for item in items:
@@ -70,7 +72,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def image_tag(request: pytest.FixtureRequest, cluster: Cluster) -> str:
-    """Return the tag of the images on the nodes; without one, build the images of this checkout."""
+    """Return the tag of the images on the nodes; build the images of this checkout if no tag is given."""
     named = settings.read(request.config).image_tag
     assert named or cluster.node is not None, "name the tag of the images on the nodes: --image-tag"
     return named or clusters.build_images()
@@ -87,13 +89,13 @@ def releases(request: pytest.FixtureRequest, cluster: Cluster, image_tag: str) -
 
 @pytest.fixture
 def release(releases: Releases) -> Release:
-    """The chart, installed with its defaults, two replicas of each component."""
+    """Return the shared release: the chart with its defaults and two replicas of each component."""
     return releases.shared()
 
 
 @pytest.fixture
 def one_node(cluster: Cluster) -> OneNode:
-    """Control of the cluster's parts and processes."""
+    """Return the control of the cluster's parts and processes; skip the case on other clusters."""
     if cluster.node is None:
         pytest.skip("needs the one-node cluster: this context's processes and audit log are not ours")
     return cluster.node
@@ -101,14 +103,14 @@ def one_node(cluster: Cluster) -> OneNode:
 
 @pytest.fixture
 def unbroken_path(cluster: Cluster) -> None:
-    """Skip cases whose load continues while gateways are replaced, where requests go through a forwarded port."""
+    """Skip cases that replace gateways under load if requests go through a forwarded port."""
     if cluster.node is None:
         pytest.skip("a forwarded port ends with the gateway pod behind it, which this case replaces")
 
 
 @pytest.fixture
 def audit(one_node: OneNode) -> AuditLog:
-    """API calls from now on."""
+    """Return the audit log, which lists the API calls from now on."""
     log = AuditLog(one_node.audit_log)
     log.mark()
     return log
@@ -121,8 +123,9 @@ def measures(request: pytest.FixtureRequest) -> Measures:
 
 @pytest.fixture
 def make_space(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Callable[..., Kubectl]]:
-    """Make a namespace: `make_space(labels={...})` returns its kubectl. It must be empty at the end, or the case
-    fails.
+    """Return a function that creates a namespace and returns its kubectl: `make_space(labels={...})`.
+
+    The case fails if objects remain in the namespace at the end.
     """
     made: list[str] = []
 
@@ -150,5 +153,5 @@ def make_space(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Cal
 
 @pytest.fixture
 def space(make_space: Callable[..., Kubectl]) -> Kubectl:
-    """kubectl in a namespace of this case's own, under Pod Security's restricted profile."""
+    """Return kubectl in a namespace of this case, under Pod Security's restricted profile."""
     return make_space()

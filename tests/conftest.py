@@ -1,9 +1,10 @@
-"""Without an NVIDIA device Triton's kernels run in its interpreter: chosen before anything imports Triton.
+"""Configures pytest for all tests; without an NVIDIA device, Triton's kernels run in its interpreter.
 
-What takes longest begins first, and files that share servers run in one worker.
+The interpreter is selected before anything imports Triton. The longest test files start first, and files that share
+servers run in one worker.
 
-Property tests draw a sample of their examples unless `--hypothesis-profile=full` asks for all; tests with a marker
-`sample` run with some of their parameters, and with the others in `make test-full`.
+Property tests draw a sample of their examples unless `--hypothesis-profile=full` is set; tests with the marker `sample`
+run with some of their parameters, and with all of them in `make test-full`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ settings.load_profile("sample")
 
 
 SHARED = ("tests/http_servers/", "tests/engine/server/")
-"""The files of such a folder have servers in common."""
+"""Folders whose files share servers."""
 LONGEST = (
     "engine/model/test_device_runner.py",
     "engine/model/test_experts.py",
@@ -63,12 +64,12 @@ LONGEST = (
     "engine/model/test_restricted_sampling.py",
     "house/test_house_rules.py",
 )
-"""Below `tests`, by the CPU time that they take with their processes: they follow on `SHARED`."""
+"""Files below `tests` in order of the CPU time of their processes; they start after those of `SHARED`."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As `--dist loadfile`, for shared folders as for files, in the order of `_from_longest`."""
+    """Distribute tests like `--dist loadfile`, with shared folders as one file, in the order of `_from_longest`."""
     from xdist.scheduler import LoadFileScheduling
 
     class LoadShared(LoadFileScheduling):
@@ -87,7 +88,7 @@ def _scope(nodeid: str) -> str:
 
 
 def _from_longest(items: list[pytest.Item]) -> None:
-    """The smallest are left for the end, where workers would wait for the last one."""
+    """Sort the tests from the longest to the shortest, so that workers do not wait for a long one at the end."""
     order = [*SHARED, *(f"tests/{file}" for file in LONGEST)]
     rank = {scope: position for position, scope in enumerate(order)}
     scopes = {item.nodeid: _scope(item.nodeid) for item in items}
@@ -98,7 +99,7 @@ def _from_longest(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """After its fixtures: what a test has stopped ends, though the test failed, and no connection is left open."""
+    """Clean up after the fixtures of a test: suspended processes are killed, and no connection may be left open."""
     try:
         return (yield)
     finally:
@@ -109,7 +110,7 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected lives until the end: the garbage collector need not look at it again and again."""
+    """Freeze what is imported and collected, so that the garbage collector does not scan it repeatedly."""
     gc.disable()
     try:
         return (yield)
@@ -134,7 +135,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.full)
         for pattern in marker.args:
             (used if pattern in matching else unused)[test, pattern].add(call.id)
-    # A part of a file's tests may have been asked for by their ids: only a whole parameter set shows a wrong pattern.
+    # Some of a file's tests may have been selected by their ids; only a complete parameter set reveals a wrong pattern.
     wrong = [f"{test}: {pattern}" for test, pattern in unused.keys() - used.keys() if len(unused[test, pattern]) > 1]
     if wrong:
         raise pytest.UsageError(f"patterns of `sample` that match no parameters: {', '.join(sorted(wrong))}")

@@ -1,4 +1,4 @@
-"""A minute without the API server: requests are answered, even by a gateway that was restarted meanwhile."""
+"""Without the API server for a minute, all requests are answered, also by a gateway that restarts in that minute."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_a_minute_without_the_api_server_fails_no_request(one_node: OneNode, rel
     _survive(one_node.without("kube-apiserver"), release, space)
 
 
-def test_a_minute_of_silence_of_the_api_server_fails_no_request(
+def test_an_api_server_that_is_suspended_for_a_minute_fails_no_request(
     one_node: OneNode, release: Release, space: Kubectl
 ) -> None:
-    """Connections stay open and nothing answers, which is worse than a refusal for clients without timeouts."""
+    """A suspended API server keeps its connections open and answers nothing."""
     _survive(one_node.silent("kube-apiserver"), release, space)
 
 
@@ -51,7 +51,7 @@ def _survive(outage: AbstractContextManager[None], release: Release, space: Kube
         load.wait_for(5)
     load.report().assert_all_complete(at_least=30)
     second_load.report().assert_all_complete(at_least=5)
-    assert _restarts(release) == restarts, "an operator ended because the API was away"
+    assert _restarts(release) == restarts, "an operator exited because the API server was away"
 
 
 def _is_ready(address: str) -> bool:

@@ -1,6 +1,7 @@
-"""Replicas follow the load: 1 to 3, kept while the load is unknown, back to 0, and woken again.
+"""Autoscaling under load: from 1 to 3 replicas, no change while the load is unknown, down to 0, and up again.
 
-The leader is killed while replicas start, and the load stream is cut off while the load falls. No request fails.
+The leading operator is killed while replicas start, and the load stream is cut off while the load falls. No request
+fails.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from support.waiting import until
 
 MOST = 3
 HEAVY = 8
-"""Concurrent requests: with more than the sequence slots of three engines, waiting requests ask for more than two."""
+"""Number of concurrent requests: more than three engines can run, so that the waiting requests require more than two.
+"""
 WINDOW_S = 10
 IDLE_S = 15
 HELD_S = 3.0 * WINDOW_S
-"""Seconds that the number must stay without gateways' reports: with them it would have fallen to 1 and nearly to 0."""
+"""Seconds without gateway reports in which the number of replicas must not change: with reports, it would fall to 1."""
 QUEUED = "pagemill_gateway_queue_requests"
 STARTED_S = 300.0
-"""Three engines start on two cores that also serve."""
+"""Time limit for the start of three engines on two cores that also serve requests."""
 SETTLED_S = 240.0
-"""For a minute after a burst nothing is removed; then come the windows and the drains."""
+"""Time limit for scaling down: no replica is removed for a minute after a burst; the windows and the drains follow."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -58,7 +60,9 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
     chat, service = deploy(space, scaled()), release.service("chat")
     chat.wait_ready(1, STARTED_S)
     chat.wait_reason("ScalingActive", "ScalingActive")
-    start = until("the status shows how the start went", lambda: chat.status().get("lastStart"), timeout_s=90) or {}
+    start = (
+        until("the status shows the phases of the start", lambda: chat.status().get("lastStart"), timeout_s=90) or {}
+    )
     assert min(start["loadMs"], start["warmMs"], start["firstTokenMs"]) > 0, start
     measures.record("cold start by phase", **{name: value for name, value in start.items() if name.endswith("Ms")})
 
@@ -74,7 +78,7 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
         chat.wait_reason("ScalingActive", "ScalingActive")
         until("the status shows the load", lambda: _shown(chat, "requestsRunning") > 0, timeout_s=90)
         heavy.wait_for(HEAVY)
-        assert _ordered(chat) == MOST, "the next leader goes on with the number that it finds"
+        assert _ordered(chat) == MOST, "the new leader did not keep the number of replicas"
 
         with cut(release.pods("operator")):
             held = chat.wait_reason("ScalingActive", "SignalsMissing")
@@ -83,7 +87,7 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
             heavy.stopping.set()
             cut_s = time.monotonic()
             until("the windows are over", lambda: time.monotonic() > cut_s + HELD_S, timeout_s=HELD_S + 5)
-            assert _ordered(chat) == MOST, "what is not known is no zero"
+            assert _ordered(chat) == MOST, "an unknown load was treated as no load"
             assert chat.condition("ScalingActive")["reason"] == "SignalsMissing", chat.status()
             assert len(chat.pods()) == MOST
     heavy.report().assert_all_complete(at_least=4 * HEAVY)
@@ -92,10 +96,10 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
         chat.wait_reason("ScalingActive", "ScalingActive")
         until("one replica is left", lambda: _ordered(chat) == 1 and _num_pods(chat) == 1, timeout_s=SETTLED_S)
         light.wait_for(5)
-        assert _ordered(chat) == 1, "one request at a time needs one replica, and keeps it"
+        assert _ordered(chat) == 1, "one request at a time did not keep one replica"
     light.report().assert_all_complete(at_least=10)
     noted = [call for call in audit.writes(user="pagemill-operator") if call.resource == "pods"]
-    assert 0 < len(noted) <= 2 * MOST, "the emptiest were marked to go, and nothing else was written on pods"
+    assert 0 < len(noted) <= 2 * MOST, "the operator must write deletion costs on pods, at most two for each"
 
     chat.wait_reason("Ready", "ScaledToZero", SETTLED_S)
     until("no pod is left", lambda: _num_pods(chat) == 0, timeout_s=90)
@@ -126,7 +130,7 @@ def _desired(chat: Deployed) -> int:
 
 
 def _num_pods(chat: Deployed) -> int:
-    """Return the number of pods, including draining ones."""
+    """Return the number of pods, including pods that are being deleted."""
     return len(chat.kubectl.items("pods", "--selector", chat.pod_selector))
 
 

@@ -1,4 +1,4 @@
-"""Weights are fetched once from a hub onto a volume; only the loader gets the credentials."""
+"""Weights are fetched once from a hub onto a volume; only the loader gets the credentials of the hub."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from support.release import Release
 
 @pytest.fixture
 def endpoint(release: Release, space: Kubectl) -> str:
-    """Run a hub in this namespace that requires the token; return its URL."""
+    """Run a hub that requires the token in this namespace; return its URL."""
     return hubs.start(space, release.image_tag)
 
 
-def test_a_model_is_loaded_once_and_served_from_its_volume(release: Release, space: Kubectl, endpoint: str) -> None:
+def test_a_model_is_downloaded_once_and_served_from_its_volume(release: Release, space: Kubectl, endpoint: str) -> None:
     chat = deploy(space, hubs.cached("chat", endpoint))
     chat.wait_ready(1)
     assert "Paris" in release.service("chat").ask("What is the capital of France?")
@@ -45,7 +45,7 @@ def test_the_credentials_reach_the_loader_only(release: Release, space: Kubectl,
         assert hubs.TOKEN not in json.dumps(children)
 
 
-def test_wrong_credentials_are_reported_with_the_remedy_and_right_ones_heal_it(
+def test_wrong_credentials_are_reported_with_the_remedy_until_they_are_corrected(
     release: Release, space: Kubectl, endpoint: str
 ) -> None:
     space.apply(secret(hubs.CREDENTIALS, token="hf-wrong"))

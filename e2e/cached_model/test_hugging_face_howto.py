@@ -1,4 +1,4 @@
-"""The commands of docs/how-to/serve-a-hugging-face-model.md with its example, from a hub in the cluster."""
+"""The commands of docs/how-to/serve-a-hugging-face-model.md work with its example and a hub in the cluster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_page_leads_from_a_token_to_an_answer(release: Release, space: Kubec
 
 
 def _from_hub(example: Document, endpoint: str) -> Document:
-    """Return the example with the hub's only file as its model, in a size that fits the node."""
+    """Return the example with the only file of the test's hub as its model and with resources that fit the node."""
     small = llmdeployment("", engine={"env": [{"name": "HF_ENDPOINT", "value": endpoint}]})["spec"]
     small["model"] = {"source": f"hf://{hubs.REPOSITORY}/{hubs.FILE}", "cache": {"size": "1Gi"}}
     return {**example, "spec": merged(example["spec"], small)}

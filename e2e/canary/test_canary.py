@@ -1,4 +1,4 @@
-"""One model name, two deployments: a share of the requests by weight, or a refusal with the remedy."""
+"""Two deployments with one model name share the requests by weight; without weights, the younger one is refused."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ def test_a_canary_gets_its_share_of_the_requests(one_node: OneNode, release: Rel
         list(pool.map(lambda _: service.ask(max_tokens=1), range(REQUESTS)))
     answered = {deployed.name: _answered(deployed) - before[deployed.name] for deployed in (stable, canary)}
     assert sum(answered.values()) == REQUESTS
-    # Four standard deviations (7.7) around a mean of 80 in 320 draws: fails by chance once in 15,000 runs. The means of
-    # a
-    # half (160, deviation 9) and of a tenth (32, deviation 5) are five and three of their deviations outside.
+    # Four standard deviations (7.7) around a mean of 80 in 320 draws: the check fails by chance once in 15,000 runs.
+    # The mean of a half (160, deviation 9) is five of its deviations outside, that of a tenth (32, deviation 5) three.
     assert 49 <= answered["canary"] <= 111, answered
 
 
@@ -45,7 +44,7 @@ def test_a_canary_at_weight_0_gets_nothing(one_node: OneNode, release: Release, 
     assert _answered(canary) == before
 
 
-def test_a_name_claimed_twice_is_refused_to_the_younger_until_the_elder_leaves(
+def test_the_younger_of_two_deployments_with_one_name_is_refused_until_the_elder_is_deleted(
     release: Release, space: Kubectl
 ) -> None:
     elder = deploy(space, llmdeployment("elder", model={"name": "duet"}))
@@ -53,7 +52,7 @@ def test_a_name_claimed_twice_is_refused_to_the_younger_until_the_elder_leaves(
     younger = deploy(space, llmdeployment("younger", model={"name": "duet"}))
     refusal = younger.wait_reason("Ready", "NameConflict")
     assert refusal["status"] == "False"
-    assert "routing.weight" in refusal["message"], "the remedy"
+    assert "routing.weight" in refusal["message"], "the message does not name the remedy"
     assert elder.condition("Ready")["status"] == "True"
     assert release.service("duet").ask() != ""
     elder.delete()

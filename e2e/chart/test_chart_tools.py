@@ -1,4 +1,4 @@
-"""Checks of the chart by Helm's own programs: unit tests, lint, and that Helm 3 and 4 render the same."""
+"""Helm's programs check the chart: its unit tests pass, lint finds nothing, Helm 3 and 4 render the same objects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_helm_3_and_4_render_the_same(variant: str) -> None:
     assert objects("helm") == objects("helm3")
 
 
-def test_the_package_leaves_out_what_only_developers_need(tmp_path: Path) -> None:
+def test_the_package_contains_no_files_for_developers(tmp_path: Path) -> None:
     run([find("helm"), "package", ".", "--destination", str(tmp_path)])
     (package,) = tmp_path.glob("*.tgz")
     names = subprocess.run(["tar", "-tzf", package], capture_output=True, text=True, check=True).stdout.split()

@@ -1,4 +1,4 @@
-"""The version that an upgrade starts from: `--previous REF`, by default the commit before this one."""
+"""The version from which the upgrade tests start: `--previous REF`, by default the previous commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Upgrade from the previous commit's platform and rollback under load; a release of Helm 3 continues under Helm 4."""
+"""Upgrade from the previous commit's platform and rollback under load; Helm 4 continues a release of Helm 3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.waiting import until
 from pagemill_crds import API_VERSION, SERVED_VERSIONS, STORED_API_VERSION
 
 ROLLING = {"gateway": {"drainTimeoutSeconds": 45}, "operator": {"resyncSeconds": 700}}
-"""Settings that replace every pod of the release, whatever else differs between the charts."""
+"""Settings that replace every pod of the release, whatever the difference between the charts."""
 
 
 @pytest.fixture
@@ -37,13 +37,13 @@ def _uids(release: Release) -> set[str]:
 
 
 def _replaced(release: Release, before: set[str]) -> set[str]:
-    """Wait until all of `before` are replaced and return the new pods; helm returns when enough new ones are ready."""
+    """Wait until all pods in `before` are replaced, for which Helm does not wait; return the new pods."""
     until("every pod of the release is replaced", lambda: _uids(release).isdisjoint(before), timeout_s=60)
     return _uids(release)
 
 
 def _install(release: Release, previous: Previous) -> None:
-    """Install the earlier commit's platform; on clusters without image loading, today's programs with its chart."""
+    """Install the earlier platform; without image loading, install the current programs with its chart."""
     older = {"tag": previous.image_tag} if release.cluster.node is not None else {}
     release.install(chart=previous.chart, values={"image": {"operator": older, "gateway": older}})
 
@@ -52,7 +52,7 @@ def test_upgrade_and_rollback_interrupt_no_stream(
     unbroken_path: None, own: Release, space: Kubectl, previous: Previous
 ) -> None:
     _install(own, previous)
-    # The earlier release may serve only one version; objects applied with it must stay valid in the next one.
+    # The earlier release may serve only one version; objects applied in it must stay valid in the next release.
     chat = deploy(space, {**llmdeployment("chat", replicas=2), "apiVersion": STORED_API_VERSION})
     chat.wait_ready(2)
     engines = {pod["metadata"]["uid"] for pod in chat.pods()}
@@ -61,7 +61,7 @@ def test_upgrade_and_rollback_interrupt_no_stream(
         own.install(values=ROLLING)
         load.wait_for(10)
         upgraded = _replaced(own, before)
-        space.apply(llmdeployment("chat", replicas=2))  # the newest version: nothing else changes
+        space.apply(llmdeployment("chat", replicas=2))  # the newest version is the only change
         _forget_versions(space)
         assert chat.get()["apiVersion"] == API_VERSION
         own.helm("rollback", own.name, "1", "--wait")
@@ -92,13 +92,13 @@ def test_the_definition_is_upgraded_with_the_release(own: Release, previous: Pre
 
 
 def _descriptions(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield the descriptions of the first level, where most changes are visible."""
+    """Yield the descriptions of the first level of the schema, where most changes are visible."""
     yield schema["description"]
     for each in schema["properties"]["spec"]["properties"].values():
         yield each["description"]
 
 
-def test_a_release_of_helm_3_goes_on_under_helm_4(
+def test_helm_4_upgrades_a_release_of_helm_3(
     unbroken_path: None, own: Release, cluster: Cluster, space: Kubectl
 ) -> None:
     three = dataclasses.replace(own, cluster=dataclasses.replace(cluster, helm=find("helm3")))

@@ -1,8 +1,8 @@
 """Starts and stops a Kubernetes API server with its etcd, on free loopback ports, as the calling user.
 
-It is a real API server without nodes: admission, validation, defaulting, subresources and watches are real; nothing
-schedules or runs pods (`one_node` does). All state is in one folder, so any number can run concurrently; `down` removes
-it.
+It is a real API server without nodes: admission, validation, defaulting, subresources and watches are real; no
+component schedules or runs pods (`one_node` does). All state is in one folder, so any number can run concurrently;
+`down` removes the folder.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ READY_TIMEOUT_S = 90.0
 
 
 class ClusterError(Exception):
-    """The cluster did not start; the message contains the end of the failed program's log."""
+    """Raised if the cluster did not start; the message contains the end of the failed program's log."""
 
 
 def up(state: Path) -> Path:
     """Start etcd and kube-apiserver in `state`; return the path of the kubeconfig once the server is ready."""
     binaries.require(binaries.API_ONLY)
     state.mkdir(parents=True, exist_ok=True)
-    state.chmod(0o700)  # it will contain an administrator's token
+    state.chmod(0o700)  # The kubeconfig will contain an administrator's token.
     if processes.started(state):
         raise ClusterError(
             f"A cluster already uses {state}; stop it first: python3 e2e/cluster down --api-only {state}"
@@ -53,7 +53,7 @@ def up(state: Path) -> Path:
 
 
 def down(state: Path, *, keep_logs: bool = False) -> None:
-    """Stop what `up` started there, API server first, and remove the folder."""
+    """Stop what `up` started in this folder, the API server first, and remove the folder."""
     for name in reversed(processes.started(state)):
         processes.stop(state, name)
     if not keep_logs:

@@ -1,7 +1,7 @@
 """Compiles the cluster's programs from their Go modules and caches them by the digest of their pins.
 
-Each folder below `modules/` pins one family of programs in its own `go.mod` and `go.sum`: families that share a module
-would force versions on each other. It starts nothing: `api_only` and `one_node` do.
+Each folder below `modules/` pins one family of programs in its own `go.mod` and `go.sum`, because families that share a
+module would force versions on each other. The module starts no program: `api_only` and `one_node` do.
 
 It uses the standard library only, so that any python3 can run it.
 """
@@ -57,16 +57,16 @@ PROGRAMS = {
 }
 API_ONLY = ("etcd", "kube-apiserver", "kubectl")
 ON_DEMAND = ("kwok", "prometheus-adapter")
-"""Programs that only some cases need, and no smoke test."""
+"""Programs that only some cases need; `up` does not need them."""
 USUAL = tuple(name for name in PROGRAMS if name not in ON_DEMAND)
 
 
 class BuildError(Exception):
-    """The programs cannot be built; the message names the remedy."""
+    """Raised if the programs cannot be built; the message names the remedy."""
 
 
 def bin_dir() -> Path:
-    """Return the folder of the programs of exactly these pinned versions; it may not exist yet."""
+    """Return the folder of the programs of exactly these pinned versions; the folder may not exist yet."""
     digest = hashlib.blake2b(digest_size=6)
     for pins in sorted([*MODULES.glob("*/go.*"), *MODULES.glob("*/*.go")]):
         digest.update(pins.read_bytes())
@@ -74,7 +74,7 @@ def bin_dir() -> Path:
 
 
 def share_dir() -> Path:
-    """Return the folder of files that programs need at run time and that come with their modules."""
+    """Return the folder of the files from the modules that programs need at run time."""
     return bin_dir().parent / "share"
 
 
@@ -125,7 +125,7 @@ def pinned(family: str, pattern: str) -> str:
 def _build_one(name: str) -> float:
     start = time.monotonic()
     program = PROGRAMS[name]
-    # A half-written program must never look built: compile to another name, then rename.
+    # Compile to another name, then rename, so that a partly written program is never used.
     partial = bin_dir() / f".{name}.{os.getpid()}"
     argv = ["go", "build", "-buildvcs=false", "-tags", program.tags, "-ldflags", _link_flags(program.family)]
     _go([*argv, "-o", str(partial), program.package], program.family)
@@ -157,7 +157,7 @@ def _go(argv: list[str], family: str) -> str:
 
 
 def _link_flags(family: str) -> str:
-    """Return the link flags. Kubernetes reports its version from link-time variables, which clients compare."""
+    """Return the link flags: Kubernetes reports its version from link-time variables, which clients compare."""
     if family != "kubernetes":
         return "-s -w"
     version = pinned(family, r"^\s*k8s\.io/kubernetes (v\S+)")

@@ -17,7 +17,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class ContainerError(Exception):
-    """containerd refused; the message is its own."""
+    """Raised if containerd refuses a command; the message is containerd's."""
 
 
 def argv(*arguments: str) -> list[str]:
@@ -42,7 +42,7 @@ def blob_digests() -> set[str]:
 
 
 def send(container: str, action: str) -> None:
-    """`kill`, `pause` or `resume` a container; SIGKILL from outside, because a container's PID 1 ignores its own."""
+    """`kill`, `pause` or `resume` a container. SIGKILL is sent from outside: PID 1 of a container ignores its own."""
     arguments = {
         "kill": ["tasks", "kill", "--signal", "SIGKILL", container],
         "pause": ["tasks", "pause", container],
@@ -52,7 +52,7 @@ def send(container: str, action: str) -> None:
 
 
 def end_all() -> None:
-    """Kill every container and the shims that watch them, then forget them; the images stay."""
+    """Kill every container and the shims that watch them, then remove their records; the images stay."""
     for file in TASKS.glob("*/init.pid"):
         _kill_container(file.parent.name, int(file.read_text()))
     deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -69,7 +69,7 @@ def forget_all() -> None:
 
 
 def _kill_container(container: str, pid: int) -> None:
-    """Kill a container's process if it is still in that container's control group: process ids are reused."""
+    """Kill a container's process if it is still in that container's control group, because process ids are reused."""
     try:
         if container in Path(f"/proc/{pid}/cgroup").read_text():
             _thaw(container)

@@ -1,4 +1,4 @@
-"""Creates a cluster's certificate, the tokens of its parts, and the kubeconfigs with them."""
+"""Creates a cluster's certificate, the tokens of its components, and the kubeconfigs with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class CredentialsError(Exception):
-    """openssl is missing or failed; the message names the remedy."""
+    """Raised if openssl is missing or fails; the message names the remedy."""
 
 
 def make_certificate(path: Path, names: Sequence[str]) -> None:
@@ -26,9 +26,7 @@ def make_certificate(path: Path, names: Sequence[str]) -> None:
 
 
 def make_tokens(path: Path, users: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Create a token for each user, write them with the users' groups to the API server's token file, and return
-    them.
-    """
+    """Create a token for each user and write all to the API server's token file; return them by user."""
     tokens = {user: secrets.token_hex(16) for user in users}
     path.touch(mode=0o600)
     path.write_text("".join(f'{tokens[user]},{user},{user},"{",".join(users[user])}"\n' for user in users))

@@ -1,4 +1,4 @@
-"""Adds nodes that exist only as objects; KWOK simulates them and the pods on them. For tests of scale."""
+"""Adds nodes that exist only as objects, for scale tests; KWOK simulates them and their pods."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Prepares this machine for the one-node cluster beyond processes: a bridge, forwarding, mounts, control groups.
+"""Prepares this machine for the one-node cluster: a bridge, forwarding, mounts and control groups.
 
-`prepare` creates them, `restore` leaves the machine as it was.
+`prepare` creates them, `restore` returns the machine to its earlier state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from layout import BRIDGE, NODE_IP, POD_RANGE, RUN
 
 TOOLS = {"runc": "runc", "nft": "nftables", "ip": "iproute2", "openssl": "openssl"}
-"""Program -> Debian package."""
+"""The Debian package of each required program."""
 CNI_PLUGIN = Path("/usr/lib/cni/bridge")
 PATH = f"/usr/local/sbin:/usr/sbin:/sbin:{os.environ.get('PATH', '/usr/bin:/bin')}"
 SYSCTL = Path("/proc/sys/net")
@@ -22,7 +22,7 @@ SWITCHES = {SYSCTL / "ipv4" / "ip_forward": "1", SYSCTL / "bridge" / "bridge-nf-
 
 
 class HostError(Exception):
-    """This machine cannot run the cluster; the message names the remedy."""
+    """Raised if this machine cannot run the cluster; the message names the remedy."""
 
 
 def check() -> None:
@@ -49,7 +49,7 @@ def prepare() -> None:
 
 
 def restore() -> None:
-    """Remove what `prepare`, the kubelet, kube-proxy and containerd left; missing things are ignored."""
+    """Remove what `prepare`, the kubelet, kube-proxy and containerd left; ignore missing things."""
     _unmount_below(RUN)
     _remove_control_groups()
     for family in ("ip", "ip6"):
@@ -68,7 +68,7 @@ def _unmount_below(folder: Path) -> None:
 
 
 def _remove_control_groups() -> None:
-    """Remove the kubelet's control groups, innermost first: they outlive it and are empty by now."""
+    """Remove the kubelet's control groups, innermost first: they outlive the kubelet and are empty by then."""
     root = Path("/sys/fs/cgroup")
     for group in [root / "kubepods", *root.glob("*/kubepods")]:
         for folder, _, _ in os.walk(group, topdown=False):

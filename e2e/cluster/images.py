@@ -19,20 +19,20 @@ from layout import HOME
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENTS = ("gateway", "operator", "engine-cpu")
-"""Images that every case needs; `engine`, which has torch and runs on GPUs, is built only if it is named."""
+"""Images that every case needs. `engine`, which has torch and runs on GPUs, is built only if it is named."""
 TARGETS = {"engine-cpu": ("engine", "cpu")}
-"""Folder of the Dockerfile and its stage, for images that are not the last stage of a folder of their name."""
+"""For images that are not the last stage of the folder of their name: the Dockerfile's folder and its stage."""
 BASE = "docker.io/library/debian:trixie-slim"
 SUITE = "trixie"
 UNUSED_PATHS = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 ADAPTER = "prometheus-adapter"
 PACKAGES_HELP = "On Debian: apt-get install buildah mmdebstrap"
 HOST_SETTINGS = ("/etc/ssl/certs", "/etc/pip.conf")
-"""Files for access to package registries; they are mounted during the build and never part of an image."""
+"""Files for access to package registries. They are mounted during the build and are never part of an image."""
 
 
 class ImageError(Exception):
-    """An image cannot be built; the message contains the end of the output."""
+    """Raised if an image cannot be built; the message contains the end of the output."""
 
 
 def reference(component: str, tag: str) -> str:
@@ -40,7 +40,7 @@ def reference(component: str, tag: str) -> str:
 
 
 def tag_of_sources() -> str:
-    """Return a digest of the images' sources: the same sources have the same tag."""
+    """Return a digest of the images' sources, so that equal sources have equal tags."""
     return sources.digest(ROOT)
 
 
@@ -69,7 +69,7 @@ def load_all(tag: str, components: Iterable[str] = COMPONENTS) -> dict[str, floa
 
 
 def forget_others(tag: str) -> list[str]:
-    """Remove the images of earlier sources from node and buildah; layers shared with this tag's images stay.
+    """Remove the images of earlier sources from node and buildah; keep layers that this tag's images share.
 
     Return why some could not be removed: they only cost disk space.
     """
@@ -105,7 +105,7 @@ def _exists(image: str) -> bool:
 
 
 def make_base() -> None:
-    """Create the Debian slim base from Debian's packages, if buildah does not have it yet."""
+    """Create the Debian slim base from Debian's packages if buildah does not have it yet."""
     if _exists(BASE):
         return
     HOME.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def build(component: str, tag: str, root: Path = ROOT) -> None:
 
 
 def make_platform(root: Path, tag: str) -> None:
-    """Build and load gateway and operator of another checkout, for upgrades from it."""
+    """Build and load the gateway and the operator of another checkout, for upgrades from it."""
     for component in ("gateway", "operator"):
         if not _exists(reference(component, tag)):
             build(component, tag, root)
@@ -137,7 +137,7 @@ def make_platform(root: Path, tag: str) -> None:
 
 
 def derive(image: str, target: str) -> None:
-    """Create and load a different image with one more tiny layer, for a rollout to a new engine version."""
+    """Create and load an image that differs by one tiny layer, for a rollout to a new engine version."""
     with _working_container("--pull-never", image) as container:
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as marker:
             marker.write(target + "\n")
@@ -148,7 +148,7 @@ def derive(image: str, target: str) -> None:
 
 
 def make_redis(target: str) -> None:
-    """Create and load the image of the chart's own Redis: Debian's server and client, started by arguments alone."""
+    """Create and load the image of the chart's own Redis: Debian's server and client, configured by arguments alone."""
     if not _exists(target):
         with _installed("redis-server", "redis-tools") as container:
             _run("buildah", "config", "--entrypoint", "[]", "--cmd", '["redis-server"]', container)
@@ -183,7 +183,7 @@ def _installed(*packages: str) -> Iterator[str]:
 
 @contextmanager
 def _working_container(*source: str) -> Iterator[str]:
-    """Yield a working container and remove it at the end: one that is left would keep its image from being removed."""
+    """Yield a working container and remove it at the end, because it would prevent the removal of its image."""
     container = _run("buildah", "from", *source).strip()
     try:
         yield container
@@ -192,7 +192,7 @@ def _working_container(*source: str) -> Iterator[str]:
 
 
 def sizes(tag: str) -> dict[str, str]:
-    """Return the uncompressed sizes by component."""
+    """Return the uncompressed size of each component's image."""
     names = {
         name: each["size"] for each in json.loads(_run("buildah", "images", "--json")) for name in each["names"] or []
     }

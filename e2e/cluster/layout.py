@@ -1,4 +1,4 @@
-"""Paths and addresses of the one-node cluster. It decides nothing and starts nothing."""
+"""Paths and addresses of the one-node cluster. The module starts nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 HOME = Path("/var/lib/pagemill-e2e")
 RUN = HOME / "run"
-"""All that a running cluster leaves on disk; `down` removes it."""
+"""Everything that a running cluster stores on disk; `down` removes it."""
 IMAGES = HOME / "images"
-"""containerd's store; it survives `down`, so that six gigabytes are unpacked only once."""
+"""containerd's store. It survives `down`, so that six gigabytes are unpacked only once."""
 VOLUMES = RUN / "volumes"
 AUDIT_LOG = RUN / "audit.log"
 KUBECONFIG = RUN / "admin.conf"

@@ -1,7 +1,7 @@
 """Loads images into the node's containerd, copying only the layers that it does not have yet.
 
-An image is sent as an archive without what containerd already has: after the first time six gigabytes of torch stay
-where they are, and a change of code takes seconds. It builds nothing: `images` does.
+An image is sent as an archive without the layers that containerd has: after the first time, six gigabytes of torch are
+not copied again, and a change of code takes seconds. The module builds no image: `images` does.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import containers
 from layout import HOME, IMAGES, PAUSE_IMAGE
 
 LAYOUT = HOME / "layout"
-"""An OCI image layout to which skopeo writes; it skips the layers that are already there."""
+"""The OCI image layout to which skopeo writes; skopeo skips the layers that the layout has."""
 BLOBS = IMAGES / "io.containerd.content.v1.content" / "blobs" / "sha256"
 """containerd's own files, on the same file system as the layout."""
 LARGE_BYTES = 1 << 20
 NUM_ADOPTIONS = 3
 KEEP = "containerd.io/gc.root"
-"""A label by which containerd keeps a layer that no image references yet."""
+"""The label by which containerd keeps a layer that no image references yet."""
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 CONFIG = "application/vnd.oci.image.config.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar"
@@ -38,7 +38,7 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 class LoadError(Exception):
-    """The image did not reach containerd; the message says why."""
+    """Raised if the image did not reach containerd; the message says why."""
 
 
 def load(image: str) -> None:
@@ -46,7 +46,7 @@ def load(image: str) -> None:
     LAYOUT.mkdir(parents=True, exist_ok=True)
     present = containers.blob_digests()
     _forget_blobs_but(present)
-    (LAYOUT / "index.json").unlink(missing_ok=True)  # otherwise it would keep listing every image ever loaded
+    (LAYOUT / "index.json").unlink(missing_ok=True)  # otherwise the layout would list every image ever loaded
     _copy_to_layout(image)
     entry = json.loads((LAYOUT / "index.json").read_text())["manifests"][-1]
     new = [blob for blob in _blobs_of(entry) if _digest_of(blob) not in present]
@@ -62,11 +62,11 @@ def load(image: str) -> None:
 
     _import(write)
     for blob in large:
-        containers.ctr("content", "label", _digest_of(blob), f"{KEEP}=")  # the image references the layer from now on
+        containers.ctr("content", "label", _digest_of(blob), f"{KEEP}=")  # from now on, the image references the layer
 
 
 def load_pause() -> None:
-    """Build and load the image that holds a pod's namespaces: a single program."""
+    """Build and load the image of the pause container, which holds a pod's namespaces: a single program."""
     if PAUSE_IMAGE in containers.image_names():
         return
     layer_file = io.BytesIO()
@@ -93,7 +93,7 @@ def load_pause() -> None:
 
 
 def _copy_to_layout(image: str) -> None:
-    """Copy uncompressed, because compressing six gigabytes takes minutes; skopeo can, Debian's buildah cannot."""
+    """Copy the image uncompressed, because compression takes minutes; Debian's buildah cannot, skopeo can."""
     argv = ["skopeo", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"]
     argv += [f"containers-storage:{image}", f"oci:{LAYOUT}:{image}"]
     try:
@@ -115,14 +115,14 @@ def _import(write: Callable[[tarfile.TarFile], None]) -> None:
             with process.stdin, tarfile.open(fileobj=process.stdin, mode="w|", bufsize=1 << 20) as archive:
                 write(archive)
         except BrokenPipeError:
-            pass  # containerd's own output has the cause
+            pass  # containerd's own output contains the cause.
         if process.wait() != 0:
             output.seek(0)
             raise LoadError(f"containerd refused the image: {output.read().decode(errors='replace')[-2000:]}")
 
 
 def _blobs_of(entry: dict[str, Any]) -> list[Path]:
-    """Return the files of a manifest: config, layers, and the manifest itself."""
+    """Return the files of a manifest: the config, the layers, and the manifest itself."""
     manifest = json.loads(_blob(entry["digest"]).read_text())
     digests = [manifest["config"]["digest"], *(layer["digest"] for layer in manifest["layers"]), entry["digest"]]
     return [_blob(digest) for digest in dict.fromkeys(digests)]
@@ -133,7 +133,7 @@ def _blob(digest: str) -> Path:
 
 
 def _adopt(blob: Path) -> None:
-    """Give containerd a layer and make it keep it: a just started containerd may collect the layer in between."""
+    """Give containerd a layer with a label that keeps it: containerd may collect unreferenced layers."""
     for _ in range(NUM_ADOPTIONS - 1):
         _ingest(blob)
         with suppress(containers.ContainerError):
@@ -148,7 +148,7 @@ def _keep(blob: Path) -> None:
 
 
 def _ingest(blob: Path) -> None:
-    """Add a layer without writing it again: link it into containerd's store, then register it."""
+    """Add a layer without copying it: link it into containerd's store, then register it."""
     target = BLOBS / blob.name
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists():

@@ -1,8 +1,8 @@
-"""Starts and stops a real one-node Kubernetes, and kills and restarts its parts individually.
+"""Starts and stops a real one-node Kubernetes, and kills and restarts its components individually.
 
 etcd, API server, controller manager, scheduler, kubelet, containerd, kube-proxy and CoreDNS run as plain processes of
-this machine, pods as containers on one bridge; nothing listens beyond it. One such cluster fits on a machine.
-`parts` has the command lines, `host` prepares the machine, `images` and `loading` provide the pods' images.
+this machine, and pods as containers on one bridge; no port is reachable from other machines. A machine can run one such
+cluster. `parts` has the command lines, `host` prepares the machine, `images` and `loading` provide the pods' images.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def up() -> None:
 
 
 def down() -> None:
-    """End every process and container and leave the machine as it was; loaded images stay for the next cluster."""
+    """End every process and container and restore the machine; loaded images stay for the next cluster."""
     _end_all()
     shutil.rmtree(RUN, ignore_errors=True)
 
 
 def start(name: str) -> None:
-    """Start a part that `stop` killed."""
+    """Start a component that `stop` killed."""
     running = processes.started(RUN).get(name)
     if running is None or not processes.is_running(running):
         env = {**os.environ, "PATH": f"{binaries.bin_dir()}:{host.PATH}"}
@@ -70,12 +70,12 @@ def start(name: str) -> None:
 
 
 def stop(name: str) -> None:
-    """Kill a part as a crash does; pods and everything else continue."""
+    """Kill a component as a crash does; pods and everything else continue."""
     processes.stop(RUN, name)
 
 
 def fake_gpus(count: int) -> None:
-    """Make the node offer so many `nvidia.com/gpu`: accounting only, no device."""
+    """Make the node offer this many `nvidia.com/gpu`, for accounting only; there is no device."""
     value = [{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": str(count)}]
     kubectl("patch", "node", NODE, "--subresource=status", "--type=json", "-p", json.dumps(value))
 
@@ -125,9 +125,7 @@ def _wait(what: str, ready: Callable[[], bool]) -> None:
 
 
 def _end_all() -> None:
-    """End everything. The kubelet is first, as it would restart what is killed; containerd last, as it has the
-    records.
-    """
+    """End all processes: the kubelet first, which would restart containers, and containerd last."""
     for name in reversed(processes.started(RUN)):
         if name != "containerd":
             processes.stop(RUN, name)

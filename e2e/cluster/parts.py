@@ -1,6 +1,4 @@
-"""The parts of the one-node cluster: their command lines and configuration files. It starts nothing: `one_node`
-does.
-"""
+"""Command lines and configuration files of the one-node cluster's components. `one_node` starts them."""
 
 from __future__ import annotations
 
@@ -33,9 +31,10 @@ HERE = Path(__file__).resolve().parent
 CERTIFICATE = RUN / "apiserver.crt"
 KEY = RUN / "apiserver.key"
 REGISTRIES = "registries"
-"""Folder with a `HOST/hosts.toml` for each registry that is not reached by plain HTTPS; it is read at each pull."""
+"""The folder with a `HOST/hosts.toml` for each registry that does not use plain HTTPS; it is read at each pull."""
 FRONT_PROXY = "front-proxy"
-"""Certificate and authority in one, by which the API server authenticates to aggregated API servers (metrics APIs)."""
+"""Certificate and authority in one, with which the API server authenticates to aggregated API servers (metrics APIs).
+"""
 SERVER_NAMES = (
     "DNS:localhost",
     "DNS:kubernetes.default.svc",
@@ -50,14 +49,13 @@ USERS: dict[str, Sequence[str]] = {
     "system:kube-controller-manager": [],
     "system:kube-scheduler": [],
     "system:kube-proxy": [],
-    # Kubernetes has no roles for these other programs. With users of their own, the audit log separates them from
-    # tests.
+    # Kubernetes has no roles for these programs. With users of their own, the audit log separates them from tests.
     "e2e:coredns": ["system:masters"],
     "e2e:storage": ["system:masters"],
     "e2e:kwok": ["system:masters"],
 }
 API_RATE = ("--kube-api-qps=300", "--kube-api-burst=500")
-"""With their own limit of 20 requests per second, a run with thousands of objects would measure only that limit."""
+"""Higher limits than the default of 20 requests per second, which would dominate a test with thousands of objects."""
 START_ORDER = (
     "etcd",
     "containerd",
@@ -72,7 +70,7 @@ START_ORDER = (
 
 
 def argv(name: str) -> list[str]:
-    """Return the command line of a part."""
+    """Return the command line of a component."""
     if name == "storage":
         return [sys.executable, str(HERE / "storage.py"), str(kubeconfig("e2e:storage"))]
     return [str(binaries.bin_dir() / name), *_FLAGS[name]()]
@@ -83,7 +81,7 @@ def kubeconfig(user: str) -> Path:
 
 
 def configure() -> None:
-    """Write certificates, tokens and every part's configuration."""
+    """Write certificates, tokens and the configuration of every component."""
     credentials.make_certificate(RUN / "apiserver", SERVER_NAMES)
     credentials.make_certificate(RUN / FRONT_PROXY, [f"DNS:{FRONT_PROXY}"])
     tokens = credentials.make_tokens(RUN / "tokens.csv", USERS)
@@ -138,7 +136,7 @@ def _apiserver_flags() -> list[str]:
         "--requestheader-extra-headers-prefix=X-Remote-Extra-",
         f"--audit-policy-file={RUN / 'audit.yaml'}",
         f"--audit-log-path={AUDIT_LOG}",
-        "--audit-log-maxsize=10000",  # never rotated: tests continue reading from an offset
+        "--audit-log-maxsize=10000",  # never rotated, because tests continue reading from an offset
     ]
 
 
@@ -181,7 +179,7 @@ _FLAGS: dict[str, Callable[[], list[str]]] = {
 
 
 def _network() -> dict[str, Any]:
-    """Return the network: pods on one bridge, reachable only from this machine, without masquerading."""
+    """Return the network configuration: pods on one bridge, reachable only from this machine, without masquerading."""
     bridge = {
         "type": "bridge",
         "bridge": BRIDGE,
@@ -198,9 +196,7 @@ def _network() -> dict[str, Any]:
 
 
 def _audit_policy() -> dict[str, Any]:
-    """Return a policy with one line per request that is not from Kubernetes itself: tests count an operator's
-    writes.
-    """
+    """Return an audit policy that logs each request not made by Kubernetes itself: tests count an operator's writes."""
     parts = {"level": "None", "userGroups": ["system:nodes", "system:serviceaccounts:kube-system"]}
     users = {"level": "None", "users": [user for user in USERS if user != "admin"] + ["system:apiserver"]}
     return {
@@ -226,7 +222,7 @@ def _kubelet() -> dict[str, Any]:
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "failCgroupV1": False,
         "failSwapOn": False,
-        # Images stay until they are removed explicitly: loading the engine's again takes minutes.
+        # Images stay until they are removed explicitly, because loading the engine's again takes minutes.
         "imageGCHighThresholdPercent": 100,
         "localStorageCapacityIsolation": False,
         "makeIPTablesUtilChains": False,

@@ -1,7 +1,7 @@
 """Starts and ends the cluster's processes, which outlive the command that starts them.
 
-A folder's `pids.json` maps programs to process ids. A reused process id is never killed: the program behind an id must
-still be the file that was started.
+A folder's `pids.json` maps programs to process ids. Process ids are reused, so a process is killed only if its program
+is still the file that was started.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def start(state: Path, name: str, argv: list[str], env: Mapping[str, str] | None
 
 
 def stop(state: Path, name: str) -> None:
-    """Send SIGKILL and wait for the end: what is lost is either discarded or the fault that a test wants."""
+    """Send SIGKILL and wait for the end; the lost state is either discarded or the fault that a test needs."""
     processes = started(state)
     process = processes.pop(name, None)
     if process is None:
@@ -60,7 +60,7 @@ def is_running(process: Started) -> bool:
 
 
 def started(state: Path) -> dict[str, Started]:
-    """Return what `start` started and `stop` did not stop, oldest first."""
+    """Return the processes that `start` started and `stop` did not stop, oldest first."""
     try:
         processes: dict[str, Started] = json.loads((state / "pids.json").read_text())
     except FileNotFoundError:

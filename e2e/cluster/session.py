@@ -1,4 +1,4 @@
-"""Runs one command on a one-node cluster of its own: builds what is missing, starts it, and leaves nothing behind.
+"""Runs one command on a new one-node cluster: builds what is missing, starts the cluster, and removes it afterwards.
 
 It prints the seconds of every phase at the end, so that a slow run shows where its time went.
 """
@@ -24,7 +24,7 @@ END_TIMEOUT_S = 60.0
 
 
 def run(command: Sequence[str]) -> int:
-    """Run the command and return its exit code. The cluster ends with it, also on SIGTERM and Ctrl-C."""
+    """Run the command and return its exit code. The cluster ends with the command, also on SIGTERM and Ctrl-C."""
     signal.signal(signal.SIGTERM, _exit)
     durations: dict[str, float] = {}
     tag = images.tag_of_sources()
@@ -49,9 +49,9 @@ def run(command: Sequence[str]) -> int:
 
 
 def prepare(tag: str) -> dict[str, float]:
-    """Build what is missing, without a cluster; return the seconds by phase.
+    """Build what is missing, without a cluster; return the seconds of each phase.
 
-    Compiling programs uses the processors, building images the network and the disk, so both run concurrently.
+    Compiling programs uses the processors, and building images the network and the disk, so both run concurrently.
     """
     with ThreadPoolExecutor(max_workers=2) as pool:
         built = pool.submit(images.build_all, tag)

@@ -28,7 +28,7 @@ IDLE_TIMEOUT_S = 60
 
 
 class Api:
-    """The few needed requests of the API, as JSON."""
+    """A client for the few API requests that the provisioner needs, with JSON bodies."""
 
     def __init__(self, kubeconfig: Path) -> None:
         config = json.loads(kubeconfig.read_text())
@@ -62,13 +62,13 @@ def main() -> None:
         try:
             _follow(api)
         except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
-            sys.stderr.write(f"storage: {error!r}\n")  # the API server is away: tests stop it
+            sys.stderr.write(f"storage: {error!r}\n")  # the API server may be down: tests stop it
             sys.stderr.flush()
         time.sleep(RETRY_S)
 
 
 def _follow(api: Api) -> None:
-    """Process the present state, then every change until the connection ends."""
+    """Process all claims, then every change until the connection ends."""
     _, listed = api.request("GET", CLAIMS)
     claims = {claim["metadata"]["uid"]: claim for claim in listed["items"]}
     for claim in claims.values():

@@ -1,6 +1,7 @@
-"""The CRD, applied once, and objects that are deleted with their test.
+"""The CRD, applied once, and objects that are deleted after each test.
 
-These tests need no node and patch statuses, so they have an API server of their own beside the other tests' cluster.
+These tests need no node, and they patch statuses, so they use an API server of their own instead of the other tests'
+cluster.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
 
 @pytest.fixture(scope="session")
 def applied(kubectl: Any) -> subprocess.CompletedProcess[str]:
-    """Apply the definition and return the output; every test of a served object depends on it."""
+    """Apply the CRD and return the output of kubectl; every test of a custom object depends on this fixture."""
     done: subprocess.CompletedProcess[str] = kubectl.run("apply", "--server-side", "-f", str(DEFINITION))
     assert done.returncode == 0, done.stderr
     kubectl.ok("wait", "--for=condition=Established", "--timeout=30s", f"crd/{RESOURCE}")
@@ -41,7 +42,7 @@ def applied(kubectl: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def deployment() -> Callable[..., Deployment]:
-    """Build an object: `deployment(engine={...})` sets sections of the spec."""
+    """Return a function that builds an object: `deployment(engine={...})` sets sections of the spec."""
     numbers = itertools.count()
 
     def build(**sections: Any) -> Deployment:
@@ -58,7 +59,7 @@ def deployment() -> Callable[..., Deployment]:
 
 @pytest.fixture
 def create(kubectl: Any, applied: object) -> Iterator[Callable[[Deployment], Deployment]]:
-    """Create an object and return it as the server stored it."""
+    """Return a function that creates an object and returns it as the server stored it."""
     names: list[str] = []
 
     def create(document: Deployment) -> Deployment:

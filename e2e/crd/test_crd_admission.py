@@ -1,4 +1,4 @@
-"""Defaults and refusals of the API server, with their messages; every CEL rule is broken once."""
+"""The API server sets defaults and refuses bad objects with the CRD's messages; every CEL rule is violated once."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"autoscaling": {"maxReplicas": 2, "slo": {}}}, "the SLO is empty"),
     ({"rollout": {"maxSurge": 0, "maxUnavailable": "0%"}}, "maxSurge and maxUnavailable are both 0"),
 ]
-"""Sections of a spec and the beginning of the message that refuses them."""
+"""Sections of a spec, each with the beginning of the message that refuses it."""
 
 SHADOWED = {
     "aliases repeat a name",
     "two adapters have the same name",
     "two environment variables have the same name",
 }
-"""Rules that another check of the server (set and map lists) answers first; their documents are refused too."""
+"""Rules whose violations another check of the server (set and map lists) refuses first."""
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"model": {}}, "spec.model.source: Required value"),
@@ -98,7 +98,7 @@ def test_a_malformed_field_is_refused_by_its_path(
 
 
 @pytest.mark.parametrize(("name", "message"), [("a" * 49, "at most 48 letters"), ("7b-chat", "put a letter first")])
-def test_a_name_that_no_child_could_carry_is_refused(
+def test_a_name_that_is_too_long_for_child_objects_is_refused(
     kubectl: Any, applied: object, deployment: Any, name: str, message: str
 ) -> None:
     document = deployment()
@@ -116,7 +116,7 @@ def test_an_immutable_field_cannot_change(kubectl: Any, create: Callable[..., An
     assert "accessMode cannot change" in done.stderr
 
 
-def test_every_rule_of_the_definition_is_tried_here() -> None:
+def test_every_rule_of_the_definition_is_violated_by_a_case() -> None:
     definition = yaml.safe_load((ROOT / "crds" / "llmdeployments.yaml").read_text())
     messages = set(_messages(definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
     immutable = {"storageClassName cannot change", "accessMode cannot change"}
@@ -154,11 +154,11 @@ def test_a_minimal_object_gets_every_default(create: Callable[..., Any], deploym
     assert spec["resources"] == {"gpus": 0}
     assert spec["routing"] == {"policy": "Auto", "queue": {"maxRequests": 1000, "maxBytes": "256Mi", "timeout": "60s"}}
     assert spec["rollout"] == {"maxSurge": 1, "maxUnavailable": 0, "drainTimeout": "60s"}
-    assert "autoscaling" not in spec, "absent means that spec.replicas counts"
+    assert "autoscaling" not in spec, "without autoscaling, spec.replicas applies"
 
 
 def test_the_servers_defaults_are_the_models_defaults(create: Callable[..., Any], deployment: Any) -> None:
-    """`pagemill up` and the API server must read the same spec from the same document."""
+    """`pagemill up` and the API server must derive the same spec from the same document."""
     from pagemill_crds.models import LLMDeployment
 
     document = deployment(autoscaling={"maxReplicas": 2}, engine={"speculative": {"method": "ngram"}})
@@ -171,7 +171,7 @@ def test_the_servers_defaults_are_the_models_defaults(create: Callable[..., Any]
 
 
 def test_the_examples_are_accepted(kubectl: Any, applied: object) -> None:
-    """Beside deployments, examples contain settings of other programs, whose kinds this server does not have."""
+    """The examples also contain settings of other programs, whose kinds this server does not have."""
     examples = sorted((ROOT / "examples").rglob("*.yaml"))
     documents = [document for example in examples for document in yaml.safe_load_all(example.read_text())]
     known = [document for document in documents if document.get("apiVersion") in SERVED]

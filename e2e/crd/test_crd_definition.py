@@ -1,4 +1,4 @@
-"""The CRD itself on a real API server: accepted without warnings, listed, explained, printed."""
+"""A real API server accepts the CRD without warnings, and kubectl lists, explains and prints its objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_the_definition_applies_without_a_warning(applied: subprocess.CompletedP
     assert applied.stderr == ""
 
 
-def test_it_is_established_and_its_schema_is_structural(kubectl: Any, applied: object) -> None:
+def test_the_definition_is_established_and_its_schema_is_structural(kubectl: Any, applied: object) -> None:
     status = kubectl.json("get", "crd", RESOURCE)["status"]
     conditions = {each["type"]: (each["status"], each["reason"]) for each in status["conditions"]}
     assert conditions["Established"] == ("True", "InitialNamesAccepted")
@@ -22,19 +22,21 @@ def test_it_is_established_and_its_schema_is_structural(kubectl: Any, applied: o
     assert status["storedVersions"] == ["v1alpha1"]
 
 
-def test_applying_it_again_changes_nothing(kubectl: Any, applied: object) -> None:
+def test_applying_the_definition_again_changes_nothing(kubectl: Any, applied: object) -> None:
     before = kubectl.json("get", "crd", RESOURCE)["metadata"]["generation"]
     kubectl.ok("apply", "--server-side", "-f", "crds/llmdeployments.yaml")
     assert kubectl.json("get", "crd", RESOURCE)["metadata"]["generation"] == before
 
 
-def test_it_has_a_short_name_and_a_category(kubectl: Any, create: Callable[..., Any], deployment: Any) -> None:
+def test_the_definition_has_a_short_name_and_a_category(
+    kubectl: Any, create: Callable[..., Any], deployment: Any
+) -> None:
     name = create(deployment())["metadata"]["name"]
     for word in ("llmd", "llmdeployment", "llmdeployments", "pagemill"):
         assert f"llmdeployment.pagemill.dev/{name}" in kubectl.ok("get", word, "-o", "name").split()
 
 
-def test_get_prints_what_an_operator_wants_to_see(kubectl: Any, create: Callable[..., Any], deployment: Any) -> None:
+def test_get_prints_the_columns_of_the_definition(kubectl: Any, create: Callable[..., Any], deployment: Any) -> None:
     stored = create(deployment())
     stored["status"] = {
         "readyReplicas": 2,

@@ -1,4 +1,4 @@
-"""`/scale`, `/status` and server-side apply, as controllers and autoscalers use them."""
+"""`/scale`, `/status` and server-side apply work as controllers and autoscalers use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_kubectl_scale_sets_the_replicas(kubectl: Any, create: Create, deploymen
 
 
 def test_scale_reports_replicas_and_the_selector(kubectl: Any, create: Create, deployment: Any) -> None:
-    """HorizontalPodAutoscaler and KEDA read these."""
+    """HorizontalPodAutoscaler and KEDA read these fields."""
     stored = create(deployment(replicas=2))
     name = stored["metadata"]["name"]
     stored["status"] = {"replicas": 2, "selector": f"pagemill.dev/deployment={name}"}
@@ -34,14 +34,14 @@ def test_scale_reports_replicas_and_the_selector(kubectl: Any, create: Create, d
 PATH = "/apis/pagemill.dev/v1beta1/namespaces/default/llmdeployments"
 
 
-def test_scaling_obeys_the_limits_of_the_field(kubectl: Any, create: Create, deployment: Any) -> None:
+def test_scale_respects_the_limits_of_replicas(kubectl: Any, create: Create, deployment: Any) -> None:
     name = create(deployment())["metadata"]["name"]
     done = kubectl.run("scale", f"llmd/{name}", "--replicas=1001")
     assert done.returncode == 1
     assert "spec.replicas" in done.stderr
 
 
-def test_status_and_spec_do_not_touch_each_other(kubectl: Any, create: Create, deployment: Any) -> None:
+def test_writes_of_status_and_spec_do_not_affect_each_other(kubectl: Any, create: Create, deployment: Any) -> None:
     stored = create(deployment(replicas=1))
     name, generation = stored["metadata"]["name"], stored["metadata"]["generation"]
     assert "status" not in stored
@@ -53,8 +53,8 @@ def test_status_and_spec_do_not_touch_each_other(kubectl: Any, create: Create, d
     assert after["status"]["readyReplicas"] == 1
 
 
-def test_conditions_of_two_managers_merge(kubectl: Any, create: Create, deployment: Any) -> None:
-    """Conditions are a list-map: each field manager owns its types and leaves the others alone."""
+def test_conditions_of_two_field_managers_are_merged(kubectl: Any, create: Create, deployment: Any) -> None:
+    """Conditions are a list-map: each field manager owns its types and does not change the others."""
     stored = create(deployment())
     name = stored["metadata"]["name"]
     apply_status(kubectl, stored, "operator", [condition("Ready", "False", "ModelLoading")])

@@ -1,6 +1,6 @@
-"""Two versions of one resource on a real API server: read and written alike, rolled back, and moved in etcd.
+"""Two versions of one resource on a real API server: both can be read and written, rolled back, and migrated in etcd.
 
-Each test has an API server of its own, because it changes the definition.
+Each test has an API server of its own because it changes the CRD.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def today() -> Definition:
 
 
 def define(kubectl: Kubectl, definition: Definition) -> None:
-    """Apply a whole new definition instead of the old one, as Helm does."""
+    """Replace the whole definition, as Helm does."""
     kubectl.ok("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=definition)
     names = [each["name"] for each in definition["spec"]["versions"]]
     until("the API server serves these versions", lambda: served(kubectl) == set(names), timeout_s=30)
-    # This refreshes what a plain `kubectl get` does not: the version in which objects are shown by default.
-    until("kubectl knows the newest", lambda: names[0] in kubectl.ok(*API_RESOURCES), timeout_s=30)
+    # The command refreshes what a plain `kubectl get` does not: the version in which objects are shown by default.
+    until("kubectl knows the newest version", lambda: names[0] in kubectl.ok(*API_RESOURCES), timeout_s=30)
 
 
 def served(kubectl: Kubectl) -> set[str]:
@@ -78,7 +78,7 @@ def stored_versions(kubectl: Kubectl) -> list[str]:
     return versions
 
 
-def test_what_is_written_in_one_version_is_read_in_the_other(own: Kubectl) -> None:
+def test_an_object_written_in_one_version_can_be_read_in_the_other(own: Kubectl) -> None:
     for written, name in ((STORED, "old"), (NEWEST, "new")):
         own.ok("create", "--validate=strict", "-f", "-", stdin=document(name, written, replicas=2))
         both = [read(own, name, version) for version in (STORED, NEWEST)]
@@ -96,12 +96,12 @@ def test_an_applied_manifest_keeps_its_owner_when_its_version_changes(own: Kubec
     own.ok(*apply, stdin=document("chat", STORED, replicas=2, cost={"gpuHour": 1}))
     own.ok(*apply, stdin=document("chat", NEWEST, replicas=2))
     found = read(own, "chat", NEWEST)
-    assert "cost" not in found["spec"], "what the manifest no longer has is removed: its fields have one owner"
+    assert "cost" not in found["spec"], "a field that the manifest no longer has must be removed"
     assert found["metadata"]["generation"] == 2
 
 
-def test_the_definition_of_the_last_release_comes_back_with_all_objects(own: Kubectl) -> None:
-    """A rollback of the chart; it is refused if anything might be stored in the removed version."""
+def test_a_rollback_to_the_definition_of_the_last_release_keeps_all_objects(own: Kubectl) -> None:
+    """A rollback restores the old definition; it is refused if an object may be stored in the removed version."""
     own.ok("create", "-f", "-", stdin=document("chat", NEWEST, replicas=2))
     define(own, only(STORED, stored=STORED))
     assert own.json("get", "llmd", "chat")["apiVersion"] == f"pagemill.dev/{STORED}"
@@ -110,7 +110,7 @@ def test_the_definition_of_the_last_release_comes_back_with_all_objects(own: Kub
     assert read(own, "chat", NEWEST)["spec"]["replicas"] == 4
 
 
-def test_objects_move_to_another_stored_version_as_the_page_says(own: Kubectl) -> None:
+def test_the_documented_command_migrates_objects_to_another_stored_version(own: Kubectl) -> None:
     assert MIGRATE in (ROOT / "docs" / "how-to" / "upgrade.md").read_text()
     own.ok("create", "-f", "-", stdin=document("chat", STORED, replicas=2))
     define(own, only(STORED, NEWEST, stored=NEWEST))
@@ -123,7 +123,7 @@ def test_objects_move_to_another_stored_version_as_the_page_says(own: Kubectl) -
         own.ok("replace", "-f", "-", stdin=own.ok("get", RESOURCE, "--all-namespaces", "--output", "json"))
         return bool(read(own, "chat", NEWEST)["metadata"]["resourceVersion"] != before["metadata"]["resourceVersion"])
 
-    # The server takes a moment to use its new definition; until then a write is no change.
+    # The server takes a moment to use its new definition; until then, a write changes nothing.
     until("the object is stored anew", write_again, timeout_s=30)
     after = read(own, "chat", NEWEST)
     assert (after["metadata"]["generation"], after["spec"]) == (before["metadata"]["generation"], before["spec"])

@@ -1,4 +1,4 @@
-"""Engines that are killed under load: no client notices."""
+"""Killing engines under load fails no request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_KILLS = 4
 
 @pytest.mark.smoke
 def test_killed_engines_fail_no_request_and_cut_no_stream(one_node: OneNode, release: Release, space: Kubectl) -> None:
-    """Another engine continues what a killed one had begun: every text equals the golden one."""
+    """Another engine continues the answers of a killed engine: every text equals the golden one."""
     chat = deploy(space, llmdeployment("chat", replicas=2))
     chat.wait_ready(2)
     with running_load(release.service("chat"), workers=4, max_tokens=96) as load:
@@ -29,7 +29,7 @@ def test_killed_engines_fail_no_request_and_cut_no_stream(one_node: OneNode, rel
 
 
 def _kill_one(chat: Deployed, index: int) -> None:
-    """Kill the engines alternately, so that the kubelet's pause before a restart stays short."""
+    """Kill the engines alternately, so that the kubelet's back-off before a restart stays short."""
     name = sorted(pod["metadata"]["name"] for pod in chat.pods())[index]
     restarts = _restarts(chat, name)
     kill_pod(chat.kubectl.json("get", f"pod/{name}"), "pagemill_engine")

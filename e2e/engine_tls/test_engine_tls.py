@@ -1,6 +1,4 @@
-"""TLS between gateways and engines: turned on, its certificate changed, and turned off under load; no client
-notices.
-"""
+"""TLS between gateways and engines is turned on, renewed and turned off under load without a failed request."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ SECRET_UPDATE_S = 240.0
 
 @pytest.fixture
 def changed(releases: Releases) -> Iterator[Release]:
-    """A release of this case alone, because its settings change."""
+    """Install a release for this case alone, because the case changes its settings."""
     yield releases.fresh()
     releases.close()
 
@@ -100,7 +98,7 @@ def certificate(folder: Path, name: str) -> dict[str, str]:
 
 
 def keep(release: Release, space: Kubectl, pair: dict[str, str], authority: str) -> None:
-    """Write the Secret where engines serve it and where gateways read `ca.crt`."""
+    """Write the Secret where engines read their certificate and where gateways read `ca.crt`."""
     document = {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -113,13 +111,13 @@ def keep(release: Release, space: Kubectl, pair: dict[str, str], authority: str)
 
 
 def listening(deployed: Deployed) -> set[int]:
-    """Return the ports that its engines' containers declare."""
+    """Return the ports that the engines' containers declare."""
     containers = [pod["spec"]["containers"][0] for pod in deployed.pods()]
     return {port["containerPort"] for container in containers for port in container["ports"]}
 
 
 def served(pod: Document) -> str:
-    """Return the certificate on the pod's data port, or "" while it does not answer."""
+    """Return the certificate on the pod's data port, or "" if the port does not answer."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

@@ -1,4 +1,4 @@
-"""etcd restarts under load: clients notice nothing, and the operator carries out the next change."""
+"""A restart of etcd under load fails no request, and the operator carries out the next change."""
 
 from __future__ import annotations
 

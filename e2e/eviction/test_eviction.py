@@ -1,4 +1,4 @@
-"""Node drains by the Eviction API: pods are evicted one at a time."""
+"""A node drain by the Eviction API evicts the pods of a deployment one at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_evicting_every_pod_in_turn_loses_no_request(release: Release, space: Ku
     with running_load(release.service("chat")) as load:
         assert _evict(space, first).returncode == 0
         refused = _evict(space, second)
-        assert "disruption budget" in refused.stderr, "two pods may not be gone at once"
+        assert "disruption budget" in refused.stderr, "a second pod could be evicted at the same time"
         for pod, following in ((first, second), (second, None)):
             space.wait(f"pod/{pod['metadata']['name']}", "delete")
             chat.wait_ready(2)

@@ -31,13 +31,13 @@ def matrix_space(request: pytest.FixtureRequest, cluster: Cluster, releases: Rel
 
 @pytest.fixture(scope="module")
 def story(matrix_space: Kubectl) -> Iterator[Story]:
-    """When each row's fault occurred, and when it was reported."""
+    """Record when each row's fault occurred and when it was reported."""
     with watched(matrix_space) as story:
         yield story
 
 
 @pytest.fixture(scope="module")
 def matrix(request: pytest.FixtureRequest, matrix_space: Kubectl, story: Story) -> dict[str, Deployed]:
-    """Every row of the module, applied, by name."""
+    """Apply every row of the module; return the deployments by name."""
     documents: list[Document] = [row.document for row in request.module.ROWS]
     return {document["metadata"]["name"]: deploy(matrix_space, document) for document in documents}

@@ -1,4 +1,4 @@
-"""The fault matrix, second half: engines that start and fail, reported by themselves or by their exit."""
+"""The fault matrix, second half: faults of engines that start and then fail, which the engine or its exit reports."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ GREEDY = "held = bytearray(2**30)\nfor i in range(0, len(held), 4096): held[i] =
 NO_GPU = {name: {**amounts, "nvidia.com/gpu": "0"} for name, amounts in SHARED_CORES.items()}
 """The pod gets no GPU although its engine expects one, as with a broken driver."""
 UNANSWERED = {"httpGet": {"path": "/none"}, "periodSeconds": 1, "failureThreshold": 2}
-"""Also used for readiness: otherwise the engine would be ready between two restarts until liveness fails."""
+"""A probe that always fails. Readiness uses it too: otherwise the engine would be ready between two restarts."""
 
 ROWS = [
     row(
@@ -138,11 +138,11 @@ def test_reasons_of_engines_are_distinct() -> None:
 
 
 def test_a_fault_that_lasts_is_written_once(matrix: dict[str, Deployed], release: Release) -> None:
-    """Engines keep crashing with other free bytes in their messages; the status must stay unchanged."""
+    """Engines keep crashing with different amounts of free memory in their messages; the status must not change."""
     for each in ROWS:
         matrix[each.name].wait_reason("Ready", each.reason, TIMEOUT_S)
     before = {name: deployed.status() for name, deployed in matrix.items()}
-    # Nothing can be awaited: nothing may happen during this time.
+    # There is no event to wait for: nothing may happen during this time.
     time.sleep(QUIET_S)
     assert {name: deployed.status() for name, deployed in matrix.items()} == before
     reported = {name: warnings(deployed) for name, deployed in matrix.items()}

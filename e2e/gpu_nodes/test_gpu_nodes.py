@@ -1,4 +1,4 @@
-"""Engines that request GPUs are placed on nodes that have them, by count and by product. Only the nodes are hollow.
+"""Engines that request GPUs are placed on nodes that have them, by count and by product. The nodes are simulated.
 
 The tests marked `gpu` cover what an engine does with a GPU; this one covers the placement of its pod.
 """
@@ -24,10 +24,8 @@ def gpu_node(one_node: OneNode) -> Iterator[None]:
         yield
 
 
-def test_engines_go_where_their_gpus_are_until_these_are_taken(
-    gpu_node: None, release: Release, space: Kubectl
-) -> None:
-    """One node of eight GPUs takes eight engines and no ninth."""
+def test_engines_are_placed_on_nodes_with_free_gpus(gpu_node: None, release: Release, space: Kubectl) -> None:
+    """A node of eight GPUs takes eight engines and no ninth."""
     resources = {"gpus": 1, "gpuProduct": hollow.GPU_PRODUCT}
     chat = deploy(space, llmdeployment("chat", replicas=8, resources=resources, template={"spec": hollow.PLACED}))
     space.wait(chat.target, "condition=Scheduled", 60)

@@ -1,7 +1,7 @@
-"""The heaviest bodies that a gateway's data port accepts, at pods with the chart's limit of 1 GiB: none is killed.
+"""The heaviest bodies that a gateway's data port accepts kill no gateway pod with the chart's limit of 1 GiB.
 
-The memory is that of the cgroup, by which the kernel kills. `tests/http_servers` covers every route with bounded CPU
-and waits.
+The test measures the memory of the cgroup, whose limit the kernel enforces. `tests/http_servers` covers every route
+with limits on CPU time and waits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ root = pathlib.Path("/sys/fs/cgroup")
 paths = root / "memory.peak", root / "memory/memory.max_usage_in_bytes"
 print(next(path for path in paths if path.exists()).read_text())
 """
-"""The peak of cgroup v2 or of v1."""
+"""A script that prints the peak memory of the container, with cgroup v2 or v1."""
 
 
 def body(**fields: Any) -> bytes:
@@ -62,7 +62,7 @@ def test_the_heaviest_bodies_kill_no_gateway(release: Release, space: Kubectl) -
         url = base.base_url.removesuffix("/v1") + path
         statuses[path] = [_posted(url, content, base.api_key) for content in (make(), JUNK)]
     assert all(400 <= refused < 500 for _, refused in statuses.values()), (
-        f"8 MB without a field that counts: {statuses}"
+        f"8 MB without a known field were accepted: {statuses}"
     )
     too_many = {"/v1/completions": {200, 429, 503}}  # more prompts than may wait at this engine
     assert all(found in too_many.get(path, {200}) for path, (found, _) in statuses.items()), statuses
@@ -81,7 +81,7 @@ def _posted(url: str, content: bytes, key: str) -> int:
     request = urllib.request.Request(url, content, headers, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            answer.read1()  # a client that leaves early aborts the rest: a million tokens take a CPU engine minutes
+            answer.read1()  # closing early would abort the rest; a CPU engine takes minutes for a million tokens
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

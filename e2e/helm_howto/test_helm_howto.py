@@ -1,4 +1,4 @@
-"""Every command of docs/how-to/install-with-helm.md and of the README's Kubernetes section, run by bash.
+"""bash runs every command of docs/how-to/install-with-helm.md and of the README's Kubernetes section.
 
 `REGISTRY` and `TAG` name the images on the nodes; `docker` is a script that records its arguments.
 """
@@ -22,14 +22,14 @@ PAGE = ROOT / "docs" / "how-to" / "install-with-helm.md"
 COMPONENTS = ("engine", "gateway", "operator")
 STEP_TIMEOUT_S = 600.0
 NAMES = "export REGISTRY="
-"""Beginning of the page's own choice of names, which the test replaces with the node's."""
+"""Start of the line in which the page chooses names; the test replaces them with the node's."""
 
 pytestmark = pytest.mark.timeout(STEP_TIMEOUT_S + 300)
 
 
 @pytest.fixture
 def empty(releases: Releases, cluster: Cluster) -> Iterator[Cluster]:
-    """Remove the shared release, and afterwards what the page leaves if one of its steps fails."""
+    """Remove the shared release; afterwards remove what the page's commands leave if one of them fails."""
     with releases.absent():
         cluster.kubectl.delete("crd/llmdeployments.pagemill.dev", "--ignore-not-found")
         try:
@@ -46,7 +46,9 @@ def _where(cluster: Cluster) -> list[str]:
     return ["--kubeconfig", cluster.kubectl.kubeconfig, *context, "--namespace", SHARED_NAMESPACE]
 
 
-def test_a_reader_gets_from_nothing_to_an_answer_and_back(empty: Cluster, image_tag: str, tmp_path: Path) -> None:
+def test_the_page_leads_from_an_empty_cluster_to_an_answer_and_back(
+    empty: Cluster, image_tag: str, tmp_path: Path
+) -> None:
     steps = _steps(PAGE.read_text())
     assert len(steps) >= 8
     text = _typed(steps, empty, image_tag, tmp_path)
@@ -70,7 +72,7 @@ def _steps(text: str) -> list[str]:
 
 
 def _typed(steps: list[str], cluster: Cluster, image_tag: str, folder: Path) -> str:
-    """Run all steps but the names and return their output; the pushed images must be the node's."""
+    """Run all steps except the choice of names; return their output. Fail unless the pushed images are the node's."""
     reported = [_reported(step) for step in steps if not step.startswith(NAMES)]
     assert len(reported) == len(steps) - 1
     log = folder / "steps.log"
@@ -102,15 +104,13 @@ def _typed(steps: list[str], cluster: Cluster, image_tag: str, folder: Path) -> 
 
 
 def _reported(step: str) -> str:
-    """Return the step with an announcement in the log, so that a failure names it."""
+    """Return the step preceded by an `echo` of it, so that the log of a failure names the step."""
     first = step.splitlines()[0].replace("'", "")
     return f"echo '== {first}'\n{step}"
 
 
 def _environment(cluster: Cluster, folder: Path) -> dict[str, str]:
-    """Return the reader's environment; helm requests little resources, and docker builds nothing as the images
-    exist.
-    """
+    """Return the reader's environment: helm requests few resources, docker builds nothing."""
     helm, kubectl = Path(cluster.helm), Path(cluster.kubectl.binary)
     values = folder / "node-values.yaml"
     small = "resources: {requests: {cpu: 20m, memory: 64Mi}, limits: {memory: 1Gi}}"

@@ -1,8 +1,8 @@
-"""`mode: External`: Kubernetes's own HorizontalPodAutoscaler writes the replicas through `/scale`.
+"""With `mode: External`, Kubernetes's own HorizontalPodAutoscaler writes the replicas through `/scale`.
 
-This cluster serves no metrics API: the autoscaler finds the deployment's scale and its selector, its bounds move the
-replicas at once, its writes are carried out without a lost request, and missing metrics remove nothing.
-`test_hpa_metrics` serves the metrics.
+This cluster serves no metrics API. The autoscaler finds the deployment's scale and its selector; changes of its bounds
+change the replicas at once and lose no request; missing metrics remove no replica. `test_hpa_metrics` serves the
+metrics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.release import Release
 from support.waiting import until
 
 DECIDED_S = 90.0
-"""Seconds; controllers look every 15 s."""
+"""Time limit in seconds; the autoscaler runs every 15 s."""
 
 
 def test_an_hpa_moves_the_replicas_through_the_scale_subresource(release: Release, space: Kubectl) -> None:
@@ -29,22 +29,22 @@ def test_an_hpa_moves_the_replicas_through_the_scale_subresource(release: Releas
         space.apply(autoscaler("chat", lowest=2, highest=3))
         until("the autoscaler has asked for two", lambda: _wanted(chat) == 2, timeout_s=DECIDED_S)
         chat.wait_ready(2)
-        # Within its bounds it asks for metrics, with the selector that the scale has reported.
-        until("it looks for metrics", lambda: condition(space, "chat", "ScalingActive"), timeout_s=DECIDED_S)
+        # Within its bounds, the autoscaler requests metrics with the selector that `/scale` reported.
+        until("the autoscaler requests metrics", lambda: condition(space, "chat", "ScalingActive"), timeout_s=DECIDED_S)
         assert condition(space, "chat", "AbleToScale")["status"] == "True"
         assert condition(space, "chat", "ScalingActive")["reason"] == "FailedGetExternalMetric"
-        assert _wanted(chat) == 2, "metrics that are missing remove nothing"
+        assert _wanted(chat) == 2, "missing metrics removed a replica"
         space.apply(autoscaler("chat", lowest=1, highest=1))
         until("the autoscaler has asked for one", lambda: _wanted(chat) == 1, timeout_s=DECIDED_S)
         chat.wait_ready(1)
         until("one pod is left", lambda: len(space.items("pods", "--selector", chat.pod_selector)) == 1, timeout_s=90)
         load.wait_for(5)
     load.report().assert_all_complete(at_least=20)
-    assert chat.condition("ScalingActive")["reason"] == "NotConfigured", "the operator decides nothing"
+    assert chat.condition("ScalingActive")["reason"] == "NotConfigured", "the operator made a scaling decision"
     space.delete("hpa/chat")
 
 
-def test_kubectl_scale_is_carried_out_where_replicas_are_external(release: Release, space: Kubectl) -> None:
+def test_in_mode_external_kubectl_scale_changes_the_replicas(release: Release, space: Kubectl) -> None:
     autoscaling = {"mode": "External", "minReplicas": 1, "maxReplicas": 3}
     chat = deploy(space, llmdeployment("chat", autoscaling=autoscaling))
     chat.wait_ready(1)
@@ -52,7 +52,7 @@ def test_kubectl_scale_is_carried_out_where_replicas_are_external(release: Relea
         chat.scale(2)
         chat.wait_ready(2)
         load.wait_for(10)
-        assert _wanted(chat) == 2, "nothing takes it back"
+        assert _wanted(chat) == 2, "the new number of replicas was reverted"
         chat.scale(1)
         chat.wait_ready(1)
         until("one pod is left", lambda: len(space.items("pods", "--selector", chat.pod_selector)) == 1, timeout_s=90)

@@ -1,7 +1,7 @@
-"""Kubernetes's HorizontalPodAutoscaler decides by metrics that Pagemill exports, through Prometheus and its adapter.
+"""Kubernetes's HorizontalPodAutoscaler scales by metrics that Pagemill exports, through Prometheus and its adapter.
 
-All of it runs from the files in examples/external-scaling: the scrape configuration, the adapter's rules, the
-autoscaler. This runs on the one-node cluster only: elsewhere another server may serve the metrics API.
+All settings come from the files in examples/external-scaling: the scrape configuration, the adapter's rules and the
+autoscaler. The test runs on the one-node cluster only, because another cluster may have a metrics API already.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from support.waiting import until
 MOST = 3
 SEATS = 2
 HEAVY = 8
-"""Concurrent requests: more than the sequence slots of three engines."""
+"""Number of concurrent requests: more than the sequence slots of three engines."""
 WINDOW_S = 10
 SYNC_S = 15.0
-"""Seconds between two looks of the autoscaler."""
+"""Seconds between two evaluations of the autoscaler."""
 DECIDED_S = 120.0
-"""Seconds for a scrape, the adapter's list of series, and a few looks."""
+"""Time limit in seconds for a scrape, the adapter's list of series, and a few evaluations."""
 STARTED_S = 300.0
 KV = "pagemill_kv_cache_usage_sum"
 WAITING = "pagemill_gateway_requests_waiting"
@@ -46,7 +46,7 @@ def metrics(one_node: OneNode) -> Iterator[None]:
 
 
 def scaler() -> Document:
-    """Return the example's autoscaler for engines of two sequence slots, with windows as short as the case."""
+    """Return the example's autoscaler for engines with two sequence slots, with windows as short as the case."""
     found = autoscaler("chat", lowest=1, highest=MOST)
     targets = {each["external"]["metric"]["name"]: each["external"]["target"] for each in found["spec"]["metrics"]}
     assert targets.keys() == {KV, WAITING, IN_FLIGHT}
@@ -72,9 +72,13 @@ def test_an_hpa_follows_the_exported_metrics_to_three_and_back_to_one(
         ordered_s = time.monotonic()
         chat.wait_ready(MOST, STARTED_S)
         ready_s = time.monotonic()
-        until("windows and looks are over", lambda: time.monotonic() > ready_s + WINDOW_S + 2 * SYNC_S, timeout_s=60)
-        assert _wanted(chat) == MOST, "busy replicas stay, also where little waits"
-        # Three starting engines may delay a scrape on two cores; missing values then change nothing.
+        until(
+            "the windows and two evaluations are over",
+            lambda: time.monotonic() > ready_s + WINDOW_S + 2 * SYNC_S,
+            timeout_s=60,
+        )
+        assert _wanted(chat) == MOST, "a busy replica was removed because few requests wait"
+        # Three starting engines may delay a scrape on two cores; a missing value changes nothing.
         until("every metric has a value under load", lambda: len(current(space, "chat")) == 3, timeout_s=DECIDED_S)
         seen = current(space, "chat")
         heavy.wait_for(HEAVY)
@@ -90,10 +94,10 @@ def test_an_hpa_follows_the_exported_metrics_to_three_and_back_to_one(
         until("one pod is left", lambda: len(space.items("pods", "--selector", chat.pod_selector)) == 1, timeout_s=120)
         chat.wait_ready(1)
         light.wait_for(5)
-        assert _wanted(chat) == 1, "one request at a time needs one replica, and keeps it"
+        assert _wanted(chat) == 1, "one request at a time did not keep one replica"
     light.report().assert_all_complete(at_least=10)
     assert rescales(space, "chat")[-1] == "New size: 1; reason: All metrics below target"
-    assert chat.condition("ScalingActive")["reason"] == "NotConfigured", "the operator decides nothing"
+    assert chat.condition("ScalingActive")["reason"] == "NotConfigured", "the operator made a scaling decision"
     space.delete("hpa/chat")
     measures.record(
         f"HPA by exported metrics, 1 to {MOST} and back",

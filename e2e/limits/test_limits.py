@@ -1,7 +1,7 @@
 """docs/how-to/keys-and-limits.md on a cluster: two gateways of two workers share one limit through the chart's Redis.
 
-bash runs the page's commands as written; only the limit is lowered so that it can be used up, and `helm` gets the
-images of the node.
+bash runs the page's commands as written, except that the limit is lowered so that a test can reach it, and that `helm`
+gets the images of the node.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CONTROL_PORT = 8081
 UP = "pagemill_gateway_redis_up"
 LIMIT = 6
 BUDGETED = f"sk-{secrets.token_hex(16)}"
-"""A key whose requests use Redis each time, and whose limit is far away."""
+"""A key whose requests use Redis each time and whose limit is not reached."""
 
 
 @pytest.fixture
 def limited(releases: Releases, one_node: OneNode, tmp_path: Path) -> Iterator[tuple[Release, str]]:
-    """Create a release whose keys and Redis come from the page's commands; yield it and the plain key."""
+    """Create a release whose keys and Redis come from the page's commands; yield the release and the plain key."""
     with releases.absent():
         release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
         try:
@@ -79,7 +79,7 @@ def _bash(lines: list[str], environment: dict[str, str], folder: Path) -> str:
 
 
 def _environment(node: OneNode, folder: Path) -> dict[str, str]:
-    """Return the reader's environment, in which `helm upgrade` names the node's image of Redis."""
+    """Return the reader's environment, in which `helm upgrade` uses the node's image of Redis."""
     program("redis", REDIS_IMAGE)
     repository, tag = REDIS_IMAGE.removeprefix("docker.io/").split(":")
     image = {"repository": repository, "tag": tag, "pullPolicy": "IfNotPresent"}
@@ -99,7 +99,7 @@ def _gateways(release: Release, key: str) -> list[Service]:
     return [Service(f"http://{pod['status']['podIP']}:8080/v1", key, "chat") for pod in pods]
 
 
-def test_two_gateways_hold_one_limit_and_lose_nothing_with_redis(
+def test_two_gateways_enforce_one_limit_and_fail_no_request_without_redis(
     one_node: OneNode, limited: tuple[Release, str], space: Kubectl
 ) -> None:
     release, key = limited
@@ -114,7 +114,7 @@ def test_two_gateways_hold_one_limit_and_lose_nothing_with_redis(
         with pytest.raises(openai.RateLimitError) as refused:
             gateway.ask(max_tokens=1)
         assert refused.value.code == "rate_limit_exceeded"
-        assert 1 <= int(refused.value.response.headers["retry-after"]) <= 61  # whole seconds
+        assert 1 <= int(refused.value.response.headers["retry-after"]) <= 61  # the header has whole seconds
     system = one_node.kubectl.within(SHARED_NAMESPACE)
     system.ok("scale", "statefulset/pagemill-redis", "--replicas=0")
     system.wait("pod/pagemill-redis-0", "delete", 60)
@@ -123,6 +123,6 @@ def test_two_gateways_hold_one_limit_and_lose_nothing_with_redis(
     system.ok("scale", "statefulset/pagemill-redis", "--replicas=1")
     system.ok("rollout", "status", "statefulset/pagemill-redis", "--timeout=120s", timeout_s=150)
     for pod in release.pods("gateway"):
-        until("it asks Redis again", lambda pod=pod: total(pod, CONTROL_PORT, UP) == 1, timeout_s=60)
+        until("the gateway uses Redis again", lambda pod=pod: total(pod, CONTROL_PORT, UP) == 1, timeout_s=60)
     for gateway in _gateways(release, BUDGETED):
         gateway.ask(max_tokens=2)

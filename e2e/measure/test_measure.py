@@ -1,4 +1,4 @@
-"""Measures how long things take on this machine; every number is printed as a JSON line and kept in the artifacts."""
+"""Measurements of durations on this machine; each one is printed as a JSON line and stored in the artifacts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.measure
 def test_apply_to_first_token_cold_and_warm(
     one_node: OneNode, release: Release, space: Kubectl, measures: Measures
 ) -> None:
-    """Cold: the image is on the node and not in memory. Warm: the same once more."""
+    """Cold: the image is on the node but not in memory. Warm: the same deployment is applied again."""
     service = release.service("timed")
     for temperature in ("cold", "warm"):
         if temperature == "cold":
             Path("/proc/sys/vm/drop_caches").write_text("3")
         started_s = time.monotonic()
         chat = deploy(space, llmdeployment("timed"))
-        until("the first token", lambda: _first_token(service), timeout_s=240)
+        until("the first token has arrived", lambda: _first_token(service), timeout_s=240)
         first_token_s = time.monotonic() - started_s
         chat.wait_ready(1)
         measures.record(

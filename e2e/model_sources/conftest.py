@@ -1,4 +1,4 @@
-"""A bucket and a registry with a model, namespaces whose pods may use folders of the node, and such a folder."""
+"""Fixtures: a bucket and a registry with a model, namespaces whose pods may use node folders, and such a folder."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def served(cluster: OneNode, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def bucket(served: Bucket) -> Iterator[Bucket]:
-    """The bucket at full speed, unless a case slows it down."""
+    """Return the bucket without a speed limit, which a case may set."""
     yield served
     served.proxy.bytes_per_s = float("inf")
 
 
 @pytest.fixture
 def privileged(make_space: Callable[..., Kubectl]) -> Kubectl:
-    """A namespace without a Pod Security profile, which would forbid folders of the node; it has the bucket's keys."""
+    """Return a namespace with the bucket's keys and no Pod Security profile, which would forbid node folders."""
     space = make_space(labels={})
     space.apply(model_servers.bucket_keys())
     return space

@@ -1,4 +1,4 @@
-"""Time from apply to Ready for a model of a bucket: fetched first, and from the node's cache."""
+"""Time from apply to Ready for a model in a bucket: first with an empty cache on the node, then from that cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.release import Release
 pytestmark = pytest.mark.measure
 ROUNDS = 3
 FAR_BYTES_PER_S = 5e6
-"""Speed of each of a file's four connections to a distant store."""
+"""Bytes per second of each of the four connections to a simulated distant store."""
 
 
 @pytest.mark.parametrize(("store", "bytes_per_s"), [("near", float("inf")), ("far", FAR_BYTES_PER_S)])

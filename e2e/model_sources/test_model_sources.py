@@ -1,6 +1,4 @@
-"""Models from a bucket and a registry: fetched once per node, limited there, and reported in one condition on
-failure.
-"""
+"""Each node fetches a model of a bucket or registry once, within its size limit; one condition reports failures."""
 
 from __future__ import annotations
 
@@ -29,7 +27,9 @@ def test_a_node_fetches_once_for_all_its_replicas(
     chat = deploy(privileged, bucket.deployment("chat", {"hostPath": str(node_folder)}, replicas=2))
     chat.wait_ready(2)
     assert "Paris" in release.service("chat").ask(QUESTION)
-    assert MODEL_BYTES < bucket.proxy.sent_bytes - before < 1.1 * MODEL_BYTES, "the second one waited for the first"
+    assert MODEL_BYTES < bucket.proxy.sent_bytes - before < 1.1 * MODEL_BYTES, (
+        "the second replica downloaded the model again"
+    )
     asked = len(bucket.asked)
     chat.scale(3)
     chat.wait_ready(3)
@@ -37,7 +37,7 @@ def test_a_node_fetches_once_for_all_its_replicas(
     assert [path.name for path in node_folder.rglob("*.gguf")] == [FILE]
 
 
-def test_a_model_that_is_not_used_makes_room_and_one_that_is_used_never(
+def test_the_cache_evicts_an_unused_model_and_never_a_used_one(
     release: Release, privileged: Kubectl, bucket: Bucket, node_folder: Path
 ) -> None:
     cache = {"hostPath": str(node_folder), "sizeLimit": f"{int(1.5 * MODEL_BYTES)}"}
@@ -56,9 +56,9 @@ def test_a_model_that_is_not_used_makes_room_and_one_that_is_used_never(
     assert "Paris" in release.service("new").ask(QUESTION)
 
 
-def test_the_condition_says_how_far_the_loader_is(space: Kubectl, release: Release, bucket: Bucket) -> None:
+def test_the_condition_reports_the_progress_of_the_loader(space: Kubectl, release: Release, bucket: Bucket) -> None:
     space.apply(model_servers.bucket_keys())
-    bucket.proxy.bytes_per_s = 1.2e6  # each of four connections
+    bucket.proxy.bytes_per_s = 1.2e6  # the limit of each of the four connections
     chat = deploy(space, bucket.deployment("chat", CLAIM))
     first = progress(chat, 0)
     assert progress(chat, first) > first
@@ -67,7 +67,7 @@ def test_the_condition_says_how_far_the_loader_is(space: Kubectl, release: Relea
     assert "Paris" in release.service("chat").ask(QUESTION)
 
 
-def test_a_refused_credential_is_a_condition_and_its_correction_heals_it(
+def test_a_refused_credential_is_reported_until_it_is_corrected(
     space: Kubectl, release: Release, bucket: Bucket
 ) -> None:
     space.apply(model_servers.bucket_keys(password="not-the-secret"))
@@ -94,7 +94,7 @@ def test_an_image_of_a_registry_is_fetched_onto_a_volume(release: Release, one_n
         chat = deploy(space, from_registry(registry.host, CLAIM))
         chat.wait_ready(1)
         assert "Paris" in release.service("chat").ask(QUESTION)
-        assert [path for path, _ in registry.asked if path == "/token"], "it asked for a password"
+        assert [path for path, _ in registry.asked if path == "/token"], "the registry did not require a password"
 
 
 def test_the_kubelet_mounts_an_image_as_the_models_folder(release: Release, one_node: OneNode, space: Kubectl) -> None:
@@ -127,7 +127,7 @@ def models_below(folder: Path) -> list[Path]:
 
 
 def progress(chat: Deployed, more_than: float) -> float:
-    """Wait until the condition reports more than `more_than` units, and return them."""
+    """Wait until the condition reports more than `more_than` units; return the reported number."""
 
     def found() -> float | None:
         condition = chat.condition("ModelLoaded")

@@ -1,4 +1,4 @@
-"""A release that serves two namespaces, installed by a user without rights outside of its namespaces."""
+"""A release that serves two namespaces is installed by a user without rights outside those namespaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
 
 OWNER = "namespace-owner"
 NOTICE_S = 20.0
-"""Seconds in which an operator that watched too much would have acted."""
+"""Seconds in which an operator that watches too much would act."""
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def elsewhere(make_space: Callable[..., Kubectl]) -> Kubectl:
 @pytest.fixture
 def namespaced(releases: Releases, space: Kubectl, elsewhere: Kubectl) -> Iterator[Release]:
     """Install with the rights of an account that owns only the release's namespace and `space`."""
-    releases.fresh()  # leaves the definition behind, as an administrator would
+    releases.fresh()  # This leaves the CRD behind, as an administrator would.
     with releases.absent():
         release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
         _own(release, space)
@@ -56,7 +56,7 @@ def _own(release: Release, space: Kubectl) -> None:
         kubectl.within(namespace).apply(role, binding)
 
 
-def test_it_serves_its_namespaces_and_leaves_the_others_alone(
+def test_the_release_serves_its_namespaces_and_does_not_change_others(
     namespaced: Release, space: Kubectl, elsewhere: Kubectl
 ) -> None:
     stranger = deploy(elsewhere, llmdeployment("stranger"))
@@ -66,7 +66,7 @@ def test_it_serves_its_namespaces_and_leaves_the_others_alone(
     assert "Paris" in service.ask("What is the capital of France?")
     assert service.models() == ["served"]
     namespaced.helm("test", namespaced.name)
-    assert stranger.status() == {}, "the operator touched a namespace that it was not given"
+    assert stranger.status() == {}, "the operator changed an object in a namespace that it does not serve"
     assert elsewhere.items("deployments") == []
     _holds_no_cluster_right(namespaced)
     _rolls(served)
@@ -84,7 +84,7 @@ def _holds_no_cluster_right(release: Release) -> None:
 
 
 def _rolls(served: Deployed) -> None:
-    """Changes and deletions need no more rights either."""
+    """Check that changes and deletions need no further rights."""
     old = served.pods()
     served.patch(engine={"maxNumSeqs": 6})
     served.wait_rolled_out(old)

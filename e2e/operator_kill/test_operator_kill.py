@@ -1,4 +1,4 @@
-"""The operator is killed in the middle of its work; the next one finishes it."""
+"""If the operator is killed during its work, the next one finishes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_killing_every_operator_in_the_middle_of_a_rollout_changes_nothing_for_c
     with running_load(release.service("chat")) as load:
         chat.patch(engine={"maxNumSeqs": 6})
         until(
-            "the operator has begun: the new settings are there",
+            "the operator has created the new settings",
             lambda: (
                 {each["metadata"]["name"] for each in space.items("configmaps", "--selector", chat.selector)} - settings
             ),

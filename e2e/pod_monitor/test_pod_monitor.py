@@ -1,4 +1,4 @@
-"""Each deployment has a PodMonitor if Prometheus's operator is installed; without it everything works too."""
+"""Each deployment has a PodMonitor if the Prometheus operator is installed; without it, everything else works."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFINITION: Document = {
 
 @pytest.fixture
 def monitored(releases: Releases) -> Iterator[Release]:
-    """A release whose operator finds the kind when it starts."""
+    """Install a release whose operator finds the PodMonitor kind when it starts."""
     with releases.absent():
         release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
         cluster = release.cluster.kubectl

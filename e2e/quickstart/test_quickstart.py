@@ -1,4 +1,4 @@
-"""The first page of the documentation, step by step, on a cluster without Pagemill."""
+"""The steps of the first page of the documentation on a cluster without Pagemill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEFT_ON_PURPOSE = {
     "lease.coordination.k8s.io/pagemill-operator",
 }
 NOT_OURS = {f"secret/{KEYS_SECRET}", "serviceaccount/default", "configmap/kube-root-ca.crt"}
-"""In the release's namespace: the user's API keys, and what every namespace has."""
+"""Objects in the release's namespace that Helm does not own: the user's API keys, and what every namespace has."""
 NAMESPACED = (
     "all,secrets,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,poddisruptionbudgets,leases,"
     "endpointslices,persistentvolumeclaims"
@@ -31,7 +31,7 @@ RELEASED = (
 @pytest.mark.smoke
 def test_from_helm_install_to_an_answer_and_back_to_nothing(releases: Releases, space: Kubectl) -> None:
     release = releases.fresh()
-    release.helm("test", release.name)  # without a model: the gateway answers, and refuses requests without a key
+    release.helm("test", release.name)  # Without a model the gateway answers, and refuses requests without a key.
 
     space.ok("apply", "-f", str(EXAMPLE))
     smollm2 = Deployed(space, "smollm2")
@@ -50,13 +50,15 @@ def test_from_helm_install_to_an_answer_and_back_to_nothing(releases: Releases, 
     wait_no_children(space)
     assert service.models() == []
     release.uninstall()
-    until("what belonged to pods is gone too", lambda: _left(release) <= LEFT_ON_PURPOSE | NOT_OURS, timeout_s=60)
-    assert _left(release) - NOT_OURS == LEFT_ON_PURPOSE, "docs/how-to/install-with-helm.md says what stays"
+    until("the pods' objects are deleted", lambda: _left(release) <= LEFT_ON_PURPOSE | NOT_OURS, timeout_s=60)
+    assert _left(release) - NOT_OURS == LEFT_ON_PURPOSE, (
+        "an object remains that docs/how-to/install-with-helm.md does not name"
+    )
     releases.close()
 
 
 def _left(release: Release) -> set[str]:
-    """Return what still has the release's label, anywhere, and everything in its namespace."""
+    """Return all objects that still have the release's label, in any namespace, and all objects of its namespace."""
     kubectl = release.cluster.kubectl
     selector = f"app.kubernetes.io/instance={release.name}"
     labelled = kubectl.ok("get", RELEASED, "--all-namespaces", "--selector", selector, "-o", "name")

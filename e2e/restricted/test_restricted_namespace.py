@@ -1,4 +1,4 @@
-"""Everything runs in namespaces under the restricted Pod Security Standard, without a single warning."""
+"""Everything runs in namespaces under the restricted Pod Security Standard without a warning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VIOLATION = "pod-security.kubernetes.io/audit-violations"
 
 @pytest.fixture
 def strict(releases: Releases) -> Iterator[Release]:
-    """A release in a namespace that enforces, warns and audits."""
+    """Install a release in a namespace that enforces, warns and audits."""
     with releases.absent():
         release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
         release.prepare()
@@ -66,14 +66,14 @@ def _renamed(manifest: str) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": made})
 
 
-def test_the_audit_log_knows_no_violation(audit: AuditLog, strict: Release, make_space: Callable[..., Kubectl]) -> None:
-    """The log is read from before the release's installation; a control violation shows that violations are
-    recorded.
-    """
+def test_the_audit_log_contains_no_violation(
+    audit: AuditLog, strict: Release, make_space: Callable[..., Kubectl]
+) -> None:
+    """The log covers the release's installation; a deliberate violation shows that violations are recorded."""
     space = make_space(STRICT)
     chat = deploy(space, hubs.cached("chat", hubs.start(space, strict.image_tag)))
     chat.wait_ready(1)
-    assert len(space.items("jobs", "--selector", chat.selector)) == 1, "the loader ran there too"
+    assert len(space.items("jobs", "--selector", chat.selector)) == 1, "the loader did not run in that namespace"
     strict.helm("test", strict.name)
     control = make_space({AUDIT: "restricted"})
     image = f"docker.io/pagemill/gateway:{strict.image_tag}"
@@ -89,7 +89,7 @@ def _careless_pod(image: str) -> Document:
 
 
 def _violators(audit: AuditLog) -> set[str]:
-    """Return the namespaces in which something was created against their audited profile."""
+    """Return the namespaces in which an object was created that violates the audited profile."""
     with audit.path.open() as log:
         log.seek(audit.offset)
         # A last line that is still being written has no newline yet.

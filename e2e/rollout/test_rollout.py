@@ -1,4 +1,4 @@
-"""Rolling updates under load: of the model's name, of an engine flag, of the image. No client notices."""
+"""Rolling updates under load (of the model's name, of an engine flag, of the image) fail no request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.release import Release
 from support.waiting import until
 
 ALIAS = "chat"
-"""Clients use the alias, so that the model's own name may change."""
+"""The alias that clients use, so that the model's own name may change."""
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Five hundred deployments on two hundred hollow nodes: the operator's cost, and that it becomes idle at the end.
+"""With 500 deployments on 200 simulated nodes, the operator's cost is bounded, and it becomes idle at the end.
 
-KWOK's nodes run nothing; their pods, the gateway's too, become Ready as soon as they are scheduled. Measured is the
-operator, which runs on the real node, against a real API server.
+KWOK's nodes run nothing; their pods, including the gateway's, become Ready as soon as they are scheduled. The test
+measures the operator, which runs on the real node and uses a real API server.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _ready(space: Kubectl) -> int:
 
 
 def _writes(calls: list[Call]) -> list[Call]:
-    """Return accepted writes without renewals of the Lease, which happen periodically anyway."""
+    """Return accepted writes without the periodic renewals of the Lease."""
     return [call for call in calls if call.is_write and call.code < 400 and call.resource != "leases"]
 
 

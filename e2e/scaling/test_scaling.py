@@ -1,4 +1,4 @@
-"""`kubectl scale` under load: new replicas join, and removed ones finish their requests."""
+"""`kubectl scale` under load: new replicas join, and removed replicas finish their requests."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ def test_the_list_shows_the_load_of_the_engines(release: Release, space: Kubectl
     chat = deploy(space, llmdeployment("chat", engine={"maxNumSeqs": 2}))
     chat.wait_ready(1)
     with running_load(release.service("chat"), workers=6, max_tokens=100):
-        until("KV% and QUEUE tell of it", lambda: min(_shown_load(space)) > 0, timeout_s=120, interval_s=1)
-    until("and of its end", lambda: _shown_load(space) == (0, 0), timeout_s=120, interval_s=1)
+        until("KV% and QUEUE show the load", lambda: min(_shown_load(space)) > 0, timeout_s=120, interval_s=1)
+    until(
+        "KV% and QUEUE show that the load has ended", lambda: _shown_load(space) == (0, 0), timeout_s=120, interval_s=1
+    )
 
 
 def _shown_load(space: Kubectl) -> tuple[int, int]:
-    """Return KV% and QUEUE of the only row; 0 for an empty column."""
+    """Return KV% and QUEUE of the only row, with 0 for an empty column."""
     header, row = space.ok("get", "llmd").splitlines()
     kv, queue = (row[header.index(name) :].split(" ")[0] for name in ("KV%", "QUEUE"))
     return int(kv or 0), int(queue or 0)

@@ -1,5 +1,6 @@
-"""The operator's account may write only its own Secrets, and of pods only annotations of engines, whatever RBAC alone
-allows.
+"""The operator's account may write only its own Secrets and, on pods, only annotations of engines.
+
+The admission policy enforces this where RBAC alone would allow more.
 """
 
 from __future__ import annotations
@@ -32,15 +33,13 @@ def test_a_stolen_operator_account_cannot_touch_a_users_secret(release: Release,
     assert "changed" not in space.ok("get", "secret/database", "-o", "json")
 
 
-def test_a_stolen_operator_account_changes_no_pod_but_for_annotations_of_engines(
-    release: Release, space: Kubectl
-) -> None:
+def test_a_stolen_operator_account_can_change_only_annotations_of_engine_pods(release: Release, space: Kubectl) -> None:
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
     idle = ["python", "-c", "import time; time.sleep(600)"]
     space.apply(probe_pod("mine", f"docker.io/pagemill/gateway:{release.image_tag}", idle))
     account = f"{release.namespace}:{release.name}-operator"
-    # kubectl reads what it patches, which the operator may not; no other right is added.
+    # kubectl reads what it patches, which the operator may not read; no other right is added.
     space.ok("create", "role", "reader", "--verb=get", "--resource=pods")
     space.ok("create", "rolebinding", "reader", "--role=reader", f"--serviceaccount={account}")
     engine = f"pod/{chat.pods()[0]['metadata']['name']}"
@@ -60,7 +59,7 @@ def _image(container: str) -> Document:
     return {"spec": {"containers": [{"name": container, "image": "docker.io/miner:1"}]}}
 
 
-def test_a_secret_that_has_the_name_already_is_left_alone_and_reported(release: Release, space: Kubectl) -> None:
+def test_a_users_secret_with_the_operators_name_is_reported_and_not_changed(release: Release, space: Kubectl) -> None:
     space.apply(secret("chat-engine-token", note="mine"))
     before = space.json("get", "secret/chat-engine-token")
     chat = deploy(space, llmdeployment("chat"))

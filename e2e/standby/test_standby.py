@@ -1,4 +1,4 @@
-"""`autoscaling.warm`: at zero one engine sleeps with its weights, and the next request wakes that pod."""
+"""`autoscaling.warm`: at zero replicas one engine sleeps with its weights, and the next request wakes that pod."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.waiting import until
 
 STARTED_S = 300.0
 ASLEEP_S = 240.0
-"""Seconds for the engine's start, `scaleToZeroAfter`, and the completion of its Deployment."""
+"""Time limit for the engine's start, `scaleToZeroAfter`, and the completion of its Deployment."""
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -31,7 +31,7 @@ def test_the_last_replica_sleeps_and_the_next_request_wakes_it(
     (pod,) = chat.pods()
     _wait_asleep(chat)
     chat.wait_reason("Ready", "ScaledToZero")
-    assert _identity(chat) == (pod["metadata"]["uid"], 0), "it sleeps, and was neither replaced nor restarted"
+    assert _identity(chat) == (pod["metadata"]["uid"], 0), "the sleeping pod was replaced or restarted"
 
     asked_s = time.monotonic()
     assert "Paris" in service.ask("What is the capital of France?")

@@ -1,4 +1,4 @@
-"""Collects what helps to debug a failed case: objects, events and logs of every pod, in one folder that is printed."""
+"""Collects the objects, events and logs of every pod of a failed case in one folder, whose path is printed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder_of(root: Path, test: str) -> Path:
 
 
 def collect(kubectl: Kubectl, namespaces: list[str], folder: Path) -> None:
-    """Write what is known about these namespaces; a file contains the error if something cannot be read."""
+    """Write the objects, events and logs of these namespaces; a file contains the error if something cannot be read."""
     for namespace in namespaces:
         here = kubectl.within(namespace)
         _write(here, folder / f"{namespace}-objects.yaml", "get", EVERYTHING, "-o", "yaml")

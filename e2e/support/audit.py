@@ -1,4 +1,4 @@
-"""The API server's audit log: which user wrote what, and when. Only the one-node cluster has it."""
+"""Reads the API server's audit log: which user wrote what, and when. Only the one-node cluster has it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Call:
 
 @dataclass
 class AuditLog:
-    """Reads the calls since a moment: create it, act, then read the calls."""
+    """The calls since a moment: create the object, act, then read the calls."""
 
     path: Path
     offset: int = 0
 
     def mark(self) -> None:
-        """Forget everything until now."""
+        """Ignore all calls until now."""
         self.offset = self.path.stat().st_size
 
     def calls(self) -> list[Call]:
@@ -51,7 +51,7 @@ class AuditLog:
             return list(_calls(log.read()))
 
     def writes(self, user: str = "", pod: str = "") -> list[Call]:
-        """Return accepted writes of users whose name contains `user`, made from that pod."""
+        """Return accepted writes of users whose name contains `user`, made from the pod `pod`."""
         return [
             call
             for call in self.calls()
@@ -64,7 +64,7 @@ def _calls(text: bytes) -> Iterator[Call]:
         try:
             event = json.loads(line)
         except ValueError:
-            continue  # the last line is being written
+            continue  # the last line is still being written
         if event.get("stage") == "ResponseComplete":
             yield _call(event)
 

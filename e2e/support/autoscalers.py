@@ -1,6 +1,4 @@
-"""The HorizontalPodAutoscaler of examples/external-scaling for a deployment of a case, and its conditions and
-events.
-"""
+"""The HorizontalPodAutoscaler of examples/external-scaling for a case's deployment, its conditions and its events."""
 
 from __future__ import annotations
 
@@ -31,14 +29,14 @@ def condition(kubectl: Kubectl, name: str, kind: str) -> dict[str, Any]:
 
 
 def current(kubectl: Kubectl, name: str) -> dict[str, str]:
-    """Return the values that it saw last per replica, by metric."""
+    """Return the current value of each metric per replica, as the autoscaler's status shows it."""
     metrics = kubectl.json("get", f"hpa/{name}").get("status", {}).get("currentMetrics") or []
     seen = [each["external"] for each in metrics if "external" in each]
     return {each["metric"]["name"]: each["current"]["averageValue"] for each in seen}
 
 
 def rescales(kubectl: Kubectl, name: str) -> list[str]:
-    """Return its messages about each new size, oldest first."""
+    """Return the autoscaler's messages about each new size, oldest first."""
     selector = f"involvedObject.kind=HorizontalPodAutoscaler,involvedObject.name={name},reason=SuccessfulRescale"
     events = kubectl.items("events", f"--field-selector={selector}")
     return [each["message"] for each in sorted(events, key=lambda each: str(each["firstTimestamp"]))]

@@ -1,6 +1,6 @@
 """Drops all packets of a pod's connections to the API server, which stay open on both ends. New connections work.
 
-A lost NAT entry or a dead load balancer looks like this: no reset, no end, only silence.
+A lost NAT entry or a failed load balancer has the same effect: no reset and no end of the connection.
 """
 
 from __future__ import annotations

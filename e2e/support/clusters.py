@@ -1,6 +1,6 @@
-"""The cluster under test: the current context of a user, or the one-node cluster that `e2e/cluster` starts.
+"""Access to the cluster under test: a context of the user, or the one-node cluster that `e2e/cluster` starts.
 
-Only the second kind can lose its API server and has an audit log and local processes; cases that need these take the
+Only the second kind can lose its API server and has an audit log and local processes; cases that need these use the
 fixture `one_node` and are skipped elsewhere with a reason.
 """
 
@@ -38,13 +38,13 @@ class Cluster:
 
     @property
     def node(self) -> OneNode | None:
-        """Control of the cluster's parts, if the tests have it."""
+        """Return the control of the cluster's components, or None if the tests have none."""
         return None
 
 
 @dataclass(frozen=True)
 class OneNode(Cluster):
-    """The cluster of `e2e/cluster` on this machine: its parts can be stopped, its processes and audit log read."""
+    """The one-node cluster on this machine: tests can stop its components and read its processes and audit log."""
 
     state: Path
 
@@ -57,7 +57,7 @@ class OneNode(Cluster):
         return self.state / "audit.log"
 
     def stop(self, part: str) -> None:
-        """Kill a part at once: `etcd`, `kube-apiserver`, `kubelet`, ..."""
+        """Kill a component at once: `etcd`, `kube-apiserver`, `kubelet`, ..."""
         program("stop", part)
 
     def start(self, part: str) -> None:
@@ -68,7 +68,7 @@ class OneNode(Cluster):
 
     @contextmanager
     def without(self, part: str) -> Iterator[None]:
-        """Run the block without one of the cluster's parts, then start it and wait until the API server is ready."""
+        """Run the block without one of the components, then start it and wait until the API server is ready."""
         self.stop(part)
         try:
             yield
@@ -78,20 +78,19 @@ class OneNode(Cluster):
 
     @contextmanager
     def silent(self, part: str) -> Iterator[None]:
-        """Suspend a part while the block runs: it answers nothing, and its connections stay open."""
+        """Suspend a component while the block runs: it answers nothing, and its connections stay open."""
         pid: int = json.loads((self.state / "pids.json").read_text())[part]["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
-            until(f"the API server answers after {part} goes on", self.answers, timeout_s=60)
+            until(f"the API server answers after {part} resumes", self.answers, timeout_s=60)
 
 
 @contextmanager
 def foreign(context: str, kubeconfig: str, folder: Path) -> Iterator[Cluster]:
-    """Use the cluster of a context that is managed elsewhere (kind, a test cluster); refuse one with Pagemill
-    installed.
+    """Use the cluster of a context that is managed elsewhere; refuse one with Pagemill installed.
 
     Cases get a kubeconfig in `folder` with only this context, so that no command can reach another cluster.
     """
@@ -105,7 +104,7 @@ def foreign(context: str, kubeconfig: str, folder: Path) -> Iterator[Cluster]:
 
 
 def refuse_installed(kubectl: Kubectl) -> None:
-    """Exit if the cluster has the CRD or a release: cases delete the CRD, and with it every LLMDeployment."""
+    """Exit if the cluster has the CRD or a release, because cases delete the CRD, and with it every LLMDeployment."""
     looks = (
         (DEFINITION,),
         (f"namespace/{RELEASE_NAMESPACE}",),
@@ -122,7 +121,7 @@ def refuse_installed(kubectl: Kubectl) -> None:
 
 
 def running(kubeconfig: Path, programs: str = "") -> OneNode:
-    """Return a one-node cluster that runs already; its state is beside its kubeconfig."""
+    """Return the one-node cluster that already runs; its state is in the folder of its kubeconfig."""
     path = f"{programs}{os.pathsep}{os.environ['PATH']}" if programs else os.environ["PATH"]
     kubectl = Kubectl(_program("kubectl", path), str(kubeconfig))
     return OneNode(kubectl, _program("helm", path), kubeconfig.resolve().parent)
@@ -140,7 +139,7 @@ def started() -> Iterator[OneNode]:
 
 @contextmanager
 def api_server(state: Path) -> Iterator[Kubectl]:
-    """Run only an API server and its etcd, without a node and as any user, while the block runs."""
+    """Run only an API server and its etcd while the block runs, without a node and as any user."""
     exports = _exports(program("up", "--api-only", str(state)))
     try:
         yield Kubectl(_program("kubectl", exports["PATH"].split(os.pathsep)[0]), exports["KUBECONFIG"])
@@ -161,7 +160,7 @@ def program(*arguments: str) -> str:
 
 
 def _exports(printed: str) -> dict[str, str]:
-    """Return the variables of its last line, `export NAME=value NAME=value`."""
+    """Return the variables of the last line, `export NAME=value NAME=value`."""
     return dict(word.split("=", 1) for word in printed.splitlines()[-1].split()[1:])
 
 

@@ -57,7 +57,7 @@ class Deployed:
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def wait_ready(self, replicas: int | None = None, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until condition Ready is true for the current spec (and so many replicas are ready)."""
+        """Wait until condition Ready is true for the current spec, and until `replicas` are ready if it is given."""
         generation = self.get()["metadata"]["generation"]
         deadline = time.monotonic() + timeout_s
         self.kubectl.wait(self.target, f"jsonpath={{.status.observedGeneration}}={generation}", timeout_s)
@@ -78,14 +78,14 @@ class Deployed:
         )
 
     def patch(self, **spec: Any) -> None:
-        """Merge into the spec, as a user's edit does."""
+        """Merge fields into the spec, as a user's edit does."""
         self.kubectl.ok("patch", self.target, "--type=merge", "--patch", json.dumps({"spec": spec}))
 
     def scale(self, replicas: int) -> None:
         self.kubectl.ok("scale", self.target, f"--replicas={replicas}")
 
     def wait_rolled_out(self, old_pods: list[Document], timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until none of the old pods is left and the new ones are Ready."""
+        """Wait until no pod of `old` is left and the new ones are Ready."""
         for pod in old_pods:
             self.kubectl.wait(f"pod/{pod['metadata']['name']}", "delete", timeout_s)
         self.wait_ready(timeout_s=timeout_s)
@@ -98,7 +98,7 @@ class Deployed:
         self.wait_ready(timeout_s=timeout_s)
 
     def delete(self, timeout_s: float = 120) -> None:
-        """Delete it and wait until nothing that it owned is left."""
+        """Delete the deployment and wait until no object that it owned is left."""
         self.kubectl.delete(self.target, timeout_s=timeout_s)
         wait_no_children(self.kubectl, self.selector, timeout_s)
 
@@ -110,7 +110,7 @@ def deploy(kubectl: Kubectl, document: Document) -> Deployed:
 
 
 def wait_no_children(kubectl: Kubectl, selector: str = MANAGED, timeout_s: float = 120) -> None:
-    """Wait until owner references have deleted everything that the operator created there."""
+    """Wait until owner references have deleted everything that the operator created in the namespace."""
 
     def nothing_left() -> bool:
         return kubectl.ok("get", CHILDREN, "--selector", selector, "-o", "name") == ""

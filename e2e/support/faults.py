@@ -1,4 +1,4 @@
-"""Rows of the fault matrix as real objects: what is applied, and the condition, reason and remedy that must follow."""
+"""Rows of the fault matrix as real objects: what is applied, and which condition, reason and remedy must follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from support.story import Story
 from support.waiting import until
 
 ONE_RECONCILE_S = 10.0
-"""Seconds from a change to the status, with all rows at once on two cores; 1 to 3 s of it wait for further changes."""
+"""Time limit from a change to the status, with all rows at once on two cores; 1 to 3 s of it wait for further changes.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Row:
     stage: str
     """The condition, besides Ready, that is False with this reason."""
     remedy: str
-    """Part of the message."""
+    """A part of the message."""
     document: Document
 
 
@@ -42,7 +43,7 @@ def pod(**fields: Any) -> Document:
 
 
 def assert_reported(deployed: Deployed, row: Row, timeout_s: float) -> None:
-    """Wait until Ready has the reason; then check that everything else agrees."""
+    """Wait until Ready has the reason; then check the other conditions, the observed generation and the event."""
     ready = deployed.wait_reason("Ready", row.reason, timeout_s)
     found = deployed.get()
     conditions = {each["type"]: each for each in found["status"]["conditions"]}
@@ -57,13 +58,13 @@ def assert_reported(deployed: Deployed, row: Row, timeout_s: float) -> None:
 
 
 def assert_prompt(story: Story, rows: Iterable[Row], patience_s: Mapping[str, float]) -> None:
-    """Check that each row was reported within one reconcile after it showed, plus its `patience_s` by name."""
+    """Check that each row was reported within one reconcile of its fault, plus `patience_s` of its name."""
     lags = {row.name: story.lag_s(row.name, row.reason, is_own_fault=row.stage == "Planned") for row in rows}
     late = {name: lag for name, lag in lags.items() if lag > ONE_RECONCILE_S + patience_s.get(name, 0.0)}
     assert not late, f"reported late, in seconds: {late}; all: {lags}"
 
 
 def warnings(deployed: Deployed) -> Counter[str]:
-    """Return the number of Event objects by reason; repeats are counted inside one."""
+    """Return the number of Event objects by reason; an object counts its own repeats."""
     selector = f"involvedObject.kind=LLMDeployment,involvedObject.name={deployed.name},type=Warning"
     return Counter(event["reason"] for event in deployed.kubectl.items("events", f"--field-selector={selector}"))

@@ -1,6 +1,4 @@
-"""Forwards a local port to a Service of a foreign cluster with `kubectl port-forward`, while the pod behind it
-answers.
-"""
+"""Forwards a local port to a Service of another cluster with `kubectl port-forward`, for as long as its pod answers."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def forwarded(kubectl: Kubectl, target: str) -> str:
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     atexit.register(process.kill)
     assert process.stdout is not None
-    line = process.stdout.readline()  # such as: Forwarding from 127.0.0.1:40321 -> 8080
+    line = process.stdout.readline()  # The line is, for example: Forwarding from 127.0.0.1:40321 -> 8080
     assert line.startswith("Forwarding from"), f"kubectl port-forward {target}: {line}"
     url = f"http://{line.split()[2]}"
     _open[key] = (process, url)
@@ -34,7 +32,7 @@ def forwarded(kubectl: Kubectl, target: str) -> str:
 
 
 def _answers(url: str) -> bool:
-    """Whether there is any answer. A forwarded port outlives its pod, for example that of an earlier release."""
+    """Whether the port gives any answer. A forwarded port outlives its pod, for example that of an earlier release."""
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True

@@ -1,4 +1,4 @@
-"""The platform of earlier commits, for upgrades from there."""
+"""The platform of earlier commits, from which upgrade tests start."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MAX_COMMITS = 20
 
 @dataclass(frozen=True)
 class Previous:
-    """One earlier commit."""
+    """The files and images of one earlier commit."""
 
     commit: str
     root: Path
-    """Folder of its files."""
+    """The folder of the commit's files."""
 
     @property
     def chart(self) -> Path:
@@ -33,7 +33,8 @@ class Previous:
 def previous(folder: Path, reference: str) -> Previous:
     """Unpack `reference` into `folder`.
 
-    If its chart equals today's, the newest commit with another one is used: an upgrade must change the chart.
+    If its chart equals the current one, unpack the newest commit with a different chart: an upgrade must change the
+    chart.
     """
     today = _git("rev-parse", "--verify", f"HEAD:{CHART}").strip()
     older = _git("rev-list", f"--max-count={MAX_COMMITS}", reference, "--", CHART).split()
@@ -41,7 +42,7 @@ def previous(folder: Path, reference: str) -> Previous:
         if _git("rev-parse", "--verify", f"{commit}:{CHART}").strip() != today:
             _unpack(commit, folder)
             return Previous(commit, folder)
-    raise AssertionError(f"no other chart than today's among {reference} and its ancestors")
+    raise AssertionError(f"{reference} and its ancestors have no chart that differs from the current one")
 
 
 def _unpack(commit: str, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Nodes that exist only as objects (KWOK): 8 GPUs each, and their pods become Ready as soon as they are scheduled."""
+"""Nodes that exist only as objects (KWOK), with 8 GPUs each; their pods become Ready as soon as they are scheduled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACED: Document = {
 
 @contextmanager
 def nodes(count: int) -> Iterator[None]:
-    """Add so many hollow nodes while the block runs; only for the one-node cluster."""
+    """Add `count` simulated nodes while the block runs; only for the one-node cluster."""
     program("hollow", str(count))
     try:
         yield

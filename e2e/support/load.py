@@ -1,8 +1,8 @@
-"""Load from outside the cluster: the real `openai` client, a few workers, whole and streamed answers alternately.
+"""Sends load from outside the cluster: the real `openai` client, a few workers, whole and streamed answers alternately.
 
-The client never retries: that is the platform's task. Prompts are greedy and their golden answers are requested before
-the load starts, so that a retried or moved request can be checked. The workers run on an event loop in a thread of
-their own while the case changes the cluster.
+The client never retries, because that is the platform's task. Prompts are greedy, and their golden answers are
+requested before the load starts, so that a retried or migrated request can be checked. The workers run on an event loop
+in a thread of their own while the case changes the cluster.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Service:
 
 @dataclass
 class Load:
-    """A running load; `report` returns what happened so far."""
+    """A running load; `report` returns its requests so far."""
 
     service: Service
     workers: int
@@ -142,7 +142,7 @@ class Load:
 
 @dataclass
 class _Answer:
-    """The part of an answer that has arrived, also if an error ends it."""
+    """The part of an answer that has arrived, also if an error ends the answer."""
 
     text: str = ""
     first_s: float | None = None
@@ -167,7 +167,7 @@ def _failure(error: Exception, *, begun: bool) -> Outcome:
 
 @contextmanager
 def long_answers(service: Service) -> Iterator[Load]:
-    """Run one client that nearly always receives a long answer, so that any removed pod had to finish one."""
+    """Run one client that nearly always receives a long answer, so that any removed pod has one to finish."""
     with running_load(service, workers=1, max_tokens=200, warm_up=0, prompts=(LONG_PROMPT,)) as load:
         yield load
 
@@ -183,9 +183,10 @@ def running_load(
     prompts: Sequence[str] = PROMPTS,
     golden: Mapping[str, str] | None = None,
 ) -> Iterator[Load]:
-    """Keep the service under load while the block runs; at its end every request has ended.
+    """Send load to the service while the block runs; when the block ends, every request has ended.
 
-    `golden` has the answers that an earlier load with as many tokens requested; otherwise they are requested first.
+    `golden` has the answers that an earlier load with the same token limits requested; otherwise they are requested
+    first.
     """
     load = Load(service, workers, max_tokens, max_requests, prompts)
     load.golden.update(golden or {prompt: service.ask(prompt, max_tokens) for prompt in load.prompts})

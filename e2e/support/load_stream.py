@@ -1,7 +1,7 @@
-"""Cuts off the load stream: operators get no gateway's reports any more, and everything else continues.
+"""Cuts off the load stream: operators receive no gateway reports any more, and everything else continues.
 
-Packets are dropped in the pods' own network namespaces, so it works with any pod network. There is no reset and no end,
-like with a wrong NetworkPolicy or a partition.
+Packets are dropped in the pods' own network namespaces, so this works with any pod network. The connections are neither
+reset nor closed, as with a wrong NetworkPolicy or a partition.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from support.processes import of_pod
 
 CONTROL_PORT = 8081
-"""The gateways' control port, the chart's default."""
+"""The gateways' control port, by the chart's default."""
 TABLE = "pagemill-e2e-load-stream"
 RULES = f"""table inet {TABLE} {{
     chain output {{
@@ -27,7 +27,7 @@ RULES = f"""table inet {TABLE} {{
 
 @contextmanager
 def cut(pods: Iterable[dict[str, Any]], program: str = "pagemill_operator") -> Iterator[None]:
-    """Drop what these pods send to the control port of a gateway while the block runs."""
+    """Drop what these pods send to the control port of any gateway while the block runs."""
     # An open file keeps the namespace accessible if its process is replaced meanwhile.
     spaces = [os.open(f"/proc/{of_pod(pod, program)[0].pid}/ns/net", os.O_RDONLY) for pod in pods]
     try:

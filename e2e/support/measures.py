@@ -1,4 +1,4 @@
-"""Measurements of the cases: one JSON line each, printed and stored in a file, and the Markdown table of such a file.
+"""Measurements of the cases: one JSON line each, printed and stored in a file, and a Markdown table of such a file.
 
 python -m support.measures build/e2e/measures.jsonl      (in e2e/) writes the table for docs/benchmarks.md
 """
@@ -29,7 +29,7 @@ class Measures:
 
 
 def table(lines: Iterable[str]) -> str:
-    """Return a table with the latest line of each measure as one row."""
+    """Return a table in which the latest line of each measure is one row."""
     latest = {entry.pop("measure"): entry for entry in map(json.loads, lines)}
     rows = [f"| {measure} | {_cells(values)} |" for measure, values in latest.items()]
     return "\n".join(["| measure | values |", "|---|---|", *rows])

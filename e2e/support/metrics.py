@@ -1,4 +1,4 @@
-"""Reads Prometheus metrics of a pod from outside; only where pod addresses are reachable."""
+"""Reads Prometheus metrics of a pod from outside, where pod addresses are reachable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read(pod: dict[str, Any], port: int) -> str:
 
 
 def total(pod: dict[str, Any], port: int, name: str, /, **labels: str) -> float:
-    """Return the sum over all series of that name with those labels; 0 without any."""
+    """Return the sum of all series with that name and those labels, or 0 without any."""
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     values = [
         float(line.rpartition(" ")[2])

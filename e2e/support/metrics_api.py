@@ -1,7 +1,7 @@
-"""Kubernetes's external metrics API on the one-node cluster: a Prometheus and its adapter, in one pod.
+"""Kubernetes's external metrics API on the one-node cluster: Prometheus and its adapter, in one pod.
 
-They run from the files in examples/external-scaling that users take; only intervals are shorter. The other objects of
-the adapter's chart (service account, roles, APIService) are created here.
+Both use the files in examples/external-scaling, as users do, with shorter intervals. The other objects of the adapter's
+chart (service account, roles, APIService) are created here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.programs import built_folder
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "external-scaling"
 NAME = "e2e-metrics"
-"""Name of every object and of their namespace."""
+"""The name of every object and of their namespace."""
 LABELS = {"app.kubernetes.io/name": "prometheus"}
 """Labels of pods that the chart allows to scrape by default."""
 SCRAPE_INTERVAL = "5s"
@@ -31,7 +31,7 @@ RBAC = "rbac.authorization.k8s.io"
 
 @contextmanager
 def served(node: OneNode) -> Iterator[None]:
-    """Serve external metrics while the block runs. The first time builds the adapter and the image."""
+    """Serve external metrics while the block runs; the first call builds the adapter and the image."""
     image = f"docker.io/library/metrics:{built_folder().parent.name}"
     program("metrics", image)
     kubectl = node.kubectl
@@ -42,7 +42,7 @@ def served(node: OneNode) -> Iterator[None]:
         kubectl.wait(API_SERVICE, "condition=Available", READY_TIMEOUT_S)
         yield
     finally:
-        # This is first: a namespace cannot be deleted while an API is registered that no pod serves.
+        # Delete this first: a namespace cannot be deleted while an API without a pod is registered.
         kubectl.delete(API_SERVICE, "--ignore-not-found")
         for target in (f"clusterrole/{NAME}", f"clusterrolebinding/{NAME}", f"clusterrolebinding/{NAME}-delegator"):
             kubectl.delete(target, "--ignore-not-found")
@@ -51,7 +51,7 @@ def served(node: OneNode) -> Iterator[None]:
 
 
 def _configuration() -> Document:
-    """Return the users' files; the adapter's chart makes such a file of its values."""
+    """Return the users' files as a ConfigMap; the adapter's chart makes such a file from its values."""
     scrapes = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())
     scrapes["global"]["scrape_interval"] = SCRAPE_INTERVAL
     rules = yaml.safe_load((EXAMPLES / "prometheus-adapter.yaml").read_text())["rules"]
@@ -76,7 +76,7 @@ def _pod(image: str) -> Document:
         f"--metrics-relist-interval={SCRAPE_INTERVAL}",
         "--metrics-max-age=1m",
     ]
-    # Starting engines take all processors; an adapter that is marked unready meanwhile answers no request.
+    # Starting engines use all processors; an adapter that is marked unready meanwhile would answer no request.
     patience = {"periodSeconds": 1, "timeoutSeconds": 10, "failureThreshold": 6}
     readiness = {"httpGet": {"path": "/readyz", "port": ADAPTER_PORT, "scheme": "HTTPS"}, **patience}
     mounts = [{"name": "config", "mountPath": "/etc/metrics"}, {"name": "data", "mountPath": "/data"}]
@@ -106,7 +106,7 @@ def _api_service() -> Document:
         "version": VERSION,
         "groupPriorityMinimum": 100,
         "versionPriority": 100,
-        "insecureSkipTLSVerify": True,  # like the chart's default: the adapter creates its own certificate
+        "insecureSkipTLSVerify": True,  # as by the chart's default, the adapter creates its own certificate
         "service": {"name": NAME, "namespace": NAME},
     }
     metadata = {"name": f"{VERSION}.{GROUP}"}

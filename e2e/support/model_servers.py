@@ -1,7 +1,7 @@
 """Model servers on the node's own address: an S3 server (SeaweedFS) and an OCI registry.
 
-Both have SmolLM2 and record requests, which shows cases what a node fetches. They are those of the unit tests
-(`s3_server`, `oci_registry`), which know nothing of a cluster.
+Both serve SmolLM2 and record requests, so that cases can check what a node fetches. The servers are those of the unit
+tests (`s3_server`, `oci_registry`), which do not depend on a cluster.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Bucket:
 
     @property
     def asked(self) -> list[str]:
-        """Paths of all requests so far."""
+        """Return the paths of all requests so far."""
         return [path.decode() for each in list(self.proxy.requests) for path in _ASKED.findall(each)]
 
     def deployment(self, name: str, cache: Document, *, prefix: str = "a", **sections: object) -> Document:
-        """Return a deployment of the model below a prefix, with the right credentials by their Secret's name."""
+        """Return a deployment of the model below a prefix, with the Secret of the right credentials."""
         source = f"s3://{BUCKET}/{prefix}/{FILE}"
         env = [{"name": "AWS_ENDPOINT_URL", "value": self.proxy.url}]
         model = {"source": source, "credentialsSecretRef": {"name": CREDENTIALS}, "cache": cache}
@@ -84,7 +84,7 @@ def registry_login(host: str) -> Document:
 
 
 def node_folder(path: Path) -> Path:
-    """Create a folder of the node, this machine, to which pods may write."""
+    """Create a folder of the node (this machine) to which pods may write."""
     path.mkdir()
     os.chown(path, POD_USER, POD_USER)
     return path

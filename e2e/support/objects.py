@@ -1,4 +1,4 @@
-"""The objects that cases apply: LLMDeployments small enough for a laptop, namespaces, secrets."""
+"""The objects that cases apply: LLMDeployments that fit a laptop, namespaces and Secrets."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ Document = dict[str, Any]
 
 
 def llmdeployment(name: str, **sections: Any) -> Document:
-    """Return a real but small deployment: `llmdeployment("a", replicas=2, engine={"maxNumSeqs": 4})` sets parts of the
-    spec.
+    """Return a small deployment; `llmdeployment("a", replicas=2, engine={"maxNumSeqs": 4})` sets its fields.
 
-    Answers are exact (`deterministic`) on the CPU, so that a moved request can be compared with a golden one.
+    Answers are exact (`deterministic`) on the CPU, so that a migrated request can be compared with a golden answer.
     """
     engine = {"maxModelLen": 512, "maxNumSeqs": 8, "kvCacheMemory": "64Mi", "dtype": "float32", "deterministic": True}
     spec: Document = {
@@ -40,7 +39,7 @@ def llmdeployment(name: str, **sections: Any) -> Document:
 
 
 def merged(base: Document, changes: Document) -> Document:
-    """Return `changes` over `base`; sections are merged, everything else is replaced."""
+    """Return `base` with `changes`: sections are merged, all other values are replaced."""
     result = copy.deepcopy(base)
     for key, value in changes.items():
         old = result.get(key)

@@ -29,13 +29,13 @@ class Record:
     outcome: Outcome
     streamed: bool
     started_s: float
-    """Monotonic."""
+    """Monotonic time in seconds."""
     seconds: float
     ttft_s: float | None
-    """Time to the first streamed text; None if nothing arrived or the answer was one body."""
+    """Time to the first streamed text; None if no text arrived or the answer was one body."""
     text: str = ""
     detail: str = ""
-    """The error, or the golden text if `text` is another."""
+    """The error, or the golden text if `text` differs from it."""
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,4 @@ class Report:
     def assert_all_complete(self, at_least: int) -> None:
         """Check that no request failed, and that there were enough of them to be meaningful."""
         assert self.failed == [], f"{self.summary()}\n" + "\n".join(map(str, self.failed[:5]))
-        assert self.complete >= at_least, f"too little load to prove anything: {self.summary()}"
+        assert self.complete >= at_least, f"too few requests for a meaningful result: {self.summary()}"

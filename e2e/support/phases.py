@@ -30,7 +30,7 @@ DURATIONS = {
 
 
 def of_new_pod(deployed: Deployed, known: set[str], started_s: float, timeout_s: float = 240) -> dict[str, float]:
-    """Return the seconds of each phase of the one pod whose uid is not in `known`, in order."""
+    """Return the seconds of each phase, in order, of the one pod whose uid is not in `known`."""
     seen: dict[str, float] = {}
 
     def note(phase: str) -> None:
@@ -56,7 +56,7 @@ def of_new_pod(deployed: Deployed, known: set[str], started_s: float, timeout_s:
 
 
 def _durations(seen: dict[str, float]) -> dict[str, float]:
-    """Return the times from each moment to the next one that was seen."""
+    """Return the times from each recorded moment to the next one."""
     order = sorted(seen.items(), key=lambda item: item[1])
     starts = [("asked", 0.0), *order]
     named = {DURATIONS[phase]: end - start for (phase, start), (_, end) in pairwise(starts)}

@@ -1,6 +1,6 @@
-"""The processes of pods on the one-node cluster's own machine: they are killed, paused and measured there.
+"""The processes of pods on the machine of the one-node cluster, where tests kill, pause and measure them.
 
-Processes are found by their pod's uid in /proc/*/cgroup, so nothing inside the pod has to help.
+Processes are found by their pod's uid in /proc/*/cgroup, so the pod needs no special program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Process:
 
     @property
     def cpu_s(self) -> float:
-        """User and system time so far in seconds."""
+        """Return the user and system time so far in seconds."""
         fields = (PROC / str(self.pid) / "stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
@@ -67,7 +67,7 @@ def _all_of(uid: str) -> list[Process]:
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 found.append(Process(int(folder.name), command))
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process ended meanwhile
     return sorted(found, key=lambda process: process.pid)
 
 

@@ -50,7 +50,7 @@ class Release:
         engine_cpu = {name: image[name] for name in ("registry", "tag")}
         small = {"requests": {"cpu": "20m", "memory": "64Mi"}}
         return {
-            "watchNamespaces": [],  # each case makes a namespace of its own
+            "watchNamespaces": [],  # each case creates a namespace of its own
             "image": dict.fromkeys(("operator", "gateway", "engine"), image) | {"engineCpu": engine_cpu},
             "operator": {"resources": small},
             "gateway": {"resources": small, "apiKeys": {"existingSecret": KEYS_SECRET}},
@@ -124,7 +124,7 @@ class Release:
 
 
 class Releases:
-    """The shared release, installed when a case needs it and removed when one needs its place."""
+    """The shared release: installed when a case needs it, and removed when a case needs its place."""
 
     def __init__(self, cluster: Cluster, image_tag: str) -> None:
         self._shared = Release(cluster, SHARED_NAME, SHARED_NAMESPACE, image_tag)
@@ -147,12 +147,12 @@ class Releases:
 
     @contextmanager
     def absent(self) -> Iterator[None]:
-        """Remove the shared release while the block runs."""
+        """Remove the shared release and keep it removed while the block runs."""
         self.close()
         yield
 
     def new(self, name: str, namespace: str) -> Release:
-        """Return another release, not installed yet; the shared one must be removed first."""
+        """Return another release, which is not installed yet; the shared one must be removed first."""
         return Release(self._shared.cluster, name, namespace, self._shared.image_tag)
 
     def close(self) -> None:

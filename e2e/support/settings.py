@@ -1,11 +1,11 @@
 """The command-line options of the end-to-end tests; the Makefile passes its variables here.
 
---context NAME      use this context of the user's kubeconfig instead of a cluster of our own (E2E_CONTEXT)
+--context NAME      use this context of the user's kubeconfig instead of a new one-node cluster (E2E_CONTEXT)
 --kubeconfig FILE   use the one-node cluster that already runs, and leave it running (development)
 --image-tag TAG     tag of the images on the cluster's node
 --keep-release      leave the shared Helm release installed at the end (development)
 --artifacts DIR     folder for the logs of failed cases
---previous REF      commit that the upgrade test starts from
+--previous REF      commit from which the upgrade tests start
 """
 
 from __future__ import annotations

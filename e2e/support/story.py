@@ -1,6 +1,6 @@
 """Records when things happened in a namespace by this machine's clock: the first sign of a fault, and its report.
 
-It watches, as the operator does, instead of polling, so the times are those of the changes.
+It uses a watch, as the operator does, instead of polling, so the times are those of the changes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ TROUBLED = {
 
 @dataclass
 class Story:
-    """Seconds of the monotonic clock, by name of the LLMDeployment."""
+    """Monotonic times in seconds, by name of the LLMDeployment."""
 
     applied_s: dict[str, float] = field(default_factory=dict)
     shown_s: dict[str, float] = field(default_factory=dict)
-    """Time of its first pod or ReplicaSet with a fault."""
+    """The time of the first pod or ReplicaSet with a fault."""
     reported_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Time of the report by name and reason of condition Ready."""
+    """The time of the report, by name and reason of the condition Ready."""
 
     def lag_s(self, name: str, reason: str, *, is_own_fault: bool) -> float:
         """Return the seconds from the first sign of the fault to the status with `reason`.
 
-        With `is_own_fault` the sign is the applied spec.
+        With `is_own_fault`, the sign is the change of the spec.
         """
         signs = self.applied_s if is_own_fault else self.shown_s
         return self.reported_s[name, reason] - signs[name]

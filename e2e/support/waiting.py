@@ -1,4 +1,4 @@
-"""Waits for what `kubectl wait` cannot see: a predicate is polled until it is true, or the test fails with its name."""
+"""Waits for what `kubectl wait` cannot check: polls a predicate until it is true or fails the test with its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INTERVAL_S = 0.1
 
 
 def until(what: str, ask: Callable[[], T], *, timeout_s: float = 30.0, interval_s: float = INTERVAL_S) -> T:
-    """Return the first true result of `ask`; the last false one is part of the failure."""
+    """Return the first true result of `ask`; the failure contains the last false one."""
     deadline = time.monotonic() + timeout_s
     while True:
         answer = ask()

@@ -36,7 +36,7 @@ print(json.dumps(found))
 KEYS = "secret/pagemill-keys"
 ROTATED_AT = "pagemill.dev/rotated-at"
 ROTATIONS = 3
-"""After three rotations nothing is left of the key of the first token."""
+"""Number of rotations after which the key of the first token is no longer kept."""
 
 
 def test_another_pod_is_refused_with_no_token_and_with_a_wrong_one(release: Release, space: Kubectl) -> None:
@@ -50,7 +50,7 @@ def test_another_pod_is_refused_with_no_token_and_with_a_wrong_one(release: Rele
     assert set(statuses.values()) <= {401, 403}, statuses
     own = {"own": _accepted_tokens(chat)[0]}
     allowed = _probe(release, space, [chat.pods()[0]["status"]["podIP"], [("GET", 8001, "/internal/bundle")], own])
-    assert set(allowed.values()) == {200}, "the probe's own request is right"
+    assert set(allowed.values()) == {200}, "the probe's own request must be correct"
 
 
 @pytest.mark.timeout(900)
@@ -64,11 +64,11 @@ def test_replacing_the_key_three_times_fails_no_request(one_node: OneNode, relea
             before = _accepted_tokens(chat)
             _let_the_key_grow_old(release)
             until("the engine's Secret has a new token", partial(_differ, chat, before), timeout_s=60)
-            until("the engine's file has it too", lambda: _file_is_current(chat), timeout_s=150, interval_s=2)
+            until("the engine's file has the new token", lambda: _file_is_current(chat), timeout_s=150, interval_s=2)
             load.wait_for(5)
     load.report().assert_all_complete(at_least=30)
     assert set(first).isdisjoint(_accepted_tokens(chat))
-    assert [pod["metadata"]["uid"] for pod in chat.pods()] == pods, "a new key restarts no engine"
+    assert [pod["metadata"]["uid"] for pod in chat.pods()] == pods, "a new key restarted an engine"
 
 
 def _probe(release: Release, space: Kubectl, question: Any) -> dict[str, int]:
@@ -97,6 +97,6 @@ def _file_is_current(deployed: Deployed) -> bool:
 
 
 def _let_the_key_grow_old(release: Release) -> None:
-    """Set the last rotation to long ago: the operator must rotate the key on its own."""
+    """Set the time of the last rotation far into the past, so that the operator must rotate the key."""
     keys = release.cluster.kubectl.within(release.namespace)
     keys.ok("annotate", KEYS, f"{ROTATED_AT}=2026-01-01T00:00:00Z", "--overwrite")

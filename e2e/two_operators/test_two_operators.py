@@ -1,4 +1,4 @@
-"""Two operators, one Lease: the second one takes over, and never do both write. The audit log proves it."""
+"""Two operators share one Lease: the second takes over, and the two never write at the same time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from support.release import Release
 from support.waiting import until
 
 TAKEOVER_S = 20.0
-"""The Lease's duration and five seconds."""
+"""Time limit in seconds: the duration of the Lease plus five seconds."""
 OPERATOR = "pagemill-operator"
 METRICS_PORT = 8080
 
 
-def test_after_the_leaders_death_work_goes_on_within_lease_and_five_seconds(
+def test_after_the_leader_is_killed_the_other_operator_works_within_the_lease_and_five_seconds(
     one_node: OneNode, release: Release, space: Kubectl, audit: AuditLog
 ) -> None:
     chat = deploy(space, llmdeployment("spare"))
@@ -50,7 +50,7 @@ def test_a_paused_leader_that_wakes_up_writes_nothing(
     old = release.leader()
     name = old["metadata"]["name"]
     processes = of_pod(old, "pagemill_operator")
-    chat.scale(2)  # it has work when it stops
+    chat.scale(2)  # the leader has work when it is suspended
     for process in processes:
         process.signal(signal.SIGSTOP)
     try:
@@ -64,13 +64,13 @@ def test_a_paused_leader_that_wakes_up_writes_nothing(
         for process in processes:
             process.signal(signal.SIGCONT)
     until("the old leader has ended", lambda: _restarts(space, release, name) > restart_count(old), timeout_s=60)
-    chat.scale(1)  # only the new leader sees this
+    chat.scale(1)  # only the new leader sees this change
     chat.wait_ready(1)
     assert len(audit.writes(user=OPERATOR, pod=name)) == before, "the old leader wrote after it woke up"
     assert _turns(audit.writes(user=OPERATOR)) == 2, "writes of two operators are mixed"
 
 
-def test_both_operators_export_what_dashboards_of_operators_know(
+def test_both_operators_export_the_metrics_of_standard_operator_dashboards(
     one_node: OneNode, release: Release, space: Kubectl
 ) -> None:
     chat = deploy(space, llmdeployment("spare", replicas=0))
@@ -87,7 +87,9 @@ def test_both_operators_export_what_dashboards_of_operators_know(
     assert total(leader, METRICS_PORT, "controller_runtime_reconcile_total", **reconciled) > 0
     assert total(leader, METRICS_PORT, "workqueue_adds_total", **labels) > 0
     assert total(leader, METRICS_PORT, "rest_client_requests_total", code="200", method="GET") > 0
-    until("nothing is due", lambda: total(leader, METRICS_PORT, "workqueue_depth", **labels) == 0, timeout_s=30)
+    until(
+        "the work queue is empty", lambda: total(leader, METRICS_PORT, "workqueue_depth", **labels) == 0, timeout_s=30
+    )
 
 
 def _turns(writes: Iterable[Call]) -> int:

@@ -1,4 +1,4 @@
-"""`helm uninstall` while LLMDeployments exist, also when the operator is dead: it ends, and reports what stays."""
+"""`helm uninstall` while LLMDeployments exist, also when no operator runs: it ends and reports what remains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFINITION = "crd/llmdeployments.pagemill.dev"
 
 @pytest.fixture
 def own(releases: Releases) -> Iterator[Release]:
-    """A release that the case may remove; the next case gets a new shared one."""
+    """Install a release that the case may remove; the next case gets a new shared release."""
     with releases.absent():
         release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
         release.install()
@@ -28,7 +28,7 @@ def own(releases: Releases) -> Iterator[Release]:
 
 
 def _kill_operator(release: Release) -> None:
-    """Remove all operator pods for good."""
+    """Remove all operator pods permanently."""
     kubectl = release.cluster.kubectl.within(release.namespace)
     kubectl.ok("scale", f"deployment/{release.name}-operator", "--replicas=0")
     for pod in release.pods("operator"):
@@ -42,7 +42,7 @@ def _seconds(work: str, started: float) -> float:
     return seconds
 
 
-def test_with_a_dead_operator_it_ends_and_what_runs_goes_on(own: Release, space: Kubectl) -> None:
+def test_uninstall_without_an_operator_ends_and_engines_keep_running(own: Release, space: Kubectl) -> None:
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
     before = _uids(chat)
@@ -51,14 +51,14 @@ def test_with_a_dead_operator_it_ends_and_what_runs_goes_on(own: Release, space:
     own.uninstall()
     assert _seconds("uninstall", started) < LIMIT_S
     assert own.cluster.kubectl.ok("get", DEFINITION, "-o", "name").strip()
-    assert _uids(chat) == before, "engines went with the release"
+    assert _uids(chat) == before, "engines were removed with the release"
     own.install()
     chat.wait_ready(1)
-    assert "Paris" in until("it answers again", lambda: _answer(own), timeout_s=150, interval_s=1)
-    assert _uids(chat) == before, "taking over restarted an engine"
+    assert "Paris" in until("the model answers again", lambda: _answer(own), timeout_s=150, interval_s=1)
+    assert _uids(chat) == before, "the next release restarted an engine"
 
 
-def test_deployments_can_be_deleted_when_no_operator_runs_any_more(own: Release, space: Kubectl) -> None:
+def test_deployments_can_be_deleted_when_no_operator_runs(own: Release, space: Kubectl) -> None:
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
     _kill_operator(own)
@@ -69,8 +69,8 @@ def test_deployments_can_be_deleted_when_no_operator_runs_any_more(own: Release,
     assert _seconds("deletion without an operator", started) < LIMIT_S
 
 
-def test_with_the_definition_everything_goes(own: Release, space: Kubectl) -> None:
-    """`crds.keep: false`: deleting the CRD deletes the deployments, and these their children."""
+def test_deleting_the_definition_deletes_deployments_and_their_children(own: Release, space: Kubectl) -> None:
+    """With `crds.keep: false`, the deployments are deleted with the CRD, and their children with them."""
     own.install(values={"crds": {"keep": False}})
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
@@ -88,7 +88,7 @@ def _uids(deployed: Deployed) -> set[str]:
 
 
 def _answer(release: Release) -> str:
-    """Return an answer, or "" while engines do not know the new keys yet."""
+    """Return an answer, or "" if engines do not have the new keys yet."""
     try:
         return release.service("chat").ask("What is the capital of France?")
     except openai.OpenAIError:

@@ -1,4 +1,4 @@
-"""Watches that fall silent without an end: operator and gateway detect that themselves."""
+"""The operator and the gateway detect watches whose connection stays open but delivers nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.waiting import until
 STALL_FOUND_S = 75.0
 
 
-def test_the_operator_finds_a_silent_watch_and_goes_on(one_node: OneNode, release: Release, space: Kubectl) -> None:
+def test_the_operator_detects_a_silent_watch_and_continues(one_node: OneNode, release: Release, space: Kubectl) -> None:
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
     with swallowed(release.pods("operator"), "pagemill_operator") as connections:
@@ -32,7 +32,7 @@ def test_the_operator_finds_a_silent_watch_and_goes_on(one_node: OneNode, releas
         chat.wait_ready(2)
 
 
-def test_the_gateway_finds_a_silent_watch_and_fails_nothing(
+def test_the_gateway_detects_a_silent_watch_and_fails_no_request(
     one_node: OneNode, release: Release, space: Kubectl
 ) -> None:
     chat = deploy(space, llmdeployment("chat"))

@@ -1,4 +1,4 @@
-"""The benchmarks are scripts: their folder is where they find each other."""
+"""Adds the folder of the benchmarks to the path, because the scripts import each other from it."""
 
 from __future__ import annotations
 

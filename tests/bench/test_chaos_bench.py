@@ -1,4 +1,4 @@
-"""Chaos and routing quality: how outcomes are reported apart, and what the traffic becomes over HTTP."""
+"""The benches of chaos and routing: counts of outcomes, and the HTTP requests of the traffic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_TOKENS = 3
 
 
 class Canned:
-    """Answers every chat with its question in capitals, or in the way that `mode` says."""
+    """A server that answers every chat with its question in capitals, or in the way that `mode` sets."""
 
     def __init__(self) -> None:
         self.mode = "right"
@@ -88,7 +88,7 @@ async def server() -> AsyncIterator[Canned]:
 
 
 async def outcomes(server: Canned, mode: str) -> ExactLoad:
-    """Some answers of each form after the texts were learnt."""
+    """Return the outcomes of some answers of each form after the expected texts were recorded."""
     load = ExactLoad(server.url, "m", num_workers=2, num_tokens=NUM_TOKENS)
     try:
         await load.learn()
@@ -112,7 +112,7 @@ async def outcomes(server: Canned, mode: str) -> ExactLoad:
         ("cut", "cut", "complete"),
     ],
 )
-async def test_what_became_of_an_answer_is_reported_by_its_form(
+async def test_outcomes_are_counted_by_the_form_of_the_answer(
     server: Canned, mode: str, streamed: str, whole: str
 ) -> None:
     load = await outcomes(server, mode)
@@ -125,7 +125,7 @@ async def test_half_of_the_prompts_are_sampled_with_a_seed(server: Canned) -> No
     assert {(body["temperature"], "seed" in body) for body in server.bodies} == {(0.0, False), (1.0, True)}
 
 
-def test_the_url_is_read_from_what_the_command_says(tmp_path: Any) -> None:
+def test_the_url_is_read_from_the_output_of_the_command(tmp_path: Any) -> None:
     log = tmp_path / "log"
     up = Up(None, log)  # type: ignore[arg-type]
     log.write_text("smollm2-0: starting (0.1 s)\n")
@@ -136,7 +136,7 @@ def test_the_url_is_read_from_what_the_command_says(tmp_path: Any) -> None:
     assert (up.url, up.metrics_url) == ("http://127.0.0.1:81", "http://a:1/metrics")
 
 
-async def test_a_chat_repeats_what_was_said_and_its_times_are_the_devices(server: Canned) -> None:
+async def test_a_chat_sends_the_whole_conversation_and_measures_simulated_times(server: Canned) -> None:
     turns = [Turn([1, 2], NUM_TOKENS, 0.0), Turn([3], NUM_TOKENS, 0.0)]
     chats = Chats([server.url], [" a", " b", " c", " d"], slowdown=2.0)
     reported = await asyncio.to_thread(chats.run, [Conversation(0.0, [0, 0], turns)], 1)
@@ -148,7 +148,7 @@ async def test_a_chat_repeats_what_was_said_and_its_times_are_the_devices(server
     assert (len(reported.ttft_ms), reported.num_cached_tokens, reported.faults) == (2, 4, [])
 
 
-async def test_an_answer_that_fails_ends_its_chat_and_is_counted(server: Canned) -> None:
+async def test_a_failed_answer_ends_its_chat_and_is_counted(server: Canned) -> None:
     server.mode = "refused"
     turns = [Turn([1], NUM_TOKENS, 0.0), Turn([2], NUM_TOKENS, 0.0)]
     chats = Chats([server.url], [" a", " b"], slowdown=1.0)
@@ -159,7 +159,7 @@ async def test_an_answer_that_fails_ends_its_chat_and_is_counted(server: Canned)
 
 @pytest.mark.model
 def test_every_word_is_one_token() -> None:
-    """`words` raises where they are not."""
+    """`words` raises if a word has several tokens."""
     assert len(set(words())) == 4096
 
 
@@ -168,7 +168,7 @@ def test_the_engines_settings_are_valid() -> None:
         msgspec.convert(settings(8000, 8001, 4.0)[name], type=kind)
 
 
-def test_we_are_compared_with_the_best_rival_of_each_traffic() -> None:
+def test_our_policy_is_compared_with_the_best_rival_for_each_traffic() -> None:
     fast, slow = figures(Reported(ttft_ms=[10.0])), figures(Reported(ttft_ms=[40.0]))
     found = {"chat": {"pagemill Cost": fast, "smg": slow, "vllm-router": figures(Reported(ttft_ms=[20.0]))}, "hot": {}}
     assert against_rivals(found) == {"chat": 0.5}

@@ -1,6 +1,6 @@
-"""The budget of a streamed request: how much the gateway does for it is counted, so that nothing is added unseen.
+"""The gateway's work for a streamed request is counted and limited, so that additional work is noticed.
 
-Counts are the same on every machine. Who raises a bound on purpose says why in docs/benchmarks.md.
+Counts are the same on every machine. A change that raises a limit explains it in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ BOUNDS = {
     "metrics": Count(123, 82, 0),
     REST: Count(185, 152, 0),
 }
-"""Calls of Python functions, of built-in ones, and reads and writes: what they are now and a few percent."""
+"""Calls of Python functions, of built-in ones, and reads and writes: the current numbers plus a few percent."""
 MAX_ALLOCATIONS = {REST: 2200, FIRST_FRAME: 180, RELAYS: 990, END: 360}
-"""Until the request is with its engine, of its first frame, of the frames after it, and of its end."""
+"""Limits until the request is with its engine, for its first frame, for later frames, and for its end."""
 MAX_BLOCKS_HELD = 720
-"""Of memory, by one stream from its first frame on."""
+"""The memory blocks of one stream from its first frame on."""
 
 
 def run(work: Any, *, has_link: bool = True) -> Any:
@@ -61,8 +61,8 @@ def test_a_request_makes_no_more_calls_than_its_budget() -> None:
         assert counts[entry].system <= bound.system, (entry, counts[entry])
 
 
-def test_a_request_asks_for_memory_no_more_often_than_its_budget() -> None:
-    """In a process of its own, whose allocators count."""
+def test_a_request_makes_no_more_allocations_than_its_budget() -> None:
+    """The test uses a process of its own, whose allocators count."""
     command = [sys.executable, str(ROOT / "bench" / "gateway_budget.py"), "--requests", "1"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     allocations = json.loads(output.splitlines()[-1])["allocations"]
@@ -72,15 +72,15 @@ def test_a_request_asks_for_memory_no_more_often_than_its_budget() -> None:
 
 
 @pytest.mark.parametrize("has_link", [True, False])
-def test_a_plain_stream_has_one_task_and_one_write_for_each_event(has_link: bool) -> None:
+def test_a_plain_stream_needs_one_task_and_one_write_per_event(has_link: bool) -> None:
     traces = run(lambda around, bodies: trace(around, bodies[1]), has_link=has_link)
     assert traces.num_tasks <= 1
-    # Besides: the request to the engine, and the last event with the end of the body.
+    # There are also the request to the engine, and the last event with the end of the body.
     assert traces.num_writes <= NUM_TOKENS + 2
 
 
-def test_a_stream_holds_little_memory_and_leaves_nothing_to_the_garbage_collector() -> None:
-    """The collector's pauses delay the first tokens of other requests. Some streams also grow tables that stay."""
+def test_a_stream_uses_little_memory_and_leaves_no_garbage_cycles() -> None:
+    """The collector's pauses delay the first tokens of other requests. Some streams also grow tables that remain."""
 
     async def traced(around: Any, bodies: Any) -> list[Traces]:
         return [await trace(around, bodies[number]) for number in range(1, 6)]
@@ -90,8 +90,8 @@ def test_a_stream_holds_little_memory_and_leaves_nothing_to_the_garbage_collecto
     assert min(each.num_blocks_held for each in traces) <= MAX_BLOCKS_HELD
 
 
-def test_relaying_over_a_link_takes_fewer_calls_than_over_http() -> None:
-    """As to engines of the version before."""
+def test_relaying_over_a_link_needs_fewer_calls_than_over_http() -> None:
+    """Engines of the previous version use HTTP."""
     over_link, over_http = (
         sum(counts[entry].python for entry in PARTS) for counts in (run(counted), run(counted, has_link=False))
     )

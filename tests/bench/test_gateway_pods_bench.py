@@ -1,4 +1,4 @@
-"""What 100 pods cost a gateway: what its pods send, when a gateway counts as whole, and which goals were missed."""
+"""The bench of 100 pods at one gateway: reports of the pods, when the gateway is complete, and missed goals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = Size(3, 0.2, num_prefix_chunks=64, num_shared=16, steps_per_s=20.0, churn
 
 
 class VirtualLoop:
-    """As much of an event loop as a pod uses, on a clock of its own."""
+    """The part of an event loop that a pod uses, with a clock of its own."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -55,7 +55,7 @@ class VirtualLoop:
 
 
 class Reader:
-    """A gateway's end of a state stream."""
+    """The gateway's end of a state stream."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -79,8 +79,8 @@ class Reader:
 
 
 @pytest.mark.parametrize(("steps_per_s", "frames_per_s"), [(0.0, 1.0), (32.0, 20.0), (10.0, 10.0)])
-def test_a_pod_reports_its_steps_at_most_twenty_times_a_second(steps_per_s: float, frames_per_s: float) -> None:
-    """Also after many heartbeats; and a gateway that follows has just what the pod has."""
+def test_a_pod_reports_at_most_twenty_times_per_second(steps_per_s: float, frames_per_s: float) -> None:
+    """This also holds after many heartbeats, and a gateway that follows has exactly the pod's state."""
     loop = VirtualLoop()
     pod = Pod(Kind("m", 0.01, 4096, ""), cast(asyncio.AbstractEventLoop, loop))
     Busy(pod, Habit(64, 16, steps_per_s, 2), cast(asyncio.AbstractEventLoop, loop)).begin()
@@ -96,7 +96,7 @@ def test_a_pod_reports_its_steps_at_most_twenty_times_a_second(steps_per_s: floa
     assert len(reader.index.prefix_chunks_of("pod")) == len(reader.index) == 64
 
 
-def test_a_gateway_is_whole_when_every_pod_is_ready_and_every_prefix_chunk_known() -> None:
+def test_a_gateway_is_complete_when_every_pod_is_ready_and_every_prefix_chunk_known() -> None:
     def metrics(ready: int, prefix_chunks: int) -> str:
         return (
             f'pagemill_gateway_endpoints{{model="m",phase="stale"}} 0.0\n'
@@ -111,7 +111,7 @@ def test_a_gateway_is_whole_when_every_pod_is_ready_and_every_prefix_chunk_known
     assert not is_whole("", 3, SIZE.num_distinct)
 
 
-def test_goals_are_judged_only_where_the_pods_had_time() -> None:
+def test_goals_are_judged_only_if_the_pods_had_enough_cpu_time() -> None:
     good = {"cores": 0.05, "pods_cores": 0.5, "restarts": [{"whole_s": 2.0}]}
     assert faults("idle", good) == []
     assert faults("idle", {**good, "cores": 0.2}) == ["idle: 0.200 cores, the goal is 0.1"]
@@ -121,7 +121,7 @@ def test_goals_are_judged_only_where_the_pods_had_time() -> None:
 
 
 @pytest.mark.model
-def test_a_gateway_that_was_killed_knows_all_pods_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_restarted_gateway_knows_all_pods_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stage, "FOLDER", tmp_path)
     monkeypatch.setattr(gateway_pods, "FOLDER", tmp_path)
     monkeypatch.setattr(gateway_pods, "SETTLE_S", 0.1)

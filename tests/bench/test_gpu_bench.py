@@ -1,4 +1,4 @@
-"""`make bench-gpu` runs from its first section to its files: on tiny shapes, without what it says it does not need."""
+"""`make bench-gpu` runs completely, on tiny shapes and without packages that it does not need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECTIONS = [
     *("start-qwen3-0.6b", "peers-qwen3-0.6b", "peers-llama-3.2-1b"),
 ]
 IN_SAMPLE = ["smoke", "kernels", "attention", "engine-qwen3-0.6b"]
-"""Of sections that differ in their shapes, or in which files they run, one each: a section is a process."""
+"""One of each group of sections that differ only in shapes or files; a section is a process."""
 RUN = """
 import importlib.machinery, runpy, sys
 class Bare:
@@ -41,7 +41,7 @@ runpy.run_path({folder!r}, run_name="__main__")
 
 
 def installed_beside(needed: tuple[str, ...]) -> set[str]:
-    """Modules of all distributions here that none of `needed` asks for."""
+    """Return modules of all installed distributions that none of `needed` requires."""
     wanted, waiting = set(), list(needed)
     while waiting:
         name = waiting.pop().lower().replace("_", "-")
@@ -62,20 +62,20 @@ def installed_beside(needed: tuple[str, ...]) -> set[str]:
 
 
 def environment(**values: str) -> dict[str, str]:
-    """Without our packages' folders: the command finds them itself."""
+    """Return the environment without the project's folders, which the command finds itself."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     return {**kept, "OMP_NUM_THREADS": "1", **values}
 
 
 def command(argv: list[str], **values: str) -> subprocess.CompletedProcess[str]:
-    """`argv`: options of Python, the command's folder, its own options."""
+    """Run the command; `argv` are options of Python, the command's folder, and its own options."""
     return subprocess.run(
         [sys.executable, *argv], capture_output=True, text=True, timeout=240, env=environment(**values)
     )
 
 
 def inside(*codes: str) -> list[Any]:
-    """What scripts among the command's own modules, one after the other, print last, read as JSON."""
+    """Run scripts next to the command's modules, one after the other; return their last lines, read as JSON."""
     head = f"import json, sys\nsys.path.insert(0, {str(GPU)!r})\nimport paths\n"
     runs = "".join(f"exec({code!r}, {{**globals()}})\nprint()\nprint('====')\n" for code in codes)
     done = subprocess.run(
@@ -115,7 +115,7 @@ def tables(out: Path, section: str) -> dict[str, Any]:
     return {table["title"]: table for each in found if each["name"] == section for table in each["tables"]}
 
 
-def test_every_section_needs_torch_triton_numpy_and_our_sources_alone(ran: Ran) -> None:
+def test_every_section_needs_only_torch_triton_numpy_and_the_sources(ran: Ran) -> None:
     sections, out, done = ran
     assert done.returncode == 0, done.stdout + done.stderr
     assert "written: " in done.stdout
@@ -126,20 +126,20 @@ def test_every_section_needs_torch_triton_numpy_and_our_sources_alone(ran: Ran) 
     assert all(f"## {section}" in text for section in sections)
 
 
-def test_kernels_are_measured_beside_their_peers(ran: Ran) -> None:
+def test_kernels_are_measured_next_to_their_peers(ran: Ran) -> None:
     out = ran.out
     attention, kernels = tables(out, "attention")["attention"], tables(out, "kernels")["kernels"]
     who = {row[1] for row in attention["rows"]}
     assert who == {"pagemill", "pagemill, two launches", "torch SDPA", "torch FlexAttention"}
     error = attention["columns"].index("error")
     for row in attention["rows"]:
-        assert float(row[error]) < 2e-2, f"{row[0]}, {row[1]}: a peer that is asked for something else"
+        assert float(row[error]) < 2e-2, f"{row[0]}, {row[1]}: the peer computes something else"
     assert {"sampler", "product", "rotation", "RMS", "SiLU", "rows", "inputs", "codes"} <= {
         row[0].split()[0].rstrip(",") for row in kernels["rows"] if row[1] == "pagemill"
     }
 
 
-def test_the_engine_is_measured_in_all_that_goals_are_stated_in(ran: Ran) -> None:
+def test_the_engine_is_measured_in_all_figures_of_the_goals(ran: Ran) -> None:
     out = ran.out
     alike = tables(out, "smoke")["a tiny model beside the reference"]
     assert [row[3] for row in alike["rows"]] == [row[1] for row in alike["rows"]]
@@ -166,10 +166,10 @@ def test_starts_and_peers_are_measured(ran: Ran) -> None:
     assert values["start to ready s"] == pytest.approx(sum(parts))
     assert parts[0] > 0
     peers = tables(out, "peers-qwen3-0.6b")["peers, qwen3-0.6b, workload 100-1024"]
-    assert [row[1] for row in peers["rows"]] == ["", ""], "peers that are not there have no figures"
+    assert [row[1] for row in peers["rows"]] == ["", ""], "missing peers must have no figures"
 
 
-# -- where it cannot run -----------------------------------------------------------------------------------------
+# -- machines on which it cannot run -----------------------------------------------------------------------------
 
 
 @pytest.mark.sample("no device")
@@ -182,7 +182,7 @@ def test_starts_and_peers_are_measured(ran: Ran) -> None:
     ],
     ids=["no device", "tiny without interpreter", "full in the interpreter"],
 )
-def test_a_machine_without_a_device_is_named_in_a_line(
+def test_a_machine_without_a_device_is_reported_in_one_line(
     arguments: tuple[str, ...], values: dict[str, str], words: str
 ) -> None:
     done = command([str(GPU), *arguments], CUDA_VISIBLE_DEVICES="", **values)
@@ -192,7 +192,7 @@ def test_a_machine_without_a_device_is_named_in_a_line(
     assert done.stdout == ""
 
 
-def test_an_interpreter_without_the_packages_is_named_in_a_line() -> None:
+def test_an_interpreter_without_the_packages_is_reported_in_one_line() -> None:
     done = command(["-I", "-S", str(GPU)])
     assert done.returncode == 1
     assert "has no torch, triton, numpy, safetensors; name another: make PYTHON=" in done.stderr
@@ -254,7 +254,7 @@ print(json.dumps([plain.num_steps, overlapped.num_steps, driver._waited_cpu_s]))
 """
 
 
-# -- what fails ----------------------------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------------------------
 
 
 CASES_THAT_FAIL = """
@@ -320,7 +320,7 @@ print(json.dumps([hung.error, lived, group.returncode, died.error]))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What scripts found out in one process, which imports torch once."""
+    """Return the results of scripts in one process, which imports torch once."""
     path = str(tmp_path_factory.mktemp("section") / "section.json")
     codes = {
         "facts": FACTS,
@@ -332,7 +332,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(zip(codes, inside(*codes.values()), strict=True))
 
 
-def test_a_case_that_fails_costs_its_own_row_and_fails_the_section_at_its_end(found: dict[str, Any]) -> None:
+def test_a_failed_case_costs_its_own_row_and_fails_the_section_at_its_end(found: dict[str, Any]) -> None:
     problem, rows, markdown = found["cases that fail"]
     assert problem == "2 of 3 cases failed: differs; raises"
     assert [(row[0], row[1]) for row in rows] == [
@@ -344,19 +344,21 @@ def test_a_case_that_fails_costs_its_own_row_and_fails_the_section_at_its_end(fo
     assert {line.replace("\\|", "").count("|") for line in markdown.splitlines() if line.startswith("|")} == {9}
 
 
-def test_a_section_that_fails_keeps_what_it_had_found(found: dict[str, Any]) -> None:
+def test_a_failed_section_keeps_its_results(found: dict[str, Any]) -> None:
     before, kept = found["section that fails"]
-    assert before[0]["tables"] == [{"title": "t", "columns": ["a"], "rows": [[1]]}], "while it was still running"
+    assert before[0]["tables"] == [{"title": "t", "columns": ["a"], "rows": [[1]]}], (
+        "results must be written while the section runs"
+    )
     assert kept["error"] == "ValueError: no"
     assert kept["tables"] == before[0]["tables"]
 
 
-def test_a_section_that_hangs_or_dies_is_ended_with_all_it_started(found: dict[str, Any]) -> None:
+def test_a_section_that_hangs_or_dies_is_ended_with_all_its_processes(found: dict[str, Any]) -> None:
     assert found["section that hangs"] == ["it was ended after 0 s", True, -9, "the process returned 2"]
 
 
 @pytest.mark.full
-def test_tests_run_without_our_packages_installed_and_every_file_that_a_device_changes_is_among_them() -> None:
+def test_tests_run_without_installed_packages_and_include_every_file_with_device_tests() -> None:
     ((problem, text, summary, files),) = inside("""
 import own_tests
 path = own_tests.KERNELS / "test_triton_request_rows.py"
@@ -375,7 +377,7 @@ print(json.dumps([problem, text, own_tests.summary_of(text), files]))
     assert with_a_mark <= set(files)
 
 
-# -- what is measured ----------------------------------------------------------------------------------------------
+# -- measurements ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -385,11 +387,11 @@ def facts(found: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def test_every_section_is_run_here(facts: dict[str, Any]) -> None:
+def test_every_section_is_run_by_a_test(facts: dict[str, Any]) -> None:
     assert facts["sections"] == SECTIONS
 
 
-def test_shapes_and_lengths_are_those_that_are_published(facts: dict[str, Any]) -> None:
+def test_shapes_and_lengths_are_the_documented_ones(facts: dict[str, Any]) -> None:
     assert facts["sizes"] == {
         "qwen3-0.6b": 596_049_920,
         "llama-3.2-1b": 1_235_814_400,
@@ -398,12 +400,12 @@ def test_shapes_and_lengths_are_those_that_are_published(facts: dict[str, Any]) 
     assert (facts["requests"], facts["tokens"]) == (256, [142_827, 133_966])
 
 
-def test_idle_is_what_lies_between_ranges_that_may_overlap(facts: dict[str, Any]) -> None:
+def test_idle_time_is_the_time_between_ranges_that_may_overlap(facts: dict[str, Any]) -> None:
     assert facts["idle"] == pytest.approx([0.0, 0.6, 0.1])
 
 
-def test_the_time_that_a_device_is_waited_for_is_that_of_runners_that_wait(found: dict[str, Any]) -> None:
-    """The formulas beside a device have nothing to wait for."""
+def test_waiting_time_is_measured_for_runners_that_wait(found: dict[str, Any]) -> None:
+    """The formulas without a device wait for nothing."""
     num_steps, num_overlapped, waited_s = found["on a device"]
     assert num_steps == num_overlapped > 0
     assert waited_s >= 0.02 * num_steps

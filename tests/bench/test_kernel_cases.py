@@ -1,4 +1,4 @@
-"""No kernel is left out: of what launchers launch, everything is compiled ahead of time and has a benchmark."""
+"""Every kernel that a launcher launches is compiled ahead of time and has a benchmark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(HAS_GPU, reason="kernels of the interpreter are 
 
 
 def launchers() -> dict[str, set[str]]:
-    """Kernels by the folder whose launcher launches them."""
+    """Return kernels by the folder whose launcher launches them."""
     return {path.parent.name: set(LAUNCH.findall(path.read_text())) for path in KERNELS.glob("*/triton_launch.py")}
 
 
@@ -30,7 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     found: set[str] = set()
 
     def noted(kernel: InterpretedFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        assert not arguments, "by keywords alone"
+        assert not arguments, "kernels must be launched with keyword arguments only"
         found.add(kernel.fn.__name__)
 
     monkeypatch.setattr(InterpretedFunction, "run", noted)
@@ -39,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.fixture
 def bench_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Its modules have names that others may have too."""
+    """Import the benchmark's modules, whose names are not unique."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(ROOT / "bench" / "gpu"))
     yield
@@ -48,15 +48,15 @@ def bench_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             del sys.modules[name]
 
 
-def test_every_folder_has_body_launcher_and_reference() -> None:
+def test_every_folder_has_kernel_launcher_and_reference() -> None:
     for name in launchers():
         assert (KERNELS / name / "reference.py").exists(), name
         assert (KERNELS / name / "triton_body.py").exists() or not launchers()[name], name
     assert set().union(*launchers().values()) >= {"attend", "normalize", "write", "multiply_scaled", "report"}
 
 
-def test_every_kernel_is_compiled_ahead_of_time_from_tensors_without_values(launched: set[str]) -> None:
-    """So no launcher looks at what a tensor holds: its grid follows from shapes alone."""
+def test_every_kernel_can_be_compiled_from_tensors_without_values(launched: set[str]) -> None:
+    """This shows that no launcher reads a tensor's values: its grid follows from shapes alone."""
     for case in kernel_resources.cases():
         with kernel_resources.recording():
             case.run()

@@ -1,4 +1,4 @@
-"""The bench of scaling on real engines: its traffic, what it counts, and decisions that are taken again."""
+"""The bench of scaling on real engines: its traffic, its counts, and replayed decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill.why.replaying import decide_again
 from pagemill_operator.autoscaler.records import decode_record, encode_record
 
 SLOW = ("maxNumSeqs: 8", "maxNumSeqs: 1")
-"""A simulated device that serves one request at a time: some five a second."""
+"""A simulated device that serves one request at a time, about five per second."""
 
 
 def test_light_traffic_has_one_rate_and_a_burst_a_higher_one_for_a_sixth_of_the_time() -> None:
@@ -34,8 +34,8 @@ def test_a_failed_request_has_no_latency_and_misses_the_slo() -> None:
     assert found["TTFT p50 ms"] == "300"
 
 
-def test_what_the_autoscaler_decides_on_this_machine_is_recorded_and_decided_again() -> None:
-    """`pagemill up` with real processes whose device is simulated: a burst orders a replica."""
+def test_the_autoscalers_decisions_on_this_machine_are_recorded_and_can_be_replayed() -> None:
+    """`pagemill up` runs real processes with a simulated device, and a burst adds a replica."""
     traffic = workloads(2.0, 8.0, 12.0, seed=1)["burst"]
     content = deployment(2, ["--null-runner", "--num-kv-blocks=256"]).replace(*SLOW)
     outcome = run(traffic, content, settle_s=0.0)
@@ -49,7 +49,7 @@ def test_what_the_autoscaler_decides_on_this_machine_is_recorded_and_decided_aga
     ordered = next(each for each in records if each.decision.replicas > each.signals.fleet.wanted)
     calm = msgspec.structs.replace(ordered.signals.arrivals, requests_per_s=0.01)
     other = msgspec.structs.replace(ordered, signals=msgspec.structs.replace(ordered.signals, arrivals=calm))
-    assert not decide_again(other).is_same, "other signals are another decision"
+    assert not decide_again(other).is_same, "other signals must give another decision"
 
     figures = simulated(traffic, records)
     assert figures is not None

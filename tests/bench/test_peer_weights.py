@@ -1,4 +1,4 @@
-"""The same weights in every peer's format: what is written holds what was read, rounded to bfloat16 once."""
+"""Equal weights in every peer's format: the written values are those that were read, rounded to bfloat16 once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16 = gguf.GGMLQuantizationType.BF16
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A file of one matrix and one norm."""
+    """Write a file of one matrix and one norm."""
     path = tmp_path / "source.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
@@ -40,7 +40,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16", "q8_0"])
-def test_a_larger_gguf_file_holds_the_same_values(source: Path, tmp_path: Path, kind: str) -> None:
+def test_a_larger_gguf_file_has_the_same_values(source: Path, tmp_path: Path, kind: str) -> None:
     target = tmp_path / f"target.{kind}.gguf"
     weights.write_gguf(source, target, kind)
     before, after = gguf.GGUFReader(source), gguf.GGUFReader(target)

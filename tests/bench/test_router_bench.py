@@ -1,4 +1,4 @@
-"""The comparison with other routers: what its pods and its load are, which runs count, and what is made of them."""
+"""The comparison with other routers: its pods, its load, valid runs, and its tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cores:
         (4, 2, Cores(0, [2, 3], (1,))),
     ],
 )
-def test_a_router_of_several_workers_shares_a_core_only_where_there_are_too_few(
+def test_a_router_of_several_workers_shares_a_core_only_if_there_are_too_few(
     monkeypatch: pytest.MonkeyPatch, num_usable: int, wanted: int, found: Cores
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_usable)))
@@ -60,7 +60,7 @@ def test_ours_gets_workers_and_smg_threads(tmp_path: Path) -> None:
 
 
 def values(**changes: Any) -> dict[str, Any]:
-    """Of a run that held its rate."""
+    """Return the values of a run that kept its rate."""
     usual = {
         "num_sent": 100,
         "num_done": 100,
@@ -93,20 +93,20 @@ def results(*samples: tuple[str, float, dict[str, Any]], problems: tuple[Problem
         ({"whole_s": 6.0}, (True, False)),
     ],
 )
-def test_a_run_counts_when_the_load_kept_up_and_is_held_when_all_came_soon(
+def test_a_run_is_valid_if_the_load_kept_its_rate_and_held_if_answers_came_in_time(
     changes: dict[str, Any], verdict: tuple[bool, bool]
 ) -> None:
     assert judge(values(**changes), ANSWER_S) == verdict
 
 
-def test_the_time_added_is_counted_from_the_direct_way_at_the_same_rate() -> None:
+def test_the_added_time_is_relative_to_the_direct_way_at_the_same_rate() -> None:
     slow = values(ttft_ms={"p50": 3.5, "p99": 9.0})
     measured = results((DIRECT, 100, values()), (DIRECT, 200, values()), ("r", 100, slow))
     assert added(measured, "r", 100) == {"p50": 2.5, "p99": 5.0}
     assert added(measured, "r", 200) == {}
 
 
-def test_the_rate_held_says_whether_the_router_or_the_load_ended_the_ladder() -> None:
+def test_the_highest_rate_names_whether_router_or_load_ended_the_ladder() -> None:
     lost, lagged = values(held=False), values(held=False, lagged=True)
     assert held(results(("r", 50, values()), ("r", 100, values()), ("r", 200, lost)), "r") == "100"
     assert held(results(("r", 50, values()), ("r", 100, lagged)), "r") == "50+"
@@ -114,12 +114,12 @@ def test_the_rate_held_says_whether_the_router_or_the_load_ended_the_ladder() ->
     assert held(results(("r", 50, lost)), "r") == "none"
 
 
-def test_cpu_is_that_of_the_highest_rate_held() -> None:
+def test_cpu_is_that_of_the_highest_held_rate() -> None:
     measured = results(("r", 50, values(cpu_ms=3.0)), ("r", 100, values(cpu_ms=1.5)), ("r", 200, values(held=False)))
     assert cpu_ms(measured, "r") == 1.5
 
 
-def test_of_several_rounds_the_median_counts() -> None:
+def test_of_several_rounds_the_median_is_used() -> None:
     rounds = [values(cpu_ms=cpu) for cpu in (9.0, 1.0, 2.0)]
     measured = results(*(("r", 50, each) for each in rounds), ("r", 50, values(cpu_ms=0.1, held=False)))
     assert best(measured, "r", 50)["cpu_ms"] == 2.0
@@ -137,7 +137,7 @@ def test_the_table_has_a_row_for_each_router_and_the_cause_of_each_failure() -> 
 
 
 def test_cpu_is_counted_over_the_process_tree() -> None:
-    """A child that has worked for a while is in the sum, and its wait is not."""
+    """The sum includes a child that has worked for a while, and not its wait."""
     work = "import time; start = time.process_time()\nwhile time.process_time() - start < 0.3: pass"
     parent = (
         f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}]); print('done', flush=True); input()"
@@ -160,14 +160,14 @@ def test_every_router_knows_every_pod(tmp_path: Path) -> None:
         assert start.port not in pods
 
 
-def test_a_gateway_for_more_streams_than_usual_lets_them_in(tmp_path: Path) -> None:
+def test_a_gateway_for_more_streams_than_usual_accepts_them(tmp_path: Path) -> None:
     start_pagemill(Site([18001], tmp_path, 7000))
     assert json.loads((tmp_path / "gateway.json").read_text())["max_requests"] == 7000
 
 
 @pytest.mark.model
-def test_the_pods_answer_directly_and_through_our_gateway(cores: Cores) -> None:
-    """Every answer is complete; the gateway knows what the pods' caches hold."""
+def test_the_pods_answer_directly_and_through_the_gateway(cores: Cores) -> None:
+    """Every answer is complete, and the gateway knows the pods' caches."""
     with stage.stage(SCENE, cores) as around:
         direct = around.load(around.ports, 200.0, num_requests=30)
         assert (direct["num_done"], direct["causes"]) == (30, {})
@@ -182,7 +182,7 @@ def test_the_pods_answer_directly_and_through_our_gateway(cores: Cores) -> None:
 
 @contextmanager
 def canned(status: int, body: bytes) -> Iterator[Router]:
-    """A router that answers everything in the same way, in a thread of this process."""
+    """Run a router that always gives the same answer, in a thread of this process."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -210,7 +210,7 @@ def canned(status: int, body: bytes) -> Iterator[Router]:
     ("status", "body", "cause"),
     [(500, b"no pod", "HTTP 500: no pod"), (200, b"data: {}\n\ndata: [DONE]\n\n", "incomplete")],
 )
-def test_a_router_that_answers_wrongly_is_not_measured(
+def test_a_router_with_wrong_answers_is_not_measured(
     cores: Cores, monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, cause: str
 ) -> None:
     monkeypatch.setattr(stage, "FIRST_ANSWER_TIMEOUT_S", 0.1)
@@ -219,7 +219,7 @@ def test_a_router_that_answers_wrongly_is_not_measured(
         list(climb(router, size, cores))
 
 
-def test_each_rate_has_a_row_of_what_every_router_took() -> None:
+def test_each_rate_has_a_row_with_the_figures_of_every_router() -> None:
     slow = values(cpu_ms=3.0, ttft_ms={"p50": 3.0, "p99": 9.0})
     measured = results(
         (DIRECT, 250, values()), (OURS, 250, slow), (OURS, 400, values(held=False)), ("smg", 250, values())

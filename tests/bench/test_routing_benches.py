@@ -1,4 +1,4 @@
-"""Routing through several gateways and on real engines: what is made of the runs."""
+"""The evaluation of runs of routing through several gateways and on real engines."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_several_gateways_are_compared_with_one_of_the_same_kind() -> None:
     assert against_one(found) == {"chat": {"pagemill Cost x3": {"mean": 1.04, "p50": 1.04, "p99": 1.04}}}
 
 
-def test_when_a_gateway_is_killed_only_faults_at_the_others_count() -> None:
+def test_after_a_killed_gateway_only_failures_at_the_others_count() -> None:
     reported = Reported([10.0, 20.0], [1.0], 100, 40, ["cut", "refused", "cut"], ["a", "a", "b"])
     values = survivors(reported, "a")
     assert (values["num_failed"], values["num_cut_with_the_gateway"], values["num_requests"]) == (1, 2, 2)
     assert survivors(Reported([10.0], faults=["cut"], faulty_urls=["a"]), "a")["num_failed"] == 0
 
 
-def test_conversations_have_a_system_prompt_in_common_and_all_their_turns() -> None:
+def test_conversations_share_a_system_prompt_and_have_all_their_turns() -> None:
     [first, second] = conversations(2, 16, 8, seed=1)
     assert first.prefix == second.prefix
     assert first.turns[0].token_ids != second.turns[0].token_ids
@@ -39,7 +39,7 @@ def test_conversations_have_a_system_prompt_in_common_and_all_their_turns() -> N
     assert conversations(2, 16, 8, seed=1) == [first, second]
 
 
-def test_the_median_round_counts_of_those_without_a_failure() -> None:
+def test_the_median_round_without_failures_is_used() -> None:
     rounds = [{"ttft_mean_ms": ms, "num_failed": 0} for ms in (30.0, 10.0, 20.0)]
     assert middle([*rounds, {"ttft_mean_ms": 1.0, "num_failed": 2}])["ttft_mean_ms"] == 20.0
     assert middle([{"ttft_mean_ms": 1.0, "num_failed": 2}])["num_failed"] == 2

@@ -1,4 +1,4 @@
-"""The comparison of scaling policies: every one meets the same requests, and none of them is lost."""
+"""The comparison of scaling policies: every policy gets the same requests, and none is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHORT = Ramp(from_rate=1, to_rate=4, before_s=10, over_s=20, after_s=20)
 SETTINGS = FleetSettings(engine=scaling.ENGINE, bounds=scaling.BOUNDS, cold_start=scaling.COLD_START, seed=1)
 
 
-def test_every_policy_meets_the_same_requests_and_its_row_fits_the_table() -> None:
+def test_every_policy_gets_the_same_requests_and_its_row_fits_the_table() -> None:
     workload = SHORT.workload(1)
     for name, make in scaling.policies(workload).items():
         outcome = simulate_fleet(workload, SETTINGS, make(), fast=True)
@@ -23,6 +23,6 @@ def test_every_policy_meets_the_same_requests_and_its_row_fits_the_table() -> No
         assert len(scaling.row(figures)) == len(scaling.COLUMNS)
 
 
-def test_rivals_are_given_what_a_replica_holds_within_the_slo() -> None:
+def test_rivals_get_a_replicas_capacity_within_the_slo() -> None:
     held = scaling.held_within_slo(SHORT.workload(1))
     assert 4 < held < (scaling.ENGINE.max_num_seqs or 0)

@@ -1,4 +1,4 @@
-"""The table of scaling: which cells come first, what is done again, and what its goals say."""
+"""The scaling table: the order of its cells, repetition, and its goals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def line(found: dict[str, dict[str, Any]], frontier: list[tuple[int, float]] | N
 BOUNDS = {"informed": figures(0.99, 1000.0), "clairvoyant": figures(0.99, 900.0)}
 
 
-def test_light_and_middle_loads_with_short_starts_come_first() -> None:
+def test_light_and_medium_loads_with_short_starts_come_first() -> None:
     cells = scaling_table.cells((1, 2))
     assert len(cells) == len(set(cells)) == len(KINDS) * 3 * 3 * 2
     cheap = [each for each in cells if each.load != "heavy" and each.cold_start_s <= 60]
@@ -39,11 +39,11 @@ def test_light_and_middle_loads_with_short_starts_come_first() -> None:
     assert [each.seed for each in cheap] == sorted(each.seed for each in cheap)
 
 
-def test_what_is_done_is_not_done_again_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_finished_cells_are_repeated_only_on_request(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     results.write_text(json.dumps(line(dict(BOUNDS))) + "\n" + '{"kind": "ra')
     lines = scaling_table.read(results)
-    assert len(lines) == 1, "a line that was cut off is no result"
+    assert len(lines) == 1, "a truncated line must not count as a result"
     args = argparse.Namespace(seeds=[1], kinds=["ramp"], loads=["light"], cold_starts=[10.0, 60.0])
     assert [each.cold_start_s for each in scaling_table.to_do(lines, [], args)] == [10.0]
     assert [each.cold_start_s for each in scaling_table.to_do(lines, ["pagemill"], args)] == [60.0]
@@ -62,18 +62,18 @@ def test_a_cell_is_simulated_and_shown(changes: int, bounds: set[str]) -> None:
     assert "Of 1 cells" in text
 
 
-def test_the_latest_figures_of_a_policy_count() -> None:
+def test_the_latest_figures_of_a_policy_are_used() -> None:
     lines = [line({**BOUNDS, "pagemill": figures(0.9, 2000.0)}), line({"pagemill": figures(0.99, 1000.0)})]
     (result,) = results_of(lines)
     assert result.points["pagemill"] == Point(0.99, 1000.0)
     assert result.misses() == []
 
 
-def test_a_point_that_the_search_did_not_find_is_the_clairvoyants_too() -> None:
+def test_a_point_that_the_search_did_not_find_also_counts_for_the_clairvoyant() -> None:
     (result,) = results_of([line({**BOUNDS, "pagemill": figures(0.99, 800.0)}, [(10, 900.0), (5, 1200.0)])])
     assert result.points["clairvoyant"].pod_seconds == 800.0
     (result,) = results_of([line({**BOUNDS, "pagemill": figures(0.5, 10.0)}, [(10, 900.0)])])
-    assert result.points["clairvoyant"].pod_seconds == 900.0, "at such a share it is none"
+    assert result.points["clairvoyant"].pod_seconds == 900.0, "at such a share there is none"
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def test_a_point_that_the_search_did_not_find_is_the_clairvoyants_too() -> None:
         (figures(0.99, 1060.0, refused=2), ["1.06 times the cheapest rival of that share", "2 refused"]),
     ],
 )
-def test_goals_that_are_missed_are_named(ours: dict[str, Any], says: list[str]) -> None:
+def test_missed_goals_are_named(ours: dict[str, Any], says: list[str]) -> None:
     rivals = {"wva": figures(0.995, 1000.0)} if len(says) > 1 else {}
     (result,) = results_of([line({**BOUNDS, **rivals, "pagemill": ours})])
     assert result.misses() == says
 
 
-def test_where_the_slo_cannot_be_kept_only_rivals_count() -> None:
+def test_if_the_slo_cannot_be_met_only_rivals_are_compared() -> None:
     points = {"informed": Point(0.8, 1000.0), "pagemill": Point(0.7, 3000.0)}
     assert Result("burst", "heavy", 60.0, 1, points).misses() == []

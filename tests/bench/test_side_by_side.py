@@ -1,4 +1,4 @@
-"""The comparison with other engines: its work, its figures and ratios, and what becomes of a peer that fails."""
+"""The comparison with other engines: its work, its figures and ratios, and failing peers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mixed(name: str, *speeds: float) -> list[Sample]:
 
 
 def row_of(text: str, title: str) -> list[str]:
-    """Of the first table that has it."""
+    """Return the row of the first table that has it."""
     line = next(line for line in text.splitlines() if line.startswith(f"| {title} "))
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -51,12 +51,12 @@ def test_every_peer_has_its_own_name_and_a_way_to_start() -> None:
     assert {name for name in known if name.startswith(OURS)} == {f"{OURS}-{each}" for each in PRECISIONS}
 
 
-def test_runs_have_the_same_lengths_and_other_prompts() -> None:
+def test_runs_have_equal_lengths_and_different_prompts() -> None:
     first, second = rows.mixed(64, 0), rows.mixed(64, 1)
     assert [(len(ids), num) for ids, num in first] == [(len(ids), num) for ids, num in second]
     assert all(a != b for (a, _), (b, _) in zip(first, second, strict=True))
     assert all(16 <= len(ids) <= 256 and 16 <= num <= 128 for ids, num in first)
-    assert rows.mixed(64, 0) == first, "and a run can be repeated"
+    assert rows.mixed(64, 0) == first, "a run must be reproducible"
 
 
 def test_the_prefix_row_shares_exactly_the_prefix() -> None:
@@ -70,7 +70,7 @@ def test_three_online_runs_have_at_least_300_requests() -> None:
     assert set(rows.FULL.online_requests) == {row.name for row in ROWS.values() if row.form == "online"}
 
 
-def test_the_ratio_is_against_the_best_peer_of_the_same_precision() -> None:
+def test_the_ratio_is_to_the_best_peer_of_the_same_precision() -> None:
     known = [peer("pagemill-float"), peer("slow"), peer("fast"), peer("coarse", "4-bit")]
     ours = mixed("pagemill-float", 90, 300, 100)
     measured = results(*ours, *mixed("slow", 20), *mixed("fast", 50), *mixed("coarse", 900))
@@ -80,7 +80,7 @@ def test_the_ratio_is_against_the_best_peer_of_the_same_precision() -> None:
     assert "coarse" in text
 
 
-def test_fewer_seconds_are_ahead() -> None:
+def test_for_durations_the_smaller_value_is_better() -> None:
     known = [peer("pagemill-float"), peer("other")]
     measured = results(
         Sample("pagemill-float", "prefix", 0, {"seconds": 4.0}), Sample("other", "prefix", 0, {"seconds": 2.0})
@@ -96,7 +96,7 @@ def test_memory_is_compared_with_openvino_only() -> None:
     assert ratios(measured, known)["float"] == {"peak memory of the mixed row, MiB": 2.0}
 
 
-def test_percentiles_are_over_the_requests_of_all_runs() -> None:
+def test_percentiles_include_the_requests_of_all_runs() -> None:
     known = [peer("pagemill-float"), peer("other")]
     runs = [[10.0] * 99 + [50.0], [20.0] * 100, [30.0] * 100]
     samples = [Sample("pagemill-float", "online-8", run, {"ttft_ms": values}) for run, values in enumerate(runs)]
@@ -107,7 +107,7 @@ def test_percentiles_are_over_the_requests_of_all_runs() -> None:
     assert percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.0
 
 
-def test_a_start_is_held_to_seconds() -> None:
+def test_the_goal_of_a_start_is_in_seconds() -> None:
     known = [peer("pagemill-int8", "int8")]
     measured = results(Sample("pagemill-int8", "start", 0, {"seconds": 3.5}))
     assert row_of(markdown(measured, known), "process start to ready, s") == [
@@ -115,7 +115,7 @@ def test_a_start_is_held_to_seconds() -> None:
     ]  # fmt: skip
 
 
-def test_what_failed_is_shown_with_its_cause() -> None:
+def test_failures_are_shown_with_their_cause() -> None:
     known = [peer("pagemill-float"), peer("broken")]
     problem = Problem("broken", "mixed", "ended with SIGILL")
     text = markdown(results(*mixed("pagemill-float", 1), problems=(problem,)), known)
@@ -123,13 +123,13 @@ def test_what_failed_is_shown_with_its_cause() -> None:
     assert "- broken: ended with SIGILL" in text
 
 
-def test_parts_are_merged_and_other_machines_refused(tmp_path: Path) -> None:
+def test_parts_are_merged_and_those_of_other_machines_refused(tmp_path: Path) -> None:
     first = results(*mixed("other", 1.0), problems=(Problem("other", "prefix", "later done"),))
     first.save(tmp_path / "first.json")
     second = results(Sample("other", "prefix", 0, {"seconds": 1.0}), *mixed("other", 3.0))
     merged = merge([load(tmp_path / "first.json"), second])
     assert merged.values("other", "mixed", "tok_per_s") == [1.0, 3.0]
-    assert merged.cause("other", "prefix") is None, "a later run went well"
+    assert merged.cause("other", "prefix") is None, "a later run succeeded"
     with pytest.raises(ValueError, match="different machines"):
         merge([first, Results({"cpu": "b", "cores": 2}, False)])
 
@@ -173,7 +173,7 @@ def test_peers_take_turns(session: Session) -> None:
         ("", "max(0, num - 1)", "other lengths"),
     ],
 )
-def test_a_peer_that_fails_leaves_its_cause_and_the_others_go_on(
+def test_a_failed_peer_is_recorded_with_its_cause_and_the_others_continue(
     session: Session, before: str, num: str, cause: str
 ) -> None:
     session.measure([ROWS["prefix"]], [peer("bad", worker=worker(before, num)), peer("good", worker=worker())])
@@ -184,7 +184,7 @@ def test_a_peer_that_fails_leaves_its_cause_and_the_others_go_on(
 
 @contextmanager
 def completions(num_tokens: int) -> Iterator[str]:
-    """A server that streams `num_tokens` tokens, whatever is asked for."""
+    """Run a server that streams `num_tokens` tokens for every request."""
     events = [{"choices": [{"text": "a", "finish_reason": None}]}] * num_tokens
     events.append({"choices": [], "usage": {"completion_tokens": num_tokens}})
     stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
@@ -215,14 +215,14 @@ def completions(num_tokens: int) -> Iterator[str]:
     thread.join(WAIT_LIMIT_S)
 
 
-def test_the_load_times_every_request() -> None:
+def test_the_load_generator_times_every_request() -> None:
     with completions(5) as url:
         seconds, answers = http_load.send(url, "m", [([1, 2], 5)] * 7, clients=3)
     assert len(answers) == 7
     assert all(len(answer.gaps_s) == 4 and 0 < answer.ttft_s <= answer.e2e_s <= seconds for answer in answers)
 
 
-def test_an_answer_of_another_length_is_no_result() -> None:
+def test_an_answer_of_another_length_is_an_error() -> None:
     with completions(5) as url, pytest.raises(ExceptionGroup) as raised:
         http_load.send(url, "m", [([1], 6)], clients=1)
     assert "5 tokens" in str(raised.value.exceptions[0])

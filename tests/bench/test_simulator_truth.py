@@ -1,4 +1,4 @@
-"""The simulator beside the real engine: percentiles, spread and error, and that the same requests go both ways."""
+"""The comparison of simulator and real engine: percentiles, spread and error, for equal requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_percentiles_are_measured_values() -> None:
     assert quantile([7.0], 95) == 7.0
 
 
-def test_the_error_is_of_the_mean_of_the_repeats_and_the_spread_from_lowest_to_highest() -> None:
+def test_the_error_is_that_of_the_mean_and_the_spread_is_from_lowest_to_highest() -> None:
     found = Comparison("TTFT p50", [90.0, 110.0], 115.0)
     assert found.measured == 100.0
     assert found.error == pytest.approx(0.15)
@@ -44,7 +44,7 @@ def test_answers_of_one_token_have_no_time_per_token() -> None:
     assert latencies([answer(50.0, None), answer(70.0, 9.0)]) == Latencies([50.0, 70.0], [9.0])
 
 
-def test_a_band_has_a_row_for_each_figure_of_the_repeats_against_the_simulation() -> None:
+def test_a_band_has_a_row_for_each_figure_of_repeats_and_simulation() -> None:
     runs = [Latencies([100.0, 200.0], [10.0, 20.0]), Latencies([120.0, 220.0], [12.0, 20.0])]
     band = Band("low", 0.5, 2, runs, Latencies([110.0, 231.0], [11.0, 15.0]))
     assert [each.figure for each in comparisons(band)] == ["TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95"]
@@ -60,7 +60,7 @@ def test_one_repeat_has_no_spread() -> None:
     ]
 
 
-def test_the_same_lengths_and_times_are_replayed_with_prompts_that_share_nothing() -> None:
+def test_equal_lengths_and_times_are_replayed_with_prompts_without_common_prefixes() -> None:
     requests = [SimRequest(0.0, 20, 4), SimRequest(1.5, 30, 8)]
     first, second = simulator_truth.real(requests, "low 0")
     assert [(first.at_s, len(first.prompt), first.num_tokens)] == [(0.0, 20, 4)]
@@ -69,18 +69,18 @@ def test_the_same_lengths_and_times_are_replayed_with_prompts_that_share_nothing
     assert simulator_truth.real(requests, "high 0")[0].prompt[:4] != first.prompt[:4]
 
 
-def test_a_lone_request_is_simulated_by_the_step_times_that_the_engine_reported() -> None:
+def test_a_single_request_is_simulated_with_the_reported_step_times() -> None:
     engine = engine_of(STATE)
     alone = Workload(name="alone", source="", requests=[SimRequest(0.5, 512, 11)], duration_s=1.0)
     found = simulator_truth.simulate(alone, engine)
     assert found.tpots_ms == [pytest.approx(10.0)]
-    # The prompt is one step; what is above it is the network between gateway and engine.
+    # The prompt is one step; the rest is the network between gateway and engine.
     assert 400.0 <= found.ttfts_ms[0] < 410.0
 
 
-def test_what_is_held_is_the_rate_at_which_a_crowd_is_served() -> None:
+def test_the_capacity_is_the_rate_at_which_many_requests_are_served() -> None:
     slow = engine_of(STATE)
     lengths = {"prompt_tokens": 120.0, "output_tokens": 60.0, "longest_prompt": 700, "longest_output": 240}
     held = simulator_truth.capacity(slow, lengths)
-    # Steps of 512 tokens take 400 ms, prompts have some 120 tokens and decodes share the steps.
+    # Steps of 512 tokens take 400 ms, prompts have some 120 tokens, and decodes share the steps.
     assert 5.0 < held < 512 / 0.4 / 120

@@ -1,4 +1,4 @@
-"""`make bench-gate` compares the working tree with a commit, and fails below its limit."""
+"""`make bench-gate` compares the working tree with a commit and fails below its limit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_a_ratio_below_the_limit_fails(limit: str, code: int) -> None:
     assert list(result["ratios"]) == ["step"]
     assert result["ratios"]["step"] > 0
     assert ("slower than" in done.stderr) == bool(code)
-    assert _worktrees() == worktrees, "the base's folder is gone"
+    assert _worktrees() == worktrees, "the folder of the base commit must be removed"
 
 
 def _worktrees() -> list[str]:
-    """Their folders; commits of others may come meanwhile."""
+    """Return the folders of the worktrees; other processes may add commits meanwhile."""
     argv = ["git", "worktree", "list", "--porcelain"]
     listed = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [line for line in listed.splitlines() if line.startswith("worktree ")]

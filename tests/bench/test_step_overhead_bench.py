@@ -1,4 +1,4 @@
-"""`make bench` reports what a step costs beside the model, at the numbers of requests that the goal is stated for."""
+"""`make bench` reports the cost of a step outside the model, for the numbers of requests of the goal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def printed() -> str:
     return done.stdout
 
 
-def test_it_is_among_the_benchmarks() -> None:
+def test_the_bench_of_step_overhead_is_listed() -> None:
     (line,) = (line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("BENCHES :="))
     assert SCRIPT.stem in line.split()
 
 
 @pytest.mark.parametrize("loop", ["plain", "overlapped"])
-def test_it_reports_the_processor_time_of_a_step_at_16_256_and_1024_requests(printed: str, loop: str) -> None:
+def test_the_cpu_time_of_a_step_is_reported_for_16_256_and_1024_requests(printed: str, loop: str) -> None:
     by_count = json.loads(printed.splitlines()[-1])["by_loop"][loop]
     assert list(by_count) == ["16", "256", "1024"]
     for count, figures in by_count.items():

@@ -1,4 +1,4 @@
-"""The benches of zero and of the ramp: what is drawn, counted and subtracted, and what is read from the command."""
+"""The benches of scaling to zero and of the ramp: their traffic, counts and differences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def record(sent_s: float, seconds: float, ttft_s: float | None = None, outcome: 
     return Record(cast(Any, outcome), ttft_s is not None, seconds, ttft_s, "", sent_s)
 
 
-def test_the_same_seed_draws_the_same_arrivals_and_all_kinds_come() -> None:
+def test_equal_seeds_give_equal_arrivals_of_all_kinds() -> None:
     asked = prompts(8)
     drawn = [[draw_arrival(source, asked) for _ in range(200)] for source in (random.Random(3), random.Random(3))]
     assert drawn[0] == drawn[1]
@@ -38,7 +38,7 @@ def test_the_same_seed_draws_the_same_arrivals_and_all_kinds_come() -> None:
     assert min(falling) > -IDLE_S
 
 
-def test_overhead_is_what_comes_after_ready_less_what_the_same_request_takes_on_an_idle_engine() -> None:
+def test_overhead_is_the_time_after_ready_minus_that_of_an_idle_engine() -> None:
     held = [record(100.0, 9.0, ttft_s=5.3), record(101.0, 5.0)]
     again = [
         [record(200.0, 2.0, ttft_s=0.2), record(200.0, 0.8)],
@@ -58,13 +58,13 @@ def test_percentiles_are_nearest_ranks() -> None:
     assert table_row([], [], 0, 0)[3:] == ["nan"] * 5
 
 
-def test_a_ramps_answers_are_counted_by_the_phase_in_which_they_were_sent() -> None:
+def test_answers_of_a_ramp_are_counted_by_the_phase_of_their_requests() -> None:
     records = [record(1.0, 3.0, 0.1), record(2.5, 1.0, 0.3), record(2.9, 1.0), record(3.0, 1.0, 0.2, "failed")]
     rows = table_rows(records, [Phase("one", 0.0), Phase("two", 2.0), Phase("end", 3.5)])
     assert rows == [["one", "2", "1", "0", "100", "100", "100"], ["two", "2", "3", "1", "200", "300", "300"]]
 
 
-def test_simulated_cycles_are_counted_and_none_is_left_out() -> None:
+def test_all_simulated_cycles_are_counted() -> None:
     workload = visits(30, 5)
     assert workload == visits(30, 5)
     assert workload.requests != visits(30, 6).requests
@@ -78,7 +78,7 @@ def test_simulated_cycles_are_counted_and_none_is_left_out() -> None:
     assert (len(totals.ttfts_s), totals.num_lost, totals.num_refused) == (2 * len(workload.requests), 0, 0)
 
 
-def test_what_the_autoscaler_ordered_is_read_from_what_the_command_says(tmp_path: Path) -> None:
+def test_the_autoscalers_decisions_are_read_from_the_output_of_the_command(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(
         "m-0: ready (4.2 s)\n"
@@ -94,7 +94,7 @@ class _Readyz(BaseHTTPRequestHandler):
     status = 200
     ready_s = 0.0
     pauses_s: ClassVar[list[float]] = []
-    """After it has looked at its clock, of the answers to come."""
+    """The pauses of the next answers, after the server has read its clock."""
 
     def do_GET(self) -> None:
         body = json.dumps({"phase": "ready", "phase_s": time.monotonic() - self.ready_s}).encode()
@@ -120,7 +120,7 @@ def readyz() -> Iterator[type[_Readyz]]:
     server.server_close()
 
 
-def test_since_when_a_replica_is_ready_is_taken_from_its_fastest_answer(readyz: Any) -> None:
+def test_the_time_of_readiness_is_derived_from_the_fastest_answer(readyz: Any) -> None:
     replica = Replica("m-0", 1, readyz.port)
     assert replica.ready_since_s() == pytest.approx(readyz.ready_s, abs=0.2)
     readyz.status = 503

@@ -1,4 +1,4 @@
-"""The chart rendered by Helm's own code (a Python package), for every values file in `charts/pagemill/ci`."""
+"""Renders the chart with Helm's own code (a Python package) for every values file in `charts/pagemill/ci`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rendered:
-    """The objects of one rendered chart, hooks included."""
+    """The objects of one rendered chart, including hooks."""
 
     objects: list[Object]
     notes: str
@@ -61,7 +61,7 @@ def variant_values(name: str) -> Object:
 
 
 def render_chart(values: Object, variant: str = "values", **options: Any) -> Rendered:
-    """Check the values against the schema, then render. Helm's own error where either fails."""
+    """Check the values against the schema, then render; raise Helm's error if either fails."""
     chart = _chart()
     chart.validate_schema(values)
     texts = chart.render(values, **{"name": RELEASE, "namespace": NAMESPACE, **options})
@@ -88,7 +88,7 @@ def chart_folder() -> Path:
 
 @pytest.fixture(params=VARIANTS)
 def rendered(request: pytest.FixtureRequest) -> Rendered:
-    """Every variant in turn."""
+    """Return every variant in turn."""
     return _variant(request.param)
 
 
@@ -99,5 +99,5 @@ def variant() -> Callable[[str], Rendered]:
 
 @pytest.fixture
 def anonymous() -> Object:
-    """The least that the chart asks for."""
+    """Return the minimal values of the chart."""
     return {"gateway": {"auth": {"allowAnonymous": True}}, "global": {"imageRegistry": "registry.example.com"}}

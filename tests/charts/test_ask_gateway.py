@@ -1,4 +1,4 @@
-"""The program that `helm test` runs, against a server that answers as the gateway does."""
+"""The program that `helm test` runs, with a server that answers like the gateway."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "sk-test"
 
 @dataclass
 class Gateway:
-    """Models and what each answers: a text, or a status of failure."""
+    """A server with models and their answers: a text, or an error status."""
 
     models: dict[str, str | int] = field(default_factory=dict)
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -83,7 +83,7 @@ def serving(tls: ssl.SSLContext | None) -> Iterator[Gateway]:
 
 
 def ask(gateway: Gateway, *arguments: str, key: str = "") -> subprocess.CompletedProcess[str]:
-    """As the pod runs it: the program's text as one argument, nothing imported from the repository."""
+    """Run the program like the pod: its text is one argument, and it imports nothing from the repository."""
     argv = [sys.executable, "-I", "-c", SCRIPT.read_text(), "--url", gateway.url, "--timeout-s", "5", *arguments]
     return subprocess.run(argv, env={"PAGEMILL_API_KEY": key}, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
 
@@ -98,8 +98,8 @@ def test_a_model_that_answers_passes(gateway: Gateway) -> None:
     assert gateway.asked[-1]["max_tokens"] == 4
 
 
-def test_https_is_trusted_with_the_gateways_own_certificate_only(tmp_path: Path) -> None:
-    """Whatever names it has: an address in the cluster is seldom one of them."""
+def test_only_the_gateways_own_certificate_is_trusted(tmp_path: Path) -> None:
+    """Its names do not matter, because an address in the cluster is rarely one of them."""
     cert_file, key_file = write_certificate(tmp_path)
     (other := tmp_path / "other").mkdir()
     foreign, _ = write_certificate(other)
@@ -114,20 +114,20 @@ def test_https_is_trusted_with_the_gateways_own_certificate_only(tmp_path: Path)
     assert "CERTIFICATE_VERIFY_FAILED" in refused.stderr
 
 
-def test_no_model_at_all_passes_after_the_list(gateway: Gateway) -> None:
+def test_without_models_the_list_is_sufficient(gateway: Gateway) -> None:
     gateway.needs_key = False
     done = ask(gateway, "--anonymous")
     assert done.returncode == 0, done.stderr
     assert "lists 0 models" in done.stdout
 
 
-def test_without_a_key_being_refused_is_right(gateway: Gateway) -> None:
+def test_without_a_key_a_refusal_passes(gateway: Gateway) -> None:
     done = ask(gateway)
     assert done.returncode == 0, done.stderr
     assert "refuses a request without an API key" in done.stdout
 
 
-def test_an_open_gateway_that_should_be_closed_fails(gateway: Gateway) -> None:
+def test_an_open_gateway_that_should_require_keys_fails(gateway: Gateway) -> None:
     gateway.needs_key = False
     done = ask(gateway)
     assert done.returncode == 1
@@ -142,7 +142,7 @@ def test_an_open_gateway_that_should_be_closed_fails(gateway: Gateway) -> None:
         ({"chat": "Hello."}, ["--model", "other"], "'other' is not among them"),
     ],
 )
-def test_what_must_answer_and_does_not_fails(
+def test_a_required_model_that_does_not_answer_fails(
     gateway: Gateway, models: dict[str, str | int], arguments: list[str], message: str
 ) -> None:
     gateway.models = models

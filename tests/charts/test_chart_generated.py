@@ -1,4 +1,4 @@
-"""The schema, the tables and the CRD template say what their sources say, and the generator checks its own rules."""
+"""The schema, the tables and the CRD template match their sources, and the generator validates its input."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def schema_for(generate: Any, text: str) -> dict[str, Any]:
     return schema
 
 
-def test_no_generated_file_differs_from_its_source() -> None:
+def test_generated_files_match_their_sources() -> None:
     done = subprocess.run(
         [sys.executable, "charts/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_edited_by_hand_is_found(generate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_edited_by_hand_is_detected(generate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("edited")
     monkeypatch.setattr(generate, "ROOT", tmp_path)
@@ -51,7 +51,7 @@ def test_a_file_edited_by_hand_is_found(generate: Any, monkeypatch: pytest.Monke
     assert generate.main(["--chekc"]) == 2
 
 
-def test_types_come_from_defaults_and_comments(generate: Any) -> None:
+def test_types_are_derived_from_defaults_and_comments(generate: Any) -> None:
     schema = schema_for(
         generate,
         "# Pods.\n# @schema {minimum: 0}\nreplicas: 2\n"
@@ -83,11 +83,11 @@ def test_a_value_without_documentation_is_refused(generate: Any) -> None:
         list(generate.rows_of(yaml.compose("block:\n  silent: 1\n"), ["block:", "  silent: 1"]))
 
 
-def test_braces_in_the_definition_are_no_template(generate: Any) -> None:
+def test_braces_in_the_definition_are_not_template_expressions(generate: Any) -> None:
     assert '{{ "{{" }} name }}' in generate.crd_template("metadata:\n  note: '{{ name }}'\n")
 
 
-def test_the_schema_is_a_schema_and_allows_the_defaults(chart_folder: Path) -> None:
+def test_the_schema_is_valid_and_accepts_the_defaults(chart_folder: Path) -> None:
     schema = json.loads((chart_folder / "values.schema.json").read_text())
     jsonschema.Draft7Validator.check_schema(schema)
     jsonschema.Draft7Validator(schema).validate(yaml.safe_load((chart_folder / "values.yaml").read_text()))
@@ -100,7 +100,7 @@ def test_the_chart_has_the_version_of_its_components(chart_folder: Path) -> None
         assert chart["appVersion"] == project["version"]
 
 
-def test_the_catalogue_annotations_are_yaml(chart_folder: Path) -> None:
+def test_the_catalogue_annotations_are_valid_yaml(chart_folder: Path) -> None:
     annotations = yaml.safe_load((chart_folder / "Chart.yaml").read_text())["annotations"]
     example = yaml.safe_load(annotations["artifacthub.io/crdsExamples"])[0]
     assert example["kind"] == yaml.safe_load(annotations["artifacthub.io/crds"])[0]["kind"] == "LLMDeployment"

@@ -1,4 +1,4 @@
-"""NetworkPolicies of operator and gateway: who gets in, and where they get out to."""
+"""NetworkPolicies of operator and gateway: allowed connections in both directions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Variant = Callable[[str], Any]
 ENGINE = {"matchLabels": {"app.kubernetes.io/name": "pagemill-engine"}}
 
 
-def test_only_gateways_reach_the_redis_of_the_chart(variant: Any) -> None:
+def test_only_gateways_may_connect_to_the_redis_of_the_chart(variant: Any) -> None:
     rendered = variant("redis")
     redis = rendered.component("NetworkPolicy", "redis")["spec"]
     gateway = rendered.component("Deployment", "gateway")["spec"]["selector"]["matchLabels"]
@@ -40,13 +40,13 @@ def rule_for(rules: list[Any], port: Any) -> Any:
     return found
 
 
-def test_both_directions_are_closed_by_default(variant: Variant) -> None:
+def test_both_directions_are_restricted_by_default(variant: Variant) -> None:
     for component in ("operator", "gateway"):
         assert policy(variant("anonymous"), component)["policyTypes"] == ["Ingress", "Egress"]
-    assert variant("service-monitor").all("NetworkPolicy") == [], "switched off"
+    assert variant("service-monitor").all("NetworkPolicy") == [], "the policies are disabled"
 
 
-def test_everybody_reaches_the_data_port_and_few_the_control_port(variant: Variant) -> None:
+def test_all_clients_may_connect_to_the_data_port_and_few_to_the_control_port(variant: Variant) -> None:
     ingress = policy(variant("anonymous"), "gateway")["ingress"]
     assert "from" not in rule_for(ingress, "data")
     operator, prometheus = rule_for(ingress, "control")["from"]
@@ -55,14 +55,14 @@ def test_everybody_reaches_the_data_port_and_few_the_control_port(variant: Varia
     assert prometheus["podSelector"] == {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}
 
 
-def test_clients_can_be_named_and_the_test_is_one_of_them(variant: Variant) -> None:
+def test_clients_can_be_restricted_and_the_test_pod_is_one_of_them(variant: Variant) -> None:
     apps, test = rule_for(policy(variant("everything"), "gateway")["ingress"], "data")["from"]
     assert apps["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "apps"}
     labels = variant("everything").component("Pod", "test")["metadata"]["labels"]
     assert test["podSelector"]["matchLabels"].items() <= labels.items()
 
 
-def test_the_gateway_reaches_engines_where_they_may_be(variant: Variant) -> None:
+def test_the_gateway_may_connect_to_engines_in_all_served_namespaces(variant: Variant) -> None:
     def engines(rendered: Any) -> Any:
         rule = rule_for(policy(rendered, "gateway")["egress"], 8000)
         assert ports(rule) == {8000, 8001, 8443, 8444}
@@ -75,7 +75,7 @@ def test_the_gateway_reaches_engines_where_they_may_be(variant: Variant) -> None
     assert expression["values"] == ["pagemill-system", "team-a"]
 
 
-def test_the_operator_reaches_gateways_and_engines_on_their_control_ports_alone(variant: Variant) -> None:
+def test_the_operator_may_connect_only_to_control_ports_of_gateways_and_engines(variant: Variant) -> None:
     egress = policy(variant("all-namespaces"), "operator")["egress"]
     (gateway,) = rule_for(egress, "control")["to"]
     assert gateway["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
@@ -88,13 +88,13 @@ def test_the_operator_reaches_gateways_and_engines_on_their_control_ports_alone(
     assert expression["values"] == ["pagemill-system", "team-a"]
 
 
-def test_the_api_server_can_be_narrowed_down(variant: Variant) -> None:
+def test_the_address_of_the_api_server_can_be_restricted(variant: Variant) -> None:
     rule = rule_for(policy(variant("everything"), "operator")["egress"], 6443)
     assert rule["to"] == [{"ipBlock": {"cidr": "10.96.0.1/32"}}]
     assert ports(rule) == {6443}
 
 
-def test_prometheus_is_the_same_for_all(variant: Variant) -> None:
+def test_all_components_allow_the_same_prometheus(variant: Variant) -> None:
     everything = variant("everything")
     (operator,) = rule_for(policy(everything, "operator")["ingress"], "metrics")["from"]
     gateway = rule_for(policy(everything, "gateway")["ingress"], "control")["from"][1]

@@ -1,4 +1,4 @@
-"""Whatever the values, the rendered objects are what Kubernetes accepts, and safe by the restricted profile."""
+"""For all values, Kubernetes accepts the rendered objects, and their pods meet the restricted profile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def definitions(version: str) -> Any:
 
 @cache
 def validator(version: str, kind: str, api_version: str) -> jsonschema.Draft202012Validator:
-    """Of the kind: Kubernetes' own at this version, or the excerpt of another project's."""
+    """Return the validator of the kind: Kubernetes' schema of this version, or the excerpt of another project's."""
     if kind in VALIDATORS:
         return VALIDATORS[kind]
     group, _, revision = api_version.rpartition("/")
@@ -62,7 +62,7 @@ def test_objects_match_the_schemas_of_their_kinds(rendered: Any, version: str) -
     assert problems == []
 
 
-def test_kinds_of_other_projects_are_among_them(variant: Callable[[str], Any]) -> None:
+def test_kinds_of_other_projects_are_included(variant: Callable[[str], Any]) -> None:
     found = {each["kind"] for name in ("everything", "service-monitor") for each in variant(name).objects}
     assert set(VALIDATORS) <= found
 
@@ -86,7 +86,7 @@ def test_kinds_of_other_projects_are_among_them(variant: Callable[[str], Any]) -
         ("HTTPRoute", "spec.hostnames.0", "llm.example.com:443"),
     ],
 )
-def test_what_other_projects_would_refuse_is_found(
+def test_an_object_that_other_projects_would_refuse_is_detected(
     variant: Callable[[str], Any], kind: str, path: str, value: object
 ) -> None:
     rendered = variant("service-monitor" if kind == "ServiceMonitor" else "everything")
@@ -99,20 +99,20 @@ def test_what_other_projects_would_refuse_is_found(
     assert list(VALIDATORS[kind].iter_errors(broken))
 
 
-def test_groups_of_rules_have_names_of_their_own(variant: Callable[[str], Any]) -> None:
-    """The list is a map by name: the API server refuses one that comes twice."""
+def test_groups_of_rules_have_unique_names(variant: Callable[[str], Any]) -> None:
+    """The list is a map by name, and the API server refuses a repeated name."""
     names = [group["name"] for group in variant("everything").one("PrometheusRule")["spec"]["groups"]]
     assert len(names) == len(set(names))
 
 
-def test_no_two_objects_are_the_same(rendered: Any) -> None:
+def test_no_two_objects_have_the_same_name(rendered: Any) -> None:
     keys = Counter(
         (each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in rendered.objects
     )
     assert {key: count for key, count in keys.items() if count > 1} == {}
 
 
-def test_names_fit_and_namespaces_are_said(rendered: Any) -> None:
+def test_names_have_valid_lengths_and_namespaces_are_set(rendered: Any) -> None:
     own = [each for each in rendered.objects if "labels" in each["metadata"]]
     assert own
     for each in own:
@@ -120,14 +120,14 @@ def test_names_fit_and_namespaces_are_said(rendered: Any) -> None:
         assert ("namespace" in each["metadata"]) != (each["kind"] in CLUSTER_KINDS), each["metadata"]
 
 
-def test_names_fit_with_the_longest_release_and_namespace(render: Callable[..., Any], anonymous: Any) -> None:
+def test_names_are_valid_with_the_longest_release_and_namespace(render: Callable[..., Any], anonymous: Any) -> None:
     long = render(anonymous, name="r" * 53, namespace="n" * 63)
     for each in long.objects:
         limit = 253 if each["kind"] in {*CLUSTER_KINDS, "Role", "RoleBinding"} else 63
         assert len(each["metadata"]["name"]) <= limit, each["metadata"]["name"]
 
 
-def test_every_object_carries_the_common_labels(variant: Callable[[str], Any]) -> None:
+def test_every_object_has_the_common_labels(variant: Callable[[str], Any]) -> None:
     everything = variant("everything")
     own = [each for each in everything.objects if not each["metadata"]["name"].endswith(("-extra", "-text"))]
     for each in own:
@@ -135,13 +135,13 @@ def test_every_object_carries_the_common_labels(variant: Callable[[str], Any]) -
         assert each["metadata"]["annotations"]["example.com/owner"] == "platform", each["metadata"]["name"]
 
 
-def test_pods_pass_the_restricted_profile(rendered: Any) -> None:
+def test_pods_meet_the_restricted_profile(rendered: Any) -> None:
     found = {name: list(violations(spec)) for name, spec in rendered.pod_specs().items()}
     assert {name: problems for name, problems in found.items() if problems} == {}
 
 
 def violations(spec: dict[str, Any]) -> Iterator[str]:
-    """What the restricted Pod Security Standard refuses, and what this house refuses besides."""
+    """Yield violations of the restricted Pod Security Standard and of the project's own rules."""
     for field in ("hostNetwork", "hostPID", "hostIPC"):
         if spec.get(field):
             yield field
@@ -171,12 +171,12 @@ def container_violations(container: dict[str, Any]) -> Iterator[str]:
         yield "asks for no resources"
 
 
-def test_a_pod_that_breaks_the_profile_would_be_found() -> None:
+def test_a_pod_that_violates_the_profile_is_detected() -> None:
     root = {"containers": [{"name": "x", "resources": {}}], "hostPID": True, "volumes": [{"name": "v", "hostPath": {}}]}
     assert len(list(violations(root))) == 9
 
 
-def test_images_have_a_tag_that_stays(rendered: Any) -> None:
+def test_images_have_an_immutable_tag(rendered: Any) -> None:
     for spec in rendered.pod_specs().values():
         for container in spec["containers"]:
             tag = container["image"].split("@")[0].rpartition(":")[2]
@@ -184,26 +184,26 @@ def test_images_have_a_tag_that_stays(rendered: Any) -> None:
             assert "/" not in tag, "a name without a tag means latest"
 
 
-def test_a_digest_stands_behind_the_tag(variant: Callable[[str], Any]) -> None:
+def test_a_digest_follows_the_tag(variant: Callable[[str], Any]) -> None:
     pinned = variant("api-keys")
     (gateway,) = pinned.component("Deployment", "gateway")["spec"]["template"]["spec"]["containers"]
     assert gateway["image"] == f"registry.example.com/pagemill/gateway:0.1.0@sha256:{'2' * 64}"
     assert pinned.component("Pod", "test")["spec"]["containers"][0]["image"] == gateway["image"]
 
 
-def test_only_what_talks_to_the_api_server_gets_a_token(rendered: Any) -> None:
+def test_only_pods_that_use_the_api_server_get_a_token(rendered: Any) -> None:
     mounted = {name: spec["automountServiceAccountToken"] for name, spec in rendered.pod_specs().items()}
     assert all(mounts != name.endswith(("-test", "-redis")) for name, mounts in mounted.items())
     assert all(each["automountServiceAccountToken"] is False for each in rendered.all("ServiceAccount"))
 
 
-def test_the_crd_is_the_one_of_the_models(variant: Callable[[str], Any]) -> None:
+def test_the_crd_is_that_of_the_models(variant: Callable[[str], Any]) -> None:
     crd = variant("anonymous").one("CustomResourceDefinition")
     assert crd["spec"] == yaml.safe_load((ROOT / "crds" / "llmdeployments.yaml").read_text())["spec"]
     assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
-def test_the_crd_is_left_out_or_kept_on_request(variant: Callable[[str], Any]) -> None:
+def test_the_crd_can_be_left_out_or_kept(variant: Callable[[str], Any]) -> None:
     assert variant("namespaced").all("CustomResourceDefinition") == []
     assert "annotations" not in variant("single").one("CustomResourceDefinition")["metadata"]
     annotated = variant("everything").one("CustomResourceDefinition")["metadata"]["annotations"]
@@ -211,7 +211,7 @@ def test_the_crd_is_left_out_or_kept_on_request(variant: Callable[[str], Any]) -
     assert annotated["helm.sh/resource-policy"] == "keep"
 
 
-def test_notes_give_three_commands_to_go_on(rendered: Any) -> None:
+def test_notes_contain_three_commands(rendered: Any) -> None:
     scheme = "https" if rendered.name == "redis" else "http"
     for command in ("helm test pagemill", "kubectl apply", f"curl {scheme}://127.0.0.1:8080/v1/chat/completions"):
         assert command in rendered.notes

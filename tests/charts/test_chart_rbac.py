@@ -1,4 +1,4 @@
-"""Access rights are exactly what the operator's and the gateway's code uses: no kind and no verb more."""
+"""The access rights are exactly those that the operator's and the gateway's code uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill_operator.backends.kubernetes.kinds import CHILD_KINDS, LLM_DEPLOYM
 Variant = Callable[[str], Any]
 Render = Callable[..., Any]
 Rights = dict[tuple[str, str], set[str]]
-"""(group, resource) -> verbs, without what is bound to a name."""
+"""Verbs by (group, resource), without rules that are restricted to a name."""
 
 SECRETS, PODS = (f"pagemill-system.pagemill-operator-{kind}" for kind in ("secrets", "pods"))
 
@@ -44,7 +44,7 @@ def rules_of(rendered: Any, kind: str, component: str) -> list[dict[str, Any]]:
     return rules
 
 
-def test_the_operator_may_do_what_its_kinds_need(variant: Variant) -> None:
+def test_the_operator_has_the_rights_for_its_kinds(variant: Variant) -> None:
     wanted: Rights = {(kind.group, kind.plural): CHILD_VERBS for kind in CHILD_KINDS}
     wanted |= {
         (POD_MONITOR.group, POD_MONITOR.plural): CHILD_VERBS - {"watch"},
@@ -57,12 +57,12 @@ def test_the_operator_may_do_what_its_kinds_need(variant: Variant) -> None:
     assert rights(rules_of(variant("all-namespaces"), "ClusterRole", "operator")) == wanted
 
 
-def test_no_role_of_the_whole_cluster_opens_a_secret_by_default(variant: Variant) -> None:
+def test_by_default_no_cluster_role_may_read_secrets(variant: Variant) -> None:
     default = variant("anonymous")
     opened = {
         resource for role in default.all("ClusterRole") for rule in role["rules"] for resource in rule["resources"]
     }
-    assert opened == {"llmdeployments", "llmdeployments/status", "llmdeployments/scale"}, "what people get"
+    assert opened == {"llmdeployments", "llmdeployments/status", "llmdeployments/scale"}, "the roles of users"
     assert default.all("ClusterRoleBinding") == []
     assert {each["metadata"]["namespace"] for each in default.all("Role")} == {"pagemill-system", "default"}
     (here,) = [
@@ -70,23 +70,23 @@ def test_no_role_of_the_whole_cluster_opens_a_secret_by_default(variant: Variant
         for each in default.all("Role")
         if each["metadata"]["namespace"] == "pagemill-system" and each["metadata"]["name"] == "pagemill-operator"
     ]
-    assert rights(here)["", "secrets"] == {"create", *READ}, "changed are only its keys, by their name"
+    assert rights(here)["", "secrets"] == {"create", *READ}, "only its own keys, by name, may be changed"
 
 
-def test_the_gateway_reads_deployments_and_endpoints_and_nothing_else(variant: Variant) -> None:
+def test_the_gateway_may_read_only_deployments_and_endpoints(variant: Variant) -> None:
     assert rights(rules_of(variant("all-namespaces"), "ClusterRole", "gateway")) == {
         ("pagemill.dev", "llmdeployments"): READ,
         ("discovery.k8s.io", "endpointslices"): READ,
     }
 
 
-def test_the_gateway_reads_one_secret_by_its_name(variant: Variant) -> None:
+def test_the_gateway_may_read_one_secret_by_its_name(variant: Variant) -> None:
     (rule,) = rules_of(variant("anonymous"), "Role", "gateway")
     assert (rule["resources"], rule["resourceNames"]) == (["secrets"], ["pagemill-keys"])
     assert set(rule["verbs"]) == READ
 
 
-def test_lease_and_keys_are_bound_to_their_names(variant: Variant) -> None:
+def test_lease_and_keys_are_restricted_by_name(variant: Variant) -> None:
     rules = rules_of(variant("all-namespaces"), "Role", "operator")
     named = {
         (rule["resources"][0], rule["resourceNames"][0]): rule["verbs"] for rule in rules if "resourceNames" in rule
@@ -101,7 +101,7 @@ def test_lease_and_keys_are_bound_to_their_names(variant: Variant) -> None:
     }
 
 
-def test_the_operator_reads_its_own_namespace_where_it_serves_others(
+def test_the_operator_may_read_its_own_namespace_if_it_serves_others(
     render: Callable[..., Any], anonymous: Any
 ) -> None:
     rules = rules_of(render({**anonymous, "watchNamespaces": ["team-a"]}), "Role", "operator")
@@ -113,7 +113,7 @@ def test_the_operator_reads_its_own_namespace_where_it_serves_others(
     assert rights(rules[1:]) == {(POD_MONITOR.group, POD_MONITOR.plural): {"list"}}
 
 
-def test_namespaced_means_no_right_outside_the_namespaces(variant: Variant) -> None:
+def test_a_namespaced_release_has_no_rights_outside_its_namespaces(variant: Variant) -> None:
     namespaced = variant("namespaced")
     for kind in ("ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"):
         assert namespaced.all(kind) == []
@@ -125,7 +125,7 @@ def test_namespaced_means_no_right_outside_the_namespaces(variant: Variant) -> N
         assert here == [everywhere.one("ClusterRole", name)["rules"]] * 2
 
 
-def test_objects_of_the_cluster_never_meet_those_of_a_release_elsewhere(render: Render, anonymous: Any) -> None:
+def test_cluster_objects_of_two_releases_have_different_names(render: Render, anonymous: Any) -> None:
     kinds = ("ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
     names = [
         {(kind, each["metadata"]["name"]) for kind in kinds for each in rendered.all(kind)}
@@ -138,7 +138,7 @@ def test_objects_of_the_cluster_never_meet_those_of_a_release_elsewhere(render: 
     assert names[0].isdisjoint(names[1])
 
 
-def test_bindings_bind_roles_to_accounts_that_pods_use(rendered: Any) -> None:
+def test_bindings_bind_roles_to_accounts_of_pods(rendered: Any) -> None:
     accounts = {
         (spec["serviceAccountName"], "pagemill-system")
         for name, spec in rendered.pod_specs().items()
@@ -152,7 +152,7 @@ def test_bindings_bind_roles_to_accounts_that_pods_use(rendered: Any) -> None:
         assert (subject["name"], subject["namespace"]) in accounts
 
 
-def test_people_get_their_rights_through_the_clusters_own_roles(variant: Variant) -> None:
+def test_users_get_their_rights_through_aggregated_cluster_roles(variant: Variant) -> None:
     view = variant("anonymous").one("ClusterRole", "pagemill-system.pagemill-view")
     assert view["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-view"] == "true"
     assert {verb for rule in view["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
@@ -164,7 +164,7 @@ def test_people_get_their_rights_through_the_clusters_own_roles(variant: Variant
 
 
 def allowed(policy: dict[str, Any], secret: dict[str, Any]) -> bool:
-    """What the policy's own expressions say of one Secret."""
+    """Evaluate the policy's own expressions for one Secret."""
     label = secret.get("labels", {}).get("app.kubernetes.io/managed-by", "")
     optional = "variables.secret.metadata.?labels['app.kubernetes.io/managed-by'].orValue('')"
     variables: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def allowed(policy: dict[str, Any], secret: dict[str, Any]) -> bool:
     return bool(evaluate(validation["expression"], {"variables": variables}))
 
 
-def test_the_operator_may_write_its_own_secrets_only(variant: Variant) -> None:
+def test_the_operator_may_write_only_its_own_secrets(variant: Variant) -> None:
     policy = variant("anonymous").one("ValidatingAdmissionPolicy", SECRETS)
     own = {"app.kubernetes.io/managed-by": "pagemill-operator"}
     assert allowed(policy, {"namespace": "team-a", "name": "chat-engine-token", "labels": own})
@@ -186,7 +186,7 @@ def test_the_operator_may_write_its_own_secrets_only(variant: Variant) -> None:
 
 
 def changed(policy: dict[str, Any], **fields: Any) -> bool:
-    """What the policy says of a change of an engine pod's fields."""
+    """Evaluate the policy for a change of an engine pod's fields."""
     labels = fields.pop("old_labels", {"app.kubernetes.io/managed-by": "pagemill-operator"})
     old = {"metadata": {"labels": labels}, "spec": {"image": "engine:1"}}
     new = {"metadata": {"labels": labels} | fields.pop("metadata", {}), "spec": {"image": "engine:1"} | fields}
@@ -198,7 +198,7 @@ def changed(policy: dict[str, Any], **fields: Any) -> bool:
     return bool(evaluate(validation["expression"], {"variables": variables, "object": new, "oldObject": old}))
 
 
-def test_the_operator_may_change_the_annotations_of_engines_only(variant: Variant) -> None:
+def test_the_operator_may_change_only_annotations_of_engines(variant: Variant) -> None:
     policy = variant("anonymous").one("ValidatingAdmissionPolicy", PODS)
     assert changed(policy, metadata={"annotations": {"controller.kubernetes.io/pod-deletion-cost": "-1"}})
     assert not changed(policy, image="miner:1")
@@ -208,7 +208,7 @@ def test_the_operator_may_change_the_annotations_of_engines_only(variant: Varian
 
 
 @pytest.mark.parametrize("name", [SECRETS, PODS])
-def test_policies_bind_the_operators_account_and_no_other(variant: Variant, name: str) -> None:
+def test_policies_apply_to_the_operators_account_only(variant: Variant, name: str) -> None:
     policy = variant("anonymous").one("ValidatingAdmissionPolicy", name)
     binding = variant("anonymous").one("ValidatingAdmissionPolicyBinding", name)["spec"]
     assert binding == {"policyName": name, "validationActions": ["Deny"]}
@@ -218,7 +218,7 @@ def test_policies_bind_the_operators_account_and_no_other(variant: Variant, name
     assert policy["spec"]["failurePolicy"] == "Fail"
 
 
-def test_accounts_and_roles_can_be_the_users_own(variant: Variant) -> None:
+def test_accounts_and_roles_can_be_provided_by_the_user(variant: Variant) -> None:
     single = variant("single")
     assert single.all("ServiceAccount") == single.all("Role") == single.all("ClusterRole") == []
     pods = single.pod_specs()

@@ -1,4 +1,4 @@
-"""Values that cannot work are refused before anything is installed, with the field and the remedy."""
+"""Values that cannot work are refused before the installation, with the field and the remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ helm = pytest.importorskip("helm_python", reason="the package helm-python-sdk ex
 Render = Callable[..., Any]
 
 
-def test_an_install_without_keys_names_both_remedies(render: Render) -> None:
+def test_the_error_for_an_install_without_keys_names_both_remedies(render: Render) -> None:
     with pytest.raises(helm.HelmError) as refused:
         render({})
     for remedy in ("gateway.apiKeys.existingSecret=pagemill-api-keys", "gateway.auth.allowAnonymous=true"):
@@ -42,14 +42,14 @@ def test_an_install_without_keys_names_both_remedies(render: Render) -> None:
         ({"gateway": {"settings": {"api_keys": ["0" * 64]}}}, r"settings\.api_keys: .* ConfigMap"),
     ],
 )
-def test_values_that_contradict_each_other(render: Render, anonymous: Any, values: Any, message: str) -> None:
+def test_contradictory_values_are_refused(render: Render, anonymous: Any, values: Any, message: str) -> None:
     merged = {**anonymous, **values}
     merged["gateway"] = {**anonymous["gateway"], **values.get("gateway", {})}
     with pytest.raises(helm.HelmError, match=message):
         render(merged)
 
 
-def test_a_secret_and_hashes_at_once(render: Render) -> None:
+def test_a_secret_together_with_hashes_is_refused(render: Render) -> None:
     with pytest.raises(helm.HelmError, match="existingSecret and sha256 are both set"):
         render({"gateway": {"apiKeys": {"existingSecret": "keys", "sha256": ["0" * 64]}}})
 
@@ -75,10 +75,10 @@ def test_a_secret_and_hashes_at_once(render: Render) -> None:
         ({"operator": {"podLabels": {"app.kubernetes.io/component": "gateway"}}}, "podLabels"),
     ],
 )
-def test_the_schema_refuses_what_is_mistyped(render: Render, values: Any, field: str) -> None:
+def test_the_schema_refuses_mistyped_values(render: Render, values: Any, field: str) -> None:
     with pytest.raises(helm.HelmValuesError, match=field):
         render(values)
 
 
-def test_parents_may_share_their_own_globals(render: Render, anonymous: Any) -> None:
+def test_parent_charts_may_have_their_own_globals(render: Render, anonymous: Any) -> None:
     assert render({**anonymous, "global": {**anonymous["global"], "storageClass": "fast"}}).objects

@@ -1,4 +1,4 @@
-"""The settings that the chart renders are those that operator and gateway read: strictly, with nothing unknown."""
+"""The rendered settings are valid for the strict parsers of operator and gateway."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_containers_read_the_files_that_are_mounted(rendered: Any) -> None:
         assert container["args"][:2] == ["--settings", f"{mount['mountPath']}/{component}.json"]
 
 
-def test_ports_and_files_of_the_settings_are_those_of_the_pod(rendered: Any) -> None:
+def test_ports_and_files_in_the_settings_are_those_of_the_pod(rendered: Any) -> None:
     gateway = gateway_of(rendered)
     pod = rendered.component("Deployment", "gateway")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -66,17 +66,17 @@ def test_ports_and_files_of_the_settings_are_those_of_the_pod(rendered: Any) -> 
     assert metrics["containerPort"] == operator_of(rendered).metrics_port
 
 
-def test_the_operator_finds_the_gateways_by_labels_of_their_pods(rendered: Any) -> None:
+def test_the_operator_finds_gateways_by_the_labels_of_their_pods(rendered: Any) -> None:
     labels = rendered.component("Deployment", "gateway")["spec"]["template"]["metadata"]["labels"]
     assert operator_of(rendered).gateway_selector.items() <= labels.items()
 
 
-def test_engines_know_the_operator_by_labels_of_its_pods(rendered: Any) -> None:
+def test_engines_recognize_the_operator_by_the_labels_of_its_pods(rendered: Any) -> None:
     labels = rendered.component("Deployment", "operator")["spec"]["template"]["metadata"]["labels"]
     assert operator_of(rendered).operator_selector.items() <= labels.items()
 
 
-def test_with_tls_to_engines_both_trust_one_authority_and_one_name(variant: Variant) -> None:
+def test_with_tls_to_engines_both_use_one_authority_and_one_name(variant: Variant) -> None:
     rendered = variant("everything")
     operator, gateway = operator_of(rendered).engine_tls, gateway_of(rendered).engine_tls
     assert operator.secret == "engine-certificate"
@@ -90,7 +90,7 @@ def test_with_tls_to_engines_both_trust_one_authority_and_one_name(variant: Vari
     assert operator_of(plain).engine_tls.secret == gateway_of(plain).engine_tls.ca_file == ""
 
 
-def test_keys_or_anonymous_access_never_both(variant: Variant) -> None:
+def test_there_are_either_keys_or_anonymous_access(variant: Variant) -> None:
     assert gateway_of(variant("anonymous")).allow_anonymous
     assert gateway_of(variant("anonymous")).api_keys_file is None
     guarded = gateway_of(variant("api-keys"))
@@ -98,13 +98,13 @@ def test_keys_or_anonymous_access_never_both(variant: Variant) -> None:
     assert not guarded.allow_anonymous
 
 
-def test_a_pod_of_the_gateway_has_the_workers_that_the_values_name(variant: Variant) -> None:
+def test_a_gateway_pod_has_the_configured_number_of_workers(variant: Variant) -> None:
     assert gateway_of(variant("anonymous")).workers == 1
     assert gateway_of(variant("everything")).workers == 3
 
 
 def test_the_password_of_the_charts_redis_is_read_from_a_file(variant: Variant, tmp_path: Path) -> None:
-    """In no argument and no variable: processes of the node's users see those."""
+    """Processes of the node's users can see arguments and environment variables."""
     pod = variant("redis").one("StatefulSet")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert "env" not in container
@@ -126,7 +126,7 @@ def test_the_password_of_the_charts_redis_is_read_from_a_file(variant: Variant, 
     assert ran.stdout.startswith('requirepass "s3 cr$et"\n--appendonly yes --save  --dir /data')
 
 
-def test_the_secret_of_a_certificate_makes_https_of_the_data_port(variant: Variant) -> None:
+def test_with_a_certificate_secret_the_data_port_uses_https(variant: Variant) -> None:
     secured, plain = variant("redis"), variant("anonymous")
     assert gateway_of(plain).tls is None
     tls = gateway_of(secured).tls
@@ -145,7 +145,7 @@ def test_the_secret_of_a_certificate_makes_https_of_the_data_port(variant: Varia
     assert arguments[arguments.index("--url") + 1].startswith("https://")
 
 
-def test_the_gateway_finds_the_redis_that_the_values_name(variant: Variant) -> None:
+def test_the_gateway_uses_the_configured_redis(variant: Variant) -> None:
     assert gateway_of(variant("anonymous")).redis is None
     bundled, external = variant("redis"), variant("everything")
     redis = gateway_of(bundled).redis
@@ -166,7 +166,7 @@ def test_the_gateway_finds_the_redis_that_the_values_name(variant: Variant) -> N
         assert file in (path, gateway_of(external).redis.url_file)  # type: ignore[union-attr]
 
 
-def test_traces_go_where_the_values_say_with_the_headers_of_a_secret(variant: Variant) -> None:
+def test_traces_are_sent_to_the_configured_receiver_with_headers_of_a_secret(variant: Variant) -> None:
     assert gateway_of(variant("anonymous")).tracing is None
     rendered = variant("everything")
     tracing = gateway_of(rendered).tracing
@@ -183,7 +183,7 @@ def test_traces_go_where_the_values_say_with_the_headers_of_a_secret(variant: Va
     assert receiver in egress
 
 
-def test_values_reach_the_settings(variant: Variant) -> None:
+def test_values_are_passed_to_the_settings(variant: Variant) -> None:
     everything, guarded = variant("everything"), variant("api-keys")
     operator, gateway = operator_of(everything), gateway_of(everything)
     assert (operator.log_level, operator.resync_s, operator.workers) == ("DEBUG", 1200, 8)
@@ -191,18 +191,18 @@ def test_values_reach_the_settings(variant: Variant) -> None:
     assert operator.prometheus_namespace_selector == {"kubernetes.io/metadata.name": "monitoring"}
     assert (gateway.drain_delay_s, gateway.drain_timeout_s, gateway.max_requests) == (10, 300, 1000)
     assert gateway.kubernetes.watch_idle_timeout_s == 60
-    assert gateway.kubernetes.keys_secret.name == operator.keys_secret, "extra settings are merged, not put in place"
+    assert gateway.kubernetes.keys_secret.name == operator.keys_secret, "extra settings must be merged"
     assert operator_of(guarded).engine_image == f"registry.example.com/pagemill/engine:0.1.0-cuda@sha256:{'3' * 64}"
     assert operator_of(guarded).cpu_engine_image == "registry.example.com/pagemill/engine-cpu:0.1.0"
     assert operator_of(guarded).image_pull_secrets == ["registry"]
 
 
-def test_namespaces_are_templates(variant: Variant) -> None:
+def test_namespaces_may_be_templates(variant: Variant) -> None:
     assert operator_of(variant("namespaced")).watch_namespaces == ["pagemill-system", "team-a"]
 
 
-def test_defaults_of_the_chart_are_those_of_the_operator(render: Callable[..., Any], anonymous: Any) -> None:
-    """What `values.yaml` says by default is what the operator does without being set."""
+def test_defaults_of_the_chart_equal_those_of_the_operator(render: Callable[..., Any], anonymous: Any) -> None:
+    """The defaults in `values.yaml` are the operator's behaviour without settings."""
     rendered = operator_of(render(anonymous))
     plain = OperatorConfig(namespace="pagemill-system", engine_image="x")
     for field in ("lease_duration_s", "renew_deadline_s", "retry_period_s", "resync_s", "key_rotation_s", "log_level"):
@@ -211,7 +211,7 @@ def test_defaults_of_the_chart_are_those_of_the_operator(render: Callable[..., A
     assert rendered.lease_name == plain.lease_name
 
 
-def test_two_releases_share_nothing(render: Callable[..., Any], anonymous: Any) -> None:
+def test_two_releases_share_no_object(render: Callable[..., Any], anonymous: Any) -> None:
     one, other = (operator_of(render(anonymous, name=name)) for name in ("pagemill", "second"))
     assert other.keys_secret == "second-pagemill-keys"
     assert one.lease_name != other.lease_name
@@ -219,7 +219,7 @@ def test_two_releases_share_nothing(render: Callable[..., Any], anonymous: Any) 
 
 
 @pytest.mark.parametrize("component", ["operator", "gateway"])
-def test_an_unknown_extra_setting_is_caught_by_the_component(render: Callable[..., Any], component: str) -> None:
+def test_an_unknown_extra_setting_is_refused_by_the_component(render: Callable[..., Any], component: str) -> None:
     values: dict[str, Any] = {
         "gateway": {"auth": {"allowAnonymous": True}},
         "operator": {},

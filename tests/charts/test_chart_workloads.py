@@ -1,4 +1,4 @@
-"""Pods of operator and gateway: how many, how they are replaced, drained and reached, and who owns their number."""
+"""Pods of operator and gateway: their number, replacement, drain, and services."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def container_of(rendered: Any, component: str) -> Any:
     return spec_of(rendered, component)["template"]["spec"]["containers"][0]
 
 
-def test_two_pods_of_each_by_default(variant: Variant) -> None:
+def test_each_component_has_two_pods_by_default(variant: Variant) -> None:
     assert [spec_of(variant("anonymous"), each)["replicas"] for each in ("operator", "gateway")] == [2, 2]
 
 
-def test_the_number_is_not_rendered_where_an_autoscaler_owns_it(variant: Variant) -> None:
+def test_with_an_autoscaler_the_number_of_pods_is_not_rendered(variant: Variant) -> None:
     everything = variant("everything")
     assert "replicas" not in spec_of(everything, "gateway")
     scaler = everything.one("HorizontalPodAutoscaler")["spec"]
@@ -36,19 +36,19 @@ def test_the_number_is_not_rendered_where_an_autoscaler_owns_it(variant: Variant
     assert (scaler["minReplicas"], scaler["maxReplicas"], len(scaler["metrics"])) == (3, 6, 2)
 
 
-def test_disruption_budgets_only_where_more_than_one_pod_runs(variant: Variant) -> None:
+def test_a_disruption_budget_exists_only_for_more_than_one_pod(variant: Variant) -> None:
     assert len(variant("anonymous").all("PodDisruptionBudget")) == 2
     assert variant("single").all("PodDisruptionBudget") == []
-    assert variant("service-monitor").all("PodDisruptionBudget") == [], "switched off"
+    assert variant("service-monitor").all("PodDisruptionBudget") == [], "the budget is disabled"
 
 
-def test_the_budget_counts_what_the_autoscaler_keeps(render: Callable[..., Any], anonymous: Any) -> None:
+def test_the_budget_uses_the_autoscalers_minimum(render: Callable[..., Any], anonymous: Any) -> None:
     anonymous["gateway"] |= {"replicas": 5, "autoscaling": {"enabled": True, "minReplicas": 1}}
     anonymous["operator"] = {"replicas": 1}
     assert render(anonymous).all("PodDisruptionBudget") == []
 
 
-def test_selectors_find_their_own_pods_only(rendered: Any) -> None:
+def test_selectors_match_their_own_pods_only(rendered: Any) -> None:
     pods = {
         each["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"]["template"]["metadata"]["labels"]
         for each in rendered.all("Deployment")
@@ -61,8 +61,8 @@ def test_selectors_find_their_own_pods_only(rendered: Any) -> None:
     assert service["spec"]["selector"].items() <= pods["gateway"].items()
 
 
-def test_selectors_stay_when_labels_change(variant: Variant) -> None:
-    """A selector cannot be changed; every label that values can set must stay out of it."""
+def test_selectors_do_not_change_with_labels(variant: Variant) -> None:
+    """A selector is immutable, so it must not contain labels that values can set."""
     selector = spec_of(variant("everything"), "gateway")["selector"]["matchLabels"]
     assert selector.keys() == {
         "app.kubernetes.io/name",
@@ -85,7 +85,7 @@ def test_ports_of_services_probes_and_policies_exist(rendered: Any) -> None:
     assert {port["targetPort"] for port in rendered.one("Service", gateway)["spec"]["ports"]} == {"data"}
 
 
-def test_a_changed_setting_rolls_the_pods_it_concerns(render: Callable[..., Any], anonymous: Any) -> None:
+def test_a_changed_setting_restarts_the_affected_pods(render: Callable[..., Any], anonymous: Any) -> None:
     before = render(anonymous)
     after = render({**anonymous, "operator": {"resyncSeconds": 1200}})
 
@@ -96,20 +96,20 @@ def test_a_changed_setting_rolls_the_pods_it_concerns(render: Callable[..., Any]
     assert template(before, "gateway") == template(after, "gateway")
 
 
-def test_an_upgrade_of_the_chart_alone_rolls_nothing(rendered: Any) -> None:
-    """The chart's version stands in labels of objects, never in those of pods."""
+def test_a_new_version_of_the_chart_alone_restarts_no_pods(rendered: Any) -> None:
+    """The chart's version is in labels of objects, never in those of pods."""
     for component in ("operator", "gateway"):
         assert "helm.sh/chart" not in spec_of(rendered, component)["template"]["metadata"]["labels"]
 
 
-def test_the_gateway_has_time_for_its_whole_drain(variant: Variant) -> None:
+def test_the_termination_grace_period_covers_the_gateways_whole_drain(variant: Variant) -> None:
     assert spec_of(variant("anonymous"), "gateway")["template"]["spec"]["terminationGracePeriodSeconds"] == 5 + 60 + 20
     assert (
         spec_of(variant("everything"), "gateway")["template"]["spec"]["terminationGracePeriodSeconds"] == 10 + 300 + 20
     )
 
 
-def test_the_drain_that_extra_settings_ask_for_has_its_time_too(render: Render) -> None:
+def test_the_grace_period_also_covers_a_drain_in_extra_settings(render: Render) -> None:
     settings = {"drain_delay_s": 7.5, "drain_timeout_s": 900.25}
     rendered = render(
         {
@@ -120,7 +120,7 @@ def test_the_drain_that_extra_settings_ask_for_has_its_time_too(render: Render) 
     assert spec_of(rendered, "gateway")["template"]["spec"]["terminationGracePeriodSeconds"] == 908 + 20
 
 
-def test_no_label_of_the_user_takes_a_pod_from_its_selector(render: Render, anonymous: Any) -> None:
+def test_no_user_label_removes_a_pod_from_its_selector(render: Render, anonymous: Any) -> None:
     labels = {"app.kubernetes.io/part-of": "ours", "team": "a"}
     values = {**anonymous, "commonLabels": labels, "operator": {"podLabels": {"team": "b"}}}
     values["gateway"] = {**anonymous["gateway"], "service": {"labels": {"app.kubernetes.io/instance": "other"}}}
@@ -139,7 +139,7 @@ def test_no_label_of_the_user_takes_a_pod_from_its_selector(render: Render, anon
     )
 
 
-def test_a_new_pod_is_ready_before_an_old_one_goes(rendered: Any) -> None:
+def test_a_new_pod_is_ready_before_an_old_one_is_removed(rendered: Any) -> None:
     for component in ("operator", "gateway"):
         strategy = spec_of(rendered, component)["strategy"]
         assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
@@ -158,7 +158,7 @@ def test_pods_spread_over_nodes_unless_set_otherwise(variant: Variant) -> None:
     assert spread["topologyKey"] == "topology.kubernetes.io/zone"
 
 
-def test_extras_reach_both_components(variant: Variant) -> None:
+def test_extra_values_apply_to_both_components(variant: Variant) -> None:
     everything = variant("everything")
     for component in ("operator", "gateway"):
         pod = spec_of(everything, component)["template"]
@@ -172,12 +172,12 @@ def test_extras_reach_both_components(variant: Variant) -> None:
             assert pod["spec"][field]
 
 
-def test_extra_objects_are_templates_too(variant: Variant) -> None:
+def test_extra_objects_may_be_templates(variant: Variant) -> None:
     names = {each["metadata"]["name"] for each in variant("everything").all("ConfigMap")}
     assert {"pagemill-extra", "pagemill-llm-text"} <= names
 
 
-def test_keys_are_mounted_from_the_users_secret_or_the_charts_own(variant: Variant) -> None:
+def test_keys_are_mounted_from_the_users_secret_or_that_of_the_chart(variant: Variant) -> None:
     def keys(rendered: Any) -> Any:
         volumes = spec_of(rendered, "gateway")["template"]["spec"]["volumes"]
         return next((each["secret"] for each in volumes if each["name"] == "api-keys"), None)
@@ -199,10 +199,10 @@ def test_routes_lead_to_the_gateway(variant: Variant) -> None:
     assert {rule["http"]["paths"][0]["backend"]["service"]["name"] for rule in rules} == {service}
     (rule,) = everything.one("HTTPRoute")["spec"]["rules"]
     assert rule["backendRefs"] == [{"name": service, "port": 8000}]
-    assert rule["timeouts"] == {"request": "0s"}, "streams take as long as they take"
+    assert rule["timeouts"] == {"request": "0s"}, "streams must have no time limit"
 
 
-def test_monitors_look_at_ports_that_exist(variant: Variant) -> None:
+def test_monitors_use_ports_that_exist(variant: Variant) -> None:
     monitors = variant("everything").all("PodMonitor")
     assert {each["spec"]["podMetricsEndpoints"][0]["port"] for each in monitors} == {"metrics", "control"}
     through_services = variant("service-monitor")
@@ -212,14 +212,14 @@ def test_monitors_look_at_ports_that_exist(variant: Variant) -> None:
         assert len([each for each in services if wanted <= each["metadata"]["labels"].items()]) == 1
 
 
-def test_the_rules_are_those_of_the_plain_file_and_the_values(variant: Variant) -> None:
+def test_the_rules_are_those_of_the_rules_file_with_the_values(variant: Variant) -> None:
     plain = yaml.safe_load((ROOT / "charts" / "pagemill" / "files" / "rules.yaml").read_text())
     groups = variant("everything").one("PrometheusRule")["spec"]["groups"]
     assert [group["name"] for group in groups] == [*(group["name"] for group in plain["groups"]), "own"]
     assert groups[0] == plain["groups"][0]
 
 
-def test_runbooks_have_the_url_that_the_values_name(variant: Variant) -> None:
+def test_runbook_links_use_the_configured_url(variant: Variant) -> None:
     groups = variant("everything").one("PrometheusRule")["spec"]["groups"]
     urls = {rule["annotations"]["runbook_url"] for rule in groups[-2]["rules"]}
     assert "https://runbooks.example.com/pagemill/PagemillNoHeadroom.md" in urls
@@ -235,9 +235,7 @@ def test_each_dashboard_is_a_config_map_for_grafanas_sidecar(variant: Variant) -
         assert json.loads(made["data"][f"{name}.json"]) == json.loads((folder / f"pagemill-{name}.json").read_text())
 
 
-def test_a_dashboard_of_the_values_replaces_the_charts_of_the_same_name(
-    render: Render, anonymous: dict[str, Any]
-) -> None:
+def test_a_dashboard_in_the_values_replaces_that_of_the_same_name(render: Render, anonymous: dict[str, Any]) -> None:
     monitoring = {"dashboards": {"enabled": True, "extra": {"fleet": '{"title": "Mine"}'}}}
     rendered = render({**anonymous, "monitoring": monitoring})
     (fleet,) = [each for each in rendered.all("ConfigMap") if each["metadata"]["name"].endswith("dashboard-fleet")]
@@ -245,12 +243,12 @@ def test_a_dashboard_of_the_values_replaces_the_charts_of_the_same_name(
 
 
 def test_metrics_keep_their_own_namespace_label(variant: Variant) -> None:
-    """The operator's are about deployments of other namespaces."""
+    """The operator's metrics are about deployments of other namespaces."""
     monitors = variant("everything").all("PodMonitor")
     assert all(each["spec"]["podMetricsEndpoints"][0]["honorLabels"] for each in monitors)
 
 
-def test_rules_and_dashboards_are_made_where_there_are_any(variant: Variant) -> None:
+def test_rules_and_dashboards_are_rendered_only_if_there_are_any(variant: Variant) -> None:
     everything = variant("everything")
     assert everything.one("PrometheusRule")["spec"]["groups"][-1]["name"] == "own"
     dashboard = everything.one("ConfigMap", "pagemill-llm-dashboard-own")

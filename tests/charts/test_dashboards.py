@@ -1,4 +1,4 @@
-"""The dashboards keep the rules of Grafana's dashboard linter, and every recorded series they name is recorded."""
+"""The dashboards pass the rules of Grafana's dashboard linter and use only recorded series that exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dashboard(request: pytest.FixtureRequest) -> Dashboard:
     return made
 
 
-def test_there_are_five_of_different_names() -> None:
+def test_there_are_five_dashboards_with_different_names() -> None:
     assert {each["title"].removeprefix("Pagemill / ") for each in DASHBOARDS} == {
         "Fleet capacity",
         "Model",
@@ -47,7 +47,7 @@ def test_there_are_five_of_different_names() -> None:
     assert [each["uid"] for each in DASHBOARDS] == [path.stem for path in FILES]
 
 
-def test_the_data_source_is_a_variable_that_everything_uses(dashboard: Dashboard) -> None:
+def test_the_data_source_is_a_variable_used_everywhere(dashboard: Dashboard) -> None:
     (source,) = [each for each in dashboard["templating"]["list"] if each["type"] == "datasource"]
     assert (source["name"], source["query"]) == ("datasource", "prometheus")
     queries = [each for each in dashboard["templating"]["list"] if each["type"] == "query"]
@@ -63,7 +63,7 @@ def test_job_instance_and_model_are_variables_of_several_values(dashboard: Dashb
     for each in queries.values():
         assert (each["multi"], each["includeAll"], each["allValue"]) == (True, True, ".+")
         assert each["label"]
-        assert each["refresh"] == 2, "refreshed with the time range"
+        assert each["refresh"] == 2, "the variables must be refreshed with the time range"
         assert re.fullmatch(r"label_values\(.+, (job|instance|model|model_name)\)", each["query"])
 
 
@@ -78,7 +78,7 @@ def test_panels_have_a_title_a_description_a_unit_and_expressions(dashboard: Das
     assert len(titles) == len(set(titles))
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap(dashboard: Dashboard) -> None:
+def test_panels_have_unique_ids_and_do_not_overlap(dashboard: Dashboard) -> None:
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
     cells = [
@@ -91,7 +91,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap(dashboard: Dashboard) -
     assert {x for x, _ in cells} <= set(range(24))
 
 
-def test_rates_use_the_interval_that_fits_the_scrapes(dashboard: Dashboard) -> None:
+def test_rates_use_the_rate_interval(dashboard: Dashboard) -> None:
     for target in targets(dashboard):
         assert re.findall(r"\[([^\]]*)\]", target["expr"]) == ["$__rate_interval"] * target["expr"].count("rate(")
 
@@ -109,7 +109,7 @@ def test_series_are_selected_by_the_variables(dashboard: Dashboard) -> None:
                 assert matchers.startswith(SELECTED)
 
 
-def test_dashboards_lead_to_each_other_and_cannot_be_edited(dashboard: Dashboard) -> None:
+def test_dashboards_link_to_each_other_and_cannot_be_edited(dashboard: Dashboard) -> None:
     (link,) = dashboard["links"]
     assert (link["type"], link["tags"], link["keepTime"], link["includeVars"]) == (
         "dashboards",

@@ -1,4 +1,4 @@
-"""What the pages tell people to type names the images that the same pages tell them to build and push."""
+"""The images in the installation commands of the documentation are those that its commands build and push."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ("engine", "engine-cpu", "gateway", "operator")
 PAGES = ("README.md", "docs/how-to/install-with-helm.md")
 NAMED = {"REGISTRY": "registry.example.com/team", "TAG": "0123456"}
-"""A tag of digits alone: it must stay a text."""
+"""A tag of digits alone must stay a text."""
 OPTION = re.compile(r"--(set|set-string)[= ](\S+)")
 
 
 def typed(page: str, program: str) -> str:
-    """The words that `program` would get from the page's blocks, one command a line, expanded by bash."""
+    """Return the words that `program` gets from the page's blocks, one command per line, expanded by bash."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     wanted = [
         block for block in blocks if re.search(rf"^\s*{program} ", block, re.MULTILINE) and "uninstall" not in block
@@ -48,7 +48,7 @@ def values_of(command: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_image_of_the_installation_is_one_that_was_pushed(page: str, render: Callable[..., Any]) -> None:
+def test_every_image_of_the_installation_is_pushed_before(page: str, render: Callable[..., Any]) -> None:
     pushed = set(re.findall(r"^docker push (\S+)$", typed(page, "docker"), re.MULTILINE))
     built = set(
         re.findall(

@@ -1,4 +1,4 @@
-"""Every recording rule and alert, evaluated by the real `promtool`: when it speaks and when it does not."""
+"""The real `promtool` evaluates every recording rule and alert with and without a result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def alert_check(case: AlertCase) -> Check:
 
 
 def promtool_tests(checks: Iterable[tuple[Series, Check]]) -> list[Check]:
-    """One test of promtool for all checks of the same series: each test has a database of its own."""
+    """Return one promtool test for all checks of the same series, since each test has a database of its own."""
     tests: dict[tuple[tuple[str, str], ...], Check] = {}
     for series, check in checks:
         inputs = [{"series": each, "values": values} for each, values in series.items()]
@@ -72,12 +72,12 @@ def test_each_alert_fires_in_its_case_and_not_in_the_others(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("case", [ALERT_CASES[0], next(case for case in ALERT_CASES if not case.fires)], ids=str)
-def test_an_alert_that_behaves_otherwise_is_found(tmp_path: Path, case: AlertCase) -> None:
+def test_an_alert_with_a_different_result_is_detected(tmp_path: Path, case: AlertCase) -> None:
     wrong = case._replace(fires=not case.fires)
     assert run_promtool(tmp_path, [(case.series, alert_check(wrong))]).returncode != 0
 
 
-def test_no_rule_is_without_a_case_that_has_a_value_and_one_that_has_none_or_another() -> None:
+def test_every_rule_has_a_case_with_a_value_and_one_without_or_with_another() -> None:
     records = {(each.record, tuple(each.labels.values())) for rules in recording_groups().values() for each in rules}
     names = {record for record, _ in records}
     with_value = {(case.record, tuple(case.labels.split('"')[1:2])) for case in RULE_CASES if case.value}
@@ -85,13 +85,13 @@ def test_no_rule_is_without_a_case_that_has_a_value_and_one_that_has_none_or_ano
     assert (records - with_value, names - without) == (set(), set())
 
 
-def test_no_alert_is_without_a_case_that_fires_and_one_that_does_not() -> None:
+def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     names = {each.name for each in ALERTS}
     assert {case.alert for case in ALERT_CASES if case.fires} == names
     assert {case.alert for case in ALERT_CASES if not case.fires} == names
 
 
-def test_each_alert_has_a_runbook_of_the_same_sections_and_no_runbook_is_without_an_alert() -> None:
+def test_every_alert_has_a_runbook_with_the_same_sections_and_vice_versa() -> None:
     for alert in ALERTS:
         text = (ROOT / alert.runbook).read_text("utf-8")
         assert [line for line in text.splitlines() if line.startswith("#")] == [f"# {alert.name}", *RUNBOOK_SECTIONS]

@@ -1,4 +1,4 @@
-"""Files to serve, and the installed `pagemill` command as a process."""
+"""Fixtures: files to serve, and the installed `pagemill` command as a process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a file below the test's folder: text, bytes, or documents to dump as YAML."""
+    """Return a function that writes a file below the test's folder: text, bytes, or documents as YAML."""
 
     def write(name: str, *content: Any) -> Path:
         path = tmp_path / name
@@ -40,7 +40,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def simulated() -> Callable[..., dict[str, Any]]:
-    """A deployment whose engines are real server processes with a simulated device."""
+    """Return a function that makes a deployment whose engines are real server processes with a simulated device."""
 
     def make(name: str = "sim", **spec: Any) -> dict[str, Any]:
         source = f"file://{light_model()}"
@@ -62,14 +62,14 @@ def simulated() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
-    """The environment with a runtime folder of its own, whose path is short enough for sockets."""
+    """Return the environment with a new runtime folder whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="pm-test-") as folder:
         yield {**os.environ, "XDG_RUNTIME_DIR": folder, "COLUMNS": "200"}
 
 
 @pytest.fixture
 def pagemill(environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the command to its end."""
+    """Return a function that runs the command to its end."""
 
     def run(*arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pagemill", *map(str, arguments)]
@@ -81,13 +81,13 @@ def pagemill(environment: dict[str, str]) -> Callable[..., subprocess.CompletedP
 
 
 class Answers:
-    """An HTTP server that answers to each path what it is given; to others, 404."""
+    """An HTTP server with a configured answer for each path, and 404 for others."""
 
     def __init__(self) -> None:
         self.by_path: dict[str, Any] = {}
-        """Without the query: text, or an object that is sent as JSON."""
+        """Answers by path without the query: text, or an object that is sent as JSON."""
         self.statuses: dict[str, int] = {}
-        """Of paths that are not answered with 200."""
+        """Status codes of paths that are not answered with 200."""
         self.asked: list[str] = []
         answers = self
 
@@ -106,7 +106,7 @@ class Answers:
                 self.do_GET()
 
             def log_message(self, *_: object) -> None:
-                """Quiet."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever)
@@ -128,7 +128,7 @@ def answers() -> Iterator[Answers]:
 
 @pytest.fixture
 def kubeconfig(answers: Answers, tmp_path: Path) -> Path:
-    """Of a cluster whose API server is `answers`."""
+    """Write a kubeconfig for a cluster whose API server is `answers`."""
     path = tmp_path / "kubeconfig"
     content = {
         "apiVersion": "v1",

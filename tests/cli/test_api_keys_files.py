@@ -30,7 +30,7 @@ COMMANDS = {"serve": ["serve"], "gateway": GATEWAY, "up": ["up", "-f", str(EXAMP
 
 
 class Started:
-    """Servers that the commands would have started, as far as their keys."""
+    """Records the keys with which the commands would start servers."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -82,7 +82,7 @@ def caller_of(ring: KeyRing, key: str) -> Caller | None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_line_is_the_hash_of_a_key_and_comments_are_no_keys(command: str, started: Started, tmp_path: Path) -> None:
+def test_a_line_is_the_hash_of_a_key_and_comments_are_ignored(command: str, started: Started, tmp_path: Path) -> None:
     line = f"{hash_key(KEY)} tenant=team-a"
     (path := tmp_path / "keys").write_text(f"# team keys\n\n{line}\n")
     result = CliRunner().invoke(app, [*COMMANDS[command], "--api-keys-file", str(path)])
@@ -96,7 +96,7 @@ def test_a_line_is_the_hash_of_a_key_and_comments_are_no_keys(command: str, star
 
 
 @pytest.mark.parametrize("command", ["gateway", "up"])
-def test_limits_of_the_file_hold_where_a_gateway_serves(command: str, started: Started, tmp_path: Path) -> None:
+def test_limits_of_the_file_apply_if_a_gateway_serves(command: str, started: Started, tmp_path: Path) -> None:
     (path := tmp_path / "keys").write_text(f"{hash_key(KEY)} requests_per_minute=60 tokens_per_minute=1000\n")
     result = CliRunner().invoke(app, [*COMMANDS[command], "--api-keys-file", str(path)])
     assert result.exit_code == 0, result.output
@@ -105,7 +105,7 @@ def test_limits_of_the_file_hold_where_a_gateway_serves(command: str, started: S
     assert caller.limits == Limits(requests_per_minute=60, tokens_per_minute=1000)
 
 
-def test_limits_that_nothing_would_keep_are_refused(started: Started, tmp_path: Path) -> None:
+def test_limits_without_a_gateway_are_refused(started: Started, tmp_path: Path) -> None:
     for field in ("tokens_per_minute=1000", "models=llama", "priority=high"):
         (path := tmp_path / "keys").write_text(f"{hash_key(KEY)} tenant=team-a {field}\n")
         result = CliRunner().invoke(app, ["serve", "--api-keys-file", str(path)])
@@ -116,7 +116,7 @@ def test_limits_that_nothing_would_keep_are_refused(started: Started, tmp_path: 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_plain_key_is_refused_by_its_line_and_never_shown(command: str, started: Started, tmp_path: Path) -> None:
+def test_a_plain_key_is_refused_by_line_number_and_never_shown(command: str, started: Started, tmp_path: Path) -> None:
     (path := tmp_path / "keys").write_text(f"# team keys\n{hash_key(KEY)}\n{KEY}\n")
     result = CliRunner().invoke(app, [*COMMANDS[command], "--api-keys-file", str(path)])
     assert result.exit_code in (1, 2)

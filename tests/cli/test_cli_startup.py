@@ -1,4 +1,4 @@
-"""The command starts fast and imports nothing it does not need."""
+"""The command starts fast and imports only what it needs."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def test_up_imports_neither_torch_nor_the_engine() -> None:
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_every_command_explains_itself(name: str) -> None:
+def test_every_command_has_a_help_text(name: str) -> None:
     result = CliRunner().invoke(app, [name, "--help"])
     assert result.exit_code == 0, result.output
     assert "Usage" in result.output
 
 
-def test_version_is_the_distributions() -> None:
+def test_the_version_is_that_of_the_distribution() -> None:
     assert CliRunner().invoke(app, ["--version"]).output.startswith("pagemill 0.")
 
 
-def test_explain_prints_a_field_and_refuses_an_unknown_one() -> None:
+def test_explain_describes_a_field_and_refuses_an_unknown_one() -> None:
     found = CliRunner().invoke(app, ["explain", "llmdeployment.spec.engine.maxModelLen"])
     assert found.exit_code == 0
     assert "prompt and output together" in found.output
@@ -66,8 +66,8 @@ def test_explain_prints_a_field_and_refuses_an_unknown_one() -> None:
 
 
 @pytest.mark.parametrize("command", [["serve"], ["up", "-f", str(EXAMPLE)]])
-def test_no_folder_for_temporary_files_is_named_with_the_remedy(command: list[str]) -> None:
-    """As Python finds it where /tmp is full."""
+def test_a_missing_temporary_folder_is_reported_with_the_remedy(command: list[str]) -> None:
+    """Python finds none, for example, if /tmp is full."""
     code = (
         "import errno, sys, tempfile\n"
         "def none():\n"

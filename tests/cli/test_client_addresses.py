@@ -1,4 +1,4 @@
-"""`pagemill bench` and the client that it shares with `chat`: addresses that are refused before anything is sent."""
+"""`pagemill bench` and the client that it shares with `chat` refuse invalid addresses before they send a request."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from pagemill.main import app
         ("ftp://127.0.0.1", "http://127.0.0.1"),
     ],
 )
-def test_an_address_without_its_scheme_is_named_with_the_remedy(command: list[str], url: str, remedy: str) -> None:
+def test_an_address_without_a_scheme_is_refused_with_the_remedy(command: list[str], url: str, remedy: str) -> None:
     done = CliRunner().invoke(app, [*command, "--url", url])
     assert done.exit_code == 1
     assert f"`{url}` does not begin with http:// or https://. Write {remedy}" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["-o", "--format"])
-def test_json_is_all_that_is_printed_where_it_is_asked_for(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_json_nothing_else_is_printed(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run(url: str, api_key: str | None, load: Load) -> Outcome:
         return Outcome([Sample(0.1, 0.2, [0.1], 3, 2)], [], 1, 0.2)
 

@@ -1,4 +1,4 @@
-"""Reasoning in a streamed answer: shown while it comes, counted as output, and no part of the conversation."""
+"""Reasoning in a streamed answer is shown, counted as output, and not part of the conversation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pagemill.client import _piece
 from pagemill.commands.chat import Answer
 
 
-def test_reasoning_is_the_first_token_and_not_the_answer() -> None:
+def test_reasoning_counts_as_the_first_token_and_not_as_the_answer() -> None:
     answer = Answer()
     pieces = [
         _piece({"choices": [{"delta": delta}]})

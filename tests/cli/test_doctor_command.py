@@ -1,4 +1,4 @@
-"""`pagemill doctor`: what it finds on this machine and in a cluster, with the remedy of each and its exit codes."""
+"""`pagemill doctor`: findings on this machine and in a cluster, with remedies and exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def doctor(*arguments: Any) -> Result:
 
 
 def findings(*arguments: Any) -> tuple[int, Findings]:
-    """The exit code, and the last finding on each subject."""
+    """Return the exit code, and the last finding on each subject."""
     result = doctor(*arguments, "-o", "json")
     found = json.loads(result.stdout)["findings"]
     assert all(each["remedy"] for each in found if each["level"] != "ok")
@@ -41,7 +41,7 @@ def findings(*arguments: Any) -> tuple[int, Findings]:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with no programs and nothing that runs; the folder of its PATH and of what runs."""
+    """Create a machine without programs and processes; return the folder of its PATH and state."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -54,7 +54,7 @@ def install(folder: Path, name: str, script: str = "") -> None:
     path.chmod(0o755)
 
 
-def test_what_is_missing_and_optional_is_a_note_with_its_remedy(machine: Path) -> None:
+def test_a_missing_optional_program_is_a_note_with_its_remedy(machine: Path) -> None:
     result = doctor()
     assert result.exit_code == 0, result.output
     assert f"pagemill {version('pagemill')}" in result.stdout
@@ -63,7 +63,7 @@ def test_what_is_missing_and_optional_is_a_note_with_its_remedy(machine: Path) -
     assert result.stdout.splitlines()[-1] == "0 errors"
 
 
-def test_programs_that_are_installed_are_named(machine: Path) -> None:
+def test_installed_programs_are_named(machine: Path) -> None:
     install(machine, "prometheus")
     install(machine, "grafana-server")
     _, found = findings()
@@ -106,14 +106,14 @@ def gateway_metrics(*, redis: float | None = None, keys: float = 1) -> str:
 
 
 def running(folder: Path, *targets: tuple[str, str]) -> StateDir:
-    """A `pagemill up` with these processes: address and pod, no pod for the gateway."""
+    """Create the state of a `pagemill up` with these processes: address and pod; the gateway has no pod."""
     state = StateDir(folder)
     labels = [{"pod": pod, "variant": "default/sim"} if pod else {"job": "pagemill-gateway"} for _, pod in targets]
     state.write_targets([{"targets": [each[0]], "labels": label} for each, label in zip(targets, labels, strict=True)])
     return state
 
 
-def test_engines_of_a_running_up_are_looked_at(machine: Path, answers: Any) -> None:
+def test_engines_of_a_running_up_are_checked(machine: Path, answers: Any) -> None:
     answers.by_path["/metrics"] = engine_metrics()
     state = running(machine, (answers.address, "sim-0"), ("127.0.0.1:9", "sim-1"))
     code, found = findings()
@@ -133,7 +133,7 @@ def test_an_engine_of_another_version_is_an_error(machine: Path, answers: Any) -
 
 
 @pytest.mark.parametrize(("redis", "level"), [(None, "ok"), (1.0, "ok"), (0.0, "error")])
-def test_the_gateways_redis_is_looked_at(machine: Path, answers: Any, redis: float | None, level: str) -> None:
+def test_the_gateways_redis_is_checked(machine: Path, answers: Any, redis: float | None, level: str) -> None:
     answers.by_path["/metrics"] = gateway_metrics(redis=redis)
     state = running(machine, (answers.address, ""))
     code, found = findings()
@@ -141,7 +141,7 @@ def test_the_gateways_redis_is_looked_at(machine: Path, answers: Any, redis: flo
     assert (code, found["Redis"]["level"], found["gateway"]["level"]) == (int(level == "error"), level, "ok")
 
 
-def test_a_file_of_keys_that_cannot_be_used_is_an_error(machine: Path, answers: Any) -> None:
+def test_an_unusable_file_of_keys_is_an_error(machine: Path, answers: Any) -> None:
     answers.by_path["/metrics"] = gateway_metrics(keys=0)
     state = running(machine, (answers.address, ""))
     code, found = findings()
@@ -158,7 +158,7 @@ def workload(name: str, ready: int = 2) -> dict[str, Any]:
 
 @pytest.fixture
 def cluster(answers: Any) -> Any:
-    """One that has everything."""
+    """Return a cluster that has everything."""
     gpu_labels = {"nvidia.com/cuda.driver-version.full": "570.86.15"}
     sidecar = {"containers": [{"name": "grafana"}, {"name": "grafana-sc-dashboard"}]}
     allowed = {"status": {"allowed": True}}
@@ -181,7 +181,7 @@ def cluster(answers: Any) -> Any:
     return answers
 
 
-def test_a_cluster_that_has_everything_has_no_remedies(cluster: Any, kubeconfig: Path) -> None:
+def test_a_complete_cluster_has_no_remedies(cluster: Any, kubeconfig: Path) -> None:
     result = doctor("--kubeconfig", kubeconfig)
     assert result.exit_code == 0, result.output
     assert "->" not in result.stdout, result.stdout
@@ -198,7 +198,9 @@ def test_a_cluster_that_has_everything_has_no_remedies(cluster: Any, kubeconfig:
         ("/api/v1/nodes", "GPUs", "note"),
     ],
 )
-def test_what_a_cluster_lacks_is_found(cluster: Any, kubeconfig: Path, missing: str, subject: str, level: str) -> None:
+def test_missing_parts_of_a_cluster_are_reported(
+    cluster: Any, kubeconfig: Path, missing: str, subject: str, level: str
+) -> None:
     del cluster.by_path[missing]
     code, found = findings("--kubeconfig", kubeconfig)
     assert (code, found[subject]["level"]) == (int(level == "error"), level)
@@ -224,13 +226,13 @@ def test_empty_lists_are_explained(
     assert words in found[subject]["message"]
 
 
-def test_grafana_without_a_sidecar_is_found(cluster: Any, kubeconfig: Path) -> None:
+def test_grafana_without_a_sidecar_is_reported(cluster: Any, kubeconfig: Path) -> None:
     cluster.by_path["/api/v1/pods"] = {"items": [{"spec": {"containers": [{"name": "grafana"}]}}]}
     _, found = findings("--kubeconfig", kubeconfig)
     assert "sidecar.dashboards.enabled" in found["Grafana"]["remedy"]
 
 
-def test_a_crd_of_another_version_is_found(cluster: Any, kubeconfig: Path) -> None:
+def test_a_crd_of_another_version_is_reported(cluster: Any, kubeconfig: Path) -> None:
     older = custom_resource_definition()
     for each in older["spec"]["versions"]:
         del each["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["cost"]
@@ -240,7 +242,7 @@ def test_a_crd_of_another_version_is_found(cluster: Any, kubeconfig: Path) -> No
     assert "it lacks spec.cost, spec.cost.gpuHour" in found["CRD"]["message"]
 
 
-def test_a_crd_without_the_version_that_manifests_name_is_found(cluster: Any, kubeconfig: Path) -> None:
+def test_a_crd_without_the_version_of_the_manifests_is_reported(cluster: Any, kubeconfig: Path) -> None:
     older = custom_resource_definition()
     older["spec"]["versions"] = [each for each in older["spec"]["versions"] if each["name"] == STORED_VERSION]
     cluster.by_path[OUR_CRD] = older
@@ -255,20 +257,20 @@ def test_replicas_that_are_not_ready_are_an_error(cluster: Any, kubeconfig: Path
     assert (code, found["gateway"]["message"]) == (1, "pm/pagemill-gateway has 1 of 2 replicas ready")
 
 
-def test_rights_that_are_missing_are_named(cluster: Any, kubeconfig: Path) -> None:
+def test_missing_rights_are_named(cluster: Any, kubeconfig: Path) -> None:
     cluster.by_path[REVIEW] = {"status": {"allowed": False}}
     _, found = findings("--kubeconfig", kubeconfig)
     assert "system:serviceaccount:pm:op may not watch llmdeployments" in found["RBAC"]["message"]
 
 
-def test_what_the_user_may_not_read_is_a_note(cluster: Any, kubeconfig: Path) -> None:
+def test_objects_that_the_user_may_not_read_are_a_note(cluster: Any, kubeconfig: Path) -> None:
     cluster.statuses["/api/v1/nodes"] = 403
     code, found = findings("--kubeconfig", kubeconfig)
     assert (code, found["GPUs"]["level"]) == (0, "note")
     assert "could not be checked: 403" in found["GPUs"]["message"]
 
 
-def test_a_cluster_that_cannot_be_reached_has_an_exit_code_of_its_own(answers: Any, kubeconfig: Path) -> None:
+def test_an_unreachable_cluster_has_its_own_exit_code(answers: Any, kubeconfig: Path) -> None:
     kubeconfig.write_text(kubeconfig.read_text().replace(answers.address, "127.0.0.1:9"))
     result = doctor("--kubeconfig", kubeconfig)
     assert result.exit_code == 2

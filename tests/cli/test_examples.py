@@ -1,4 +1,4 @@
-"""Every example is valid; those for a laptop can be planned on one, the others say why not."""
+"""Every example is valid; those for a laptop can be planned on one, and the others name the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill_operator.plan.planner import name_conflicts
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 FOR_A_CLUSTER = dict.fromkeys(("bucket.yaml", "gpu.yaml", "hugging-face.yaml"), "spec.model.credentialsSecretRef")
-"""Examples that one machine cannot serve, and the field that says so."""
+"""Examples that one machine cannot serve, with the field that the error names."""
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -25,7 +25,7 @@ def test_an_example_is_a_valid_resource(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_runs_here_or_says_what_it_needs(path: Path) -> None:
+def test_an_example_runs_on_this_machine_or_names_its_requirement(path: Path) -> None:
     result = load_files([path])
     if path.name in FOR_A_CLUSTER:
         assert FOR_A_CLUSTER[path.name] in {finding.field for finding in result.findings}

@@ -1,7 +1,7 @@
-"""Folders for temporary files on a disk that is really full: a small tmpfs that is mounted for the command alone.
+"""Temporary folders on a disk that is really full: a small tmpfs that is mounted only for the command.
 
-The mount namespace is the command's own, so that nothing has to be unmounted afterwards. The words for
-it where Python itself finds no folder: `test_cli_startup`.
+The command has its own mount namespace, so nothing has to be unmounted afterwards. `test_cli_startup` covers the
+message for the case in which Python itself finds no folder.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ cd "$1"
 shift 2
 exec "$@"
 """
-"""In a mount namespace of its own: the disk's folder, `full` or `empty`, the command. What Python falls back to is
-read-only there."""
+"""A script for a mount namespace; its arguments are the disk's folder, `full` or `empty`, and the command.
+
+The folders to which Python falls back are read-only there.
+"""
 
 
 def unshared() -> list[str]:
-    """What gives a command mounts of its own; users who are not root need namespaces of users for it."""
+    """Return the command that gives another one its own mounts; users other than root also need a user namespace."""
     command = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
     try:
         subprocess.run([*command, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"NO FULL DISK WAS TRIED: this user may not mount one here ({error}); run the tests as root")
+        pytest.skip(f"NO FULL DISK WAS TESTED: this user may not mount one ({error}); run the tests as root")
     return command
 
 
@@ -71,11 +73,12 @@ def fill(path: Path) -> None:
         ("pagemill_gateway", [], {"port": 0, "control_port": 0}),
     ],
 )
-def test_a_command_whose_temporary_folders_are_full_says_so_with_the_remedy(
+def test_a_command_whose_temporary_folders_are_full_reports_it_with_the_remedy(
     tmp_path: Path, module: str, arguments: list[str], settings: dict[str, object] | None
 ) -> None:
     if settings is not None:
-        arguments = ["--settings", "/dev/fd/0"]  # by a pipe: the full disk hides what else the test could write
+        # Use a pipe, because the full disk hides other folders to which the test could write.
+        arguments = ["--settings", "/dev/fd/0"]
     process = on_small_disk(tmp_path, "full", sys.executable, "-m", module, *arguments)
     _, errors = process.communicate(json.dumps(settings), WAIT_LIMIT_S)
     assert process.returncode == 1
@@ -87,7 +90,7 @@ def test_a_command_whose_temporary_folders_are_full_says_so_with_the_remedy(
 
 
 @pytest.mark.model
-def test_a_server_whose_temporary_folder_fills_up_answers_and_stops_as_ever(tmp_path: Path) -> None:
+def test_a_server_whose_temporary_folder_becomes_full_still_answers_and_stops(tmp_path: Path) -> None:
     limits = ["--max-model-len", "256", "--kv-cache-memory", "64Mi"]
     command = [sys.executable, "-m", "pagemill", "serve", MODEL, *limits, "--port", "0"]
     process = on_small_disk(tmp_path, "empty", *command)

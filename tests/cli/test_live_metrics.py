@@ -1,6 +1,6 @@
-"""Rules and dashboards against a real Prometheus that scrapes a real `pagemill up` under load.
+"""Rules and dashboards work with a real Prometheus that scrapes a real `pagemill up` under load.
 
-The operator does not run on a machine: its registry is served as it would be in a cluster.
+The operator does not run outside a cluster, so its metrics registry is served by the test.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pagemill_operator.status.observation import Observation, ReplicaObservation
 RULES = Path(__file__).resolve().parents[2] / "charts" / "pagemill" / "files" / "rules.yaml"
 NAME = re.compile(r"\b((?:vllm:|pagemill_|controller_runtime_|workqueue_|rest_client_|leader_)[a-z0-9_]+)\b(?!:)")
 SUFFIX = re.compile(r"_(bucket|count|sum|total)$")
-"""What a series has beyond the name of its family, in OpenMetrics, which Prometheus asks for."""
+"""The suffixes of series in addition to the name of their family in OpenMetrics, which Prometheus requests."""
 SILENT = {
     "Fleet capacity: Minutes until saturation": "the use falls, or rises for too short a time",
     "Fleet capacity: Minutes until saturation over time": "the same",
@@ -45,12 +45,12 @@ SILENT = {
     "Gateway: Error of predicted first tokens": "the simulated engine's step time is not fitted yet",
     "Gateway: Retries, migrations and broken streams": "nothing fails",
 }
-"""Panels without data under this load, and why."""
+"""Panels without data under this load, with the reason."""
 
 
 @contextmanager
 def operator_metrics() -> Iterator[int]:
-    """The port of an operator's registry after some work."""
+    """Serve an operator's metrics after some work; yield the port."""
     metrics = OperatorMetrics()
     metrics.leads(True)
     metrics.watch(depth=lambda: 1, deployments=lambda: 1, watch_age_s=lambda kind: 2.0, kinds=["Pod"])
@@ -72,7 +72,7 @@ def operator_metrics() -> Iterator[int]:
             self.wfile.write(metrics.scrape().body)
 
         def log_message(self, *_: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -87,7 +87,7 @@ def operator_metrics() -> Iterator[int]:
 
 @contextmanager
 def pagemill_up(file: Path, environment: dict[str, str]) -> Iterator[tuple[str, list[int]]]:
-    """The base URL, and the ports that have metrics."""
+    """Start `pagemill up`; yield the base URL, and the ports that have metrics."""
     command = [sys.executable, "-m", "pagemill", "up", "-f", str(file), "--port", "0", "--keep"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, text=True
@@ -134,7 +134,7 @@ def ask(base_url: str, number: int) -> None:
 
 
 def fast_rules(folder: Path) -> Path:
-    """The same, evaluated every second."""
+    """Write the same rules with an evaluation every second."""
     document = yaml.safe_load(RULES.read_text())
     for group in document["groups"]:
         group["interval"] = "1s"
@@ -149,7 +149,7 @@ def rule_expressions() -> list[str]:
 
 
 def panel_expressions() -> list[tuple[str, str]]:
-    """(dashboard and panel, expression with the variables at their defaults)."""
+    """Return (dashboard and panel, expression with the variables at their defaults)."""
     values = {"$__rate_interval": "1m", "$job": ".+", "$instance": ".+", "$model": ".+"}
     found = []
     for page in all_pages():
@@ -162,12 +162,12 @@ def panel_expressions() -> list[tuple[str, str]]:
 
 
 def unknown_metrics(expressions: list[str], known: set[str]) -> set[str]:
-    """Metrics that `expressions` name and nothing exports. Names with a colon before them are recorded."""
+    """Return metrics in `expressions` that are not exported; names after a colon are recorded by rules."""
     named = {name for expression in expressions for name in NAME.findall(re.sub(r'"[^"]*"', "", expression))}
     return {name for name in named if name not in known and SUFFIX.sub("", name) not in known}
 
 
-def test_a_metric_that_nothing_exports_is_found() -> None:
+def test_a_metric_that_is_not_exported_is_detected() -> None:
     expressions = ["rate(pagemill_seconds_bucket[5m]) / pagemill_lost + model:pagemill_headroom:ratio"]
     assert unknown_metrics(expressions, {"pagemill_seconds"}) == {"pagemill_lost"}
     assert unknown_metrics(["vllm:lost > 0"], set()) == {"vllm:lost"}
@@ -181,7 +181,7 @@ def test_every_expression_runs_every_metric_exists_and_panels_have_data(
 ) -> None:
     file = write("sim.yaml", simulated())
     with operator_metrics() as operator_port, pagemill_up(file, environment) as (base_url, ports):
-        assert len(ports) >= 2, "an engine's and the gateway's"
+        assert len(ports) >= 2, "those of an engine and of the gateway"
         jobs = [{"job_name": "pagemill", "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}]
         jobs.append({"job_name": "operator", "static_configs": [{"targets": [f"127.0.0.1:{operator_port}"]}]})
         with prometheus(tmp_path, jobs, fast_rules(tmp_path)) as server:
@@ -217,7 +217,7 @@ def assert_rules_evaluate(server: Prometheus) -> None:
 
 
 def assert_metrics_exist(server: Prometheus) -> None:
-    """Known are families that a scrape has a type of: counters of events that did not happen have no series yet."""
+    """Check that all metrics exist: a scrape declares the family of a counter even if it has no series yet."""
     known = set(server.get("metadata"))
     expressions = [*rule_expressions(), *(expression for _, expression in panel_expressions())]
     assert unknown_metrics(expressions, known) == set()

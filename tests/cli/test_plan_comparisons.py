@@ -1,4 +1,4 @@
-"""Accelerators and models in one table, users in place of a rate, and what a device does not carry."""
+"""Accelerators and models in one table, users instead of a rate, and models that do not fit."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def plans(*arguments: Any, **load: Any) -> list[dict[str, Any]]:
     return found
 
 
-# Several at once
+# Several plans in one table
 
 
-def test_each_row_is_the_plan_of_its_accelerator_alone(seven: Path) -> None:
+def test_each_row_equals_the_plan_of_its_accelerator_alone(seven: Path) -> None:
     devices = ("l4", "h200")
     together = plans("--model", seven, *(word for name in devices for word in ("--accelerator", name)))
     assert [each["accelerator"] for each in together] == list(devices)
@@ -67,7 +67,7 @@ def test_each_row_is_the_plan_of_its_accelerator_alone(seven: Path) -> None:
             assert each[field] == alone[field]
 
 
-def test_every_accelerator_has_a_price_of_its_own_and_others_the_plain_one(seven: Path) -> None:
+def test_an_accelerators_own_price_takes_precedence_over_the_common_one(seven: Path) -> None:
     l4, a100 = plans(
         *("--model", seven, "--accelerator", "l4", "--accelerator", "a100-80gb"),
         *("--price-per-hour", "l4=0.8", "--price-per-hour", "3.5"),
@@ -87,10 +87,10 @@ def test_the_table_has_replicas_utilization_and_costs_of_each(seven: Path) -> No
     for column in ("REPLICAS", "GPUS EACH", "UTILIZATION", "COST/H", "PER 1M TOKENS", "TPOT P95"):
         assert column in head
     assert l4.startswith("l4 ")
-    assert a100.rstrip().endswith("-"), "a price that is not known is no price"
+    assert a100.rstrip().endswith("-"), "an unknown price must not be shown"
 
 
-def test_models_are_compared_on_the_same_device_and_what_does_not_fit_says_so(seven: Path, fourteen: Path) -> None:
+def test_models_are_compared_on_one_device_and_those_that_do_not_fit_are_reported(seven: Path, fourteen: Path) -> None:
     small, large = plans("--model", seven, "--model", fourteen, "--accelerator", "l4")
     assert small["replicas"] >= 1
     assert large["error"].startswith("l4 cannot serve this; the engine would refuse it: ModelTooLarge: ")
@@ -99,23 +99,23 @@ def test_models_are_compared_on_the_same_device_and_what_does_not_fit_says_so(se
     assert f"{fourteen} on l4: l4 cannot serve this" in table.stdout
 
 
-def test_where_none_carries_the_load_the_exit_code_is_1(fourteen: Path) -> None:
+def test_if_no_device_serves_the_load_the_exit_code_is_1(fourteen: Path) -> None:
     result = plan("--model", fourteen, "--accelerator", "l4", "--accelerator", "a100-40gb", "--tpot", "1ms")
     assert result.exit_code == 1
     assert "a100-40gb: No number of replicas serves this load within TPOT 1 ms" in result.stdout
 
 
-def test_utilization_is_the_load_over_what_the_chosen_replicas_carry() -> None:
+def test_utilization_is_the_load_divided_by_the_capacity_of_the_chosen_replicas() -> None:
     found = forecast(REPLICA, LENGTHS.at(20.0), SLO, 50, None)
     assert found.needed is not None
     assert found.utilization == pytest.approx(20.0 / (found.needed * found.capacity))
     assert 0 < found.utilization <= 1
 
 
-# What a device does not carry
+# Models that do not fit
 
 
-def test_what_does_not_fit_names_devices_that_hold_it_and_the_bits_that_would(fourteen: Path) -> None:
+def test_for_a_model_that_does_not_fit_other_devices_and_quantizations_are_named(fourteen: Path) -> None:
     result = plan("--model", fourteen, "--accelerator", "l4")
     assert result.exit_code == 2
     known = result.stderr.partition(" Of the known devices, it fits on ")[2]
@@ -134,7 +134,7 @@ def test_what_does_not_fit_names_devices_that_hold_it_and_the_bits_that_would(fo
         ({"kvCacheDtype": "fp8"}, "spec.engine.kvCacheDtype fp8 needs hardware for 8-bit floats"),
     ],
 )
-def test_fp8_without_hardware_names_device_field_and_remedy(
+def test_fp8_without_hardware_support_names_device_field_and_remedy(
     write: Any, simulated: Any, seven: Path, engine: dict[str, str], words: str
 ) -> None:
     resources = {"gpus": 1, "gpuProduct": "NVIDIA-A100-SXM4-80GB"}
@@ -148,7 +148,7 @@ def test_fp8_without_hardware_names_device_field_and_remedy(
     assert plan("-f", file, "--model", seven, "--accelerator", "h100-80gb").exit_code == 0
 
 
-def test_fp8_products_take_half_the_time_where_arithmetic_bounds_them(write: Any, simulated: Any, seven: Path) -> None:
+def test_fp8_matmuls_take_half_the_time_if_arithmetic_is_the_limit(write: Any, simulated: Any, seven: Path) -> None:
     def prompt_ms(quantization: str) -> float:
         engine = {"extraArgs": [], "maxModelLen": 4096, "quantization": quantization}
         file = write("gpu.yaml", simulated(engine=engine, resources={"gpus": 1}))
@@ -158,14 +158,14 @@ def test_fp8_products_take_half_the_time_where_arithmetic_bounds_them(write: Any
     assert prompt_ms("fp8") == pytest.approx(prompt_ms("int8") / 2, rel=0.1)
 
 
-def test_another_makers_device_is_reckoned_with_and_said_to_run_no_pod(seven: Path) -> None:
+def test_another_makers_device_is_planned_with_a_note_that_no_pod_runs_there(seven: Path) -> None:
     result = plan("--model", seven, "--accelerator", "mi300x")
     assert result.exit_code == 0, result.output
     assert "for comparison of data sheets only" in result.stdout
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS, ids=lambda each: each.name)
-def test_a_data_sheet_agrees_with_what_the_kernels_ask_of_a_device(accelerator: Any) -> None:
+def test_the_data_sheets_agree_with_the_requirements_of_the_kernels(accelerator: Any) -> None:
     capability = accelerator.capability
     assert capability is None or capability >= OLDEST_CAPABILITY
     assert capability is None or accelerator.has_fp8 == (capability >= FP8_CAPABILITY)
@@ -188,11 +188,11 @@ def test_a_device_has_less_memory_than_its_data_sheet_says(accelerator: Any) -> 
     assert 0.9 * int(stated[1]) < accelerator.memory_bytes / 1024**3 < int(stated[1])
 
 
-# Users
+# Numbers of users
 
 
 @pytest.mark.parametrize(("num_users", "think_s"), [(1, 30.0), (40, 5.0), (100, 30.0), (400, 2.0)])
-def test_littles_law_holds_for_users_who_think(num_users: int, think_s: float) -> None:
+def test_littles_law_holds_for_users_with_think_time(num_users: int, think_s: float) -> None:
     """N = X (Z + R), with the mean time of an answer at that very rate."""
     users = Users(num_users, think_s)
     workload = of_users(REPLICA, LENGTHS, users, SLO, 50)
@@ -204,7 +204,7 @@ def test_littles_law_holds_for_users_who_think(num_users: int, think_s: float) -
     assert workload.answering == pytest.approx(workload.requests_per_s * answer_s, rel=0.02)
 
 
-def test_the_fewest_replicas_of_users_are_the_fewest() -> None:
+def test_the_number_of_replicas_for_users_is_minimal() -> None:
     users = Users(400, 5.0)
     cycles = Cycles(REPLICA, LENGTHS.offered, users)
     found = cycles.fewest(SLO, 50)
@@ -216,12 +216,12 @@ def test_the_fewest_replicas_of_users_are_the_fewest() -> None:
         assert less is None or not forecast(REPLICA, LENGTHS.at(less.requests_per_s), SLO, fewer, None).needed
 
 
-def test_a_saturated_replica_is_no_answer_even_without_an_slo() -> None:
+def test_a_saturated_replica_is_never_chosen() -> None:
     workload = of_users(REPLICA, LENGTHS, Users(5000, 1.0), Slo(), 1)
     assert forecast(REPLICA, workload, Slo(), 1, None).needed is None
 
 
-def test_a_replica_serves_as_many_users_as_it_says() -> None:
+def test_a_replica_serves_the_number_of_users_that_the_plan_states() -> None:
     workload = of_users(REPLICA, LENGTHS, Users(100, 5.0), SLO, 50)
     supported = forecast(REPLICA, workload, SLO, 50, None).users_supported
     assert supported is not None
@@ -234,7 +234,7 @@ def test_a_replica_serves_as_many_users_as_it_says() -> None:
     assert needed(round(supported * 1.05)) == 2
 
 
-def test_who_thinks_longer_asks_less() -> None:
+def test_users_with_a_longer_think_time_send_fewer_requests() -> None:
     rates = [of_users(REPLICA, LENGTHS, Users(100, think), SLO, 50).requests_per_s for think in (0.0, 5.0, 60.0)]
     assert rates == sorted(rates, reverse=True)
 
@@ -252,7 +252,7 @@ def test_who_thinks_longer_asks_less() -> None:
         (["--price-per-hour", "1", "--price-per-hour", "2"], 2, "--price-per-hour 2: is a second price for the"),
     ],
 )
-def test_options_that_do_not_go_together_are_named(
+def test_options_that_exclude_each_other_are_named(
     seven: Path, arguments: list[str], rps: float | None, words: str
 ) -> None:
     result = plan("--model", seven, "--accelerator", "l4", *arguments, rps=rps)
@@ -260,13 +260,13 @@ def test_options_that_do_not_go_together_are_named(
     assert words in result.stderr
 
 
-def test_without_file_and_model_both_are_named() -> None:
+def test_without_file_and_model_both_options_are_named() -> None:
     result = plan("--accelerator", "l4")
     assert result.exit_code == 2
     assert "give --file with an LLMDeployment, or --model with a model's source" in result.stderr
 
 
-def test_step_times_of_one_device_are_not_those_of_two(seven: Path, tmp_path: Path) -> None:
+def test_step_times_of_one_device_cannot_be_used_for_two(seven: Path, tmp_path: Path) -> None:
     fit = tmp_path / "fit.json"
     fit.write_bytes(msgspec.json.encode(STEP_TIME))
     result = plan("--model", seven, "--accelerator", "l4", "--accelerator", "h200", "--fit", fit)
@@ -277,7 +277,7 @@ def test_step_times_of_one_device_are_not_those_of_two(seven: Path, tmp_path: Pa
 # The exercises of the page
 
 
-def test_what_fits_on_a_card_of_24_gb(tmp_path: Path) -> None:
+def test_models_that_fit_on_a_24_gb_card(tmp_path: Path) -> None:
     """7B in bfloat16 fits with a few long contexts, 14B does not, and 14B in 4 bits does."""
     folders = [write_outline(tmp_path / str(at), config) for at, config in enumerate(PUBLISHED.values())]
     models = [word for folder in folders for word in ("--model", folder)]
@@ -292,7 +292,7 @@ def test_what_fits_on_a_card_of_24_gb(tmp_path: Path) -> None:
         assert replica["longestRequestsAtOnce"] == held // replica["maxModelLen"]
 
 
-def test_7b_on_l4_is_cheaper_by_the_hour_and_slower_than_on_a100(seven: Path) -> None:
+def test_7b_on_l4_costs_less_per_hour_and_is_slower_than_on_a100(seven: Path) -> None:
     l4, a100 = plans(
         *("--model", seven, "--accelerator", "l4", "--accelerator", "a100-80gb"),
         *("--price-per-hour", "l4=0.8", "--price-per-hour", "a100-80gb=3.7"),
@@ -302,7 +302,7 @@ def test_7b_on_l4_is_cheaper_by_the_hour_and_slower_than_on_a100(seven: Path) ->
     assert l4["idle"]["tpot_ms"] > 4 * a100["idle"]["tpot_ms"]
 
 
-def test_100_users_who_think_30_s_ask_less_than_three_times_a_second(seven: Path) -> None:
+def test_100_users_with_30_s_of_think_time_send_fewer_than_three_requests_per_second(seven: Path) -> None:
     result = plan(
         *("--model", seven, "--accelerator", "l4", "--users", 100, "--think", "30s", "--tpot", "120ms", "-o", "json"),
         rps=None,
@@ -320,8 +320,8 @@ LINES = re.findall(r"^\.venv/bin/pagemill (plan .*hf://.*)$", PAGE, re.MULTILINE
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_what_the_page_says_of_published_models_is_what_their_headers_give(line: str, tmp_path: Path) -> None:
-    """A folder of the same shape stands for each source, since nothing is fetched in tests."""
+def test_the_pages_statements_on_published_models_follow_from_their_headers(line: str, tmp_path: Path) -> None:
+    """A folder of the same dimensions replaces each source, since tests download nothing."""
     folders = {f"hf://{name}": write_outline(tmp_path / name, config) for name, config in PUBLISHED.items()}
     result = CliRunner().invoke(app, [str(folders.get(word, word)) for word in shlex.split(line)])
     assert result.exit_code == 0, result.output
@@ -353,7 +353,7 @@ def simulate(seven: Path, *arguments: Any) -> dict[str, Any]:
     return body
 
 
-def test_a_simulation_of_several_devices_is_that_of_each_with_its_costs(seven: Path) -> None:
+def test_a_simulation_of_several_devices_equals_that_of_each(seven: Path) -> None:
     prices = ("--price-per-hour", "l4=0.8", "--price-per-hour", "2")
     both = simulate(seven, "--accelerator", "l40s", *prices)
     l4, l40s = both["devices"]
@@ -368,7 +368,7 @@ def test_a_simulation_of_several_devices_is_that_of_each_with_its_costs(seven: P
     assert {**l4["policies"][0], "wall_s": 0} == {**same, "wall_s": 0}
 
 
-def test_the_fields_of_a_simulations_json_are_on_the_page(seven: Path) -> None:
+def test_the_page_describes_all_fields_of_a_simulations_json(seven: Path) -> None:
     found = simulate(seven, "--accelerator", "l40s", "--price-per-hour", "1")
     for each in found["devices"]:
         del each["stepTime"]
@@ -381,7 +381,7 @@ def words_of_page() -> set[str]:
     return set(re.findall(r"[A-Za-z_]+", " ".join(re.findall(r"`([^`]+)`", page))))
 
 
-def test_every_field_of_a_plans_json_is_on_its_page(seven: Path) -> None:
+def test_the_page_describes_all_fields_of_a_plans_json(seven: Path) -> None:
     arguments = ("--model", seven, "--accelerator", "l4", "--users", 9, "--think", "9s", "--price-per-hour", 1)
     one = json.loads(plan(*arguments, "-o", "json", rps=None).stdout)
     several = json.loads(plan(*arguments, "--accelerator", "h200", "--roles", "-o", "json", rps=None).stdout)

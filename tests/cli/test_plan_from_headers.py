@@ -1,4 +1,4 @@
-"""A plan needs a model's header alone: a hub is asked for its small files and for ranges, never for weights."""
+"""A plan reads a model's headers alone: small files and ranges of a hub, never weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAMILY = next(iter(MODELS))
 
 
 class Asked(Handler):
-    """Notes which bytes of which file were sent."""
+    """A hub that records which bytes of which file were sent."""
 
     sent: dict[str, int]
 
@@ -39,11 +39,11 @@ class Asked(Handler):
         super()._copy(path, start, end)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing on the terminal."""
+        """Log nothing."""
 
 
 class WholeFiles(Asked):
-    """Knows no ranges: every file is sent from its beginning."""
+    """A hub without ranges: every file is sent from its start."""
 
     def _file(self, name: str, *, body: bool) -> None:
         del self.headers["Range"]
@@ -57,7 +57,7 @@ class WholeFiles(Asked):
 
 
 class Moved(Asked):
-    """Large files lie elsewhere, as those of hubs do."""
+    """A hub that redirects large files to another address."""
 
     def _answer(self, *, body: bool) -> None:
         name = self.path.rpartition("/")[2]
@@ -77,7 +77,7 @@ Serve = Callable[..., dict[str, int]]
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Start a hub that has the files of a folder, and make it the one that is asked."""
+    """Return a function that starts a hub with the files of a folder and sets it as the endpoint."""
     from huggingface_hub import constants
 
     servers: list[tuple[Hub, threading.Thread]] = []
@@ -129,9 +129,7 @@ def replica_of(result: Result) -> dict[str, Any]:
     return replica
 
 
-def test_a_hub_gives_small_files_and_the_header_and_the_plan_is_that_of_the_whole_model(
-    model: Path, serve: Serve
-) -> None:
+def test_the_plan_from_small_files_and_headers_equals_that_of_the_whole_model(model: Path, serve: Serve) -> None:
     whole = replica_of(plan(model, "-o", "json"))
     sent = serve(model)
     assert replica_of(plan(f"hf://{REPOSITORY}", "-o", "json")) == whole
@@ -140,7 +138,7 @@ def test_a_hub_gives_small_files_and_the_header_and_the_plan_is_that_of_the_whol
     assert sent["model.safetensors"] < sum(each.num_bytes for each in read_folder_headers(model).values())
 
 
-def test_of_shards_the_index_suffices(model: Path, serve: Serve) -> None:
+def test_for_shards_the_index_is_sufficient(model: Path, serve: Serve) -> None:
     whole = replica_of(plan(model, "-o", "json"))
     weights = model / "model.safetensors"
     shutil.copy(weights, model.parent)
@@ -153,15 +151,13 @@ def test_of_shards_the_index_suffices(model: Path, serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("handler", [WholeFiles, Moved])
-def test_a_hub_without_ranges_and_one_that_keeps_files_elsewhere_are_read_as_well(
-    handler: type[Asked], model: Path, serve: Serve
-) -> None:
+def test_hubs_without_ranges_and_with_redirects_are_supported(handler: type[Asked], model: Path, serve: Serve) -> None:
     whole = replica_of(plan(model, "-o", "json"))
     serve(model, handler)
     assert replica_of(plan(f"hf://{REPOSITORY}", "-o", "json")) == whole
 
 
-def test_a_gguf_file_is_known_from_its_header(smollm2_path: Path, tmp_path: Path, serve: Serve) -> None:
+def test_a_gguf_file_is_read_from_its_header(smollm2_path: Path, tmp_path: Path, serve: Serve) -> None:
     folder = tmp_path / "gguf"
     folder.mkdir()
     (folder / smollm2_path.name).symlink_to(smollm2_path)
@@ -175,7 +171,7 @@ def test_a_gguf_file_is_known_from_its_header(smollm2_path: Path, tmp_path: Path
     assert sent[smollm2_path.name] < smollm2_path.stat().st_size
 
 
-def test_a_fetched_gguf_header_takes_no_blocks_for_what_was_not_fetched(
+def test_a_downloaded_gguf_header_occupies_no_disk_blocks_for_the_rest(
     smollm2_path: Path, tmp_path: Path, serve: Serve
 ) -> None:
     for name in ("gguf", "header"):
@@ -187,7 +183,7 @@ def test_a_fetched_gguf_header_takes_no_blocks_for_what_was_not_fetched(
     assert found.st_blocks * 512 < found.st_size / 4
 
 
-def test_a_header_is_as_long_as_its_beginning_says_and_no_prefix_of_it_is_taken_for_it(smollm2_path: Path) -> None:
+def test_a_truncated_header_is_never_accepted(smollm2_path: Path) -> None:
     whole = smollm2_path.read_bytes()
     length = header_bytes(whole, smollm2_path)
     assert length is not None
@@ -204,7 +200,7 @@ def test_a_header_is_as_long_as_its_beginning_says_and_no_prefix_of_it_is_taken_
         ("oci://127.0.0.1:9/acme/tiny", "127.0.0.1:9 cannot be reached"),
     ],
 )
-def test_what_a_source_does_not_have_is_named(model: Path, serve: Serve, source: str, words: str) -> None:
+def test_a_missing_file_of_a_source_is_named(model: Path, serve: Serve, source: str, words: str) -> None:
     serve(model)
     result = plan(source)
     assert result.exit_code == 2
@@ -213,7 +209,7 @@ def test_what_a_source_does_not_have_is_named(model: Path, serve: Serve, source:
     assert "Traceback" not in result.stderr
 
 
-def test_a_source_that_cannot_be_read_in_parts_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_without_partial_reads_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(OCIRepository, "read_range")
     result = plan("oci://127.0.0.1:9/acme/tiny")
     assert result.exit_code == 2
@@ -228,13 +224,13 @@ def test_a_broken_file_of_weights_is_named_by_its_source(model: Path, serve: Ser
         fetch_header(f"hf://{REPOSITORY}", tmp_path / "header")
 
 
-def test_a_folder_with_config_and_index_alone_is_planned_as_with_its_weights(model: Path) -> None:
+def test_a_folder_with_config_and_index_gives_the_plan_of_one_with_weights(model: Path) -> None:
     whole = replica_of(plan(model, "-o", "json"))
     outline(model)
     assert replica_of(plan(model, "-o", "json")) == whole
 
 
-def test_files_that_git_did_not_fetch_count_as_absent(model: Path) -> None:
+def test_pointer_files_of_git_lfs_count_as_missing(model: Path) -> None:
     whole = replica_of(plan(model, "-o", "json"))
     outline(model)
     for name in set(json.loads((model / INDEX_FILE).read_text())["weight_map"].values()):
@@ -250,7 +246,7 @@ def test_an_engine_cannot_be_measured_without_weights(model: Path) -> None:
     assert re.search(r"has the index of its weights but not the weights.*--accelerator", result.stderr)
 
 
-def test_simulate_needs_no_weights_either(model: Path) -> None:
+def test_simulate_needs_no_weights(model: Path) -> None:
     outline(model)
     words = [
         "simulate",

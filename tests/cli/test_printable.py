@@ -1,4 +1,4 @@
-"""What a model says may be shown, but must not drive the terminal."""
+"""The text of a model is shown without control characters that could change the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HARMLESS = "a[2J]0;titleb31mcd\te\n"
 
 
 @given(st.text())
-def test_only_line_feeds_and_tabs_are_left_of_the_control_characters_and_everything_else_stays(text: str) -> None:
+def test_of_control_characters_only_line_feeds_and_tabs_are_kept(text: str) -> None:
     kept = [letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc"]
     assert printable(text) == "".join(kept)
 

@@ -1,4 +1,4 @@
-"""The table that `pagemill serve` prints: what is shown adds up."""
+"""The memory table that `pagemill serve` prints adds up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ sizes = st.integers(0, 80 * 1024**3)
 
 
 @given(weights=sizes, kv=sizes, activations=sizes, process=sizes, others=sizes, free=sizes)
-def test_the_shown_parts_and_what_is_free_are_the_limit(
+def test_the_shown_parts_and_the_free_memory_add_up_to_the_limit(
     weights: int, kv: int, activations: int, process: int, others: int, free: int
 ) -> None:
     memory = MemoryBudget(

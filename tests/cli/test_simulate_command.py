@@ -1,4 +1,4 @@
-"""`pagemill simulate`: a deployment's fleet under traffic; every refusal names option or field and remedy."""
+"""`pagemill simulate`: a deployment's fleet under traffic; errors name option or field and remedy."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def fit(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file(write: Write, simulated: Simulated) -> Path:
-    """With few blocks: by default a simulated engine makes a million of them, which takes longer than these runs."""
+    """Write a deployment with few blocks: a simulated engine has a million by default, which takes longer to create."""
     engine = {"maxModelLen": 2048, "extraArgs": ["--num-kv-blocks=8000"]}
     return write("chat.yaml", simulated("chat", engine=engine, autoscaling=AUTOSCALING))
 
 
-# The answer
+# Answers
 
 
-def test_the_policies_stand_side_by_side(file: Path, fit: Path) -> None:
+def test_policies_are_shown_side_by_side(file: Path, fit: Path) -> None:
     result = simulate(file, "--fit", fit, "--policy", "pagemill", "--policy", "fixed:replicas=2", "--policy", "dynamo")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -69,7 +69,7 @@ def test_the_policies_stand_side_by_side(file: Path, fit: Path) -> None:
     assert "the SLO is TTFT 800 ms and TPOT 40 ms" in result.stdout
 
 
-def test_the_policy_of_the_file_is_its_own_and_another_one_may_be_tried(
+def test_the_files_policy_is_used_by_default_and_another_one_can_be_simulated(
     write: Write, simulated: Simulated, fit: Path
 ) -> None:
     def figures(policy: str, *options: str) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def test_the_policy_of_the_file_is_its_own_and_another_one_may_be_tried(
     assert (demand["policy"], tracking["policy"], tried["policy"]) == ("pagemill", "pagemill", "TargetTracking")
     assert {**tried, "policy": "pagemill"} == tracking
     most = (demand["num_scale_ups"], tracking["num_scale_ups"])
-    assert most == (1, 0), "only one of them goes by the SLO, which no number of replicas meets"
+    assert most == (1, 0), "only one of the policies uses the SLO, which no number of replicas meets"
 
 
 def test_a_policy_of_another_package_is_simulated_like_any_other(
@@ -102,8 +102,8 @@ def test_a_policy_of_another_package_is_simulated_like_any_other(
 
 
 @pytest.mark.full
-def test_the_bound_without_foresight_beats_one_replica_where_traffic_rises(file: Path, fit: Path) -> None:
-    """`tests/simulator/test_scaling_bounds.py` has the sample."""
+def test_the_bound_without_foresight_is_better_than_one_replica_for_rising_traffic(file: Path, fit: Path) -> None:
+    """`tests/simulator/test_scaling_bounds.py` covers more workloads."""
     rising = "ramp:from_rate=2,to_rate=30,before_s=20,over_s=60,after_s=30,prompt_tokens=200,output_tokens=60"
     asked = ["--fit", fit, "--fast", "--cold-start", "5s", "-o", "json"]
     found = simulate(file, *asked, "--policy", "informed", "--policy", "fixed:replicas=1", workload=rising)
@@ -113,7 +113,7 @@ def test_the_bound_without_foresight_beats_one_replica_where_traffic_rises(file:
     assert (informed["num_scale_ups"] > 0, informed["slo_attained"] > fixed["slo_attained"]) == (True, True)
 
 
-def test_the_bound_without_foresight_needs_the_rate_behind_the_traffic(file: Path, fit: Path, write: Write) -> None:
+def test_the_bound_without_foresight_requires_the_rate_of_the_traffic(file: Path, fit: Path, write: Write) -> None:
     trace = write("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,300,40\n")
     refused = simulate(file, "--fit", fit, "--policy", "informed", "--trace", trace, workload=None)
     assert refused.exit_code == 2
@@ -121,7 +121,7 @@ def test_the_bound_without_foresight_needs_the_rate_behind_the_traffic(file: Pat
     assert "use --workload" in refused.stderr
 
 
-def test_fast_forward_says_so_and_finds_nearly_the_same(file: Path, fit: Path) -> None:
+def test_fast_forward_is_announced_and_gives_nearly_the_same_result(file: Path, fit: Path) -> None:
     exact, fast = (simulate(file, "--fit", fit, "-o", "json", *words) for words in ([], ["--fast"]))
     assert fast.exit_code == 0, fast.output
     (theirs,), (mine,) = (json.loads(each.stdout)["policies"] for each in (exact, fast))
@@ -131,7 +131,7 @@ def test_fast_forward_says_so_and_finds_nearly_the_same(file: Path, fit: Path) -
     assert "Simulated with --fast in" in simulate(file, "--fit", fit, "--fast").stdout
 
 
-def test_json_has_all_of_it_and_is_the_same_again(file: Path, fit: Path) -> None:
+def test_the_json_output_is_complete_and_reproducible(file: Path, fit: Path) -> None:
     first, second = (simulate(file, "--fit", fit, "--seed", 7, "-o", "json") for _ in range(2))
     assert first.exit_code == 0, first.output
     body, again = json.loads(first.stdout), json.loads(second.stdout)
@@ -160,14 +160,14 @@ def test_a_trace_is_read_by_its_first_line(file: Path, fit: Path, write: Write) 
     assert f"--trace {trace}:4: expected at least 4 fields, got 3" in broken.stderr
 
 
-def test_bounds_and_slo_can_be_tried_out(file: Path, fit: Path) -> None:
+def test_bounds_and_slo_can_be_overridden(file: Path, fit: Path) -> None:
     options = ["--min-replicas", 2, "--max-replicas", 2, "--ttft", "1ms", "--fit", fit, "-o", "json"]
     body = json.loads(simulate(file, *options).stdout)
     (figures,) = body["policies"]
     assert (figures["most_replicas"], figures["num_scale_ups"], figures["slo_attained"]) == (2, 0, 0.0)
 
 
-def test_without_autoscaling_the_replicas_stay(write: Write, simulated: Simulated, fit: Path) -> None:
+def test_without_autoscaling_the_replicas_do_not_change(write: Write, simulated: Simulated, fit: Path) -> None:
     file = write("plain.yaml", simulated(engine={"extraArgs": []}, replicas=2))
     result = simulate(file, "--fit", fit, "-o", "json")
     assert result.exit_code == 0, result.output
@@ -176,7 +176,7 @@ def test_without_autoscaling_the_replicas_stay(write: Write, simulated: Simulate
     assert figures["pod_seconds"] == pytest.approx(2 * figures["duration_s"])
 
 
-def test_crashes_are_recovered_from(file: Path, fit: Path) -> None:
+def test_the_fleet_recovers_from_crashes(file: Path, fit: Path) -> None:
     options = ["--fit", fit, "--crash-mean", "5s", "--cold-start", "2s", "--min-replicas", 2, "-o", "json"]
     (figures,) = json.loads(simulate(file, *options).stdout)["policies"]
     assert figures["num_served"] + figures["num_lost"] + figures["num_refused"] == figures["num_requests"]
@@ -196,10 +196,10 @@ def test_a_report_is_a_page_in_a_folder(file: Path, fit: Path, tmp_path: Path) -
     assert f"--report {file}: cannot be created: File exists; name another folder" in refused.stderr
 
 
-# What is made of file and options
+# Settings from file and options
 
 
-def test_cold_starts_are_given_whole_or_by_phase() -> None:
+def test_cold_starts_are_given_as_a_whole_or_by_phase() -> None:
     assert cold_start_of(None) == ColdStart()
     whole = cold_start_of("80s")
     assert whole.total_s == pytest.approx(80.0)
@@ -209,7 +209,7 @@ def test_cold_starts_are_given_whole_or_by_phase() -> None:
 
 
 @pytest.mark.parametrize("mode", ["Active", "Advisory"])
-def test_the_own_settings_is_what_the_operator_makes_of_the_file(mode: str) -> None:
+def test_the_settings_equal_those_that_the_operator_derives_from_the_file(mode: str) -> None:
     section = AutoscalingSection.model_validate(
         {**AUTOSCALING, "mode": mode, "minReplicas": 0, "scaleToZeroAfter": "90s"}
     )
@@ -218,7 +218,7 @@ def test_the_own_settings_is_what_the_operator_makes_of_the_file(mode: str) -> N
 
 
 @pytest.mark.parametrize("section", [None, {"minReplicas": 2, "maxReplicas": 9, "mode": "External"}])
-def test_the_own_settings_without_an_slo_goes_by_targets(section: dict[str, Any] | None) -> None:
+def test_settings_without_an_slo_use_targets(section: dict[str, Any] | None) -> None:
     read = None if section is None else AutoscalingSection.model_validate(section)
     policy = own_settings(read, Bounds(0, 5), Slo())
     assert (policy.mode, policy.min_replicas, policy.max_replicas) == ("Active", 0, 5)
@@ -242,7 +242,7 @@ def _options() -> dict[str, Any]:
     return {each.name: each for each in command.params}
 
 
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def _options() -> dict[str, Any]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_option_that_cannot_be_is_named_with_its_value_and_the_remedy(
+def test_an_invalid_option_is_refused_with_its_value_and_the_remedy(
     file: Path, fit: Path, arguments: list[str], words: str
 ) -> None:
     result = simulate(file, *([] if "--fit" in arguments else ["--fit", fit]), *arguments)
@@ -286,7 +286,7 @@ def test_without_traffic_there_is_nothing_to_simulate(file: Path, fit: Path) -> 
     assert "--trace /nonexistent: cannot be read" in nowhere.stderr
 
 
-def test_bounds_of_the_file_that_contradict_each_other_are_reported_with_their_line(
+def test_contradictory_bounds_of_the_file_are_reported_with_their_line(
     write: Write, simulated: Simulated, fit: Path
 ) -> None:
     file = write("f.yaml", simulated(engine={"extraArgs": []}, autoscaling={"minReplicas": 4, "maxReplicas": 2}))
@@ -305,8 +305,8 @@ def documented() -> list[str]:
 
 
 @pytest.mark.parametrize("line", documented())
-def test_what_the_page_says_to_type_works(line: str, fit: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a little of such traffic; measuring is `plan`'s, and has tests there."""
+def test_the_commands_of_the_page_work(line: str, fit: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test shortens the traffic; the tests of `plan` cover measuring."""
     monkeypatch.chdir(PAGE.parents[2])
     words = shlex.split(line)
     if "--trace" in words:

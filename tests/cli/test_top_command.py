@@ -1,4 +1,4 @@
-"""`pagemill top`: what two readings of an engine say, from this machine and from a cluster."""
+"""`pagemill top`: values from two readings of an engine, on this machine and in a cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PODS = "/api/v1/pods"
 
 
 def scraped(*, generated: int = 0, first_tokens: tuple[float, ...] = (), ready: bool = True, kv: float = 0.25) -> str:
-    """An engine's metrics."""
+    """Return an engine's metrics."""
     made = metrics.Metrics(metrics.ENGINE_METRICS, model_name="tiny", engine="0")
     made.gauge(metrics.ENGINE_READY).set(ready)
     made.gauge(metrics.KV_CACHE_USAGE).set(kv)
@@ -51,11 +51,11 @@ def test_rates_are_those_between_two_readings() -> None:
     assert (row.phase, row.model, row.kv, row.running, row.waiting) == ("ready", "tiny", 0.25, 3, 2)
 
 
-def test_what_is_not_known_is_not_shown_as_zero() -> None:
+def test_an_unknown_value_is_not_shown_as_zero() -> None:
     row = row_of(None, reading(scraped(generated=100), 1.0))
     assert (row.tokens_per_s, row.ttft_ms) == (None, None)
     again = row_of(reading(scraped(generated=100), 1.0), reading(scraped(generated=100), 2.0))
-    assert (again.tokens_per_s, again.ttft_ms) == (0.0, None), "no first token came"
+    assert (again.tokens_per_s, again.ttft_ms) == (0.0, None), "no first token arrived"
     assert "-" in as_table("here", [row]).splitlines()[-1].split()
 
 
@@ -64,7 +64,7 @@ def test_a_restarted_engine_counts_from_zero() -> None:
     assert row.tokens_per_s == 20.0
 
 
-def test_the_phase_is_why_an_engine_takes_no_requests() -> None:
+def test_the_phase_explains_why_an_engine_accepts_no_requests() -> None:
     assert row_of(None, reading(scraped(ready=False), 1.0)).phase == "starting"
     assert row_of(None, Reading("chat-0", "default/chat", 1.0, fault="refused")) == Row(
         "default/chat", "chat-0", "", "unreachable", fault="refused"
@@ -77,7 +77,7 @@ def top(*arguments: Any) -> Result:
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where `pagemill up` would have its folder; there is no cluster either."""
+    """Return the folder in which `pagemill up` would store its state; there is no cluster either."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     return tmp_path
@@ -85,7 +85,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def up(alone: Path, answers: Any) -> Iterator[StateDir]:
-    """One that runs, with an engine and a gateway."""
+    """Create the state of a running `pagemill up` with an engine and a gateway."""
     folder = StateDir(alone)
     answers.by_path["/metrics"] = scraped(generated=5)
     engine = {"job": "pagemill-engine", "pod": "sim-0", "variant": "default/sim"}
@@ -110,7 +110,7 @@ def test_engines_of_this_machine_are_shown_once_without_a_terminal(up: StateDir)
     assert second.split()[:3] == ["default/sim", "sim-1", "unreachable"]
 
 
-def test_json_has_the_same_as_numbers(up: StateDir) -> None:
+def test_json_has_the_same_values_as_numbers(up: StateDir) -> None:
     body = json.loads(top("-o", "json").stdout)
     assert body["readFrom"] == "`pagemill up` on this machine"
     first, second = body["engines"]
@@ -118,7 +118,7 @@ def test_json_has_the_same_as_numbers(up: StateDir) -> None:
     assert (second["phase"], second["kv"]) == ("unreachable", None)
 
 
-def test_without_anything_to_ask_it_says_so(alone: Path) -> None:
+def test_without_up_and_cluster_an_error_says_so(alone: Path) -> None:
     result = top()
     assert result.exit_code == 2
     assert "no `pagemill up` runs on this machine, and no cluster is configured here" in result.stderr
@@ -131,7 +131,7 @@ def pod(name: str, *, port: str = "control", phase: str = "Running") -> dict[str
     return {"metadata": metadata, "spec": {"containers": [container]}, "status": {"phase": phase}}
 
 
-def test_pods_of_a_cluster_are_asked_through_its_api_server(answers: Any, kubeconfig: Path) -> None:
+def test_pods_of_a_cluster_are_read_through_its_api_server(answers: Any, kubeconfig: Path) -> None:
     answers.by_path[PODS] = {"items": [pod("chat-a"), pod("load", port="http"), pod("chat-b", phase="Pending")]}
     answers.by_path["/api/v1/namespaces/prod/pods/chat-a:9000/proxy/metrics"] = scraped(generated=7)
     result = top("--kubeconfig", kubeconfig, "--once")
@@ -141,7 +141,7 @@ def test_pods_of_a_cluster_are_asked_through_its_api_server(answers: Any, kubeco
     assert "/api/v1/pods?labelSelector=pagemill.dev/deployment" in answers.asked
 
 
-def test_a_right_that_is_missing_is_named(answers: Any, kubeconfig: Path) -> None:
+def test_a_missing_right_is_named(answers: Any, kubeconfig: Path) -> None:
     answers.by_path[PODS] = {"items": [pod("chat-a")]}
     answers.statuses["/api/v1/namespaces/prod/pods/chat-a:9000/proxy/metrics"] = 403
     assert "you need the right to get pods/proxy" in top("--kubeconfig", kubeconfig).stdout
@@ -151,14 +151,14 @@ def test_a_right_that_is_missing_is_named(answers: Any, kubeconfig: Path) -> Non
     assert "name a namespace with --namespace" in result.stderr
 
 
-def test_a_namespace_limits_what_is_listed(answers: Any, kubeconfig: Path) -> None:
+def test_a_namespace_restricts_the_list(answers: Any, kubeconfig: Path) -> None:
     answers.by_path["/api/v1/namespaces/prod/pods"] = {"items": []}
     result = top("--kubeconfig", kubeconfig, "-n", "prod")
     assert result.exit_code == 0, result.output
     assert "context here, namespace prod: 0 engines" in result.stdout
 
 
-def test_on_a_terminal_it_follows_until_it_is_interrupted(up: StateDir, alone: Path) -> None:
+def test_on_a_terminal_the_table_is_updated_until_interrupted(up: StateDir, alone: Path) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "pagemill", "top", "--interval", "0.2"]
     environment = {**os.environ, "COLUMNS": "200", "LINES": "20", "TERM": "xterm"}

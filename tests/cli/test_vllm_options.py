@@ -1,4 +1,4 @@
-"""`pagemill serve` takes the options of `vllm serve`: its own under vLLM's names, others with a line or a remedy."""
+"""`pagemill serve` accepts the options of `vllm serve` by their names; unsupported ones get a note or a remedy."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from pagemill_engine.vllm_arguments import ARGUMENTS
         ("MODEL --host 0.0.0.0 --seed -1 -- --dtype half", "MODEL --host 0.0.0.0 --seed -1 -- --dtype half"),
     ],
 )
-def test_options_become_pagemills(given: str, ours: str) -> None:
+def test_options_are_translated_to_those_of_pagemill(given: str, ours: str) -> None:
     notes: list[str] = []
     assert rewritten(given.split(), notes.append) == ours.split()
     assert notes == []
 
 
-def test_options_without_effect_are_taken_with_a_line_each() -> None:
+def test_options_without_effect_are_accepted_with_a_note_each() -> None:
     notes: list[str] = []
     given = "--trust-remote-code MODEL --tensor-parallel-size 1 --gpu-memory-utilization 0.9 --swap-space=4 "
     given += "--disable-log-requests --enable-auto-tool-choice --uvicorn-log-level info"
@@ -58,13 +58,13 @@ def test_options_without_effect_are_taken_with_a_line_each() -> None:
         ("--api-key", "--api-key needs a key"),
     ],
 )
-def test_options_that_cannot_be_honoured_are_refused_with_the_remedy(given: str, message: str) -> None:
+def test_unsupported_options_are_refused_with_the_remedy(given: str, message: str) -> None:
     with pytest.raises(typer.BadParameter) as refused:
         rewritten(given.split(), lambda line: None)
     assert message in str(refused.value)
 
 
-def test_a_key_becomes_a_private_file_of_its_hash() -> None:
+def test_a_key_is_translated_to_a_private_file_with_its_hash() -> None:
     notes: list[str] = []
     option, path = rewritten(["--api-key", "secret"], notes.append)
     assert option == "--api-keys-file"
@@ -73,7 +73,7 @@ def test_a_key_becomes_a_private_file_of_its_hash() -> None:
     assert "command-line arguments" in notes[0]
 
 
-def test_every_option_that_the_table_names_is_one_of_serve() -> None:
+def test_every_option_in_the_table_is_an_option_of_serve() -> None:
     command = LazyCommand("serve", help="", callback=lambda: None).load()
     known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
     assert {f"--{each.option}" for each in ARGUMENTS.values() if each.option} <= known
@@ -81,13 +81,13 @@ def test_every_option_that_the_table_names_is_one_of_serve() -> None:
     assert not is_flag(ARGUMENTS["tokenizer"])
 
 
-def test_a_refusal_is_shown_as_one_of_the_command_line() -> None:
+def test_a_refusal_is_shown_like_other_errors_of_the_command_line() -> None:
     done = CliRunner().invoke(app, ["serve", "model", "--tensor-parallel-size", "2"], env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert "--tensor-parallel-size 2 is not supported" in done.stderr
 
 
-def test_a_mistyped_command_names_the_one_that_was_meant() -> None:
+def test_for_a_mistyped_command_a_similar_one_is_suggested() -> None:
     done = CliRunner().invoke(app, ["serv"])
     assert done.exit_code == 2
     assert "No such command 'serv'. Did you mean 'serve'?" in done.stderr

@@ -1,4 +1,4 @@
-"""`pagemill why`: recorded decisions in words and as JSON, decided again, and every way in which there is none."""
+"""`pagemill why`: recorded decisions as text and as JSON, their replay, and errors if there are none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLO = ScalingSettings("Active", 1, 20, slo=Slo(ttft_ms=500.0, tpot_ms=40.0))
 
 
 def decided() -> list[Record]:
-    """A rise under an SLO, and a gateway that is silent afterwards."""
+    """Return records of a rise under an SLO, and of a gateway that is silent afterwards."""
     scaled = Scaled(SLO)
     scaled.decide(rate=30.0, active=1.0, running=7, waiting=2)
     scaled.now += 40.0
@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Neither `pagemill up` nor a cluster is there. Returns the folder where the former would be."""
+    """Return the folder in which `pagemill up` would store its state; neither it nor a cluster exists."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path
 
@@ -49,7 +49,7 @@ def why(*arguments: Any) -> Result:
     return CliRunner().invoke(app, ["why", *map(str, arguments)])
 
 
-def test_a_line_for_each_decision_and_the_latest_with_all_it_was_made_from(file: Path) -> None:
+def test_each_decision_is_a_line_and_the_latest_is_shown_with_all_its_inputs(file: Path) -> None:
     result = why("d", "--file", file)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -75,7 +75,7 @@ def test_a_line_for_each_decision_and_the_latest_with_all_it_was_made_from(file:
 
 
 @pytest.mark.parametrize("price", [None, 2.5])
-def test_costs_stand_beside_the_slo(tmp_path: Path, price: float | None) -> None:
+def test_costs_are_shown_with_the_slo(tmp_path: Path, price: float | None) -> None:
     scaled = Scaled(msgspec.structs.replace(SLO, replica_price=price))
     scaled.decide(rate=30.0, active=1.0, running=7, waiting=2)
     (record,) = scaled.records
@@ -92,13 +92,13 @@ def test_costs_stand_beside_the_slo(tmp_path: Path, price: float | None) -> None
     assert costs["after"] == {"pod_seconds": 3600 * after, "money": None if price is None else price * after}
 
 
-def test_only_the_last_ones_are_shown(file: Path) -> None:
+def test_only_the_latest_decisions_are_shown(file: Path) -> None:
     result = why("d", "--file", file, "--last", 1)
     assert "ScaledUp" not in result.stdout
     assert "the last 1 decision, recorded by" in result.stdout
 
 
-def test_json_holds_whole_records_that_are_read_again(file: Path, tmp_path: Path) -> None:
+def test_the_json_output_contains_complete_records_that_can_be_read_again(file: Path, tmp_path: Path) -> None:
     result = why("d", "--file", file, "-o", "json", "--replay")
     assert result.exit_code == 0
     body = json.loads(result.stdout)
@@ -110,7 +110,7 @@ def test_json_holds_whole_records_that_are_read_again(file: Path, tmp_path: Path
     assert "SignalsMissing" in why("d", "--file", kept).stdout
 
 
-def test_a_replay_finds_the_recorded_choice_and_says_where_it_does_not(file: Path, tmp_path: Path) -> None:
+def test_a_replay_gives_the_recorded_choice_or_reports_the_difference(file: Path, tmp_path: Path) -> None:
     assert why("d", "--file", file, "--replay").stdout.count(" same ") == 2
     first, second = decided()
     other = msgspec.structs.replace(second, decision=msgspec.structs.replace(second.decision, replicas=1))
@@ -119,7 +119,7 @@ def test_a_replay_finds_the_recorded_choice_and_says_where_it_does_not(file: Pat
     result = why("d", "--file", forged, "--replay")
     assert result.exit_code == 1
     assert f"differs: {second.decision.replicas} replicas, SignalsMissing" in result.stdout
-    assert why("d", "--file", forged).exit_code == 0, "no answer was needed"
+    assert why("d", "--file", forged).exit_code == 0, "no prediction was needed"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_replay_finds_the_recorded_choice_and_says_where_it_does_not(file: Pat
     ],
     ids=["empty", "another", "no record", "no JSON", "no text"],
 )
-def test_a_file_without_such_records_is_refused_in_words(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_without_such_records_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "records.jsonl"
     path.write_bytes(content)
     result = why("d", "--file", path)
@@ -146,11 +146,11 @@ def test_a_file_without_such_records_is_refused_in_words(tmp_path: Path, content
     assert result.stdout == ""
 
 
-def test_a_missing_file_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in why("d", "--file", tmp_path / "none").stderr
 
 
-def test_one_name_in_two_namespaces_needs_the_namespace(tmp_path: Path) -> None:
+def test_a_name_in_two_namespaces_requires_the_namespace(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     here = encode_record(decided()[0])
     path.write_bytes(here + b"\n" + here.replace(b"ns/d", b"prod/d") + b"\n")
@@ -158,14 +158,14 @@ def test_one_name_in_two_namespaces_needs_the_namespace(tmp_path: Path) -> None:
     assert why("d", "--file", path, "-n", "prod").stdout.startswith("prod/d: the last 1 decision")
 
 
-def test_where_nothing_runs_and_no_cluster_is_known_it_says_what_to_do(alone: Path) -> None:
+def test_without_up_and_cluster_the_error_says_what_to_do(alone: Path) -> None:
     result = why("d", "--kubeconfig", alone / "none")
     assert result.exit_code == 2
     assert "no cluster is configured here" in result.stderr
     assert "--kubeconfig" in result.stderr
 
 
-def test_a_running_up_is_asked_by_its_folder(alone: Path) -> None:
+def test_the_records_of_a_running_up_are_read_from_its_folder(alone: Path) -> None:
     folder = StateDir(alone)
     try:
         folder.write_records(encode_record(record) for record in decided())
@@ -179,7 +179,7 @@ def test_a_running_up_is_asked_by_its_folder(alone: Path) -> None:
         folder.remove()
 
 
-def test_what_a_record_says_cannot_drive_the_terminal(tmp_path: Path) -> None:
+def test_text_of_a_record_cannot_control_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_bytes(encode_record(decided()[0]).replace(b'"message":"', rb'"message":"\u001b[2J'))
     result = why("d", "--file", path)
@@ -188,7 +188,7 @@ def test_what_a_record_says_cannot_drive_the_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("truth", ["unknown", "stale"])
-def test_what_is_not_known_is_said_to_be_so(tmp_path: Path, truth: str) -> None:
+def test_unknown_values_are_shown_as_unknown(tmp_path: Path, truth: str) -> None:
     scaled = Scaled(SLO)
     scaled.decide(engines=engines(1, truth=truth, age_s=7.0), lengths=msgspec.structs.replace(LENGTHS, truth=truth))
     path = tmp_path / "records.jsonl"
@@ -198,7 +198,7 @@ def test_what_is_not_known_is_said_to_be_so(tmp_path: Path, truth: str) -> None:
     assert ("7 s old" in shown) == (truth == "stale")
 
 
-def test_columns_line_up_and_end_without_blanks() -> None:
+def test_columns_are_aligned_and_lines_have_no_trailing_spaces() -> None:
     make: Callable[..., list[str]] = columns
     assert make([["A", "LONG", "Z"], ["long", "b", "c d"], ["x", "y", ""]]) == [
         "A     LONG  Z",
@@ -207,7 +207,7 @@ def test_columns_line_up_and_end_without_blanks() -> None:
     ]
 
 
-def test_a_running_up_that_has_decided_nothing_is_found(alone: Path) -> None:
+def test_a_running_up_without_decisions_is_found(alone: Path) -> None:
     state = StateDir(alone)
     state.write_targets([{"targets": ["127.0.0.1:1"], "labels": {"pod": "p", "variant": "default/chat"}}])
     try:

@@ -19,7 +19,7 @@ NUM_REQUESTS = 8
 
 
 def profile(endpoint_type: str, *options: str) -> dict[str, Any]:
-    """What one run exports."""
+    """Return the export of one run."""
     folder = Path(tempfile.mkdtemp())
     argv = [str(Path(sys.executable).with_name("aiperf")), "profile", "--model", MODEL]
     argv += ["--url", base_url().removesuffix("/v1"), "--endpoint-type", endpoint_type, *options]

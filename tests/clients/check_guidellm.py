@@ -20,7 +20,7 @@ NUM_REQUESTS = 8
 
 
 def benchmark(route: str) -> dict[str, Any]:
-    """The report of one synchronous run."""
+    """Return the report of one synchronous run."""
     target = base_url().removesuffix("/v1")
     report = Path(tempfile.mkdtemp()) / "report.json"
     options = {

@@ -22,7 +22,7 @@ RATE, SECONDS, OUTPUT_TOKENS = 2, 4, 8
 
 
 def summary(kind: str, data: dict[str, Any], *, streaming: bool = True) -> dict[str, Any]:
-    """The report of all requests of one run."""
+    """Return the report of all requests of one run."""
     folder = Path(tempfile.mkdtemp())
     settings = {
         "api": {"type": kind, "streaming": streaming},

@@ -47,7 +47,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 
 def task(name: str, **fields: Any) -> dict[str, Any]:
-    """A task over 50 sums, which needs nothing from a hub."""
+    """Return a task of 50 sums, which needs nothing from a hub."""
     rows = [{"question": f"{n} + 1 =", "choices": [f" {n}", f" {n + 1}"], "answer": 1} for n in range(NUM_ITEMS)]
     data = FOLDER / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -74,7 +74,7 @@ TASKS = {
 
 @functools.cache
 def evaluated(name: str, backend: str) -> tuple[float, list[Any]]:
-    """The metric, and what the model answered for each item."""
+    """Return the metric, and the model's answer for each item."""
     config = TASKS[name]
     made = simple_evaluate(
         backend, model_args=BACKENDS[backend], tasks=[config], task_manager=TaskManager(), bootstrap_iters=0

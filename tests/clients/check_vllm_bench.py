@@ -30,7 +30,7 @@ NUM_REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 8, 32, 8
 
 
 def benchmark(backend: str, endpoint: str, *options: str) -> dict[str, Any]:
-    """The result that one run saves. The command `vllm` itself asks for the metadata of a package of that name."""
+    """Return the saved result of one run. The command `vllm` requires the metadata of a package of that name."""
     folder = Path(tempfile.mkdtemp())
     argv = ["--backend", backend, "--base-url", base_url().removesuffix("/v1"), "--endpoint", endpoint]
     argv += ["--model", MODEL, "--tokenizer", os.environ["PAGEMILL_TOKENIZER"], "--num-prompts", str(NUM_REQUESTS)]

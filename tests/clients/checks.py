@@ -1,8 +1,9 @@
-"""What the scripts of this folder share: named checks of one client, run one after another and reported as JSON lines.
+"""Shared code of the scripts in this folder: named checks of a client, run in order and reported as JSON lines.
 
-A script is started as `check_NAME.py BASE_URL` in an environment that has the client and nothing of ours. Checks judge
-the form of answers: the model is far too small to be right. `limit=` marks a check that does not pass,
-with the reason; it must fail, with `shows` in its error, so that the reference page made from these lines stays true.
+A script is started as `check_NAME.py BASE_URL` in an environment that has the client and none of the project's
+packages. Checks test the form of answers, because the model is too small to be right. `limit=` marks a check that does
+not pass, with the reason; it must fail, with `shows` in its error, so that the reference page made from these lines
+stays true.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MODEL = "smollm2"
 EMBEDDING_MODEL = "encoder"
 KEY = "none"
 MAX_TOKENS = 100
-"""Enough for a `City`, as text or as one call."""
+"""Sufficient for a `City`, as text or as one call."""
 TEXT_TOKENS = 16
 QUESTION = "Paris is the capital of France. It has 2 million people."
 JSON_QUESTION = """Write each city as JSON.
@@ -35,7 +36,7 @@ Rome has 3 million people.
 Berlin has 4 million people.
 {"name": "Berlin", "people": 4000000}
 Paris has 2 million people."""
-"""For forms that hold an answer to JSON and not to a schema: the model continues the examples and comes to an end."""
+"""For forms that require JSON without a schema: the model continues the examples and ends its answer."""
 DOCUMENTED_URL = "http://127.0.0.1:8080/v1"
 HOWTO = Path(__file__).parents[2] / "docs" / "how-to" / "use-your-client.md"
 
@@ -65,7 +66,7 @@ CHECKS: list[Check] = []
 
 
 def base_url() -> str:
-    """Where the server's OpenAI API is, with `/v1`."""
+    """Return the URL of the server's OpenAI API, with `/v1`."""
     return sys.argv[1]
 
 
@@ -78,7 +79,7 @@ def check(name: str, *, limit: str = "", shows: str = "") -> Callable[[Callable[
 
 
 def run_howto(heading: str) -> dict[str, Any]:
-    """The names that the example below a heading of the how-to defines, run against this server."""
+    """Run the example below a heading of the how-to with this server; return the names that it defines."""
     match = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```", HOWTO.read_text(), re.MULTILINE | re.DOTALL)
     assert match is not None, heading
     names: dict[str, Any] = {}
@@ -88,7 +89,7 @@ def run_howto(heading: str) -> dict[str, Any]:
 
 
 def assert_embeddings(vectors: Any, count: int = 2) -> None:
-    """Of different texts: of one length, each of norm 1, and not the same."""
+    """Check that the vectors of different texts have equal lengths, norm 1, and different values."""
     assert len(vectors) == count, vectors
     assert len({len(vector) for vector in vectors}) == 1
     for vector in vectors:
@@ -97,7 +98,7 @@ def assert_embeddings(vectors: Any, count: int = 2) -> None:
 
 
 def report_all() -> None:
-    """One JSON line for each check: its name, its limit, its seconds and why it failed."""
+    """Print one JSON line for each check: its name, its limit, its seconds, and its error."""
     for each in CHECKS:
         start = time.perf_counter()
         error = _error_of(each.function)

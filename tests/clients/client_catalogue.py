@@ -1,6 +1,6 @@
-"""The clients of this folder as its scripts state them, read without importing: packages, versions and checks.
+"""Reads the clients of this folder from their scripts without importing them: packages, versions and checks.
 
-The runner and the reference page `docs/reference/clients.md` take them from here.
+The runner and the reference page `docs/reference/clients.md` use it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEEDS_PYTHON = re.compile(r'^# requires-python = ">=(3\.\d+)"', re.MULTILINE)
 class Checked(NamedTuple):
     name: str
     limit: str
-    """Why the client cannot pass it; empty: it passes."""
+    """The reason why the client cannot pass the check; empty if it passes."""
 
 
 class Client(NamedTuple):
@@ -28,7 +28,7 @@ class Client(NamedTuple):
     version: str
     about: str
     least_python: str
-    """The first release of Python that it runs with; empty: any that Pagemill runs with."""
+    """The first release of Python that the client supports; empty if it supports all that Pagemill does."""
     checks: tuple[Checked, ...]
 
 

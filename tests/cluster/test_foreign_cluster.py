@@ -1,4 +1,4 @@
-"""The end-to-end cases refuse a cluster that is in use, and see no other one than the context they were given."""
+"""The end-to-end cases refuse a cluster in use and have access only to the given context."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ except pytest.exit.Exception as refusal:
 
 
 def start(folder: Path, exists: str) -> subprocess.CompletedProcess[str]:
-    """Begin a session on a context, with a kubectl that finds `exists` and nothing else."""
+    """Start a session on a context, with a kubectl that finds only the object `exists`."""
     for name, text in (("kubectl", KUBECTL), ("helm", "#!/bin/sh\n")):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -43,14 +43,14 @@ def start(folder: Path, exists: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("found", ["crd/llmdeployments.pagemill.dev", "namespace/pagemill-system", "secrets"])
-def test_a_cluster_with_an_installation_is_refused_by_the_name_of_what_is_there(tmp_path: Path, found: str) -> None:
+def test_a_cluster_with_an_installation_is_refused_by_the_name_of_the_found_object(tmp_path: Path, found: str) -> None:
     refused = start(tmp_path, exists=found)
     assert refused.returncode == 1
     assert f"context theirs: {found} exist" in refused.stderr
     assert "Use another cluster" in refused.stderr
 
 
-def test_an_empty_cluster_is_used_by_a_kubeconfig_of_its_context_alone(tmp_path: Path) -> None:
+def test_an_empty_cluster_is_used_with_a_kubeconfig_of_its_context_alone(tmp_path: Path) -> None:
     done = start(tmp_path, exists="nothing")
     assert done.returncode == 0, done.stderr
     own = Path(json.loads(done.stdout))

@@ -1,4 +1,4 @@
-"""The release that end-to-end cases share is taken away also where only half of it was installed."""
+"""The shared release of end-to-end cases is removed even if its installation failed halfway."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ releases.close()
 """
 
 
-def test_what_a_failed_installation_left_is_removed_before_the_next_one(tmp_path: Path) -> None:
+def test_remains_of_a_failed_installation_are_removed_before_the_next_one(tmp_path: Path) -> None:
     helm, calls = tmp_path / "helm", tmp_path / "calls"
     helm.write_text(HELM)
     helm.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Whether the API server would take a document, by today's schema."""
+"""Whether the API server would accept a document, by the current schema."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ from pagemill_crds.schema import structural_schema
 
 @pytest.fixture(scope="session")
 def admit() -> Callable[[dict[str, Any]], list[str]]:
-    """Errors of a document; empty when the API server would take it."""
+    """Return a function that gives the errors of a document; none if the API server would accept it."""
     return lambda document: miniature_api_server.admit(document, structural_schema())

@@ -1,8 +1,8 @@
 """Freezes the resource as a release publishes it: its schema, its versions, and objects that use every field.
 
-`make release-freeze` writes them to `tests/crds/released/` when a version is released (docs/how-to/release.md), and
-what `wire_messages` has beside them; `test_released_objects.py` then holds what follows against them. Only a release
-may write there: an object that was frozen once stays valid for as long as its version is served.
+`make release-freeze` writes them to `tests/crds/released/` when a version is released (docs/how-to/release.md),
+together with the schemas of `wire_messages`; `test_released_objects.py` then compares later versions with them. Only a
+release may write there: a frozen object stays valid for as long as its version is served.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ CONTEXTS: tuple[Document, ...] = (
     {"autoscaling": {"maxReplicas": 4, "mode": "External"}},
     {"rollout": {"maxSurge": 1, "maxUnavailable": 1}},
 )
-"""Specs in which some fields are valid that are not in others."""
+"""Specs in which fields are valid that are not valid in others."""
 
 
 def documents(schema: Schema) -> Iterator[Document]:
-    """The examples, and for every field of the schema objects with the values that it may have."""
+    """Yield the examples, and for every field of the schema objects with its possible values."""
     for path in sorted((ROOT / "examples").rglob("*.yaml")):
         yield from (each for each in yaml.safe_load_all(path.read_text("utf-8")) if each.get("kind") == KIND)
     seen: set[str] = set()
@@ -70,12 +70,12 @@ def documents(schema: Schema) -> Iterator[Document]:
 
 
 def fields_of(schema: Schema) -> set[str]:
-    """Dotted paths of all fields below spec and status."""
+    """Return dotted paths of all fields below spec and status."""
     return {".".join(steps) for steps, _ in _fields(schema)}
 
 
 def used(document: Any, schema: Schema, path: str = "") -> Iterator[str]:
-    """Dotted paths of the fields that a document sets."""
+    """Yield dotted paths of the fields that a document sets."""
     for item in document if isinstance(document, list) else ():
         yield from used(item, schema["items"], f"{path}.[]")
     for name, child in schema.get("properties", {}).items():
@@ -120,7 +120,7 @@ def _place(node: Any, schema: Schema, steps: tuple[str, ...], value: Any) -> Non
 
 
 def _least(schema: Schema) -> Any:
-    """The smallest value: required fields only."""
+    """Return the smallest value, with required fields only."""
     if "properties" in schema:
         return {name: _least(schema["properties"][name]) for name in schema.get("required", [])}
     return [] if schema.get("type") == "array" else next(_values(schema))
@@ -161,14 +161,14 @@ def _texts(schema: Schema) -> Iterator[str]:
         return
     pattern, longest = re.compile(schema.get("pattern", "")), schema.get("maxLength", 64)
     good = [text for text in TEXTS if schema.get("minLength", 0) <= len(text) <= longest and pattern.search(text)]
-    # Nearly every text: there is nothing to learn from more than a few.
+    # Nearly every text is valid, so more than a few values would test nothing new.
     yield from good if len(good) < MANY_TEXTS else good[:2]
     if pattern.search("a" * min(longest, 256)):
         yield "a" * min(longest, 256)
 
 
 def _without_descriptions(schema: Any) -> Any:
-    """As the additive rule reads it: words may change."""
+    """Return the schema without descriptions, which the additive rule ignores."""
     if isinstance(schema, list):
         return [_without_descriptions(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Each way to break the additive rule is found, named by field and remedy; what may change is not reported."""
+"""Each violation of the additive rule is reported with field and remedy; allowed changes are not."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ ALLOWED: dict[str, Change] = {
 
 
 @pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
-def test_a_break_is_named_with_its_field_and_remedy(change: Change, message: str) -> None:
+def test_a_break_is_reported_with_its_field_and_remedy(change: Change, message: str) -> None:
     after = copy.deepcopy(SCHEMA)
     change(after)
     (found,) = breaks(SCHEMA, after)
@@ -123,7 +123,7 @@ def test_a_break_is_named_with_its_field_and_remedy(change: Change, message: str
 
 
 @pytest.mark.parametrize("change", ALLOWED.values(), ids=ALLOWED)
-def test_what_only_adds_is_no_break(change: Change) -> None:
+def test_an_addition_is_not_a_break(change: Change) -> None:
     after = copy.deepcopy(SCHEMA)
     change(after)
     assert list(breaks(SCHEMA, after)) == []
@@ -134,7 +134,7 @@ def nodes(schema: Schema) -> list[Schema]:
     return [schema, *(node for each in below for node in nodes(each))]
 
 
-def test_no_field_of_the_resource_can_go_unnoticed() -> None:
+def test_a_change_of_any_field_of_the_resource_is_noticed() -> None:
     whole = structural_schema()
     for number, node in enumerate(nodes(whole)):
         for name in node.get("properties", {}):

@@ -122,7 +122,7 @@ BAD = [
 
 
 def document(changes: dict[str, Any]) -> dict[str, Any]:
-    """The base document with some fields set."""
+    """Return the base document with these fields set."""
     value = copy.deepcopy(BASE)
     for path, new in changes.items():
         *parents, name = path.split(".")
@@ -142,13 +142,13 @@ def parses(value: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("changes", GOOD, ids=str)
-def test_both_accept(changes: dict[str, Any], admit: Admit) -> None:
+def test_a_valid_document_is_accepted_by_both(changes: dict[str, Any], admit: Admit) -> None:
     assert admit(document(changes)) == []
     LLMDeployment.model_validate(document(changes))
 
 
 @pytest.mark.parametrize("changes", BAD, ids=str)
-def test_both_refuse(changes: dict[str, Any], admit: Admit) -> None:
+def test_an_invalid_document_is_refused_by_both(changes: dict[str, Any], admit: Admit) -> None:
     assert admit(document(changes))
     assert not parses(document(changes))
 

@@ -1,4 +1,4 @@
-"""Fields are found by path, described with their limits, and near misses are named."""
+"""`explain` finds fields by path, describes them with their limits, and suggests similar names."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def test_a_field_is_described_with_type_bounds_and_meaning() -> None:
 
 
 @pytest.mark.parametrize("path", ["spec.engine", "llmd.spec.engine", "LLMDeployments.spec.engine", ".spec.engine"])
-def test_short_and_plural_names_are_understood(path: str) -> None:
+def test_short_and_plural_names_are_accepted(path: str) -> None:
     assert find(path).path == "llmdeployment.spec.engine"
 
 
-def test_lists_are_walked_through() -> None:
+def test_paths_through_lists_are_accepted() -> None:
     assert find("spec.engine.env.name").type == "string"
     assert find("spec.model.aliases").type == "[]string"
     assert find("spec.template.metadata.labels").type == "map of string"
 
 
-def test_a_wrong_name_gets_the_nearest_one() -> None:
+def test_for_a_wrong_name_the_most_similar_one_is_suggested() -> None:
     with pytest.raises(UnknownField, match="did you mean maxModelLen"):
         find("spec.engine.maxModelLength")
 

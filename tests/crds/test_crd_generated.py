@@ -1,4 +1,4 @@
-"""The files generated from the models are up to date, and the CRD is what Kubernetes and its tools expect."""
+"""The files generated from the models are current, and the CRD is what Kubernetes and its tools expect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_generated_files_equal_the_models() -> None:
     assert stale_files() == [], "run `python -m pagemill_crds.generate`"
 
 
-def test_check_mode_fails_on_a_file_that_drifted(tmp_path: Path) -> None:
+def test_check_mode_fails_on_an_outdated_file(tmp_path: Path) -> None:
     for path, text in outputs(tmp_path).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
@@ -28,17 +28,17 @@ def test_check_mode_fails_on_a_file_that_drifted(tmp_path: Path) -> None:
     assert stale_files(tmp_path) == [drifted]
 
 
-def test_check_mode_exits_by_what_it_finds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_of_check_mode_depends_on_its_findings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check"]) == 0
     assert main(["--chekc"]) == 2
     assert "--check" in capsys.readouterr().err
 
 
-def test_yaml_reads_back_as_the_same_object() -> None:
+def test_the_yaml_is_parsed_into_the_same_object() -> None:
     assert yaml.safe_load((ROOT / "crds" / "llmdeployments.yaml").read_text("utf-8")) == CRD
 
 
-def test_names_of_the_resource() -> None:
+def test_the_resource_has_its_names() -> None:
     names = CRD["spec"]["names"]
     assert CRD["metadata"]["name"] == "llmdeployments.pagemill.dev"
     assert names["shortNames"] == ["llmd"]
@@ -46,7 +46,7 @@ def test_names_of_the_resource() -> None:
     assert "all" not in names["categories"]
 
 
-def test_scale_lets_an_autoscaler_find_the_pods() -> None:
+def test_an_autoscaler_finds_the_pods_through_scale() -> None:
     scale = VERSION["subresources"]["scale"]
     assert scale["labelSelectorPath"] == ".status.selector"
     for path in scale.values():
@@ -54,7 +54,7 @@ def test_scale_lets_an_autoscaler_find_the_pods() -> None:
 
 
 @pytest.mark.parametrize("column", VERSION["additionalPrinterColumns"], ids=lambda column: str(column["name"]))
-def test_printer_columns_show_fields_that_exist(column: dict[str, str]) -> None:
+def test_printer_columns_show_existing_fields(column: dict[str, str]) -> None:
     path = column["jsonPath"]
     if path.startswith(".metadata"):
         return
@@ -64,7 +64,7 @@ def test_printer_columns_show_fields_that_exist(column: dict[str, str]) -> None:
     assert _at(path)["type"] == column["type"]
 
 
-def test_columns_are_the_ones_people_look_for() -> None:
+def test_the_columns_are_the_documented_ones() -> None:
     columns = VERSION["additionalPrinterColumns"]
     always = [column["name"] for column in columns if "priority" not in column]
     assert always == ["MODEL", "READY", "DESIRED", "KV%", "QUEUE", "REASON", "AGE"]

@@ -1,4 +1,4 @@
-"""Objects of the last release stay valid in every version that is served, and mean the same; the schema only grew."""
+"""Objects of the last release stay valid, with the same meaning, in every served version; the schema only grows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ RELEASED_OBJECTS: list[dict[str, Any]] = [
 ]
 
 REVIEWED: dict[tuple[str, str], str] = {}
-"""(field, keyword) of a break of the rule -> why everything that was accepted still is and means the same."""
+"""For the (field, keyword) of each break, the reason why everything accepted before stays valid with the same meaning.
+"""
 
 
 def in_version(document: dict[str, Any], version: str) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def in_version(document: dict[str, Any], version: str) -> dict[str, Any]:
 def test_the_schema_only_grew_since_the_last_release() -> None:
     found = {(each.path, each.keyword): str(each) for each in breaks(BEFORE, NOW)}
     assert [message for key, message in found.items() if key not in REVIEWED] == []
-    assert REVIEWED.keys() <= found.keys(), "reviewed breaks that are none (any more)"
+    assert REVIEWED.keys() <= found.keys(), "these reviewed breaks do not exist (any more)"
 
 
 def test_all_versions_have_one_schema_and_one_is_stored() -> None:
@@ -53,21 +54,21 @@ def test_all_versions_have_one_schema_and_one_is_stored() -> None:
         assert all(each == parts[0] for each in parts)
 
 
-def test_what_the_last_release_served_is_served() -> None:
+def test_versions_served_by_the_last_release_are_served() -> None:
     assert set(RELEASED_VERSIONS) <= set(SERVED_VERSIONS)
 
 
-def test_what_is_stored_was_served_by_the_last_release() -> None:
-    """Otherwise its definition would be refused when the release is rolled back."""
+def test_the_stored_version_was_served_by_the_last_release() -> None:
+    """Otherwise its CRD would be refused when the release is rolled back."""
     assert STORED_VERSION in RELEASED_VERSIONS
 
 
-def test_programs_read_what_the_last_release_served() -> None:
+def test_programs_read_the_versions_that_the_last_release_served() -> None:
     assert (LLM_DEPLOYMENT.version, LLM_DEPLOYMENTS.version) == (STORED_VERSION, STORED_VERSION)
     assert LLM_DEPLOYMENT[:2] == LLM_DEPLOYMENTS[:2] == (KIND, GROUP)
 
 
-def test_the_released_objects_use_every_field_that_was_there() -> None:
+def test_the_released_objects_use_every_field_of_their_release() -> None:
     assert {field for each in RELEASED_OBJECTS for field in used(each, BEFORE)} >= fields_of(BEFORE)
 
 
@@ -78,14 +79,14 @@ def test_released_objects_stay_valid_in_every_version(admit: Any) -> None:
             assert admit(in_version(document, version)) == [], (version, document)
 
 
-def test_released_objects_are_stored_with_the_values_they_had() -> None:
+def test_released_objects_are_stored_with_their_earlier_values() -> None:
     for document in RELEASED_OBJECTS:
         before = server.stored(document, BEFORE)
         assert as_known(server.stored(document, NOW), BEFORE) == before, document
 
 
 def as_known(value: Any, schema: dict[str, Any]) -> Any:
-    """Without the fields that a schema does not have."""
+    """Return the value without fields that the schema does not have."""
     if isinstance(value, list):
         return [as_known(item, schema.get("items", {})) for item in value]
     properties = schema.get("properties")
@@ -94,7 +95,7 @@ def as_known(value: Any, schema: dict[str, Any]) -> Any:
     return {name: as_known(each, properties[name]) for name, each in value.items() if name in properties}
 
 
-def test_an_object_means_the_same_in_every_version() -> None:
+def test_an_object_has_the_same_meaning_in_every_version() -> None:
     for document in RELEASED_OBJECTS:
         first, *others = (LLMDeployment.model_validate(in_version(document, each)) for each in SERVED_VERSIONS)
         plan = make_plan(first, "kubernetes")

@@ -1,4 +1,4 @@
-"""The schema obeys Kubernetes' rules for structural schemas, checked here as the API server checks them at creation."""
+"""The schema follows Kubernetes' rules for structural schemas, which the API server checks at creation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_node_has_a_type_or_is_int_or_string() -> None:
             assert "anyOf" not in node, path
 
 
-def test_no_forbidden_keyword_anywhere() -> None:
+def test_no_keyword_is_forbidden() -> None:
     for path, node in NODES.items():
         assert not FORBIDDEN & node.keys(), path
 
@@ -51,7 +51,7 @@ def test_properties_and_additional_properties_exclude_each_other() -> None:
         assert node.get("additionalProperties") is not False, path
 
 
-def test_arrays_say_what_they_hold_and_how_much() -> None:
+def test_arrays_declare_their_items_and_a_maximum() -> None:
     for path, node in NODES.items():
         if node.get("type") == "array":
             assert "items" in node, path
@@ -71,7 +71,7 @@ def test_required_fields_exist_and_have_no_default() -> None:
             assert "default" not in node["properties"][name], f"{path}.{name}"
 
 
-def test_exclusive_bounds_are_booleans_beside_a_bound() -> None:
+def test_exclusive_bounds_are_booleans_next_to_a_bound() -> None:
     for path, node in NODES.items():
         for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
             if exclusive in node:
@@ -79,11 +79,11 @@ def test_exclusive_bounds_are_booleans_beside_a_bound() -> None:
                 assert bound in node, path
 
 
-def test_metadata_is_left_to_the_api_server() -> None:
+def test_metadata_is_validated_by_the_api_server_only() -> None:
     assert SCHEMA["properties"]["metadata"] == {"type": "object"}
 
 
-def test_only_pod_template_parts_keep_unknown_fields() -> None:
+def test_only_parts_of_the_pod_template_keep_unknown_fields() -> None:
     free = [path for path, node in NODES.items() if node.get("x-kubernetes-preserve-unknown-fields")]
     assert free == [".spec.template.spec"]
 
@@ -95,7 +95,7 @@ def test_every_field_of_the_spec_is_described(path: str) -> None:
     assert NODES[path].get("description"), path
 
 
-def test_rules_compile_and_name_fields_that_exist() -> None:
+def test_rules_compile_and_use_fields_that_exist() -> None:
     for path, node in NODES.items():
         for rule in node.get("x-kubernetes-validations", []):
             cel.compile(rule["rule"])
@@ -104,7 +104,7 @@ def test_rules_compile_and_name_fields_that_exist() -> None:
                 assert f"{path}{rule['fieldPath']}" in NODES, rule
 
 
-def test_strings_in_rules_are_bounded_so_that_their_cost_is() -> None:
+def test_strings_in_rules_are_bounded_which_bounds_the_cost() -> None:
     for path, node in NODES.items():
         for rule in node.get("x-kubernetes-validations", []):
             for name in re.findall(r"self\.(\w+)\.(?:matches|contains|startsWith|all)\(", rule["rule"]):

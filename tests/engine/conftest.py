@@ -1,4 +1,4 @@
-"""Helpers of the engine's tests: a checking device. Those with real tensors are in `model/conftest.py`."""
+"""A device for the engine's tests that checks every step. Helpers with real tensors are in `model/conftest.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 
 
 class DeviceFault(RuntimeError):
-    """The checking device refuses a plan, or was ordered to fail."""
+    """Raised if the checking device refuses a plan or was configured to fail."""
 
 
 POISON = -1
@@ -28,12 +28,12 @@ class Handle:
 
 
 class CheckingRunner:
-    """A device whose KV is made of token ids: every slot holds a digest of the whole prefix that led to it.
+    """A device whose KV cache contains token ids: every slot has a digest of the whole prefix up to its token.
 
-    A row's next token is computed from what it reads in its own slots, and every slot it reads is compared with what
-    its tokens say must be there. So a wrong block, a missed copy or a second writer shows at once. A row that is marked
-    to fail writes poison; who reads that gets a wrong token. Steps run when they are launched, in order; a failure is
-    raised by `wait`, and what was launched behind it is not run. `trace` keeps the order of calls.
+    A row's next token is computed from its own slots, and every slot that it reads is compared with the digest of its
+    tokens. So a wrong block, a missed copy or a second writer is detected at once. A row that is marked to fail writes
+    poison, and a row that reads poison gets a wrong token. Steps run in order when they are launched; `wait` raises a
+    failure, and steps launched after a failed one do not run. `trace` records the order of calls.
     """
 
     def __init__(self, info: RunnerInfo) -> None:
@@ -48,7 +48,7 @@ class CheckingRunner:
         self.fail_rows: Callable[[StepPlan], dict[str, str]] = lambda plan: {}
 
     def launch(self, plan: StepPlan) -> Handle:
-        assert not self.sleeps, "a step is launched on a device that sleeps"
+        assert not self.sleeps, "a step was launched on a sleeping device"
         self.plans.append(plan)
         self.trace.append(("launch", plan.step))
         handle = Handle(plan)
@@ -102,7 +102,7 @@ class CheckingRunner:
         return StepResult(token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, failed=failed)
 
     def _of_prompt(self, name: str, plan: StepPlan) -> list[TokenLogprobs]:
-        """Of tokens that each follow one that this step computes."""
+        """Return the log probabilities of the prompt's tokens that follow a token of this step."""
         row, targets = self.rows[name], plan.prompt_targets[name]
         place = row["computed"] - plan.num_scheduled_tokens[name] + targets.offset
         if place != targets.first or place + len(targets.token_ids) > row["computed"]:
@@ -161,7 +161,7 @@ class CheckingRunner:
                     self.slots[copy * size + offset] = value
 
     def _logprobs(self, read: int, token_id: int, num_top: int) -> TokenLogprobs:
-        """A distribution that depends on the prefix alone."""
+        """Return a distribution that depends on the prefix alone."""
         odds = {token: 1 + hash((read, token)) % 997 for token in range(self.info.vocab_size)}
         total = sum(odds.values())
         values = {token: math.log(count / total) for token, count in odds.items()}
@@ -180,7 +180,7 @@ class CheckingRunner:
         return int(row["blocks"][position // size] * size + position % size)
 
     def _reads_well(self, name: str) -> bool:
-        """False: there is poison in what the row reads."""
+        """Whether the row reads no poison."""
         row, sound = self.rows[name], True
         for position in range(row["computed"]):
             content = self.slots.get(self._slot(row, position))
@@ -192,7 +192,7 @@ class CheckingRunner:
 
 @pytest.fixture
 def checking_runner() -> Callable[..., CheckingRunner]:
-    """Makes devices that check what every row reads."""
+    """Return a function that makes devices that check what every row reads."""
 
     def make(
         num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab_size: int = 1000

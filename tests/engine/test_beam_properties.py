@@ -1,5 +1,6 @@
-"""Random mixtures of beam searches, `best_of` and ordinary requests on a checking device: each gets the answer it gets
-alone, and every block comes back, whatever is preempted, aborted or broken meanwhile.
+"""Random mixtures of beam searches, `best_of` and other requests get the answers that each gets alone.
+
+All blocks are freed in the end, whatever is preempted, aborted or failed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ engine_settings = st.fixed_dictionaries(
 numbers_of_blocks = st.integers(12, 40)
 WIDEST = 4
 LONGEST = 10
-"""Beams x tokens of any search drawn here fit into 12 blocks with its prompt."""
+"""Beams x tokens of any search in these tests fit into 12 blocks with the prompt."""
 
 
 @st.composite
@@ -90,7 +91,7 @@ def choices_of(request: GenerateRequest) -> set[tuple[str, int]]:
 
 
 def admitted(core: EngineCore, requests: list[GenerateRequest]) -> list[GenerateRequest]:
-    """Add what fits; only a search larger than the cache may be refused."""
+    """Add the requests; only a search larger than the cache may be refused. Return the added ones."""
     taken = []
     for request in requests:
         try:
@@ -104,7 +105,7 @@ def admitted(core: EngineCore, requests: list[GenerateRequest]) -> list[Generate
 
 
 def drain(core: EngineCore) -> tuple[Answers, Counter[tuple[str, int]], Counter[str]]:
-    """All answers, how often each ended, and errors by request. Checks what must hold in every step."""
+    """Run all requests and check every step's invariants; return answers, numbers of ends, and errors."""
     answers: Answers = {}
     ends: Counter[tuple[str, int]] = Counter()
     errors: Counter[str] = Counter()
@@ -113,11 +114,11 @@ def drain(core: EngineCore) -> tuple[Answers, Counter[tuple[str, int]], Counter[
         core.check_integrity()
         for out in step.outputs:
             key = (out.request_id, out.choice)
-            assert ends[key] == 0, "an answer goes on after its end"
+            assert ends[key] == 0, "an answer must not continue after its end"
             answers.setdefault(key, []).extend(out.token_ids)
             ends[key] += out.finish_reason is not None
             errors[out.request_id] += out.error is not None
-        assert step.num_step_tokens > 0 or step.outputs or not core.has_work, "nothing runs while requests are there"
+        assert step.num_step_tokens > 0 or step.outputs or not core.has_work, "a step must run while requests exist"
     load = core.load()
     assert (load.num_blocks_active, load.num_requests_running, load.num_requests_waiting) == (0, 0, 0)
     assert (load.num_tokens_running, load.num_tokens_waiting) == (0, 0)
@@ -134,7 +135,7 @@ def assert_as_alone(make: Make, requests: list[GenerateRequest], answers: Answer
 
 @settings(max_examples=num_examples(120), deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), engine_settings, numbers_of_blocks)
-def test_every_search_ends_once_with_the_answers_it_finds_alone(
+def test_every_search_ends_once_with_the_answers_that_it_finds_alone(
     checking_runner: Make, requests: list[GenerateRequest], options: dict[str, Any], num_blocks: int
 ) -> None:
     core = make_core(checking_runner, num_blocks, **options)
@@ -171,7 +172,7 @@ def test_an_abort_at_any_time_ends_a_search_as_a_whole(
 
 @settings(max_examples=num_examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), engine_settings, numbers_of_blocks, st.data())
-def test_a_broken_row_fails_its_search_and_no_other(
+def test_a_failed_row_fails_its_search_and_no_other(
     checking_runner: Make,
     requests: list[GenerateRequest],
     options: dict[str, Any],
@@ -209,7 +210,7 @@ def search_of(num_prompt_tokens: int, width: int, max_tokens: int, name: str = "
     )
 
 
-def test_beams_share_their_prompt_and_copy_only_what_they_write(checking_runner: Make) -> None:
+def test_beams_share_their_prompt_and_copy_only_the_blocks_that_they_write(checking_runner: Make) -> None:
     core = make_core(checking_runner, enable_prefix_caching=False)
     core.add(search_of(20, 4, 12))
     most = copies = 0
@@ -217,14 +218,14 @@ def test_beams_share_their_prompt_and_copy_only_what_they_write(checking_runner:
         core.step()
         most = max(most, core.load().num_blocks_active)
         copies += len(core.runner.plans[-1].block_copies)
-    # 31 tokens with KV a row: 8 blocks, of which 5 are the prompt's.
+    # A row has 31 tokens with KV: 8 blocks, of which 5 are the prompt's.
     assert most <= 5 + 4 * 3
     assert most == most_blocks(search_of(20, 4, 12).sampling, 20, 32, BLOCK_SIZE) or most < 4 * 8
     assert 0 < copies < 11 * 4
 
 
-def test_the_last_reader_of_a_shared_block_writes_into_it(checking_runner: Make) -> None:
-    """Two beams fork inside a block: one copy, not two."""
+def test_the_last_user_of_a_shared_block_writes_into_it(checking_runner: Make) -> None:
+    """Two beams fork inside a block: one copy is made, not two."""
     core = make_core(checking_runner, enable_prefix_caching=False)
     core.add(search_of(6, 2, 3))
     copies = []
@@ -244,7 +245,7 @@ def test_a_search_that_cannot_fit_is_refused_with_the_reason(checking_runner: Ma
     assert drain(core)[1] == Counter({("a", choice): 1 for choice in range(3)})
 
 
-def test_a_search_with_more_beams_than_rows_takes_turns(checking_runner: Make) -> None:
+def test_a_search_with_more_beams_than_slots_runs_in_turns(checking_runner: Make) -> None:
     core = make_core(checking_runner, max_num_seqs=2)
     core.add(search_of(8, 6, 6))
     answers, _, _ = drain(core)
@@ -259,7 +260,7 @@ def test_beams_between_two_steps_count_as_running(checking_runner: Make) -> None
     assert (load.num_requests_running, load.num_requests_waiting) == (4, 0)
 
 
-def test_a_search_that_its_stop_tokens_leave_nothing_fails_alone(checking_runner: Make) -> None:
+def test_only_a_search_whose_stop_tokens_leave_no_candidate_fails(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     sampling = SamplingParams(
         n=2, use_beam_search=True, max_tokens=8, min_tokens=4, stop_token_ids=list(range(VOCAB_SIZE))
@@ -282,7 +283,7 @@ def pressing_requests() -> list[GenerateRequest]:
     return [plain[0], search_of(8, 3, 14, "a"), plain[1], search_of(8, 3, 14, "b"), plain[2]]
 
 
-def test_searches_under_pressure_compute_again_and_find_the_same(checking_runner: Make) -> None:
+def test_preempted_searches_are_computed_again_with_the_same_result(checking_runner: Make) -> None:
     core = make_core(checking_runner, 20, max_num_seqs=12, enable_prefix_caching=False)
     for request in pressing_requests():
         core.add(request)
@@ -293,17 +294,17 @@ def test_searches_under_pressure_compute_again_and_find_the_same(checking_runner
         for row in plan.admitted
         if row.request_id[0] in "ab" and row.num_computed_tokens == 0 and len(row.token_ids) > row.num_prompt_tokens
     ]
-    assert restarts, "no beam lost its blocks"
+    assert restarts, "no beam was preempted"
     assert not +errors
     assert_as_alone(checking_runner, pressing_requests(), answers)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", ["search", "choices"])
-def test_who_waits_with_blocks_does_not_lose_them_to_a_lower_priority(
+def test_a_waiting_row_with_blocks_does_not_lose_them_to_a_lower_priority(
     checking_runner: Make, overlap: bool, kind: str
 ) -> None:
-    """Beams between two steps and choices that wait for a seat are in no batch, but they are not the first to go."""
+    """Beams between two steps and choices that wait for a slot are in no batch, but they are not preempted first."""
     core = make_core(checking_runner, 14, max_num_seqs=2, overlap=overlap, enable_prefix_caching=False)
     sampling = SamplingParams(n=3, use_beam_search=kind == "search", max_tokens=8, ignore_eos=True, seed=1)
     important = GenerateRequest(
@@ -327,16 +328,16 @@ def test_who_waits_with_blocks_does_not_lose_them_to_a_lower_priority(
         for row in plan.admitted
         if row.num_computed_tokens == 0
     )
-    assert admitted_anew["important"] == 1, "its blocks were taken for a request of lower priority"
-    assert admitted_anew["cheap"] > 1, "there was no pressure"
+    assert admitted_anew["important"] == 1, "its blocks were given to a request of lower priority"
+    assert admitted_anew["cheap"] > 1, "the cache was never full"
     assert not +errors
     assert len(answers["cheap", 0]) == 38 - 20
     assert_as_alone(checking_runner, [important], answers)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-prefill-first"])
-def test_beams_decode_however_many_prompts_wait(checking_runner: Make, policy: str) -> None:
-    """Prompts that fill the budget of every step, and that each policy but one ranks before the search's own."""
+def test_beams_decode_in_every_step_however_many_prompts_wait(checking_runner: Make, policy: str) -> None:
+    """The prompts fill the budget of every step, and all policies but one rank them before the search's own."""
     core = make_core(checking_runner, policy=policy, max_num_batched_tokens=12, enable_prefix_caching=False)
     core.add(search_of(24, 3, 10))
     for index in range(16):
@@ -360,9 +361,7 @@ def _never_copy(self: KVCacheManager, table: BlockTable) -> bool:
     return False
 
 
-def test_beams_that_write_into_shared_blocks_do_not_pass(
-    monkeypatch: pytest.MonkeyPatch, checking_runner: Make
-) -> None:
+def test_a_planted_write_into_shared_blocks_is_detected(monkeypatch: pytest.MonkeyPatch, checking_runner: Make) -> None:
     monkeypatch.setattr(KVCacheManager, "_write_needs_copy", _never_copy)
     core = make_core(checking_runner)
     core.add(search_of(6, 4, 8))

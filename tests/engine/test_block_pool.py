@@ -1,4 +1,4 @@
-"""The block pool hands out blocks by reference count and evicts in the right order."""
+"""The block pool allocates blocks by reference count and evicts cached ones in the right order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cache(blocks: list[Block]) -> None:
         block.block_hash = b"content-%d" % block.block_id
 
 
-def test_every_block_is_handed_out_once() -> None:
+def test_every_block_is_allocated_once() -> None:
     pool, _ = make_pool(8)
     taken = pool.allocate(8)
     assert sorted(ids(taken)) == list(range(8))
@@ -35,7 +35,7 @@ def test_every_block_is_handed_out_once() -> None:
     assert all(block.ref_count == 1 for block in taken)
 
 
-def test_more_than_free_is_refused_and_changes_nothing() -> None:
+def test_an_allocation_beyond_the_free_blocks_is_refused_and_changes_nothing() -> None:
     pool, _ = make_pool(4)
     pool.allocate(3)
     with pytest.raises(KVCacheError, match="2 blocks asked for, 1 are free"):
@@ -48,7 +48,7 @@ def test_a_pool_needs_a_block() -> None:
         make_pool(0)
 
 
-def test_a_block_comes_back_with_its_last_reference_only() -> None:
+def test_a_block_is_freed_with_its_last_reference_only() -> None:
     pool, _ = make_pool(2)
     blocks = pool.allocate(1)
     pool.share(blocks)
@@ -66,7 +66,7 @@ def test_a_second_free_is_refused() -> None:
         pool.release(blocks)
 
 
-def test_blocks_without_content_are_taken_before_cached_ones() -> None:
+def test_blocks_without_content_are_allocated_before_cached_ones() -> None:
     pool, evicted = make_pool(4)
     cached, plain = pool.allocate(2), pool.allocate(2)
     cache(cached)
@@ -77,7 +77,7 @@ def test_blocks_without_content_are_taken_before_cached_ones() -> None:
     assert evicted == []
 
 
-def test_the_longest_unused_content_is_evicted_first() -> None:
+def test_the_least_recently_used_content_is_evicted_first() -> None:
     pool, evicted = make_pool(4)
     blocks = pool.allocate(4)
     cache(blocks)
@@ -90,7 +90,7 @@ def test_the_longest_unused_content_is_evicted_first() -> None:
     assert pool.num_evictable == 0
 
 
-def test_cached_content_is_revived_from_the_middle_of_the_free_list() -> None:
+def test_cached_content_in_the_free_list_can_be_used_again() -> None:
     pool, evicted = make_pool(3)
     blocks = pool.allocate(3)
     cache(blocks)
@@ -102,7 +102,7 @@ def test_cached_content_is_revived_from_the_middle_of_the_free_list() -> None:
     assert evicted == []
 
 
-def test_dropped_content_makes_a_free_block_the_next_to_go() -> None:
+def test_a_free_block_whose_content_is_dropped_is_allocated_next() -> None:
     pool, _ = make_pool(3)
     blocks = pool.allocate(3)
     cache(blocks)

@@ -1,4 +1,4 @@
-"""schedule -> run -> update, also when rows or whole steps fail."""
+"""The engine's loop (schedule, run, update), also when rows or whole steps fail."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
 def checking_runner(checking_runner: Make, request: pytest.FixtureRequest) -> Make:
-    """Every rule holds in both loops."""
+    """Return the checking device for both loops, which have the same rules."""
 
     def make(**settings: Any) -> Any:
         runner = checking_runner(**settings)
@@ -57,7 +57,7 @@ def finish(core: EngineCore) -> dict[str, list[TokensOut]]:
 
 
 def poison(token_id: int) -> Callable[[Any], bool]:
-    """A device fault that follows one request wherever it goes."""
+    """Return a device fault that occurs in every step with this token."""
     poisoned: set[str] = set()
 
     def breaks(plan: Any) -> bool:
@@ -84,7 +84,7 @@ def test_requests_are_served_to_their_end(checking_runner: Make) -> None:
     assert sorted(out.choice for out in outputs["b"] if out.finish_reason) == [0, 1]
 
 
-def test_one_bad_request_is_found_and_the_others_finish(checking_runner: Make) -> None:
+def test_a_bad_request_is_found_and_the_others_finish(checking_runner: Make) -> None:
     clean = make_core(checking_runner)
     core = make_core(checking_runner)
     core.runner.raise_on = poison(666)
@@ -103,7 +103,7 @@ def test_one_bad_request_is_found_and_the_others_finish(checking_runner: Make) -
     assert core.num_failed_steps_in_a_row == 0
 
 
-def test_a_transient_fault_costs_no_request(checking_runner: Make) -> None:
+def test_a_transient_fault_fails_no_request(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     faults = iter([False, True])
     core.runner.raise_on = lambda plan: next(faults, False)
@@ -114,7 +114,7 @@ def test_a_transient_fault_costs_no_request(checking_runner: Make) -> None:
     assert all(sum(len(out.token_ids) for out in answers) == 4 for answers in outputs.values())
 
 
-def test_a_device_that_always_fails_ends_every_request_and_not_the_loop(checking_runner: Make) -> None:
+def test_a_device_that_always_fails_ends_every_request_but_not_the_loop(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.runner.raise_on = lambda plan: True
     for index in range(3):
@@ -131,7 +131,7 @@ def test_a_device_that_always_fails_ends_every_request_and_not_the_loop(checking
     assert finish(core)["after"][-1].finish_reason == "length"
 
 
-def test_an_abort_after_a_failed_step_is_honoured(checking_runner: Make) -> None:
+def test_an_abort_after_a_failed_step_takes_effect(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     faults = iter([True])
     core.runner.raise_on = lambda plan: next(faults, False)
@@ -167,7 +167,7 @@ def test_an_interrupted_step_leaves_nothing_in_flight(checking_runner: Make) -> 
 @pytest.mark.parametrize(
     ("place", "name"), [("kv", "commit"), ("_outputs", "tokens"), ("", "_leave"), ("", "_fork_choices")]
 )
-def test_a_fault_while_a_step_is_booked_fails_its_requests_and_the_next_ones_are_served(
+def test_a_fault_while_a_step_is_processed_fails_its_requests_and_later_ones_are_served(
     checking_runner: Make, monkeypatch: pytest.MonkeyPatch, place: str, name: str, call: int
 ) -> None:
     core = make_core(checking_runner, max_num_seqs=3)
@@ -193,7 +193,7 @@ def test_a_fault_while_a_step_is_booked_fails_its_requests_and_the_next_ones_are
     assert (core.load().num_blocks_active, core.num_failed_steps_in_a_row) == (0, 0)
 
 
-def test_a_fault_while_a_step_is_planned_fails_the_requests_it_may_have_touched(
+def test_a_fault_while_a_step_is_planned_fails_the_requests_that_it_may_affect(
     checking_runner: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core(checking_runner)
@@ -212,7 +212,7 @@ def test_a_fault_while_a_step_is_planned_fails_the_requests_it_may_have_touched(
     assert outputs["good"][-1].finish_reason == "length"
 
 
-def test_a_fault_that_breaks_the_books_of_others_is_not_survived(
+def test_a_fault_that_damages_the_state_of_other_requests_ends_the_engine(
     checking_runner: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core(checking_runner)
@@ -229,7 +229,7 @@ def test_a_fault_that_breaks_the_books_of_others_is_not_survived(
         core.step()
 
 
-def test_ctrl_c_while_a_step_is_booked_leaves_nothing_in_flight(
+def test_ctrl_c_while_a_step_is_processed_leaves_nothing_in_flight(
     checking_runner: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core(checking_runner)
@@ -248,7 +248,7 @@ def test_ctrl_c_while_a_step_is_booked_leaves_nothing_in_flight(
     assert finish(core)["b"][-1].finish_reason == "length"
 
 
-def test_end_tokens_that_the_model_has_no_row_for_are_left_out(checking_runner: Make) -> None:
+def test_end_tokens_outside_the_models_vocabulary_are_ignored(checking_runner: Make) -> None:
     core = make_core(checking_runner, eos_token_ids=[5, 1000])
     assert core.scheduler.limits.eos_token_ids == [5]
 
@@ -264,10 +264,10 @@ def test_prefix_events_add_up_to_the_snapshot(checking_runner: Make) -> None:
             if prefixes is not None:
                 known = (known | set(prefixes.added)) - set(prefixes.removed)
             assert known == set(core.prefix_snapshot())
-    assert 1 <= len(known) <= 40, "of six prompts of 17 full blocks, some were evicted"
+    assert 1 <= len(known) <= 40, "of six prompts of 17 full blocks, some must be evicted"
 
 
-def test_step_times_are_learnt_and_sent_now_and_then() -> None:
+def test_step_times_are_learned_and_published_periodically() -> None:
     now_s = 0.0
 
     def sleep(seconds: float) -> None:
@@ -289,7 +289,7 @@ def test_step_times_are_learnt_and_sent_now_and_then() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_takes_from_one_reading_to_the_next_while_there_is_work(overlap: bool) -> None:
+def test_under_load_a_steps_time_is_that_between_two_reads(overlap: bool) -> None:
     now_s = 0.0
 
     def pass_by(seconds: float) -> None:
@@ -306,12 +306,12 @@ def test_a_step_takes_from_one_reading_to_the_next_while_there_is_work(overlap: 
             pass_by(0.002)
         pass_by(60.0)
         alone_ms = 6.0 if overlap else 8.0
-        assert took_ms[0] == pytest.approx(7.2, abs=0.1), "neither the minute without work nor what came before counts"
+        assert took_ms[0] == pytest.approx(7.2, abs=0.1), "neither the idle minute nor earlier time may count"
         assert took_ms[1:] == pytest.approx([alone_ms] * 4, abs=0.1)
 
 
 @pytest.mark.parametrize("budget", [1, 8, 64, 500])
-def test_warm_up_generates_a_token_measures_steps_and_leaves_no_trace(checking_runner: Make, budget: int) -> None:
+def test_warm_up_generates_a_token_measures_steps_and_leaves_no_state(checking_runner: Make, budget: int) -> None:
     core = make_core(checking_runner, max_num_batched_tokens=budget)
     self_test(core)
     Calibration(core).begin()
@@ -325,12 +325,12 @@ def test_warm_up_generates_a_token_measures_steps_and_leaves_no_trace(checking_r
     assert core.load().num_blocks_evictable == 0
 
 
-def test_larger_steps_are_measured_once_nothing_is_asked_until_a_request_came(checking_runner: Make) -> None:
+def test_larger_steps_are_measured_while_idle_until_the_first_request(checking_runner: Make) -> None:
     core = make_core(checking_runner, max_num_batched_tokens=100)
     calibration = Calibration(core)
     calibration.begin(limit_s=0)
     before = core.num_steps
-    assert calibration.go_on(), "one more size"
+    assert calibration.go_on(), "one more size is measured"
     assert core.num_steps > before
     assert not core.has_work
     assert core.prefix_snapshot() == []
@@ -338,11 +338,11 @@ def test_larger_steps_are_measured_once_nothing_is_asked_until_a_request_came(ch
     while core.has_work:
         core.step()
     after = core.num_steps
-    assert not calibration.go_on(), "requests teach the model from here"
+    assert not calibration.go_on(), "from now on, requests are measured"
     assert core.num_steps == after
 
 
-def test_measuring_ends_with_the_largest_step(checking_runner: Make) -> None:
+def test_measurements_end_with_the_largest_step(checking_runner: Make) -> None:
     core = make_core(checking_runner, max_num_batched_tokens=100)
     calibration = Calibration(core)
     calibration.begin(limit_s=0)
@@ -350,9 +350,9 @@ def test_measuring_ends_with_the_largest_step(checking_runner: Make) -> None:
     assert found == [True] * 6 + [False] * 2
 
 
-def test_warm_up_knows_what_decodes_take_beyond_tokens_of_prompts() -> None:
-    """An engine with a large head, which only sampled tokens meet."""
-    head_ms = 0.02  # beside 0.03 of a token
+def test_warm_up_measures_the_additional_cost_of_decodes() -> None:
+    """The engine has a large head, which only sampled tokens use."""
+    head_ms = 0.02  # compared with 0.03 for a token
     now_s = 0.0
 
     def pass_by(seconds: float) -> None:
@@ -376,14 +376,14 @@ def test_warm_up_knows_what_decodes_take_beyond_tokens_of_prompts() -> None:
     assert not core.has_work
 
 
-def test_the_self_test_fails_when_no_token_comes(checking_runner: Make) -> None:
+def test_the_self_test_fails_if_no_token_is_generated(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.runner.raise_on = lambda plan: True
     with pytest.raises(SelfTestError, match="DeviceFault"):
         self_test(core)
 
 
-def test_the_self_test_fails_on_a_token_the_model_does_not_have(checking_runner: Make) -> None:
+def test_the_self_test_fails_on_a_token_outside_the_vocabulary(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     wait = core.runner.wait
 
@@ -408,7 +408,7 @@ def num_tokens(outputs: list[TokensOut]) -> int:
     return sum(len(out.token_ids) for out in outputs)
 
 
-def test_an_allowance_ends_every_sequence_by_length(checking_runner: Make) -> None:
+def test_an_allowance_ends_every_sequence_with_reason_length(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.add(limited("a", 3, n=2, max_tokens=8))
     core.add(limited("b", 9, max_tokens=4, min_tokens=4))
@@ -421,7 +421,7 @@ def test_an_allowance_ends_every_sequence_by_length(checking_runner: Make) -> No
 
 
 @pytest.mark.parametrize("num_steps", range(4))
-def test_an_allowance_may_be_raised_up_to_the_requests_own_limit(checking_runner: Make, num_steps: int) -> None:
+def test_an_allowance_can_be_raised_up_to_the_requests_own_limit(checking_runner: Make, num_steps: int) -> None:
     unlimited, core = make_core(checking_runner), make_core(checking_runner)
     unlimited.add(request("a", list(range(10)), n=2, max_tokens=9))
     core.add(limited("a", 4, n=2, max_tokens=9))
@@ -438,7 +438,7 @@ def test_an_allowance_may_be_raised_up_to_the_requests_own_limit(checking_runner
     assert tokens == {choice: [out.token_ids for out in expected if out.choice == choice] for choice in (0, 1)}
 
 
-def test_an_allowance_that_comes_too_late_changes_nothing(checking_runner: Make) -> None:
+def test_an_allowance_that_arrives_too_late_has_no_effect(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.add(limited("a", 2, max_tokens=9))
     outputs = finish(core)["a"]
@@ -447,7 +447,7 @@ def test_an_allowance_that_comes_too_late_changes_nothing(checking_runner: Make)
     assert not core.has_work
 
 
-def test_an_allowance_counts_what_another_engine_has_generated(checking_runner: Make) -> None:
+def test_an_allowance_includes_the_tokens_that_another_engine_has_generated(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     resumed = msgspec.structs.replace(limited("a", 5, max_tokens=9), resume=[ChoiceResume(0, [1, 2, 3], 0)])
     core.add(resumed)
@@ -457,6 +457,6 @@ def test_an_allowance_counts_what_another_engine_has_generated(checking_runner: 
     assert [(out.token_ids, out.finish_reason) for out in outputs["b"]] == [([], "length")]
 
 
-def test_an_allowance_of_nothing_is_refused(checking_runner: Make) -> None:
+def test_an_allowance_of_zero_is_refused(checking_runner: Make) -> None:
     with pytest.raises(PagemillError, match="token_allowance must be at least 1"):
         make_core(checking_runner).add(limited("a", 0))

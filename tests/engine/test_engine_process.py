@@ -1,4 +1,4 @@
-"""The engine process: starts, answers, refuses, and is never left behind nor missed when it dies."""
+"""The engine process starts, answers, refuses and stops; its death is noticed, and it never outlives its parent."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def request(name: str, num_tokens: int = 3, **sampling: Any) -> AddRequest:
 
 
 class LateSocket:
-    """Has no connection at first."""
+    """A socket that has no connection at first."""
 
     def __init__(self, num_refused: int) -> None:
         self.closed = False
@@ -76,7 +76,7 @@ class LateSocket:
         self.sent.append(data)
 
 
-async def test_messages_from_before_the_engine_process_has_connected_arrive_in_order() -> None:
+async def test_messages_sent_before_the_engine_process_connects_arrive_in_order() -> None:
     channel, socket = EngineChannel(CONFIG, cast(Any, None)), LateSocket(3)
     channel._outbox = cast(Any, socket)
     messages = [Abort(request_id=str(number)) for number in range(4)]
@@ -94,8 +94,8 @@ def test_nothing_slow_is_imported_before_the_engine_process_starts() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_the_engine_process_knows_neither_text_nor_json() -> None:
-    """Detokenizing, stop strings and rendering are the HTTP process's: nothing of them can hold up a step."""
+def test_the_engine_process_handles_neither_text_nor_json() -> None:
+    """The HTTP process detokenizes, finds stop strings and renders, so that none of it delays a step."""
     code = (
         "import sys, pagemill_engine.loop.process, pagemill_engine.runner.load_cpu; "
         "texts = ('pagemill_engine.output', 'pagemill_engine.server', 'pagemill_protocol.text', "
@@ -127,7 +127,7 @@ async def until_ready(channel: EngineChannel) -> tuple[Ready, list[LoadProgress]
 
 async def read_to_death(channel: EngineChannel, messages: list[Any] | None = None) -> None:
     while True:
-        message = await asyncio.wait_for(channel.recv(), START_LIMIT_S)  # torch is imported first
+        message = await asyncio.wait_for(channel.recv(), START_LIMIT_S)  # imported before everything else
         if messages is not None:
             messages.append(message)
 
@@ -174,7 +174,7 @@ async def test_the_engine_starts_answers_refuses_and_stops() -> None:
         assert not process.is_running()
 
 
-async def test_an_idle_engine_speaks_every_second_and_costs_no_cpu() -> None:
+async def test_an_idle_engine_reports_every_second_and_uses_no_cpu() -> None:
     async with started() as channel:
         await until_ready(channel)
         process = psutil.Process(channel.pid)
@@ -186,12 +186,12 @@ async def test_an_idle_engine_speaks_every_second_and_costs_no_cpu() -> None:
             gaps_s.append(time.monotonic() - last_s)
             last_s += gaps_s[-1]
             assert report.outputs == []
-        assert min(gaps_s) < 5, "whatever else the machine does"
+        assert min(gaps_s) < 5, "the limit must hold on a busy machine"
         after = process.cpu_times()
         assert after.user + after.system - before.user - before.system <= 0.03
 
 
-async def test_heartbeats_go_on_in_a_long_step_and_name_what_is_predicted_for_it() -> None:
+async def test_heartbeats_continue_during_a_long_step_with_its_predicted_time() -> None:
     slow = StepTimeParams(knots_tokens=[1, 512], knot_ms=[1.0, 3000.0])
     async with started(msgspec.structs.replace(CONFIG, step_time=slow)) as channel:
         await until_ready(channel)
@@ -200,14 +200,14 @@ async def test_heartbeats_go_on_in_a_long_step_and_name_what_is_predicted_for_it
         while not (isinstance(message := await channel.recv(), StepOutputs) and message.outputs):
             if isinstance(message, Heartbeat):
                 expected_ms.append(message.expected_step_ms)
-        assert time.monotonic() - began_s > 2.5, "the step was to be long"
+        assert time.monotonic() - began_s > 2.5, "the step must be long"
         assert max(expected_ms) > 1000
         while not isinstance(message := await channel.recv(), Heartbeat):
             pass
         assert message.expected_step_ms == 0.0
 
 
-async def test_the_death_of_the_engine_is_seen_at_once() -> None:
+async def test_the_death_of_the_engine_is_noticed_at_once() -> None:
     async with started() as channel:
         await until_ready(channel)
         channel.send(request("a", max_tokens=None))
@@ -231,7 +231,7 @@ async def test_a_model_that_cannot_be_loaded_is_reported_with_its_reason() -> No
         assert "/nowhere/model.gguf" in messages[-1].message
 
 
-async def test_nothing_is_left_after_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_process_remains_after_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "link"))
     (tmp_path / "link").mkdir()
     async with started() as channel:
@@ -242,7 +242,7 @@ async def test_nothing_is_left_after_close(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == []
 
 
-async def test_an_engine_that_has_hardly_started_is_ended_at_once(
+async def test_an_engine_that_has_just_started_can_be_ended_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "link"))
@@ -301,7 +301,7 @@ async def test_the_engine_does_not_outlive_its_parent() -> None:
 
 
 class FakeLink:
-    """Messages to the loop from a list; what it says is kept."""
+    """A connection that gives messages from a list to the loop and records the answers."""
 
     def __init__(self, messages: list[Any]) -> None:
         self.messages = messages
@@ -325,7 +325,7 @@ def run_loop(core: EngineCore, messages: list[Any]) -> list[TokensOut]:
     return [output for step in link.sent for output in step.outputs]
 
 
-def test_a_device_that_is_broken_ends_the_process(checking_runner: Any) -> None:
+def test_a_broken_device_ends_the_process(checking_runner: Any) -> None:
     core = EngineCore(EngineConfig(model="m", block_size=4), checking_runner())
     core.runner.raise_on = lambda plan: True
     with pytest.raises(EngineFault, match="device") as caught:
@@ -334,7 +334,7 @@ def test_a_device_that_is_broken_ends_the_process(checking_runner: Any) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_device_that_is_lost_ends_the_process_with_its_first_step(checking_runner: Any, overlap: bool) -> None:
+def test_a_lost_device_ends_the_process_with_its_first_step(checking_runner: Any, overlap: bool) -> None:
     core = EngineCore(EngineConfig(model="m", block_size=4, overlap=overlap), checking_runner())
 
     def lose(plan: Any) -> bool:
@@ -347,7 +347,7 @@ def test_a_device_that_is_lost_ends_the_process_with_its_first_step(checking_run
     assert (fatal.reason, "illegal memory access" in fatal.message) == ("DeviceLost", True)
 
 
-def test_a_device_that_is_lost_behind_a_step_that_failed_ends_the_process_at_once(checking_runner: Any) -> None:
+def test_a_device_lost_after_a_failed_step_ends_the_process_at_once(checking_runner: Any) -> None:
     core = EngineCore(EngineConfig(model="m", block_size=4, overlap=True), checking_runner())
     errors = [RuntimeError("out of memory"), DeviceLostError("The device failed: an illegal memory access")]
 
@@ -360,14 +360,14 @@ def test_a_device_that_is_lost_behind_a_step_that_failed_ends_the_process_at_onc
     assert errors == []
 
 
-def test_a_row_of_bad_requests_does_not_end_the_process(checking_runner: Any) -> None:
+def test_several_bad_requests_do_not_end_the_process(checking_runner: Any) -> None:
     core = EngineCore(EngineConfig(model="m", block_size=4), checking_runner())
     core.runner.raise_on = lambda plan: "probe" not in plan.num_scheduled_tokens
     outputs = run_loop(core, [request(f"r{index}") for index in range(20)])
     assert [out.finish_reason for out in outputs] == ["error"] * 20
 
 
-def test_a_fault_while_queueing_fails_that_request_alone(checking_runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_while_queueing_fails_only_that_request(checking_runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     core = EngineCore(EngineConfig(model="m", block_size=4), checking_runner())
     add = core.add
 
@@ -382,7 +382,7 @@ def test_a_fault_while_queueing_fails_that_request_alone(checking_runner: Any, m
     assert ends == {"bad": ("error", 500), "good": ("length", 500)}
 
 
-def test_the_collector_rests_while_loading_and_leaves_alone_what_was_loaded(
+def test_garbage_collection_is_off_during_loading_and_ignores_loaded_objects(
     checking_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     while_loading: list[bool] = []
@@ -401,7 +401,7 @@ def test_the_collector_rests_while_loading_and_leaves_alone_what_was_loaded(
         gc.unfreeze()
 
 
-def test_a_failed_load_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_leaves_garbage_collection_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(config: EngineConfig, progress: Any, early_digest: Any) -> Any:
         raise LoadError("ModelUnreadable", "broken")
 
@@ -411,7 +411,7 @@ def test_a_failed_load_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) 
     assert gc.isenabled()
 
 
-def test_a_fault_while_aborting_is_survived_as_long_as_the_books_are_sound(
+def test_a_fault_while_aborting_is_survived_if_the_state_is_consistent(
     checking_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = EngineCore(EngineConfig(model="m", block_size=4), checking_runner())
@@ -470,7 +470,7 @@ assert found == [EngineConfig(model="x", num_threads=1, num_kv_blocks=4)] * 32
 
 
 @pytest.mark.parametrize("attempt", range(6))
-def test_several_threads_may_be_the_first_to_read_the_settings(tmp_path: Path, attempt: int) -> None:
-    """The digest's thread and the main one are; some of such attempts ended by SIGSEGV."""
+def test_several_threads_may_read_the_settings_first(tmp_path: Path, attempt: int) -> None:
+    """The digest's thread and the main thread do; some such attempts ended with SIGSEGV."""
     done = subprocess.run([sys.executable, "-c", FIRST_TO_DECODE, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, (attempt, done.returncode, done.stderr)

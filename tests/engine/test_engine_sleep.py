@@ -1,4 +1,4 @@
-"""The engine's half of sleep: what the core forgets, what a device keeps, in which order messages take effect."""
+"""Sleep in the engine: the state that the core drops, the state that a device keeps, and the order of messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def request(name: str, prompt: list[int], **sampling: Any) -> GenerateRequest:
 
 
 def generate(core: EngineCore, name: str, prompt: list[int]) -> tuple[list[int], int]:
-    """Tokens, and how many of the prompt were cached."""
+    """Return the generated tokens, and the number of cached tokens of the prompt."""
     core.add(request(name, prompt))
     tokens, num_cached = [], 0
     while core.has_work:
@@ -53,14 +53,14 @@ def core(checking_runner: Make, request: pytest.FixtureRequest) -> EngineCore:
     return EngineCore(EngineConfig(model="m", block_size=4), runner)
 
 
-def test_after_sleep_nothing_is_cached_and_every_answer_is_the_same(core: EngineCore) -> None:
+def test_after_sleep_no_token_is_cached_and_every_answer_is_the_same(core: EngineCore) -> None:
     prompt = list(range(100, 200))
     before, _ = generate(core, "a", prompt)
     again, num_cached = generate(core, "b", prompt)
     assert again == before
     assert num_cached > 0
     cached = set(core.prefix_snapshot())
-    core.step()  # the news of what was cached
+    core.step()  # the changes of the prefix cache
     _, news = fall_asleep(core)
     assert news.prefixes is not None
     assert set(news.prefixes.removed) == cached
@@ -73,7 +73,7 @@ def test_after_sleep_nothing_is_cached_and_every_answer_is_the_same(core: Engine
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=8))
-def test_sleep_between_requests_is_never_seen_in_answers(rounds: list[tuple[int, bool]]) -> None:
+def test_sleep_between_requests_never_changes_answers(rounds: list[tuple[int, bool]]) -> None:
     core = EngineCore(CONFIG, NullRunner.from_config(CONFIG, sleep=lambda seconds: None))
     prompts = [list(range(start, start + 70)) for start in (0, 30, 500)]
     expected: dict[int, list[int]] = {}
@@ -86,7 +86,7 @@ def test_sleep_between_requests_is_never_seen_in_answers(rounds: list[tuple[int,
         core.check_integrity()
 
 
-def test_no_step_runs_on_a_device_that_sleeps() -> None:
+def test_no_step_runs_on_a_sleeping_device() -> None:
     runner = NullRunner.from_config(CONFIG)
     runner.sleep()
     with pytest.raises(PlanError, match="sleeps"):
@@ -94,7 +94,7 @@ def test_no_step_runs_on_a_device_that_sleeps() -> None:
 
 
 class Link:
-    """Hands out what it was given, then says stop by raising."""
+    """A connection that returns the given messages and then stops the loop by raising."""
 
     def __init__(self, *messages: Any) -> None:
         self._messages = list(messages)
@@ -121,7 +121,7 @@ def run(core: EngineCore, *messages: Any) -> Link:
     return link
 
 
-def test_the_loop_sleeps_once_everything_has_finished_and_wakes_with_a_proof(core: EngineCore) -> None:
+def test_the_loop_sleeps_after_its_requests_and_wakes_with_a_self_test(core: EngineCore) -> None:
     link = run(core, AddRequest(request("a", [1, 2, 3])), Sleep())
     tokens = [token for step in link.of(StepOutputs) for output in step.outputs for token in output.token_ids]
     assert len(tokens) == 4
@@ -130,13 +130,13 @@ def test_the_loop_sleeps_once_everything_has_finished_and_wakes_with_a_proof(cor
     )
 
 
-def test_a_wake_before_the_sleep_came_leaves_it_awake(core: EngineCore) -> None:
+def test_a_wake_before_a_pending_sleep_keeps_the_engine_awake(core: EngineCore) -> None:
     link = run(core, AddRequest(request("a", [1, 2, 3])), Sleep(), Wake())
     assert link.of(Slept) == []
     assert link.of(Awake) == [Awake(0.0)]
 
 
-def test_a_request_that_comes_to_who_sleeps_is_refused_and_harms_nothing(core: EngineCore) -> None:
+def test_a_request_to_a_sleeping_engine_is_refused(core: EngineCore) -> None:
     loop, link = EngineLoop(core, Link()), Link()  # type: ignore[arg-type]
     loop._link = link  # type: ignore[assignment]
     loop._handle(Sleep())
@@ -149,7 +149,7 @@ def test_a_request_that_comes_to_who_sleeps_is_refused_and_harms_nothing(core: E
     assert not core.has_work
 
 
-def test_a_host_without_room_keeps_the_engine_awake(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_host_memory_the_engine_stays_awake(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise SleepError("no room")
 
@@ -159,7 +159,9 @@ def test_a_host_without_room_keeps_the_engine_awake(core: EngineCore, monkeypatc
     assert any(output.finish_reason == "length" for step in link.of(StepOutputs) for output in step.outputs)
 
 
-def test_an_engine_that_cannot_wake_says_why_and_ends(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_wake_reports_the_reason_and_ends(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise RuntimeError("out of memory")
 
@@ -192,14 +194,14 @@ async def until(channel: EngineChannel, kind: type) -> tuple[Any, list[TokensOut
             return message, outputs
 
 
-async def test_the_process_sleeps_speaks_meanwhile_and_works_again() -> None:
+async def test_the_process_sleeps_sends_heartbeats_and_works_after_waking() -> None:
     async with started() as channel:
         await until(channel, Ready)
         channel.send(AddRequest(request("a", [1, 2, 3], max_tokens=20)))
         channel.send(Sleep())
         _, outputs = await until(channel, Slept)
         assert outputs[-1].finish_reason == "length"
-        await until(channel, StepOutputs)  # a sign of life, as it gives every second
+        await until(channel, StepOutputs)  # the heartbeat that it sends every second
         channel.send(Wake())
         awake, _ = await until(channel, Awake)
         assert awake.wake_s > 0

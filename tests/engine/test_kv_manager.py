@@ -1,4 +1,4 @@
-"""Block tables: prefix hits, forks, copy-on-write, and an integrity check that sees planted faults."""
+"""Block tables: prefix hits, forks, copy-on-write, and an integrity check that detects planted faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prompt(num_tokens: int, first: int = 0) -> list[int]:
 
 
 def compute(kv: KVCacheManager, row: Row, num_tokens: int | None = None) -> None:
-    """Start the row if need be and write its next tokens."""
+    """Start the row if necessary, and write its next tokens."""
     if not kv.has_table(row):
         kv.start(row, kv.get_computed_blocks(row))
     due = len(row.token_ids) - row.num_computed_tokens
@@ -42,7 +42,7 @@ def compute(kv: KVCacheManager, row: Row, num_tokens: int | None = None) -> None
 
 
 def run(kv: KVCacheManager, writes: dict[Row, int]) -> None:
-    """Launch and read the step whose writes were opened."""
+    """Launch and read the step with these writes."""
     kv.launch([row.request_id for row in writes])
     for row, num_tokens in writes.items():
         kv.commit(row, num_tokens)
@@ -59,7 +59,7 @@ def test_only_the_blocks_of_the_step_are_allocated() -> None:
     assert kv.num_table_blocks(row) == 4
 
 
-def test_too_few_blocks_change_nothing() -> None:
+def test_an_allocation_without_enough_blocks_changes_nothing() -> None:
     kv = make_kv(3)
     first = Row("a", prompt(8))
     compute(kv, first)
@@ -72,7 +72,7 @@ def test_too_few_blocks_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [4, 8, 9, 12])
-def test_a_full_hit_still_leaves_the_last_token_to_compute(num_tokens: int) -> None:
+def test_a_full_hit_leaves_the_last_token_to_compute(num_tokens: int) -> None:
     kv = make_kv()
     compute(kv, Row("a", prompt(num_tokens)))
     again = Row("b", prompt(num_tokens))
@@ -87,20 +87,20 @@ def test_a_hit_ends_at_the_first_difference() -> None:
     assert len(kv.get_computed_blocks(other)) == 1
 
 
-def test_roots_keep_equal_prompts_apart() -> None:
+def test_different_roots_separate_equal_prompts() -> None:
     kv = make_kv()
     compute(kv, Row("a", prompt(16)))
     assert kv.get_computed_blocks(Row("b", prompt(16), cache_root=b"tenant")) == []
 
 
-def test_without_caching_nothing_is_found() -> None:
+def test_without_a_prefix_cache_there_are_no_hits() -> None:
     kv = make_kv(caching=False)
     compute(kv, Row("a", prompt(16)))
     assert kv.get_computed_blocks(Row("b", prompt(16))) == []
     assert len(kv.prefix_cache) == 0
 
 
-def test_freed_content_is_found_again_until_it_is_evicted() -> None:
+def test_freed_blocks_can_be_hit_until_they_are_evicted() -> None:
     kv = make_kv(4)
     row = Row("a", prompt(16))
     compute(kv, row)
@@ -108,12 +108,12 @@ def test_freed_content_is_found_again_until_it_is_evicted() -> None:
     assert kv.pool.num_evictable == 4
     assert len(kv.get_computed_blocks(Row("b", prompt(20)))) == 4
     compute(kv, Row("c", prompt(5, first=90)))
-    # The chain's tail went first, its head is still good.
+    # The end of the chain is evicted first, so its beginning is still valid.
     assert len(kv.get_computed_blocks(Row("d", prompt(20)))) == 2
     check_integrity(kv)
 
 
-def test_a_row_of_the_same_step_hits_what_is_being_written() -> None:
+def test_a_row_can_hit_blocks_that_the_same_step_writes() -> None:
     kv = make_kv()
     writer, reader = Row("a", prompt(10)), Row("b", prompt(10))
     kv.start(writer, [])
@@ -126,7 +126,7 @@ def test_a_row_of_the_same_step_hits_what_is_being_written() -> None:
     check_integrity(kv)
 
 
-def test_a_block_that_fills_with_an_unknown_token_is_findable_when_the_token_is_known() -> None:
+def test_a_block_completed_by_an_unknown_token_can_be_hit_once_the_token_is_known() -> None:
     kv = make_kv()
     row = Row("a", prompt(7))
     compute(kv, row)
@@ -142,7 +142,7 @@ def test_a_block_that_fills_with_an_unknown_token_is_findable_when_the_token_is_
     assert len(kv.get_computed_blocks(Row("b", prompt(9)))) == 2
 
 
-def test_what_a_step_in_flight_writes_is_no_ones_to_find_when_its_row_leaves() -> None:
+def test_blocks_of_a_step_in_flight_cannot_be_hit_after_their_row_left() -> None:
     kv = make_kv()
     row = Row("a", prompt(12))
     kv.start(row, [])
@@ -158,7 +158,7 @@ def test_what_a_step_in_flight_writes_is_no_ones_to_find_when_its_row_leaves() -
     assert len(kv.get_computed_blocks(Row("b", prompt(13)))) == 1
 
 
-def test_the_blocks_of_a_row_that_lost_its_table_can_be_distrusted() -> None:
+def test_blocks_of_a_row_without_a_table_can_be_invalidated() -> None:
     kv = make_kv()
     row = Row("a", prompt(12))
     compute(kv, row)
@@ -168,7 +168,7 @@ def test_the_blocks_of_a_row_that_lost_its_table_can_be_distrusted() -> None:
     assert len(kv.prefix_cache) == 0
 
 
-def test_nothing_forks_from_a_row_that_a_step_writes() -> None:
+def test_a_row_that_a_step_writes_cannot_be_forked() -> None:
     kv = make_kv()
     row = Row("a", prompt(9))
     compute(kv, row, 6)
@@ -180,7 +180,7 @@ def test_nothing_forks_from_a_row_that_a_step_writes() -> None:
         kv.commit(row, 4)
 
 
-def test_what_was_published_and_not_written_is_withdrawn() -> None:
+def test_published_blocks_that_were_not_written_are_withdrawn() -> None:
     kv = make_kv()
     row = Row("a", prompt(10))
     kv.start(row, [])
@@ -192,7 +192,7 @@ def test_what_was_published_and_not_written_is_withdrawn() -> None:
     assert kv.prefix_cache.drain_events() == ([], [])
 
 
-def test_the_blocks_of_a_failed_row_are_not_found_again() -> None:
+def test_blocks_of_a_failed_row_cannot_be_hit() -> None:
     kv = make_kv()
     row = Row("a", prompt(12))
     compute(kv, row, 8)
@@ -220,7 +220,7 @@ def test_a_fork_shares_all_blocks_and_copies_the_partial_one_on_write() -> None:
     check_integrity(kv)
 
 
-def test_the_last_holder_of_a_partial_block_writes_in_place() -> None:
+def test_the_last_user_of_a_partial_block_writes_in_place() -> None:
     kv = make_kv()
     parent, child = Row("p", prompt(7)), Row("c", prompt(7))
     compute(kv, parent)
@@ -231,7 +231,7 @@ def test_the_last_holder_of_a_partial_block_writes_in_place() -> None:
     assert allocation.replaced is None
 
 
-def test_a_findable_block_is_never_written_in_place() -> None:
+def test_a_block_that_can_be_hit_is_never_written_in_place() -> None:
     kv = make_kv()
     parent, child = Row("p", prompt(8)), Row("c", prompt(8))
     compute(kv, parent)
@@ -244,7 +244,7 @@ def test_a_findable_block_is_never_written_in_place() -> None:
     check_integrity(kv)
 
 
-def test_a_fork_needs_computed_tokens() -> None:
+def test_a_fork_requires_computed_tokens() -> None:
     kv = make_kv()
     parent = Row("p", prompt(8))
     compute(kv, parent, 4)
@@ -252,7 +252,7 @@ def test_a_fork_needs_computed_tokens() -> None:
         kv.fork(parent, Row("c", prompt(8)), 7)
 
 
-def test_waste_is_what_tails_leave_empty() -> None:
+def test_waste_is_the_number_of_unused_slots_in_last_blocks() -> None:
     kv = make_kv()
     first, second = Row("a", prompt(5)), Row("b", prompt(8, first=50))
     compute(kv, first)
@@ -266,7 +266,7 @@ def test_waste_is_what_tails_leave_empty() -> None:
     assert kv.usage() == usage
 
 
-def test_misuse_is_a_fault() -> None:
+def test_misuse_raises_an_error() -> None:
     kv = make_kv()
     row = Row("a", prompt(5))
     kv.start(row, [])
@@ -279,7 +279,7 @@ def test_misuse_is_a_fault() -> None:
         kv.allocate_slots(row, 2)
 
 
-def test_reset_forgets_content_and_keeps_tables() -> None:
+def test_reset_drops_cached_content_and_keeps_block_tables() -> None:
     kv = make_kv()
     running, done = Row("a", prompt(9)), Row("b", prompt(9, first=50))
     compute(kv, running)
@@ -364,7 +364,7 @@ def _computed_beyond_tokens(kv: KVCacheManager) -> None:
         _computed_beyond_tokens,
     ],
 )
-def test_the_integrity_check_sees_a_planted_fault(plant: Callable[[KVCacheManager], None]) -> None:
+def test_the_integrity_check_detects_a_planted_fault(plant: Callable[[KVCacheManager], None]) -> None:
     kv = make_kv()
     compute(kv, Row("a", prompt(6)))
     compute(kv, Row("b", prompt(6, first=50)))

@@ -1,4 +1,4 @@
-"""More requests than the KV cache holds: answers stay what they are, no request is lost, repeated work is bounded."""
+"""With more requests than the KV cache can hold, answers stay the same, none is lost, and repeated work is bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagemill_protocol.sampling import SamplingParams
 BLOCK_SIZE = 4
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 24, 10, 70
 WANTED_BLOCKS = NUM_REQUESTS * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE)
-"""All of them at once, to their ends."""
+"""The number of blocks for all requests at once, to their ends."""
 
 
 def serve(make: Callable[..., Any], num_blocks: int, policy: str) -> tuple[dict[str, list[int]], EngineCore]:
@@ -55,7 +55,8 @@ def test_oversubscribed_caches_give_the_same_answers(
     assert all(len(answer) == OUTPUT_TOKENS for answer in pressed.values())
     assert (core.scheduler.num_preemptions > 0) == (oversubscription > 1)
     assert core.load().num_blocks_active == 0
-    # A preempted row computes its tokens anew: without bounds on who starts, the same work is done again and again.
+    # A preempted row computes its tokens again: without a limit on new rows, the same work would be repeated many
+    # times.
     num_computed = sum(plan.num_tokens for plan in core.runner.plans)  # type: ignore[attr-defined]
     num_needed = NUM_REQUESTS * (PROMPT_TOKENS + OUTPUT_TOKENS - 1)
     assert num_computed <= 2 * num_needed

@@ -1,8 +1,8 @@
-"""Random courses of allocate, append, fork, free, preempt, abort and fail: the bookkeeping never contradicts itself.
+"""Random sequences of allocate, append, fork, free, preempt, abort and fail keep the KV manager consistent.
 
-Beside the manager runs a device whose slots hold digests of prefixes. In every step each row must read its own
-prefix in its own slots, so a leaked, doubly used or wrongly shared block shows even if the counters agree. Up to two
-steps are in flight: launched, so that the device has run them, but not read, so that their tokens are not known.
+A simulated device stores digests of prefixes in its slots. In every step, each row must read its own prefix in its own
+slots, so that a leaked, doubly used or wrongly shared block is detected even if the counters agree. Up to two steps are
+in flight: the device has run them, but they were not read, so their tokens are not known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagemill_engine.kv.manager import KVCacheManager
 
 BLOCK_SIZE = 4
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
-"""Two token values only, so that prefixes are often shared."""
+"""Only two token values, so that prefixes are often shared."""
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Row:
     num_pending_tokens: int = 0
     open_tokens: int = 0
     coming: list[int] = field(default_factory=list)
-    """What steps in flight sampled."""
+    """The tokens that steps in flight have sampled."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +65,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(row=rows, share=st.floats(0.1, 1.0))
     def allocate(self, row: Row, share: float) -> None:
-        """Schedule some of the row's due tokens in the step that is being built."""
+        """Schedule some of the row's due tokens in the step that is being planned."""
         due = row.num_tokens - row.num_computed_tokens
         if row not in self.alive or row.open_tokens or due == 0:
             return
@@ -81,8 +81,10 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule()
     def launch_step(self) -> None:
-        """The device: copies read first, then writes, then every row must read its own prefix. Who is up to date
-        samples a token."""
+        """Run the step on the device: copies are read first, then rows write, then every row must read its own prefix.
+
+        Rows whose tokens are all computed then sample a token.
+        """
         if len(self.flights) == 2:
             return
         content = {copy: self._read(source) for source, copy in self.copies.values()}
@@ -95,7 +97,7 @@ class KVMachine(RuleBasedStateMachine):
             wanted = digests(row.token_ids + row.coming)
             for position in range(row.num_computed_tokens, row.num_computed_tokens + num_tokens):
                 slot = self._slot(row, position)
-                assert slot not in written, "two writers of one slot"
+                assert slot not in written, "two rows wrote one slot"
                 written.add(slot)
                 self.slots[slot] = wanted[position]
         self.kv.launch([row.request_id for row in flight])
@@ -103,7 +105,9 @@ class KVMachine(RuleBasedStateMachine):
             row.open_tokens = 0
             wanted = digests(row.token_ids + row.coming)
             for position in range(row.num_computed_tokens):
-                assert self.slots.get(self._slot(row, position)) == wanted[position], "foreign KV"
+                assert self.slots.get(self._slot(row, position)) == wanted[position], (
+                    "a row read the KV of another prefix"
+                )
         sampling = {row for row in flight if row.num_computed_tokens == row.num_tokens}
         for row in sampling:
             row.coming.append(digests(row.token_ids + row.coming)[-1] % 2)
@@ -138,14 +142,14 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(row=rows)
     def preempt(self, row: Row) -> None:
-        """Everything computed is given up; the row starts over with what the cache still has."""
+        """Preempt the row: its computed tokens are dropped, and it starts again with what is still cached."""
         if row in self.alive and not row.open_tokens:
             self._drop(row)
             self._begin(row)
 
     @rule(row=consumes(rows))
     def abort_or_fail(self, row: Row) -> None:
-        """The row leaves while its write is open or in flight; rows that hit what it was writing start over."""
+        """Remove the row while its write is planned or in flight; rows that hit its blocks start again."""
         if row not in self.alive:
             return
         untrusted = self.kv.invalidate(row)
@@ -172,7 +176,7 @@ class KVMachine(RuleBasedStateMachine):
         for row in list(self.alive):
             self._drop(row)
         check_integrity(self.kv)
-        assert self.kv.pool.num_free == self.kv.pool.num_blocks, "a block leaked"
+        assert self.kv.pool.num_free == self.kv.pool.num_blocks, "a block was leaked"
 
     def _begin(self, row: Row) -> Row:
         self.kv.start(row, self.kv.get_computed_blocks(row))

@@ -1,4 +1,4 @@
-"""The model loader against a hub that speaks the real routes: complete or not there, and a clear word when it fails."""
+"""The model loader with a hub that has the real routes: models are complete or absent, and errors are clear."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ def run(source: str, target: Path) -> list[dict[str, Any]]:
 def failure(source: str, target: Path) -> FetchError:
     with pytest.raises(FetchError) as caught:
         run(source, target)
-    assert not target.exists(), "half a model must never be seen"
+    assert not target.exists(), "a partial model must never be visible"
     return caught.value
 
 
-def test_a_whole_model_without_what_does_not_belong_to_it(server: Any, target: Path) -> None:
+def test_a_whole_model_is_downloaded_without_unrelated_files(server: Any, target: Path) -> None:
     reported = run(f"hf://{REPOSITORY}", target)
     assert {path.name for path in target.iterdir()} - {record.NAME} == {
         "config.json",
@@ -138,29 +138,29 @@ def test_a_whole_model_without_what_does_not_belong_to_it(server: Any, target: P
     assert resolve_source(f"file://{target}") == target
 
 
-def test_one_file_of_a_revision(server: Any, target: Path) -> None:
+def test_one_file_of_a_revision_is_downloaded(server: Any, target: Path) -> None:
     run(f"hf://{REPOSITORY}@v1/tiny.Q4.gguf", target)
     assert {path.name for path in target.iterdir()} - {record.NAME} == {"tiny.Q4.gguf"}
     assert resolve_source(f"file://{target}/tiny.Q4.gguf")
     assert any("revision/v1" in path for path, _ in server.asked)
-    assert any(f"resolve/{hub.COMMIT}/" in path for path, _ in server.asked), "all files are of one commit"
+    assert any(f"resolve/{hub.COMMIT}/" in path for path, _ in server.asked), "all files must be of one commit"
 
 
-def test_a_model_that_is_there_costs_no_question(server: Any, target: Path) -> None:
+def test_a_model_on_the_volume_causes_no_request(server: Any, target: Path) -> None:
     run(f"hf://{REPOSITORY}", target)
     server.asked.clear()
     assert run(f"hf://{REPOSITORY}", target)[-1]["event"] == "complete"
     assert server.asked == []
 
 
-def test_the_folder_for_compiled_kernels_is_made_also_beside_a_model_that_is_there(server: Any, target: Path) -> None:
+def test_the_folder_for_compiled_kernels_is_also_created_for_an_existing_model(server: Any, target: Path) -> None:
     run(f"hf://{REPOSITORY}", target)
     kernels = target.with_name("kernels")
     load(LoaderSettings(f"hf://{REPOSITORY}", target, kernels=kernels), lambda **_: None)
     assert kernels.is_dir()
 
 
-def test_a_load_that_was_cut_off_goes_on_where_it_was(server: Any, target: Path) -> None:
+def test_an_interrupted_download_is_resumed(server: Any, target: Path) -> None:
     staging = target.with_name(f".{target.name}.loading")
     staging.mkdir(parents=True)
     (staging / ".commit").write_text(hub.COMMIT)
@@ -175,7 +175,7 @@ def test_a_load_that_was_cut_off_goes_on_where_it_was(server: Any, target: Path)
     assert list(target.parent.glob(".*.loading")) == []
 
 
-def test_parts_of_another_commit_are_not_mixed_in(server: Any, target: Path) -> None:
+def test_parts_of_another_commit_are_not_used(server: Any, target: Path) -> None:
     staging = target.with_name(f".{target.name}.loading")
     staging.mkdir(parents=True)
     (staging / ".commit").write_text("0" * 40)
@@ -184,7 +184,7 @@ def test_parts_of_another_commit_are_not_mixed_in(server: Any, target: Path) -> 
     assert (target / "config.json").read_bytes() == FILES["config.json"]
 
 
-def test_damaged_content_is_found_and_fetched_again(server: Any, target: Path) -> None:
+def test_damaged_content_is_detected_and_downloaded_again(server: Any, target: Path) -> None:
     staging = target.with_name(f".{target.name}.loading")
     staging.mkdir(parents=True)
     (staging / ".commit").write_text(hub.COMMIT)
@@ -194,7 +194,7 @@ def test_damaged_content_is_found_and_fetched_again(server: Any, target: Path) -
     assert (target / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
-def test_files_kept_in_git_are_checked_as_well(server: Any, target: Path) -> None:
+def test_files_stored_in_git_are_verified_too(server: Any, target: Path) -> None:
     content = FILES["config.json"]
     server.git_sha1["config.json"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     staging = target.with_name(f".{target.name}.loading")
@@ -207,13 +207,13 @@ def test_files_kept_in_git_are_checked_as_well(server: Any, target: Path) -> Non
     assert (target / "config.json").read_bytes() == content
 
 
-def test_a_hub_without_digests_is_checked_by_size(server: Any, target: Path) -> None:
+def test_files_of_a_hub_without_digests_are_verified_by_size(server: Any, target: Path) -> None:
     server.git_sha1["config.json"] = "not of git"
     run(f"hf://{REPOSITORY}", target)
     assert (target / "config.json").read_bytes() == FILES["config.json"]
 
 
-def test_two_loaders_of_one_folder_do_not_disturb_each_other(server: Any, target: Path) -> None:
+def test_two_loaders_of_one_folder_do_not_interfere(server: Any, target: Path) -> None:
     errors: list[Exception] = []
 
     def work() -> None:
@@ -244,7 +244,7 @@ def test_two_loaders_of_one_folder_do_not_disturb_each_other(server: Any, target
         ("hf://only-a-name", "SourceUnsupported", "hf://ORG/NAME"),
     ],
 )
-def test_what_cannot_be_loaded_is_reported_with_the_remedy(
+def test_a_failed_download_is_reported_with_the_remedy(
     server: Any, target: Path, source: str, reason: str, words: str
 ) -> None:
     error = failure(source, target)
@@ -260,14 +260,14 @@ def test_wrong_credentials_are_not_a_missing_model(server: Any, target: Path, mo
     assert "hf_wrong" not in error.message
 
 
-def test_a_hub_that_does_not_answer(server: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_reported(server: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     error = failure(f"hf://{REPOSITORY}", target)
     assert error.reason == "HubUnreachable"
     assert "HF_ENDPOINT" in error.message
 
 
-def test_a_model_that_does_not_fit_is_refused_before_anything_is_fetched(
+def test_a_model_that_does_not_fit_is_refused_before_its_download(
     server: Any, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 1024})
@@ -294,7 +294,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_fetched(
         ),
     ],
 )
-def test_a_model_that_no_engine_would_load_is_refused_before_its_weights_are_fetched(
+def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(
     server: Any, target: Path, tmp_path: Path, changes: dict[str, Any], reason: str, words: str
 ) -> None:
     content = json.dumps(CONFIG | changes).encode()
@@ -307,7 +307,9 @@ def test_a_model_that_no_engine_would_load_is_refused_before_its_weights_are_fet
     assert fetched == {"config.json"}
 
 
-def test_a_full_volume_names_what_else_it_holds(server: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_full_volume_names_its_other_contents(
+    server: Any, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, num_bytes in (("0ld0ld0l", 3 * 1024**2), (f".{target.name}.loading", 10), ("empty", 0)):
         (target.parent / name).mkdir(parents=True)
         (target.parent / name / "model.gguf").write_bytes(bytes(num_bytes))
@@ -318,14 +320,14 @@ def test_a_full_volume_names_what_else_it_holds(server: Any, target: Path, monke
     assert (target.parent / "0ld0ld0l" / "model.gguf").exists()
 
 
-def test_a_volume_that_cannot_be_written(server: Any, tmp_path: Path) -> None:
+def test_a_read_only_volume_is_reported(server: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(FetchError) as caught:
         run(f"hf://{REPOSITORY}", tmp_path / "file" / "model")
     assert caught.value.reason == "VolumeUnusable"
 
 
-def test_the_process_reports_why_in_the_termination_message(server: Any, target: Path, tmp_path: Path) -> None:
+def test_the_termination_message_contains_the_reason(server: Any, target: Path, tmp_path: Path) -> None:
     (log := tmp_path / "termination").touch()
     command = [sys.executable, "-m", "pagemill_engine.loader", "--target", str(target), "--termination-log", str(log)]
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HOME": str(tmp_path)}
@@ -344,7 +346,7 @@ def test_the_process_reports_why_in_the_termination_message(server: Any, target:
     assert (target / "config.json").is_file()
 
 
-def test_a_failure_does_not_wait_for_the_downloads_of_other_files(server: Any, target: Path, tmp_path: Path) -> None:
+def test_a_failure_does_not_wait_for_other_downloads(server: Any, target: Path, tmp_path: Path) -> None:
     server.slow_file = "model.safetensors"
     server.gate.clear()
     server.digests["tokenizer.json"] = "0" * 64
@@ -364,7 +366,7 @@ def test_a_failure_does_not_wait_for_the_downloads_of_other_files(server: Any, t
     assert json.loads(log.read_text())["reason"] == "ModelCorrupt"
 
 
-def test_the_loader_needs_no_torch() -> None:
+def test_the_loader_does_not_import_torch() -> None:
     code = "import sys, pagemill_engine.loader.load, pagemill_engine.loader.__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
@@ -381,7 +383,7 @@ def selected(wanted: str | None, *paths: str) -> set[str]:
     return {file.path for file in select_files("`org/m`", wanted, remote(*paths))}
 
 
-def test_folders_of_other_formats_are_left_out() -> None:
+def test_folders_of_other_formats_are_skipped() -> None:
     paths = (
         "config.json",
         "model.safetensors.index.json",
@@ -392,7 +394,7 @@ def test_folders_of_other_formats_are_left_out() -> None:
     assert selected(None, *paths) == set(paths[:3])
 
 
-def test_weights_in_the_other_layout_alone_are_kept_for_the_engine_to_judge() -> None:
+def test_weights_in_the_other_layout_alone_are_downloaded_for_the_engine_to_judge() -> None:
     assert "consolidated.safetensors" in selected(None, "config.json", "consolidated.safetensors")
 
 
@@ -402,12 +404,12 @@ def test_a_hub_cannot_write_outside_the_folder(path: str) -> None:
         selected(path, path)
 
 
-def test_a_repository_of_gguf_files_asks_for_one_of_them() -> None:
+def test_a_repository_of_several_gguf_files_requires_a_file_name() -> None:
     with pytest.raises(FetchError, match=r"after a slash: m\.Q4\.gguf, m\.Q8\.gguf"):
         selected(None, "m.Q8.gguf", "m.Q4.gguf", "README.md")
 
 
-def test_a_repository_of_one_gguf_file_needs_no_name() -> None:
+def test_a_repository_of_one_gguf_file_requires_no_file_name() -> None:
     assert selected(None, "m.Q8.gguf", "README.md") == {"m.Q8.gguf"}
     parts = {f"m-0000{n}-of-00002.gguf" for n in (1, 2)}
     assert selected(None, *parts, "README.md") == parts

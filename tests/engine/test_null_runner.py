@@ -1,4 +1,4 @@
-"""The null runner waits what a step would take and refuses plans that break the contract."""
+"""The null runner waits for the predicted time of a step and refuses plans that violate the contract."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def test_tokens_depend_on_seed_choice_and_position_only() -> None:
     assert tokens(row("a", num_tokens=5, blocks=2)) == base
     assert tokens(row("a", blocks=2, seed=6)) != base
     assert tokens(row("a", blocks=2, choice=1)) != base
-    # Preempted after one token and admitted again: the second token is the same.
+    # Preempted after one token and admitted again, the second token is the same.
     assert tokens(row("a", num_tokens=4, blocks=2, num_prompt_tokens=3))[0] == base[1]
 
 
-def test_negative_seeds_are_seeds() -> None:
+def test_negative_seeds_are_valid() -> None:
     assert run(make_runner(), start(seed=-(2**63)))["a"] != run(make_runner(), start(seed=2**63 - 1))["a"]
 
 
@@ -103,12 +103,12 @@ def test_negative_seeds_are_seeds() -> None:
         (StepPlan(1, {"a": 3}, admitted=[row("a"), row("a")], samples={"a"}), "admitted twice"),
     ],
 )
-def test_a_plan_that_breaks_the_contract_is_refused(plan: StepPlan, message: str) -> None:
+def test_a_plan_that_violates_the_contract_is_refused(plan: StepPlan, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         make_runner().launch(plan)
 
 
-def test_blocks_and_releases_are_followed() -> None:
+def test_blocks_and_releases_are_tracked() -> None:
     runner = make_runner()
     run(runner, start(num_tokens=4))
     with pytest.raises(PlanError, match="too few blocks"):
@@ -120,13 +120,13 @@ def test_blocks_and_releases_are_followed() -> None:
     runner.close()
 
 
-def test_the_same_model_name_has_the_same_digest() -> None:
+def test_equal_model_names_have_equal_digests() -> None:
     digests = [NullRunner.from_config(EngineConfig(model=name)).info.weights_digest for name in ("x", "x", "y")]
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_steps_queue_up_behind_each_other() -> None:
-    """The second of two steps launched at once is done when both times are over; an idle device starts at once."""
+def test_steps_run_one_after_the_other() -> None:
+    """The second of two steps launched at once ends after both times; an idle device starts at once."""
     clock = Clock()
     runner = make_runner(clock)
     first = runner.launch(start(blocks=2))

@@ -1,4 +1,4 @@
-"""Inputs of the offline API: each is used exactly as given, or refused with an error that names field and value."""
+"""Inputs of the offline API are used exactly as given or refused with an error that names field and value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refusal(call: Any, *args: Any) -> PagemillError:
 
 
 def outcome(call: Any) -> Any:
-    """What the call returns, or its refusal."""
+    """Return the call's result or its error."""
     try:
         return call()
     except PagemillError as error:
@@ -34,7 +34,7 @@ def outcome(call: Any) -> Any:
 
 
 def checked(params: SamplingParams) -> SamplingParams:
-    """As `LLM` uses one for one prompt."""
+    """Return the parameters as `LLM` uses them for one prompt."""
     (sampling,) = sampling_of(params, 1)
     return sampling.validate(VOCAB_SIZE)
 
@@ -64,7 +64,7 @@ def checked(params: SamplingParams) -> SamplingParams:
         ([], []),
     ],
 )
-def test_every_shape_of_prompts_is_read_as_it_is(prompts: Any, read: list[Any]) -> None:
+def test_every_form_of_prompts_is_read_unchanged(prompts: Any, read: list[Any]) -> None:
     found = prompts_of(prompts)
     assert found == read
     assert {type(item) for prompt in found if isinstance(prompt, list) for item in prompt} <= {int}
@@ -120,13 +120,13 @@ def test_tokens_beyond_the_vocabulary_and_prompts_without_tokens_are_named() -> 
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
-def test_one_stop_string_is_one_stop() -> None:
+def test_a_single_stop_string_is_one_stop_string() -> None:
     assert checked(SamplingParams(stop="Paris")).stop == ["Paris"]  # type: ignore[arg-type]
     assert checked(SamplingParams(stop=("a", "b"))).stop == ["a", "b"]  # type: ignore[arg-type]
     assert checked(SamplingParams(stop=None, stop_token_ids=None)).stop == []  # type: ignore[arg-type]
 
 
-def test_numbers_of_numpy_are_used_as_the_same_numbers() -> None:
+def test_numbers_of_numpy_equal_pythons_numbers() -> None:
     params = SamplingParams(
         n=np.int32(2),  # type: ignore[arg-type]
         temperature=np.float32(0.5),  # type: ignore[arg-type]
@@ -181,13 +181,13 @@ def test_a_parameter_of_a_wrong_type_is_refused_by_name_and_value(field: str, va
     assert shown in error.message
 
 
-def test_an_integer_that_python_does_not_write_out_is_refused_too() -> None:
+def test_an_integer_with_too_many_digits_for_python_is_refused() -> None:
     for field in ("top_p", "length_penalty", "early_stopping", "n"):
         assert field in refusal(checked, SamplingParams(**{field: 10**5000})).message
     assert "got an integer of 16610 bits" in refusal(checked, SamplingParams(temperature=10**5000)).message
 
 
-def test_parameters_for_the_prompts_are_sampling_params() -> None:
+def test_parameters_for_several_prompts_must_be_sampling_params() -> None:
     assert len(sampling_of(None, 3)) == 3
     assert len(sampling_of((SamplingParams(), SamplingParams(n=2)), 2)) == 2
     assert (
@@ -198,7 +198,7 @@ def test_parameters_for_the_prompts_are_sampling_params() -> None:
     assert "2 prompts came with 1 sampling_params" in refusal(sampling_of, [SamplingParams()], 2).message
 
 
-def test_a_beam_search_is_checked_under_its_own_names() -> None:
+def test_a_beam_search_is_validated_with_its_own_field_names() -> None:
     assert search_of(BeamSearchParams(beam_width=np.int64(2), max_tokens=4)).n == 2  # type: ignore[arg-type]
     for width in (True, 2.0, "2", 0):
         error = refusal(search_of, BeamSearchParams(beam_width=width, max_tokens=4))  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ def test_a_beam_search_is_checked_under_its_own_names() -> None:
 @pytest.mark.parametrize(
     ("name", "meant"), [("stops", "stop"), ("max_new_tokens", "max_tokens"), ("temprature", "temperature")]
 )
-def test_an_unknown_parameter_is_refused_with_the_one_that_was_meant(name: str, meant: str) -> None:
+def test_the_error_for_an_unknown_parameter_suggests_a_similar_one(name: str, meant: str) -> None:
     with pytest.raises(TypeError, match=rf"SamplingParams has no parameter '{name}'. Did you mean '{meant}'\?"):
         SamplingParams(**{name: 1})
     with pytest.raises(TypeError, match=r"BeamSearchParams has no parameter 'width'. Did you mean 'beam_width'\?"):
@@ -225,7 +225,7 @@ def test_an_unknown_parameter_is_refused_with_the_one_that_was_meant(name: str, 
 HELLO = {"role": "user", "content": "Hello"}
 
 
-def test_conversations_reach_the_template_as_they_are() -> None:
+def test_conversations_reach_the_template_unchanged() -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     assert conversations_of([HELLO, called]) == [[HELLO, called]]
     assert conversations_of(([HELLO], (HELLO, HELLO))) == [[HELLO], [HELLO, HELLO]]
@@ -253,7 +253,7 @@ def test_conversations_that_would_have_to_be_changed_are_refused(messages: Any, 
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def test_settings_are_used_as_they_are_or_refused_by_name(tmp_path: Path) -> None:
+def test_settings_are_used_unchanged_or_refused_by_name(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"max_num_seqs": np.int64(3), "eos_token_ids": (1, 2)})
     assert (config.model, config.max_num_seqs, config.eos_token_ids) == (str(tmp_path), 3, [1, 2])
     for wrong in (True, "3", 3.5):
@@ -265,7 +265,7 @@ def test_settings_are_used_as_they_are_or_refused_by_name(tmp_path: Path) -> Non
         config_of("m", {"max_modle_len": 3})
 
 
-# -- anything ----------------------------------------------------------------------------------------------------------
+# -- random inputs -----------------------------------------------------------------------------------------------------
 
 scalars = (
     st.none()
@@ -289,7 +289,7 @@ anything = st.recursive(
 
 
 def plain(value: Any) -> Any:
-    """The value in Python's own types, so that its `repr` distinguishes an int from a bool and from a float."""
+    """Return the value in Python's own types, whose `repr` distinguishes int, bool and float."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, list | tuple):

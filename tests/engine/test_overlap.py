@@ -1,4 +1,4 @@
-"""Step N+1 is launched before the tokens of step N are read; the answers are the same."""
+"""Step N+1 is launched before the tokens of step N are read, and the answers stay the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request(name: str, prompt: list[int], **sampling: Any) -> GenerateRequest:
 
 
 def collect(core: EngineCore, num_steps: int | None = None) -> dict[str, list[TokensOut]]:
-    """Outputs of the next steps, to the end by default."""
+    """Return the outputs of the next steps, by default until the end."""
     outputs: dict[str, list[TokensOut]] = {}
     while core.has_work and num_steps != 0:
         num_steps = None if num_steps is None else num_steps - 1
@@ -77,7 +77,7 @@ def test_the_plain_loop_has_one_step_in_flight(checking_runner: Make) -> None:
     assert core.runner.trace == [(call, step) for step in range(1, 6) for call in ("launch", "wait")]
 
 
-def test_the_runner_says_whether_it_overlaps_and_the_setting_overrules_it(checking_runner: Make) -> None:
+def test_the_runner_declares_whether_it_overlaps_and_the_setting_overrides_it(checking_runner: Make) -> None:
     for preference in (False, True):
         runner = checking_runner()
         runner.info = runner.info._replace(overlaps=preference)
@@ -87,7 +87,7 @@ def test_the_runner_says_whether_it_overlaps_and_the_setting_overrules_it(checki
 
 
 class TracingLink:
-    """Notes in the device's own trace when outputs leave."""
+    """A connection that records in the device's trace when outputs are sent."""
 
     def __init__(self, trace: list[Any], messages: list[Any]) -> None:
         self.trace, self.messages = trace, messages
@@ -102,7 +102,7 @@ class TracingLink:
             self.trace.append(("send", len(message.outputs)))
 
 
-def test_the_outputs_of_a_step_leave_while_the_next_one_runs(checking_runner: Make) -> None:
+def test_the_outputs_of_a_step_are_sent_while_the_next_one_runs(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     trace = core.runner.trace
     EngineLoop(core, TracingLink(trace, [AddRequest(request("a", [1] * 5, max_tokens=3))])).run()  # type: ignore[arg-type]
@@ -125,8 +125,8 @@ def test_a_row_at_its_limit_is_not_launched_again(checking_runner: Make) -> None
     assert counts[True] == counts[False] == {"a/0": 5, "b/0": 1}
 
 
-def test_what_is_computed_past_a_stop_token_is_not_delivered(checking_runner: Make) -> None:
-    """The stop token is the last of a block: its KV is written by the overshoot only, so the block is not cached."""
+def test_tokens_computed_after_a_stop_token_are_not_delivered(checking_runner: Make) -> None:
+    """The stop token is the last of a block: only the overshoot writes its KV, so the block is not cached."""
     prompt = [1, 2, 3, 4, 5]
     unbounded = alone(checking_runner, request("a", prompt))
     stop = next(index for index in (2,) if unbounded[index] not in unbounded[:index])
@@ -146,7 +146,7 @@ def test_what_is_computed_past_a_stop_token_is_not_delivered(checking_runner: Ma
     assert cached[True] == cached[False]
 
 
-def test_the_last_step_may_be_nothing_but_overshoot(checking_runner: Make) -> None:
+def test_the_last_step_may_consist_of_overshoot_only(checking_runner: Make) -> None:
     unbounded = alone(checking_runner, request("a", [1, 2, 3]))
     core = make_core(checking_runner)
     core.add(request("a", [1, 2, 3], stop_token_ids=unbounded[:1]))
@@ -157,7 +157,7 @@ def test_the_last_step_may_be_nothing_but_overshoot(checking_runner: Make) -> No
     assert_clean(core)
 
 
-def test_an_id_that_is_used_again_at_once_gets_nothing_of_the_overshoot(checking_runner: Make) -> None:
+def test_an_id_that_is_reused_at_once_gets_nothing_of_the_overshoot(checking_runner: Make) -> None:
     unbounded = alone(checking_runner, request("a", [1, 2, 3]))
     core = make_core(checking_runner)
     core.add(request("a", [1, 2, 3], stop_token_ids=unbounded[:1]))
@@ -171,7 +171,7 @@ def test_an_id_that_is_used_again_at_once_gets_nothing_of_the_overshoot(checking
     assert_clean(core)
 
 
-def test_an_abort_ends_a_row_with_the_step_in_flight(checking_runner: Make) -> None:
+def test_an_abort_ends_a_row_although_a_step_is_in_flight(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.add(request("a", [1] * 9, max_tokens=50))
     core.add(request("b", [2] * 9))
@@ -186,10 +186,10 @@ def test_an_abort_ends_a_row_with_the_step_in_flight(checking_runner: Make) -> N
     assert_clean(core)
 
 
-# -- failures with a step behind ---------------------------------------------------------------------------------
+# -- failures with a following step ------------------------------------------------------------------------------
 
 
-def test_a_row_that_fails_is_reported_once_though_the_next_step_has_it_too(checking_runner: Make) -> None:
+def test_a_failed_row_is_reported_once_although_the_next_step_contains_it(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.runner.fail_rows = lambda plan: {
         name: "not finite" for name in plan.num_scheduled_tokens if name == "bad/0" and plan.step >= 3
@@ -203,7 +203,7 @@ def test_a_row_that_fails_is_reported_once_though_the_next_step_has_it_too(check
     assert_clean(core)
 
 
-def test_who_read_the_blocks_of_a_failed_row_in_the_step_behind_starts_over(checking_runner: Make) -> None:
+def test_readers_of_a_failed_rows_blocks_in_the_next_step_start_over(checking_runner: Make) -> None:
     core = make_core(checking_runner, max_num_batched_tokens=15)
     prompt = list(range(15))
     core.runner.fail_rows = lambda plan: {"writer/0": "not finite"} if plan.step == 1 else {}
@@ -220,7 +220,7 @@ def test_who_read_the_blocks_of_a_failed_row_in_the_step_behind_starts_over(chec
     assert_clean(core)
 
 
-def test_a_reader_starts_over_even_if_the_failed_row_was_preempted_before_it_was_known(checking_runner: Make) -> None:
+def test_a_reader_starts_over_even_if_the_failed_row_was_already_preempted(checking_runner: Make) -> None:
     core = make_core(checking_runner, num_blocks=9)
     core.runner.fail_rows = lambda plan: {"writer/0": "not finite"} if plan.step == 3 else {}
     core.add(request("old", [9] * 6, max_tokens=9))
@@ -240,7 +240,7 @@ def test_a_reader_starts_over_even_if_the_failed_row_was_preempted_before_it_was
 
 
 @pytest.mark.parametrize("budget", [3, 64])
-def test_choices_share_the_prompt_of_the_first(checking_runner: Make, budget: int) -> None:
+def test_choices_share_the_prompt_of_the_first_choice(checking_runner: Make, budget: int) -> None:
     """The first choice waits for one step, so that no row writes into the block from which the others fork."""
     core = make_core(checking_runner, enable_prefix_caching=False, max_num_batched_tokens=budget)
     core.add(request("a", list(range(10)), n=3))
@@ -252,8 +252,8 @@ def test_choices_share_the_prompt_of_the_first(checking_runner: Make, budget: in
 
 @pytest.mark.parametrize("where", ["step", "launch"])
 @pytest.mark.parametrize("failing", [1, 2, 3, 4])
-def test_a_step_that_raises_takes_nothing_along_but_time(checking_runner: Make, failing: int, where: str) -> None:
-    """The step behind it never counts, whatever it would have returned."""
+def test_a_step_that_raises_costs_only_time(checking_runner: Make, failing: int, where: str) -> None:
+    """The following step is discarded, whatever it returned."""
     core = make_core(checking_runner)
     wanted = [request(f"r{index}", [index] * 9, n=1 + index % 2) for index in range(4)]
     faults = Counter([failing])
@@ -278,7 +278,7 @@ def test_a_step_that_raises_takes_nothing_along_but_time(checking_runner: Make, 
     assert_clean(core)
 
 
-def test_a_row_that_raises_alone_is_guilty_and_the_step_behind_starts_over(checking_runner: Make) -> None:
+def test_a_row_that_raises_alone_fails_and_the_next_step_starts_over(checking_runner: Make) -> None:
     core = make_core(checking_runner, max_num_batched_tokens=8)
     core.runner.raise_on = lambda plan: list(plan.num_scheduled_tokens) == ["bad/0"]
     core.add(request("bad", [1] * 8))
@@ -290,8 +290,8 @@ def test_a_row_that_raises_alone_is_guilty_and_the_step_behind_starts_over(check
     assert_clean(core)
 
 
-def test_a_step_that_raises_with_an_overshooting_row_blames_no_row_without_a_probe(checking_runner: Make) -> None:
-    """Of the step's two rows one ended with the step before: the other did not run alone."""
+def test_a_step_that_raises_with_an_overshooting_row_fails_no_row_without_a_probe(checking_runner: Make) -> None:
+    """One of the step's two rows had ended with the step before, so the other one did not run alone."""
     stop = alone(checking_runner, request("bad", [1, 2, 3]))[0]
     core = make_core(checking_runner)
     core.runner.raise_on = lambda plan: plan.step == 2
@@ -305,7 +305,7 @@ def test_a_step_that_raises_with_an_overshooting_row_blames_no_row_without_a_pro
     assert_clean(core)
 
 
-def test_probed_requests_run_one_by_one_with_nothing_else_in_flight(checking_runner: Make) -> None:
+def test_probed_requests_run_one_by_one_without_other_steps_in_flight(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.runner.raise_on = lambda plan: plan.step == 2
     for index in range(3):
@@ -340,7 +340,7 @@ def test_ctrl_c_leaves_nothing_in_flight(checking_runner: Make) -> None:
     assert_clean(core)
 
 
-# -- pressure ----------------------------------------------------------------------------------------------------
+# -- a full cache ------------------------------------------------------------------------------------------------
 
 
 def pressing(index: int) -> GenerateRequest:
@@ -350,10 +350,10 @@ def pressing(index: int) -> GenerateRequest:
 
 @pytest.mark.parametrize("oversubscription", [1, 2, 4])
 @pytest.mark.parametrize("caching", [True, False])
-def test_both_loops_give_the_same_answers_under_pressure(
+def test_both_loops_give_the_same_answers_with_a_full_cache(
     checking_runner: Make, oversubscription: int, caching: bool
 ) -> None:
-    """The rows that may run at once want up to `oversubscription` times the blocks that there are."""
+    """The running rows need up to `oversubscription` times the available blocks."""
     wanted = [pressing(index) for index in range(16)]
     most_blocks = 12 * 7
     answers, preemptions = {}, {}
@@ -378,8 +378,8 @@ def test_both_loops_give_the_same_answers_under_pressure(
     assert preemptions[True] == 0 if oversubscription == 1 else preemptions[True] > 0 or oversubscription == 2
 
 
-def test_the_token_that_a_preempted_row_has_in_flight_counts(checking_runner: Make) -> None:
-    """No answer goes back: what the step in flight samples for it is discarded, and computed again later."""
+def test_the_token_in_flight_of_a_preempted_row_counts(checking_runner: Make) -> None:
+    """No answer loses tokens: the token of the step in flight is discarded and computed again."""
     core = make_core(checking_runner, num_blocks=6, enable_prefix_caching=False)
     wanted = [request(name, [first] * 7, max_tokens=14) for name, first in (("old", 1), ("new", 2))]
     for each in wanted:

@@ -1,4 +1,4 @@
-"""The prefix cache finds blocks by content and publishes its contents in prefix chunks."""
+"""The prefix cache finds blocks by content and publishes its contents as prefix chunks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_equal_content_is_cached_once() -> None:
     assert second.block_hash is None
 
 
-def test_a_block_stands_for_one_content_only() -> None:
+def test_a_block_has_only_one_content() -> None:
     cache = PrefixCache(16)
     block = make_chain(cache, "a", 1)[0]
     with pytest.raises(KVCacheError, match="already stands"):
         cache.insert(block, b"other", 0)
 
 
-def test_removing_what_is_not_cached_is_a_fault() -> None:
+def test_removing_a_block_that_is_not_cached_is_an_error() -> None:
     with pytest.raises(KVCacheError, match="not the cached block"):
         PrefixCache(16).remove(Block(0))
 
@@ -54,7 +54,7 @@ def test_prefix_chunks_cover_at_least_64_tokens(block_size: int, num_blocks: int
     assert cache.snapshot() == [f"a-{index}".encode() for index in prefix_chunks]
 
 
-def test_events_are_the_net_change_since_the_last_drain() -> None:
+def test_events_are_the_net_change_since_the_last_read() -> None:
     cache = PrefixCache(16)
     kept, gone = make_chain(cache, "kept", 4), make_chain(cache, "gone", 4)
     cache.remove(gone[3])

@@ -1,4 +1,4 @@
-"""Random workloads on a checking device: whatever is decided, every answer is the one its request gets alone."""
+"""Random workloads on a checking device: for every schedule, each request gets the answer that it gets alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ engine_settings = st.fixed_dictionaries(
         "overlap": st.booleans(),
     }
 )
-# 12 blocks of 4 slots hold exactly one request of the longest kind.
+# 12 blocks of 4 slots have exactly the capacity of one request of the longest kind.
 numbers_of_blocks = st.integers(12, 40)
 
 
@@ -65,7 +65,7 @@ def all_choices(requests: list[GenerateRequest]) -> set[tuple[str, int]]:
 
 
 def serve(core: EngineCore, requests: list[GenerateRequest], stagger: int = 0) -> dict[tuple[str, int], list[int]]:
-    """All answers. Checks on the way what must hold in every step."""
+    """Run all requests and check every step's invariants; return all answers."""
     answers: dict[tuple[str, int], list[int]] = {}
     ends: Counter[tuple[str, int]] = Counter()
     queue = list(requests)
@@ -76,11 +76,11 @@ def serve(core: EngineCore, requests: list[GenerateRequest], stagger: int = 0) -
         core.check_integrity()
         assert step.num_step_tokens <= core.config.max_num_batched_tokens
         assert step.load.num_requests_running <= core.config.max_num_seqs
-        assert step.num_step_tokens > 0 or not core.has_work, "nothing runs while requests are there"
+        assert step.num_step_tokens > 0 or not core.has_work, "a step must run while requests exist"
         for output in step.outputs:
             assert output.error is None, output.error
             key = (output.request_id, output.choice)
-            assert ends[key] == 0, "an answer goes on after its end"
+            assert ends[key] == 0, "an answer must not continue after its end"
             answers.setdefault(key, []).extend(output.token_ids)
             ends[key] += output.finish_reason is not None
     assert set(ends) == all_choices(requests)
@@ -97,7 +97,7 @@ def serve(core: EngineCore, requests: list[GenerateRequest], stagger: int = 0) -
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(workloads(), engine_settings, numbers_of_blocks, st.integers(0, 2))
-def test_every_request_ends_once_with_the_answer_it_gets_alone(
+def test_every_request_ends_once_with_the_answer_that_it_gets_alone(
     checking_runner: Make, requests: list[GenerateRequest], options: dict[str, Any], num_blocks: int, stagger: int
 ) -> None:
     answers = serve(make_core(checking_runner, num_blocks, **options), requests, stagger)
@@ -109,7 +109,7 @@ def test_every_request_ends_once_with_the_answer_it_gets_alone(
 
 @settings(max_examples=num_examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), engine_settings, numbers_of_blocks, st.data())
-def test_aborts_at_any_time_leave_nothing_behind(
+def test_aborts_at_any_time_leave_no_state(
     checking_runner: Make,
     requests: list[GenerateRequest],
     options: dict[str, Any],
@@ -136,14 +136,14 @@ def test_aborts_at_any_time_leave_nothing_behind(
 
 @settings(max_examples=num_examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), engine_settings, numbers_of_blocks, st.data())
-def test_failing_steps_and_rows_harm_no_other_request(
+def test_failing_steps_and_rows_fail_no_other_request(
     checking_runner: Make,
     requests: list[GenerateRequest],
     options: dict[str, Any],
     num_blocks: int,
     data: st.DataObject,
 ) -> None:
-    """A poison request breaks every step it is in; single rows fail at random."""
+    """A poison request fails every step that contains it; single rows fail at random."""
     core = make_core(checking_runner, num_blocks, **options)
     poison = data.draw(st.sampled_from(requests)).request_id
     core.runner.raise_on = lambda plan: any(name.startswith(f"{poison}/") for name in plan.num_scheduled_tokens)
@@ -178,7 +178,7 @@ def test_failing_steps_and_rows_harm_no_other_request(
 
 
 def pressing_requests() -> list[GenerateRequest]:
-    """More than the cache holds, with shared prefixes and forks."""
+    """Return more requests than the cache can hold, with shared prefixes and forks."""
     shared = [index % 5 for index in range(17)]
     return [
         GenerateRequest(
@@ -209,8 +209,8 @@ def test_the_same_workload_gives_the_same_plans(checking_runner: Make, overlap: 
 
 
 @both_loops
-def test_first_come_is_first_finished_under_pressure(checking_runner: Make, overlap: bool) -> None:
-    """The oldest running row is never the one to go, so no row waits for ever."""
+def test_with_a_full_cache_requests_finish_in_order_of_arrival(checking_runner: Make, overlap: bool) -> None:
+    """The oldest running row is never preempted, so no row waits forever."""
     core = pressed_core(checking_runner, overlap)
     requests = [
         GenerateRequest(
@@ -273,7 +273,7 @@ def _hash_without_parent(self: KVCacheManager, row: Any, index: int) -> bytes:
         (PrefixCache, "remove", _evict_without_forgetting),
     ],
 )
-def test_a_planted_fault_does_not_pass(
+def test_a_planted_fault_is_detected(
     monkeypatch: pytest.MonkeyPatch,
     checking_runner: Make,
     owner: type,

@@ -1,4 +1,4 @@
-"""What the scheduler decides, rule by rule."""
+"""The scheduler's decisions, rule by rule."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def request(name: str, num_tokens: int = 5, first: int = 0, priority: int = 0, *
 
 
 def run(scheduler: Scheduler, token_id: int = 500) -> StepPlan:
-    """One step in which every sampling row gets `token_id`."""
+    """Run one step in which every sampling row gets `token_id`; return its plan."""
     plan = scheduler.schedule()
     if plan.num_scheduled_tokens:
         scheduler.update(plan, StepResult(token_ids=dict.fromkeys(plan.samples, token_id)))
@@ -57,7 +57,7 @@ def refusal(action: Callable[[], object]) -> PagemillError:
     return caught.value
 
 
-def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+def test_a_long_prompt_is_computed_in_chunks_within_the_token_budget() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 40))
     plans = [run(scheduler) for _ in range(4)]
@@ -66,7 +66,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     assert [len(plan.admitted) for plan in plans] == [1, 0, 0, 0]
 
 
-def test_decodes_go_first_then_running_prefills_then_waiting_requests() -> None:
+def test_decodes_are_scheduled_first_then_running_prefills_then_waiting_requests() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("decode", 4, max_tokens=9))
     run(scheduler)
@@ -77,14 +77,14 @@ def test_decodes_go_first_then_running_prefills_then_waiting_requests() -> None:
     assert run(scheduler).num_scheduled_tokens == {"decode/0": 1, "prefill/0": 1, "new/0": 8}
 
 
-def test_only_blocks_of_this_step_are_allocated() -> None:
+def test_only_the_blocks_of_this_step_are_allocated() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 40))
     run(scheduler)
     assert scheduler.kv.pool.num_active == 4
 
 
-def test_no_more_rows_run_than_allowed() -> None:
+def test_no_more_rows_run_than_max_num_seqs() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":
         scheduler.add(request(name, 2, first=ord(name)))
@@ -102,7 +102,7 @@ def test_fcfs_ignores_priority_and_the_priority_policy_does_not() -> None:
     assert orders == {"fcfs": ["late/0", "soon/0"], "priority": ["soon/0", "late/0"]}
 
 
-def test_the_newest_of_the_lowest_priority_is_preempted_and_resumes() -> None:
+def test_the_newest_row_of_the_lowest_priority_is_preempted_and_resumes() -> None:
     scheduler = make_scheduler(num_blocks=6, enable_prefix_caching=False)
     scheduler.add(request("old", 7, max_tokens=14))
     scheduler.add(request("low", 7, first=100, priority=1, max_tokens=14))
@@ -135,7 +135,7 @@ def test_a_row_preempted_in_a_step_leaves_no_trace_in_its_plan() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_further_choices_fork_when_the_prompt_is_computed(caching: bool) -> None:
+def test_further_choices_fork_once_the_prompt_is_computed(caching: bool) -> None:
     scheduler = make_scheduler(enable_prefix_caching=caching)
     scheduler.add(request("a", 22, n=3))
     first, second, third = run(scheduler), run(scheduler), run(scheduler)
@@ -143,12 +143,12 @@ def test_further_choices_fork_when_the_prompt_is_computed(caching: bool) -> None
     assert third.num_scheduled_tokens == {"a/0": 1, "a/1": 1, "a/2": 1}
     assert [row.num_computed_tokens for row in third.admitted] == [21, 21]
     assert [row.choice for row in third.admitted] == [1, 2]
-    # Six blocks of prompt, shared but for the partial last one: two of the three holders copy it.
+    # The prompt has six shared blocks except for the partial last one, which two of the three rows copy.
     assert len(third.block_copies) == 2
     assert scheduler.kv.pool.num_active == 5 + 3
 
 
-def test_choices_whose_first_ends_early_still_share_its_prompt() -> None:
+def test_choices_share_the_prompt_even_if_the_first_one_ends_early() -> None:
     scheduler = make_scheduler(enable_prefix_caching=False)
     scheduler.add(request("a", 10, n=3, max_tokens=1))
     run(scheduler)
@@ -157,7 +157,7 @@ def test_choices_whose_first_ends_early_still_share_its_prompt() -> None:
     assert scheduler.kv.pool.num_active == 0
 
 
-def test_when_the_first_choice_is_aborted_the_next_takes_its_place() -> None:
+def test_if_the_first_choice_is_aborted_the_next_one_takes_its_place() -> None:
     scheduler = make_scheduler(enable_prefix_caching=False)
     scheduler.add(request("a", 30, n=3))
     run(scheduler)
@@ -167,7 +167,7 @@ def test_when_the_first_choice_is_aborted_the_next_takes_its_place() -> None:
     assert set(run(scheduler).num_scheduled_tokens) == {"a/1", "a/2"}
 
 
-def test_a_fork_that_waits_gives_its_blocks_back_under_pressure() -> None:
+def test_a_waiting_fork_is_preempted_if_blocks_are_needed() -> None:
     scheduler = make_scheduler(num_blocks=8, enable_prefix_caching=False, max_num_seqs=1)
     scheduler.add(request("a", 14, n=4, max_tokens=18))
     outputs: list[TokensOut] = []
@@ -193,7 +193,7 @@ def test_a_second_prompt_has_its_own_choice_indices() -> None:
     assert set(finish_reasons(outputs)) == {("a", choice) for choice in range(4)}
 
 
-def test_rows_carry_what_the_sampler_needs() -> None:
+def test_rows_contain_what_the_sampler_needs() -> None:
     scheduler = make_scheduler(eos_token_ids=[2])
     scheduler.add(request("a", 5, seed=11, min_tokens=2, ignore_eos=False))
     scheduler.add(request("b", 5, first=50))
@@ -203,7 +203,7 @@ def test_rows_carry_what_the_sampler_needs() -> None:
     assert (second.seed, second.eos_token_ids) == (7, [])
 
 
-def test_requests_without_a_seed_draw_one_each() -> None:
+def test_requests_without_a_seed_get_a_random_one_each() -> None:
     scheduler = make_scheduler(seed=None)
     scheduler.add(request("a", 2))
     scheduler.add(request("b", 2))
@@ -237,7 +237,7 @@ def test_no_stop_before_min_tokens() -> None:
     assert finish_reasons(scheduler.take_outputs()) == {("a", 0): "stop"}
 
 
-def test_without_max_tokens_the_context_is_the_limit() -> None:
+def test_without_max_tokens_the_context_length_is_the_limit() -> None:
     scheduler = make_scheduler(max_model_len=12)
     scheduler.add(request("a", 5, max_tokens=None))
     outputs = []
@@ -248,7 +248,7 @@ def test_without_max_tokens_the_context_is_the_limit() -> None:
     assert outputs[-1].finish_reason == "length"
 
 
-def test_the_whole_cache_can_serve_one_request() -> None:
+def test_one_request_can_use_the_whole_cache() -> None:
     scheduler = make_scheduler(num_blocks=3, max_model_len=100)
     scheduler.add(request("a", 5, max_tokens=None))
     outputs = []
@@ -287,7 +287,7 @@ def test_a_prompt_larger_than_the_cache_is_refused_with_the_remedy() -> None:
         (msgspec.structs.replace(request("a"), priority=-(2**31) - 1), "priority"),
     ],
 )
-def test_what_would_break_a_step_is_refused(bad: GenerateRequest, param: str) -> None:
+def test_a_request_that_would_break_a_step_is_refused(bad: GenerateRequest, param: str) -> None:
     scheduler = make_scheduler()
     error = refusal(lambda: scheduler.add(bad))
     assert (error.status, error.param) == (400, param)
@@ -311,7 +311,7 @@ def test_an_id_in_use_is_refused() -> None:
     scheduler.add(request("a"))
 
 
-def test_abort_works_while_waiting_running_held_and_in_flight() -> None:
+def test_abort_works_in_every_state_of_a_request() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     scheduler.add(request("running", 30))
     scheduler.add(request("held", 4, first=100, n=2))
@@ -342,7 +342,7 @@ def test_an_abort_reaches_the_runner_with_the_next_step() -> None:
     assert run(scheduler).released == ["a/0"]
 
 
-def test_a_resumed_choice_goes_on_where_it_stood() -> None:
+def test_a_resumed_choice_continues_at_its_position() -> None:
     scheduler = make_scheduler()
     base = request("a", 5, max_tokens=4)
     scheduler.add(
@@ -361,7 +361,7 @@ def test_a_resumed_choice_goes_on_where_it_stood() -> None:
     assert (output.token_ids, output.finish_reason) == ([73], "length")
 
 
-def test_a_choice_resumed_at_its_end_ends_at_once() -> None:
+def test_a_choice_that_is_resumed_at_its_end_ends_at_once() -> None:
     scheduler = make_scheduler(eos_token_ids=[2])
     sampling = SamplingParams(n=3, max_tokens=5)
     scheduler.add(
@@ -381,7 +381,7 @@ def test_a_choice_resumed_at_its_end_ends_at_once() -> None:
     assert not scheduler.has_work
 
 
-def test_a_wrong_resume_is_refused() -> None:
+def test_an_invalid_resume_is_refused() -> None:
     scheduler = make_scheduler()
     for resume in ([ChoiceResume(1, [5], 1)], [ChoiceResume(0, [5000], 1)], [ChoiceResume(0, [5], 1, finished=True)]):
         bad = GenerateRequest(request_id="a", model="m", prompt_token_ids=[1], sampling=SamplingParams(), resume=resume)
@@ -389,7 +389,7 @@ def test_a_wrong_resume_is_refused() -> None:
     assert not scheduler.has_work
 
 
-def test_the_first_output_reports_what_was_cached() -> None:
+def test_the_first_output_reports_the_cached_tokens() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 12, max_tokens=2))
     while scheduler.has_work:
@@ -401,7 +401,7 @@ def test_the_first_output_reports_what_was_cached() -> None:
     assert [out.num_cached_tokens for out in scheduler.take_outputs()] == [8, 0]
 
 
-def test_salts_keep_tenants_apart() -> None:
+def test_salts_separate_the_prefixes_of_tenants() -> None:
     scheduler = make_scheduler()
     for name, salt in (("a", "one"), ("b", "two"), ("c", "one")):
         scheduler.add(
@@ -422,7 +422,7 @@ def test_salts_keep_tenants_apart() -> None:
     assert cached == {"a/0": 0, "b/0": 0, "c/0": 8}
 
 
-def test_load_counts_what_is_there() -> None:
+def test_load_counts_requests_and_tokens() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add(request("a", 20))
     scheduler.add(request("b", 10, first=100, n=2))
@@ -441,7 +441,7 @@ def test_load_counts_what_is_there() -> None:
     assert load.kv_cache_usage == 0
 
 
-def test_step_totals_feed_the_step_time_model() -> None:
+def test_step_totals_are_the_input_of_the_step_time_model() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 6))
     first = run(scheduler)
@@ -451,7 +451,7 @@ def test_step_totals_feed_the_step_time_model() -> None:
     assert (second.decode_context_tokens, second.chunk_context_products) == (7, 100)
 
 
-def test_a_step_without_a_token_for_a_row_fails_that_row_alone() -> None:
+def test_a_step_without_a_token_for_a_row_fails_only_that_row() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 5))
     scheduler.add(request("b", 5, first=50))

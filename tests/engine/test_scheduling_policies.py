@@ -1,4 +1,4 @@
-"""Who computes its prompt first, by policy; that no request starves; that a long prompt never stalls decodes."""
+"""Scheduling policies: the order of prompts, no starvation, and no long prompt that stalls decodes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_short_prompt_is_computed_between_two_chunks_of_a_long_one() -> None:
     assert run(scheduler).num_scheduled_tokens == {"short/0": 10, "long/0": 6}
 
 
-def test_under_fcfs_a_long_prompt_keeps_the_budget_it_came_first_for() -> None:
+def test_under_fcfs_a_long_prompt_keeps_the_budget_that_it_got_first() -> None:
     scheduler = make_scheduler(Clock(), "fcfs", max_num_batched_tokens=16)
     scheduler.add(request("long", 100))
     run(scheduler)
@@ -89,7 +89,7 @@ def test_under_fcfs_a_long_prompt_keeps_the_budget_it_came_first_for() -> None:
     assert run(scheduler).num_scheduled_tokens == {"long/0": 16}
 
 
-def test_a_level_of_priority_is_a_lead_of_so_many_seconds() -> None:
+def test_a_priority_level_is_worth_a_fixed_number_of_seconds() -> None:
     clock = Clock()
     scheduler = make_scheduler(clock, "priority", max_num_seqs=1)
     scheduler.add(request("low", 5, priority=1))
@@ -102,10 +102,8 @@ def test_a_level_of_priority_is_a_lead_of_so_many_seconds() -> None:
 
 @pytest.mark.parametrize(("victim", "lead_s"), [((5, 1), LEVEL_S), ((200, 0), 195 * TOKEN_MS / 1000)])
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_no_request_starves_however_many_others_keep_coming(
-    policy: str, victim: tuple[int, int], lead_s: float
-) -> None:
-    """One request a step arrives and one can be served: the queue never empties."""
+def test_no_request_starves_however_many_others_arrive(policy: str, victim: tuple[int, int], lead_s: float) -> None:
+    """One request arrives in each step and one can be served, so the queue never empties."""
     num_tokens, priority = victim
     clock = Clock()
     scheduler = make_scheduler(clock, policy, max_num_seqs=1, max_num_batched_tokens=256)
@@ -119,7 +117,9 @@ def test_no_request_starves_however_many_others_keep_coming(
         run(scheduler)
         if any(out.request_id == "victim" for out in scheduler.take_outputs()):
             break
-        assert clock.now - start_s <= lead_s + 5 * period_s, "the victim waits for those who came after its lead"
+        assert clock.now - start_s <= lead_s + 5 * period_s, (
+            "the low-priority request must be served before those that arrived after its lead"
+        )
 
 
 @settings(max_examples=num_examples(100), deadline=None)
@@ -127,8 +127,10 @@ def test_no_request_starves_however_many_others_keep_coming(
     st.sampled_from(sorted(POLICIES)),
     st.lists(st.tuples(st.integers(1, 300), st.integers(-3, 3), st.floats(0, 5)), min_size=2, max_size=12),
 )
-def test_a_rank_never_lets_a_later_twin_pass(policy: Any, arrivals: list[tuple[int, int, float]]) -> None:
-    """Of two alike the earlier goes first, whatever stands between them."""
+def test_a_later_equal_request_never_overtakes_an_earlier_one(
+    policy: Any, arrivals: list[tuple[int, int, float]]
+) -> None:
+    """Of two equal requests the earlier is served first, whatever requests are between them."""
     clock = Clock()
     scheduler = make_scheduler(clock, policy, max_num_seqs=1, max_num_batched_tokens=512)
     for index, (num_tokens, priority, pause_s) in enumerate(arrivals):
@@ -141,11 +143,11 @@ def test_a_rank_never_lets_a_later_twin_pass(policy: Any, arrivals: list[tuple[i
         assert twins == sorted(twins)
 
 
-# -- those who decode --------------------------------------------------------------------------------------------------
+# -- decodes -----------------------------------------------------------------------------------------------------------
 
 
 def decode_gaps_ms(policy: str, budget: int, prompt_tokens: int) -> Iterator[float]:
-    """Gaps between tokens of eight streams on a simulated device, while a long prompt arrives and is computed."""
+    """Yield the gaps between tokens of eight streams on a simulated device, while a long prompt is computed."""
     clock = Clock()
     config = EngineConfig(
         model="m",
@@ -176,16 +178,16 @@ def decode_gaps_ms(policy: str, budget: int, prompt_tokens: int) -> Iterator[flo
 
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("budget", [128, 512])
-def test_a_long_prompt_stalls_no_stream_for_longer_than_one_step_of_the_budget(policy: str, budget: int) -> None:
+def test_a_long_prompt_stalls_no_stream_for_longer_than_one_step_of_the_token_budget(policy: str, budget: int) -> None:
     gaps_ms = list(decode_gaps_ms(policy, budget, prompt_tokens=4096))
     bound_ms = StepTimeModel.from_params(STEP_TIME).predict_ms(budget)
     assert len(gaps_ms) == 8 * 199
     assert max(gaps_ms) <= bound_ms * 1.001
-    assert max(gaps_ms) > bound_ms * 0.9, "the long prompt never filled the budget: nothing was tested"
+    assert max(gaps_ms) > bound_ms * 0.9, "the long prompt must fill the token budget"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_without_hurry_are_computed_behind_all_others(policy: str) -> None:
+def test_low_priority_prompts_are_computed_after_all_others(policy: str) -> None:
     clock = Clock()
     scheduler = make_scheduler(clock, policy, max_num_batched_tokens=256)
     scheduler.add(request("batch", 200, LOW_PRIORITY))
@@ -195,7 +197,7 @@ def test_prompts_without_hurry_are_computed_behind_all_others(policy: str) -> No
     assert run(scheduler).num_scheduled_tokens == {"live/0": 144, "batch/0": 112}
 
 
-def test_sequences_without_hurry_leave_a_full_batch_to_those_that_wait() -> None:
+def test_low_priority_sequences_leave_a_full_batch_to_waiting_requests() -> None:
     scheduler = make_scheduler(Clock(), "fcfs", max_num_seqs=2)
     scheduler.add(request("live-1", 8, max_tokens=5))
     scheduler.add(request("batch", 8, LOW_PRIORITY, max_tokens=3))
@@ -205,7 +207,7 @@ def test_sequences_without_hurry_leave_a_full_batch_to_those_that_wait() -> None
     assert scheduler.load().num_requests_giving_way == 2
     scheduler.add(request("live-2", 8, max_tokens=2))
     assert run(scheduler).num_scheduled_tokens == {"live-1/0": 1, "live-2/0": 8}
-    assert scheduler.load().num_requests_giving_way == 2, "both wait now"
+    assert scheduler.load().num_requests_giving_way == 2, "both must wait now"
     assert order_of_ends(scheduler) == ["live-2", "live-1", "batch", "batch-2"]
     assert scheduler.num_preemptions == 1
     assert scheduler.load().num_requests_giving_way == 0

@@ -1,4 +1,4 @@
-"""The phases of an engine's start add up to the whole of it."""
+"""The phases of an engine's start add up to the whole start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hand_clock import Clock
 from pagemill_engine.loop.start_clock import StartClock
 
 
-def test_a_phase_ends_where_the_next_begins_and_adds_up_when_it_comes_again() -> None:
+def test_a_phase_ends_where_the_next_begins_and_repeated_phases_are_added() -> None:
     now = Clock(10.0)
     clock = StartClock(now)
     for phase, lasts_s in (
@@ -22,7 +22,7 @@ def test_a_phase_ends_where_the_next_begins_and_adds_up_when_it_comes_again() ->
     assert clock.seconds() == {"load": 3.0, "warm": 5.0, "first_token": 0.5}
 
 
-def test_what_was_never_reported_is_load() -> None:
+def test_unreported_time_counts_as_load() -> None:
     now = Clock()
     clock = StartClock(now)
     now.now += 2

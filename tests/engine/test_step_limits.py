@@ -1,4 +1,4 @@
-"""How many requests and tokens a step may have where nothing is set: by the device's memory, in one place."""
+"""The default limits of requests and tokens per step, which depend on the device's memory."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def chosen(gib: float, sizes: Sizes = SMALL_SIZES, **settings: Any) -> StepLimit
         ("RTX 4070", 11.6, (64, 1024)),
     ],
 )
-def test_a_gpu_gets_what_suits_its_memory(card: str, gib: float, limits: StepLimits) -> None:
+def test_a_gpus_defaults_depend_on_its_memory(card: str, gib: float, limits: StepLimits) -> None:
     assert chosen(gib) == limits
 
 
-def test_a_cpu_and_a_simulated_device_keep_theirs() -> None:
+def test_a_cpu_and_a_simulated_device_have_their_own_defaults() -> None:
     config = EngineConfig(model="m")
     host = MemoryState(512 * GIB, 512 * GIB, process_bytes=0)
     assert choose_step_limits(config, EIGHT_B, SIZES, host).step == CPU_STEP == (64, 512)
@@ -78,7 +78,7 @@ def test_a_cpu_and_a_simulated_device_keep_theirs() -> None:
     assert (limits.max_num_seqs, limits.max_num_batched_tokens) == CPU_STEP
 
 
-def test_what_is_set_stays_as_it_is_and_a_step_has_a_token_for_every_request() -> None:
+def test_configured_limits_are_kept_and_a_step_has_a_token_for_every_request() -> None:
     assert chosen(80, max_num_seqs=4) == (4, 8192)
     assert chosen(80, max_num_batched_tokens=512) == (256, 512)
     assert chosen(80, max_num_batched_tokens=32) == (32, 32)
@@ -88,12 +88,12 @@ def test_what_is_set_stays_as_it_is_and_a_step_has_a_token_for_every_request() -
     assert EngineConfig(model="m", max_num_batched_tokens=16).step == (16, 16)
 
 
-def test_a_step_has_no_more_tokens_than_its_requests_contexts_hold() -> None:
+def test_a_step_has_no_more_tokens_than_the_contexts_of_its_requests() -> None:
     assert chosen(80, max_model_len=16) == (256, 4096)
     assert chosen(80, max_model_len=16, max_num_batched_tokens=9000) == (256, 9000)
 
 
-def test_a_model_that_fills_its_device_leaves_memory_to_the_cache() -> None:
+def test_a_model_that_fills_its_device_gets_smaller_steps() -> None:
     assert chosen(80, SIZES) == (256, 8192)
     tight = SIZES._replace(weight_bytes=68 * GIB)
     limits = chosen(80, tight)
@@ -110,7 +110,7 @@ def test_a_model_that_fills_its_device_leaves_memory_to_the_cache() -> None:
     tokens=st.none() | st.integers(1, 100_000), context=st.none() | st.integers(2, 131_072),
     kv_gib=st.none() | st.floats(0.1, 100),
 )  # fmt: skip
-def test_the_limits_are_sound_and_no_larger_than_the_device_bears(
+def test_the_limits_are_consistent_and_within_the_devices_capacity(
     gib: float, weights: float, seqs: int | None, tokens: int | None, context: int | None, kv_gib: float | None
 ) -> None:
     sizes = SIZES._replace(weight_bytes=int(gib * weights * GIB))
@@ -128,7 +128,7 @@ def test_the_limits_are_sound_and_no_larger_than_the_device_bears(
         assert activation_bytes(config, EIGHT_B, sizes, 131_072) <= 0.25 * 0.9 * gib * GIB
 
 
-def test_the_scheduler_has_what_the_runner_chose() -> None:
+def test_the_scheduler_uses_the_limits_of_the_runner() -> None:
     config = EngineConfig(model="m")
     runner = NullRunner.from_config(config)
     runner = NullRunner(runner.info._replace(step=StepLimits(256, 8192)))
@@ -139,7 +139,7 @@ def test_the_scheduler_has_what_the_runner_chose() -> None:
     assert core.step_time.params().knots_tokens[-1] == 8192
 
 
-def test_the_reference_says_the_numbers_that_count() -> None:
+def test_the_reference_page_states_the_actual_numbers() -> None:
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     seqs, tokens = (re.search(rf"^\| `{name}` .*$", page, re.M) for name in StepLimits._fields)
     assert seqs is not None

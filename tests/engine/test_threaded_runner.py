@@ -1,4 +1,4 @@
-"""A runner that works in `launch` gets a thread of its own: launches return at once, steps keep their order."""
+"""A runner that works in `launch` gets a thread of its own: launches return at once, and steps keep their order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pagemill_protocol.sampling import SamplingParams
 
 
 class WorkingRunner:
-    """Works in `launch` for as long as the gate is shut."""
+    """A runner that works in `launch` until the gate opens."""
 
     def __init__(self) -> None:
         self.info = RunnerInfo(8, 4, 32, 100, "weights", "kv", 0, 0, "none")
@@ -78,11 +78,11 @@ def test_launch_returns_before_the_step_has_run_and_steps_keep_their_order(
     assert threading.current_thread().name not in inner.threads
 
 
-def test_it_asks_to_be_overlapped(runner: ThreadedRunner, inner: WorkingRunner) -> None:
+def test_a_threaded_runner_declares_that_it_overlaps(runner: ThreadedRunner, inner: WorkingRunner) -> None:
     assert runner.info == inner.info._replace(overlaps=True)
 
 
-def test_a_step_behind_one_that_raised_is_not_run_and_the_next_one_is(
+def test_a_step_after_one_that_raised_does_not_run_and_the_next_one_does(
     runner: ThreadedRunner, inner: WorkingRunner
 ) -> None:
     inner.broken = {1}
@@ -96,7 +96,7 @@ def test_a_step_behind_one_that_raised_is_not_run_and_the_next_one_is(
     assert inner.done == [3]
 
 
-def test_the_inner_runner_is_closed_when_nothing_runs_any_more(runner: ThreadedRunner, inner: WorkingRunner) -> None:
+def test_the_inner_runner_is_closed_when_no_step_runs_any_more(runner: ThreadedRunner, inner: WorkingRunner) -> None:
     inner.gate.set()
     for step in (1, 2):
         runner.launch(plan(step))
@@ -106,7 +106,7 @@ def test_the_inner_runner_is_closed_when_nothing_runs_any_more(runner: ThreadedR
         runner.launch(plan(3))
 
 
-def test_answers_on_a_thread_are_the_answers_without(checking_runner: Callable[..., Any]) -> None:
+def test_answers_with_and_without_the_thread_are_equal(checking_runner: Callable[..., Any]) -> None:
     answers = []
     for wrap in (lambda each: each, lambda each: ThreadedRunner(each, lambda: None)):
         core = EngineCore(EngineConfig(model="m", block_size=4), wrap(checking_runner(num_blocks=12)))

@@ -1,4 +1,4 @@
-"""Engines that are real small servers speaking the real protocol, and gateways in front of them, all on loopback."""
+"""Fixtures: small servers that speak the engines' real protocol, and gateways in front of them, all on loopback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KEY = b"k" * 32
 TOKEN = derive_token(KEY, "ns", MODEL)
 CONTROL_TOKEN = "t0ken"
 CONTROL = {"Authorization": f"Bearer {CONTROL_TOKEN}"}
-"""What a gateway in a cluster would send to the engines of a deployment called like the model."""
+"""The headers that a gateway in a cluster sends to the engines of a deployment with the model's name."""
 MAX_MODEL_LEN = 4096
 HEARTBEAT_S = 1.0
 CHAT_TEMPLATE = (
@@ -54,10 +54,10 @@ BUNDLE = byte_bundle(CHAT_TEMPLATE)
 
 
 class FakeEngine:
-    """Data and control routes on one port. What it answers is `behaviours` in order, then `behaviour` for ever."""
+    """Data and control routes on one port; answers with each of `behaviours` in turn, then with `behaviour`."""
 
     offers_link = True
-    """Else requests come over HTTP, as to an engine of the version before."""
+    """Whether the engine accepts links; otherwise requests come over HTTP, as for an engine of the previous version."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -67,22 +67,22 @@ class FakeEngine:
         self.num_aborted = 0
         self.refuses_link = False
         self.num_links = 0
-        """Opened so far."""
+        """The number of links opened so far."""
         self.num_state_streams = self.num_drained = self.num_unauthorized = 0
         self.token = TOKEN
-        """Of acknowledged drains."""
+        """The token that acknowledgements of drains must carry."""
         self.gateways: list[str | None] = []
-        """Who opened state streams and acknowledged drains."""
+        """The gateways that opened state streams and acknowledged drains."""
         self.load = EngineLoad()
         self.max_model_len = MAX_MODEL_LEN
         self.max_num_seqs = 0
         self.pools = False
         self.num_inside = 0
-        """Requests that it answers now."""
+        """The number of requests being answered."""
         self.most_inside = 0
         self.weights_digest = "weights"
         self.headers: dict[str, str] = {}
-        """Of its state streams."""
+        """The headers of its state streams."""
         self.silent_s = 0.0
         self.frozen_s = 0.0
         self.adapters = AdapterSlots()
@@ -91,12 +91,12 @@ class FakeEngine:
         self._may_report = asyncio.Event()
         self._may_report.set()
         self.allowances: dict[str, int] = {}
-        """Of the requests that it answers now, as far as they have any."""
+        """The allowances of the requests being answered, by request id."""
         self.num_raises = 0
         self.deaf = False
-        """It does not take raised allowances."""
+        """Whether the engine ignores raised allowances."""
         self.num_generated = 0
-        """Tokens, by `generates`."""
+        """The number of tokens that `generates` has generated."""
         self.behaviours: deque[Behaviour] = deque()
         self.behaviour: Behaviour = says("hello", " world")
         self.bundle_bytes = BUNDLE.to_bytes()
@@ -104,11 +104,11 @@ class FakeEngine:
         self.num_bundles_asked = 0
         self.port = 0
         self.silent = False
-        """Reports nothing by itself."""
+        """Whether the engine sends no reports by itself."""
         self._sequence = 0
         self._reported = self._frame()
         self._streams: set[web.StreamResponse] = set()
-        """Those that have their snapshot."""
+        """The state streams that have received their snapshot."""
         self._runner: web.AppRunner | None = None
         self._heartbeat: asyncio.Task[None] | None = None
 
@@ -134,7 +134,7 @@ class FakeEngine:
         return self
 
     async def kill(self) -> None:
-        """As kill -9 looks from outside: every connection resets, nothing listens."""
+        """Stop like a process that is killed with SIGKILL: reset every connection and stop listening."""
         if self._runner is None:
             return
         runner, self._runner = self._runner, None
@@ -144,7 +144,7 @@ class FakeEngine:
         self._streams.clear()
 
     async def push_state(self, *, skip: int = 0, raw: bytes | None = None, **fields: Any) -> None:
-        """Send a state frame to everybody who listens; `skip` leaves a gap in the sequence."""
+        """Send a state frame to every connected stream; `skip` leaves a gap in the sequence."""
         for name, value in fields.items():
             setattr(self, name, value)
         self._sequence += skip
@@ -152,7 +152,7 @@ class FakeEngine:
         await self._send(raw)
 
     async def _repeat_state(self) -> None:
-        """What was reported last, as engines do while nothing changes."""
+        """Repeat the last report, as engines do while nothing changes."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             if not self.silent:
@@ -166,7 +166,7 @@ class FakeEngine:
                 await stream.write(raw if raw is not None else encode_state(frame))
 
     def hold_state(self) -> asyncio.Event:
-        """Say nothing on new state streams until the event is set."""
+        """Send nothing on new state streams until the returned event is set."""
         self._may_report.clear()
         return self._may_report
 
@@ -207,7 +207,7 @@ class FakeEngine:
         return {"Content-Type": FRAMES_CONTENT_TYPE, WEIGHTS_HEADER: self.weights_digest}
 
     async def _answer(self, request: GenerateRequest, response: Any, http: Any) -> Any:
-        """Over HTTP or a link."""
+        """Answer a request that came over HTTP or over a link."""
         self.requests.append(request)
         behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
         self.num_inside += 1
@@ -279,7 +279,7 @@ class GatewayUnderTest:
         return self.gateway.control.brain.registry.endpoints[engine.name]
 
     async def know(self, *engines: FakeEngine) -> None:
-        """Return when the gateway can route to all of `engines`."""
+        """Wait until the gateway can route to all of `engines`."""
         await eventually(lambda: all(self.record(engine).usable for engine in engines))
 
     async def chat(self, *, stream: bool = False, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
@@ -309,7 +309,7 @@ def catalog_of(*engines: FakeEngine, **fields: Any) -> Catalog:
     return Catalog(models=[CatalogModel(**{**defaults, **fields})])
 
 
-# -- a cluster's API server -------------------------------------------------------------------------------------------
+# -- the API server of a cluster --------------------------------------------------------------------------------------
 
 DEPLOYMENTS = "/apis/pagemill.dev/v1alpha1/llmdeployments"
 SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
@@ -318,7 +318,7 @@ KINDS = (DEPLOYMENTS, SLICES, SECRETS)
 
 
 class ApiServer:
-    """Three kinds of objects with one history."""
+    """A Kubernetes API server with three kinds of objects and one history."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
@@ -327,11 +327,11 @@ class ApiServer:
         self.queries: list[dict[str, str]] = []
         self.status = 200
         self.closed: set[str] = set()
-        """Namespaces that are forbidden to all."""
+        """Namespaces that no client may read."""
         self.gone = False
-        """No watch can begin, whatever its version."""
+        """Whether every new watch is refused as expired."""
         self.silent = False
-        """Watches stay open and say nothing."""
+        """Whether watches stay open and send nothing."""
         self.tokens: list[str | None] = []
         self.url = ""
         self._version = 100
@@ -367,7 +367,7 @@ class ApiServer:
         await self._record(kind, "DELETED", name, self.objects[kind][name])
 
     async def forget_history(self) -> None:
-        """What has happened until now cannot be watched any more, and watches under way end with that."""
+        """Make the past history unavailable to watches and end the open watches."""
         async with self._news:
             self._version += 10
             self._oldest = self._version
@@ -416,7 +416,7 @@ class ApiServer:
             for version, changed, event in [each for each in self._events if each[0] > seen and not self.silent]:
                 if changed == kind and _is_in(namespace, event["object"]):
                     line = json.dumps(event).encode() + b"\n"
-                    await response.write(line[:20])  # lines come in pieces
+                    await response.write(line[:20])  # lines may arrive in parts
                     await response.write(line[20:])
                 seen = version
             async with self._news:
@@ -449,7 +449,7 @@ async def give_slice(api: ApiServer, name: str, *engines: Any, terminating: bool
         }
         for engine in engines
     ]
-    # Every fake engine has one port of its own, and a slice one pair of ports.
+    # Every fake engine has a port of its own, and a slice a pair of ports.
     (port,) = {engine.port for engine in engines} or {1}
     ports = [{"name": "data", "port": port}, {"name": "control", "port": port}]
     labels = {"pagemill.dev/deployment": name}
@@ -469,7 +469,7 @@ async def api() -> AsyncIterator[ApiServer]:
 
 @pytest.fixture
 async def engines() -> AsyncIterator[list[FakeEngine]]:
-    """Three engines, all up."""
+    """Start three engines."""
     started = [await FakeEngine(f"engine-{number}").start() for number in range(3)]
     yield started
     for engine in started:
@@ -486,7 +486,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where both are named, each layout has a wire of its own in `make test`, and all pairs in `make test-full`."""
+    """Mark some combinations of layout and wire as `full`, so that `make test` runs one wire for each layout."""
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         if {"gateways", "wire"} <= params.keys() and (params["gateways"] == "apart") != (params["wire"] == "link"):
@@ -495,7 +495,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How requests go to fake engines, for the tests that `wires` marks."""
+    """Return how requests reach fake engines, for the tests that `wires` marks."""
     monkeypatch.setattr(FakeEngine, "offers_link", request.param == "link")
     return str(request.param)
 
@@ -511,7 +511,7 @@ def kept_templates() -> Iterator[KeptTemplates]:
 async def gateways(
     request: pytest.FixtureRequest, kept_templates: KeptTemplates
 ) -> AsyncIterator[Callable[..., Awaitable[GatewayUnderTest]]]:
-    """Starts gateways: `await gateways(*engines, **settings)`, knowing these engines when it returns."""
+    """Return `gateways(*engines, **settings)`, which starts a gateway and returns once it can use the engines."""
     layout = LAYOUTS[getattr(request, "param", "one process")]
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(kept_templates.in_use())
@@ -541,7 +541,7 @@ async def gateways(
 
 @pytest.fixture
 def fake() -> SimpleNamespace:
-    """What engines can be made to do, and helpers, by name."""
+    """Return the behaviours of fake engines and other helpers, by name."""
     return SimpleNamespace(
         says=says,
         generates=generates,

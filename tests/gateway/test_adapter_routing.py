@@ -1,4 +1,4 @@
-"""Requests for LoRA adapters: who gets them, what waiting for a load counts, and what clients see of adapters."""
+"""Requests for LoRA adapters: which engines get them, the cost of a load, and what clients see of adapters."""
 
 from __future__ import annotations
 
@@ -69,24 +69,24 @@ async def place(brain: LocalBrain, name: str) -> Assignment:
 
 
 def adapter_ms(brain: LocalBrain) -> dict[str, float]:
-    """Of the latest decision."""
+    """Return the adapter costs of the latest decision, by endpoint."""
     shown = brain.placement.decisions.latest(1)[0]
     return {row["endpoint"]: row["terms"]["adapter_ms"] for row in shown["candidates"]}
 
 
-# -- one pod's adapters
+# -- the adapters of one pod
 
 
-def test_loads_wait_for_each_other_and_time_brings_them_nearer() -> None:
+def test_adapter_loads_are_sequential_and_the_wait_decreases_with_time() -> None:
     pod = Adapters()
     pod.update(slots("a", loading=("b",)), 10.0, new_engine=True)
     waits = {digest: pod.wait_ms(digest, 10.0, believed=True) for digest in "abc"}
     assert waits == pytest.approx({"a": 0, "b": 200, "c": 400})
     assert pod.wait_ms("c", 10.15, believed=True) == pytest.approx(250)
-    assert pod.wait_ms("b", 11.0, believed=True) == 0, "it is due, and nothing else was reported"
+    assert pod.wait_ms("b", 11.0, believed=True) == 0, "the load is due, and no other report has arrived"
 
 
-def test_what_is_not_believed_is_not_resident_and_what_was_not_reported_costs_nothing() -> None:
+def test_a_stale_report_makes_no_adapter_resident_and_an_unreported_load_time_costs_nothing() -> None:
     pod = Adapters()
     pod.update(slots("a"), 10.0, new_engine=True)
     assert pod.wait_ms("a", 10.0, believed=False) == pytest.approx(200)
@@ -94,21 +94,23 @@ def test_what_is_not_believed_is_not_resident_and_what_was_not_reported_costs_no
     assert pod.wait_ms("a", 10.0, believed=True) == 0
 
 
-def test_a_decision_makes_an_adapter_expected_until_the_pod_speaks_of_it() -> None:
+def test_a_decision_makes_its_adapter_expected_until_a_report_confirms_or_contradicts_it() -> None:
     pod = Adapters()
     pod.update(slots("a"), 10.0, new_engine=True)
     pod.expect(1, "b", 10.0)
     pod.update(slots("a"), 10.05, new_engine=False)
-    assert pod.wait_ms("b", 10.05, believed=True) == pytest.approx(150), "the request is on its way"
+    assert pod.wait_ms("b", 10.05, believed=True) == pytest.approx(150), (
+        "a request on its way must keep the adapter expected"
+    )
     pod.update(slots("a", loading=("b",)), 10.1, new_engine=False)
-    assert pod.wait_ms("b", 10.1, believed=True) == pytest.approx(100), "one load, not two"
+    assert pod.wait_ms("b", 10.1, believed=True) == pytest.approx(100), "the load must be counted once"
     pod.update(slots("a", "b"), 10.2, new_engine=False)
     assert pod.wait_ms("b", 10.2, believed=True) == 0
     pod.update(slots("a"), 10.4, new_engine=False)
-    assert pod.wait_ms("b", 10.4, believed=True) == pytest.approx(200), "the other one was evicted"
+    assert pod.wait_ms("b", 10.4, believed=True) == pytest.approx(200), "the adapter was evicted"
 
 
-def test_an_expectation_goes_with_the_last_request_that_counts_on_it() -> None:
+def test_an_expected_adapter_is_dropped_with_the_last_request_that_expects_it() -> None:
     pod = Adapters()
     pod.update(slots(), 10.0, new_engine=True)
     pod.expect(1, "b", 10.0)
@@ -120,7 +122,7 @@ def test_an_expectation_goes_with_the_last_request_that_counts_on_it() -> None:
     assert pod.wait_ms("b", 10.1, believed=True) == pytest.approx(200)
 
 
-def test_an_expectation_expires_after_the_first_token_and_dies_with_the_engine() -> None:
+def test_an_expectation_expires_after_the_first_token_and_with_the_engine() -> None:
     pod = Adapters()
     pod.update(slots(), 10.0, new_engine=True)
     pod.expect(1, "b", 10.0)
@@ -139,7 +141,7 @@ events = st.lists(
 
 
 @given(events)
-def test_whatever_happens_a_wait_is_that_of_the_loads_there_at_most_and_nothing_is_kept_of_what_is_over(
+def test_a_wait_never_exceeds_the_current_loads_and_finished_requests_leave_nothing(
     happened: list[tuple[str, int, str]],
 ) -> None:
     pod, now, under_way = Adapters(), 10.0, list[int]()
@@ -167,7 +169,7 @@ def test_whatever_happens_a_wait_is_that_of_the_loads_there_at_most_and_nothing_
     assert not pod._decisions
 
 
-def test_frames_carry_what_an_engine_holds() -> None:
+def test_frames_carry_the_adapters_of_an_engine() -> None:
     update = frame(slots("p", loading=("t",)))
     assert StateDecoder().feed(encode_state(update)) == [update]
 
@@ -175,7 +177,9 @@ def test_frames_carry_what_an_engine_holds() -> None:
 # -- the brain
 
 
-async def test_a_request_goes_where_its_adapter_is_while_that_costs_less_than_a_load(brain: LocalBrain) -> None:
+async def test_a_request_goes_to_the_engine_with_its_adapter_while_that_costs_less_than_a_load(
+    brain: LocalBrain,
+) -> None:
     brain.apply_catalog(Catalog(models=[model("a", "b")]))
     brain.observe("a", frame(slots("p")))
     brain.observe("b", frame(slots("t"), num_requests_waiting=1, num_tokens_waiting=60))
@@ -190,7 +194,9 @@ async def test_a_request_goes_where_its_adapter_is_while_that_costs_less_than_a_
     assert adapter_ms(brain) == {"a": 0, "b": 0}
 
 
-async def test_a_decision_counts_at_once_and_one_that_is_given_back_no_more(brain: LocalBrain, clock: Clock) -> None:
+async def test_an_expected_load_counts_at_once_and_until_its_decision_is_withdrawn(
+    brain: LocalBrain, clock: Clock
+) -> None:
     brain.apply_catalog(Catalog(models=[model("a", "b")]))
     for name in "ab":
         brain.observe(name, frame(slots()))
@@ -200,7 +206,7 @@ async def test_a_decision_counts_at_once_and_one_that_is_given_back_no_more(brai
     other = ({"a", "b"} - {first.endpoint_id}).pop()
     assert adapter_ms(brain) == pytest.approx({first.endpoint_id: 50, other: 200})
     other_first = await place(brain, "terse")
-    assert other_first.endpoint_id == other, "here it would wait behind a load"
+    assert other_first.endpoint_id == other, "the request would wait behind a load on the first engine"
     brain.withdrawn(other_first)
     brain.finished(await place(brain, "terse"))
     assert adapter_ms(brain)[other] == pytest.approx(200)
@@ -219,7 +225,7 @@ async def test_only_engines_that_serve_adapters_get_requests_for_them(brain: Loc
     assert "its model `m`" in refusal.value.message
 
 
-async def test_an_adapters_name_leads_to_its_deployment_and_content(brain: LocalBrain) -> None:
+async def test_an_adapters_name_resolves_to_its_deployment_and_digest(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("a", aliases=["alias"])]))
     brain.observe("a", frame(slots()))
     for name, digest in {"pretty": "p", "terse": "t", "alias": "", "m": ""}.items():
@@ -234,7 +240,7 @@ async def test_an_adapters_name_leads_to_its_deployment_and_content(brain: Local
     [[PRETTY, PRETTY], [CatalogAdapter(name="m", digest="p")], [CatalogAdapter(name="alias", digest="p")],
      [CatalogAdapter(name="", digest="p")], [CatalogAdapter(name="x", digest="")]],
 )  # fmt: skip
-def test_a_catalogue_with_an_adapter_that_cannot_be_distinguished_is_refused(adapters: list[CatalogAdapter]) -> None:
+def test_a_catalogue_with_an_ambiguous_adapter_name_is_refused(adapters: list[CatalogAdapter]) -> None:
     check_catalog(Catalog(models=[model(aliases=["alias"])]))
     with pytest.raises(PagemillError, match="a name that nothing else here has"):
         check_catalog(Catalog(models=[model(aliases=["alias"], adapters=adapters)]))
@@ -244,7 +250,7 @@ def test_a_catalogue_with_an_adapter_that_cannot_be_distinguished_is_refused(ada
 
 
 @pytest.mark.layouts
-async def test_clients_ask_for_an_adapter_as_for_a_model(engines, gateways, fake) -> None:
+async def test_clients_request_an_adapter_like_a_model(engines, gateways, fake) -> None:
     for engine, resident in zip(engines[:2], ("p", "t"), strict=True):
         engine.adapters = slots(resident)
     catalog = fake.catalog_of(*engines[:2], adapters=[PRETTY, TERSE])

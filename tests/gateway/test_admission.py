@@ -1,4 +1,4 @@
-"""The gate and the attempts: who is let in, how often one request is tried, what the client hears in the end."""
+"""The gate and the attempts: which requests are admitted, how often one is tried, and which error the client gets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill_gateway.admission.gate import Gate, RunningRequests
 from pagemill_protocol.errors import PagemillError
 
 
-def test_the_gate_lets_in_as_many_as_it_holds_and_refuses_the_next_with_503() -> None:
+def test_the_gate_admits_up_to_its_limit_and_refuses_the_next_request_with_503() -> None:
     gate = Gate(2, 100)
     with gate.enter(), gate.enter():
         with pytest.raises(PagemillError) as error, gate.enter():
@@ -23,7 +23,7 @@ def test_the_gate_lets_in_as_many_as_it_holds_and_refuses_the_next_with_503() ->
         assert gate.num_inside == 1
 
 
-async def test_a_place_is_free_again_whatever_happened_inside() -> None:
+async def test_a_request_that_fails_leaves_the_gate() -> None:
     gate = Gate(1, 100)
     for _ in range(3):
         with pytest.raises(RuntimeError), gate.enter():
@@ -31,7 +31,7 @@ async def test_a_place_is_free_again_whatever_happened_inside() -> None:
     assert gate.num_inside == 0
 
 
-async def test_a_closed_gate_keeps_those_inside_and_reports_when_they_are_gone() -> None:
+async def test_a_closed_gate_lets_admitted_requests_finish_and_reports_when_it_is_empty() -> None:
     gate = Gate(2, 100)
     with gate.enter():
         gate.close("going down")
@@ -43,7 +43,7 @@ async def test_a_closed_gate_keeps_those_inside_and_reports_when_they_are_gone()
     await asyncio.wait_for(empty, WAIT_LIMIT_S)
 
 
-async def test_bytes_that_exceed_the_bound_are_refused_with_503_and_free_again_afterwards() -> None:
+async def test_bytes_beyond_the_limit_are_refused_with_503_and_released_afterwards() -> None:
     gate = Gate(10, 100)
     with gate.enter() as first:
         first.hold(70)
@@ -60,7 +60,7 @@ async def test_bytes_that_exceed_the_bound_are_refused_with_503_and_free_again_a
     assert gate.num_bytes == 0
 
 
-def test_progress_forgets_earlier_failures_but_not_without_end() -> None:
+def test_progress_resets_failures_but_their_total_is_bounded() -> None:
     attempts = Attempts(2)
     for number in range(MOST_FAILURES):
         assert not attempts.exhausted
@@ -72,7 +72,7 @@ def test_progress_forgets_earlier_failures_but_not_without_end() -> None:
     assert attempts.exhausted
 
 
-def test_attempts_end_after_their_number() -> None:
+def test_the_number_of_attempts_is_bounded() -> None:
     attempts = Attempts(3)
     for endpoint in "abc":
         assert not attempts.exhausted
@@ -83,7 +83,7 @@ def test_attempts_end_after_their_number() -> None:
     assert attempts.verdict().status == 502
 
 
-def test_engines_that_ended_cost_no_attempt_but_have_bounds_of_their_own() -> None:
+def test_ended_engines_cost_no_attempt_but_have_their_own_bounds() -> None:
     attempts = Attempts(1)
     for number in range(MOST_ENDS):
         assert not attempts.exhausted
@@ -116,7 +116,7 @@ def test_full_engines_cost_no_attempt_and_are_avoided_until_the_request_has_wait
     assert attempts.verdict().status == 502
 
 
-def test_another_endpoint_is_asked_at_once_the_same_one_after_a_pause() -> None:
+def test_another_endpoint_is_tried_at_once_and_the_same_one_after_a_pause() -> None:
     attempts = Attempts(3)
     attempts.chose("a")
     attempts.broke("gone.")
@@ -128,10 +128,10 @@ def test_another_endpoint_is_asked_at_once_the_same_one_after_a_pause() -> None:
     assert 0 < attempts.pause_s("a") <= 0.2
     for _ in range(MOST_FAILURES):
         attempts.declined("not yet.")
-    assert 0 < attempts.pause_s("a") <= RETRY_PAUSE_MAX_S, "and no longer, however often"
+    assert 0 < attempts.pause_s("a") <= RETRY_PAUSE_MAX_S, "the pause has an upper bound"
 
 
-async def test_a_deadline_becomes_a_504_and_the_end_of_the_drain_a_503() -> None:
+async def test_a_missed_deadline_is_a_504_and_the_end_of_the_drain_a_503() -> None:
     running = RunningRequests()
     with pytest.raises(PagemillError) as error:
         async with running.limited(0.01):
@@ -152,13 +152,13 @@ async def test_a_deadline_becomes_a_504_and_the_end_of_the_drain_a_503() -> None
         await one()
 
 
-async def test_a_time_out_of_something_inside_is_not_mistaken_for_the_deadline() -> None:
+async def test_an_inner_timeout_is_not_mistaken_for_the_deadline() -> None:
     with pytest.raises(TimeoutError):
         async with RunningRequests().limited(60):
             raise TimeoutError
 
 
-async def test_the_end_of_all_requests_passes_over_those_whose_time_is_up_already() -> None:
+async def test_ending_all_requests_skips_those_that_have_timed_out() -> None:
     running = RunningRequests()
     leaving, ended = asyncio.Event(), []
 

@@ -1,6 +1,6 @@
-"""Tenants that try to get more than their limits: whatever they send and however it ends, engines never generate more.
+"""Tenants that try to exceed their limits: whatever they send and however it ends, engines never generate more.
 
-Limiter, allowances, their growth, the stores and Redis are the real ones; engines are a few lines.
+Limiter, allowances, growth, stores and Redis are real; the engines are small simulations.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Engine:
     request: GenerateRequest
     allowance: int
     length: int
-    """At which the first sequence stops by itself; each further one goes on for as much longer."""
+    """The length at which the first sequence stops; each further sequence is as much longer."""
     counts: dict[int, int] = field(default_factory=dict)
     reported: dict[int, int] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
@@ -96,7 +96,7 @@ class Engine:
 
 
 class Engines:
-    """What `Growth` knows of the way to them; it may lose what it carries."""
+    """The interface of the engines that `Growth` uses; messages may be lost."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Engine] = {}
@@ -112,7 +112,7 @@ class Engines:
 
 
 class Part:
-    """One engine request, as `Relay` has it."""
+    """One engine request, with the state that `Relay` has for it."""
 
     def __init__(self, engines: Engines, request: GenerateRequest, growth: Growth, length: int) -> None:
         self.request, self.growth = request, growth
@@ -142,7 +142,7 @@ class Part:
             self.usage = metas[-1].usage
 
     def migrate(self, *, kept: bool) -> None:
-        """Its engine is gone, and another one continues or begins anew (not `kept`, as without room in the journal)."""
+        """Continue on another engine, or restart if not `kept`, as when the journal has no capacity."""
         if self.usage is not None:
             return
         lost = self.engine
@@ -156,7 +156,7 @@ class Part:
 
 @dataclass
 class Request:
-    """One client request, as `GenerateRoute` has it."""
+    """One client request, with the state that `GenerateRoute` has for it."""
 
     record: RequestRecord
     reservation: Reservation
@@ -174,16 +174,16 @@ class Request:
 
 class World:
     def __init__(self, limits: Limits, stores: Sequence[Store]) -> None:
-        """`stores`: of each gateway."""
+        """Create the gateways with these stores, one for each."""
         self.limits = limits
         self.caller = Caller(key_hash="ab" * 32, tenant="adversary", limits=limits)
         self.limiters = itertools.cycle([Limiter(store, WorkerMetrics()) for store in stores])
         self.engines = Engines()
         self.running: list[Request] = []
         self.num_used = 0
-        """Prompts and generated tokens of what is over, without what the platform itself has voided."""
+        """Prompt and generated tokens of ended requests, except those that the platform has voided."""
         self.num_left = 0
-        """Requests whose client left: those may be charged for more than was generated."""
+        """Number of requests whose client left, which may be charged for more tokens than were generated."""
         self._names = (f"request-{number}" for number in itertools.count())
 
     async def ask(self, prompts: int, length: int, stream: bool, sampling: SamplingParams) -> bool:
@@ -232,7 +232,7 @@ class World:
         await self._end(request, request.num_used, cut_off=True)
 
     async def fail(self, request: Request) -> None:
-        """By the platform: what was not delivered is not charged, and nothing is when nothing was."""
+        """Fail the request on the platform's side: only delivered tokens are charged, and nothing if there are none."""
         delivered = sum(part.num_reported for part in request.parts)
         await self._end(request, request.record.prompt_tokens + delivered if delivered else 0)
 
@@ -270,7 +270,7 @@ rounds = st.tuples(
     st.sampled_from(["nothing", "leave", "fail", "migrate", "lossy"]),
     st.integers(0, 5),
 )
-"""Requests of a kind; steps of the engines; what happens then, and to which request."""
+"""Requests of a kind, steps of the engines, what happens next, and to which request."""
 amounts = st.sampled_from([8, 20, 300, 600, 2500])
 limits = st.builds(
     Limits,
@@ -283,7 +283,7 @@ limits = st.builds(
 
 
 async def ask(world: World, prompts: int, length: int, stream: bool, sampling: SamplingParams) -> bool:
-    """Whether it was admitted."""
+    """Send a request; return whether it was admitted."""
     chosen = sampling.num_sequences > sampling.n or sampling.use_beam_search
     return await world.ask(prompts, length, stream and not chosen, sampling)
 
@@ -313,7 +313,7 @@ async def disturb(world: World, kind: str, index: int) -> None:
 
 
 async def use_up(world: World) -> None:
-    """Ask for as much as there is, so that whatever was charged too little shows."""
+    """Request as many tokens as are left, so that tokens that were not charged become visible."""
     world.engines.lossy = False
     while True:
         admitted = False
@@ -335,10 +335,12 @@ def test_engines_never_generate_more_than_the_limits_of_a_key(limits: Limits, st
         await use_up(world)
         assert store.num_held == 0
         whole = Limits(concurrency=1)
-        assert store.decide(Ask(world.caller.account, "last", 0, whole)).refused is None, "a sequence is held"
+        assert store.decide(Ask(world.caller.account, "last", 0, whole)).refused is None, (
+            "a sequence must not stay reserved"
+        )
         if world.num_left == 0:
             (least, *_) = sorted(token_limits(limits))
-            assert world.num_used > least - PROMPT - 1, "tokens were lost that nothing has used"
+            assert world.num_used > least - PROMPT - 1, "unused tokens must be returned"
 
     virtual_loop.run(main())
 
@@ -354,7 +356,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def test_three_gateways_with_one_redis_let_engines_generate_no_more_than_one(
     server: RedisServer, limits: Limits, steps: list[Any]
 ) -> None:
-    """With early leavers, failures and migrations."""
+    """Clients leave early, requests fail, and answers migrate."""
 
     async def main() -> None:
         config = RedisConfig(url=server.url, prefix=next(prefixes), timeout_ms=10_000.0)
@@ -367,7 +369,7 @@ def test_three_gateways_with_one_redis_let_engines_generate_no_more_than_one(
             world = World(limits, gateways)
             await play(world, steps)
             await use_up(world)
-            assert all(each.up for each in gateways), "none decided alone"
+            assert all(each.up for each in gateways), "no gateway may have decided alone"
         finally:
             for each in gateways:
                 await each.close()

@@ -1,4 +1,4 @@
-"""Allowances of engine requests: the first part, when more is reserved, and who gets what others did not need."""
+"""Allowances of engine requests: the first part, when more is reserved, and how unused tokens are given to others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = 10
 
 
 class FullStore:
-    """Has so many tokens left, and notes what it is asked."""
+    """A store that has `left` tokens and records the calls."""
 
     def __init__(self, left: int = 10**6) -> None:
         self.left = left
@@ -59,7 +59,7 @@ def tokens(count: int, choice: int = 0, finish_reason: Any = None) -> FrameMeta:
     return FrameMeta(choice=choice, token_ids=[1] * count, finish_reason=finish_reason)
 
 
-def test_what_is_expected_is_allowed_at_first_and_less_where_a_limit_gives_less() -> None:
+def test_the_first_allowance_is_the_expected_length_or_less_if_a_limit_leaves_less() -> None:
     _, (one, two) = reserve(FullStore(), 2 * PROMPT + 300, need(100, 500, n=2), need(100, 500))
     assert (one.begin(), two.begin()) == (100, 100)
     _, (one, two) = reserve(FullStore(), 2 * PROMPT + 31, need(100, 500, n=2), need(100, 500))
@@ -68,7 +68,7 @@ def test_what_is_expected_is_allowed_at_first_and_less_where_a_limit_gives_less(
     assert only.begin() == 1
 
 
-async def test_more_is_reserved_before_a_sequence_is_at_its_allowance() -> None:
+async def test_more_is_reserved_before_a_sequence_reaches_its_allowance() -> None:
     store = FullStore()
     _, (allowance,) = reserve(store, PROMPT + 2 * 300, need(300, 2000, n=2))
     allowance.saw(tokens(300 - MARGIN_TOKENS))
@@ -83,7 +83,7 @@ async def test_more_is_reserved_before_a_sequence_is_at_its_allowance() -> None:
     assert not allowance.low
 
 
-async def test_a_long_answer_reserves_larger_parts_and_never_more_than_it_may_take() -> None:
+async def test_a_long_answer_reserves_larger_parts_up_to_its_maximum_length() -> None:
     store = FullStore()
     _, (allowance,) = reserve(store, PROMPT + 1000, need(1000, 1600))
     assert await allowance.grow()
@@ -91,21 +91,21 @@ async def test_a_long_answer_reserves_larger_parts_and_never_more_than_it_may_ta
     assert await allowance.grow()
     assert allowance.tokens == 1600
     allowance.saw(tokens(1599))
-    assert not allowance.low, "it may not take more"
+    assert not allowance.low, "an allowance at the maximum must not ask for more"
 
 
-async def test_of_what_is_left_every_sequence_gets_the_same() -> None:
+async def test_the_remaining_tokens_are_shared_equally_among_sequences() -> None:
     store = FullStore(left=7)
     _, (allowance,) = reserve(store, PROMPT + 3 * 20, need(20, 2000, n=3))
     assert await allowance.grow()
     assert allowance.tokens == 22
-    assert not await allowance.grow(), "one is left for three"
+    assert not await allowance.grow(), "one token is not enough for three sequences"
     store.left = 2
-    assert await allowance.grow(), "and it is still there"
+    assert await allowance.grow(), "the remaining token must still be reserved"
     assert allowance.tokens == 23
 
 
-async def test_what_a_finished_sequence_did_not_need_is_used_by_others_first() -> None:
+async def test_unused_tokens_of_a_finished_sequence_are_used_by_others_first() -> None:
     store = FullStore()
     reserved, (one, two) = reserve(store, 2 * PROMPT + 3 * 300, need(300, 2000, n=2), need(300, 2000))
     one.saw(tokens(100, 0, "stop"))
@@ -113,23 +113,23 @@ async def test_what_a_finished_sequence_did_not_need_is_used_by_others_first() -
     assert await two.grow()
     assert two.tokens == 300 + LEAST_GROWTH_TOKENS
     (more,) = store.asked
-    assert more.tokens == LEAST_GROWTH_TOKENS - 200, "of 300 tokens 100 were used"
+    assert more.tokens == LEAST_GROWTH_TOKENS - 200, "of 300 tokens, 100 were used"
     assert more.used == 2 * PROMPT + 100 + 250 == reserved.used
 
 
-async def test_an_answer_begun_anew_takes_back_what_it_gave() -> None:
+async def test_an_answer_that_restarts_takes_back_the_tokens_it_released() -> None:
     store = FullStore(left=0)
     reserved, (allowance,) = reserve(store, PROMPT + 2 * 300, need(300, 2000, n=2, stream=False))
     allowance.saw(tokens(100, 0, "stop"))
     allowance.begin_anew()
     assert reserved.used == PROMPT
-    assert not await allowance.grow(), "all of it is needed for the first part again"
+    assert not await allowance.grow(), "the first part needs all tokens again"
     allowance.saw(tokens(100, 0, "stop"))
     assert await allowance.grow()
     assert allowance.tokens == 500
 
 
-async def test_what_was_given_away_before_an_answer_is_begun_anew_is_reserved_again() -> None:
+async def test_tokens_that_others_used_before_a_restart_are_reserved_again() -> None:
     store = FullStore(left=0)
     _, (one, two) = reserve(store, 2 * PROMPT + 2 * 300, need(300, 400, stream=False), need(300, 2000))
     one.saw(tokens(100, 0, "stop"))
@@ -142,9 +142,9 @@ async def test_what_was_given_away_before_an_answer_is_begun_anew_is_reserved_ag
     assert more.tokens == LEAST_GROWTH_TOKENS + 200
 
 
-def test_an_answer_that_is_reported_at_its_end_only_counts_as_all_that_it_may_be() -> None:
+def test_an_answer_that_reports_only_at_its_end_counts_with_its_full_allowance() -> None:
     reserved, (chosen,) = reserve(FullStore(), PROMPT + 4 * 50, need(50, 50, n=1, best_of=4, stream=False))
-    assert reserved.num_possible == 0, "no engine was asked"
+    assert reserved.num_possible == 0, "no engine has the request yet"
     chosen.begin()
     assert reserved.num_possible == 4 * 50
     assert not chosen.low
@@ -163,7 +163,7 @@ def test_tokens_that_are_not_reported_yet_count_as_possible() -> None:
     assert reserved.num_possible == 16
 
 
-def test_a_limit_has_ended_an_answer_that_stopped_at_its_allowance_below_its_own_length() -> None:
+def test_a_limit_ended_an_answer_that_stops_at_an_allowance_below_its_own_length() -> None:
     for first, most, ended in ((50, 100, True), (50, 50, False)):
         reserved, (allowance,) = reserve(FullStore(), PROMPT + first, need(first, most))
         allowance.saw(tokens(50, 0, "length"))

@@ -1,4 +1,4 @@
-"""Reading in pieces: the lines of a file, and the file in a form, wherever the pieces are cut."""
+"""The lines of an uploaded file and the file in a form are the same wherever the parts of the body are cut."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_lines(content: bytes, piece: int, max_bytes: int) -> list[tuple[int, by
 
 
 @given(st.lists(st.text("ab ", max_size=6)), st.integers(1, 9), st.booleans())
-def test_lines_are_the_same_however_they_are_read(texts: list[str], piece: int, ends: bool) -> None:
+def test_lines_do_not_depend_on_how_the_file_is_read(texts: list[str], piece: int, ends: bool) -> None:
     content = ("\n".join(texts) + ("\n" if ends else "")).encode()
     expected = [
         (number, None if len(text) > 4 else text)
@@ -66,7 +66,7 @@ def read(body: bytes, cuts: list[int]) -> tuple[Form, bytes]:
     st.lists(st.integers(0, 10_000), max_size=6),
     st.booleans(),
 )
-def test_a_file_is_the_same_however_its_form_is_cut(content: bytes, cuts: list[int], order: bool) -> None:
+def test_a_file_does_not_depend_on_how_its_form_is_cut(content: bytes, cuts: list[int], order: bool) -> None:
     if b"\r\n--" + BOUNDARY in b"\r\n" + content:
         return
     assert read(form(content, order=order), cuts) == (Form({"purpose": "batch"}, "a.jsonl"), content)
@@ -90,7 +90,7 @@ def test_a_broken_form_is_refused(body: bytes) -> None:
 @given(
     whole=st.lists(st.binary(max_size=5).map(lambda raw: raw.replace(b"\n", b"") + b"\n")), torn=st.binary(max_size=5)
 )
-def test_an_unfinished_line_is_cut_off(
+def test_an_unfinished_line_is_truncated(
     tmp_path_factory: pytest.TempPathFactory, whole: list[bytes], torn: bytes
 ) -> None:
     torn = torn.replace(b"\n", b"")

@@ -1,4 +1,4 @@
-"""Files and batches over HTTP: results and errors of each line, whose they are, cancelling, restarts, bounds."""
+"""Files and batches over HTTP: results and errors of each line, ownership, cancelling, restarts and limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OVER = ("completed", "failed", "expired", "cancelled")
 
 
 async def until(ask: Callable[[], Awaitable[Any]], holds: Callable[[Any], bool]) -> Any:
-    """The first answer that holds."""
+    """Return the first response that satisfies the condition."""
     while True:
         found = await ask()
         if holds(found):
@@ -45,7 +45,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 async def reporting(engines: Any) -> AsyncIterator[None]:
-    """Engines report at least every second: a silent one gets no lines."""
+    """Make engines report at least every second, because an engine without reports gets no lines."""
 
     async def report() -> None:
         while True:
@@ -72,7 +72,7 @@ def content_of(lines: list[Any]) -> bytes:
 
 
 class Client:
-    """Of one tenant."""
+    """A client of one tenant."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, headers: Any = None) -> None:
         self._url = url
@@ -130,7 +130,7 @@ async def test_every_line_gets_its_result(engines, gateways, tmp_path) -> None:
     assert (file["purpose"], file["status"]) == ("batch_output", "processed")
 
 
-async def test_completions_and_responses_are_endpoints_too(engines, gateways, tmp_path) -> None:
+async def test_batches_accept_completions_and_responses(engines, gateways, tmp_path) -> None:
     gateway = await gateways(*engines, **kept_in(tmp_path))
     client = client_of(gateway)
     lines = [{"custom_id": "a", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "x"}}]
@@ -145,7 +145,7 @@ async def test_completions_and_responses_are_endpoints_too(engines, gateways, tm
     assert (status, refused["error"]["param"]) == (400, "endpoint")
 
 
-async def test_a_broken_line_is_its_own_error_with_its_number(engines, gateways, tmp_path) -> None:
+async def test_a_broken_line_is_an_error_with_its_line_number(engines, gateways, tmp_path) -> None:
     gateway = await gateways(*engines, **kept_in(tmp_path))
     client = client_of(gateway)
     lines = [
@@ -185,7 +185,7 @@ async def test_a_broken_line_is_its_own_error_with_its_number(engines, gateways,
 @pytest.mark.parametrize(
     ("lines", "code"), [([], "empty_file"), ([b"{", b"["], "invalid_json_line"), ([line(1)] * 3, "too_many_lines")]
 )
-async def test_a_file_without_a_right_line_fails_its_batch(engines, gateways, tmp_path, lines, code) -> None:
+async def test_a_file_without_a_valid_line_fails_its_batch(engines, gateways, tmp_path, lines, code) -> None:
     gateway = await gateways(*engines, **kept_in(tmp_path, max_lines=2))
     client = client_of(gateway)
     batch = await client.ended(await client.create(lines))
@@ -215,7 +215,7 @@ async def test_files_and_batches_of_another_tenant_do_not_exist(engines, gateway
         assert len((await own.ask("GET", path))[1]["data"]) == (2 if "files" in path else 1)
 
 
-async def test_a_cancelled_batch_keeps_what_it_has(engines, gateways, fake, tmp_path) -> None:
+async def test_a_cancelled_batch_keeps_its_results(engines, gateways, fake, tmp_path) -> None:
     engine = engines[0]
     gateway = await gateways(engine, **kept_in(tmp_path))
     client = client_of(gateway)
@@ -232,7 +232,7 @@ async def test_a_cancelled_batch_keeps_what_it_has(engines, gateways, fake, tmp_
     assert (status, refused["error"]["code"]) == (409, "batch_is_over")
 
 
-async def test_a_batch_whose_time_is_over_says_so_of_each_line_left(engines, gateways, fake, tmp_path) -> None:
+async def test_an_expired_batch_reports_each_remaining_line(engines, gateways, fake, tmp_path) -> None:
     gateway = await gateways(engines[0], **kept_in(tmp_path))
     client = client_of(gateway)
     engines[0].behaviours.append(fake.says("done"))
@@ -242,7 +242,7 @@ async def test_a_batch_whose_time_is_over_says_so_of_each_line_left(engines, gat
     assert {each["error"]["code"] for each in await client.results(batch["error_file_id"])} == {"batch_expired"}
 
 
-async def test_lines_start_only_while_no_request_waits_and_load_is_low(engines, gateways, fake, tmp_path) -> None:
+async def test_lines_start_only_while_no_request_waits_and_the_load_is_low(engines, gateways, fake, tmp_path) -> None:
     engine = engines[0]
     engine.max_num_seqs = 8
     engine.load = EngineLoad(num_requests_running=4)
@@ -253,7 +253,7 @@ async def test_lines_start_only_while_no_request_waits_and_load_is_low(engines, 
     assert await brain.idle_capacity("tiny", 0.5) == 0
     batch = await client.create([line(number) for number in range(3)])
     await until(lambda: client.batch(batch), lambda found: found["status"] == "in_progress")
-    assert (await gateway.chat()).status == 200, "a live request"
+    assert (await gateway.chat()).status == 200, "an interactive request"
     assert len(engine.requests) == 1
     engine.load = EngineLoad(num_requests_running=1)
     assert (await client.ended(batch))["status"] == "completed"
@@ -261,10 +261,10 @@ async def test_lines_start_only_while_no_request_waits_and_load_is_low(engines, 
     assert engine.requests[0].priority == 0
     engine.load = EngineLoad(num_requests_waiting=1)
     await until(lambda: brain.idle_capacity("tiny", 0.5), lambda found: found == 0)
-    assert await brain.idle_capacity("unknown", 0.5) == 1, "its refusal needs no engine"
+    assert await brain.idle_capacity("unknown", 0.5) == 1, "a refusal needs no engine"
 
 
-async def test_lines_count_to_the_limits_of_their_key(engines, gateways, fake, tmp_path) -> None:
+async def test_lines_count_against_the_limits_of_their_key(engines, gateways, fake, tmp_path) -> None:
     key = f"{hash_key('sk-one')} tenant=a requests_per_minute=2"
     gateway = await gateways(*engines, api_keys=[key], **kept_in(tmp_path))
     client = client_of(gateway, ONE)
@@ -272,10 +272,12 @@ async def test_lines_count_to_the_limits_of_their_key(engines, gateways, fake, t
     await fake.until(lambda: sum(len(engine.requests) for engine in engines) == 2)
     assert (await gateway.chat(headers=ONE)).status == 429
     found = await until(lambda: client.batch(batch), lambda found: found["request_counts"]["completed"] == 2)
-    assert (found["status"], found["request_counts"]["failed"]) == ("in_progress", 0), "the third waits for its minute"
+    assert (found["status"], found["request_counts"]["failed"]) == ("in_progress", 0), (
+        "the third line must wait for the next minute"
+    )
 
 
-async def test_lines_that_wait_for_a_limit_keep_no_place_from_others(engines, gateways, tmp_path) -> None:
+async def test_lines_that_wait_for_a_limit_occupy_no_slot(engines, gateways, tmp_path) -> None:
     keys = [f"{TENANTS[0]} requests_per_minute=1", TENANTS[1]]
     gateway = await gateways(*engines, api_keys=keys, **kept_in(tmp_path, max_concurrency=2))
     limited, other = client_of(gateway, ONE), client_of(gateway, OTHER)
@@ -296,7 +298,7 @@ async def test_a_file_may_be_larger_than_other_bodies(engines, gateways, tmp_pat
     assert (found["status"], found["errors"]["data"][0]["code"]) == ("failed", "line_too_long")
 
 
-async def test_a_line_that_an_engine_fails_is_tried_again(engines, gateways, fake, tmp_path) -> None:
+async def test_a_line_that_fails_on_an_engine_is_retried(engines, gateways, fake, tmp_path) -> None:
     gateway = await gateways(engines[0], max_attempts=1, **kept_in(tmp_path))
     client = client_of(gateway)
     engines[0].behaviours.append(fake.refuses(500))
@@ -304,7 +306,7 @@ async def test_a_line_that_an_engine_fails_is_tried_again(engines, gateways, fak
     assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
-async def test_a_key_that_was_revoked_gets_nothing_more(engines, gateways, tmp_path) -> None:
+async def test_the_batches_of_a_revoked_key_stop(engines, gateways, tmp_path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\n".join(TENANTS))
     engines[0].max_num_seqs = 8
@@ -336,7 +338,7 @@ async def test_lists_are_paged_newest_first(engines, gateways, tmp_path) -> None
         await client.ended({"id": each})
 
 
-async def test_uploads_are_bounded_in_bytes_and_number(engines, gateways, tmp_path) -> None:
+async def test_uploads_are_limited_in_bytes_and_number(engines, gateways, tmp_path) -> None:
     bounds = {"max_file_bytes": 100_000, "max_files": 3, "max_tenant_bytes": 150_000}
     gateway = await gateways(*engines, **kept_in(tmp_path, **bounds))
     client = client_of(gateway)
@@ -351,7 +353,7 @@ async def test_uploads_are_bounded_in_bytes_and_number(engines, gateways, tmp_pa
     status, refused = await client.upload(b"x" * 60_000)
     assert (status, refused["error"]["code"]) == (413, "too_many_file_bytes")
     content = list((tmp_path / "batches" / "content").iterdir())
-    assert len(content) == 2, "what was refused is not kept"
+    assert len(content) == 2, "a refused file must not be stored"
 
 
 async def test_ten_thousand_files_are_listed_and_one_more_is_refused(engines, gateways, tmp_path) -> None:
@@ -372,7 +374,7 @@ async def test_ten_thousand_files_are_listed_and_one_more_is_refused(engines, ga
     assert (await client.upload(b"x"))[0] == 200
 
 
-async def test_more_batches_than_may_wait_are_refused(engines, gateways, fake, tmp_path) -> None:
+async def test_batches_beyond_the_limit_of_waiting_batches_are_refused(engines, gateways, fake, tmp_path) -> None:
     engines[0].behaviour = fake.hangs
     gateway = await gateways(engines[0], **kept_in(tmp_path, max_batches=1))
     client = client_of(gateway)
@@ -382,7 +384,7 @@ async def test_more_batches_than_may_wait_are_refused(engines, gateways, fake, t
     assert (status, refused["error"]["code"]) == (429, "too_many_batches")
 
 
-async def test_a_form_that_is_none_is_refused_by_name(engines, gateways, tmp_path) -> None:
+async def test_a_malformed_form_is_refused_by_name(engines, gateways, tmp_path) -> None:
     gateway = await gateways(*engines, **kept_in(tmp_path))
     client = client_of(gateway)
     assert (await client.upload(b"x", purpose="fine-tune"))[1]["error"]["param"] == "purpose"
@@ -396,7 +398,7 @@ async def test_a_form_that_is_none_is_refused_by_name(engines, gateways, tmp_pat
             assert (reply.status, (await reply.json())["error"]["param"]) == (status, param)
 
 
-async def test_ids_are_no_paths(engines, gateways, tmp_path) -> None:
+async def test_ids_are_not_interpreted_as_paths(engines, gateways, tmp_path) -> None:
     gateway = await gateways(*engines, **kept_in(tmp_path))
     (tmp_path / "secret").write_text("{}")
     for given in ("..%2F..%2F..%2Fsecret", "file-" + "0" * 31 + "%2F", "file-" + "g" * 32):
@@ -405,23 +407,25 @@ async def test_ids_are_no_paths(engines, gateways, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/batches/b")])
-async def test_without_the_setting_routes_name_it(engines, gateways, method, path) -> None:
+async def test_without_the_setting_the_error_names_it(engines, gateways, method, path) -> None:
     status, refused = await client_of(await gateways(*engines)).ask(method, path)
     assert (status, refused["error"]["code"]) == (404, "batches_not_configured")
     assert "`batches`" in refused["error"]["message"]
 
 
-def test_batches_need_a_place() -> None:
+def test_batches_require_a_folder() -> None:
     with pytest.raises(SettingsError, match=r"Set batches\.directory, or redis"):
         GatewayConfig(batches=BatchesConfig()).checked()
     with pytest.raises(SettingsError, match=r"batches\.max_load: 2 is not a share"):
         GatewayConfig(batches=BatchesConfig(directory="x", max_load=2)).checked()
 
 
-# -- gateways that end, and several ------------------------------------------------------------------------------------
+# -- several gateways, and gateways that end ---------------------------------------------------------------------------
 
 
-async def test_a_gateway_that_was_killed_goes_on_and_runs_no_finished_line_twice(engines, fake, tmp_path: Path) -> None:
+async def test_a_restarted_gateway_continues_a_batch_and_repeats_no_finished_line(
+    engines, fake, tmp_path: Path
+) -> None:
     engine = engines[0]
     values = {
         "port": 0,
@@ -464,7 +468,7 @@ async def test_a_gateway_that_was_killed_goes_on_and_runs_no_finished_line_twice
     said = {each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"] for each in results}
     assert len(results) == len(said) == 12
     assert {name for name, text in said.items() if text == "one"} == finished
-    assert len(engine.requests) - num_before == 7 + 1, "the second gateway was asked once to see that it is up"
+    assert len(engine.requests) - num_before == 7 + 1, "one request checked that the second gateway is up"
 
 
 @pytest.fixture(scope="module")
@@ -473,7 +477,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield running
 
 
-async def test_of_gateways_with_one_redis_one_runs_a_batch_and_another_goes_on(engines, gateways, fake, server) -> None:
+async def test_one_of_two_gateways_with_one_redis_runs_a_batch_and_the_other_takes_over(
+    engines, gateways, fake, server
+) -> None:
     engine = engines[0]
     engine.behaviours.extend([fake.says("one")] * 3)
     engine.behaviour = fake.hangs
@@ -495,7 +501,7 @@ async def test_of_gateways_with_one_redis_one_runs_a_batch_and_another_goes_on(e
     assert said.count("one") == 3
 
 
-async def test_who_has_lost_a_lease_writes_nothing_more(server, monkeypatch) -> None:
+async def test_a_gateway_without_its_lease_writes_nothing(server, monkeypatch) -> None:
     monkeypatch.setattr("pagemill_gateway.batches.redis.LEASE_MS", 100)
     store = RedisBatchStore(RedisConfig(url=server.url, prefix="leases"))
     lost = await store.lease("batch_1")
@@ -519,7 +525,7 @@ async def test_who_has_lost_a_lease_writes_nothing_more(server, monkeypatch) -> 
     await store.close()
 
 
-async def test_without_redis_the_routes_say_so(engines, gateways, monkeypatch) -> None:
+async def test_without_redis_the_routes_return_an_error(engines, gateways, monkeypatch) -> None:
     monkeypatch.setattr(link, "CONNECT_TIMEOUT_S", 0.2)
     gateway = await gateways(*engines, redis=RedisConfig(url="redis://127.0.0.1:1"), batches=BatchesConfig())
     status, refused = await client_of(gateway).ask("GET", "/v1/files")

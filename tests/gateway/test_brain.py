@@ -1,4 +1,4 @@
-"""The brain's knowledge: who may get a request, what reports are worth, and how failures are forgotten."""
+"""The brain's state: which endpoints may get a request, how reports count, and how failures expire."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_an_alias_leads_to_its_deployment(brain: LocalBrain) -> None:
     assert (target.deployment, target.model, target.max_model_len) == ("team/m", "m", 100)
 
 
-def test_before_any_engine_reported_the_refusal_says_what_they_are_doing(brain: LocalBrain) -> None:
+def test_before_the_first_report_the_refusal_states_the_phase_of_the_engines(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     brain.note_phase("a", "loading", "weights 40 %")
     brain.observe("b", frame(length=0))
@@ -85,13 +85,13 @@ def test_before_any_engine_reported_the_refusal_says_what_they_are_doing(brain: 
     assert error.value.retry_after_s is not None
 
 
-def test_a_deployment_without_endpoints_says_so(brain: LocalBrain) -> None:
+def test_a_deployment_without_endpoints_is_reported(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m")]))
     with pytest.raises(PagemillError, match="no engine running"):
         brain.resolve("m")
 
 
-def test_deployments_with_one_name_share_it_by_weight(brain: LocalBrain) -> None:
+def test_deployments_with_one_name_share_requests_by_weight(brain: LocalBrain) -> None:
     stable, canary, off = (model(name, name, weight=weight) for name, weight in (("s", 90), ("c", 10), ("o", 0)))
     models = [CatalogModel(deployment=each.deployment, name="m", weight=each.weight, endpoints=each.endpoints)
               for each in (stable, canary, off)]  # fmt: skip
@@ -105,7 +105,7 @@ def test_deployments_with_one_name_share_it_by_weight(brain: LocalBrain) -> None
     assert {brain.resolve("m").deployment for _ in range(50)} == {"default/c"}
 
 
-async def test_prompts_only_go_to_engines_with_the_tokenizer_they_were_made_with(brain: LocalBrain) -> None:
+async def test_prompts_go_only_to_engines_with_their_tokenizer(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "old", "new")]))
     brain.observe("old", frame(digest="1", length=100))
     brain.observe("new", frame(digest="2", length=200))
@@ -118,7 +118,7 @@ async def test_prompts_only_go_to_engines_with_the_tokenizer_they_were_made_with
         }
 
 
-def test_a_gap_in_the_sequence_is_refused_until_a_snapshot_comes(brain: LocalBrain) -> None:
+def test_a_gap_in_the_sequence_is_refused_until_the_next_snapshot(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a")]))
     with pytest.raises(StateGap):
         brain.observe("a", frame(7, snapshot=False))
@@ -132,18 +132,18 @@ def test_a_gap_in_the_sequence_is_refused_until_a_snapshot_comes(brain: LocalBra
     assert brain.registry.endpoints["a"].reports.num_gaps == 3
 
 
-async def test_load_from_elsewhere_counts_while_it_is_fresh(brain: LocalBrain, clock: Clock) -> None:
+async def test_load_from_other_gateways_counts_while_the_report_is_fresh(brain: LocalBrain, clock: Clock) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     brain.observe("a", frame(1, running=50))
     brain.observe("b", frame(1))
     for _ in range(10):
         assert (await place(brain)).endpoint_id == "b"
-    clock.now += 5  # both silent: only our own counts are left
+    clock.now += 5  # the reports are stale: only this gateway's own requests count
     assert brain.phase(brain.registry.endpoints["a"]) == "stale"
     assert {(await place(brain)).endpoint_id for _ in range(10)} == {"a"}
 
 
-def test_a_report_overtaken_by_our_own_finish_is_not_load_from_elsewhere(brain: LocalBrain) -> None:
+def test_a_report_sent_before_our_own_request_finished_is_not_load_from_elsewhere(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a")]))
     record = brain.registry.endpoints["a"]
     for sequence, running in enumerate((0, 3, 0), start=1):
@@ -154,7 +154,7 @@ def test_a_report_overtaken_by_our_own_finish_is_not_load_from_elsewhere(brain: 
     assert brain.load_elsewhere(record) == 3
 
 
-async def test_silence_never_stops_traffic(brain: LocalBrain, clock: Clock) -> None:
+async def test_missing_reports_never_stop_traffic(brain: LocalBrain, clock: Clock) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
         brain.observe(each, frame())
@@ -163,7 +163,7 @@ async def test_silence_never_stops_traffic(brain: LocalBrain, clock: Clock) -> N
     assert {(await place(brain)).endpoint_id for _ in range(4)} == {"a", "b"}
 
 
-async def test_a_failed_endpoint_sits_out_then_gets_one_probe_at_a_time(brain: LocalBrain, clock: Clock) -> None:
+async def test_a_failed_endpoint_is_ejected_and_then_gets_one_probe_at_a_time(brain: LocalBrain, clock: Clock) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
         brain.observe(each, frame())
@@ -184,7 +184,7 @@ async def test_a_failed_endpoint_sits_out_then_gets_one_probe_at_a_time(brain: L
     assert (await place(brain)).endpoint_id == "a"
 
 
-async def test_a_probe_whose_client_left_frees_the_way_for_another(brain: LocalBrain, clock: Clock) -> None:
+async def test_after_a_probes_client_left_another_request_probes(brain: LocalBrain, clock: Clock) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
         brain.observe(each, frame())
@@ -203,7 +203,7 @@ async def test_the_last_endpoint_is_never_ejected(brain: LocalBrain) -> None:
     assert {(await place(brain)).endpoint_id for _ in range(4)} == {"a", "b"}
 
 
-async def test_full_engines_and_single_bad_requests_eject_no_engine(brain: LocalBrain) -> None:
+async def test_full_engines_and_single_bad_requests_cause_no_ejection(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a")]))
     brain.observe("a", frame())
     for kind in ("request", "refused"):
@@ -211,7 +211,7 @@ async def test_full_engines_and_single_bad_requests_eject_no_engine(brain: Local
         assert brain.phase(brain.registry.endpoints["a"]) == "ready"
 
 
-async def test_a_stream_that_comes_back_lets_the_endpoint_be_probed_at_once(brain: LocalBrain) -> None:
+async def test_a_state_stream_that_reconnects_allows_a_probe_at_once(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
         brain.observe(each, frame())
@@ -222,7 +222,7 @@ async def test_a_stream_that_comes_back_lets_the_endpoint_be_probed_at_once(brai
     assert (await place(brain)).endpoint_id == "a"
 
 
-async def test_untried_endpoints_come_first_even_when_ejected(brain: LocalBrain) -> None:
+async def test_untried_endpoints_are_preferred_even_if_ejected(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
         brain.observe(each, frame())
@@ -231,7 +231,7 @@ async def test_untried_endpoints_come_first_even_when_ejected(brain: LocalBrain)
     assert (await place(brain, tried=frozenset("ab"))).endpoint_id in "ab"
 
 
-async def test_a_new_catalogue_keeps_what_is_known_of_endpoints_that_stay(brain: LocalBrain) -> None:
+async def test_a_new_catalogue_keeps_the_state_of_endpoints_that_remain(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
         brain.observe(each, frame())
@@ -245,7 +245,7 @@ async def test_a_new_catalogue_keeps_what_is_known_of_endpoints_that_stay(brain:
     assert (await place(brain)).endpoint_id == "a", "c has not reported yet"
 
 
-def test_an_endpoint_that_moved_is_a_stranger(brain: LocalBrain) -> None:
+def test_an_endpoint_with_a_new_address_starts_without_state(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a")]))
     brain.observe("a", frame())
     moved = Endpoint(id="a", data_url="http://elsewhere:1", control_url="http://elsewhere:2")
@@ -253,7 +253,7 @@ def test_an_endpoint_that_moved_is_a_stranger(brain: LocalBrain) -> None:
     assert not brain.registry.endpoints["a"].usable
 
 
-def test_failures_of_requests_already_there_do_not_lengthen_the_pause() -> None:
+def test_failures_of_earlier_requests_do_not_lengthen_the_pause() -> None:
     ejection = Ejection(base_s=1.0, max_s=8.0)
     for _ in range(10):
         ejection.failed(0.0, 0)

@@ -1,4 +1,4 @@
-"""The brain's queue on a clock moved by hand: no request is lost or served twice, engines are never sent too much."""
+"""The brain's queue with a simulated clock: no request is lost or served twice, and engines never get too many."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pagemill_protocol.catalog import Catalog, Endpoint
 from pagemill_protocol.errors import PagemillError
 
 
-async def test_an_idle_deployment_is_passed_without_giving_up_the_turn() -> None:
+async def test_a_request_for_an_idle_deployment_is_placed_without_yielding() -> None:
     world = World(Pod("a", slots=4, blocks=1000))
     question = world.brain.choose(world.target, frozenset(), RoutingRequest(100))
     with pytest.raises(StopIteration) as answer:
@@ -38,7 +38,7 @@ async def test_an_idle_deployment_is_passed_without_giving_up_the_turn() -> None
     assert world.brain.queues._ticking is None
 
 
-async def test_a_hundred_requests_on_one_stale_state_overshoot_nothing() -> None:
+async def test_a_hundred_requests_on_one_stale_state_exceed_no_engines_slots() -> None:
     pods = [Pod(name, slots=16, blocks=10_000) for name in "abc"]
     world = World(*pods)
     tasks = [world.ask() for _ in range(100)]
@@ -57,7 +57,7 @@ async def test_a_hundred_requests_on_one_stale_state_overshoot_nothing() -> None
     assert len({choice.decision for choice in served(tasks)}) == 100
 
 
-async def test_blocks_are_not_promised_twice_on_one_stale_state() -> None:
+async def test_blocks_are_not_reserved_twice_on_one_stale_state() -> None:
     world = World(Pod("a", slots=1000, blocks=100))
     need_blocks = -(-100 // BLOCK) + -(-20 // BLOCK)
     tasks = [world.ask() for _ in range(100)]
@@ -67,19 +67,19 @@ async def test_blocks_are_not_promised_twice_on_one_stale_state() -> None:
         task.cancel()
 
 
-async def test_capacity_that_only_a_report_shows_is_used_when_it_comes() -> None:
+async def test_capacity_in_a_new_report_is_used_at_once() -> None:
     pod = Pod("a", slots=8, blocks=100)
-    pod.inside[-1] = 100 * BLOCK  # another owner's
+    pod.inside[-1] = 100 * BLOCK  # another gateway's request
     world = World(pod)
     task = world.ask()
     await settle()
     assert not task.done()
     pod.inside.clear()
     world.report()
-    assert (await task).queued_s == 0, "the clock stood"
+    assert (await task).queued_s == 0, "the clock did not advance"
 
 
-async def test_a_silent_pod_is_used_by_our_own_counts() -> None:
+async def test_a_silent_pod_is_used_by_this_gateways_own_counts() -> None:
     world = World(Pod("a", slots=8, blocks=1000))
     world.clock.now += 100
     tasks = [world.ask() for _ in range(20)]
@@ -89,7 +89,7 @@ async def test_a_silent_pod_is_used_by_our_own_counts() -> None:
         task.cancel()
 
 
-async def test_who_leaves_the_queue_leaves_at_once_and_frees_its_place() -> None:
+async def test_a_request_that_leaves_the_queue_frees_its_place_at_once() -> None:
     world = World(Pod("a", slots=1, blocks=1000), queue=limits(max_requests=1))
     running = await world.ask()
     waiting = world.ask()
@@ -104,20 +104,20 @@ async def test_who_leaves_the_queue_leaves_at_once_and_frees_its_place() -> None
     assert (await following).endpoint_id == "a"
 
 
-async def test_a_seat_given_to_a_client_that_leaves_in_the_same_moment_is_given_back() -> None:
+async def test_a_slot_given_to_a_client_that_leaves_at_that_moment_is_returned() -> None:
     world = World(Pod("a", slots=1, blocks=1000))
     running = await world.ask()
     waiting, following = world.ask(), world.ask()
     await settle()
     world.leave(running)
-    waiting.cancel()  # it has its slot, and does not know yet
+    waiting.cancel()  # the slot is assigned, but the task has not run yet
     assert (await following).endpoint_id == "a"
     await settle()
     assert waiting.cancelled()
     assert world.brain.registry.endpoints["a"].in_flight == 1
 
 
-async def test_the_one_over_the_bound_learns_when_to_come_back() -> None:
+async def test_a_request_beyond_the_queues_bound_is_refused_with_retry_after() -> None:
     world = World(Pod("a", slots=1, blocks=1000), queue=limits(max_requests=2))
     await world.ask()
     waiting = [world.ask(key="k"), world.ask(key="k")]
@@ -137,7 +137,7 @@ async def test_the_one_over_the_bound_learns_when_to_come_back() -> None:
         task.cancel()
 
 
-async def test_a_queue_of_length_zero_lets_no_request_wait() -> None:
+async def test_a_queue_of_length_zero_accepts_no_request() -> None:
     world = World(Pod("a", slots=1, blocks=1000), queue=limits(max_requests=0))
     await world.ask()
     with pytest.raises(PagemillError) as refusal:
@@ -145,7 +145,7 @@ async def test_a_queue_of_length_zero_lets_no_request_wait() -> None:
     assert refusal.value.status == 429
 
 
-async def test_a_wait_that_is_too_long_ends_with_503_and_counts_all_waits() -> None:
+async def test_a_wait_beyond_the_timeout_ends_with_503_and_counts_all_waits() -> None:
     world = World(Pod("a", slots=1, blocks=1000), queue=limits(timeout_s=10))
     await world.ask()
     first, retry = world.ask(), world.ask(waited_s=8.0)
@@ -163,11 +163,11 @@ async def test_a_wait_that_is_too_long_ends_with_503_and_counts_all_waits() -> N
     assert world.brain.queues.outcomes["default/d", "timeout"] == 2
 
 
-async def test_who_cannot_make_its_deadline_is_refused_at_once_with_a_time_to_come_back() -> None:
+async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once_with_retry_after() -> None:
     world = World(Pod("a", slots=1, blocks=1000))
     tasks = [world.ask() for _ in range(40)]
     await settle()
-    for _ in range(10):  # one request a second
+    for _ in range(10):  # one request per second
         await world.pass_time(1)
         world.leave(next(choice for choice in served(tasks) if choice.decision in world.brain._open))
         await settle()
@@ -180,7 +180,7 @@ async def test_who_cannot_make_its_deadline_is_refused_at_once_with_a_time_to_co
     patient, urgent = world.ask(deadline_at=start + 200), world.ask(deadline_at=start + 5, priority=-1)
     await settle()
     assert not patient.done()
-    assert not urgent.done(), "no request is before it"
+    assert not urgent.done(), "no request is before this one"
     for task in (*tasks, patient, urgent):
         task.cancel()
 
@@ -196,7 +196,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_a_504() -> None:
     assert refusal.value.status == 504
 
 
-async def test_after_two_reroutes_a_request_waits_although_others_say_that_they_have_capacity() -> None:
+async def test_after_two_reroutes_a_request_waits_although_other_engines_report_capacity() -> None:
     world = World(*[Pod(name, slots=8, blocks=1000) for name in "abcde"])
     tried: frozenset[str] = frozenset()
     for num_refusals in range(3):
@@ -215,7 +215,7 @@ async def test_after_two_reroutes_a_request_waits_although_others_say_that_they_
     assert (await waiting).endpoint_id not in tried
 
 
-async def test_pods_that_refused_are_asked_by_one_request_at_a_time_until_one_is_taken() -> None:
+async def test_engines_that_refused_are_tried_by_one_request_at_a_time_until_one_accepts() -> None:
     world = World(Pod("a", slots=0, blocks=0))
     world.brain.failed(await world.ask(), "refused")
     tasks = [world.ask() for _ in range(5)]
@@ -229,7 +229,7 @@ async def test_pods_that_refused_are_asked_by_one_request_at_a_time_until_one_is
     assert len(served(tasks)) == 5
 
 
-async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_gone() -> None:
+async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_missing() -> None:
     world = World(Pod("a", slots=8, blocks=1000), queue=limits(max_requests=3), outage_wait_s=30.0)
     target = world.brain.resolve("m")
     world.brain.unreachable("a")
@@ -254,7 +254,7 @@ async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_gone() -> N
     assert world.num_waiting == 0
 
 
-async def test_an_outage_that_lasts_ends_the_wait_of_all() -> None:
+async def test_a_long_outage_ends_the_wait_of_all_requests() -> None:
     world = World(Pod("a", slots=8, blocks=1000), outage_wait_s=5.0)
     target = world.brain.resolve("m")
     world.brain.unreachable("a")
@@ -268,7 +268,7 @@ async def test_an_outage_that_lasts_ends_the_wait_of_all() -> None:
             await task
 
 
-async def test_an_outage_may_last_twice_as_long_as_engines_usually_need() -> None:
+async def test_an_outage_may_last_twice_the_usual_start_time() -> None:
     world = World(Pod("a", slots=8, blocks=1000), queue=limits(timeout_s=60.0), outage_wait_s=5.0)
     for took_s, longest_s in ((4.0, 5.0), (4.9, 8.0), (7.0, 8.9), (7.0, 9.8)):
         world.brain.unreachable("a")
@@ -284,7 +284,7 @@ async def test_an_outage_may_last_twice_as_long_as_engines_usually_need() -> Non
         assert world.clock.now == lost_at + took_s
 
 
-async def test_the_first_request_that_waits_is_news() -> None:
+async def test_the_first_request_that_waits_is_reported_at_once() -> None:
     world = World(Pod("a", slots=1, blocks=1000))
     news = world.brain.queues.first_waiter()
     running = await world.ask()
@@ -296,7 +296,7 @@ async def test_the_first_request_that_waits_is_news() -> None:
     await waiting
 
 
-async def test_longer_answers_than_expected_cost_their_key_its_next_turns() -> None:
+async def test_answers_longer_than_expected_delay_the_next_turns_of_their_key() -> None:
     world = World(Pod("a", slots=1, blocks=100_000))
     running = await world.ask()
     tasks = {key: [world.ask(key=key, max_tokens=4000) for _ in range(60)] for key in ("wordy", "frugal")}
@@ -318,7 +318,7 @@ async def test_longer_answers_than_expected_cost_their_key_its_next_turns() -> N
 
 @settings(max_examples=num_examples(40), deadline=None)
 @given(data=st.data())
-def test_whatever_happens_no_request_is_lost_and_nothing_stays_reserved(data: st.DataObject) -> None:
+def test_no_request_is_lost_and_nothing_stays_reserved(data: st.DataObject) -> None:
     asyncio.run(live_through(data))
 
 
@@ -399,10 +399,10 @@ async def live_through(data: st.DataObject) -> None:
         assert (record.in_flight, record.reserved.num_blocks, record.reserved.num_unseen_blocks) == (0, 0, 0)
 
 
-# -- answers that are continued ----------------------------------------------------------------------------------------
+# -- continued answers -------------------------------------------------------------------------------------------------
 
 
-async def test_a_lost_answer_leaves_nothing_behind_and_is_reserved_once_more_elsewhere() -> None:
+async def test_a_lost_answer_is_released_and_reserved_once_on_another_engine() -> None:
     world = World(*(Pod(name, slots=8, blocks=1000) for name in "ab"))
     choice = await world.ask(prompt=100)
     world.arrive(choice, 100)
@@ -413,7 +413,7 @@ async def test_a_lost_answer_leaves_nothing_behind_and_is_reserved_once_more_els
     second = await world.ask_again(retry)
     after = world.brain.registry.endpoints[second.endpoint_id]
     assert second.endpoint_id != choice.endpoint_id
-    assert after.reserved.num_blocks == num_blocks, "prompt and whole answer, as it was"
+    assert after.reserved.num_blocks == num_blocks, "prompt and whole answer count as before"
     assert after.dispatches.num_unreported_tokens == 107, "all of it is computed before the next token"
     world.arrive(second, 107)
     world.leave(second)
@@ -423,7 +423,7 @@ async def test_a_lost_answer_leaves_nothing_behind_and_is_reserved_once_more_els
     assert world.brain._open == {}
 
 
-async def test_a_lost_answer_gets_the_next_seat_before_those_that_have_not_begun() -> None:
+async def test_a_lost_answer_gets_the_next_slot_before_requests_that_have_not_begun() -> None:
     world = World(*(Pod(name, slots=1, blocks=1000) for name in "ab"))
     running = [await world.ask(key="busy") for _ in range(2)]
     for choice in running:
@@ -442,10 +442,10 @@ async def test_a_lost_answer_gets_the_next_seat_before_those_that_have_not_begun
 
 
 @pytest.mark.parametrize("kind", ["lost", "declined"])
-async def test_a_lost_answer_waits_where_no_other_request_may_and_no_newcomer_takes_its_place(
+async def test_a_lost_answer_waits_beyond_the_queues_bound_and_keeps_its_place(
     kind: FailureKind,
 ) -> None:
-    """Also once another engine, which is shutting down, has refused to continue it."""
+    """The same holds after an engine that is shutting down has refused to continue it."""
     for max_requests in (0, 1):
         world = World(*(Pod(name, slots=1, blocks=1000) for name in "ab"), queue=limits(max_requests=max_requests))
         lost, left = [await world.ask() for _ in range(2)]
@@ -458,7 +458,7 @@ async def test_a_lost_answer_waits_where_no_other_request_may_and_no_newcomer_ta
         assert (await continued).endpoint_id == left.endpoint_id
 
 
-async def test_a_lost_answer_waits_no_longer_than_anybody_may_over_all_its_losses() -> None:
+async def test_all_waits_of_a_lost_answer_together_are_limited_by_the_queues_timeout() -> None:
     queue = limits(max_requests=0, timeout_s=10)
     world = World(*(Pod(name, slots=1, blocks=1000) for name in "ab"), queue=queue)
     lost, _ = [await world.ask() for _ in range(2)]
@@ -473,8 +473,8 @@ async def test_a_lost_answer_waits_no_longer_than_anybody_may_over_all_its_losse
     assert world.num_waiting == 0
 
 
-async def test_a_noisy_neighbour_gets_no_more_of_the_engines_than_anybody() -> None:
-    """It asks ten times as much as each of the others; how long answers get is not known before."""
+async def test_a_key_with_ten_times_the_requests_gets_the_same_share_of_the_engines() -> None:
+    """The lengths of the answers are not known in advance."""
     draw = random.Random(5)
     world = World(*(Pod(name, slots=3, blocks=100_000) for name in "ab"), queue=limits(max_requests=60))
     waiting = {"noisy": 30} | {f"quiet-{number}": 3 for number in range(4)}
@@ -505,7 +505,7 @@ async def test_a_noisy_neighbour_gets_no_more_of_the_engines_than_anybody() -> N
         task.cancel()
 
 
-async def test_what_waits_for_its_own_weights_holds_up_no_other_request() -> None:
+async def test_a_request_that_waits_for_engines_of_its_weights_blocks_no_other() -> None:
     world = World(Pod("a", slots=1, blocks=1000, weights="old"), Pod("b", slots=1, blocks=1000, weights="old"))
     running = [await world.ask() for _ in range(2)]
     world.pods["c"] = Pod("c", slots=1, blocks=1000, weights="new")
@@ -522,7 +522,7 @@ async def test_what_waits_for_its_own_weights_holds_up_no_other_request() -> Non
     assert (await continued).endpoint_id == running[1].endpoint_id
 
 
-async def test_continuing_costs_its_key_nothing_and_its_engine_all_that_is_there() -> None:
+async def test_a_continuation_costs_its_key_nothing_and_its_engine_all_its_tokens() -> None:
     world = World(Pod("a", slots=1, blocks=1000))
     deployment = world.brain.registry.deployments["default/d"]
     ticket = QueueTicket(key="k", max_tokens=20)
@@ -533,8 +533,10 @@ async def test_continuing_costs_its_key_nothing_and_its_engine_all_that_is_there
     first, continued = order(None), order(RetryContext(1, "a", "lost", "w", 10))
     assert (first.work.num_prompt_tokens, continued.work.num_prompt_tokens) == (100, 110)
     assert first.need == continued.need, "the answer is as long as before"
-    assert order(RetryContext(1, "a", "lost", "w", 300)).need.num_output_tokens == 301, "longer than was thought"
+    assert order(RetryContext(1, "a", "lost", "w", 300)).need.num_output_tokens == 301, (
+        "the answer is longer than expected"
+    )
     assert (first.queue_key, first.group) == ("k", "t")
     assert continued.queue_key != "k"
     assert order(RetryContext(1, "a", "crashed"), "shared").group not in (first.group, continued.group)
-    assert order(RetryContext(1, "a", "refused")).queue_key == "k", "nothing is special about it"
+    assert order(RetryContext(1, "a", "refused")).queue_key == "k", "a refused request counts like any other"

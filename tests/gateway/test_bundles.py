@@ -1,4 +1,4 @@
-"""Tokenizers that the gateway forgets: gone at once where no request uses them, else after their last user."""
+"""Tokenizers that the gateway no longer needs are removed at once if no request uses them, otherwise afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def workers() -> set[int]:
-    """Template processes of this process."""
+    """Return the template processes of this process."""
     children = psutil.Process().children()
     return {child.pid for child in children if "template_worker" in " ".join(child.cmdline())}
 
@@ -23,7 +23,7 @@ NEEDS_PROCESS = "{% macro text(message) %}{{ message.content }}{% endmacro %}{{ 
 """A template that does more than join texts."""
 
 
-async def test_a_forgotten_tokenizer_stays_usable_for_who_has_it_and_then_leaves_no_process(engines) -> None:
+async def test_a_removed_tokenizer_stays_usable_for_its_users_and_then_leaves_no_process(engines) -> None:
     engine, before = engines[0], workers()
     async with aiohttp.ClientSession() as session:
         bundles = Bundles(session)

@@ -1,4 +1,4 @@
-"""What one request will take, what an engine has left, and what refusals and finished answers teach."""
+"""The capacity that a request needs, an engine's free capacity, and the effect of refusals and finished answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagemill_protocol.state import EngineLoad, StateFrame
 
 
 class Engine:
-    """An endpoint's record, and the reports that it gets."""
+    """An endpoint's record and the reports for it."""
 
     def __init__(self, *, max_num_seqs: int = 0, blocks: int = 0) -> None:
         endpoint = Endpoint(id="e", data_url="http://e:1", control_url="http://e:2")
@@ -53,7 +53,7 @@ class Engine:
         return self._decision
 
     def fill(self, need: Need) -> int:
-        """How many such requests find capacity, one after the other."""
+        """Send requests until none fits; return their number."""
         count = 0
         while self.fits(need):
             self.send(need)
@@ -65,13 +65,13 @@ def need(prompt: int = 20, output: int = 30, sequences: int = 1) -> Need:
     return Need(prompt, prompt, output, sequences)
 
 
-def test_seats_are_counted_until_the_engine_has_no_more() -> None:
+def test_sequence_slots_are_counted_until_none_is_free() -> None:
     engine = Engine(max_num_seqs=8)
     engine.report()
     assert engine.fill(need()) == 8
 
 
-def test_each_sequence_takes_a_seat_and_one_request_always_fits_an_idle_engine() -> None:
+def test_each_sequence_takes_a_slot_and_one_request_always_fits_an_idle_engine() -> None:
     engine = Engine(max_num_seqs=8)
     engine.report()
     assert engine.fill(need(sequences=3)) == 2
@@ -80,7 +80,7 @@ def test_each_sequence_takes_a_seat_and_one_request_always_fits_an_idle_engine()
     assert small.fill(need(sequences=3)) == 1
 
 
-def test_slots_of_sequences_that_give_way_are_free_to_all_that_do_not() -> None:
+def test_slots_of_sequences_that_give_way_are_free_for_all_others() -> None:
     engine, line = Engine(max_num_seqs=4), need()._replace(gives_way=True)
     engine.report()
     assert engine.fill(line) == 4
@@ -88,7 +88,7 @@ def test_slots_of_sequences_that_give_way_are_free_to_all_that_do_not() -> None:
     assert not engine.fits(line)
 
 
-def test_lines_of_another_gateway_give_way_too_while_the_report_is_believed() -> None:
+def test_batch_lines_of_another_gateway_give_way_while_the_report_is_fresh() -> None:
     engine, line = Engine(max_num_seqs=8), need()._replace(gives_way=True)
     engine.send(line)
     for _ in range(4):
@@ -97,7 +97,7 @@ def test_lines_of_another_gateway_give_way_too_while_the_report_is_believed() ->
     assert not engine.fits(line)
     assert engine.fill(need()) == 6
     engine.record.reports.disconnected()
-    assert engine.fill(need()) == 2, "only our own are known: one line, six others"
+    assert engine.fill(need()) == 2, "without reports, only one line and six requests of this gateway are known"
 
 
 def test_sequences_share_the_blocks_of_their_prompt() -> None:
@@ -111,30 +111,30 @@ def test_blocks_are_reserved_before_any_report_shows_them() -> None:
     assert engine.fill(need()) == 4
 
 
-def test_blocks_of_others_count() -> None:
+def test_blocks_of_other_gateways_count() -> None:
     engine = Engine(blocks=23)
     engine.report(active=9, num_requests_running=1)
     assert engine.fill(need()) == 2
 
 
-def test_seats_of_others_count_while_the_report_is_believed() -> None:
+def test_slots_of_other_gateways_count_while_the_report_is_fresh() -> None:
     engine = Engine(max_num_seqs=8)
     engine.report(num_requests_running=3)
     assert engine.fill(need()) == 5
     stale = Engine(max_num_seqs=8)
     stale.report(num_requests_running=3)
     stale.now = 10.0
-    assert stale.fill(need()) == 8, "only our own counts are left"
+    assert stale.fill(need()) == 8, "only this gateway's own requests count"
 
 
-def test_of_a_silent_engine_only_our_own_reservations_count() -> None:
+def test_for_a_silent_engine_only_own_reservations_count() -> None:
     engine = Engine(blocks=20)
     engine.report(active=20, num_requests_running=1)
     engine.now = 10.0
     assert engine.fill(need()) == 4
 
 
-def test_an_engine_that_reported_nothing_is_bound_by_its_own_refusals_only() -> None:
+def test_an_engine_without_reports_is_limited_only_by_its_refusals() -> None:
     engine = Engine()
     assert engine.fits(need())
     engine.report()
@@ -142,7 +142,7 @@ def test_an_engine_that_reported_nothing_is_bound_by_its_own_refusals_only() -> 
     assert engine.fits(need())
 
 
-def test_a_request_larger_than_the_cache_waits_for_an_idle_engine_and_gets_it() -> None:
+def test_a_request_larger_than_the_cache_is_sent_to_an_idle_engine() -> None:
     engine = Engine(blocks=10)
     engine.report()
     decision = engine.send(need(output=10))
@@ -151,15 +151,15 @@ def test_a_request_larger_than_the_cache_waits_for_an_idle_engine_and_gets_it() 
     assert engine.fits(need(prompt=500))
 
 
-def test_once_reported_twice_after_its_acceptance_only_growth_is_reserved() -> None:
+def test_two_reports_after_its_acceptance_only_growth_of_a_request_is_reserved() -> None:
     engine = Engine(blocks=100)
     engine.report()
     decision = engine.send(need(prompt=100, output=200))
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unseen_blocks == 30, "the engine has not accepted it"
+    assert engine.record.reserved.num_unseen_blocks == 30, "the engine has not accepted the request"
     engine.record.reserved.accepted(decision)
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unseen_blocks == 30, "that report may have been under way"
+    assert engine.record.reserved.num_unseen_blocks == 30, "that report may have been sent before the acceptance"
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
     assert engine.record.reserved.num_unseen_blocks == 0
     free = 100 - 10 - 20 - 1  # one for a last block that is not full
@@ -169,7 +169,7 @@ def test_once_reported_twice_after_its_acceptance_only_growth_is_reserved() -> N
     assert engine.fits(need(prompt=10 * (100 - 25 - 5 - 1), output=0))
 
 
-def test_what_waits_in_the_engine_takes_its_blocks_first() -> None:
+def test_requests_that_wait_in_the_engine_take_their_blocks_first() -> None:
     engine = Engine(blocks=50)
     engine.report(num_requests_waiting=1, num_tokens_waiting=300)
     assert engine.fits(need(prompt=200, output=0))
@@ -177,7 +177,7 @@ def test_what_waits_in_the_engine_takes_its_blocks_first() -> None:
 
 
 @given(st.data())
-def test_every_reservation_is_given_back_in_full(data: st.DataObject) -> None:
+def test_every_reservation_is_released_in_full(data: st.DataObject) -> None:
     reserved, open_decisions = Reservations(), set()
     for decision in range(data.draw(st.integers(1, 60))):
         action = data.draw(st.sampled_from(["reserve", "accepted", "reported", "release"]))
@@ -215,25 +215,25 @@ def test_every_reservation_is_given_back_in_full(data: st.DataObject) -> None:
 # -- lengths of answers ------------------------------------------------------------------------------------------------
 
 
-def test_before_anything_is_learned_a_guess_within_the_limit_counts() -> None:
+def test_without_observations_the_expected_length_is_a_default_within_the_limit() -> None:
     outputs = OutputTokens()
     assert outputs.expect(None) == PRIOR_TOKENS
     assert outputs.expect(40) == 40
     assert outputs.expect(100_000) == PRIOR_TOKENS
 
 
-def test_lengths_are_learned_for_each_size_of_limit() -> None:
+def test_lengths_are_learned_separately_by_size_of_the_limit() -> None:
     outputs = OutputTokens()
     for _ in range(100):
         outputs.ended(30, 4096)
         outputs.ended(900, 1000)
     assert 30 <= outputs.expect(4096) <= 45
     assert 900 <= outputs.expect(1000) <= 1000
-    assert outputs.expect(16) == 16, "of such a limit nothing is known: the lengths of all, within it"
+    assert outputs.expect(16) == 16, "nothing is known of such a limit: the lengths of all answers count"
     assert outputs.expect(None) >= 900
 
 
-def test_a_changed_workload_is_learned_anew() -> None:
+def test_a_changed_workload_is_learned_again() -> None:
     outputs = OutputTokens()
     for _ in range(5000):
         outputs.ended(2000, None)
@@ -243,7 +243,9 @@ def test_a_changed_workload_is_learned_anew() -> None:
 
 
 @given(lengths=st.lists(st.integers(0, 200_000), min_size=8, max_size=200), limit=st.none() | st.integers(1, 10**6))
-def test_an_expectation_covers_most_answers_and_stays_within_the_limit(lengths: list[int], limit: int | None) -> None:
+def test_an_expected_length_covers_most_answers_and_stays_within_the_limit(
+    lengths: list[int], limit: int | None
+) -> None:
     outputs = OutputTokens()
     for length in lengths:
         outputs.ended(length, limit)
@@ -253,15 +255,15 @@ def test_an_expectation_covers_most_answers_and_stays_within_the_limit(lengths: 
     assert covered >= 0.8 - 1e-9 or expected == limit
 
 
-# -- how fast a queue empties ------------------------------------------------------------------------------------------
+# -- the rate of the queue ---------------------------------------------------------------------------------------------
 
 
-def test_before_anything_is_learned_the_wait_is_a_guess() -> None:
+def test_without_observations_the_expected_wait_is_a_default() -> None:
     assert DrainRate().retry_after_s(10**9) == UNKNOWN_WAIT_S
     assert DrainRate().wait_s(10) is None
 
 
-def test_the_rate_is_that_of_the_time_in_which_requests_waited() -> None:
+def test_the_rate_is_measured_only_while_requests_wait() -> None:
     drain = DrainRate()
     drain.watch(0.0, waiting=True)
     for second in range(1, 11):
@@ -284,7 +286,7 @@ def test_retry_after_stays_between_one_second_and_two_minutes() -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_refusal_binds_until_one_of_ours_ends_or_the_pause_is_over() -> None:
+def test_a_refusal_applies_until_an_own_request_ends_or_the_pause_is_over() -> None:
     refusal_backoff = RefusalBackoff()
     assert refusal_backoff.allows(10**6, 0.0)
     refusal_backoff.refused(5, now=0.0)
@@ -293,7 +295,7 @@ def test_a_refusal_binds_until_one_of_ours_ends_or_the_pause_is_over() -> None:
     assert refusal_backoff.allows(5, BASE_PAUSE_S)
 
 
-def test_after_the_pause_one_request_asks_and_its_acceptance_ends_it() -> None:
+def test_after_the_pause_one_request_is_sent_and_its_acceptance_ends_the_refusal() -> None:
     refusal_backoff = RefusalBackoff()
     refusal_backoff.refused(5, now=0.0)
     refusal_backoff.chosen(5, BASE_PAUSE_S)
@@ -302,7 +304,7 @@ def test_after_the_pause_one_request_asks_and_its_acceptance_ends_it() -> None:
     assert refusal_backoff.allows(100, BASE_PAUSE_S)
 
 
-def test_pauses_grow_up_to_a_bound() -> None:
+def test_pauses_grow_up_to_a_limit() -> None:
     refusal_backoff, now = RefusalBackoff(), 0.0
     for _ in range(30):
         refusal_backoff.refused(0, now)

@@ -1,4 +1,4 @@
-"""From objects of a cluster to what the gateway serves."""
+"""The catalogue that a gateway derives from the objects of a cluster."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def names(catalog: Catalog) -> list[str]:
     return [model.deployment for model in catalog.models]
 
 
-def test_a_deployment_with_its_pods() -> None:
+def test_a_deployment_is_listed_with_its_pods() -> None:
     deployment = llmd(
         "chat",
         model={"name": "smol", "aliases": ["tiny"], "chatTemplate": "{{ x }}"},
@@ -82,7 +82,7 @@ def test_defaults_are_those_of_the_resource() -> None:
     assert (model.name, model.weight, model.prefix_scope, model.endpoints) == ("chat", 100, "tenant", [])
 
 
-def test_the_queue_is_the_resources_in_bytes_and_seconds() -> None:
+def test_the_queues_limits_come_from_the_resource_in_bytes_and_seconds() -> None:
     queue = {"maxRequests": 5, "maxBytes": "1.5Mi", "timeout": "1m30s"}
     (model,) = build_catalog([llmd("chat", routing={"queue": queue})], [], KEYS).models
     assert model.queue == QueueLimits(max_requests=5, max_bytes=3 * 2**19, timeout_s=90.0)
@@ -98,28 +98,28 @@ def test_the_queue_is_the_resources_in_bytes_and_seconds() -> None:
         ({"mode": "Advisory"}, False),
     ],
 )
-def test_requests_wait_for_an_engine_where_the_operator_starts_one(autoscaling: Any, wakes: bool) -> None:
+def test_requests_wait_for_an_engine_if_the_operator_starts_one(autoscaling: Any, wakes: bool) -> None:
     (model,) = build_catalog([llmd("chat", autoscaling=autoscaling)], [], KEYS).models
     assert model.wakes is wakes
 
 
 @pytest.mark.parametrize("queue", [None, {"maxBytes": "much"}, {"timeout": "soon"}, {"maxRequests": -1}])
-def test_a_queue_that_says_nothing_usable_is_the_gateways_own(queue: dict[str, Any] | None) -> None:
+def test_an_unusable_queue_section_means_the_gateways_own_settings(queue: dict[str, Any] | None) -> None:
     (model,) = build_catalog([llmd("chat", routing={"queue": queue})], [], KEYS).models
     assert model.queue is None
 
 
 @given(st.from_regex(quantities.MEMORY_PATTERN, fullmatch=True) | st.integers(0, 10**12))
-def test_amounts_of_memory_mean_what_the_resource_says(quantity: str | int) -> None:
+def test_memory_quantities_are_read_like_the_resource_does(quantity: str | int) -> None:
     assert memory_bytes(quantity) == quantities.memory_bytes(quantity)
 
 
 @given(st.from_regex(quantities.DURATION_PATTERN, fullmatch=True))
-def test_durations_mean_what_the_resource_says(duration: str) -> None:
+def test_durations_are_read_like_the_resource_does(duration: str) -> None:
     assert duration_seconds(duration) == pytest.approx(quantities.duration_seconds(duration))
 
 
-def test_a_terminating_pod_stays_known_and_takes_nothing() -> None:
+def test_a_terminating_pod_stays_listed_and_accepts_nothing() -> None:
     slices = [endpoint_slice("chat", pod("u1", "10.0.0.1", ready=False, serving=True, terminating=True))]
     (endpoint,) = build_catalog([llmd("chat")], slices, KEYS).models[0].endpoints
     assert endpoint.terminating
@@ -134,12 +134,12 @@ def test_a_pod_in_several_slices_is_one_endpoint() -> None:
     ]
     (endpoint,) = build_catalog([llmd("chat")], slices, KEYS).models[0].endpoints
     assert endpoint.data_url == "http://10.0.0.1:8000"
-    assert endpoint.terminating, "any slice that says so is believed"
+    assert endpoint.terminating, "a state in any slice applies"
     (endpoint,) = build_catalog([llmd("chat")], slices[:1], KEYS).models[0].endpoints
     assert endpoint.data_url == "http://[fd00::1]:8000"
 
 
-def test_while_a_rollout_turns_tls_on_each_pod_is_spoken_to_as_it_listens() -> None:
+def test_during_a_tls_rollout_each_pod_is_contacted_as_its_slice_declares() -> None:
     tls_ports = [{"name": "data", "port": 8443}, {"name": "control", "port": 8444}]
     slices = [
         endpoint_slice("chat", pod("u1", "10.0.0.1", ready=True), name="before"),
@@ -161,12 +161,12 @@ def test_while_a_rollout_turns_tls_on_each_pod_is_spoken_to_as_it_listens() -> N
         {"endpoints": [{"addresses": ["10.0.0.1"], "conditions": {}, "targetRef": {"kind": "Node", "uid": "n"}}]},
     ],
 )
-def test_what_is_no_engine_pod_is_no_endpoint(fields: dict[str, Any]) -> None:
+def test_an_object_that_is_no_engine_pod_is_no_endpoint(fields: dict[str, Any]) -> None:
     slices = [endpoint_slice("chat", pod("u1", "10.0.0.1"), **fields)]
     assert build_catalog([llmd("chat")], slices, KEYS).models[0].endpoints == []
 
 
-def test_pods_of_another_namespace_or_deployment_are_not_mixed_in() -> None:
+def test_pods_of_other_namespaces_or_deployments_are_excluded() -> None:
     other = endpoint_slice("other", pod("u1", "10.0.0.1"))
     elsewhere = msgspec.structs.replace(
         other,
@@ -175,36 +175,38 @@ def test_pods_of_another_namespace_or_deployment_are_not_mixed_in() -> None:
     assert build_catalog([llmd("chat")], [other, elsewhere], KEYS).models[0].endpoints == []
 
 
-def test_a_refused_spec_is_not_served_unless_pods_of_an_earlier_one_still_run() -> None:
+def test_a_refused_spec_is_served_only_while_pods_of_an_earlier_spec_run() -> None:
     refused = llmd("chat", planned={"status": "False", "reason": "UnsupportedField"})
     assert names(build_catalog([refused], [], KEYS)) == []
     assert names(build_catalog([refused], [endpoint_slice("chat", pod("u", "10.0.0.1"))], KEYS)) == ["chat"]
 
 
-def test_a_judgement_of_an_earlier_spec_does_not_count() -> None:
+def test_a_condition_of_an_earlier_spec_does_not_count() -> None:
     deployment = llmd("chat", planned={"status": "False", "reason": "UnsupportedField", "observedGeneration": 0})
     assert names(build_catalog([deployment], [], KEYS)) == ["chat"]
 
 
-def test_a_conflict_of_names_leaves_the_name_to_the_older() -> None:
+def test_in_a_name_conflict_the_older_deployment_has_the_name() -> None:
     slices = [endpoint_slice(name, pod(name, "10.0.0.1"), name=name) for name in ("old", "new")]
     judged = llmd("new", model={"name": "m"}, planned={"status": "False", "reason": "NameConflict"})
     assert names(build_catalog([judged], slices, KEYS)) == []
     old, new = llmd("old", created=1, model={"name": "m"}), llmd("new", created=2, model={"aliases": ["m"]})
-    assert names(build_catalog([new, old], slices, KEYS)) == ["old"], "before the operator has said so"
+    assert names(build_catalog([new, old], slices, KEYS)) == ["old"], (
+        "the older deployment must have the name before the operator reports the conflict"
+    )
     weighted = llmd("new", created=2, model={"name": "m"}, routing={"weight": 10})
-    assert names(build_catalog([old, weighted], slices, KEYS)) == ["old"], "both must agree to share"
+    assert names(build_catalog([old, weighted], slices, KEYS)) == ["old"], "both deployments must agree to share"
     stable = llmd("old", created=1, model={"name": "m"}, routing={"weight": 90})
     assert names(build_catalog([stable, weighted], slices, KEYS)) == ["old", "new"]
 
 
-def test_a_deployment_that_is_being_deleted_is_gone_and_frees_its_name() -> None:
+def test_a_deployment_that_is_being_deleted_is_removed_and_frees_its_name() -> None:
     old, new = llmd("old", created=1, model={"name": "m"}), llmd("new", created=2, model={"name": "m"})
     going = msgspec.structs.replace(old, metadata=msgspec.structs.replace(old.metadata, deletion_timestamp="now"))
     assert names(build_catalog([going, new], [], KEYS)) == ["new"]
 
 
-def test_without_keys_engines_are_known_and_cannot_be_asked() -> None:
+def test_without_keys_engines_are_listed_and_cannot_be_contacted() -> None:
     assert build_catalog([llmd("chat")], [], None).models[0].engine_token == ""
 
 
@@ -215,7 +217,9 @@ objects = st.lists(
 
 
 @given(objects, st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["p", "q"]), st.booleans())), st.randoms())
-def test_every_catalogue_is_sound_and_does_not_depend_on_order(rows: Any, pods: Any, chance: random.Random) -> None:
+def test_every_catalogue_is_valid_and_independent_of_the_order_of_objects(
+    rows: Any, pods: Any, chance: random.Random
+) -> None:
     deployments = [
         llmd(name, created=created, model={"name": model}, routing={} if weight is None else {"weight": weight})
         for name, created, model, weight in rows
@@ -230,4 +234,4 @@ def test_every_catalogue_is_sound_and_does_not_depend_on_order(rows: Any, pods: 
     chance.shuffle(slices)
     assert build_catalog(deployments, slices, KEYS) == catalog
     unshared = [model.name for model in catalog.models if model.weight == 100]
-    assert len(unshared) == len(set(unshared)), "no deployment shares a name without saying so"
+    assert len(unshared) == len(set(unshared)), "no deployment may share a name without its own consent"

@@ -1,4 +1,4 @@
-"""The line between a worker and the head: every message as it was, what comes too late, and what death undoes."""
+"""The connection between a worker and the control process: messages, late answers, and ended processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TARGET = Target("default/d", "m", "bundle", 100, None, "deployment", HashScheme(
 ASK = RoutingRequest(10)
 ENTRY = store.Ask("a", "lease", 5, Limits(concurrency=1))
 NAMED = [QueueTicket, RetryContext, RoutingRequest, Target, CompletedRequest, RequestOutcome, store.Ask, Caller]
-"""Read from their annotations."""
+"""Types whose values are generated from their annotations."""
 
 
 def encoded(message: Any, kind: Any) -> Any:
@@ -53,7 +53,7 @@ def encoded(message: Any, kind: Any) -> Any:
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Any but those with integers beyond 64 bits, which no request may hold, and with what equals nothing."""
+    """Return values of a type without integers beyond 64 bits, which no request may have, and without NaN."""
     return st.from_type(kind).filter(lambda value: not _has_nan(value) and _fits(value))
 
 
@@ -71,13 +71,13 @@ def _fits(value: Any) -> bool:
 
 @pytest.mark.parametrize("kind", NAMED)
 @given(data=st.data())
-def test_every_value_arrives_as_it_was(kind: Any, data: st.DataObject) -> None:
+def test_every_value_survives_the_connection(kind: Any, data: st.DataObject) -> None:
     value = data.draw(values_of(kind))
     assert encoded(value, kind) == value
 
 
 @given(number=st.integers(0, 2**40), ticket=values_of(QueueTicket), routing_request=values_of(RoutingRequest))
-def test_questions_are_distinguished_from_notes(
+def test_requests_are_distinguished_from_notifications(
     number: int, ticket: QueueTicket, routing_request: RoutingRequest
 ) -> None:
     question = messages.Call(number, messages.Choose(TARGET, frozenset({"a", "b"}), routing_request, ticket, None))
@@ -92,7 +92,7 @@ def test_questions_are_distinguished_from_notes(
 
 
 class WorkerStub:
-    """As the head sees a worker."""
+    """A worker as the control process sees it."""
 
     def __init__(self) -> None:
         self.latest = WorkerMeasurements({}, 0)
@@ -116,24 +116,24 @@ class WorkerStub:
 
 
 class Place:
-    """A folder in which a head can come and go, with one engine of one slot."""
+    """A folder in which control processes start and end, with one engine of one slot."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "control.sock"
-        self._num_heads = 0
+        self._num_started = 0
 
     @asynccontextmanager
-    async def head(self) -> AsyncIterator[ControlProcess]:
+    async def control(self) -> AsyncIterator[ControlProcess]:
         config = GatewayConfig(queue=QueueLimits(max_requests=9, max_bytes=99, timeout_s=60.0))
-        head = ControlProcess(config, num_before=self._num_heads)
-        self._num_heads += 1
-        head.brain.apply_catalog(CATALOG)
-        head.brain.observe("a", FRAME)
+        control = ControlProcess(config, num_before=self._num_started)
+        self._num_started += 1
+        control.brain.apply_catalog(CATALOG)
+        control.brain.observe("a", FRAME)
         try:
-            async with serving_workers(head, self.path):
-                yield head
+            async with serving_workers(control, self.path):
+                yield control
         finally:
-            await head.close()
+            await control.close()
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[ControlProcessClient]:
@@ -164,45 +164,45 @@ def place() -> Any:
         yield Place(Path(folder))
 
 
-def in_flight(head: ControlProcess) -> int:
-    return head.brain.registry.endpoints["a"].in_flight
+def in_flight(control: ControlProcess) -> int:
+    return control.brain.registry.endpoints["a"].in_flight
 
 
-async def test_a_decision_is_accounted_and_released_across_the_line(place: Place, fake: SimpleNamespace) -> None:
-    async with place.head() as head, place.worker() as line:
+async def test_a_decision_is_accounted_and_released_through_the_connection(place: Place, fake: SimpleNamespace) -> None:
+    async with place.control() as control, place.worker() as line:
         choice = await line.choose(TARGET, frozenset(), ASK)
-        assert (choice.endpoint_id, in_flight(head)) == ("a", 1)
+        assert (choice.endpoint_id, in_flight(control)) == ("a", 1)
         line.accepted(choice)
         line.started(choice)
         line.finished(choice, CompletedRequest(3, None))
-        await fake.until(lambda: in_flight(head) == 0)
+        await fake.until(lambda: in_flight(control) == 0)
 
 
-async def test_a_refusal_is_the_same_error_on_this_side(place: Place) -> None:
-    async with place.head() as head, place.worker() as line:
+async def test_a_refusal_is_the_same_error_in_the_worker(place: Place) -> None:
+    async with place.control() as control, place.worker() as line:
         with pytest.raises(PagemillError) as here:
-            await head.brain.look_up("none")
+            await control.brain.look_up("none")
         with pytest.raises(PagemillError) as there:
             await line.look_up("none")
         assert vars(there.value) == vars(here.value)
 
 
-async def test_a_note_that_cannot_be_taken_harms_nothing_else(
+async def test_an_invalid_notification_affects_nothing_else(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fake: SimpleNamespace
 ) -> None:
-    async with place.head() as head, place.worker() as line:
+    async with place.control() as control, place.worker() as line:
         choice = await line.choose(TARGET, frozenset(), ASK)
-        monkeypatch.setattr(head.brain, "started", None)
+        monkeypatch.setattr(control.brain, "started", None)
         line.started(choice)
         assert (await line.look_up("m")).deployment == "default/d"
         assert "cannot be taken" in caplog.text
         line.finished(choice)
-        await fake.until(lambda: in_flight(head) == 0)
+        await fake.until(lambda: in_flight(control) == 0)
 
 
-async def test_what_was_given_up_holds_nothing(place: Place, fake: SimpleNamespace) -> None:
-    """Whether the answer was on its way already, or its question still waited."""
-    async with place.head() as head, place.worker() as line:
+async def test_a_cancelled_request_reserves_nothing(place: Place, fake: SimpleNamespace) -> None:
+    """The same holds whether the answer was on its way or the request still waited."""
+    async with place.control() as control, place.worker() as line:
         await line.wait_connected()
         for num_turns in range(12):
             question = asyncio.create_task(line.choose(TARGET, frozenset(), ASK))
@@ -211,23 +211,23 @@ async def test_what_was_given_up_holds_nothing(place: Place, fake: SimpleNamespa
             question.cancel()
             with suppress(asyncio.CancelledError):
                 line.finished(await question)
-            await fake.until(lambda: in_flight(head) == 0)
+            await fake.until(lambda: in_flight(control) == 0)
         choice = await line.choose(TARGET, frozenset(), ASK)
         waiting = asyncio.create_task(line.choose(TARGET, frozenset(), ASK))
-        await fake.until(lambda: not head.brain.queues.is_empty("default/d"))
+        await fake.until(lambda: not control.brain.queues.is_empty("default/d"))
         waiting.cancel()
-        await fake.until(lambda: head.brain.queues.is_empty("default/d"))
+        await fake.until(lambda: control.brain.queues.is_empty("default/d"))
         line.finished(choice)
-        await fake.until(lambda: in_flight(head) == 0)
+        await fake.until(lambda: in_flight(control) == 0)
 
 
 @pytest.mark.parametrize("asked", [True, False])
-async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
+async def test_a_worker_that_ended_reserves_nothing_and_its_counters_remain(
     place: Place, fake: SimpleNamespace, asked: bool
 ) -> None:
-    """Whether there was a scrape, or it reported unasked."""
-    async with place.head() as head, place.worker() as other:
-        counted = head.sharing.store
+    """The same holds after a scrape and after a report without one."""
+    async with place.control() as control, place.worker() as other:
+        counted = control.sharing.store
         assert isinstance(counted, MemoryStore)
         async with place.worker() as line:
             stub = line._worker
@@ -244,58 +244,60 @@ async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
             await line.choose(TARGET, frozenset(), ASK)
             assert (await line.reserve(ENTRY)).refused is None
             if asked:
-                await head.scrape("")
+                await control.scrape("")
             else:
-                reported = head._workers[-1]
+                reported = control._workers[-1]
                 assert isinstance(reported, WorkerConnection)
                 await fake.until(lambda: reported._latest().num_requests == 1)
         waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, ticket=QueueTicket(priority=1)))
-        assert (await waiting).endpoint_id == "a", "who waited gets the slot"
+        assert (await waiting).endpoint_id == "a", "a waiting request must get the slot"
         assert counted.num_held == 0
-        text = (await head.scrape("")).body.decode()
+        text = (await control.scrape("")).body.decode()
         assert 'requests_total{model="m",route="r",status="200"} 3.0' in text
         assert 'in_flight_requests{model="m"} 0.0' in text
         assert "workers_lost_total 1.0" in text
 
 
-async def test_a_new_head_knows_what_is_reserved_and_nothing_of_old_decisions(
+async def test_a_new_control_process_knows_the_reservations_and_no_old_decisions(
     place: Place, fake: SimpleNamespace
 ) -> None:
     async with place.worker() as line:
-        async with place.head():
+        async with place.control():
             old = await line.choose(TARGET, frozenset(), ASK)
             assert (await line.reserve(ENTRY)).refused is None
-        async with place.head() as head:
+        async with place.control() as control:
             assert (await line.reserve(ENTRY._replace(lease="other"))).refused == "concurrency"
             new = await line.choose(TARGET, frozenset(), ASK)
             assert new.decision != old.decision
             line.finished(old, CompletedRequest(3, None))
             assert await line.liveness("a") == "working"
-            assert in_flight(head) == 1
+            assert in_flight(control) == 1
             line.settle("lease", 1)
             assert (await line.reserve(ENTRY._replace(lease="other"))).refused is None
 
 
-async def test_a_new_head_knows_how_far_a_reservation_has_grown_and_been_used(place: Place) -> None:
+async def test_a_new_control_process_knows_the_growth_and_the_use_of_a_reservation(place: Place) -> None:
     limits = Limits(tokens_per_minute=1000)
     entry = ENTRY._replace(tokens=200, limits=limits)
     async with place.worker() as line:
-        async with place.head():
+        async with place.control():
             assert (await line.reserve(entry)).granted == 200
             assert await line.extend(store.More(entry.account, entry.lease, 150, 300, limits)) == 300
-        async with place.head():
+        async with place.control():
             other = entry._replace(lease="other")
-            assert (await line.reserve(other._replace(tokens=651))).refused == "tokens", "50 and 300 are open"
+            assert (await line.reserve(other._replace(tokens=651))).refused == "tokens", (
+                "50 and 300 tokens are reserved"
+            )
             assert await line.extend(store.More(entry.account, entry.lease, 400, 100, limits)) == 100
             line.settle(entry.lease, 420)
             assert (await line.reserve(other._replace(tokens=731))).refused == "tokens"
             assert (await line.reserve(other._replace(tokens=730))).refused is None, "270 were used here"
 
 
-async def test_a_worker_that_dies_is_charged_for_what_it_reported(place: Place, fake: SimpleNamespace) -> None:
+async def test_a_worker_that_dies_is_charged_for_the_reported_tokens(place: Place, fake: SimpleNamespace) -> None:
     limits = Limits(tokens_per_minute=1000)
-    async with place.head() as head:
-        counted = head.sharing.store
+    async with place.control() as control:
+        counted = control.sharing.store
         assert isinstance(counted, MemoryStore)
         async with place.worker() as line:
             entry = ENTRY._replace(tokens=200, limits=limits)
@@ -306,18 +308,18 @@ async def test_a_worker_that_dies_is_charged_for_what_it_reported(place: Place, 
         assert counted.decide(entry._replace(lease="other", tokens=850)).refused is None
 
 
-async def test_without_a_head_nothing_fails_that_can_wait(place: Place) -> None:
+async def test_without_a_control_process_requests_wait(place: Place) -> None:
     async with place.worker() as line:
         question = asyncio.create_task(line.find("m", DEFAULT_TICKET))
-        assert await line.liveness("a") == "working", "it is unknown"
+        assert await line.liveness("a") == "working", "the state is unknown"
         assert not (await line.status()).ready
-        async with place.head():
+        async with place.control():
             assert (await question).deployment == "default/d"
             assert (await line.status()).ready
         assert (await line.status())[:3] == (True, False, "the control process is being replaced")
 
 
-async def test_a_question_that_kills_heads_is_not_asked_for_ever(
+async def test_a_request_that_kills_control_processes_is_not_repeated_forever(
     place: Place, monkeypatch: pytest.MonkeyPatch, fake: SimpleNamespace
 ) -> None:
     num_asked = 0
@@ -325,7 +327,7 @@ async def test_a_question_that_kills_heads_is_not_asked_for_ever(
     async with place.worker() as line:
         question = asyncio.create_task(line.look_up("m"))
         while not question.done():
-            async with place.head() as head:
+            async with place.control() as control:
                 asked = asyncio.Event()
 
                 async def dies(model: str, asked: asyncio.Event = asked) -> Target:
@@ -334,7 +336,7 @@ async def test_a_question_that_kills_heads_is_not_asked_for_ever(
                     asked.set()
                     return await asyncio.Event().wait()  # type: ignore[return-value]
 
-                monkeypatch.setattr(head.brain, "look_up", dies)
+                monkeypatch.setattr(control.brain, "look_up", dies)
                 await asyncio.wait(
                     [question, waiting := asyncio.create_task(asked.wait())], return_when="FIRST_COMPLETED"
                 )
@@ -344,8 +346,8 @@ async def test_a_question_that_kills_heads_is_not_asked_for_ever(
         assert num_asked == 2
 
 
-async def test_a_head_that_dies_without_a_word_was_none(place: Place, fake: SimpleNamespace) -> None:
-    """The socket of a process that was killed takes connections for a moment longer."""
+async def test_a_control_process_that_dies_silently_counts_as_absent(place: Place, fake: SimpleNamespace) -> None:
+    """The socket of a killed process accepts connections for a moment longer."""
     num_taken = 0
 
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -359,13 +361,13 @@ async def test_a_head_that_dies_without_a_word_was_none(place: Place, fake: Simp
         async with await asyncio.start_unix_server(hang_up, place.path):
             await fake.until(lambda: num_taken > 3)
         assert not question.done()
-        async with place.head():
+        async with place.control():
             assert (await question).deployment == "default/d"
 
 
-async def test_keys_and_bundles_are_sent_to_who_comes_later(place: Place, fake: SimpleNamespace) -> None:
-    async with place.head() as head:
-        head._publish_keys([Caller("h" * 64, "tenant")])
+async def test_keys_and_bundles_are_sent_to_workers_that_connect_later(place: Place, fake: SimpleNamespace) -> None:
+    async with place.control() as control:
+        control._publish_keys([Caller("h" * 64, "tenant")])
         async with place.worker() as line:
             stub = line._worker
             assert isinstance(stub, WorkerStub)
@@ -373,23 +375,23 @@ async def test_keys_and_bundles_are_sent_to_who_comes_later(place: Place, fake: 
             assert stub.callers == [Caller("h" * 64, "tenant")]
 
 
-async def test_a_head_that_took_over_has_nothing_forgotten_before_it_asked_the_engines(
+async def test_a_new_control_process_removes_nothing_before_it_has_contacted_the_engines(
     tmp_path: Path, fake: SimpleNamespace
 ) -> None:
-    """And requests that come before wait for them."""
+    """Requests that arrive before that wait for the first reports."""
     write_last_known(tmp_path / "catalog.json", Known(CATALOG, []))
-    head = ControlProcess(GatewayConfig(), catalog_file=tmp_path / "catalog.json", num_before=1)
+    control = ControlProcess(GatewayConfig(), catalog_file=tmp_path / "catalog.json", num_before=1)
     try:
-        head.attach(stub := WorkerStub())
+        control.attach(stub := WorkerStub())
         assert not stub.whole
-        question = asyncio.create_task(head.brain.find("m"))
-        await fake.until(lambda: head._streams.settled)
+        question = asyncio.create_task(control.brain.find("m"))
+        await fake.until(lambda: control._streams.settled)
         assert not question.done()
         question.cancel()
-        head.apply_catalog(Catalog())
+        control.apply_catalog(Catalog())
         assert stub.whole
     finally:
-        await head.close()
+        await control.close()
 
 
 def test_choices_are_plain_values() -> None:

@@ -1,4 +1,4 @@
-"""What decisions among many endpoints save themselves changes none: each is as if everything were worked out anew."""
+"""Optimizations of decisions among many endpoints change no decision: each equals one that is computed directly."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MODELS = [StepTimeModel.from_params(params(1 + number / 50)) for number in range
 def cost(
     request: RequestView, candidate: Candidate, report: PodReport, snapshot: StepTimeSnapshot
 ) -> tuple[float, ...]:
-    """Step, wait, prefill, harm and first token of one candidate, a term after the other."""
+    """Return step, wait, prefill, harm and first token of one candidate, computed term by term."""
     num_running, budget = report.num_running, snapshot.budget
     num_uncached = max(1, request.num_prompt_tokens - candidate.num_cached_tokens)
     num_ahead = report.num_tokens_waiting + candidate.num_unreported_tokens
@@ -79,7 +79,7 @@ def cost(
 
 
 def one_by_one(request: RequestView, candidates: list[Candidate]) -> tuple[Candidate, str, list[tuple[float, ...]]]:
-    """The choice, why, and what every candidate costs."""
+    """Return the choice, its reason, and the costs of every candidate."""
     rows = []
     for each in candidates:
         assert each.report is not None
@@ -140,7 +140,7 @@ def candidates(draw: st.DrawFn) -> Candidate:
     session=st.none() | st.integers(0, 19),
     is_for_adapter=st.booleans(),
 )
-def test_the_choice_its_reason_and_all_terms_are_those_of_weighing_one_by_one(
+def test_the_choice_its_reason_and_all_costs_equal_those_computed_one_by_one(
     drawn: list[Candidate], prompt: int, output: float, session: int | None, is_for_adapter: bool
 ) -> None:
     request = RequestView(prompt, output, is_for_adapter=is_for_adapter)
@@ -170,7 +170,7 @@ def basis_of(candidate: Candidate) -> CostBasis:
     session=st.none() | st.integers(0, 19),
     is_plain=st.booleans(),
 )
-def test_a_table_of_costs_decides_as_a_call_for_each_pod_does(
+def test_a_table_of_costs_decides_like_a_call_for_each_pod(
     drawn: list[tuple[Candidate, Candidate]],
     changed: set[int],
     prompt: int,
@@ -178,7 +178,7 @@ def test_a_table_of_costs_decides_as_a_call_for_each_pod_does(
     session: int | None,
     is_plain: bool,
 ) -> None:
-    """Also where pods have changed since their first row was written, with models of more or fewer pieces."""
+    """The same holds if pods have changed since their first row was written, and for models of more or fewer pieces."""
     pods, table = [], CostTable(len(drawn))
     assert not table.is_complete
     for place, (before, _) in enumerate(drawn):
@@ -207,7 +207,7 @@ PREFIX = tuple(bytes([number]) * 16 for number in range(4))
 
 
 class World:
-    """A brain with a few endpoints, and what a reader of its records would say of them."""
+    """A brain with a few endpoints, and the values that a reader of its records would derive."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -247,8 +247,8 @@ class World:
         )
         self.brain.observe(name, frame)
 
-    def happen(self) -> None:
-        """Something, to some endpoint or request."""
+    def change_something(self) -> None:
+        """Change a randomly chosen endpoint or request."""
         rng, brain, name = self.rng, self.brain, self.rng.choice(self.names)
         match rng.randrange(10):
             case 0:
@@ -293,8 +293,8 @@ class World:
 
 @settings(deadline=None, max_examples=num_examples(60))
 @given(seed=st.integers(0, 2**32), least_pods=st.sampled_from([1, LEAST_PODS]))
-def test_what_the_brain_keeps_of_endpoints_is_what_it_would_find_if_it_looked_again(seed: int, least_pods: int) -> None:
-    """The twin has the same past, and forgets before each decision whatever it keeps."""
+def test_cached_state_of_endpoints_equals_recomputed_state(seed: int, least_pods: int) -> None:
+    """The second brain has the same history and clears its caches before each decision."""
     world, twin = World(seed), World(seed)
     with patch.object(placement, "LEAST_PODS", least_pods):
         compare(world, twin)
@@ -302,8 +302,8 @@ def test_what_the_brain_keeps_of_endpoints_is_what_it_would_find_if_it_looked_ag
 
 def compare(world: World, twin: World) -> None:
     for _ in range(80):
-        world.happen()
-        twin.happen()
+        world.change_something()
+        twin.change_something()
         for deployment in twin.brain.registry.deployments.values():
             deployment.changed()
         usable = [name for name, record in twin.brain.registry.endpoints.items() if record.usable]

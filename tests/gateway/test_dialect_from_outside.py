@@ -1,4 +1,4 @@
-"""The dialect of docs/how-to/add-a-dialect.md, installed as a package of its own, through a gateway and its engine."""
+"""The dialect of docs/how-to/add-a-dialect.md works as a package of its own, through a gateway and its engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's package, as an installer leaves it."""
+    """Install the page's package as an installer does; return its folder."""
     text, site = PAGE.read_text(), tmp_path_factory.mktemp("site")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     ((group, name, target),) = re.findall(r'entry-points\."([^"]+)"\]\n(\w+) = "([^"]+)"', text)
@@ -40,7 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a gateway in front of one simulated engine."""
+    """Return the URL of a gateway in front of one simulated engine."""
     folder = tmp_path_factory.mktemp("servers")
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -91,7 +91,7 @@ def ask(url: str, **fields: Any) -> tuple[int, bytes]:
         return error.code, error.read()
 
 
-def test_it_answers_whole_and_streamed(url: str) -> None:
+def test_the_dialect_answers_whole_and_streamed(url: str) -> None:
     status, body = ask(url)
     answer = json.loads(body)
     assert (status, 1 <= answer["words"] <= 5) == (200, True)
@@ -101,7 +101,7 @@ def test_it_answers_whole_and_streamed(url: str) -> None:
     assert events[-1][0] == "event: end"
 
 
-def test_its_errors_have_its_own_shape(url: str) -> None:
+def test_errors_have_the_shape_of_the_dialect(url: str) -> None:
     assert ask(url, text=7) == (400, b'{"failed": "`text` must be a string, got 7.", "field": "text"}')
     status, body = ask(url, model="other")
     assert (status, json.loads(body)["field"]) == (404, "model")

@@ -1,4 +1,4 @@
-"""Embeddings, scores and ranks through a gateway and real engines, by the real openai client, equal to transformers."""
+"""Embeddings, scores and ranks through a gateway and real engines, with the openai client, equal transformers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]
 
 
 def vectors(model: Any, folder: Path, texts: list[str]) -> torch.Tensor:
-    """As sentence-transformers computes them: the mean of the tokens, normalized."""
+    """Return the vectors as sentence-transformers computes them: the normalized mean of the tokens."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         states = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
@@ -72,7 +72,7 @@ def vectors(model: Any, folder: Path, texts: list[str]) -> torch.Tensor:
 def test_the_openai_client_gets_the_vectors_of_transformers(cluster: Cluster, bert: tuple[Path, Any]) -> None:
     expected = vectors(bert[1], bert[0], TEXTS)
     with cluster.client() as client:
-        as_base64 = client.embeddings.create(model="smol", input=TEXTS)  # what the client asks for by itself
+        as_base64 = client.embeddings.create(model="smol", input=TEXTS)  # the client's default format
         as_floats = client.embeddings.create(model="smol", input=TEXTS, encoding_format="float")
         cut = client.embeddings.create(model="smol", input=TEXTS[0], dimensions=16)
     for found in (as_base64, as_floats):
@@ -88,7 +88,7 @@ def test_the_openai_client_gets_the_vectors_of_transformers(cluster: Cluster, be
     assert [each.embedding for each in direct.data] == [each.embedding for each in as_base64.data]
 
 
-def test_token_ids_and_prompts_of_the_model_are_taken(cluster: Cluster, bert: tuple[Path, Any]) -> None:
+def test_token_ids_and_the_models_prompts_are_accepted(cluster: Cluster, bert: tuple[Path, Any]) -> None:
     ids = AutoTokenizer.from_pretrained(bert[0])(TEXTS[:2])["input_ids"]
     expected = vectors(bert[1], bert[0], [TEXTS[0], TEXTS[1], "the " + TEXTS[0]])
     for body, rows in (
@@ -103,7 +103,7 @@ def test_token_ids_and_prompts_of_the_model_are_taken(cluster: Cluster, bert: tu
         torch.testing.assert_close(found, expected[rows], atol=TOLERANCE, rtol=0)
 
 
-def test_a_long_text_is_refused_or_cut(cluster: Cluster, bert: tuple[Path, Any]) -> None:
+def test_a_long_text_is_refused_or_truncated(cluster: Cluster, bert: tuple[Path, Any]) -> None:
     long = "cats sleep " * 100
     status, answer = post(cluster.url, "/v1/embeddings", {"model": "smol", "input": ["cats", long]})
     assert (status, answer["error"]["param"]) == (400, "input[1]")
@@ -125,7 +125,7 @@ def test_scores_and_ranks_of_an_embedding_model_are_cosines(cluster: Cluster, be
     status, answer = post(cluster.url, "/score", {**body, "text_1": TEXTS[:3]})
     scores = torch.tensor([each["score"] for each in answer["data"]])
     torch.testing.assert_close(scores, Cosine(found[:3], found[1:]), atol=TOLERANCE, rtol=0)
-    # The query goes behind the model's own prompt for queries, the documents behind that for documents.
+    # The query follows the model's own prompt for queries, the documents follow the one for documents.
     query = vectors(bert[1], bert[0], ["the " + TEXTS[0]])
     expected = Cosine(query, found[1:])
     status, answer = post(cluster.url, "/v1/rerank", {"model": "smol", "query": TEXTS[0], "documents": TEXTS[1:]})
@@ -157,7 +157,7 @@ def test_a_cross_encoder_reads_query_and_document_together(ranker: tuple[Cluster
         torch.testing.assert_close(scores, expected[: len(scores)], atol=TOLERANCE, rtol=0)
 
 
-def test_unigram_pairs_are_joined_as_xlm_roberta_joins_them(
+def test_unigram_pairs_are_joined_like_xlm_roberta_joins_them(
     tmp_path: Path, start_cluster: Callable[..., Cluster]
 ) -> None:
     model = write_encoder(*CLASSIFIERS["xlm_roberta"], tmp_path)
@@ -172,7 +172,7 @@ def test_unigram_pairs_are_joined_as_xlm_roberta_joins_them(
     torch.testing.assert_close(scores, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_what_a_model_does_not_do_is_refused_by_gateway_and_engine(
+def test_tasks_that_a_model_does_not_support_are_refused_by_gateway_and_engine(
     cluster: Cluster, ranker: tuple[Cluster, Any, Any]
 ) -> None:
     chat = {"model": "smol", "messages": [{"role": "user", "content": "hi"}]}
@@ -195,7 +195,7 @@ def test_what_a_model_does_not_do_is_refused_by_gateway_and_engine(
     assert (status, "scores pairs of texts" in answer["error"]["message"]) == (400, True)
 
 
-def test_the_limits_of_a_key_hold_for_embeddings_however_many_ask_at_once(
+def test_the_limits_of_a_key_apply_to_concurrent_embeddings(
     bert: tuple[Path, Any], start_cluster: Callable[..., Cluster]
 ) -> None:
     key, limit = "sk-embeds", 300
@@ -212,12 +212,12 @@ def test_the_limits_of_a_key_hold_for_embeddings_however_many_ask_at_once(
 
         with ThreadPoolExecutor(8) as threads:
             served = each + sum(threads.map(ask, range(40)))
-        # What is under way counts as much as it may come to: all of the burst may be refused meanwhile.
+        # A running request reserves its maximum, so all requests of the burst may be refused meanwhile.
         served += ask(0)
     assert limit - each < served <= limit
 
 
-def test_a_batch_of_embeddings_has_the_vectors_of_single_requests(cluster: Cluster) -> None:
+def test_a_batch_of_embeddings_equals_single_requests(cluster: Cluster) -> None:
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
     url = "/v1/embeddings"
     bodies = [{"model": "smol", "input": text} for text in TEXTS]
@@ -234,7 +234,7 @@ def test_a_batch_of_embeddings_has_the_vectors_of_single_requests(cluster: Clust
 
 
 def test_another_engine_answers_when_one_is_killed(cluster: Cluster) -> None:
-    """The last test of its engines."""
+    """This test must be the last one that uses these engines."""
     body = {"model": "smol", "input": TEXTS * 8}
     before = post(cluster.url, "/v1/embeddings", body)[1]["data"]
     cluster.engines[1].kill()

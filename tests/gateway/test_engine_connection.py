@@ -1,4 +1,4 @@
-"""A connection to an engine: whatever pieces an answer comes in, what is left of it, and who may use it again."""
+"""A connection to an engine: answers in any pieces, unread rests, and whether the connection can be used again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 
 class Wire(asyncio.Transport):
-    """A transport in memory: what was written to it, and whether it reads."""
+    """A transport in memory that records the writes and whether reading is paused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Asked(NamedTuple):
     connection: EngineConnection
     wire: Wire
     answer: asyncio.Task[None]
-    """Done when the head is there."""
+    """Done when the headers have arrived."""
 
     async def body(self) -> bytes:
         body = b""
@@ -90,7 +90,7 @@ CUTS = st.lists(st.integers(1, 200), min_size=1, max_size=30)
 
 
 @given(BODIES, INTERIM, FRAMINGS, CUTS)
-def test_an_answer_is_the_same_in_whatever_pieces_it_comes(
+def test_an_answer_does_not_depend_on_its_pieces(
     pieces: list[bytes], interim: bytes, framing: str, cuts: list[int]
 ) -> None:
     body = b"".join(pieces)
@@ -137,7 +137,7 @@ async def _read(asked: Asked, got: list[bytes]) -> None:
 
 
 @given(BODIES.filter(bool), CUTS, st.floats(0, 0.999))
-def test_an_answer_that_is_cut_off_gives_what_came_and_then_an_error(
+def test_a_truncated_answer_gives_its_bytes_and_then_an_error(
     pieces: list[bytes], cuts: list[int], share: float
 ) -> None:
     answer = OK + chunked(pieces)
@@ -162,7 +162,7 @@ def test_an_answer_that_is_cut_off_gives_what_came_and_then_an_error(
 
 @pytest.mark.parametrize("surplus", [OK + b"Content-Length: 0\r\n\r\n", b"H", b"garbage", b"\0"])
 @pytest.mark.parametrize("together", [True, False])
-def test_what_follows_an_answer_ends_the_connection_but_not_the_answer(surplus: bytes, together: bool) -> None:
+def test_bytes_after_an_answer_end_the_connection_but_not_the_answer(surplus: bytes, together: bool) -> None:
     async def scenario(asked: Asked) -> None:
         answer = OK + chunked([b"abc"])
         for data in [answer + surplus] if together else [answer, surplus]:
@@ -184,7 +184,7 @@ def test_what_follows_an_answer_ends_the_connection_but_not_the_answer(surplus: 
         OK + b"Content-Length: x\r\n\r\n",
     ],
 )
-def test_what_is_no_answer_is_an_error_at_once(answer: bytes) -> None:
+def test_bytes_that_are_no_answer_are_an_error_at_once(answer: bytes) -> None:
     async def scenario(asked: Asked) -> None:
         asked.connection.data_received(answer)
         with pytest.raises(ConnectionBroken):
@@ -198,7 +198,7 @@ def test_what_is_no_answer_is_an_error_at_once(answer: bytes) -> None:
     "before", [b"HTTP/1.1 100 Continue\r\n\r\n" * MAX_HEAD_BYTES, OK + b"x: y\r\n" * MAX_HEAD_BYTES]
 )
 @pytest.mark.parametrize("size", [10**9, 1000, 7])
-def test_a_head_that_is_too_large_is_an_error(before: bytes, size: int) -> None:
+def test_headers_that_are_too_large_are_an_error(before: bytes, size: int) -> None:
     async def scenario(asked: Asked) -> None:
         num_taken = 0
         for start in range(0, len(before), size):
@@ -214,7 +214,7 @@ def test_a_head_that_is_too_large_is_an_error(before: bytes, size: int) -> None:
     run(scenario)
 
 
-def test_a_trailer_that_never_ends_is_an_error() -> None:
+def test_an_endless_trailer_is_an_error() -> None:
     async def scenario(asked: Asked) -> None:
         asked.connection.data_received(OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: ")
         for _ in range(MAX_HEAD_BYTES // 1000 + 1):
@@ -226,7 +226,7 @@ def test_a_trailer_that_never_ends_is_an_error() -> None:
     run(scenario)
 
 
-def test_a_long_stream_whose_framing_comes_apart_from_its_bytes_has_no_large_head() -> None:
+def test_a_long_stream_with_framing_in_separate_pieces_exceeds_no_header_limit() -> None:
     async def scenario(asked: Asked) -> None:
         asked.connection.data_received(OK + b"Transfer-Encoding: chunked\r\n\r\n")
         for _ in range(MAX_HEAD_BYTES):
@@ -240,7 +240,7 @@ def test_a_long_stream_whose_framing_comes_apart_from_its_bytes_has_no_large_hea
     run(scenario)
 
 
-def test_a_slow_reader_stops_the_reading_until_it_has_caught_up() -> None:
+def test_a_slow_reader_pauses_reading_until_it_has_caught_up() -> None:
     async def scenario(asked: Asked) -> None:
         asked.connection.data_received(OK + b"Content-Length: 1000000\r\n\r\n")
         reads: list[bool] = []
@@ -253,8 +253,8 @@ def test_a_slow_reader_stops_the_reading_until_it_has_caught_up() -> None:
     run(scenario)
 
 
-def test_a_wait_that_was_given_up_loses_nothing() -> None:
-    """A reader whose patience ends in the moment in which bytes come finds them when it asks again."""
+def test_a_read_that_times_out_loses_no_bytes() -> None:
+    """A reader that times out at the moment when bytes arrive gets them with its next read."""
 
     async def scenario(asked: Asked) -> None:
         asked.connection.data_received(OK + chunked([])[:-5])
@@ -270,7 +270,7 @@ def test_a_wait_that_was_given_up_loses_nothing() -> None:
     run(scenario)
 
 
-def test_a_large_request_goes_out_in_pieces_as_the_engine_takes_them() -> None:
+def test_a_large_request_is_written_as_the_engine_accepts_it() -> None:
     request = bytes(range(256)) * (4 * PIECE_BYTES // 256) + b"end"
 
     async def scenario(asked: Asked) -> None:
@@ -291,7 +291,7 @@ def test_a_large_request_goes_out_in_pieces_as_the_engine_takes_them() -> None:
     run(scenario, request)
 
 
-def test_an_engine_that_answers_early_is_sent_no_more_and_not_asked_again() -> None:
+def test_an_engine_that_answers_early_gets_no_more_bytes_and_no_other_request() -> None:
     request = b"a" * 4 * PIECE_BYTES
 
     async def scenario(asked: Asked) -> None:
@@ -305,7 +305,7 @@ def test_an_engine_that_answers_early_is_sent_no_more_and_not_asked_again() -> N
     run(scenario, request)
 
 
-def test_one_answer_after_the_other() -> None:
+def test_a_connection_serves_one_answer_after_the_other() -> None:
     async def scenario(asked: Asked) -> None:
         for number in range(3):
             asked.connection.data_received(OK + b"x-n: %d\r\n" % number + chunked([b"%d" % number]))

@@ -1,4 +1,4 @@
-"""The gateway's end of a link: streams beside each other, credit, cancellation, silence, an engine that dies."""
+"""The gateway's end of a link: concurrent streams, credit, cancellation, silence, and an engine that dies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"
 
 
 class Engine(asyncio.Transport):
-    """The other end: what came to it, and what it sends."""
+    """The other end of the link: the frames that it received and sends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ async def all_of(stream: LinkStream) -> list[bytes]:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=200), max_size=6), st.lists(st.integers(1, 90), min_size=1, max_size=9))
-def test_two_answers_are_kept_apart_however_the_link_is_cut(pieces: list[bytes], cuts: list[int]) -> None:
+def test_two_answers_are_separated_however_the_bytes_are_cut(pieces: list[bytes], cuts: list[int]) -> None:
     async def scenario(engine: Engine) -> None:
         streams = [await engine.stream(), await engine.stream()]
         data = b""
@@ -131,7 +131,7 @@ def test_two_answers_are_kept_apart_however_the_link_is_cut(pieces: list[bytes],
     run(scenario)
 
 
-def test_frames_are_taken_at_once_without_waking_the_reader() -> None:
+def test_frames_are_processed_at_once_without_waking_the_reader() -> None:
     async def scenario(engine: Engine) -> None:
         stream, taken = await engine.stream(), []
 
@@ -169,7 +169,7 @@ def test_a_first_frame_does_not_wait_for_later_ones_of_other_streams() -> None:
         engine.link.data_received(b"".join([accepted[0], later[0], *later[1:], accepted[1], first]))
         assert order == [b"0", b"first"]
         await asyncio.sleep(0)
-        assert len(order) == 2 + RECORDS_A_TURN, "a few in each turn"
+        assert len(order) == 2 + RECORDS_A_TURN, "each turn processes a few frames"
         await asyncio.sleep(0)
         assert order == [b"0", b"first", *(b"%d" % number for number in range(1, 2 * RECORDS_A_TURN))]
         for task in reading:
@@ -179,7 +179,7 @@ def test_a_first_frame_does_not_wait_for_later_ones_of_other_streams() -> None:
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_later_frames_of_a_link_that_breaks_are_delivered_but_not_to_a_stream_that_was_closed(is_closed: bool) -> None:
+def test_frames_before_a_broken_link_are_delivered_except_to_closed_streams(is_closed: bool) -> None:
     async def scenario(engine: Engine) -> None:
         stream = await engine.stream()
         engine.link.data_received(encode_record(Kind.ACCEPTED, 1) + encode_record(Kind.DATA, 1, token(b"a")))
@@ -193,7 +193,7 @@ def test_later_frames_of_a_link_that_breaks_are_delivered_but_not_to_a_stream_th
     run(scenario)
 
 
-def test_what_passes_frames_on_may_fail_and_its_reader_gets_the_error() -> None:
+def test_a_failing_callback_passes_its_error_to_the_reader() -> None:
     async def scenario(engine: Engine) -> None:
         stream = await engine.stream()
 
@@ -212,7 +212,7 @@ def test_what_passes_frames_on_may_fail_and_its_reader_gets_the_error() -> None:
     run(scenario)
 
 
-def test_nothing_is_credited_that_nothing_reads_and_other_streams_go_on() -> None:
+def test_unread_bytes_are_not_credited_and_other_streams_continue() -> None:
     async def scenario(engine: Engine) -> None:
         slow, quick = await engine.stream(), await engine.stream()
         for number in (1, 2):
@@ -248,7 +248,7 @@ def test_a_frame_larger_than_the_window_is_credited_while_its_reader_waits() -> 
     run(scenario)
 
 
-def test_a_large_request_comes_in_pieces_and_stops_while_the_socket_is_full() -> None:
+def test_a_large_request_is_sent_in_pieces_and_pauses_while_the_socket_is_full() -> None:
     async def scenario(engine: Engine) -> None:
         body = bytes(range(256)) * 2000
         engine.link.pause_writing()
@@ -284,7 +284,7 @@ def test_closing_before_the_end_cancels_the_request_and_later_frames_are_dropped
     ("status", "code", "kind"),
     [(503, "draining", "declined"), (503, None, "refused"), (429, "x", "refused"), (401, "x", "broken")],
 )
-def test_a_refusal_means_what_it_does_over_http(status: int, code: str | None, kind: str) -> None:
+def test_a_refusal_over_a_link_means_the_same_as_over_http(status: int, code: str | None, kind: str) -> None:
     async def scenario(engine: Engine) -> None:
         stream, accepted = await engine.stream(accepted=lambda: accepted.append(1)), []
         body = msgspec.json.encode({"error": {"message": "no", "type": "t", "param": None, "code": code}})
@@ -297,7 +297,7 @@ def test_a_refusal_means_what_it_does_over_http(status: int, code: str | None, k
     run(scenario)
 
 
-def test_a_request_that_no_engine_would_take_is_the_clients_error() -> None:
+def test_a_request_that_every_engine_would_refuse_is_the_clients_error() -> None:
     async def scenario(engine: Engine) -> None:
         stream = await engine.stream()
         body = b'{"error":{"message":"too long","type":"invalid_request_error","param":"messages","code":null}}'
@@ -308,7 +308,7 @@ def test_a_request_that_no_engine_would_take_is_the_clients_error() -> None:
     run(scenario)
 
 
-def test_a_dead_engine_ends_all_streams_after_what_had_come() -> None:
+def test_a_dead_engine_ends_all_streams_after_the_received_bytes() -> None:
     async def scenario(engine: Engine) -> None:
         first, second = await engine.stream(), await engine.stream()
         engine.send(Kind.ACCEPTED, 1)
@@ -330,7 +330,7 @@ def test_a_dead_engine_ends_all_streams_after_what_had_come() -> None:
 @pytest.mark.parametrize(
     "garbage", [b"\xff" * 64, encode_record(Kind.REQUEST, 1), encode_record(Kind.REFUSED, 1, b"?")]
 )
-def test_garbage_ends_the_link_and_all_that_it_carries(garbage: bytes) -> None:
+def test_garbage_ends_the_link_and_all_its_streams(garbage: bytes) -> None:
     async def scenario(engine: Engine) -> None:
         stream = await engine.stream()
         engine.link.data_received(garbage)
@@ -343,7 +343,7 @@ def test_garbage_ends_the_link_and_all_that_it_carries(garbage: bytes) -> None:
 
 
 @pytest.mark.parametrize("frames", [b"\xff" * 16, LAST + token(b"more"), token(b"cut")[:-1]])
-def test_an_answer_that_is_no_frames_breaks_its_stream_alone(frames: bytes) -> None:
+def test_an_answer_without_valid_frames_breaks_only_its_own_stream(frames: bytes) -> None:
     async def scenario(engine: Engine) -> None:
         stream, other = await engine.stream(), await engine.stream()
         engine.send(Kind.ACCEPTED, 1)
@@ -358,7 +358,7 @@ def test_an_answer_that_is_no_frames_breaks_its_stream_alone(frames: bytes) -> N
 
 
 @pytest.mark.parametrize("is_accepted", [True, False])
-def test_a_silent_engine_is_asked_about_and_left_when_it_is_stuck(is_accepted: bool) -> None:
+def test_the_state_of_a_silent_engine_is_checked_and_a_stuck_one_is_abandoned(is_accepted: bool) -> None:
     async def scenario(engine: Engine) -> None:
         stream = await engine.stream()
         if is_accepted:
@@ -377,7 +377,7 @@ def test_a_silent_engine_is_asked_about_and_left_when_it_is_stuck(is_accepted: b
     run(scenario, Patience(60.0, 0.05))
 
 
-def test_an_engine_that_never_accepts_is_left_in_time() -> None:
+def test_an_engine_that_never_accepts_is_abandoned_in_time() -> None:
     async def scenario(engine: Engine) -> None:
         with pytest.raises(UpstreamFailure) as stalled:
             await (await engine.stream()).read()
@@ -387,7 +387,7 @@ def test_an_engine_that_never_accepts_is_left_in_time() -> None:
 
 
 async def test_an_engine_that_refuses_the_link_gets_its_requests_over_http(gateways: Any, engines: Any) -> None:
-    """As one that was replaced by an older version and has not reported since."""
+    """This happens if an engine was replaced by an older version and has not reported since."""
     engine = engines[0]
     engine.refuses_link = True
     gateway = await gateways(engine)

@@ -1,4 +1,4 @@
-"""Connections to engines over real sockets: kept, given up, closed at once; and engines that cannot be reached."""
+"""Connections to engines over real sockets: reuse, closing, and engines that cannot be reached."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Engine:
 
 
 def run(scenario: Callable[[EnginePool, Engine, Origin], Awaitable[None]], host: str = "127.0.0.1") -> None:
-    """On both kinds of loop: what transports do differs."""
+    """Run the test on both kinds of event loop, because their transports behave differently."""
 
     async def main() -> None:
         engine = Engine()
@@ -87,7 +87,7 @@ async def ask_and_read(pool: EnginePool, origin: Origin) -> None:
     pool.give_back(origin, connection)
 
 
-def test_one_connection_serves_one_request_after_the_other() -> None:
+def test_one_connection_serves_consecutive_requests() -> None:
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
         for _ in range(5):
             await ask_and_read(pool, origin)
@@ -98,7 +98,7 @@ def test_one_connection_serves_one_request_after_the_other() -> None:
     run(scenario)
 
 
-def test_what_is_not_used_is_closed() -> None:
+def test_unused_connections_are_closed() -> None:
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
         await ask_and_read(pool, origin)
         await engine.num_gone.acquire()
@@ -109,7 +109,7 @@ def test_what_is_not_used_is_closed() -> None:
     run(scenario)
 
 
-def test_a_connection_that_the_engine_closed_meanwhile_is_not_used() -> None:
+def test_a_connection_that_the_engine_closed_is_not_used() -> None:
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
         engine.hangs_up = True
         await ask_and_read(pool, origin)
@@ -120,7 +120,7 @@ def test_a_connection_that_the_engine_closed_meanwhile_is_not_used() -> None:
     run(scenario)
 
 
-def test_an_answer_left_before_its_end_closes_the_connection_at_once() -> None:
+def test_leaving_an_answer_before_its_end_closes_the_connection_at_once() -> None:
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
         engine.answer = ENDLESS
         connection = await ask(pool, origin)
@@ -132,7 +132,7 @@ def test_an_answer_left_before_its_end_closes_the_connection_at_once() -> None:
     run(scenario)
 
 
-def test_a_reader_that_does_not_read_stops_the_engine_and_misses_nothing() -> None:
+def test_a_reader_that_pauses_stops_the_engine_and_loses_no_bytes() -> None:
     num_bytes = 30_000_000
 
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
@@ -142,7 +142,7 @@ def test_a_reader_that_does_not_read_stops_the_engine_and_misses_nothing() -> No
         while data := await connection.receive():
             received += len(data)
             most = max(most, len(data))
-            await asyncio.sleep(0.001)  # much may come meanwhile, but is not taken
+            await asyncio.sleep(0.001)  # many bytes may arrive meanwhile, but are not read
         assert received == num_bytes
         assert most < 1_000_000
         pool.give_back(origin, connection)
@@ -166,8 +166,8 @@ def test_a_large_request_arrives_whole() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Le"])
-def test_an_engine_that_hangs_up_without_an_answer_is_reported_and_not_asked_twice(answer: bytes) -> None:
-    """What it has done with the request is not known."""
+def test_an_engine_that_closes_without_an_answer_is_reported_and_not_retried(answer: bytes) -> None:
+    """The pool cannot know whether the engine has processed the request."""
 
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
         await ask_and_read(pool, origin)
@@ -181,7 +181,7 @@ def test_an_engine_that_hangs_up_without_an_answer_is_reported_and_not_asked_twi
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_a_port_without_a_listener_refuses(host: str) -> None:
-    """However many addresses its name has."""
+    """The result does not depend on the number of addresses that the name has."""
 
     async def scenario(pool: EnginePool, _: Engine, __: Origin) -> None:
         with socket.socket() as bound:
@@ -194,7 +194,7 @@ def test_a_port_without_a_listener_refuses(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "[::1]"])
-def test_names_and_ipv6_addresses_are_found(host: str) -> None:
+def test_names_and_ipv6_addresses_are_resolved(host: str) -> None:
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
         await ask_and_read(pool, origin)
         assert engine.num_connections == 1
@@ -204,7 +204,7 @@ def test_names_and_ipv6_addresses_are_found(host: str) -> None:
 
 def test_unknown_hosts_and_hosts_that_do_not_answer_cannot_be_reached() -> None:
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
-        silent = origin._replace(is_tls=True)  # our engine waits for a request in the clear, and says nothing
+        silent = origin._replace(is_tls=True)  # the engine waits for a plain-text request and sends nothing
         for each in (origin._replace(host="unknown.invalid"), silent):
             with pytest.raises(CannotConnect) as caught:
                 await pool.take(each)
@@ -223,11 +223,11 @@ def test_unknown_hosts_and_hosts_that_do_not_answer_cannot_be_reached() -> None:
         ("http://bücher.example:1", Origin("xn--bcher-kva.example", 1, False, "xn--bcher-kva.example:1")),
     ],
 )
-def test_where_an_engine_is(url: str, origin: Origin) -> None:
+def test_an_engines_address_is_parsed(url: str, origin: Origin) -> None:
     assert origin_of(url) == origin
 
 
 @pytest.mark.parametrize("url", ["", "10.0.0.1:8000", "ftp://engine", "http://:80", "http://engine:x", "http://[::1"])
-def test_what_is_no_address(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         origin_of(url)

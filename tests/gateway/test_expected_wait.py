@@ -1,4 +1,4 @@
-"""How much longer who waits has to wait: learned from starts that were seen and from how fast the queue moves."""
+"""The expected wait of a waiting request, learned from observed starts and from the rate of the queue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def start(starts: Starts, at: float, took_s: float, *, from_zero: bool = True) -
     starts.served(at + took_s)
 
 
-def test_the_next_start_takes_what_the_latest_ones_took() -> None:
+def test_the_expected_start_time_is_the_median_of_the_latest_starts() -> None:
     starts = Starts()
     assert starts.left_s(0.0) is None
     for number, took_s in enumerate((10.0, 30.0, 50.0, 60.0, 250.0, 45.0)):
@@ -40,11 +40,11 @@ def test_the_next_start_takes_what_the_latest_ones_took() -> None:
     starts.requested(1e9, from_zero=True)
     assert starts.left_s(1e9) == 50.0
     assert starts.left_s(1e9 + 20) == 30.0
-    assert starts.left_s(1e9 + 49.9) == 1.0, "any moment now"
-    assert starts.left_s(1e9 + 80) == 30.0, "as late again as it is already"
+    assert starts.left_s(1e9 + 49.9) == 1.0, "the start is due at any moment"
+    assert starts.left_s(1e9 + 80) == 30.0, "a late start is expected to be as late again"
 
 
-def test_coming_back_is_learned_apart_from_coming_from_nothing() -> None:
+def test_restarts_are_learned_separately_from_starts_from_zero() -> None:
     starts = Starts()
     start(starts, 0.0, 90.0)
     start(starts, 1e6, 5.0, from_zero=False)
@@ -55,7 +55,7 @@ def test_coming_back_is_learned_apart_from_coming_from_nothing() -> None:
     assert starts.left_s(3e6) == 5.0
 
 
-def test_what_engines_tell_of_their_starts_has_to_do_until_one_was_seen() -> None:
+def test_start_times_that_engines_report_are_used_until_a_start_was_observed() -> None:
     starts = Starts()
     starts.engine_reported({})
     assert starts.left_s(0.0) is None
@@ -66,11 +66,11 @@ def test_what_engines_tell_of_their_starts_has_to_do_until_one_was_seen() -> Non
     assert starts.left_s(1e6) == 70.0
 
 
-def test_requests_wait_for_a_start_twice_as_long_as_one_takes() -> None:
+def test_requests_wait_for_a_start_twice_as_long_as_a_start_takes() -> None:
     starts = Starts()
     assert starts.waits_until(0.0) == -math.inf
     starts.requested(10.0, from_zero=True)
-    assert starts.waits_until(10.0) == -math.inf, "how long it takes is not known yet"
+    assert starts.waits_until(10.0) == -math.inf, "the length of a start is not known yet"
     starts.requested(80.0, from_zero=True)
     starts.served(80.0)
     assert starts.waits_until(40.0) == -math.inf
@@ -78,15 +78,15 @@ def test_requests_wait_for_a_start_twice_as_long_as_one_takes() -> None:
     assert starts.waits_until(1030.0) == 1140.0
     starts.requested(1060.0, from_zero=True)
     starts.served(1060.0)
-    assert starts.waits_until(1059.0) == 1140.0, "a request of the time of the start may still wait for its turn"
+    assert starts.waits_until(1059.0) == 1140.0, "a request from the time of the start may still wait for its turn"
     assert starts.waits_until(1061.0) == -math.inf
 
 
-def test_a_start_that_no_request_waits_for_is_forgotten() -> None:
+def test_a_start_without_waiting_requests_expires() -> None:
     starts = Starts()
     starts.requested(0.0, from_zero=True)
     starts.served(LAPSE_S * 2)
-    assert starts.left_s(LAPSE_S * 2) is None, "when it was ordered is not known"
+    assert starts.left_s(LAPSE_S * 2) is None, "the time of the request for the start is not known"
     starts.requested(1e6, from_zero=True)
     starts.requested(1e6 + LAPSE_S * 2, from_zero=True)
     starts.served(1e6 + LAPSE_S * 2 + 7.0)
@@ -99,7 +99,7 @@ WAITERS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.inte
 
 
 @given(WAITERS)
-def test_what_is_served_until_ones_turn_is_over_is_what_was_reported_when_it_came(
+def test_tokens_until_a_requests_turn_ends_equal_those_reported_at_its_arrival(
     kinds: list[tuple[str, int, int]],
 ) -> None:
     queue: FairQueue[Waiter] = FairQueue(100, 10**9)
@@ -111,7 +111,7 @@ def test_what_is_served_until_ones_turn_is_over_is_what_was_reported_when_it_cam
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=12))
-def test_within_one_key_it_is_the_sum_of_those_before(costs: list[int]) -> None:
+def test_within_one_key_the_wait_is_the_sum_of_earlier_requests(costs: list[int]) -> None:
     queue: FairQueue[Waiter] = FairQueue(100, 10**9)
     for at, cost in enumerate(costs):
         queue.add(Waiter("k", 0, cost, 1, float(at), 1e9, ""))
@@ -123,7 +123,7 @@ def test_within_one_key_it_is_the_sum_of_those_before(costs: list[int]) -> None:
 
 
 class Fleet:
-    """A brain before engines of one slot each, which come and go."""
+    """A brain in front of engines of one slot each, which start and stop."""
 
     def __init__(self, timeout_s: float = 500.0) -> None:
         self.clock = Clock()
@@ -165,11 +165,11 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_who_waits_for_an_engine_from_zero_learns_what_the_last_start_took() -> None:
+async def test_a_request_that_waits_for_a_start_from_zero_gets_the_length_of_the_last_start() -> None:
     fleet = Fleet()
     first = fleet.ask()
     await settle()
-    assert await fleet.expected_s() is None, "nothing is learned yet"
+    assert await fleet.expected_s() is None, "no start was observed yet"
     fleet.clock.now += 40.0
     fleet.come("a")
     fleet.brain.finished(await first)
@@ -186,7 +186,7 @@ async def test_who_waits_for_an_engine_from_zero_learns_what_the_last_start_took
         each.cancel()
 
 
-async def test_refusals_without_an_engine_say_when_it_is_worth_coming_back() -> None:
+async def test_refusals_without_an_engine_state_when_to_retry() -> None:
     fleet = Fleet()
     first = fleet.ask()
     await settle()
@@ -207,13 +207,13 @@ async def test_refusals_without_an_engine_say_when_it_is_worth_coming_back() -> 
         await settle()
     with pytest.raises(PagemillError) as late:
         await waiting[0]
-    assert (late.value.status, late.value.retry_after_s) == (503, 120), "and never later"
+    assert (late.value.status, late.value.retry_after_s) == (503, 120), "the time to retry has an upper bound"
     for each in waiting:
         each.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_the_queues_timeout_refuses_none_while_a_start_takes_as_long_as_it_is_known_to() -> None:
+async def test_the_queues_timeout_refuses_no_request_during_a_start_of_known_length() -> None:
     fleet = Fleet(timeout_s=60.0)
     first = fleet.ask()
     await settle()
@@ -229,7 +229,7 @@ async def test_the_queues_timeout_refuses_none_while_a_start_takes_as_long_as_it
         fleet.clock.now += 10.0
         fleet.brain.queues.tick()
         await settle()
-    assert [each.done() for each in waiting] == [False, False, False], "80 s, more than the timeout"
+    assert [each.done() for each in waiting] == [False, False, False], "80 s, which is more than the timeout"
     with pytest.raises(PagemillError) as late:
         await hurried
     assert late.value.code == "deadline_exceeded"
@@ -242,15 +242,15 @@ async def test_the_queues_timeout_refuses_none_while_a_start_takes_as_long_as_it
     fleet.clock.now += 40.0
     fleet.brain.queues.tick()
     await settle()
-    assert all(each.done() for each in waiting), "twice the start is over"
+    assert all(each.done() for each in waiting), "twice the length of the start has passed"
 
 
-async def test_who_waits_for_capacity_learns_how_fast_the_queue_moves() -> None:
+async def test_the_expected_wait_for_capacity_follows_the_rate_of_the_queue() -> None:
     fleet = Fleet()
     fleet.come("a")
     tasks = [fleet.ask() for _ in range(30)]
     await settle()
-    for number in range(10):  # one a second
+    for number in range(10):  # one per second
         fleet.clock.now += 1.0
         fleet.brain.finished(tasks[number].result(), CompletedRequest(10))
         await settle()
@@ -265,18 +265,18 @@ async def test_who_waits_for_capacity_learns_how_fast_the_queue_moves() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_nothing_is_known_of_a_name_that_is_not_served() -> None:
+async def test_the_wait_for_a_model_that_is_not_served_is_unknown() -> None:
     assert await Fleet().brain.expected_s("other", QueueTicket()) is None
 
 
-# -- the comment -------------------------------------------------------------------------------------------------------
+# -- comments in streams -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("left_s", "comment"),
     [(33.6, b": waiting, about 34 s\n\n"), (0.0, b": waiting, about 1 s\n\n"), (None, b": waiting\n\n")],
 )
-async def test_comments_say_how_long_it_may_take(left_s: float | None, comment: bytes) -> None:
+async def test_comments_state_the_expected_wait(left_s: float | None, comment: bytes) -> None:
     engine_reported: asyncio.Queue[bytes] = asyncio.Queue()
     keep_alive = KeepAlive(0.02)
 

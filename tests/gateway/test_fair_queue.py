@@ -1,4 +1,4 @@
-"""The fair queue: turns by priority, then by tokens between keys; bounds; and who goes when it is overfull."""
+"""The fair queue: turns by priority, then by tokens between keys; limits; and which requests an overload removes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def jain(shares: list[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
 
 
-def test_one_key_is_served_as_it_came_also_when_a_request_comes_back() -> None:
+def test_requests_of_one_key_are_served_in_order_of_arrival_also_after_a_retry() -> None:
     waiters = [waiter(at=at) for at in (1.0, 2.0, 3.0)]
     queue = queue_of(waiters[0], waiters[2], waiters[1])
     assert order(queue) == waiters
 
 
-def test_the_lowest_priority_number_goes_first() -> None:
+def test_the_lowest_priority_number_is_served_first() -> None:
     late, urgent, usual = waiter(at=0, priority=5), waiter(at=9, priority=-1), waiter(at=1)
     assert order(queue_of(late, urgent, usual)) == [urgent, usual, late]
 
@@ -56,13 +56,13 @@ def test_keys_take_turns_by_tokens_not_by_requests() -> None:
     assert 9 <= len([each for each in before_second_long if each.key == "short"]) <= 11
 
 
-def test_who_has_paid_before_pays_nothing_now() -> None:
+def test_a_request_that_has_paid_before_costs_nothing() -> None:
     again = [waiter("a", at, cost=0) for at in range(3)]
     queue = queue_of(*again, waiter("b", 5), waiter("b", 6))
     assert [each.key for each in order(queue)][:3] == ["a"] * 3
 
 
-def test_a_key_that_waits_no_more_is_not_served_again_ahead_of_those_who_wait() -> None:
+def test_a_key_that_stopped_waiting_gets_no_advantage_over_waiting_keys() -> None:
     queue = queue_of(waiter("quick", 0), *[waiter("steady", at) for at in range(8)])
     turns = []
     for at in range(6):
@@ -75,7 +75,7 @@ def test_a_key_that_waits_no_more_is_not_served_again_ahead_of_those_who_wait() 
     assert Counter(turns) == {"quick": 3, "steady": 3}
 
 
-def test_a_turn_that_cost_more_than_was_thought_is_paid_afterwards() -> None:
+def test_a_turn_that_cost_more_than_expected_is_charged_afterwards() -> None:
     queue = queue_of(*[waiter(key, at) for at in range(20) for key in ("frugal", "wordy")])
     turns: Counter[str] = Counter()
     for _ in range(20):
@@ -88,7 +88,7 @@ def test_a_turn_that_cost_more_than_was_thought_is_paid_afterwards() -> None:
     assert 3 <= turns["wordy"] <= 5
 
 
-def test_while_the_first_of_a_group_finds_no_capacity_others_may_go() -> None:
+def test_while_the_first_of_a_group_finds_no_capacity_other_groups_are_served() -> None:
     old, new = waiter("a", 0, group="old"), waiter("b", 1, group="new")
     queue = queue_of(old, new)
     assert queue.first() is old
@@ -96,7 +96,7 @@ def test_while_the_first_of_a_group_finds_no_capacity_others_may_go() -> None:
     assert queue.first(blocked={"old", "new"}) is None
 
 
-def test_overload_takes_the_newest_of_the_lowest_priority() -> None:
+def test_overload_removes_the_newest_request_of_the_lowest_priority() -> None:
     waiters = [waiter(at=0, priority=1), waiter(at=1, priority=1), waiter(at=2, priority=0)]
     queue = queue_of(*waiters, max_requests=3)
     assert queue.add(waiter(at=3, priority=0)) == [waiters[1]]
@@ -116,11 +116,13 @@ def test_a_key_that_fills_the_queue_cannot_keep_others_out() -> None:
     assert queue.add(refused) == [refused]
 
 
-def test_overload_removes_no_request_that_an_engine_has_worked_for() -> None:
+def test_overload_removes_no_request_that_an_engine_has_computed_for() -> None:
     lost = [waiter("a", 0.1 * at, priority=1, kept=True) for at in range(3)]
     queue = queue_of(*lost, waiter("a", 5), waiter("b", 6), max_requests=5)
     urgent = waiter("b", 7, priority=-1)
-    assert [each.arrived_at for each in queue.add(urgent)] == [6], "the newest of the lowest priority that may be taken"
+    assert [each.arrived_at for each in queue.add(urgent)] == [6], (
+        "the newest of the lowest priority that may be removed"
+    )
     one_more = waiter("a", 8, priority=1, kept=True)
     assert [each.arrived_at for each in queue.add(one_more)] == [5]
     late = waiter("c", 9)
@@ -133,7 +135,7 @@ def test_overload_removes_no_request_that_an_engine_has_worked_for() -> None:
 
 
 @pytest.mark.parametrize("max_requests", [0, 1])
-def test_of_those_that_an_engine_has_worked_for_so_many_are_spared(max_requests: int) -> None:
+def test_the_number_of_requests_that_overload_spares_is_bounded(max_requests: int) -> None:
     queue: FairQueue[Waiter] = FairQueue(max_requests, 10**9)
     lost = [waiter("a", at, kept=True) for at in range(MAX_KEPT)]
     assert [gone for each in lost for gone in queue.add(each)] == []
@@ -147,7 +149,7 @@ def test_of_those_that_an_engine_has_worked_for_so_many_are_spared(max_requests:
     assert queue.find_inconsistencies() == []
 
 
-def test_no_request_is_removed_for_one_that_does_not_fit_itself() -> None:
+def test_no_request_is_removed_for_one_that_exceeds_the_queue_itself() -> None:
     queue = queue_of(*[waiter("a", at, size=10) for at in range(5)], max_bytes=100)
     huge = waiter("b", 9, size=101)
     assert queue.add(huge) == [huge]
@@ -155,7 +157,7 @@ def test_no_request_is_removed_for_one_that_does_not_fit_itself() -> None:
     assert order(queue)[0].arrived_at == 0
 
 
-def test_what_is_served_before_a_newcomer() -> None:
+def test_tokens_before_a_new_request_are_those_served_first() -> None:
     queue = queue_of(
         waiter("urgent", priority=-1, cost=7),
         *[waiter("noisy", at, cost=100) for at in range(5)],
@@ -167,7 +169,7 @@ def test_what_is_served_before_a_newcomer() -> None:
     assert queue.tokens_before("late", 1, 1) == 7 + 520 + 1000
 
 
-def test_memory_of_keys_that_went_is_bounded() -> None:
+def test_the_memory_for_keys_that_left_is_bounded() -> None:
     queue = queue_of(waiter("stays", 0, cost=10**9))
     queue.add(waiter("stays", 1))
     for number in range(3 * MAX_DEBTS):
@@ -181,8 +183,8 @@ def test_memory_of_keys_that_went_is_bounded() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), num_quiet=st.integers(1, 12), max_requests=st.sampled_from([24, 60, 10_000]))
-def test_a_noisy_neighbour_gets_no_more_than_anybody(seed: int, num_quiet: int, max_requests: int) -> None:
-    """Everybody always wants more, one asks ten times as much: served tokens come out even, on a virtual clock."""
+def test_a_key_with_ten_times_the_requests_gets_the_same_share(seed: int, num_quiet: int, max_requests: int) -> None:
+    """All keys always have more requests; on a simulated clock, they get equal numbers of tokens."""
     rng = random.Random(seed)
     queue: FairQueue[Waiter] = FairQueue(max_requests, 10**9)
     demand = {"noisy": 10} | {f"quiet-{number}": 1 for number in range(num_quiet)}
@@ -205,9 +207,7 @@ def test_a_noisy_neighbour_gets_no_more_than_anybody(seed: int, num_quiet: int, 
 
 @settings(max_examples=num_examples(60), deadline=None)
 @given(data=st.data(), max_requests=st.integers(0, 6), max_bytes=st.integers(0, 40))
-def test_nothing_is_lost_and_the_bounds_hold_whatever_happens(
-    data: st.DataObject, max_requests: int, max_bytes: int
-) -> None:
+def test_no_request_is_lost_and_the_limits_always_hold(data: st.DataObject, max_requests: int, max_bytes: int) -> None:
     queue: FairQueue[Waiter] = FairQueue(max_requests, max_bytes)
     inside: set[Waiter] = set()
     for step in range(data.draw(st.integers(1, 40))):
@@ -250,7 +250,7 @@ def test_nothing_is_lost_and_the_bounds_hold_whatever_happens(
     assert set(order(queue)) == inside
 
 
-def test_a_stranger_cannot_be_removed() -> None:
+def test_an_unknown_request_cannot_be_removed() -> None:
     queue = queue_of(waiter())
     queue.remove(waiter())
     assert len(queue) == 1

@@ -1,4 +1,4 @@
-"""Answers whose engines break, fall silent, drain or crash meanwhile: another one goes on, or the client hears why."""
+"""Answers whose engines break, hang, drain or crash: another engine continues them, or the client gets the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def num_requests(engines) -> list[int]:
 
 
 def one_frame_then(fake, *, end):
-    """The first frame that is asked for, then `end`."""
+    """Send the first requested frame, then call `end`."""
 
     async def behave(engine, request, response, http) -> None:
         await response.prepare(http)
@@ -39,7 +39,7 @@ def one_frame_then(fake, *, end):
 
 @pytest.mark.parametrize("fault", ["reset", "garbage", "early end"])
 @pytest.mark.layouts
-async def test_a_stream_whose_engines_fail_goes_on_elsewhere(engines, gateways, fake, fault, caplog) -> None:
+async def test_another_engine_continues_a_stream_whose_engines_fail(engines, gateways, fake, fault, caplog) -> None:
     gateway = await gateways(*engines)
     for engine in engines:
         engine.behaviours.append(one_frame_then(fake, end=fault))
@@ -59,7 +59,7 @@ async def test_a_stream_whose_engines_fail_goes_on_elsewhere(engines, gateways, 
     assert "pagemill_gateway_journal_tokens 0.0" in text
 
 
-async def test_a_body_that_another_engine_continued_says_so(engines, gateways, fake) -> None:
+async def test_a_body_that_another_engine_continued_is_marked(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2])
     begun = encode_frame(FrameMeta(token_ids=[1], position=1))
     for engine in engines[:2]:
@@ -70,7 +70,7 @@ async def test_a_body_that_another_engine_continued_says_so(engines, gateways, f
 
 
 async def kill_in_mid_stream(gateway, engines, fake, stream):
-    """The engine that has begun; `stream` is the client's request."""
+    """Kill the engine that has begun to answer; `stream` is the client's request."""
     gates = {engine.name: asyncio.Event() for engine in engines}
     for engine in engines:
         engine.behaviour = fake.says("a", "b", gate=gates[engine.name])
@@ -91,12 +91,12 @@ async def test_a_stream_without_another_engine_of_its_weights_ends_in_an_error_e
     assert (reply.status, reply.streamed_text) == (200, "a")
     assert reply.events[-1]["error"]["code"] == "bad_upstream"
     assert "[DONE]" not in reply.events
-    assert sum(num_requests(engines)) == 1, "engines of other weights are not asked to continue"
+    assert sum(num_requests(engines)) == 1, "engines of other weights must not be asked to continue"
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert "pagemill_gateway_broken_streams_total" in text
 
 
-async def test_a_body_begun_with_other_weights_starts_anew(engines, gateways, fake) -> None:
+async def test_a_body_begun_with_other_weights_starts_again(engines, gateways, fake) -> None:
     for engine in engines:
         engine.weights_digest = f"weights of {engine.name}"
         engine.behaviour = fake.says("whole")
@@ -143,7 +143,7 @@ async def test_one_lost_prompt_of_several_is_continued(engines, gateways, fake) 
 
 
 def runs_out_of_patience(fake, *, after: int):
-    """Some frames, then the engine's own word that it shuts down."""
+    """Send some frames, then the engine's error that it shuts down."""
 
     async def behave(engine, request, response, http) -> None:
         await response.prepare(http)
@@ -158,7 +158,7 @@ def runs_out_of_patience(fake, *, after: int):
     return behave
 
 
-async def test_an_engine_at_the_end_of_its_patience_hands_its_streams_over(engines, gateways, fake) -> None:
+async def test_an_engine_whose_drain_times_out_hands_its_streams_over(engines, gateways, fake) -> None:
     gateway = await gateways(*engines)
     engines[2].behaviour = fake.says("a", "b")
     for engine in engines[:2]:
@@ -166,11 +166,11 @@ async def test_an_engine_at_the_end_of_its_patience_hands_its_streams_over(engin
     for _ in range(3):
         reply = await gateway.chat(stream=True)
         assert (reply.streamed_text, reply.events[-1]) == ("ab", "[DONE]")
-    assert [len(engine.requests) for engine in engines[:2]] == [1, 1], "they were asked once and then let go"
+    assert [len(engine.requests) for engine in engines[:2]] == [1, 1], "other engines were asked once and then no more"
 
 
 def crashes(fake, *, after: int, code: str = "engine_crashed"):
-    """The engine's own work brings it down, or another client does: its server says so, then nothing listens."""
+    """Crash, because of the engine's own work or another client's: its server reports it, then nothing listens."""
 
     async def behave(engine, request, response, http) -> None:
         await response.prepare(http)
@@ -208,7 +208,7 @@ async def test_a_request_whose_engines_were_all_killed_is_not_probed(engines, ga
     assert 'poison_probes_total{model="tiny",outcome="cleared"} 0.0' in scrape
 
 
-async def test_a_stream_that_gets_on_survives_crashes(engines, gateways, fake) -> None:
+async def test_a_stream_that_makes_progress_survives_crashes(engines, gateways, fake) -> None:
     gateway = await gateways(*engines, outage_wait_s=5.0)
     for engine in engines:
         engine.behaviours.append(crashes(fake, after=1))
@@ -219,8 +219,8 @@ async def test_a_stream_that_gets_on_survives_crashes(engines, gateways, fake) -
 
 
 @pytest.mark.layouts
-async def test_requests_beside_a_crash_are_tried_one_at_a_time(engines, gateways, fake) -> None:
-    """Two engines are left for the three requests that were on the crashed one: the third waits."""
+async def test_requests_that_ran_beside_a_crash_are_retried_one_at_a_time(engines, gateways, fake) -> None:
+    """Two engines are left for the three requests of the crashed one, so the third waits."""
     crash, first = engines[0], asyncio.Event()
     gateway = await gateways(crash, outage_wait_s=30.0)
 
@@ -246,14 +246,14 @@ async def test_requests_beside_a_crash_are_tried_one_at_a_time(engines, gateways
     first.set()
     await fake.until(lambda: num_requests(engines)[1:] == [1, 1])
     await asyncio.sleep(0.2)
-    assert num_requests(engines)[1:] == [1, 1], "the third must not be beside another probe"
+    assert num_requests(engines)[1:] == [1, 1], "the third request must not run together with another probe"
     gates[engines[1].name].set()
     gates[engines[2].name].set()
     assert [(await client).text for client in clients] == ["ok"] * 3
 
 
-async def test_a_stream_of_an_engine_that_falls_silent_goes_on_elsewhere(engines, gateways, fake) -> None:
-    """As SIGSTOP looks from outside: connections stay open and nothing comes."""
+async def test_another_engine_continues_a_stream_whose_engine_hangs(engines, gateways, fake) -> None:
+    """A suspended process behaves like this: connections stay open and nothing arrives."""
     gateway = await gateways(*engines[:2], silence_timeout_s=0.2, state_stale_after_s=0.2, state_idle_timeout_s=60)
     for engine in engines[:2]:
         engine.silent = True
@@ -265,7 +265,7 @@ async def test_a_stream_of_an_engine_that_falls_silent_goes_on_elsewhere(engines
     assert 'pagemill_gateway_migrations_total{model="tiny",reason="stalled"}' in text
 
 
-async def test_an_engine_that_reports_and_makes_no_step_is_left_behind(engines, gateways, fake) -> None:
+async def test_an_engine_that_reports_but_makes_no_step_is_abandoned(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], silence_timeout_s=0.2, state_stale_after_s=60, stall_timeout_s=5)
     for engine in engines[:2]:
         engine.behaviours.append(fake.says("a", "b", gate=asyncio.Event()))
@@ -276,12 +276,12 @@ async def test_an_engine_that_reports_and_makes_no_step_is_left_behind(engines, 
     other.behaviours.clear()
     await stuck.push_state(silent_s=4.0)
     await asyncio.sleep(0.5)
-    assert not task.done(), "one step may take long"
+    assert not task.done(), "a single step may take long"
     await stuck.push_state(silent_s=6.0)
     assert (await task).streamed_text == "ab"
 
 
-async def test_an_engine_whose_process_has_stopped_is_left_behind(engines, gateways, fake) -> None:
+async def test_an_engine_whose_process_is_suspended_is_abandoned(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], silence_timeout_s=0.2, state_stale_after_s=60)
     for engine in engines[:2]:
         engine.behaviours.append(fake.says("a", "b", gate=asyncio.Event()))
@@ -308,13 +308,13 @@ def limited(**limits: int) -> list[str]:
 
 
 async def remaining_tokens(gateway) -> int:
-    """What the key had left before this request reserved its own."""
+    """Return the tokens that the key had left before this request's reservation."""
     headers = (await gateway.chat(headers=KEY, max_tokens=10)).headers
     return int(headers["x-ratelimit-remaining-tokens"]) + PROMPT_TOKENS + 10
 
 
 def held(gateway, engines) -> list[int]:
-    """Whatever requests hold while they are under way."""
+    """Return everything that requests reserve while they run."""
     brain, records = gateway.gateway.control.brain, [gateway.record(engine) for engine in engines]
     queue = brain.queues.state("default/d")
     counts = [len(brain._open), gateway.gateway.worker.relay.journal_capacity.num_tokens, queue.num_requests]
@@ -324,7 +324,7 @@ def held(gateway, engines) -> list[int]:
 
 
 async def reports_one_more(engine, request, response, http) -> None:
-    """Of an answer that is not streamed; then the connection ends."""
+    """Send one more frame of an answer that is not streamed; then end the connection."""
     position = 1 + sum(len(resume.token_ids) for resume in request.resume)
     await response.prepare(http)
     await response.write(encode_frame(FrameMeta(token_ids=[1], position=position)))
@@ -333,7 +333,7 @@ async def reports_one_more(engine, request, response, http) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.layouts
-async def test_a_continued_answer_is_charged_once_and_holds_nothing_afterwards(
+async def test_a_continued_answer_is_charged_once_and_reserves_nothing_afterwards(
     engines, gateways, fake, stream, caplog
 ) -> None:
     gateway = await gateways(*engines, api_keys=limited(tokens_per_minute=1000, concurrency=1))
@@ -349,7 +349,7 @@ async def test_a_continued_answer_is_charged_once_and_holds_nothing_afterwards(
     assert await remaining_tokens(gateway) == 1000 - (PROMPT_TOKENS + 3), "one prompt, three tokens, no other lease"
 
 
-async def test_a_broken_stream_is_charged_as_far_as_it_got_and_holds_nothing(engines, gateways, fake) -> None:
+async def test_a_broken_stream_is_charged_for_its_tokens_and_reserves_nothing(engines, gateways, fake) -> None:
     for engine in engines:
         engine.weights_digest = f"weights of {engine.name}"
     gateway = await gateways(*engines, api_keys=limited(tokens_per_minute=1000, concurrency=1))
@@ -363,8 +363,10 @@ async def test_a_broken_stream_is_charged_as_far_as_it_got_and_holds_nothing(eng
     assert await remaining_tokens(gateway) == 1000 - (PROMPT_TOKENS + 1)
 
 
-async def test_a_killed_stream_waits_for_capacity_elsewhere_and_goes_on(engines, gateways, fake, caplog) -> None:
-    """The client hears comments meanwhile; the next slot is its own, although others came before it to the queue."""
+async def test_a_killed_stream_waits_for_capacity_on_another_engine_and_continues(
+    engines, gateways, fake, caplog
+) -> None:
+    """The client gets comments meanwhile; the stream gets the next slot before requests that arrived earlier."""
     first, second = engines[:2]
     first.max_num_seqs = second.max_num_seqs = 1
     gateway = await gateways(first, second, keep_alive_interval_s=0.05)

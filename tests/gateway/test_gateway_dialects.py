@@ -1,4 +1,4 @@
-"""TGI's, Ollama's and KServe's routes at gateways: refusals in their shapes, models that need not be named, lists."""
+"""Routes of TGI, Ollama and KServe at gateways: refusals in their formats, default models, and lists."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def of(model: str, path: str) -> tuple[str, dict[str, Any]]:
 
 
 def said(reply: Any, path: str) -> str:
-    """The message of an error in the path's own shape."""
+    """Return the message of an error in the format of the path's dialect."""
     expected = {"error", "error_type"} if path.startswith(("/generate", "/info")) or path == "/" else {"error"}
     assert set(reply.json) == expected, reply.raw
     message = reply.json["error"]
@@ -50,7 +50,7 @@ def said(reply: Any, path: str) -> str:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_every_refusal_has_the_shape_of_its_dialect(engines, gateways, path: str) -> None:
+async def test_every_refusal_has_the_format_of_its_dialect(engines, gateways, path: str) -> None:
     gateway = await gateways(engines[0], api_keys=ENTRIES, max_body_bytes=10_000)
     target, body = of("tiny", path)
     other, unknown = of("nothing", path)
@@ -75,7 +75,7 @@ async def test_every_refusal_has_the_shape_of_its_dialect(engines, gateways, pat
     assert not engines[0].requests
 
 
-async def test_bytes_are_declared_as_such_where_tensors_may_be_bytes(engines, gateways) -> None:
+async def test_tensors_of_bytes_are_declared_as_bytes(engines, gateways) -> None:
     gateway = await gateways(engines[0])
     for path, status in (("/v2/models/tiny/infer", 400), ("/v2/models/tiny/generate", 415), ("/generate", 415)):
         headers = {"Content-Type": "application/octet-stream"}
@@ -83,7 +83,7 @@ async def test_bytes_are_declared_as_such_where_tensors_may_be_bytes(engines, ga
             assert response.status == status, path
 
 
-async def test_a_model_is_left_out_where_the_caller_has_one(engines, gateways, fake) -> None:
+async def test_a_model_need_not_be_named_if_the_key_has_only_one(engines, gateways, fake) -> None:
     models = [fake.catalog_of(engines[0]).models[0]]
     models.append(msgspec.structs.replace(fake.catalog_of(engines[1]).models[0], deployment="e", name="other"))
     gateway = await gateways(*engines[:2], api_keys=ENTRIES, catalog=Catalog(models=models))
@@ -96,7 +96,7 @@ async def test_a_model_is_left_out_where_the_caller_has_one(engines, gateways, f
     assert [request.model for request in engines[1].requests] == ["other"]
 
 
-async def test_a_model_for_embeddings_beside_the_only_one_for_text_changes_nothing(engines, gateways, fake) -> None:
+async def test_an_embedding_model_does_not_count_as_a_second_text_model(engines, gateways, fake) -> None:
     engines[1].pools = True
     models = [fake.catalog_of(engines[0]).models[0]]
     models.append(msgspec.structs.replace(fake.catalog_of(engines[1]).models[0], deployment="e", name="encoder"))
@@ -108,7 +108,7 @@ async def test_a_model_for_embeddings_beside_the_only_one_for_text_changes_nothi
     assert shown["capabilities"] == ["embedding"]
 
 
-async def test_lists_and_descriptions_are_of_the_models_that_the_key_may_use(engines, gateways, fake) -> None:
+async def test_lists_and_descriptions_contain_the_models_that_the_key_may_use(engines, gateways, fake) -> None:
     models = [fake.catalog_of(engines[0]).models[0]]
     models.append(msgspec.structs.replace(fake.catalog_of(engines[1]).models[0], deployment="e", name="other"))
     gateway = await gateways(*engines[:2], api_keys=ENTRIES, catalog=Catalog(models=models))
@@ -132,13 +132,13 @@ async def test_lists_and_descriptions_are_of_the_models_that_the_key_may_use(eng
         assert (await gateway.get(path)).status == 200, "probes have no key"
 
 
-async def test_an_unknown_name_with_a_line_break_is_refused_as_its_dialect_does(engines, gateways) -> None:
+async def test_an_unknown_name_with_a_line_break_is_refused_in_the_dialects_format(engines, gateways) -> None:
     gateway = await gateways(engines[0])
     reply = await gateway.post(*of("no%0Asuch", "/v2/models/MODEL/generate"))
     assert (reply.status, "does not exist" in reply.json["error"]) == (404, True)
 
 
-async def test_lines_of_json_are_a_stream_as_the_engine_sent_them(engines, gateways, fake) -> None:
+async def test_lines_of_json_are_streamed_as_the_engine_sent_them(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     last = encode_frame(FrameMeta(last=True, usage=Usage(1, 1)), b'{"done":true}\n')
     first = FrameMeta(token_ids=[1], num_text_chars=1, position=1, finish_reason="stop")
@@ -148,7 +148,7 @@ async def test_lines_of_json_are_a_stream_as_the_engine_sent_them(engines, gatew
     assert reply.raw == b'{"a":1}\n{"done":true}\n'
 
 
-async def test_paths_with_a_model_are_counted_as_one_route(engines, gateways) -> None:
+async def test_metrics_count_paths_with_a_model_as_one_route(engines, gateways) -> None:
     gateway = await gateways(engines[0])
     await gateway.post("/v2/models/nothing/versions/1/infer", {})
     await gateway.get("/v2/models/nothing/ready")
@@ -158,7 +158,7 @@ async def test_paths_with_a_model_are_counted_as_one_route(engines, gateways) ->
     assert "nothing" not in metrics
 
 
-async def test_a_stream_of_lines_has_no_comments_and_takes_whole_lines_only() -> None:
+async def test_a_stream_of_lines_has_no_comments_and_only_whole_lines() -> None:
     written: list[bytes] = []
 
     async def write(data: bytes) -> None:

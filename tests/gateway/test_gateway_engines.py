@@ -23,7 +23,7 @@ QUESTION: list[Any] = [{"role": "user", "content": "Name the capital of France."
 
 
 @pytest.mark.model
-def test_the_real_model_answers_the_same_whole_streamed_and_without_the_gateway(real: Cluster) -> None:
+def test_the_real_model_gives_equal_answers_whole_streamed_and_without_the_gateway(real: Cluster) -> None:
     with real.client() as client:
         whole = client.chat.completions.create(model="smol", messages=QUESTION, temperature=0, max_tokens=24)
         stream = client.chat.completions.create(
@@ -51,7 +51,7 @@ def test_the_real_model_answers_the_same_whole_streamed_and_without_the_gateway(
 
 
 @pytest.mark.model
-def test_choices_log_probabilities_stops_and_several_prompts_come_through(real: Cluster) -> None:
+def test_choices_log_probabilities_stops_and_several_prompts_reach_the_engine(real: Cluster) -> None:
     with real.client() as client:
         four = client.chat.completions.create(
             model="smol", messages=QUESTION, n=4, max_tokens=8, temperature=1.0, seed=7, logprobs=True, top_logprobs=2
@@ -62,8 +62,9 @@ def test_choices_log_probabilities_stops_and_several_prompts_come_through(real: 
             assert choice.logprobs is not None
             assert choice.logprobs.content is not None
             assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
-        # First the whole prompt was computed; where many rows are multiplied in bfloat16, the few that are left
-        # of it when the cache has the others get other bits. Two that find the same cached draw the same.
+        # The first request computes the whole prompt, and a later one only the part that is not cached. In bfloat16, a
+        # multiplication of many rows gives other bits than one of few rows; two requests with the same cached tokens
+        # draw the same.
         twice = [
             client.chat.completions.create(model="smol", messages=QUESTION, n=4, max_tokens=8, temperature=1.0, seed=7)
             for _ in range(2)
@@ -88,14 +89,14 @@ def test_choices_log_probabilities_stops_and_several_prompts_come_through(real: 
 
 
 @pytest.mark.model
-def test_a_schema_holds_the_answer_through_the_gateway(real: Cluster) -> None:
+def test_a_schema_constrains_the_answer_through_the_gateway(real: Cluster) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     form: Any = {
         "type": "json_schema",
         "json_schema": {"name": "answer", "schema": {**schema, "additionalProperties": False}},
     }
     with real.client() as client:
-        # The deployment reads reasoning, which may come before the form and take all tokens: it gets none.
+        # The deployment parses reasoning, which may precede the form and use all tokens, so it gets a budget of zero.
         unthinking = {"thinking_token_budget": 0}
         answer = client.chat.completions.create(
             model="smol", messages=QUESTION, max_tokens=60, response_format=form, extra_body=unthinking
@@ -106,7 +107,7 @@ def test_a_schema_holds_the_answer_through_the_gateway(real: Cluster) -> None:
             client.chat.completions.create(model="smol", messages=QUESTION, response_format=form)
 
 
-def test_errors_have_the_right_exception_class(simulated: Cluster) -> None:
+def test_errors_have_the_matching_exception_class(simulated: Cluster) -> None:
     with simulated.client() as client:
         with pytest.raises(openai.NotFoundError) as missing:
             client.chat.completions.create(model="nope", messages=QUESTION)
@@ -141,7 +142,7 @@ def test_a_client_that_leaves_frees_the_engine(simulated: Cluster) -> None:
     simulated.wait(lambda endpoints: sum(endpoint["load"]["num_requests_running"] for endpoint in endpoints) == 0)
 
 
-def test_work_spreads_over_both_engines(simulated: Cluster) -> None:
+def test_requests_spread_over_both_engines(simulated: Cluster) -> None:
     with simulated.client() as client, ThreadPoolExecutor(8) as pool:
 
         def ask(_: int) -> str | None:
@@ -155,11 +156,11 @@ def test_work_spreads_over_both_engines(simulated: Cluster) -> None:
         fetch(endpoint_of(engine).control_url + "/metrics").count("vllm:request_success_total{")
         for engine in simulated.engines
     ]
-    assert all(counts), "both engines served some"
+    assert all(counts), "each engine must serve some requests"
 
 
-def test_kill_minus_nine_of_one_engine_loses_no_answer_and_cuts_no_stream(simulated: Cluster) -> None:
-    """Runs last: it leaves one engine."""
+def test_killing_one_engine_loses_no_answer_and_cuts_no_stream(simulated: Cluster) -> None:
+    """This test runs last because it leaves only one engine."""
     stop = threading.Event()
     wholes: list[str | None] = []
     streams: list[str] = []
@@ -184,7 +185,7 @@ def test_kill_minus_nine_of_one_engine_loses_no_answer_and_cuts_no_stream(simula
             ):
                 finished = finished or chunk.choices[0].finish_reason == "length"
                 num_scored += "prompt_logprobs" in (chunk.model_extra or {})
-            assert num_scored == scored, "the prompt's come once, whichever engines answer"
+            assert num_scored == scored, "the prompt's log probabilities must arrive once, whichever engines answer"
             streams.append("complete" if finished else "truncated")
 
     with simulated.client() as client, ThreadPoolExecutor(12) as pool:
@@ -207,8 +208,8 @@ def test_kill_minus_nine_of_one_engine_loses_no_answer_and_cuts_no_stream(simula
     assert set(streams) == {"complete"}
 
 
-def test_a_crowd_is_sent_only_as_far_as_the_kv_cache_holds_it(start_cluster: Callable[..., Cluster]) -> None:
-    """Thirty answers of up to 100 tokens on a cache for about seven: they wait in the gateway, none starts over."""
+def test_requests_beyond_the_kv_cache_wait_in_the_gateway(start_cluster: Callable[..., Cluster]) -> None:
+    """Thirty answers of up to 100 tokens on a cache for about seven wait in the gateway, and none is preempted."""
     cluster = start_cluster(1, null_runner=True, num_kv_blocks=64)
     options: Any = {"model": "smol", "max_tokens": 100, "extra_body": {"ignore_eos": True}}
     with cluster.client() as client, ThreadPoolExecutor(30) as pool:
@@ -226,8 +227,8 @@ def test_a_crowd_is_sent_only_as_far_as_the_kv_cache_holds_it(start_cluster: Cal
     assert int(float(metrics.split('queue_ended_total{model="smol",outcome="served"} ')[1].split()[0])) >= 5
 
 
-def test_real_engines_end_answers_where_the_limit_of_a_key_ends(start_cluster: Callable[..., Cluster]) -> None:
-    """Answers of many kinds at once: together they get all of the limit, and no token more."""
+def test_real_engines_end_answers_at_the_limit_of_a_key(start_cluster: Callable[..., Cluster]) -> None:
+    """Answers of many kinds run concurrently: together they get all tokens of the limit, and no token more."""
     limit = 3000
     entries = (f"{hash_key('none')} tokens_per_minute={limit}",)
     cluster = start_cluster(1, api_keys=entries, null_runner=True, num_kv_blocks=1024)
@@ -241,7 +242,7 @@ def test_real_engines_end_answers_where_the_limit_of_a_key_ends(start_cluster: C
     with cluster.client() as client, ThreadPoolExecutor(20) as pool:
 
         def ask(number: int) -> int:
-            """Tokens used."""
+            """Return the number of tokens that the request used."""
             kind: Any = {"extra_body": {"ignore_eos": True}, **kinds[number % len(kinds)]}
             try:
                 reply = client.completions.create(model="smol", prompt=[1 + number] * 10, **kind)
@@ -249,12 +250,12 @@ def test_real_engines_end_answers_where_the_limit_of_a_key_ends(start_cluster: C
                 return 0
             return int([*reply][-1].usage.total_tokens if "stream" in kind else reply.usage.total_tokens)
 
-        assert ask(0) == 10 + 900, "longer than the first part, and not cut"
+        assert ask(0) == 10 + 900, "the answer must exceed the first allowance and not be cut"
         used = 910 + sum(pool.map(ask, range(20)))
     assert limit - 300 < used <= limit
 
 
-def test_defaults_of_model_and_owner_count_where_a_request_sends_none(
+def test_defaults_of_model_and_deployment_apply_if_a_request_sends_none(
     start_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     write_tiny_llama(tmp_path, vocab_size=256, max_position_embeddings=256)
@@ -274,9 +275,9 @@ def test_defaults_of_model_and_owner_count_where_a_request_sends_none(
         return answer.choices[0].text, answer.usage.completion_tokens
 
     found = {ask(url, seed) for url in (cluster.url, engine_url) for seed in range(3)}
-    assert len(found) == 1, "greedy, whichever way it comes"
-    assert [num_tokens for _, num_tokens in found] == [6], "neither the model's 9 nor the 16 of completions"
+    assert len(found) == 1, "the answer must be greedy in both forms"
+    assert [num_tokens for _, num_tokens in found] == [6], "neither the model's 9 nor the default of 16 applies"
     assert ask(cluster.url, 0, max_tokens=3)[1] == 3
     hot = {ask(cluster.url, seed, temperature=2.0) for seed in range(4)}
-    assert len(hot) > 1, "the request's own value counts"
+    assert len(hot) > 1, "the request's own value applies"
     assert hot == {ask(engine_url, seed, temperature=2.0) for seed in range(4)}

@@ -1,4 +1,4 @@
-"""What clients get when engines misbehave, clients leave, or time runs out. Never a stream that just stops."""
+"""Responses when engines misbehave, clients leave, or time runs out: a stream never ends without an error."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def garbage_after_a_good_frame(fake):
         "half event",
     ],
 )
-async def test_a_failure_before_the_first_byte_is_retried_elsewhere(engines, gateways, fake, fault, stream) -> None:
+async def test_a_failure_before_the_first_byte_is_retried_on_another_engine(
+    engines, gateways, fake, fault, stream
+) -> None:
     gateway = await gateways(*engines[:2])
     bad, good = engines[:2]
     behaviours = {
@@ -78,7 +80,7 @@ async def test_a_failure_before_the_first_byte_is_retried_elsewhere(engines, gat
     assert len(good.requests) == 4
 
 
-async def test_a_beam_search_whose_engine_dies_is_searched_anew(engines, gateways, fake) -> None:
+async def test_a_beam_search_whose_engine_dies_is_restarted(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2])
     for engine in engines[:2]:
         engine.behaviours.append(fake.breaks_off(0))
@@ -100,12 +102,12 @@ async def test_a_body_is_retried_however_much_of_it_had_arrived(engines, gateway
     assert (reply.status, reply.text) == (200, "hello world")
     assert sum(num_requests(engines)) == 3
     ids = [request.request_id for engine in engines[:2] for request in engine.requests]
-    assert len(set(ids)) == 3, "a retry must not meet its own predecessor"
+    assert len(set(ids)) == 3, "a retry must not run together with its predecessor"
     assert all((request.response_id or request.request_id) == reply.json["id"]
                for engine in engines[:2] for request in engine.requests)  # fmt: skip
 
 
-async def test_one_broken_prompt_of_several_breaks_the_whole_stream_audibly(engines, gateways, fake) -> None:
+async def test_one_failed_prompt_of_several_ends_the_whole_stream_with_an_error(engines, gateways, fake) -> None:
     gateway = await gateways(*engines)
     engines[1].behaviour = fails_with(400, after=1, stream=True, fake=fake)
     reply = await gateway.complete(prompt=["a", "b", "c"], stream=True)
@@ -113,7 +115,7 @@ async def test_one_broken_prompt_of_several_breaks_the_whole_stream_audibly(engi
     assert "[DONE]" not in reply.events
 
 
-async def test_at_most_three_engines_are_asked_and_none_twice(engines, gateways, fake) -> None:
+async def test_at_most_three_engines_are_tried_and_none_twice(engines, gateways, fake) -> None:
     fourth = await fake.Engine("engine-3").start()
     try:
         everybody = [*engines, fourth]
@@ -129,8 +131,8 @@ async def test_at_most_three_engines_are_asked_and_none_twice(engines, gateways,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_engines_whose_death_was_not_noticed_cost_no_attempt(engines, gateways, fake, stream) -> None:
-    """They report as ever, and nothing listens where they take requests."""
+async def test_engines_that_died_unnoticed_cost_no_attempt(engines, gateways, fake, stream) -> None:
+    """Their state streams continue, and nothing listens on their data ports."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         closed = f"http://127.0.0.1:{listener.getsockname()[1]}"
     catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
@@ -144,27 +146,27 @@ async def test_engines_whose_death_was_not_noticed_cost_no_attempt(engines, gate
     assert 'upstream_retries_total{model="tiny",reason="unreachable"} 2.0' in metrics
 
 
-async def test_a_single_engine_that_failed_is_asked_again(engines, gateways, fake) -> None:
+async def test_a_single_engine_that_failed_is_tried_again(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     engines[0].behaviours.extend([fake.breaks_off(0), fake.breaks_off(0)])
     assert (await gateway.chat()).text == "hello world"
     assert num_requests(engines) == [3, 0, 0]
 
 
-async def test_when_all_engines_stay_full_the_client_hears_when_to_come_back(engines, gateways, fake) -> None:
+async def test_if_all_engines_stay_full_the_client_gets_retry_after(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], queue=QueueLimits(max_requests=9, max_bytes=10**6, timeout_s=0.2))
     for engine in engines[:2]:
         engine.behaviour = fake.refuses(503, retry_after="7")
     reply = await gateway.chat()
     assert (reply.status, reply.error["code"]) == (503, "server_is_overloaded")
     assert 1 <= int(reply.headers["retry-after"]) <= 120
-    assert num_requests(engines) == [1, 1, 0], "a full engine is not asked twice"
+    assert num_requests(engines) == [1, 1, 0], "a full engine must not be tried twice"
     engines[0].behaviour = fake.says("ok")
     engines[1].behaviour = fake.says("ok")
     assert (await gateway.chat()).text == "ok"
 
 
-async def test_what_the_engine_says_of_a_bad_request_reaches_the_client(engines, gateways, fake) -> None:
+async def test_the_engines_message_about_a_bad_request_reaches_the_client(engines, gateways, fake) -> None:
     gateway = await gateways(*engines)
     for engine in engines:
         engine.behaviour = fake.refuses(400, param="max_tokens", code="too_much", message="no room")
@@ -175,7 +177,7 @@ async def test_what_the_engine_says_of_a_bad_request_reaches_the_client(engines,
 
 
 def fails_with(status: int, *, after: int, stream: bool, fake):
-    """The engine's own last frame says that this request failed there."""
+    """Send a last frame that reports the failure of this request."""
 
     async def behave(engine, request, response, http) -> None:
         await response.prepare(http)
@@ -191,17 +193,17 @@ def fails_with(status: int, *, after: int, stream: bool, fake):
 
 
 @pytest.mark.parametrize("status", [500, 503])
-async def test_an_engines_own_error_frame_is_retried_while_nothing_was_seen(engines, gateways, fake, status) -> None:
+async def test_an_engines_error_frame_is_retried_before_the_first_byte(engines, gateways, fake, status) -> None:
     gateway = await gateways(*engines[:2])
     engines[0].behaviour = fails_with(status, after=0, stream=True, fake=fake)
     for _ in range(4):
         assert (await gateway.chat(stream=True)).streamed_text == "hello world"
     assert gateway.gateway.control.brain.recovery.ejection(gateway.record(engines[0])).num_failures == 0, (
-        "one request's fault is not the engine's"
+        "the failure of one request must not eject the engine"
     )
 
 
-async def test_an_engines_own_error_event_ends_a_stream_that_had_begun(engines, gateways, fake) -> None:
+async def test_an_engines_error_event_ends_a_stream_that_has_begun(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     engines[0].behaviour = fails_with(503, after=1, stream=True, fake=fake)
     reply = await gateway.chat(stream=True)
@@ -256,7 +258,7 @@ async def test_a_deadline_after_the_first_byte_is_an_error_event(engines, gatewa
     assert reply.events[-1]["error"]["code"] == "deadline_exceeded"
 
 
-async def test_a_silent_engine_whose_state_is_silent_too_is_given_up(engines, gateways, fake) -> None:
+async def test_an_engine_without_answers_and_reports_is_abandoned(engines, gateways, fake) -> None:
     for engine in engines[:2]:
         engine.silent = True
     gateway = await gateways(*engines[:2], silence_timeout_s=0.1, state_stale_after_s=0.1, state_idle_timeout_s=60)
@@ -280,7 +282,7 @@ async def test_a_silent_engine_that_still_reports_is_waited_for(engines, gateway
 
 
 @pytest.mark.layouts
-async def test_an_engine_that_never_answers_the_request_is_given_up(engines, gateways, fake) -> None:
+async def test_an_engine_that_never_answers_the_request_is_abandoned(engines, gateways, fake) -> None:
     async def swallows(engine, request, response, http) -> None:
         await asyncio.Event().wait()
 
@@ -290,7 +292,7 @@ async def test_an_engine_that_never_answers_the_request_is_given_up(engines, gat
         assert (await gateway.chat()).text == "hello world"
 
 
-async def test_a_failed_engine_is_left_alone_then_probed_then_used_again(engines, gateways, fake) -> None:
+async def test_a_failed_engine_is_ejected_then_probed_then_used_again(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], ejection_base_s=0.3)
     bad = engines[0]
     bad.behaviour = fake.refuses(500)
@@ -305,9 +307,7 @@ async def test_a_failed_engine_is_left_alone_then_probed_then_used_again(engines
     assert replies.count("back") == 5
 
 
-async def test_a_slow_reader_stops_the_engine_from_sending_and_loses_its_stream_in_the_end(
-    engines, gateways, fake
-) -> None:
+async def test_a_slow_reader_pauses_the_engine_and_finally_loses_its_stream(engines, gateways, fake) -> None:
     sent_bytes = 0
 
     async def floods(engine, request, response, http) -> None:
@@ -329,13 +329,13 @@ async def test_a_slow_reader_stops_the_engine_from_sending_and_loses_its_stream_
             before = sent_bytes
             await asyncio.sleep(0.3)
         assert sent_bytes < 64 * 2**20
-        assert (await gateway.chat(model="nope")).status == 404, "others are served meanwhile"
+        assert (await gateway.chat(model="nope")).status == 404, "other clients must be served meanwhile"
         await fake.until(lambda: engines[0].num_aborted == 1)
         await fake.until(lambda: gateway.gateway.worker.gate.num_inside == 0)
         response.close()
 
 
-async def test_one_more_request_than_the_gateway_holds_is_refused(engines, gateways, fake) -> None:
+async def test_a_request_beyond_the_gateways_limit_is_refused(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], max_requests=2)
     gate = asyncio.Event()
     engines[0].behaviour = fake.says("a", "b", gate=gate)
@@ -379,7 +379,7 @@ async def _send_in_pieces(gateway, body):
         return SimpleNamespace(status=response.status, headers=headers, error=(await response.json())["error"])
 
 
-async def test_frames_are_whole_events_whatever_the_network_does_to_them(engines, gateways, fake) -> None:
+async def test_events_are_whole_however_the_network_cuts_them(engines, gateways, fake) -> None:
     async def dribbles(engine, request, response, http) -> None:
         await response.prepare(http)
         for byte in b"".join(fake.answer_frames(request, ("a", "ü", "c"))):
@@ -393,7 +393,7 @@ async def test_frames_are_whole_events_whatever_the_network_does_to_them(engines
 
 
 @pytest.mark.layouts
-async def test_a_hundred_clients_lose_nothing_when_an_engine_dies_and_comes_back(engines, gateways, fake) -> None:
+async def test_a_hundred_clients_lose_nothing_when_an_engine_dies_and_returns(engines, gateways, fake) -> None:
     gateway = await gateways(*engines, ejection_base_s=0.05)
     num_done = 0
 

@@ -1,4 +1,4 @@
-"""Engines that leave and engines that come: no moment in between in which a request finds no engine."""
+"""Engines that stop and engines that start: a request always finds an engine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ def num_served(engines) -> list[int]:
     return [len(engine.requests) for engine in engines]
 
 
-async def test_the_engine_is_reported_when_nothing_goes_there_any_more(engines, gateways, fake) -> None:
+async def test_a_drain_is_acknowledged_when_no_request_goes_to_the_engine_any_more(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], handover_timeout_s=30.0)
     await engines[0].push_state(draining=True)
     await fake.until(lambda: engines[0].num_drained == 1)
-    assert [len(set(engine.gateways)) for engine in engines[:1]] == [1], "the stream and the word are from one gateway"
+    assert [len(set(engine.gateways)) for engine in engines[:1]] == [1], (
+        "the state stream and the acknowledgement must come from one gateway"
+    )
     assert gateway.record(engines[0]).draining
     await engines[0].push_state()
     await engines[0].push_state()
@@ -36,7 +38,7 @@ async def test_the_engine_is_reported_when_nothing_goes_there_any_more(engines, 
     assert engines[0].num_drained == 1
 
 
-async def test_the_word_carries_the_token_of_now_not_that_of_the_stream(engines, gateways, fake) -> None:
+async def test_the_acknowledgement_carries_the_current_token_not_the_streams(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], handover_timeout_s=30.0)
     gateway.gateway.control.apply_catalog(fake.catalog_of(*engines[:2], engine_token="turned"))
     await engines[0].push_state(draining=True, token="turned")
@@ -44,7 +46,7 @@ async def test_the_word_carries_the_token_of_now_not_that_of_the_stream(engines,
     assert engines[0].num_unauthorized == 0
 
 
-async def test_an_engine_that_refuses_the_token_was_not_reached(engines, gateways, fake) -> None:
+async def test_an_acknowledgement_that_is_refused_is_sent_again(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], handover_timeout_s=30.0)
     await engines[0].push_state(draining=True, token="turned")
     await fake.until(lambda: engines[0].num_unauthorized == 1)
@@ -54,7 +56,7 @@ async def test_an_engine_that_refuses_the_token_was_not_reached(engines, gateway
     await fake.until(lambda: gateway.record(engines[0]).drain_acknowledged)
 
 
-async def test_the_last_engine_stays_in_use_until_another_one_can_take_over(engines, gateways, fake) -> None:
+async def test_the_last_engine_stays_in_use_until_another_one_can_replace_it(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], handover_timeout_s=30.0)
     await engines[0].push_state(draining=True)
     await fake.until(lambda: gateway.record(engines[0]).leaving)
@@ -66,7 +68,7 @@ async def test_the_last_engine_stays_in_use_until_another_one_can_take_over(engi
     assert num_served(engines) == [1, 1, 0]
 
 
-async def test_an_engine_that_is_not_replaced_is_draining_after_a_while(engines, gateways, fake) -> None:
+async def test_an_engine_that_is_not_replaced_is_draining_after_the_timeout(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], handover_timeout_s=0.05)
     await engines[0].push_state(draining=True)
     await fake.until(lambda: engines[0].num_drained == 1)
@@ -74,7 +76,7 @@ async def test_an_engine_that_is_not_replaced_is_draining_after_a_while(engines,
     assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
 
 
-async def test_a_deployment_that_is_deleted_lets_its_engines_go(engines, gateways, fake) -> None:
+async def test_deleting_a_deployment_closes_the_state_streams_of_its_engines(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], handover_timeout_s=30.0)
     await engines[0].push_state(draining=True)
     await fake.until(lambda: gateway.record(engines[0]).leaving)
@@ -82,7 +84,7 @@ async def test_a_deployment_that_is_deleted_lets_its_engines_go(engines, gateway
     await fake.until(lambda: not engines[0]._streams)
 
 
-async def test_what_a_static_catalogue_calls_terminating_is_draining_at_once(engines, gateways, fake) -> None:
+async def test_a_terminating_endpoint_of_a_static_catalogue_is_draining_at_once(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], handover_timeout_s=30.0)
     catalog = fake.catalog_of(engines[0])
     catalog.models[0].endpoints[0] = msgspec.structs.replace(engines[0].endpoint, terminating=True)
@@ -94,18 +96,18 @@ async def test_what_a_static_catalogue_calls_terminating_is_draining_at_once(eng
 
 @pytest.mark.parametrize("code", ["draining", "not_ready"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_takes_nothing_costs_no_attempt(engines, gateways, fake, code, stream) -> None:
+async def test_an_engine_that_accepts_no_requests_costs_no_attempt(engines, gateways, fake, code, stream) -> None:
     gateway = await gateways(*engines, max_attempts=1)
     for engine in engines[:2]:
         engine.behaviour = fake.refuses(503, code=code, message="not here")
     for _ in range(3):
         assert (await gateway.chat(stream=stream)).status == 200
     assert num_served(engines)[2] == 3
-    assert max(num_served(engines)[:2]) <= 1, "once is enough to know"
+    assert max(num_served(engines)[:2]) <= 1, "one refusal must suffice"
     assert gateway.gateway.control.brain.recovery.ejection(gateway.record(engines[0])).num_failures == 0
 
 
-async def test_an_engine_that_starts_anew_is_used_again(engines, gateways, fake) -> None:
+async def test_an_engine_that_restarts_is_used_again(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, outage_wait_s=10.0)
     engines[0].behaviours.append(fake.refuses(503, code="draining", message="going"))
     reply = asyncio.create_task(gateway.chat())
@@ -115,7 +117,7 @@ async def test_an_engine_that_starts_anew_is_used_again(engines, gateways, fake)
     assert (await reply).status == 200
 
 
-async def test_an_engine_that_starts_anew_while_its_drain_is_handed_over_is_used_again(engines, gateways, fake) -> None:
+async def test_an_engine_that_restarts_during_its_handover_is_used_again(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, handover_timeout_s=30.0)
     handovers = gateway.gateway.control._streams._handovers
     await engines[0].push_state(draining=True)
@@ -130,7 +132,7 @@ async def test_an_engine_that_starts_anew_while_its_drain_is_handed_over_is_used
 
 
 @pytest.mark.layouts
-async def test_requests_wait_for_the_only_engine_to_come_back(engines, gateways, fake) -> None:
+async def test_requests_wait_for_the_only_engine_to_return(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, outage_wait_s=10.0)
     await engines[0].kill()
     await fake.until(lambda: gateway.record(engines[0]).unreachable)
@@ -141,7 +143,7 @@ async def test_requests_wait_for_the_only_engine_to_come_back(engines, gateways,
     assert [(await task).status for task in waiting] == [200, 200]
 
 
-async def test_an_outage_that_lasts_is_a_503_at_once(engines, gateways, fake) -> None:
+async def test_a_long_outage_is_a_503_at_once(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=0.01, outage_wait_s=0.2)
     await engines[0].kill()
     await fake.until(lambda: gateway.record(engines[0]).unreachable)
@@ -151,10 +153,10 @@ async def test_an_outage_that_lasts_is_a_503_at_once(engines, gateways, fake) ->
         asked_at = time.monotonic()
         assert (await gateway.chat()).status == 503
         took_s.append(time.monotonic() - asked_at)
-    assert min(took_s) < 0.15, "at once, whatever else the machine does"
+    assert min(took_s) < 0.15, "the refusal must come at once"
 
 
-async def test_requests_wait_for_an_engine_that_is_ready_by_its_platform(engines, gateways, fake) -> None:
+async def test_requests_wait_for_an_engine_that_its_platform_reports_as_ready(engines, gateways, fake) -> None:
     release = engines[0].hold_state()
     catalog = fake.catalog_of(engines[0])
     catalog.models[0].endpoints[0] = msgspec.structs.replace(engines[0].endpoint, probed_ready=True)
@@ -166,7 +168,7 @@ async def test_requests_wait_for_an_engine_that_is_ready_by_its_platform(engines
     assert (await reply).status == 200
 
 
-async def test_a_pod_found_ready_by_its_platform_is_asked_without_delay(engines, gateways, fake) -> None:
+async def test_a_pod_that_its_platform_reports_as_ready_is_contacted_without_delay(engines, gateways, fake) -> None:
     await engines[0].kill()
     gateway = await gateways(engines[0], wait=False, reconnect_base_s=30.0, reconnect_max_s=60.0)
     await fake.until(lambda: gateway.record(engines[0]).unreachable)
@@ -206,7 +208,7 @@ async def test_no_queue_for_a_deployment_without_weight() -> None:
             await brain.find("m")
 
 
-async def test_who_waits_for_a_deployment_learns_at_once_that_it_is_gone() -> None:
+async def test_a_request_that_waits_for_a_deleted_deployment_is_refused_at_once() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", probed_ready=True)]
     brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
@@ -219,7 +221,7 @@ async def test_who_waits_for_a_deployment_learns_at_once_that_it_is_gone() -> No
     assert refusal.value.status == 404
 
 
-async def test_a_terminating_pod_that_went_silent_is_no_resort() -> None:
+async def test_a_terminating_pod_without_reports_is_not_used() -> None:
     brain = cluster_brain(terminating=True)
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     brain.stream_lost("a")
@@ -227,7 +229,7 @@ async def test_a_terminating_pod_that_went_silent_is_no_resort() -> None:
         await brain.find("m")
 
 
-async def test_news_wake_everybody_who_waits() -> None:
+async def test_a_change_wakes_all_waiting_requests() -> None:
     changes, state = ChangeNotifier(), []
     waiting = [asyncio.create_task(changes.wait_until(lambda: bool(state), 5)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -240,8 +242,8 @@ async def test_news_wake_everybody_who_waits() -> None:
     assert not await ChangeNotifier().wait_until(lambda: False, 0.01)
 
 
-async def test_who_finds_no_listener_waits_for_the_next_report() -> None:
-    """A container that restarts costs its requests one try, not all of them within a moment."""
+async def test_a_request_whose_engine_does_not_listen_waits_for_the_next_report() -> None:
+    """A container that restarts costs each of its requests one attempt, not all attempts within a moment."""
     clock = [0.0]
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2")]
     brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0), clock=lambda: clock[0])
@@ -256,7 +258,7 @@ async def test_who_finds_no_listener_waits_for_the_next_report() -> None:
     assert (await retry).endpoint_id == "a"
 
 
-async def test_an_engine_that_went_before_it_reported_is_waited_for() -> None:
+async def test_requests_wait_for_an_engine_that_stopped_before_its_first_report() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", probed_ready=True)]
     brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))

@@ -1,4 +1,4 @@
-"""Who gets a link to an engine while it is opened, and after that: in the order in which they ask."""
+"""Requests get the link to an engine in the order of their calls, while it is being opened and afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_REQUESTS = 40
 
 @asynccontextmanager
 async def engine(answer: bytes) -> AsyncIterator[tuple[Origin, list[bytes]]]:
-    """Where it listens, and the requests that it got: one on each connection, answered with `answer`."""
+    """Yield the engine's origin and its requests: one on each connection, answered with `answer`."""
     heads: list[bytes] = []
     writers: list[asyncio.StreamWriter] = []
 
@@ -45,7 +45,7 @@ async def links() -> AsyncIterator[Links]:
 
 
 async def ask_in_turn(links: Links, origin: Origin) -> tuple[list[int], list[Any]]:
-    """One request in every turn of the event loop: the order in which they go on, and what each got."""
+    """Make one request in every turn of the event loop; return the order in which they proceed, and their results."""
     order: list[int] = []
 
     async def ask(number: int) -> Any:
@@ -62,7 +62,7 @@ async def ask_in_turn(links: Links, origin: Origin) -> tuple[list[int], list[Any
     return order, await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_requests_that_wait_for_a_link_go_before_those_that_come_when_it_is_there(links) -> None:
+async def test_requests_that_wait_for_a_link_proceed_before_later_ones(links) -> None:
     async with engine(SWITCHED) as (origin, heads):
         order, got = await ask_in_turn(links, origin)
     assert order == list(range(len(got)))
@@ -70,20 +70,20 @@ async def test_requests_that_wait_for_a_link_go_before_those_that_come_when_it_i
     assert got[0] is not None
 
 
-async def test_all_that_wait_learn_that_the_engine_speaks_http_only(links) -> None:
+async def test_all_waiting_requests_fall_back_to_http(links) -> None:
     async with engine(REFUSED) as (origin, heads):
         got = await asyncio.gather(*(links.open(origin, "token") for _ in range(3)))
     assert (got, len(heads), links.num_open) == ([None] * 3, 1, 0)
 
 
-async def test_all_that_wait_learn_that_no_engine_is_there(links) -> None:
+async def test_all_waiting_requests_fail_if_no_engine_listens(links) -> None:
     async with engine(SWITCHED) as (origin, _):
         pass
     failed = await asyncio.gather(*(links.open(origin, "token") for _ in range(3)), return_exceptions=True)
     assert [type(each) for each in failed] == [CannotConnect] * 3
 
 
-async def test_one_that_gives_up_leaves_the_others_their_link(links) -> None:
+async def test_a_request_that_is_cancelled_leaves_the_link_to_the_others(links) -> None:
     async with engine(SWITCHED) as (origin, heads):
         first, second = (asyncio.create_task(links.open(origin, "token")) for _ in range(2))
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What the operator reads of the load: together per deployment, on change, and only for those with the token."""
+"""The load that the operator reads: totals for each deployment, sent on change, and only with the token."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_step_times_of_engines_are_compared_with_the_one_that_has_observed_most(
 @pytest.mark.parametrize(
     ("now", "truth", "num_reporting"), [(101.5, "value", 2), (103.5, "stale", 1), (200, "stale", 0)]
 )
-def test_old_reports_do_not_count_and_are_no_zero(now: float, truth: str, num_reporting: int) -> None:
+def test_old_reports_are_stale_and_do_not_count_as_zero(now: float, truth: str, num_reporting: int) -> None:
     load = EngineLoad(num_blocks_total=10, num_blocks_active=10)
     engines = measured(registry_with(load, load), now).engines
     assert (engines.truth, engines.num_reporting, engines.num_blocks_total) == (
@@ -80,32 +80,32 @@ def test_old_reports_do_not_count_and_are_no_zero(now: float, truth: str, num_re
     )
 
 
-def test_an_engine_that_never_spoke_is_unknown_and_none_at_all_is_a_zero() -> None:
+def test_an_engine_without_reports_is_unknown_and_no_engine_is_a_zero() -> None:
     assert measured(registry_with(None), 100.0).engines.truth == "unknown"
     assert measured(registry_with(), 100.0).engines.truth == "value"
 
 
-def test_an_engine_that_left_and_is_silent_is_no_riddle() -> None:
+def test_silent_engines_that_are_draining_make_the_load_not_unknown() -> None:
     registry = registry_with(EngineLoad(num_blocks_total=10), None)
     for record in registry.endpoints.values():
         record.draining = True
-    assert measured(registry, 200.0).engines.truth == "value", "both were on their way out"
+    assert measured(registry, 200.0).engines.truth == "value", "both engines were draining"
 
 
-def test_what_each_engine_holds_is_reported_by_its_id() -> None:
+def test_the_load_of_each_engine_is_reported_by_its_id() -> None:
     one = EngineLoad(num_blocks_total=9, num_blocks_active=5, num_requests_running=2, num_requests_waiting=1)
     registry = registry_with(one, EngineLoad(num_blocks_active=1), None)
     registry.endpoints["1"].in_flight = 4
     held = [EngineHeld("0", 5, 3, 1, 9), EngineHeld("1", 1, 4)]
-    assert measured(registry, 102.0).held == held, "what was sent a moment ago counts, who never spoke does not"
+    assert measured(registry, 102.0).held == held, "recent requests count, and engines without reports do not"
     assert measured(registry, 103.5).held == held[1:]
 
 
-def test_how_each_engine_started_is_reported_by_its_id() -> None:
+def test_start_times_of_each_engine_are_reported_by_its_id() -> None:
     registry = registry_with(EngineLoad(), EngineLoad())
     frame = StateFrame(sequence=2, snapshot=True, max_model_len=10, start_s={"load": 2.5})
     registry.endpoints["1"].reports.accept(frame, 0, 101.0)
-    assert measured(registry, 102.0).starts == [EngineStart("1", {"load": 2.5})], "the other one has not reported"
+    assert measured(registry, 102.0).starts == [EngineStart("1", {"load": 2.5})], "the other engine has not reported"
 
 
 @asynccontextmanager
@@ -116,7 +116,7 @@ async def reading(gateway: Any, token: str) -> AsyncIterator[Any]:
 
 
 async def ask(gateway: Any) -> Any:
-    """A stream that has begun."""
+    """Return a stream that has begun."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     return await gateway.session.post(gateway.url + "/v1/chat/completions", json=body)
 
@@ -139,7 +139,7 @@ async def test_changes_are_reported_as_they_happen(engines, gateways, fake) -> N
         assert (load.engines.num_blocks_active, load.engines.num_requests_running) == (5, 4)
 
 
-async def test_requests_are_reported_with_their_rate_their_latency_and_their_lengths(engines, gateways, fake) -> None:
+async def test_requests_are_reported_with_their_rate_latency_and_lengths(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     for stream in (True, True, False):
         assert (await gateway.chat(stream=stream)).status == 200
@@ -147,11 +147,11 @@ async def test_requests_are_reported_with_their_rate_their_latency_and_their_len
         (load,) = (await anext(load_frames(response))).deployments
     assert load.arrivals.requests_per_s * load.arrivals.window_s == pytest.approx(3, abs=0.1)
     assert load.arrivals.tokens_per_s > 0
-    assert load.latencies.ttft_ms.total == 2, "of streams alone"
+    assert load.latencies.ttft_ms.total == 2, "only streams have a latency"
     assert load.lengths.output.total == 3
 
 
-async def test_who_gives_way_to_all_others_is_no_reason_for_another_engine(engines, gateways, fake) -> None:
+async def test_requests_that_give_way_require_no_additional_engine(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     for priority in (0, LOW_PRIORITY, LOW_PRIORITY):
         assert (await gateway.chat(stream=True, priority=priority)).status == 200
@@ -177,7 +177,7 @@ async def test_a_request_that_waits_for_an_engine_is_reported_at_once_and_served
             (load,) = (await anext(frames)).deployments
         assert load.queue.num_requests == 1
         assert load.queue.num_tokens > 0, "a third of its bytes"
-        assert load.arrivals.requests_per_s > 0, "it counts before there is an engine"
+        assert load.arrivals.requests_per_s > 0, "the request must count before an engine exists"
     async with await waiting as answer:
         assert (await answer.content.readline()).startswith(b": waiting")
         await engines[0].start()
@@ -185,7 +185,7 @@ async def test_a_request_that_waits_for_an_engine_is_reported_at_once_and_served
         assert (await answer.read()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_no_queue_for_ever_for_an_engine_that_does_not_come(engines, gateways, fake) -> None:
+async def test_a_queue_without_an_engine_has_a_time_limit(engines, gateways, fake) -> None:
     queue = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=0.2)
     gateway = await gateways(catalog=fake.catalog_of(wakes=True, queue=queue))
     reply = await gateway.chat()
@@ -193,13 +193,13 @@ async def test_no_queue_for_ever_for_an_engine_that_does_not_come(engines, gatew
     assert "retry-after" in reply.headers
 
 
-async def test_only_the_control_token_opens_it(engines, gateways) -> None:
+async def test_the_load_stream_requires_the_control_token(engines, gateways) -> None:
     gateway = await gateways(engines[0])
     async with reading(gateway, "wrong") as response:
         assert response.status == 401
 
 
-async def test_its_head_alone_begins_no_stream(engines, gateways) -> None:
+async def test_a_head_request_starts_no_stream(engines, gateways) -> None:
     gateway = await gateways(engines[0])
     async with asyncio.timeout(WAIT_LIMIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.control_url.rpartition(":")[2]))
@@ -207,7 +207,7 @@ async def test_its_head_alone_begins_no_stream(engines, gateways) -> None:
         writer.write(b"HEAD /internal/load HTTP/1.1\r\n" + common)
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
         writer.write(b"GET /version HTTP/1.1\r\n" + common)
-        assert b'{"version"' in await reader.readuntil(b"}"), "the connection is free for others"
+        assert b'{"version"' in await reader.readuntil(b"}"), "the connection must be free for other requests"
         writer.close()
 
 

@@ -1,4 +1,4 @@
-"""Every line of the gateway's log is one line of JSON, whatever is in it."""
+"""Every line of the gateway's log is one line of JSON, whatever the message contains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_any_message_is_one_line_of_json(text: str, fails: bool) -> None:
     assert ("exception" in reported) == fails
 
 
-def test_a_line_that_is_json_already_keeps_its_fields() -> None:
+def test_a_message_that_is_json_keeps_its_fields() -> None:
     record = logging.LogRecord(
         "pagemill.gateway.access", logging.INFO, __file__, 1, '{"event":"request","n":1}', (), None
     )

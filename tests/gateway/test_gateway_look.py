@@ -1,4 +1,4 @@
-"""`python -m pagemill_gateway.look`: who looks into a gateway's container needs neither curl nor a token."""
+"""`python -m pagemill_gateway.look` shows a gateway's control routes from its container without curl or a token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def look(*words: str) -> int:
     return await asyncio.to_thread(main, list(words))
 
 
-async def test_it_shows_what_the_control_port_answers(engines, gateways, tmp_path, capsys) -> None:
+async def test_look_prints_the_answer_of_the_control_port(engines, gateways, tmp_path, capsys) -> None:
     gateway = await gateways(engines[0])
     assert (await gateway.chat()).status == 200
     settings = settings_of(tmp_path, gateway, control_token="t0ken")
@@ -33,9 +33,7 @@ async def test_it_shows_what_the_control_port_answers(engines, gateways, tmp_pat
     assert decision["candidates"]
 
 
-async def test_it_takes_the_token_of_the_clusters_keys_from_what_the_gateway_keeps(
-    engines, gateways, tmp_path, capsys
-) -> None:
+async def test_look_uses_the_clusters_token_that_the_gateway_stores(engines, gateways, tmp_path, capsys) -> None:
     token = derive_token(b"k" * 32, *GATEWAY_CONTROL)
     known = tmp_path / "catalog.json"
     known.write_text(json.dumps({"catalog": {"models": []}, "control_tokens": [token], "version": 1}))
@@ -46,14 +44,14 @@ async def test_it_takes_the_token_of_the_clusters_keys_from_what_the_gateway_kee
     assert json.loads(capsys.readouterr().out)["ready"]
 
 
-async def test_a_refusal_is_shown_and_a_failure(engines, gateways, tmp_path, capsys) -> None:
+async def test_look_prints_a_refusal_and_a_failure(engines, gateways, tmp_path, capsys) -> None:
     gateway = await gateways(engines[0])
     settings = settings_of(tmp_path, gateway, control_token="wrong")
     assert await look("--settings", settings, "/status") == 1
     assert "needs the control token" in capsys.readouterr().out
 
 
-async def test_what_it_cannot_reach_is_said_in_one_line(tmp_path, capsys) -> None:
+async def test_look_reports_an_unreachable_gateway_in_one_line(tmp_path, capsys) -> None:
     path = tmp_path / "gateway.json"
     path.write_text('{"control_port": 9}')
     assert await look("--settings", str(path), "/status") == 1
@@ -65,6 +63,6 @@ async def test_what_it_cannot_reach_is_said_in_one_line(tmp_path, capsys) -> Non
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/version"])
-async def test_open_routes_are_shown_as_well(engines, gateways, tmp_path, path) -> None:
+async def test_look_prints_routes_without_authentication(engines, gateways, tmp_path, path) -> None:
     gateway = await gateways(engines[0])
     assert await look("--settings", settings_of(tmp_path, gateway), path) == 0

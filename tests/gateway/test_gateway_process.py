@@ -1,4 +1,4 @@
-"""The gateway as a process: what it refuses to start with, and how it goes."""
+"""The gateway as a process: settings with which it refuses to start, and its shutdown."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Process:
         return False
 
     async def unready(self) -> None:
-        """Return once the process has taken note of the signal."""
+        """Wait until the process has received the signal."""
 
         async def is_unready() -> bool:
             return await self.status("/readyz") != 200
@@ -69,7 +69,7 @@ async def run_to_end(settings: Path) -> tuple[int, str]:
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Callable]:
-    """Starts gateway processes on free ports and ends them with the test."""
+    """Return a function that starts gateway processes on free ports and ends them after the test."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def launch(**settings) -> Process:
@@ -117,7 +117,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
         ({"catalog": {"models": [{"deployment": "d", "name": ""}]}}, "catalog"),
     ],
 )
-async def test_settings_that_must_not_be_used_are_refused_by_name(tmp_path: Path, settings, named) -> None:
+async def test_unsafe_settings_are_refused_by_name(tmp_path: Path, settings, named) -> None:
     path = tmp_path / "gateway.json"
     path.write_text(json.dumps({"port": 0, "control_port": 0, **settings}))
     if "catalog" in settings:
@@ -128,7 +128,7 @@ async def test_settings_that_must_not_be_used_are_refused_by_name(tmp_path: Path
         load_config(path)
 
 
-async def test_an_open_gateway_beyond_loopback_does_not_start(tmp_path: Path) -> None:
+async def test_a_gateway_without_keys_beyond_loopback_does_not_start(tmp_path: Path) -> None:
     path = tmp_path / "gateway.json"
     path.write_text('{"host": "0.0.0.0", "port": 0, "control_port": 0}')
     code, stderr = await run_to_end(path)
@@ -137,7 +137,7 @@ async def test_an_open_gateway_beyond_loopback_does_not_start(tmp_path: Path) ->
     assert "Traceback" not in stderr
 
 
-def test_a_bad_line_among_api_keys_does_not_keep_the_gateway_down(tmp_path: Path, caplog) -> None:
+def test_a_bad_line_among_api_keys_does_not_prevent_the_start(tmp_path: Path, caplog) -> None:
     (path := tmp_path / "keys").write_text(f"# team a\n{'a' * 64}\nmy-own-key\n")
     file = open_keys_file(str(path))
     assert file is not None
@@ -147,7 +147,7 @@ def test_a_bad_line_among_api_keys_does_not_keep_the_gateway_down(tmp_path: Path
 
 
 @pytest.mark.parametrize(("text", "refused"), [("my-own-key\n", True), ("", False), ("# none yet\n", False)])
-def test_api_keys_of_which_none_is_a_hash_are_refused_and_not_shown(tmp_path: Path, text, refused) -> None:
+def test_api_keys_without_any_hash_are_refused_and_not_shown(tmp_path: Path, text, refused) -> None:
     (path := tmp_path / "keys").write_text(text)
     if not refused:
         file = open_keys_file(str(path))
@@ -159,14 +159,14 @@ def test_api_keys_of_which_none_is_a_hash_are_refused_and_not_shown(tmp_path: Pa
     assert "my-own" not in str(caught.value)
 
 
-def test_api_keys_in_the_settings_are_named_by_their_place_only() -> None:
+def test_api_keys_in_the_settings_are_named_by_their_position_only() -> None:
     with pytest.raises(SettingsError, match=r"api_keys\[1\]") as caught:
         GatewayConfig(api_keys=["a" * 64, "my-own-key"]).checked()
     assert "my-own" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"port": "x"}'])
-def test_unreadable_settings_say_where_they_are(tmp_path: Path, text: str) -> None:
+def test_errors_in_unreadable_settings_name_their_place(tmp_path: Path, text: str) -> None:
     path = tmp_path / "gateway.json"
     path.write_text(text)
     with pytest.raises(SettingsError, match=r"gateway\.json"):
@@ -188,12 +188,12 @@ async def test_a_port_in_use_is_named(field: str) -> None:
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
      ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("example.org", False)],
 )  # fmt: skip
-def test_loopback_is_what_only_this_machine_reaches(host: str, expected: bool) -> None:
+def test_loopback_addresses_are_those_that_only_this_machine_reaches(host: str, expected: bool) -> None:
     assert is_loopback_address(host) is expected
 
 
-async def test_after_kill_9_the_next_process_serves_the_first_that_comes(engines, fake, start) -> None:
-    """Before any engine has reported."""
+async def test_after_sigkill_the_next_process_serves_the_first_request(engines, fake, start) -> None:
+    """The first request arrives before any engine has reported."""
     before = await start(catalog=fake.catalog_of(*engines))
     before.process.kill()
     await before.process.communicate()
@@ -218,7 +218,7 @@ async def test_after_kill_9_the_next_process_serves_the_first_that_comes(engines
             await asyncio.sleep(0.01)
 
 
-async def test_sigterm_ends_readiness_first_lets_requests_finish_and_exits_clean(engines, fake, start) -> None:
+async def test_sigterm_ends_readiness_first_and_lets_requests_finish(engines, fake, start) -> None:
     gateway = await start(catalog=fake.catalog_of(engines[0]), drain_timeout_s=300)
     gate = asyncio.Event()
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -230,7 +230,7 @@ async def test_sigterm_ends_readiness_first_lets_requests_finish_and_exits_clean
             await gateway.unready()
             assert await gateway.status("/livez") == 200
             async with other.post(gateway.url + "/v1/chat/completions", json=body) as late:
-                assert (late.status, late.headers["connection"]) == (200, "close"), "its connection was open before"
+                assert (late.status, late.headers["connection"]) == (200, "close"), "the connection was open before"
             with pytest.raises(aiohttp.ClientConnectorError):
                 await other.post(gateway.url + "/v1/chat/completions", json=body)
             gate.set()
@@ -239,8 +239,10 @@ async def test_sigterm_ends_readiness_first_lets_requests_finish_and_exits_clean
     assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
 
 
-async def test_the_connection_of_a_stream_that_ends_in_the_drain_gets_one_more_answer(engines, fake, start) -> None:
-    """Its client was not asked to close the connection and sends the next request at once."""
+async def test_a_stream_that_ends_in_the_drain_leaves_its_connection_open_for_one_more_request(
+    engines, fake, start
+) -> None:
+    """The client was not asked to close the connection and sends the next request at once."""
     gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=0.5, drain_timeout_s=300)
     gate = asyncio.Event()
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -250,7 +252,7 @@ async def test_the_connection_of_a_stream_that_ends_in_the_drain_gets_one_more_a
         async with post_when_ready(session, gateway, {**body, "stream": True}) as stream:
             gateway.process.send_signal(signal.SIGTERM)
             await gateway.unready()
-            await eventually(gateway.takes_no_connections)  # the delay is over
+            await eventually(gateway.takes_no_connections)  # the delay has ended
             gate.set()
             assert (await stream.read()).endswith(b"data: [DONE]\n\n")
         async with session.post(gateway.url + "/v1/chat/completions", json=body) as response:
@@ -259,7 +261,7 @@ async def test_the_connection_of_a_stream_that_ends_in_the_drain_gets_one_more_a
 
 
 @pytest.mark.parametrize("hurry", [False, True])
-async def test_what_outlasts_the_drain_ends_with_an_error_event(engines, fake, start, hurry) -> None:
+async def test_streams_that_outlast_the_drain_end_with_an_error_event(engines, fake, start, hurry) -> None:
     gateway = await start(catalog=fake.catalog_of(engines[0]), drain_timeout_s=300 if hurry else 0.2)
     engines[0].behaviour = fake.says("a", "b", gate=asyncio.Event())
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -275,7 +277,7 @@ async def test_what_outlasts_the_drain_ends_with_an_error_event(engines, fake, s
     assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
 
 
-async def test_a_second_signal_ends_a_gateway_within_a_second_though_clients_do_not_read(engines, fake, start) -> None:
+async def test_a_second_signal_ends_a_gateway_within_a_second_even_if_clients_do_not_read(engines, fake, start) -> None:
     gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=300, drain_timeout_s=300)
     engines[0].behaviour = fake.says("a", *["b" * 60_000] * 200, gate=None)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -306,7 +308,7 @@ async def test_during_the_drain_delay_new_requests_are_still_served(engines, fak
 async def post_when_ready(
     session: aiohttp.ClientSession, gateway: Process, body: dict
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """The first response that is not "not ready yet"."""
+    """Yield the first response that is not a refusal for want of readiness."""
     while True:
         async with session.post(gateway.url + "/v1/chat/completions", json=body) as response:
             if response.status == 200:
@@ -321,7 +323,7 @@ async def read_when_ready(session: aiohttp.ClientSession, gateway: Process, body
         await response.read()
 
 
-# -- what the hot path runs on -----------------------------------------------------------------------------------------
+# -- the event loop and the HTTP parser --------------------------------------------------------------------------------
 
 
 async def no_application(*_: object) -> None:
@@ -332,7 +334,7 @@ async def reported_of_the_loop(*_: object) -> None:
     raise SettingsError(type(asyncio.get_running_loop()).__module__)
 
 
-def test_one_process_a_brain_and_a_worker_all_run_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_brain_and_worker_all_run_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagemill_gateway.logs.configure", lambda **_: None)
     monkeypatch.setattr("pagemill_gateway.processes.__main__.beat", asyncio.Event().wait)
     for name in ("server.serve", "processes.serving.serve_control", "processes.serving.serve_data"):
@@ -345,8 +347,8 @@ def test_one_process_a_brain_and_a_worker_all_run_on_uvloop(monkeypatch: pytest.
             process_main._run(Setup(role=role, name=role, config=config, folder="", listener=-1))
 
 
-def test_httptools_parses_what_clients_send() -> None:
-    """What engines answer is `test_engine_connection`'s."""
+def test_httptools_parses_client_requests() -> None:
+    """`test_engine_connection` covers the answers of engines."""
     protocol = _server(no_application, GatewayConfig()).config.http
     assert isinstance(protocol, type)
     assert issubclass(protocol, HttpToolsProtocol)

@@ -1,4 +1,4 @@
-"""Clients of a deployment without capacity: they wait in turn, receive comments, or are refused with a Retry-After."""
+"""Clients of a deployment without capacity wait in turn, receive comments, or are refused with a Retry-After."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def num_waiting(gateway: Any) -> int:
 
 
 async def busy(gateway: Any, engine: Any, fake: Any) -> tuple[asyncio.Task[Any], asyncio.Event]:
-    """One request that holds the engine's only slot until the event is set."""
+    """Start a request that occupies the engine's only slot until the event is set."""
     release = asyncio.Event()
     engine.behaviours.append(fake.says("first", gate=release))
     task = asyncio.create_task(gateway.chat(stream=True))
@@ -42,9 +42,7 @@ async def one_slot(engines: Any, gateways: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.layouts
-async def test_a_hundred_clients_at_once_are_all_served_and_no_engine_gets_more_than_it_has_slots(
-    engines, gateways, fake
-) -> None:
+async def test_a_hundred_concurrent_clients_are_served_and_no_engine_exceeds_its_slots(engines, gateways, fake) -> None:
     async def takes_its_time(engine, request, response, http) -> None:
         await response.prepare(http)
         await asyncio.sleep(0.3)
@@ -58,13 +56,13 @@ async def test_a_hundred_clients_at_once_are_all_served_and_no_engine_gets_more_
     gateway = await gateways(*engines)
     replies = await asyncio.gather(*(gateway.chat(stream=number % 2 == 0) for number in range(100)))
     assert {reply.status for reply in replies} == {200}
-    assert sum(len(engine.requests) for engine in engines) == 100, "nothing is served twice"
+    assert sum(len(engine.requests) for engine in engines) == 100, "no request may be served twice"
     assert max(engine.most_inside for engine in engines) <= 8
     await fake.until(lambda: not any(gateway.record(engine).reserved.num_blocks for engine in engines))
 
 
 @pytest.mark.layouts
-async def test_a_streaming_client_hears_comments_while_it_waits(engines, gateways, fake, caplog) -> None:
+async def test_a_streaming_client_gets_comments_while_it_waits(engines, gateways, fake, caplog) -> None:
     gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.05)
     first, release = await busy(gateway, engines[0], fake)
     with caplog.at_level("INFO", logger="pagemill.gateway.access"):
@@ -81,7 +79,7 @@ async def test_a_streaming_client_hears_comments_while_it_waits(engines, gateway
     assert (await first).streamed_text == "first"
 
 
-async def test_the_openai_client_reads_past_the_comments(engines, gateways, fake) -> None:
+async def test_the_openai_client_ignores_the_comments(engines, gateways, fake) -> None:
     gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.02)
     _, release = await busy(gateway, engines[0], fake)
     async with openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0) as client:
@@ -90,7 +88,7 @@ async def test_the_openai_client_reads_past_the_comments(engines, gateways, fake
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello world"
 
 
-async def test_a_client_that_does_not_stream_waits_silently(engines, gateways, fake) -> None:
+async def test_a_client_that_does_not_stream_gets_nothing_while_it_waits(engines, gateways, fake) -> None:
     gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.02)
     _, release = await busy(gateway, engines[0], fake)
     waiting = asyncio.create_task(gateway.chat())
@@ -101,7 +99,7 @@ async def test_a_client_that_does_not_stream_waits_silently(engines, gateways, f
     assert (reply.status, reply.text) == (200, "hello world")
 
 
-async def test_a_wait_that_ends_in_vain_is_an_error_event_once_comments_were_sent(engines, gateways, fake) -> None:
+async def test_a_refusal_after_the_first_comment_is_an_error_event(engines, gateways, fake) -> None:
     gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.05, queue=limits(timeout_s=0.4))
     _, release = await busy(gateway, engines[0], fake)
     reply = await gateway.chat(stream=True)
@@ -113,7 +111,7 @@ async def test_a_wait_that_ends_in_vain_is_an_error_event_once_comments_were_sen
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_before_the_first_comment_a_refusal_has_its_own_status(engines, gateways, fake, stream) -> None:
+async def test_a_refusal_before_the_first_comment_has_its_own_status(engines, gateways, fake, stream) -> None:
     gateway = await one_slot(engines, gateways, queue=limits(max_requests=1, timeout_s=0.3))
     _, release = await busy(gateway, engines[0], fake)
     waiting = asyncio.create_task(gateway.chat(stream=stream))
@@ -127,7 +125,7 @@ async def test_before_the_first_comment_a_refusal_has_its_own_status(engines, ga
     release.set()
 
 
-async def test_the_bytes_that_wait_are_bounded_too(engines, gateways, fake) -> None:
+async def test_the_bytes_of_waiting_requests_are_limited(engines, gateways, fake) -> None:
     gateway = await one_slot(engines, gateways, queue=limits(max_bytes=1000))
     first, release = await busy(gateway, engines[0], fake)
     long = {"messages": [{"role": "user", "content": "x" * 900}]}
@@ -141,7 +139,7 @@ async def test_the_bytes_that_wait_are_bounded_too(engines, gateways, fake) -> N
 
 
 @pytest.mark.layouts
-async def test_a_client_that_leaves_the_queue_is_forgotten_at_once(engines, gateways, fake) -> None:
+async def test_a_client_that_leaves_the_queue_is_removed_at_once(engines, gateways, fake) -> None:
     gateway = await one_slot(engines, gateways, queue=limits(max_requests=1), keep_alive_interval_s=0.02)
     first, release = await busy(gateway, engines[0], fake)
     for stream in (False, True):
@@ -156,7 +154,7 @@ async def test_a_client_that_leaves_the_queue_is_forgotten_at_once(engines, gate
     assert gateway.record(engines[0]).reserved.num_blocks == 0
 
 
-async def test_the_deadline_header_holds_in_the_queue(engines, gateways, fake) -> None:
+async def test_the_deadline_header_applies_in_the_queue(engines, gateways, fake) -> None:
     gateway = await one_slot(engines, gateways)
     _, release = await busy(gateway, engines[0], fake)
     reply = await gateway.chat(headers={"x-request-timeout-s": "0.3"})
@@ -166,7 +164,7 @@ async def test_the_deadline_header_holds_in_the_queue(engines, gateways, fake) -
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "", "1e9"])
-async def test_a_deadline_that_is_none_is_refused_by_the_name_of_its_header(engines, gateways, fake, value) -> None:
+async def test_an_invalid_deadline_is_refused_by_the_name_of_its_header(engines, gateways, fake, value) -> None:
     gateway = await gateways(engines[0])
     for reply in (
         await gateway.chat(headers={"x-request-timeout-s": value}),
@@ -177,7 +175,7 @@ async def test_a_deadline_that_is_none_is_refused_by_the_name_of_its_header(engi
 
 
 @pytest.mark.layouts
-async def test_a_deadline_holds_for_who_waits_for_an_engine_at_all(engines, gateways, fake) -> None:
+async def test_a_deadline_applies_while_no_engine_exists(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=0.01, outage_wait_s=3600.0)
     await engines[0].kill()
     await fake.until(lambda: gateway.record(engines[0]).unreachable)
@@ -190,7 +188,7 @@ async def test_a_deadline_holds_for_who_waits_for_an_engine_at_all(engines, gate
     await fake.until(lambda: num_waiting(gateway) == 0)
 
 
-async def test_an_urgent_request_overtakes_those_that_wait(engines, gateways, fake) -> None:
+async def test_an_urgent_request_overtakes_waiting_requests(engines, gateways, fake) -> None:
     gateway = await one_slot(engines, gateways)
     first, release = await busy(gateway, engines[0], fake)
     noisy = [asyncio.create_task(gateway.chat(priority=1)) for _ in range(20)]
@@ -199,13 +197,15 @@ async def test_an_urgent_request_overtakes_those_that_wait(engines, gateways, fa
     await fake.until(lambda: num_waiting(gateway) == 21)
     release.set()
     await urgent
-    assert [request.priority for request in engines[0].requests].index(0, 1) == 1, "it was the first to get the slot"
+    assert [request.priority for request in engines[0].requests].index(0, 1) == 1, (
+        "the urgent request must get the slot first"
+    )
     assert {(await task).status for task in noisy} == {200}
     await first
 
 
 @pytest.mark.layouts
-async def test_three_engines_at_most_are_asked_before_a_request_waits(engines, gateways, fake) -> None:
+async def test_at_most_three_engines_are_tried_before_a_request_waits(engines, gateways, fake) -> None:
     more = [await fake.Engine(f"engine-{number}").start() for number in (3, 4)]
     everybody = [*engines, *more]
     asked: list[str] = []
@@ -224,11 +224,13 @@ async def test_three_engines_at_most_are_asked_before_a_request_waits(engines, g
         await engine.kill()
     assert (reply.status, reply.text) == (200, "hello")
     assert len(set(asked)) == len(asked) == 4
-    assert 'pagemill_gateway_queue_seconds_count{model="tiny"} 1.0' in metrics, "although two were never asked"
+    assert 'pagemill_gateway_queue_seconds_count{model="tiny"} 1.0' in metrics, (
+        "the request waits although two engines were never tried"
+    )
 
 
 @pytest.mark.layouts
-async def test_what_a_client_asks_for_is_what_is_reserved_for_it(engines, gateways, fake) -> None:
+async def test_the_requested_output_tokens_are_reserved(engines, gateways, fake) -> None:
     gateway, draining = await gateways(engines[0]), asyncio.Event()
     engines[0].behaviour = fake.says("a", "b", gate=draining)
     asked = [
@@ -269,10 +271,12 @@ async def test_the_queue_is_fair_between_api_keys(engines, gateways, fake) -> No
     salts = [request.cache_salt for request in engines[0].requests]
     quiet = min(set(salts), key=lambda salt: (salt == salts[0], salts.count(salt)))
     assert salts.count(quiet) == 3
-    assert {number for number, salt in enumerate(salts) if salt == quiet} <= set(range(1, 8)), "every second turn"
+    assert {number for number, salt in enumerate(salts) if salt == quiet} <= set(range(1, 8)), (
+        "every second turn goes to the other key"
+    )
 
 
-async def test_a_refusal_that_only_one_engine_gives_is_not_seen_by_the_client(engines, gateways, fake) -> None:
+async def test_a_refusal_by_one_engine_is_not_visible_to_the_client(engines, gateways, fake) -> None:
     gateway = await gateways(*engines)
     for engine in engines:
         engine.behaviours.extend([fake.refuses(503), fake.refuses(429)])
@@ -280,7 +284,7 @@ async def test_a_refusal_that_only_one_engine_gives_is_not_seen_by_the_client(en
     assert {reply.status for reply in replies} == {200}
 
 
-async def test_who_streams_hears_comments_also_while_no_engine_is_there(engines, gateways, fake) -> None:
+async def test_a_streaming_client_gets_comments_while_no_engine_exists(engines, gateways, fake) -> None:
     gateway = await gateways(
         engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, outage_wait_s=30.0, keep_alive_interval_s=0.05
     )
@@ -295,10 +299,10 @@ async def test_who_streams_hears_comments_also_while_no_engine_is_there(engines,
 
 
 @pytest.mark.layouts
-async def test_the_operator_hears_of_a_queue_at_once_and_metrics_and_status_show_it(engines, gateways, fake) -> None:
+async def test_a_queue_is_published_to_the_operator_at_once_and_in_metrics_and_status(engines, gateways, fake) -> None:
     gateway = await one_slot(engines, gateways)
     text = (await gateway.get("/metrics", control=True)).raw.decode()
-    assert 'pagemill_gateway_in_flight_requests{model="tiny"} 0.0' in text, "no traffic is a number, too"
+    assert 'pagemill_gateway_in_flight_requests{model="tiny"} 0.0' in text, "no traffic must be reported as zero"
     first, release = await busy(gateway, engines[0], fake)
     headers = {"Authorization": "Bearer t0ken"}
     async with gateway.session.get(gateway.control_url + "/internal/load", headers=headers) as response:
@@ -315,7 +319,7 @@ async def test_the_operator_hears_of_a_queue_at_once_and_metrics_and_status_show
     assert status["queue"]["num_requests"] == 1
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert 'pagemill_gateway_queue_requests{model="tiny"} 1.0' in text
-    assert 'pagemill_gateway_in_flight_requests{model="tiny"} 2.0' in text, "what waits and what runs"
+    assert 'pagemill_gateway_in_flight_requests{model="tiny"} 2.0' in text, "waiting and running requests count"
     release.set()
     assert (await waiting).status == 200
     await first
@@ -325,11 +329,11 @@ async def test_the_operator_hears_of_a_queue_at_once_and_metrics_and_status_show
     assert 'pagemill_gateway_queue_seconds_count{model="tiny"} 1.0' in text
 
 
-async def test_the_catalogue_says_how_long_the_queue_is(engines, gateways, fake) -> None:
+async def test_the_catalogue_sets_the_length_of_the_queue(engines, gateways, fake) -> None:
     catalog = fake.catalog_of(engines[0], queue=limits(max_requests=0))
     gateway = await one_slot(engines, gateways, catalog=catalog)
     _, release = await busy(gateway, engines[0], fake)
     asked_at = time.monotonic()
     assert (await gateway.chat()).status == 429
-    assert time.monotonic() - asked_at < 30, "at once, not after the wait"
+    assert time.monotonic() - asked_at < 30, "the refusal must come at once, not after the timeout"
     release.set()

@@ -1,4 +1,4 @@
-"""What clients get when engines behave: every route, every refusal before routing."""
+"""Responses to clients when engines work: every route, and every refusal before routing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagemill_simulator.workloads.traces import read_trace
 
 
 @pytest.mark.layouts
-async def test_a_chat_is_answered_whole_and_streamed(engines, gateways) -> None:
+async def test_a_chat_is_answered_as_a_body_and_as_a_stream(engines, gateways) -> None:
     gateway = await gateways(*engines)
     reply = await gateway.chat()
     assert (reply.status, reply.text) == (200, "hello world")
@@ -29,7 +29,7 @@ async def test_a_chat_is_answered_whole_and_streamed(engines, gateways) -> None:
     assert streamed.events[0]["id"].startswith("chatcmpl-")
 
 
-async def test_the_engine_gets_rendered_tokens_an_id_a_time_and_a_seed(engines, gateways) -> None:
+async def test_the_engine_gets_rendered_tokens_an_id_a_deadline_and_a_seed(engines, gateways) -> None:
     gateway = await gateways(engines[0])
     reply = await gateway.chat(temperature=0.5, max_tokens=7)
     request = engines[0].requests[0]
@@ -52,7 +52,7 @@ async def test_requests_spread_over_all_engines(engines, gateways, fake) -> None
     assert {reply.streamed_text for reply in await asyncio.gather(*running)} == {"ab"}
 
 
-async def test_several_prompts_fan_out_and_come_back_as_one_body(engines, gateways) -> None:
+async def test_several_prompts_are_answered_in_one_body(engines, gateways) -> None:
     gateway = await gateways(*engines)
     reply = await gateway.complete(prompt=["a", "bb", [1, 2, 3]], n=2)
     assert [choice["index"] for choice in reply.json["choices"]] == [0, 1, 2, 3, 4, 5]
@@ -62,7 +62,7 @@ async def test_several_prompts_fan_out_and_come_back_as_one_body(engines, gatewa
     assert len(seeds) == 3, "equal prompts must not get equal answers"
 
 
-async def test_several_prompts_stream_as_one_with_one_end(engines, gateways) -> None:
+async def test_several_prompts_are_answered_in_one_stream_with_one_end(engines, gateways) -> None:
     gateway = await gateways(*engines)
     reply = await gateway.complete(prompt=["a", "b", "c"], stream=True, stream_options={"include_usage": True})
     events = reply.events
@@ -80,7 +80,7 @@ async def test_several_prompts_stream_as_one_with_one_end(engines, gateways) -> 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.layouts
-async def test_the_usage_so_far_passes_through_in_every_chunk(engines, gateways, path) -> None:
+async def test_continuous_usage_passes_through_in_every_chunk(engines, gateways, path) -> None:
     gateway = await gateways(*engines)
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": ["a", "b"]}
@@ -93,7 +93,7 @@ async def test_the_usage_so_far_passes_through_in_every_chunk(engines, gateways,
     assert (last["usage"]["completion_tokens"], done) == (2 * len(counts), "[DONE]")
 
 
-async def test_more_prompts_than_go_at_once_all_get_answers(engines, gateways) -> None:
+async def test_prompts_beyond_the_concurrency_limit_all_get_answers(engines, gateways) -> None:
     gateway = await gateways(*engines)
     reply = await gateway.complete(prompt=["x"] * 200, max_tokens=2)
     assert [choice["index"] for choice in reply.json["choices"]] == list(range(200))
@@ -112,7 +112,7 @@ async def test_models_and_aliases_are_listed_once(engines, gateways, fake) -> No
 
 
 @pytest.mark.layouts
-async def test_text_becomes_tokens_and_text_again(engines, gateways) -> None:
+async def test_tokenize_and_detokenize_are_inverse(engines, gateways) -> None:
     gateway = await gateways(*engines)
     tokens = (await gateway.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})).json
     assert tokens["count"] == 6
@@ -122,7 +122,7 @@ async def test_text_becomes_tokens_and_text_again(engines, gateways) -> None:
     assert chat["count"] == len("<user>hi<assistant>")
 
 
-async def test_a_long_prompt_is_tokenized_without_holding_up_the_loop(engines, gateways) -> None:
+async def test_tokenizing_a_long_prompt_does_not_block_the_event_loop(engines, gateways) -> None:
     for engine in engines:
         engine.max_model_len = 1_000_000
     gateway = await gateways(*engines)
@@ -142,7 +142,7 @@ async def test_a_long_prompt_is_tokenized_without_holding_up_the_loop(engines, g
     duration_s = asyncio.get_running_loop().time() - started_at
     watcher.cancel()
     assert reply.json["count"] == 750_000
-    assert slowest_s < duration_s / 2, f"the loop stood still for {slowest_s} of {duration_s} s"
+    assert slowest_s < duration_s / 2, f"the event loop was blocked for {slowest_s} of {duration_s} s"
 
 
 @pytest.mark.layouts
@@ -155,7 +155,7 @@ async def test_probes_and_version_answer_on_both_ports(engines, gateways) -> Non
 
 
 @pytest.mark.layouts
-async def test_numbers_are_for_the_platform_and_not_for_clients(engines, gateways) -> None:
+async def test_metrics_are_not_served_on_the_data_port(engines, gateways) -> None:
     gateway = await gateways(*engines)
     await gateway.chat()
     refused, unheard_of = await gateway.get("/metrics"), await gateway.get("/unheard-of")
@@ -168,7 +168,7 @@ async def test_numbers_are_for_the_platform_and_not_for_clients(engines, gateway
     assert 'pagemill_gateway_tokens_total{kind="completion",model="tiny",variant="default/d"} 2.0' in text
 
 
-async def test_a_scraper_that_asks_for_openmetrics_gets_it(engines, gateways) -> None:
+async def test_a_scraper_that_accepts_openmetrics_gets_it(engines, gateways) -> None:
     gateway = await gateways(*engines)
     await gateway.chat()
     answer = await gateway.get("/metrics", control=True, accept="application/openmetrics-text;version=1.0.0")
@@ -178,7 +178,7 @@ async def test_a_scraper_that_asks_for_openmetrics_gets_it(engines, gateways) ->
     assert {spec.name for spec in GATEWAY_METRICS} <= families
 
 
-async def test_without_redis_no_series_says_that_it_is_away(engines, gateways) -> None:
+async def test_without_a_redis_setting_no_metric_reports_its_absence(engines, gateways) -> None:
     gateway = await gateways(*engines)
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert [line for line in text.splitlines() if line.startswith("pagemill_gateway_redis_up")] == []
@@ -205,7 +205,7 @@ async def test_status_shows_each_endpoint(engines, gateways) -> None:
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ],
 )
-async def test_bad_fields_are_named(engines, gateways, fields, status, param) -> None:
+async def test_invalid_fields_are_named(engines, gateways, fields, status, param) -> None:
     gateway = await gateways(engines[0])
     reply = await gateway.chat(**fields)
     assert (reply.status, reply.error["param"]) == (status, param)
@@ -223,10 +223,10 @@ BAD_SAMPLING = [
 
 @pytest.mark.parametrize("padding", [0, 10_000])
 @pytest.mark.parametrize(("fields", "param"), BAD_SAMPLING)
-async def test_a_bad_sampling_value_is_refused_before_anything_is_rendered(
+async def test_an_invalid_sampling_value_is_refused_before_the_template_is_rendered(
     engines, gateways, fake, fields, param, padding
 ) -> None:
-    """Of short chats and of long ones; a good one meets the template that refuses all."""
+    """The test covers short and long chats; a valid one reaches the template, which refuses all."""
     template = "{{ raise_exception('rendered') }}"
     gateway = await gateways(engines[0], catalog=fake.catalog_of(engines[0], chat_template=template))
     reply = await gateway.chat(**fields, padding="x" * padding)
@@ -237,7 +237,7 @@ async def test_a_bad_sampling_value_is_refused_before_anything_is_rendered(
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD_SAMPLING[:3])
-async def test_a_bad_sampling_value_wakes_no_engine_and_waits_for_none(gateways, fake, fields, param) -> None:
+async def test_an_invalid_sampling_value_neither_wakes_nor_waits_for_an_engine(gateways, fake, fields, param) -> None:
     queue = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=60.0)
     gateway = await gateways(catalog=fake.catalog_of(wakes=True, queue=queue))
     queues = gateway.gateway.control.brain.queues
@@ -250,7 +250,7 @@ async def test_a_bad_sampling_value_wakes_no_engine_and_waits_for_none(gateways,
     await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def test_bad_bodies_routes_and_methods_are_refused_in_openais_shape(engines, gateways) -> None:
+async def test_invalid_bodies_routes_and_methods_are_refused_in_openais_format(engines, gateways) -> None:
     gateway = await gateways(engines[0], max_body_bytes=10_000)
     url = gateway.url + "/v1/chat/completions"
 
@@ -271,7 +271,7 @@ async def test_bad_bodies_routes_and_methods_are_refused_in_openais_shape(engine
     assert (await gateway.chat()).status == 200
 
 
-async def test_a_prompt_longer_than_the_model_takes_is_refused_at_the_gateway(engines, gateways, fake) -> None:
+async def test_a_prompt_longer_than_the_models_context_is_refused_by_the_gateway(engines, gateways, fake) -> None:
     gateway = await gateways(*engines)
     reply = await gateway.complete(prompt=[1] * (fake.MAX_MODEL_LEN + 1))
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
@@ -281,7 +281,7 @@ async def test_a_prompt_longer_than_the_model_takes_is_refused_at_the_gateway(en
 
 
 @pytest.mark.parametrize("refuses_link", [False, True])
-async def test_the_request_id_goes_to_the_engine_and_comes_back(engines, gateways, refuses_link) -> None:
+async def test_the_request_id_is_sent_to_the_engine_and_returned(engines, gateways, refuses_link) -> None:
     for engine in engines:
         engine.refuses_link = refuses_link
     gateway = await gateways(*engines)
@@ -289,12 +289,12 @@ async def test_the_request_id_goes_to_the_engine_and_comes_back(engines, gateway
     assert reply.headers["x-request-id"] == "abc-1"
     over_links = [name for engine in engines for name in engine.link_request_ids]
     over_http = [name for engine in engines for name in engine.http_request_ids]
-    assert (over_http if refuses_link else over_links) == ["abc-1"], "engines log it too"
+    assert (over_http if refuses_link else over_links) == ["abc-1"], "engines must log the id too"
     assert not (over_links if refuses_link else over_http)
     assert (await gateway.chat(headers={"x-request-id": "bad id\u00e9"})).headers["x-request-id"] != "bad id\u00e9"
 
 
-async def test_only_known_keys_get_in(engines, gateways) -> None:
+async def test_only_known_keys_are_accepted(engines, gateways) -> None:
     keys = [hashlib.sha256(key.encode()).hexdigest() for key in ("sk-one", "sk-two")]
     gateway = await gateways(engines[0], api_keys=keys)
     assert (await gateway.chat()).status == 401
@@ -309,7 +309,7 @@ async def test_only_known_keys_get_in(engines, gateways) -> None:
     assert (await gateway.get("/readyz")).status == 200
 
 
-async def test_keys_share_cached_prompts_only_where_the_deployment_says_so(engines, gateways, fake) -> None:
+async def test_keys_share_cached_prompts_only_if_the_deployment_allows_it(engines, gateways, fake) -> None:
     keys = [hashlib.sha256(key.encode()).hexdigest() for key in ("sk-one", "sk-two")]
     shared, apart = engines[0], engines[1]
     models = [
@@ -356,14 +356,14 @@ async def test_the_catalogue_is_replaced_while_requests_run(engines, gateways, f
         ),
     ],
 )
-async def test_a_faulty_catalogue_changes_nothing(engines, gateways, body, param) -> None:
+async def test_an_invalid_catalogue_changes_nothing(engines, gateways, body, param) -> None:
     gateway = await gateways(engines[0])
     reply = await gateway.put_catalog(body)
     assert (reply.status, reply.error["param"]) == (400, param)
     assert (await gateway.chat()).status == 200
 
 
-async def test_the_catalogue_needs_the_control_token(engines, gateways) -> None:
+async def test_changing_the_catalogue_requires_the_control_token(engines, gateways) -> None:
     gateway = await gateways(engines[0], control_token="t0ken")
     url = gateway.control_url + "/catalog"
     for headers, status in (({}, 401), ({"Authorization": "Bearer no"}, 401), ({"Authorization": "Bearer t0ken"}, 200)):
@@ -385,7 +385,7 @@ async def test_the_openai_client_reads_answers_streams_and_errors(engines, gatew
             await client.chat.completions.create(model="tiny", messages=message, temperature=7)
 
 
-async def test_the_access_log_reports_all_but_the_text(engines, gateways, caplog) -> None:
+async def test_the_access_log_contains_everything_but_the_text(engines, gateways, caplog) -> None:
     gateway = await gateways(*engines)
     with caplog.at_level("INFO", logger="pagemill.gateway.access"):
         await gateway.chat(messages=[{"role": "user", "content": "very secret words"}])
@@ -400,7 +400,7 @@ async def test_the_access_log_reports_all_but_the_text(engines, gateways, caplog
     assert "secret" not in caplog.text
 
 
-async def test_the_access_log_is_a_recording_that_simulations_replay(engines, gateways, fake, caplog, tmp_path) -> None:
+async def test_simulations_can_replay_the_access_log(engines, gateways, fake, caplog, tmp_path) -> None:
     gateway = await gateways(*engines)
     began_s = time.time()
     with caplog.at_level("INFO", logger="pagemill.gateway.access"):

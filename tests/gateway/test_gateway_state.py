@@ -1,4 +1,4 @@
-"""State streams: how the gateway learns, what it does while it does not know, and what clients are answered."""
+"""State streams: how the gateway learns of engines, and what clients get while a state is unknown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ids_served(engines) -> list[int]:
     return [len(engine.requests) for engine in engines]
 
 
-async def test_a_gap_makes_the_gateway_connect_again_for_a_snapshot(engines, gateways, fake) -> None:
+async def test_after_a_gap_the_gateway_reconnects_for_a_snapshot(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=0.01)
     await engines[0].push_state()
     await engines[0].push_state(skip=3)
@@ -32,20 +32,20 @@ async def test_a_gap_makes_the_gateway_connect_again_for_a_snapshot(engines, gat
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 100, b"\x05\x00\x00\x00hello"])
-async def test_garbage_in_a_state_stream_makes_the_gateway_connect_again(engines, gateways, fake, garbage) -> None:
+async def test_after_garbage_in_a_state_stream_the_gateway_reconnects(engines, gateways, fake, garbage) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=0.01)
     await engines[0].push_state(raw=garbage)
     await fake.until(lambda: engines[0].num_state_streams == 2)
     await fake.until(lambda: gateway.record(engines[0]).reports.connected)
 
 
-async def test_a_silent_stream_is_opened_again(engines, gateways, fake) -> None:
+async def test_a_silent_stream_is_reopened(engines, gateways, fake) -> None:
     engines[0].silent = True
     await gateways(engines[0], reconnect_base_s=0.01, state_idle_timeout_s=0.1)
     await fake.until(lambda: engines[0].num_state_streams >= 3)
 
 
-async def test_stale_state_is_shown_and_traffic_goes_on_by_own_counts(engines, gateways, fake) -> None:
+async def test_a_stale_state_is_reported_and_routing_uses_own_counts(engines, gateways, fake) -> None:
     for engine in engines[:2]:
         engine.silent = True
     gateway = await gateways(*engines[:2], state_stale_after_s=2.0, state_idle_timeout_s=60)
@@ -55,7 +55,7 @@ async def test_stale_state_is_shown_and_traffic_goes_on_by_own_counts(engines, g
         await engines[0].push_state()
     await fake.until(lambda: gateway.gateway.control.brain.load_elsewhere(gateway.record(engines[0])) == 100)
     await asyncio.gather(*(gateway.chat() for _ in range(4)))
-    assert ids_served(engines) == [1, 5, 0], "load from elsewhere counts while it is fresh"
+    assert ids_served(engines) == [1, 5, 0], "load from other gateways counts while it is fresh"
     brain = gateway.gateway.control.brain
     await fake.until(lambda: all(brain.phase(gateway.record(engine)) == "stale" for engine in engines[:2]))
     status = (await gateway.get("/status", control=True)).json
@@ -70,7 +70,7 @@ async def test_stale_state_is_shown_and_traffic_goes_on_by_own_counts(engines, g
     assert [now - then for now, then in zip(ids_served(engines), before, strict=True)] == [3, 3, 0]
 
 
-async def test_an_engine_older_than_the_previous_release_is_not_used_and_the_status_says_why(
+async def test_an_engine_older_than_the_previous_release_is_not_used_and_the_status_states_why(
     engines, gateways, fake
 ) -> None:
     engines[0].headers = {PROTOCOL_HEADER: str(OLDEST_VERSION - 1)}
@@ -84,14 +84,14 @@ async def test_an_engine_older_than_the_previous_release_is_not_used_and_the_sta
     await fake.until(lambda: gateway.record(engines[0]).reports.connected)
 
 
-async def test_a_lost_stream_stops_nothing(engines, gateways, fake) -> None:
+async def test_a_lost_state_stream_stops_no_request(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=30, reconnect_max_s=30)
     await engines[0].push_state(raw=b"\xff" * 100)
     await fake.until(lambda: not gateway.record(engines[0]).reports.connected)
     assert (await gateway.chat()).status == 200
 
 
-async def test_while_the_model_loads_the_refusal_says_so_and_when_to_come_back(engines, gateways, fake) -> None:
+async def test_while_the_model_loads_the_refusal_says_so_with_retry_after(engines, gateways, fake) -> None:
     engine = engines[0]
     engine.max_model_len = 0
     engine.readyz = (503, {"phase": "loading", "detail": "weights 40 %"})
@@ -107,7 +107,7 @@ async def test_while_the_model_loads_the_refusal_says_so_and_when_to_come_back(e
     assert (await gateway.chat()).status == 200
 
 
-async def test_the_tokenizer_is_there_before_the_engine_is_ready(engines, gateways, fake) -> None:
+async def test_the_tokenizer_is_fetched_before_the_engine_is_ready(engines, gateways, fake) -> None:
     engine = engines[0]
     engine.max_model_len = 0
     gateway = await gateways(engine, wait=False)
@@ -120,7 +120,7 @@ async def test_the_tokenizer_is_there_before_the_engine_is_ready(engines, gatewa
     assert engine.num_bundles_asked == 1
 
 
-async def test_an_engine_that_names_its_tokenizer_late_is_asked_for_it_then(engines, gateways, fake) -> None:
+async def test_the_tokenizer_of_an_engine_is_fetched_once_the_engine_names_it(engines, gateways, fake) -> None:
     engine, digest = engines[0], engines[0].bundle_digest
     engine.max_model_len, engine.bundle_digest = 0, ""
     gateway = await gateways(engine, wait=False)
@@ -130,7 +130,7 @@ async def test_an_engine_that_names_its_tokenizer_late_is_asked_for_it_then(engi
     assert (await gateway.chat()).status == 200
 
 
-async def test_the_tokenizer_of_a_deployment_at_zero_is_kept_until_the_deployment_is_gone(
+async def test_the_tokenizer_of_a_deployment_at_zero_is_kept_until_the_deployment_is_deleted(
     engines, gateways, fake
 ) -> None:
     engine, digest = engines[0], engines[0].bundle_digest
@@ -146,7 +146,7 @@ async def test_the_tokenizer_of_a_deployment_at_zero_is_kept_until_the_deploymen
     assert digest not in head.bundles
 
 
-async def test_an_engine_that_is_not_up_yet_is_found_when_it_comes(engines, gateways, fake) -> None:
+async def test_an_engine_that_starts_later_is_found(engines, gateways, fake) -> None:
     engine = engines[0]
     await engine.kill()
     gateway = await gateways(engine, wait=False, reconnect_base_s=0.01, reconnect_max_s=0.05)
@@ -159,8 +159,8 @@ async def test_an_engine_that_is_not_up_yet_is_found_when_it_comes(engines, gate
 
 
 @pytest.mark.layouts
-async def test_who_comes_before_the_engines_were_asked_waits_for_their_answer(engines, gateways, fake) -> None:
-    """As after a restart: who knows the engines' addresses is usable at once."""
+async def test_requests_before_the_first_report_wait_for_it(engines, gateways, fake) -> None:
+    """This happens after a restart: a gateway that knows the engines' addresses is usable at once."""
     draining = engines[0].hold_state()
     gateway = await gateways(engines[0], wait=False, outage_wait_s=30.0)
     early = [asyncio.create_task(gateway.chat(stream=stream)) for stream in (False, True)]
@@ -171,7 +171,7 @@ async def test_who_comes_before_the_engines_were_asked_waits_for_their_answer(en
 
 
 @pytest.mark.parametrize("is_up", [True, False])
-async def test_who_waits_for_the_engines_first_answer_is_reported_at_once_that_it_is_no(
+async def test_a_request_that_waits_for_the_first_report_is_refused_as_soon_as_it_arrives(
     engines, gateways, fake, is_up: bool
 ) -> None:
     engine = engines[0]
@@ -190,7 +190,7 @@ async def test_who_waits_for_the_engines_first_answer_is_reported_at_once_that_i
     assert ("loading: weights 40 %" if is_up else "unreachable") in reply.error["message"]
 
 
-async def test_a_draining_engine_gets_nothing_new_and_finishes_what_it_has(engines, gateways, fake) -> None:
+async def test_a_draining_engine_gets_no_new_requests_and_finishes_its_own(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2])
     gate = asyncio.Event()
     engines[0].behaviour = fake.says("a", "b", gate=gate)
@@ -206,7 +206,7 @@ async def test_a_draining_engine_gets_nothing_new_and_finishes_what_it_has(engin
     assert [(await task).streamed_text for task in running] == ["ab", "ab"]
 
 
-async def test_a_terminating_endpoint_gets_nothing_new(engines, gateways, fake) -> None:
+async def test_a_terminating_endpoint_gets_no_new_requests(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2])
     catalog = fake.catalog_of(*engines[:2])
     endpoints = catalog.models[0].endpoints
@@ -217,7 +217,7 @@ async def test_a_terminating_endpoint_gets_nothing_new(engines, gateways, fake) 
     assert ids_served(engines) == [0, 5, 0]
 
 
-async def test_only_leaving_engines_left_is_a_503_that_says_so(engines, gateways, fake) -> None:
+async def test_if_all_engines_are_draining_the_503_says_so(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     await engines[0].push_state(draining=True)
     await fake.until(lambda: gateway.record(engines[0]).draining)
@@ -226,7 +226,7 @@ async def test_only_leaving_engines_left_is_a_503_that_says_so(engines, gateways
     assert "shutting down" in reply.error["message"]
 
 
-async def test_a_tokenizer_that_is_not_what_was_announced_is_never_used(engines, gateways, fake) -> None:
+async def test_a_tokenizer_with_a_wrong_digest_is_never_used(engines, gateways, fake) -> None:
     engines[0].bundle_bytes, engines[0].bundle_digest = b"something else", "1" * 64
     engines[1].bundle_digest = "0" * 64
     gateway = await gateways(*engines, wait=False)
@@ -244,14 +244,14 @@ async def test_a_chat_template_of_the_deployment_replaces_the_models_own(engines
     assert len(engines[0].requests[0].prompt_token_ids) == len("Xhi")
 
 
-async def test_a_broken_chat_template_is_the_deployments_fault_not_the_clients(engines, gateways, fake) -> None:
+async def test_a_broken_chat_template_is_an_error_of_the_deployment_not_of_the_client(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], catalog=fake.catalog_of(engines[0], chat_template="{% if %}"))
     reply = await gateway.chat()
     assert (reply.status, reply.error["code"]) == (503, "model_not_ready")
     assert "template" in reply.error["message"]
 
 
-async def test_an_engine_that_left_the_catalogue_is_followed_no_more(engines, gateways, fake) -> None:
+async def test_the_state_stream_of_an_engine_outside_the_catalogue_is_closed(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2])
     gateway.gateway.control.apply_catalog(fake.catalog_of(engines[1]))
     await fake.until(lambda: not engines[0]._streams)

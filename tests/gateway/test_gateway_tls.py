@@ -1,4 +1,4 @@
-"""HTTPS on the gateway's data port: answers, streams, certificates that change."""
+"""HTTPS on the gateway's data port: answers, streams, and certificates that change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_certificate(folder: Path) -> TLSConfig:
 
 @asynccontextmanager
 async def gateway(tmp_path: Path, tls: TLSConfig, catalog: Any, workers: int) -> AsyncIterator[str]:
-    """Its URL."""
+    """Start a gateway and yield its URL."""
     settings = {"port": 0, "control_port": 0, "workers": workers, "catalog": catalog}
     settings["tls"] = {"cert_file": tls.cert_file, "key_file": tls.key_file}
     (path := tmp_path / "settings.json").write_text(json.dumps(settings))
@@ -75,4 +75,4 @@ async def test_the_data_port_speaks_https_with_certificates_that_may_change(
                 return await certificate_of(url) == new
 
             await eventually(is_new)
-            assert await is_served(), "open connections stay"
+            assert await is_served(), "open connections must stay open"

@@ -1,4 +1,4 @@
-"""Tool calls, forms and reasoning through a gateway and real engine servers: the openai client, SIGKILL."""
+"""Tool calls, forms and reasoning through a gateway and real engine servers, with the openai client and SIGKILL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUESTION: list[Any] = [{"role": "user", "content": "Name the capital of France."
 
 
 @pytest.mark.model
-def test_the_real_model_calls_a_tool_whole_and_streamed_and_gets_its_result(real: Cluster) -> None:
+def test_the_real_model_calls_a_tool_as_body_and_as_stream_and_uses_its_result(real: Cluster) -> None:
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
     messages: list[Any] = [
         {"role": "developer", "content": "You know the weather."},
@@ -72,7 +72,7 @@ NAMED = {"type": "function", "function": {"name": "plan"}}
 
 
 def check_planned(message: Any) -> list[str]:
-    """The names of its calls, whose arguments are valid."""
+    """Return the names of the message's calls after a check that their arguments are valid."""
     calls = message.tool_calls or []
     for call in calls:
         jsonschema.validate(
@@ -87,7 +87,7 @@ def check_planned(message: Any) -> list[str]:
     [("required", "tool_calls", {"plan", "stop"}), (NAMED, "stop", {"plan"})],
     ids=["required", "named"],
 )
-def test_a_forced_call_is_made_at_temperature_1_whole_and_streamed(
+def test_a_forced_call_is_made_at_temperature_1_as_body_and_as_stream(
     real: Cluster, choice: Any, reason: str, names: set[str]
 ) -> None:
     arguments: dict[str, Any] = {"messages": QUESTION, "tools": PLANNED, "tool_choice": choice, "max_tokens": 80}
@@ -124,7 +124,7 @@ def test_arguments_of_a_forced_call_are_streamed_while_they_are_written(real: Cl
 
 
 @pytest.mark.model
-def test_another_engine_completes_a_forced_call_whose_engine_is_killed(start_cluster: Callable[..., Cluster]) -> None:
+def test_another_engine_completes_a_forced_call_after_a_kill(start_cluster: Callable[..., Cluster]) -> None:
     cluster = start_cluster(2)
     note = {"type": "string", "pattern": "^[a-z ]{60,90}$"}
     schema = {"type": "object", "properties": {"note": note}, "required": ["note"], "additionalProperties": False}
@@ -148,7 +148,7 @@ def test_another_engine_completes_a_forced_call_whose_engine_is_killed(start_clu
 
 
 @pytest.mark.model
-def test_a_form_goes_with_tools_and_begins_behind_the_reasoning(real: Cluster) -> None:
+def test_a_form_works_with_tools_and_applies_after_the_reasoning(real: Cluster) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "plan", "schema": PLAN}}
     thinking: list[Any] = [*QUESTION, {"role": "assistant", "content": "<think>\nIt is Paris.\n"}]
     extra = {"continue_final_message": True, "add_generation_prompt": False}
@@ -161,7 +161,7 @@ def test_a_form_goes_with_tools_and_begins_behind_the_reasoning(real: Cluster) -
         if each.finish_reason == "stop":
             jsonschema.validate(json.loads(each.message.content or ""), PLAN)
         elif each.finish_reason == "tool_calls":
-            # `stop` is not strict, so its arguments are whatever the model writes.
+            # `stop` is not strict, so the model may write any arguments.
             strict = [call for call in each.message.tool_calls if call.function.name == "plan"]
             assert all(jsonschema.validate(json.loads(call.function.arguments), PLAN) is None for call in strict)
     message = behind.choices[0].message
@@ -173,7 +173,7 @@ def test_a_form_goes_with_tools_and_begins_behind_the_reasoning(real: Cluster) -
 
 
 @pytest.mark.model
-def test_the_real_model_stops_thinking_at_its_budget(real: Cluster) -> None:
+def test_the_real_model_stops_reasoning_at_its_budget(real: Cluster) -> None:
     thinking: list[Any] = [*QUESTION, {"role": "assistant", "content": "<think>\nThe capital"}]
     extra = {"continue_final_message": True, "add_generation_prompt": False, "thinking_token_budget": 5}
     with real.client() as client:
@@ -189,7 +189,7 @@ def test_the_real_model_stops_thinking_at_its_budget(real: Cluster) -> None:
 
 
 @pytest.mark.model
-def test_a_schema_that_cannot_be_held_is_refused_with_its_place(real: Cluster) -> None:
+def test_an_unsupported_schema_is_refused_with_its_path(real: Cluster) -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True}}
     with real.client() as client, pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="smol", messages=QUESTION, tools=[*PLANNED, bad])
@@ -197,7 +197,7 @@ def test_a_schema_that_cannot_be_held_is_refused_with_its_place(real: Cluster) -
 
 
 @pytest.mark.model
-def test_the_real_models_reasoning_is_apart_from_its_answer(real: Cluster) -> None:
+def test_the_real_models_reasoning_is_separate_from_its_answer(real: Cluster) -> None:
     messages: list[Any] = [
         {"role": "user", "content": "What is the capital of Italy?"},
         {"role": "assistant", "content": "<think>\nItaly is in Europe.\n</think>\nRome."},

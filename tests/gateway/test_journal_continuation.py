@@ -1,7 +1,7 @@
-"""Answers whose engines are lost at any byte, any number of times: the client gets the bytes of an undisturbed run.
+"""Answers whose engines are lost at any byte, any number of times, have the bytes of an undisturbed run.
 
-The engines are scripts rendered by the engine's own output process, the relay is the gateway's; between them a network
-that cuts each answer where it likes, after which another engine gets what the relay asks of it.
+The engines are scripts rendered by the engine's own output process, and the relay is the gateway's. A simulated network
+between them cuts each answer at random positions, after which another engine gets the relay's next request.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ End = Literal["reset", "eof", "garbage"]
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Tokenizer:
-    """Any cut may fall inside a character."""
+    """Return a tokenizer of bytes, so that any cut may fall inside a character."""
     return Tokenizer(byte_bundle())
 
 
 class Break(NamedTuple):
-    """Where the network ends one attempt: after this share of its bytes, in pieces of this size."""
+    """The position at which the network ends one attempt, as a share of its bytes, and the size of the pieces."""
 
     share: float
     piece_bytes: int
@@ -74,17 +74,17 @@ BREAKS = st.lists(
 
 
 class Engines:
-    """What stands at the other end of the relay: a brain that always finds one more engine, and their network."""
+    """The other end of the relay: a brain that always finds another engine, and the network to it."""
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str], breaks: list[Break]) -> None:
         self.requests: list[GenerateRequest] = []
         self.agains: list[RetryContext | None] = []
         self.num_computed = 0
-        """Tokens that engines generated."""
+        """The number of tokens that engines have generated."""
         self.weights_digests: list[str] = []
-        """Of the engines in turn; afterwards all have "w"."""
+        """The digests of the engines in turn; afterwards all have "w"."""
         self.record = RequestRecord(route="/v1/completions")
-        """Of the latest request."""
+        """The record of the latest request."""
         self._tokenizer = tokenizer
         self._texts = texts
         self._breaks = breaks
@@ -165,7 +165,7 @@ class Engines:
                     token_ids=[token_id],
                     logprobs=[LogprobsOut([token_id, 97], [-token_id / 7, -0.5], 1)],
                     finish_reason="length" if number == len(rest) else None,
-                    num_cached_tokens=len(self.requests) if number == 1 else 0,  # each has a cache of its own
+                    num_cached_tokens=len(self.requests) if number == 1 else 0,  # each engine has a cache of its own
                 )
             )
         return outputs
@@ -178,7 +178,7 @@ class _Network:
         self._left = b"".join(frames)
         if network_break is None:
             return
-        if network_break.how == "garbage":  # inside a frame it cannot be distinguished from the payload
+        if network_break.how == "garbage":  # inside a frame, the end cannot be distinguished from the payload
             self._left = b"".join(frames[: int(len(frames) * network_break.share)])
         else:
             self._left = self._left[: int(len(self._left) * network_break.share)]
@@ -193,7 +193,7 @@ class _Network:
 
 
 def _by_choice(data: bytes) -> dict[int, list[bytes]]:
-    """The events of each choice; their order is not defined. The first that can reports what was cached."""
+    """Return the events of each choice, whose relative order is undefined, without the cached tokens."""
     events: dict[int, list[bytes]] = {}
     for event in re.sub(rb'"cached_tokens":\d+', b"", data).split(b"\n\n"):
         index = re.search(rb'"index":(\d+)', event)
@@ -204,7 +204,7 @@ def _by_choice(data: bytes) -> dict[int, list[bytes]]:
 def serve(
     engines: Engines, request: GenerateRequest, capacity: int = 10_000, max_attempts: int = 5
 ) -> tuple[bytes, Usage]:
-    """The client's bytes and the usage."""
+    """Serve the request; return the client's bytes and the usage."""
     written: list[bytes] = []
 
     async def write(data: bytes) -> None:
@@ -245,7 +245,7 @@ def make_request(texts: list[str], *, stream: bool, **fields: Any) -> GenerateRe
 
 @settings(deadline=None, max_examples=num_examples(60))
 @given(TEXTS, STOPS, BREAKS, st.sampled_from([None, 1]), st.sampled_from(["chat", "completions"]))
-def test_a_stream_cut_at_any_byte_is_the_undisturbed_one(
+def test_a_stream_cut_at_any_byte_equals_the_undisturbed_one(
     byte_tokenizer: Tokenizer,
     texts: list[str],
     stop: list[str],
@@ -264,7 +264,7 @@ def test_a_stream_cut_at_any_byte_is_the_undisturbed_one(
 
 @settings(deadline=None, max_examples=num_examples(60))
 @given(TEXTS, STOPS, BREAKS)
-def test_a_body_whose_engines_are_lost_is_the_undisturbed_one(
+def test_a_body_whose_engines_are_lost_equals_the_undisturbed_one(
     byte_tokenizer: Tokenizer, texts: list[str], stop: list[str], breaks: list[Break]
 ) -> None:
     texts = [text * 3 for text in texts]
@@ -276,7 +276,7 @@ def test_a_body_whose_engines_are_lost_is_the_undisturbed_one(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_next_engine_computes_only_what_is_missing(byte_tokenizer: Tokenizer, stream: bool) -> None:
+def test_the_next_engine_computes_only_the_missing_tokens(byte_tokenizer: Tokenizer, stream: bool) -> None:
     text = "x" * 200
     engines = Engines(byte_tokenizer, [text], [Break(0.5 if stream else 0.9, 50, "reset")])
     serve(engines, make_request([text], stream=stream))
@@ -293,7 +293,7 @@ def test_the_next_engine_computes_only_what_is_missing(byte_tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": 1}, {"use_beam_search": True, "best_of": 1}])
-def test_a_body_that_cannot_be_continued_runs_anew(byte_tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+def test_a_body_that_cannot_be_continued_starts_again(byte_tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     engines = Engines(byte_tokenizer, ["x" * 100], [Break(0.9, 50, "reset")])
     serve(engines, make_request(["x" * 100], stream=False, sampling=fields))
     assert [request.resume for request in engines.requests] == [[], []]
@@ -309,8 +309,10 @@ def test_an_answer_beyond_the_journals_capacity_is_served_and_cannot_be_continue
 
 
 @pytest.mark.parametrize("capacity", [10_000, 10])
-def test_tokens_are_counted_once_however_often_they_were_computed(byte_tokenizer: Tokenizer, capacity: int) -> None:
-    """Continued within the journal's capacity, begun anew beyond it."""
+def test_generated_tokens_are_counted_once_however_often_they_are_computed(
+    byte_tokenizer: Tokenizer, capacity: int
+) -> None:
+    """An answer within the journal's capacity is continued, a longer one starts again."""
     request = make_request(["x" * 100], stream=False)
     undisturbed = Engines(byte_tokenizer, ["x" * 100], [])
     usage = serve(undisturbed, request, capacity)[1]
@@ -327,7 +329,9 @@ def test_an_engine_that_does_not_name_its_weights_is_not_continued(byte_tokenize
         serve(engines, make_request(["x" * 50], stream=True))
 
 
-def test_a_stream_that_goes_on_may_be_lost_more_often_than_a_request_may_be_tried(byte_tokenizer: Tokenizer) -> None:
+def test_a_stream_that_makes_progress_may_be_lost_more_often_than_a_request_may_be_retried(
+    byte_tokenizer: Tokenizer,
+) -> None:
     text = "y" * 300
     request = make_request([text], stream=True)
     expected = serve(Engines(byte_tokenizer, [text], []), request)
@@ -336,13 +340,13 @@ def test_a_stream_that_goes_on_may_be_lost_more_often_than_a_request_may_be_trie
     assert len(engines.requests) == 9
 
 
-def test_the_brain_hears_of_every_engine_that_ended_and_they_are_bounded(byte_tokenizer: Tokenizer) -> None:
+def test_every_ended_engine_is_reported_to_the_brain_and_their_number_is_bounded(byte_tokenizer: Tokenizer) -> None:
     breaks = [Break(0.5, 50, "reset"), *[Break(0.0, 50, "reset") for _ in range(20)]]
     engines = Engines(byte_tokenizer, ["x" * 100], breaks)
     with pytest.raises(PagemillError) as error:
         serve(engines, make_request(["x" * 100], stream=False))
     assert error.value.code == "bad_upstream"
-    assert len(engines.requests) == MOST_ENDS, "one with tokens begins a new row"
+    assert len(engines.requests) == MOST_ENDS, "an attempt with tokens begins a new row"
     engine_failures = engines.agains[-1].engine_failures  # type: ignore[union-attr]
     assert [end.decision for end in engine_failures] == list(range(1, MOST_ENDS))
     assert [end.progressed for end in engine_failures] == [True] + [False] * (MOST_ENDS - 2)
@@ -372,7 +376,7 @@ def test_frames_that_skip_or_repeat_tokens_are_refused() -> None:
     assert journal.continuation().resume == [ChoiceResume(0, [1, 2, 3], 0, True, "stop")]
 
 
-def test_journals_share_one_capacity_and_give_it_back() -> None:
+def test_journals_share_one_capacity_and_release_it() -> None:
     capacity = JournalCapacity(5)
     first, second = (Journal(make_request(["a"], stream=True), capacity) for _ in range(2))
     first.note(FrameMeta(token_ids=[1, 2, 3], position=3), "w")

@@ -1,4 +1,4 @@
-"""One line about one key: what it may say, and what is said about a wrong one."""
+"""A line about an API key: its valid fields, and the error for a wrong one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_bare_hash_is_a_key_without_limits() -> None:
     assert parse_entry(HASH).limits.none
 
 
-def test_an_entry_says_whose_key_it_is_and_what_it_may_have() -> None:
+def test_an_entry_names_the_tenant_and_the_limits_of_a_key() -> None:
     line = (
         f"{HASH}  tenant=team-a models=llama,gpt-4o requests_per_minute=60 tokens_per_minute=10000 concurrency=4 "
         "tokens_per_day=200000 tokens_per_month=1000000000000 priority=high"
@@ -54,21 +54,21 @@ def test_a_wrong_field_is_named_with_its_remedy(rest: str, named: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["", "sk-plain-key", f"{HASH}00", "sk-plain-key tenant=a", f"{HASH} sk-plain-key"])
-def test_what_may_be_a_key_is_never_shown(line: str) -> None:
+def test_a_value_that_may_be_a_key_is_never_shown(line: str) -> None:
     fault = fault_of(line)
     assert fault is not None
     assert "sk-plain" not in fault
     assert "sha256sum" in fault or "FIELD=VALUE" in fault
 
 
-def test_keys_of_one_tenant_are_counted_together_and_others_apart() -> None:
+def test_keys_of_one_tenant_share_counters_and_keys_of_others_do_not() -> None:
     one, two = parse_entry(f"{HASH} tenant=a"), parse_entry(f"{'cd' * 32} tenant=a")
     assert one.account == two.account
     assert len({one.account, parse_entry(HASH).account, parse_entry("cd" * 32).account, ANONYMOUS.account}) == 4
     assert HASH not in parse_entry(HASH).account
 
 
-def test_the_class_of_a_key_outranks_whatever_its_client_asks_for() -> None:
+def test_the_class_of_a_key_overrides_the_clients_priority() -> None:
     high, normal, low = (parse_entry(f"{HASH} priority={name}") for name in ("high", "normal", "low"))
     assert high.priority(2**31 - 1) < normal.priority(-(2**31))
     assert normal.priority(2**31 - 1) < low.priority(-(2**31))

@@ -1,4 +1,4 @@
-"""Who may call: keys of the settings, of a file and of a shared store, known by their hash only."""
+"""API keys from the settings, a file and a shared store, which the gateway knows by their hashes only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refusal_of(ring: KeyRing, authorization: str | None) -> PagemillError:
     return caught.value
 
 
-def test_api_keys_are_known_by_their_hash() -> None:
+def test_api_keys_are_recognized_by_their_hash() -> None:
     ring = KeyRing([hash_key("one"), hash_key("two").upper()])
     assert ring.authenticate(scope_with("Bearer one")).key_hash == hash_key("one")
     assert ring.authenticate(scope_with("bearer two")).key_hash == hash_key("two")
@@ -38,7 +38,7 @@ def test_api_keys_are_known_by_their_hash() -> None:
         assert (error.status, error.code) == (401, "invalid_api_key")
 
 
-def test_clients_of_anthropics_api_send_the_key_in_a_header_of_its_own() -> None:
+def test_clients_of_anthropics_api_send_the_key_in_their_own_header() -> None:
     ring = KeyRing([hash_key("one")])
     scope = {"type": "http", "headers": [(b"x-api-key", b"one")]}
     assert ring.authenticate(scope).key_hash == hash_key("one")
@@ -50,15 +50,15 @@ def test_clients_of_anthropics_api_send_the_key_in_a_header_of_its_own() -> None
         ring.authenticate({"type": "http", "headers": both})
 
 
-def test_a_hash_is_no_key() -> None:
+def test_a_hash_is_not_accepted_as_a_key() -> None:
     assert refusal_of(KeyRing([hash_key("one")]), f"Bearer {hash_key('one')}").status == 401
 
 
-def test_an_empty_ring_is_open() -> None:
+def test_without_keys_the_gateway_is_open() -> None:
     assert KeyRing([]).authenticate(scope_with()) is ANONYMOUS
 
 
-def test_every_key_is_compared_in_constant_time_known_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
     compare_digest = hmac.compare_digest
 
@@ -70,24 +70,26 @@ def test_every_key_is_compared_in_constant_time_known_or_not(monkeypatch: pytest
     ring = KeyRing([hash_key(f"key-{number}") for number in range(100)])
     ring.authenticate(scope_with("Bearer key-99"))
     refusal_of(ring, "Bearer stranger")
-    assert len(compared) == 2, "one comparison each, however many keys there are"
+    assert len(compared) == 2, "one comparison for each key, whatever the number of keys"
     assert all(len(one) == len(other) == 32 for one, other in compared)
 
 
-def test_a_wrong_entry_in_the_settings_is_refused() -> None:
+def test_an_invalid_entry_in_the_settings_is_refused() -> None:
     with pytest.raises(EntryError, match="concurrency"):
         KeyRing([f"{hash_key('one')} concurrency=many"])
 
 
-def test_at_the_start_wrong_lines_of_a_file_let_no_client_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_invalid_lines_in_the_file_at_the_start_no_client_is_accepted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (path := tmp_path / "keys").write_text(f"# team a\n{hash_key('one')} tenant=a\n{hash_key('two')} tenant=?\n")
     ring = KeyRing([hash_key("fixed")], SecretFile(path, fault_of=fault_of, clock=Clock()))
     assert ring.authenticate(scope_with("Bearer one")).tenant == "a"
-    assert refusal_of(ring, "Bearer two").status == 401, "a limit that cannot be read must not become no limit"
+    assert refusal_of(ring, "Bearer two").status == 401, "an unreadable limit must not become no limit"
     assert "line 3 is ignored: it has tenant='?'" in caplog.text
 
 
-def test_a_file_may_add_change_and_revoke_keys(tmp_path: Path) -> None:
+def test_a_file_can_add_change_and_revoke_keys(tmp_path: Path) -> None:
     clock = Clock()
     (path := tmp_path / "keys").write_text(f"{hash_key('one')} tenant=a\n{hash_key('two')} concurrency=1\n")
     ring = KeyRing([hash_key("fixed")], SecretFile(path, fault_of=fault_of, clock=clock))
@@ -99,7 +101,7 @@ def test_a_file_may_add_change_and_revoke_keys(tmp_path: Path) -> None:
     assert ring.authenticate(scope_with("Bearer fixed")).limits.none
 
 
-def test_a_file_that_becomes_wrong_leaves_the_keys_of_before(tmp_path: Path) -> None:
+def test_a_file_that_becomes_invalid_keeps_the_previous_keys(tmp_path: Path) -> None:
     clock = Clock()
     (path := tmp_path / "keys").write_text(f"{hash_key('one')} tenant=a concurrency=2\n")
     ring = KeyRing([], SecretFile(path, fault_of=fault_of, clock=clock))
@@ -109,10 +111,10 @@ def test_a_file_that_becomes_wrong_leaves_the_keys_of_before(tmp_path: Path) -> 
     assert refusal_of(ring, "Bearer two").status == 401
     path.write_text("")
     clock.now += CHECK_INTERVAL_S
-    assert refusal_of(ring, "Bearer one").status == 401, "an empty file lets no client in"
+    assert refusal_of(ring, "Bearer one").status == 401, "with an empty file, no client is accepted"
 
 
-def test_until_the_shared_keys_are_known_strangers_are_asked_to_come_back() -> None:
+def test_unknown_keys_are_asked_to_retry_until_the_shared_keys_are_known() -> None:
     ring = KeyRing([hash_key("fixed")], shared=True)
     assert not ring.open
     assert ring.authenticate(scope_with("Bearer fixed"))
@@ -123,10 +125,10 @@ def test_until_the_shared_keys_are_known_strangers_are_asked_to_come_back() -> N
     assert ring.authenticate(scope_with("Bearer shared")).tenant == "a"
     ring.replace_shared([])
     assert refusal_of(ring, "Bearer shared").status == 401
-    assert not ring.open, "no keys let no client in"
+    assert not ring.open, "without keys in the store, no client is accepted"
 
 
-def test_no_key_is_kept_in_memory() -> None:
+def test_no_plain_key_is_kept_in_memory() -> None:
     ring = KeyRing([hash_key("sk-very-secret")])
     ring.authenticate(scope_with("Bearer sk-very-secret"))
     assert "sk-very-secret" not in repr(vars(ring))

@@ -1,4 +1,4 @@
-"""The file of API keys at a running gateway: changes take effect, and a wrong file is reported and changes nothing."""
+"""The file of API keys at a running gateway: changes take effect; an invalid file is reported and changes nothing."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ async def test_keys_are_added_limited_and_revoked_without_a_restart(engines, gat
     assert [await status_of(gateway, key) for key in ("one", "two", "new")] == [200, 200, 401]
     path.write_text(f"{hash_key('one')} requests_per_minute=1\n{hash_key('new')}\n")
     await becomes(lambda: status_of(gateway, "new"), 200)
-    assert await status_of(gateway, "two") == 401, "revoked"
-    assert [await status_of(gateway, "one") for _ in range(2)] == [200, 429], "limited from now on"
+    assert await status_of(gateway, "two") == 401, "the key is revoked"
+    assert [await status_of(gateway, "one") for _ in range(2)] == [200, 429], "the key is limited from now on"
 
 
-async def test_a_mounted_secret_is_swapped_behind_its_links(engines, gateways, tmp_path: Path) -> None:
+async def test_an_update_of_a_mounted_secret_is_noticed(engines, gateways, tmp_path: Path) -> None:
     for folder, key in (("..1", "one"), ("..2", "two")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "keys").write_text(f"{hash_key(key)}\n")
@@ -74,7 +74,7 @@ async def test_a_mounted_secret_is_swapped_behind_its_links(engines, gateways, t
 
 
 @pytest.mark.layouts
-async def test_a_wrong_file_leaves_the_keys_of_before_and_is_reported_once(
+async def test_an_invalid_file_keeps_the_previous_keys_and_is_reported_once(
     engines, gateways, fake, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (path := tmp_path / "keys").write_text(f"{hash_key('one')}\n")
@@ -98,5 +98,5 @@ async def test_a_wrong_file_leaves_the_keys_of_before_and_is_reported_once(
     assert await status_of(gateway, "one") == 401
 
 
-async def test_without_a_file_none_is_wrong(engines, gateways) -> None:
+async def test_without_a_file_no_file_is_reported_as_invalid(engines, gateways) -> None:
     assert await valid(await gateways(engines[0])) == 1.0

@@ -1,4 +1,4 @@
-"""Keys made as docs/how-to/keys-and-limits.md says are read by gateways."""
+"""Gateways accept the keys that the commands of docs/how-to/keys-and-limits.md create."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def commands(*starts: str) -> list[str]:
     return [line for line in lines if line.startswith(starts)]
 
 
-def test_the_file_of_keys_that_the_page_makes_can_be_read(tmp_path: Path) -> None:
+def test_the_pages_file_of_keys_can_be_read(tmp_path: Path) -> None:
     script = "\n".join(["set -euo pipefail", *commands("KEY=", "printf"), 'printf %s "$KEY"'])
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     (line,) = (tmp_path / "keys").read_text().splitlines()
@@ -47,9 +47,7 @@ def test_the_file_of_keys_that_the_page_makes_can_be_read(tmp_path: Path) -> Non
     check_keys_file(tmp_path / "keys.txt")
 
 
-def test_the_gateway_that_the_page_starts_asks_for_the_keys_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_gateway_requires_the_keys_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[GatewayConfig] = []
     monkeypatch.setattr(gateway_main, "run", started.append)
     monkeypatch.chdir(tmp_path)
@@ -62,7 +60,7 @@ def test_the_gateway_that_the_page_starts_asks_for_the_keys_of_the_file(
 
 
 @pytest.mark.parametrize("command", commands("redis-cli"))
-async def test_the_key_that_the_page_puts_into_redis_opens_the_gateway(command: str, tmp_path: Path) -> None:
+async def test_the_pages_key_in_redis_is_accepted(command: str, tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         await asyncio.to_thread(_type, command, server)
         link = Link(RedisConfig(url=server.url, timeout_ms=10_000.0))
@@ -80,13 +78,13 @@ async def test_the_key_that_the_page_puts_into_redis_opens_the_gateway(command: 
 
 def _type(command: str, server: RedisServer) -> None:
     begin, shortened, rest = command.partition("5e88489...")
-    assert shortened, "the page no longer shows a shortened hash"
+    assert shortened, "the page must not contain a shortened hash"
     typed = f"{begin.replace('redis-cli', f'{redis_cli()} -p {server.port}')}{hash_key(KEY)}{rest}"
     subprocess.run(["bash", "-c", typed], check=True, capture_output=True, timeout=60)
 
 
 def _tenant(ring: KeyRing) -> str | None:
-    """Of the key; `None` while the gateway does not know it."""
+    """Return the tenant of the page's key, or None while the gateway does not know the key."""
     try:
         caller = ring.authenticate({"type": "http", "headers": [(b"authorization", f"Bearer {KEY}".encode())]})
     except PagemillError:

@@ -1,6 +1,6 @@
-"""The gateway on a cluster's objects: followed without polling, kept through outages, known again after a restart.
+"""The gateway follows the objects of a cluster without polling, survives outages, and knows them after a restart.
 
-The API server is a small real HTTP server with lists, watches, bookmarks and history that it may forget.
+The API server is a small real HTTP server with lists, watches, bookmarks, and a history that tests can clear.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def models(gateway: ControlProcess) -> list[str]:
     return gateway.brain.registry.names()
 
 
-async def test_models_and_pods_come_and_go_without_polling(api, start, engines, fake) -> None:
+async def test_models_and_pods_are_added_and_removed_without_polling(api, start, engines, fake) -> None:
     await fake.give_keys(api, current=fake.KEY)
     for name in "abcde":
         await fake.give_model(api, name)
@@ -87,25 +87,25 @@ async def test_models_and_pods_come_and_go_without_polling(api, start, engines, 
     assert selectors == {None, "app.kubernetes.io/name=pagemill-engine", "metadata.name=pagemill-keys"}
 
 
-async def test_it_is_ready_once_everything_was_listed_and_the_keys_are_there(api, start, fake) -> None:
+async def test_the_gateway_is_ready_once_everything_was_listed_and_the_keys_are_known(api, start, fake) -> None:
     await fake.give_model(api, "a")
     gateway = await start.gateway()
     await fake.until(lambda: "Secret pagemill/pagemill-keys" in gateway.detail)
     assert not gateway.ready
-    assert gateway.control_tokens.accepted() == (), "without keys no client gets in, not even from this machine"
+    assert gateway.control_tokens.accepted() == (), "without keys, no client is accepted, not even from this machine"
     await fake.give_keys(api)
     await fake.until(lambda: gateway.ready)
     assert gateway.detail == ""
 
 
-async def test_an_empty_cluster_is_a_catalogue_too(api, start, fake) -> None:
+async def test_an_empty_cluster_is_a_valid_catalogue(api, start, fake) -> None:
     await fake.give_keys(api)
     gateway = await start.gateway()
     await fake.until(lambda: gateway.ready)
     assert models(gateway) == []
 
 
-async def test_an_outage_of_the_api_server_changes_nothing_and_its_return_is_noticed(api, start, fake) -> None:
+async def test_an_outage_of_the_api_server_changes_nothing_and_later_changes_are_noticed(api, start, fake) -> None:
     await fake.give_keys(api)
     await fake.give_model(api, "a")
     gateway = await start.gateway()
@@ -121,7 +121,7 @@ async def test_an_outage_of_the_api_server_changes_nothing_and_its_return_is_not
     await fake.until(lambda: gateway.detail == "")
 
 
-async def test_a_gateway_that_starts_during_an_outage_serves_what_was_known(api, start, fake, tmp_path) -> None:
+async def test_a_gateway_that_starts_during_an_outage_serves_the_last_catalogue(api, start, fake, tmp_path) -> None:
     await fake.give_keys(api)
     await fake.give_model(api, "a")
     first = await start.gateway()
@@ -142,7 +142,7 @@ async def test_a_gateway_that_starts_during_an_outage_serves_what_was_known(api,
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"catalog": {"models": [{"deployment": "d", "name": ""}]}}', b"\xff"])
-async def test_a_damaged_file_of_the_last_catalogue_is_as_good_as_none(api, start, fake, tmp_path, content) -> None:
+async def test_a_damaged_file_of_the_last_catalogue_is_ignored(api, start, fake, tmp_path, content) -> None:
     (tmp_path / "catalog.json").write_bytes(content)
     await fake.give_keys(api)
     await fake.give_model(api, "a")
@@ -151,7 +151,7 @@ async def test_a_damaged_file_of_the_last_catalogue_is_as_good_as_none(api, star
     await fake.until(lambda: models(gateway) == ["a"])
 
 
-async def test_a_file_that_cannot_be_written_costs_nothing_but_the_restart(api, start, fake, tmp_path) -> None:
+async def test_a_catalogue_file_that_cannot_be_written_affects_only_restarts(api, start, fake, tmp_path) -> None:
     (tmp_path / "catalog.json").mkdir()
     await fake.give_keys(api)
     await fake.give_model(api, "a")
@@ -161,7 +161,7 @@ async def test_a_file_that_cannot_be_written_costs_nothing_but_the_restart(api, 
     await fake.until(lambda: models(gateway) == ["a", "b"])
 
 
-async def test_a_write_that_failed_is_tried_again_though_the_catalogue_is_the_same(api, start, fake, tmp_path) -> None:
+async def test_a_failed_write_is_repeated_although_the_catalogue_is_unchanged(api, start, fake, tmp_path) -> None:
     (tmp_path / "catalog.json").mkdir()
     await fake.give_keys(api)
     await fake.give_model(api, "a")
@@ -173,7 +173,7 @@ async def test_a_write_that_failed_is_tried_again_though_the_catalogue_is_the_sa
     await fake.until((tmp_path / "catalog.json").is_file)
 
 
-async def test_a_watch_that_is_too_old_lists_again(api, start, fake) -> None:
+async def test_after_a_watch_expired_the_objects_are_listed_again(api, start, fake) -> None:
     await fake.give_keys(api)
     await fake.give_model(api, "a")
     gateway = await start.gateway()
@@ -188,7 +188,7 @@ async def test_a_watch_that_is_too_old_lists_again(api, start, fake) -> None:
     await fake.until(lambda: models(gateway) == ["b", "c"])
 
 
-async def test_a_watch_that_falls_silent_is_opened_again(api, start, fake) -> None:
+async def test_a_silent_watch_is_reopened(api, start, fake) -> None:
     await fake.give_keys(api)
     gateway = await start.gateway(watch_idle_timeout_s=0.3)
     await fake.until(lambda: gateway.ready and api.num_watches >= 3)
@@ -202,7 +202,7 @@ async def test_a_watch_that_falls_silent_is_opened_again(api, start, fake) -> No
     await fake.until(lambda: models(gateway) == ["a", "b"])
 
 
-async def test_keys_that_turn_reach_engines_and_the_control_port(api, start, fake) -> None:
+async def test_rotated_keys_reach_engines_and_the_control_port(api, start, fake) -> None:
     await fake.give_keys(api)
     await fake.give_model(api, "a")
     gateway = await start.gateway()
@@ -222,7 +222,7 @@ async def test_keys_that_turn_reach_engines_and_the_control_port(api, start, fak
     assert gateway.ready
 
 
-async def test_status_that_does_not_matter_makes_no_new_catalogue(api, start, fake) -> None:
+async def test_irrelevant_changes_of_a_status_cause_no_new_catalogue(api, start, fake) -> None:
     await fake.give_keys(api)
     await fake.give_model(api, "a")
     gateway = await start.gateway()
@@ -236,7 +236,7 @@ async def test_status_that_does_not_matter_makes_no_new_catalogue(api, start, fa
     assert gateway.brain.registry.deployments["ns/a"].model == deployment.model
 
 
-async def test_an_object_that_cannot_be_read_does_not_hide_the_others(api, start, fake) -> None:
+async def test_an_unreadable_object_does_not_hide_the_others(api, start, fake) -> None:
     await fake.give_keys(api)
     await fake.give_model(api, "a")
     gateway = await start.gateway()
@@ -251,14 +251,14 @@ async def test_an_object_that_cannot_be_read_does_not_hide_the_others(api, start
     await fake.until(lambda: models(gateway) == [])
 
 
-async def test_what_the_server_forbids_is_reported(api, start, fake) -> None:
+async def test_a_forbidden_request_is_reported(api, start, fake) -> None:
     api.status = 403
     gateway = await start.gateway()
     await fake.until(lambda: "you shall not" in gateway.detail)
     assert not gateway.ready
 
 
-async def test_namespaces_are_watched_one_by_one(api, start, fake) -> None:
+async def test_namespaces_are_watched_individually(api, start, fake) -> None:
     await fake.give_keys(api)
     for namespace in ("one", "two", "three"):
         await give_model_in(api, fake, namespace)
@@ -269,14 +269,14 @@ async def test_namespaces_are_watched_one_by_one(api, start, fake) -> None:
     assert len(paths) == 5
 
 
-async def test_more_watches_than_a_usual_pool_of_connections_has(api, start, fake) -> None:
+async def test_more_watches_are_possible_than_the_default_size_of_a_connection_pool(api, start, fake) -> None:
     await fake.give_keys(api)
     namespaces = [f"n{number}" for number in range(60)]
     gateway = await start.gateway(namespaces=namespaces)
     await fake.until(lambda: gateway.ready and api.num_watches == 2 * len(namespaces) + 1)
 
 
-async def test_a_namespace_that_is_gone_does_not_hide_the_others(api, start, fake) -> None:
+async def test_a_deleted_namespace_does_not_hide_the_others(api, start, fake) -> None:
     await fake.give_keys(api)
     for namespace in ("one", "two"):
         await give_model_in(api, fake, namespace)
@@ -291,10 +291,10 @@ async def test_a_namespace_that_is_gone_does_not_hide_the_others(api, start, fak
     api.closed.add("two")
     await api.forget_history()
     await fake.until(lambda: "two is closed" in gateway.detail)
-    assert models(gateway) == ["one", "two"], "what was known once stays in use"
+    assert models(gateway) == ["one", "two"], "known models stay in use"
 
 
-async def test_a_kind_that_is_forbidden_is_no_empty_catalogue(api, start, fake) -> None:
+async def test_a_forbidden_kind_causes_no_empty_catalogue(api, start, fake) -> None:
     await fake.give_keys(api)
     api.closed.update({"one", "two"})
     gateway = await start.gateway(namespaces=["one", "two"])
@@ -302,7 +302,7 @@ async def test_a_kind_that_is_forbidden_is_no_empty_catalogue(api, start, fake) 
     assert not gateway.ready
 
 
-async def test_a_server_that_ends_every_watch_is_asked_ever_less(api, start, fake) -> None:
+async def test_a_server_that_ends_every_watch_gets_requests_at_growing_intervals(api, start, fake) -> None:
     await fake.give_keys(api)
     await fake.give_model(api, "a")
     api.gone = True
@@ -322,7 +322,7 @@ async def give_model_in(api: Any, fake: Any, namespace: str) -> None:
     await api.apply(fake.DEPLOYMENTS, namespace, spec=spec, status={}, metadata={"namespace": namespace})
 
 
-async def test_a_request_goes_all_the_way_to_a_pod_found_in_a_slice(api, start, engines, fake) -> None:
+async def test_a_request_reaches_a_pod_found_in_a_slice(api, start, engines, fake) -> None:
     await fake.give_keys(api, current=fake.KEY)
     await fake.give_model(api, fake.MODEL)
     await fake.give_slice(api, fake.MODEL, engines[0])
@@ -331,7 +331,7 @@ async def test_a_request_goes_all_the_way_to_a_pod_found_in_a_slice(api, start, 
     assert gateway.brain.resolve(fake.MODEL).deployment == f"ns/{fake.MODEL}"
 
 
-async def test_it_is_ready_only_when_it_knows_the_engines_that_are(api, start, engines, fake) -> None:
+async def test_the_gateway_is_ready_only_when_it_knows_the_ready_engines(api, start, engines, fake) -> None:
     engines[0].max_model_len = 0
     await fake.give_keys(api, current=fake.KEY)
     await fake.give_model(api, fake.MODEL)
@@ -345,10 +345,10 @@ async def test_it_is_ready_only_when_it_knows_the_engines_that_are(api, start, e
     await fake.until(lambda: gateway.ready)
     await fake.give_slice(api, fake.MODEL, engines[1])
     await fake.until(lambda: engines[1].name in gateway.brain.registry.endpoints)
-    assert gateway.ready, "what comes later does not undo it"
+    assert gateway.ready, "later engines do not make the gateway unready"
 
 
-async def test_an_engine_that_cannot_be_reached_does_not_hold_the_gateway_up(api, start, engines, fake) -> None:
+async def test_an_unreachable_engine_does_not_delay_readiness(api, start, engines, fake) -> None:
     await engines[0].kill()
     await fake.give_keys(api, current=fake.KEY)
     await fake.give_model(api, fake.MODEL)
@@ -360,8 +360,8 @@ async def test_an_engine_that_cannot_be_reached_does_not_hold_the_gateway_up(api
 # -- credentials -------------------------------------------------------------------------------------------------------
 
 
-def test_a_service_account_token_is_read_again_for_each_request(tmp_path: Path) -> None:
-    ca = Path(aiohttp.__file__)  # any file that is no certificate
+def test_the_service_account_token_is_read_for_each_request(tmp_path: Path) -> None:
+    ca = Path(aiohttp.__file__)  # any file that is not a certificate
     (tmp_path / "token").write_text("one\n")
     with pytest.raises(CredentialsError, match="certificate"):
         in_cluster("https://10.0.0.1", _folder_with(tmp_path, ca.read_text()))
@@ -375,7 +375,7 @@ def test_a_service_account_token_is_read_again_for_each_request(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "a: [", '{"current-context": "x", "contexts": []}'])
-def test_a_kubeconfig_that_makes_no_sense_is_named(tmp_path: Path, content: str) -> None:
+def test_an_invalid_kubeconfig_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config").write_text(content)
     with pytest.raises(CredentialsError, match="config"):
         from_kubeconfig(tmp_path / "config")

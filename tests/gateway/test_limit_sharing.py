@@ -1,4 +1,4 @@
-"""Limits shared by several gateways through a real Redis, and what holds while it is gone."""
+"""Several gateways share limits through a real Redis and continue with their shares while it is unavailable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pagemill_protocol.keys.caller import Limits
 from pagemill_protocol.keys.ring import KeyRing
 
 PATIENT_MS = 10_000.0
-"""A loaded machine must not look like a Redis that is gone."""
+"""A timeout that is long enough for a loaded machine, so that Redis does not look unavailable."""
 leases = (f"lease-{number}" for number in itertools.count())
 prefixes = (f"test-{number}" for number in itertools.count())
 
@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """For tests that kill it."""
+    """Start a Redis server for a test that kills it."""
     with redis_server(tmp_path) as running:
         yield running
 
@@ -54,7 +54,7 @@ def own_server(tmp_path: Path) -> Iterator[RedisServer]:
 async def stores(
     server: RedisServer, count: int = 2, *, prefix: str = "", timeout_ms: float = PATIENT_MS, wait: bool = True
 ) -> AsyncIterator[list[RedisStore]]:
-    """As many gateways, which know each other when they begin."""
+    """Yield the stores of several gateways, which know each other from the start."""
     prefix = prefix or next(prefixes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redis_link, "CONNECT_TIMEOUT_S", max(redis_link.CONNECT_TIMEOUT_S, timeout_ms / 1000))
@@ -76,7 +76,7 @@ def ask(limits: Limits, tokens: int = 1, account: str = "a") -> Ask:
     return Ask(account, next(leases), tokens, limits)
 
 
-# -- the same rules ---------------------------------------------------------------------------------------------------
+# -- equal rules ------------------------------------------------------------------------------------------------------
 
 histories = st.lists(step, max_size=40)
 
@@ -84,7 +84,7 @@ histories = st.lists(step, max_size=40)
 @settings(max_examples=num_examples(60), deadline=None)
 @given(limits=limits, history=histories)
 @example(limits=Limits(tokens_per_month=1), history=[("reserve", 0), ("extend", 1), ("reserve", 1)])
-def test_redis_decides_exactly_as_the_memory_of_one_gateway(
+def test_redis_decides_like_the_memory_of_one_gateway(
     server: RedisServer, limits: Limits, history: list[tuple[str, int]]
 ) -> None:
     asyncio.run(_same_answers(server, limits, history, num_gateways=1))
@@ -95,7 +95,7 @@ def test_redis_decides_exactly_as_the_memory_of_one_gateway(
 def test_a_tenant_gets_no_more_from_three_gateways_than_from_one(
     server: RedisServer, limits: Limits, history: list[tuple[str, int]]
 ) -> None:
-    """Whichever of them it asks, its limits are those of one gateway, to the token."""
+    """Requests go to random gateways, and the limits hold to the token."""
     asyncio.run(_same_answers(server, limits, history, num_gateways=3))
 
 
@@ -117,7 +117,7 @@ async def _same_answers(
         held: dict[str, tuple[RedisStore, int]] = {}
         for number, (kind, amount) in enumerate(history):
             if kind == "wait":
-                # Leases would run out without their renewal, which goes by the server's own clock.
+                # Leases would expire without their renewal, which depends on the server's own clock.
                 now_ms += min(amount, redis_store.LEASE_S * 1000 // 41)
             elif kind == "reserve":
                 shared = gateways[(number + amount) % num_gateways]
@@ -144,7 +144,7 @@ async def _same_answers(
             await each.close()
 
 
-# -- together ---------------------------------------------------------------------------------------------------------
+# -- several gateways -------------------------------------------------------------------------------------------------
 
 
 async def test_two_gateways_share_one_limit_to_the_last_request(server: RedisServer) -> None:
@@ -155,7 +155,7 @@ async def test_two_gateways_share_one_limit_to_the_last_request(server: RedisSer
     assert {answer.refused for answer in answers} == {None, "requests"}
 
 
-async def test_places_taken_at_one_gateway_are_free_for_the_other_when_settled(server: RedisServer) -> None:
+async def test_concurrency_reserved_at_one_gateway_is_free_for_the_other_when_settled(server: RedisServer) -> None:
     limits = Limits(concurrency=3)
     async with stores(server) as (one, two):
         taken = [ask(limits) for _ in range(3)]
@@ -168,7 +168,9 @@ async def test_places_taken_at_one_gateway_are_free_for_the_other_when_settled(s
         assert (await one.reserve(ask(limits))).refused == "concurrency"
 
 
-async def test_a_gateway_that_dies_gives_its_places_back(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_reservations_of_a_gateway_that_dies_expire(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_store, "LEASE_S", 1)
     monkeypatch.setattr(redis_store, "RENEW_S", 0.1)
     limits = Limits(concurrency=2)
@@ -186,18 +188,18 @@ async def test_a_gateway_that_dies_gives_its_places_back(server: RedisServer, mo
             return (await alive.reserve(ask(limits))).refused is None
 
         await eventually(got_in, every_s=0.05)
-        assert (await alive.reserve(ask(limits))).refused == "concurrency", "what is renewed stays taken"
+        assert (await alive.reserve(ask(limits))).refused == "concurrency", "renewed reservations must remain"
 
 
 async def _die(store: RedisStore) -> None:
-    """As kill -9: nothing is reported any more."""
+    """Stop all reports of the store, as SIGKILL would."""
     for task in store._tasks:
         task.cancel()
     await asyncio.gather(*store._tasks, return_exceptions=True)
     await store._link.close()
 
 
-async def test_a_request_that_was_cancelled_while_it_asked_leaves_nothing_behind(server: RedisServer) -> None:
+async def test_a_request_cancelled_during_its_reservation_leaves_nothing_reserved(server: RedisServer) -> None:
     limits = Limits(concurrency=1, tokens_per_day=100)
     async with stores(server, 1) as (store,):
         for _ in range(20):
@@ -209,13 +211,15 @@ async def test_a_request_that_was_cancelled_while_it_asked_leaves_nothing_behind
         assert (await store.reserve(ask(limits, 100))).refused is None
 
 
-async def test_sequences_are_counted_together_and_renewed(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sequences_are_counted_across_gateways_and_renewed(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_store, "RENEW_S", 0.05)
     limits = Limits(concurrency=10)
     async with stores(server) as (one, two):
         first = ask(limits)._replace(sequences=8)
         assert (await one.reserve(first)).refused is None
-        await asyncio.sleep(0.2)  # some renewals
+        await asyncio.sleep(0.2)  # time for some renewals
         assert (await two.reserve(ask(limits)._replace(sequences=3))).refused == "concurrency"
         assert (await two.reserve(ask(limits)._replace(sequences=2))).refused is None
         one.settle(first.lease, 1)
@@ -240,7 +244,7 @@ async def test_reservations_of_two_gateways_grow_within_one_limit(server: RedisS
         assert (await one.reserve(ask(limits, 660))).refused is None
 
 
-async def test_growth_that_is_not_waited_for_any_more_leaves_nothing_behind(server: RedisServer) -> None:
+async def test_an_abandoned_growth_leaves_nothing_reserved(server: RedisServer) -> None:
     limits = Limits(tokens_per_minute=1000)
     async with stores(server, 1) as (store,):
         for _ in range(20):
@@ -259,14 +263,14 @@ async def test_growth_that_is_not_waited_for_any_more_leaves_nothing_behind(serv
 # -- without Redis ----------------------------------------------------------------------------------------------------
 
 
-def test_shares_add_up_to_the_limit_and_are_never_nothing() -> None:
+def test_shares_add_up_to_the_limit_and_are_never_zero() -> None:
     whole = Limits(requests_per_minute=10, tokens_per_minute=100, concurrency=1)
     share = share_of(whole, 3)
     assert share == Limits(4, 34, 1, None, None)
     assert share_of(whole, 1) == whole
 
 
-async def test_without_redis_each_gateway_goes_on_with_its_share_and_finds_back(own_server: RedisServer) -> None:
+async def test_without_redis_each_gateway_continues_with_its_share_and_reconnects(own_server: RedisServer) -> None:
     limits = Limits(requests_per_minute=40)
     async with stores(own_server) as (one, two):
         await eventually(lambda: one.num_gateways == two.num_gateways == 2)
@@ -277,15 +281,15 @@ async def test_without_redis_each_gateway_goes_on_with_its_share_and_finds_back(
             answers = [await store.reserve(ask(limits)) for _ in range(40)]
             granted += sum(answer.refused is None for answer in answers)
             assert answers[0].requests is not None
-            assert answers[0].requests.limit == 40, "clients see the limit they know"
-        assert granted == 39, "20 for each, and the one of before counts"
+            assert answers[0].requests.limit == 40, "clients must see the whole limit"
+        assert granted == 39, "20 for each gateway, and the earlier request counts"
         await eventually(lambda: not one.up and not two.up)
         own_server.start()
         await eventually(lambda: one.up and two.up)
         assert (await one.reserve(ask(limits, account="b"))).requests is not None
 
 
-async def test_a_frozen_redis_costs_a_moment_and_then_nothing(own_server: RedisServer) -> None:
+async def test_a_frozen_redis_delays_one_request_and_then_none(own_server: RedisServer) -> None:
     limits = Limits(requests_per_minute=10_000)
     async with stores(own_server, 1, timeout_ms=200.0) as (store,):
         assert (await store.reserve(ask(limits))).refused is None
@@ -294,7 +298,7 @@ async def test_a_frozen_redis_costs_a_moment_and_then_nothing(own_server: RedisS
         assert all(answer.refused is None for answer in answers)
         await eventually(lambda: not store.up)
         openings = store.num_openings
-        # While the breaker is open a reservation does not even give up its turn: nothing is waited for.
+        # While the circuit breaker is open, a reservation does not even yield to the event loop.
         waiting = store.reserve(ask(limits))
         with pytest.raises(StopIteration) as done:
             waiting.send(None)
@@ -304,7 +308,7 @@ async def test_a_frozen_redis_costs_a_moment_and_then_nothing(own_server: RedisS
         await eventually(lambda: store.up)
 
 
-async def test_what_was_used_without_redis_is_charged_when_it_is_back(own_server: RedisServer) -> None:
+async def test_tokens_used_without_redis_are_charged_when_it_returns(own_server: RedisServer) -> None:
     limits = Limits(tokens_per_day=1000)
     async with stores(own_server, 1) as (store,):
         before, during = ask(limits, 100), ask(limits, 100)
@@ -313,13 +317,13 @@ async def test_what_was_used_without_redis_is_charged_when_it_is_back(own_server
         await store.reserve(during)
         store.settle(before.lease, 10)
         store.settle(during.lease, 700)
-        own_server.start()  # it has forgotten everything
+        own_server.start()  # Redis has lost all counters
         await eventually(lambda: store.up and store.num_unpublished == 0)
         assert (await store.reserve(ask(limits, 301))).refused == "budget_day"
         assert (await store.reserve(ask(limits, 300))).refused is None
 
 
-async def test_without_redis_reservations_grow_within_a_share(own_server: RedisServer) -> None:
+async def test_without_redis_reservations_grow_within_the_share(own_server: RedisServer) -> None:
     limits = Limits(tokens_per_minute=1000)
     async with stores(own_server) as (one, two):
         await eventually(lambda: one.num_gateways == two.num_gateways == 2)
@@ -329,15 +333,15 @@ async def test_without_redis_reservations_grow_within_a_share(own_server: RedisS
         assert await one.extend(More("a", asked.lease, 50, 900, limits)) == 400
         assert await one.extend(More("a", asked.lease, 200, 900, limits)) == 0
         refused = await one.reserve(ask(limits, 900)._replace(least=600))
-        assert (refused.refused, refused.retry_after_s) == ("tokens", 5.0), "its prompt alone is more than the share"
-        own_server.start()  # it has forgotten the reservation
+        assert (refused.refused, refused.retry_after_s) == ("tokens", 5.0), "the prompt alone exceeds the share"
+        own_server.start()  # Redis has lost the reservation
         await eventually(lambda: one.up and two.up and one.num_gateways == 2)
-        assert await one.extend(More("a", asked.lease, 300, 900, limits)) == 0, "the share goes on to hold"
+        assert await one.extend(More("a", asked.lease, 300, 900, limits)) == 0, "the share still applies"
         one.settle(asked.lease, 450)
         await eventually(lambda: one.num_unpublished == 0)
 
 
-async def test_what_grew_without_redis_is_charged_when_it_is_back(own_server: RedisServer) -> None:
+async def test_growth_without_redis_is_charged_when_it_returns(own_server: RedisServer) -> None:
     limits = Limits(tokens_per_day=1000)
     async with stores(own_server, 1, timeout_ms=200.0) as (store,):
         asked = ask(limits, 100)
@@ -360,7 +364,7 @@ async def test_a_gateway_may_start_before_redis(own_server: RedisServer) -> None
         await eventually(lambda: store.up)
 
 
-async def test_counters_that_another_client_broke_harm_one_account_only(server: RedisServer) -> None:
+async def test_counters_damaged_by_another_client_affect_one_account_only(server: RedisServer) -> None:
     prefix = next(prefixes)
     async with stores(server, 1, prefix=prefix) as (store,):
         server.command("SET", f"{prefix}:{{a}}:requests", "not a hash")
@@ -377,7 +381,7 @@ async def test_counters_that_another_client_broke_harm_one_account_only(server: 
 # -- keys in Redis ----------------------------------------------------------------------------------------------------
 
 
-async def test_keys_in_redis_are_accepted_and_outlive_it(
+async def test_keys_in_redis_are_accepted_and_stay_valid_without_it(
     own_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("pagemill_gateway.limits.redis.shared_keys.READ_INTERVAL_S", 0.02)
@@ -401,7 +405,7 @@ async def test_keys_in_redis_are_accepted_and_outlive_it(
         await keys.close()
 
 
-async def test_a_key_that_is_added_changed_or_revoked_in_redis_counts_within_a_second(own_server: RedisServer) -> None:
+async def test_changes_of_keys_in_redis_apply_within_a_second(own_server: RedisServer) -> None:
     ring = KeyRing([], shared=True)
     async with stores(own_server, 1, prefix="p") as (store,):
         keys = SharedKeys(store._link, ring.replace_shared)

@@ -1,4 +1,4 @@
-"""The store in memory: never above a limit in any minute, nothing lost, nothing kept."""
+"""The limit store in memory: no minute exceeds a limit, no token is lost, and no state remains."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ steps = st.lists(step, max_size=60)
 
 @dataclass
 class Taken:
-    """One granted request, as a bookkeeper who forgets nothing would note it."""
+    """One granted request in the test's own complete accounts."""
 
     at_ms: int
     lease: str
     sequences: int
     reserved: int
     open_at_ms: int
-    """When what is reserved and not reported was booked."""
+    """The time at which the reserved tokens without a report were booked."""
     reported: int = 0
     used: int | None = None
     settled_at_ms: int = 0
     reports: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens that were reported as used, and when they had been booked."""
+    """Tokens that were reported as used, and the times at which they had been booked."""
 
     def charges(self) -> list[tuple[int, int]]:
-        """What counts, and when: less than reserved counts where it was booked, the excess where it was found."""
+        """Return charges with their times: used tokens count when they were booked, an excess when it was reported."""
         opened = self.reserved - self.reported
         if self.used is None:
             return [*self.reports, (self.open_at_ms, opened)]
@@ -58,7 +58,7 @@ class Bookkeeper:
     taken: list[Taken] = field(default_factory=list)
 
     def in_minute_before(self, now_ms: int) -> tuple[int, int]:
-        """Requests and tokens of the last 60 seconds."""
+        """Return the requests and tokens of the last 60 seconds."""
         requests = sum(now_ms - MINUTE_MS < each.at_ms for each in self.taken)
         charges = [charge for each in self.taken for charge in each.charges()]
         return requests, sum(tokens for at_ms, tokens in charges if now_ms - MINUTE_MS < at_ms)
@@ -88,7 +88,7 @@ class World:
         return answer
 
     def extend(self, taken: Taken, tokens: int) -> int:
-        """After half of what is reserved was used."""
+        """Extend the reservation after half of it was used; return the number of granted tokens."""
         used = max(taken.reported, taken.reserved // 2)
         granted = self.store.decide_more(More("a", taken.lease, used, tokens, self.limits))
         taken.extended(used, granted, self.now_ms)
@@ -101,7 +101,7 @@ class World:
 
 @settings(max_examples=num_examples(300), deadline=None)
 @given(limits=limits, steps=steps)
-def test_no_minute_ever_takes_more_than_its_limits(limits: Limits, steps: list[tuple[str, int]]) -> None:
+def test_no_minute_exceeds_its_limits(limits: Limits, steps: list[tuple[str, int]]) -> None:
     world = World(limits)
     for kind, amount in steps:
         if kind == "wait":
@@ -125,7 +125,7 @@ def test_no_minute_ever_takes_more_than_its_limits(limits: Limits, steps: list[t
 
 @settings(max_examples=num_examples(200), deadline=None)
 @given(limits=limits, steps=steps)
-def test_a_refusal_says_truly_when_to_come_back(limits: Limits, steps: list[tuple[str, int]]) -> None:
+def test_retry_after_is_neither_too_early_nor_too_late(limits: Limits, steps: list[tuple[str, int]]) -> None:
     world = World(limits._replace(concurrency=None, tokens_per_day=None, tokens_per_month=None))
     for kind, amount in steps:
         if kind == "wait":
@@ -138,16 +138,16 @@ def test_a_refusal_says_truly_when_to_come_back(limits: Limits, steps: list[tupl
             retry_ms = round(answer.retry_after_s * 1000)
             assert 0 < retry_ms <= MINUTE_MS + 1000
             world.now_ms += retry_ms - 1
-            assert world.reserve(amount).refused is not None, "it could have come back earlier"
+            assert world.reserve(amount).refused is not None, "the request would have been granted earlier"
             world.now_ms += 1
             again = world.reserve(amount)
-            assert again.refused != answer.refused, "the limit named has capacity now"
+            assert again.refused != answer.refused, "the named limit must have capacity now"
 
 
 @settings(max_examples=num_examples(200), deadline=None)
 @given(limits=limits, steps=steps)
-def test_what_is_settled_is_conserved_and_nothing_stays_behind(limits: Limits, steps: list[tuple[str, int]]) -> None:
-    """Budgets hold exactly what was used, places are all free again, and the minute forgets."""
+def test_settled_tokens_are_conserved_and_no_state_remains(limits: Limits, steps: list[tuple[str, int]]) -> None:
+    """Budgets contain exactly the used tokens, all slots are free again, and the minute is empty."""
     world = World(limits._replace(tokens_per_day=10**9, tokens_per_month=10**9))
     for kind, amount in steps:
         if kind == "wait":
@@ -162,7 +162,7 @@ def test_what_is_settled_is_conserved_and_nothing_stays_behind(limits: Limits, s
         world.settle(taken, taken.reported + 3)
     assert world.store.num_held == 0
     used = sum(taken.used or 0 for taken in world.book.taken)
-    # Exactly this much is left of the day, neither one token more nor less.
+    # Exactly this number of tokens is left of the day.
     probe = Limits(tokens_per_day=used + 10)
     assert world.store.decide(Ask("a", "over", 11, probe._replace(tokens_per_day=used + 10))).refused == (
         "budget_day" if used else None
@@ -171,7 +171,7 @@ def test_what_is_settled_is_conserved_and_nothing_stays_behind(limits: Limits, s
         assert world.store.decide(Ask("a", "fits", 10, probe)).refused is None
 
 
-def test_the_minute_is_whole_again_after_its_reset() -> None:
+def test_the_whole_limit_is_available_after_its_reset() -> None:
     world = World(Limits(requests_per_minute=2, tokens_per_minute=100))
     world.reserve(40)
     answer = world.reserve(60)
@@ -184,7 +184,7 @@ def test_the_minute_is_whole_again_after_its_reset() -> None:
     assert fresh.refused is None
 
 
-def test_tokens_that_were_not_needed_come_back_at_once() -> None:
+def test_unused_tokens_are_returned_at_once() -> None:
     world = World(Limits(tokens_per_minute=100))
     world.reserve(100)
     assert world.reserve(10).refused == "tokens"
@@ -192,7 +192,7 @@ def test_tokens_that_were_not_needed_come_back_at_once() -> None:
     assert world.reserve(80).refused is None
 
 
-def test_an_answer_longer_than_guessed_is_charged_from_its_end_on() -> None:
+def test_an_answer_longer_than_reserved_is_charged_from_its_end_on() -> None:
     world = World(Limits(tokens_per_minute=100))
     world.reserve(10)
     world.now_ms += 50_000
@@ -203,7 +203,7 @@ def test_an_answer_longer_than_guessed_is_charged_from_its_end_on() -> None:
     assert world.reserve(20).refused is None
 
 
-def test_who_asks_for_no_tokens_is_held_against_the_other_limits_only() -> None:
+def test_a_request_without_tokens_is_checked_against_the_other_limits_only() -> None:
     world = World(Limits(3, 100, concurrency=2, tokens_per_day=100, tokens_per_month=100))
     world.reserve(10)
     world.settle(world.book.taken[0], 500)
@@ -218,17 +218,17 @@ def test_who_asks_for_no_tokens_is_held_against_the_other_limits_only() -> None:
     assert world.reserve(0).refused is None
 
 
-def test_a_lease_is_settled_once_and_strangers_change_nothing() -> None:
+def test_a_lease_is_settled_once_and_unknown_leases_change_nothing() -> None:
     world = World(Limits(concurrency=1))
     world.reserve(5)
     world.store.settle("unknown", 1000)
     world.settle(world.book.taken[0], 5)
     world.settle(world.book.taken[0], 5)
     assert world.reserve(5).refused is None
-    assert world.reserve(5).refused == "concurrency", "settling twice frees one place"
+    assert world.reserve(5).refused == "concurrency", "settling twice must free one slot"
 
 
-def test_budgets_begin_anew_with_the_day_and_the_month() -> None:
+def test_budgets_restart_with_the_day_and_the_month() -> None:
     now_s = 1_796_083_200.0 - 10  # ten seconds before December 2026
     store = MemoryStore(lambda: 0, lambda: now_s)
     daily, monthly = Limits(tokens_per_day=100), Limits(tokens_per_month=100)
@@ -241,20 +241,22 @@ def test_budgets_begin_anew_with_the_day_and_the_month() -> None:
     assert store.decide(Ask("d", "5", 100, daily)).refused is None
     assert store.decide(Ask("m", "6", 60, monthly)).refused is None
     store.settle("3", 5)
-    assert store.decide(Ask("m", "7", 40, monthly)).refused is None, "last month's answer is not this month's refund"
+    assert store.decide(Ask("m", "7", 40, monthly)).refused is None, (
+        "an answer of last month is no refund of this month"
+    )
 
 
-def test_the_calendar_is_utc_and_knows_the_year_s_end() -> None:
+def test_the_calendar_is_utc_and_handles_the_end_of_the_year() -> None:
     now_s = 1_798_761_599.5  # half a second before 2027
     calendar = Calendar(lambda: now_s)
     assert calendar.now() == ("20261231", "202612", 0.5, 0.5)
     now_s += 0.5
     assert calendar.now() == ("20270101", "202701", 86_400.0, 31 * 86_400.0)
-    now_s -= 1.0  # a clock that was set back
+    now_s -= 1.0  # the clock was set back
     assert calendar.now() == ("20261231", "202612", 1.0, 1.0)
 
 
-def test_accounts_do_not_touch_each_other() -> None:
+def test_accounts_are_independent() -> None:
     store = MemoryStore()
     limits = Limits(requests_per_minute=1)
     assert store.decide(Ask("a", "1", 1, limits)).refused is None
@@ -262,10 +264,10 @@ def test_accounts_do_not_touch_each_other() -> None:
     assert store.decide(Ask("a", "3", 1, limits)).refused == "requests"
 
 
-# -- further tokens for a reservation ---------------------------------------------------------------------------------
+# -- growing reservations ---------------------------------------------------------------------------------------------
 
 
-def test_a_reservation_grows_by_what_every_limit_leaves() -> None:
+def test_a_reservation_grows_by_what_every_limit_allows() -> None:
     world = World(Limits(tokens_per_minute=100, tokens_per_day=90, tokens_per_month=95))
     world.reserve(40)
     (taken,) = world.book.taken
@@ -275,12 +277,12 @@ def test_a_reservation_grows_by_what_every_limit_leaves() -> None:
     assert world.reserve(1).refused == "budget_day"
 
 
-def test_what_is_open_counts_from_its_last_growth_on_and_what_was_used_from_before() -> None:
+def test_unreported_tokens_count_from_the_last_growth_and_used_ones_from_before() -> None:
     world = World(Limits(tokens_per_minute=100))
     world.reserve(60)
     (taken,) = world.book.taken
     world.now_ms += 40_000
-    world.extend(taken, 10)  # 30 are used, 40 are open
+    world.extend(taken, 10)  # 30 are used, 40 are unreported
     world.now_ms += 21_000
     assert world.reserve(61).refused == "tokens"
     assert world.reserve(60).refused is None, "the first 30 are older than a minute"
@@ -296,20 +298,22 @@ def test_an_unknown_or_settled_reservation_does_not_grow() -> None:
     assert world.reserve(95).refused is None
 
 
-def test_what_is_open_at_midnight_is_the_next_day_s_once_it_grows() -> None:
+def test_tokens_unreported_at_midnight_count_for_the_next_day_after_growth() -> None:
     now_s = 1_796_083_200.0 - 10  # ten seconds before December 2026
     store = MemoryStore(lambda: 0, lambda: now_s)
     limits = Limits(tokens_per_day=100, tokens_per_month=100)
     assert store.decide(Ask("a", "1", 80, limits)).refused is None
     now_s += 20
     assert store.decide_more(More("a", "1", 30, 40, limits)) == 40
-    assert store.decide(Ask("a", "2", 11, limits)).refused == "budget_month", "50 open of before, and 40 more"
+    assert store.decide(Ask("a", "2", 11, limits)).refused == "budget_month", (
+        "50 unreported tokens of before, and 40 more"
+    )
     store.settle("1", 100)
     assert store.decide(Ask("a", "3", 31, limits)).refused == "budget_month"
     assert store.decide(Ask("a", "4", 30, limits)).refused is None, "70 were used after the report"
 
 
-def test_more_used_than_reserved_is_charged_with_the_report() -> None:
+def test_use_beyond_the_reservation_is_charged_with_the_report() -> None:
     world = World(Limits(tokens_per_minute=100))
     world.reserve(10)
     (taken,) = world.book.taken
@@ -319,7 +323,7 @@ def test_more_used_than_reserved_is_charged_with_the_report() -> None:
     assert world.reserve(55).refused is None
 
 
-def test_a_request_gets_at_most_a_limit_and_nothing_below_its_least() -> None:
+def test_a_request_gets_at_most_the_limit_and_nothing_below_its_minimum() -> None:
     store = MemoryStore()
     limits = Limits(tokens_per_minute=100, tokens_per_day=60)
     assert store.decide(Ask("a", "1", 500, limits, least=61)).refused == "budget_day"
@@ -327,7 +331,7 @@ def test_a_request_gets_at_most_a_limit_and_nothing_below_its_least() -> None:
     assert (answer.refused, answer.granted) == (None, 60)
 
 
-def test_an_adopted_reservation_goes_on_where_it_was() -> None:
+def test_an_adopted_reservation_continues_with_its_state() -> None:
     store = MemoryStore()
     limits = Limits(tokens_per_minute=100, concurrency=4)
     store.adopt(Ask("a", "1", 40, limits, sequences=3, used=500))

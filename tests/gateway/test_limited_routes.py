@@ -1,4 +1,4 @@
-"""Keys and limits as clients meet them: headers, refusals, models they may not see, and what a failure costs them."""
+"""Keys and limits as clients see them: headers, refusals, hidden models, and the cost of failures."""
 
 from __future__ import annotations
 
@@ -44,21 +44,23 @@ async def test_a_plain_key_has_no_limits_and_no_headers_about_them(engines, gate
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.layouts
-async def test_what_is_left_stands_on_every_answer(engines, gateways, stream) -> None:
+async def test_every_answer_states_the_remaining_limits(engines, gateways, stream) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("requests_per_minute=2 tokens_per_minute=1000")])
     headers = (await gateway.chat(headers=KEY, stream=stream, max_tokens=10)).headers
     assert headers["x-ratelimit-limit-requests"] == "2"
     assert headers["x-ratelimit-remaining-requests"] == "1"
     assert headers["x-ratelimit-limit-tokens"] == "1000"
     prompt = len("<user>hi<assistant>")
-    assert headers["x-ratelimit-remaining-tokens"] == str(1000 - prompt - 10), "what was reserved"
+    assert headers["x-ratelimit-remaining-tokens"] == str(1000 - prompt - 10), "reserved tokens count"
     assert headers["x-ratelimit-reset-requests"].startswith(("1m", "59", "60"))
     headers = (await gateway.chat(headers=KEY, max_tokens=10)).headers
     assert headers["x-ratelimit-remaining-requests"] == "0"
-    assert headers["x-ratelimit-remaining-tokens"] == str(1000 - (prompt + 2) - (prompt + 10)), "the first is settled"
+    assert headers["x-ratelimit-remaining-tokens"] == str(1000 - (prompt + 2) - (prompt + 10)), (
+        "the first request is settled"
+    )
 
 
-async def test_a_request_too_many_is_refused_as_openai_refuses_it(engines, gateways) -> None:
+async def test_a_request_beyond_the_limit_is_refused_in_openais_format(engines, gateways) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("requests_per_minute=1")])
     assert (await gateway.chat(headers=KEY)).status == 200
     for _ in range(3):
@@ -73,7 +75,7 @@ async def test_a_request_too_many_is_refused_as_openai_refuses_it(engines, gatew
     assert 'pagemill_gateway_limited_total{reason="requests"} 3.0' in text
 
 
-async def test_refused_a_moment_ago_is_refused_again_before_any_work(engines, gateways, monkeypatch) -> None:
+async def test_a_repeated_refusal_needs_no_parsing(engines, gateways, monkeypatch) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("requests_per_minute=1")])
     monkeypatch.setattr("pagemill_gateway.limits.limiter.REMEMBER_REFUSAL_S", 60.0)
     assert (await gateway.chat(headers=KEY)).status == 200
@@ -87,7 +89,7 @@ async def test_refused_a_moment_ago_is_refused_again_before_any_work(engines, ga
 
 
 @pytest.mark.layouts
-async def test_counting_tokens_is_a_request_that_costs_these_tokens(engines, gateways, fake) -> None:
+async def test_counting_tokens_is_a_request_that_costs_the_counted_tokens(engines, gateways, fake) -> None:
     keys = [entry("requests_per_minute=4 tokens_per_minute=1000 tokens_per_day=1000 tenant=a")]
     gateway = await gateways(engines[0], api_keys=keys)
     asked = (("/tokenize", {"prompt": "abc" * 100}, 200, 1000 - 76), ("/detokenize", {"tokens": [65] * 9}, 200, 691))
@@ -96,12 +98,16 @@ async def test_counting_tokens_is_a_request_that_costs_these_tokens(engines, gat
         reply = await gateway.post(path, {"model": "tiny", **body}, KEY)
         assert (reply.status, reply.headers["x-ratelimit-limit-requests"]) == (status, "4")
         assert reply.headers["x-ratelimit-remaining-requests"] == str(3 - num_before)
-        assert reply.headers["x-ratelimit-remaining-tokens"] == str(remaining_tokens), "as reserved, others settled"
-    assert (await gateway.post("/tokenize", {"model": "tiny", "prompt": 1}, KEY)).status == 400, "nothing was asked"
+        assert reply.headers["x-ratelimit-remaining-tokens"] == str(remaining_tokens), (
+            "counting is settled with the reserved tokens"
+        )
+    assert (await gateway.post("/tokenize", {"model": "tiny", "prompt": 1}, KEY)).status == 400, "no engine may be used"
     headers = (await gateway.chat(headers=KEY, max_tokens=10)).headers
     assert headers["x-ratelimit-remaining-requests"] == "0"
     prompt = len("<user>hi<assistant>")
-    assert headers["x-ratelimit-remaining-tokens"] == str(1000 - 300 - 9 - prompt - 10), "a refused one costs none"
+    assert headers["x-ratelimit-remaining-tokens"] == str(1000 - 300 - 9 - prompt - 10), (
+        "a refused request must cost nothing"
+    )
     for path, body, *_ in asked:
         reply = await gateway.post(path, {"model": "tiny", **body}, KEY)
         assert (reply.status, reply.error["type"], reply.error["code"]) == (429, "requests", "rate_limit_exceeded")
@@ -109,7 +115,7 @@ async def test_counting_tokens_is_a_request_that_costs_these_tokens(engines, gat
         assert 1 <= int(reply.headers["retry-after"]) <= 61
 
 
-async def test_a_key_without_tokens_left_counts_none(engines, gateways) -> None:
+async def test_a_key_without_remaining_tokens_cannot_count_tokens(engines, gateways) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("tokens_per_minute=1000 tenant=a"), entry(key="sk-two")])
     assert (await gateway.post("/tokenize", {"prompt": "a" * 995}, KEY)).json["count"] == 995
     for path, body in (("/tokenize", {"prompt": "a" * 40}), ("/detokenize", {"model": "tiny", "tokens": [65] * 11})):
@@ -119,7 +125,7 @@ async def test_a_key_without_tokens_left_counts_none(engines, gateways) -> None:
         assert (await gateway.post(path, body, OTHER)).status == 200, "a key without limits"
 
 
-async def test_counting_tokens_takes_a_place_and_gives_it_back(engines, gateways, fake) -> None:
+async def test_counting_tokens_occupies_a_slot_and_frees_it(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("concurrency=1 tenant=a"), entry(key="sk-two")])
     store = gateway.gateway.control.sharing.store
     assert isinstance(store, MemoryStore)
@@ -137,7 +143,7 @@ async def test_counting_tokens_takes_a_place_and_gives_it_back(engines, gateways
         assert store.num_held == 0
 
 
-async def test_tokens_of_the_minute_run_out(engines, gateways, fake) -> None:
+async def test_the_tokens_of_a_minute_are_limited(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("tokens_per_minute=100")])
     gate = asyncio.Event()
     engines[0].behaviour = waits(gate)
@@ -148,10 +154,10 @@ async def test_tokens_of_the_minute_run_out(engines, gateways, fake) -> None:
     assert "Limit 100, remaining 21, requested about 79" in reply.error["message"]
     gate.set()
     assert (await running).status == 200
-    assert (await gateway.chat(headers=KEY, max_tokens=60)).status == 200, "what was not needed came back"
+    assert (await gateway.chat(headers=KEY, max_tokens=60)).status == 200, "unused tokens must be returned"
 
 
-async def test_a_prompt_larger_than_the_limit_is_refused_without_a_time_to_retry(engines, gateways) -> None:
+async def test_a_prompt_larger_than_the_limit_is_refused_without_retry_after(engines, gateways) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("tokens_per_minute=10")])
     reply = await gateway.chat(headers=KEY)
     assert (reply.status, reply.headers["x-should-retry"]) == (429, "false")
@@ -159,7 +165,7 @@ async def test_a_prompt_larger_than_the_limit_is_refused_without_a_time_to_retry
     assert "Request too large" in reply.error["message"]
 
 
-async def test_a_budget_is_a_quota(engines, gateways) -> None:
+async def test_an_exhausted_budget_is_an_insufficient_quota(engines, gateways) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("tokens_per_month=30 tenant=a")])
     assert (await gateway.chat(headers=KEY, max_tokens=5)).status == 200
     reply = await gateway.chat(headers=KEY, max_tokens=5)
@@ -169,7 +175,7 @@ async def test_a_budget_is_a_quota(engines, gateways) -> None:
 
 
 @pytest.mark.layouts
-async def test_places_come_back_however_a_request_ends(engines, gateways, fake) -> None:
+async def test_slots_are_freed_however_a_request_ends(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("concurrency=1")], max_attempts=1, ejection_base_s=0.01)
     store = gateway.gateway.control.sharing.store
     assert isinstance(store, MemoryStore)
@@ -191,10 +197,10 @@ async def test_places_come_back_however_a_request_ends(engines, gateways, fake) 
     await fake.until(lambda: store.num_held == 0)
 
 
-def test_what_an_early_end_costs() -> None:
+def test_the_cost_of_a_request_that_ends_early() -> None:
     record = RequestRecord(route="r", prompt_tokens=10)
     assert used_tokens(record, cut_off=False) == (0, 0)
-    assert used_tokens(record, cut_off=True) == (0, 0), "no engine was asked"
+    assert used_tokens(record, cut_off=True) == (0, 0), "no engine was contacted"
     record.attempts.append(AttemptRecord("e", "Cost", 0, 0.0))
     assert used_tokens(record, cut_off=False) == (0, 0), "the platform failed before the first token"
     assert used_tokens(record, cut_off=True) == (10, 0), "the client left while its prompt was computed"
@@ -204,7 +210,7 @@ def test_what_an_early_end_costs() -> None:
     assert used_tokens(record, cut_off=False) == (12, 5)
 
 
-async def test_models_a_key_may_not_use_do_not_exist_for_it(engines, gateways, fake) -> None:
+async def test_models_that_a_key_may_not_use_do_not_exist_for_it(engines, gateways, fake) -> None:
     models = [
         msgspec.structs.replace(fake.catalog_of(engines[0]).models[0], name="mine", aliases=["nickname"]),
         msgspec.structs.replace(fake.catalog_of(engines[1]).models[0], deployment="e", name="secret-model"),
@@ -231,16 +237,16 @@ async def test_models_a_key_may_not_use_do_not_exist_for_it(engines, gateways, f
         ):
             assert (reply.status, reply.error["code"]) == (404, "model_not_found")
             texts.add(reply.error["message"].replace(model, "MODEL"))
-    assert len(texts) == 1, "the refusal does not show whether a model is there"
+    assert len(texts) == 1, "the refusal must not show whether a model exists"
     assert not engines[1].requests
     assert (await gateway.chat(model="secret-model", headers=OTHER)).status == 200
     async with gateway.session.get(gateway.url + "/v1/models/secret-model", headers=KEY) as response:
         assert response.status == 404
-    assert (await gateway.post("/tokenize", {"prompt": "a"}, KEY)).status == 200, "the only one for this key"
+    assert (await gateway.post("/tokenize", {"prompt": "a"}, KEY)).status == 200, "the only model of this key"
 
 
 @pytest.mark.layouts
-async def test_numbers_of_all_are_for_no_key(engines, gateways) -> None:
+async def test_no_key_can_read_metrics_of_all_tenants(engines, gateways) -> None:
     keys = [entry("tenant=a"), entry(key="sk-two")]
     gateway = await gateways(engines[0], api_keys=keys)
     await gateway.chat(headers=KEY)
@@ -251,7 +257,7 @@ async def test_numbers_of_all_are_for_no_key(engines, gateways) -> None:
     assert 'pagemill_gateway_tenant_tokens_total{kind="completion",tenant="a"} 2.0' in text
 
 
-async def test_prefix_caches_are_shared_inside_a_tenant_or_not_beyond_a_key(engines, gateways, fake) -> None:
+async def test_prefix_caches_are_shared_within_a_tenant_or_only_within_a_key(engines, gateways, fake) -> None:
     keys = [entry("tenant=a"), entry("tenant=a", "sk-two"), entry("tenant=b", "sk-three"), entry(key="sk-four")]
     salts: dict[str, list[str]] = {}
     for engine, scope in zip(engines, ("tenant", "key", "deployment"), strict=True):
@@ -267,8 +273,8 @@ async def test_prefix_caches_are_shared_inside_a_tenant_or_not_beyond_a_key(engi
 
 
 @pytest.mark.layouts
-async def test_tenants_are_apart_by_default_and_no_answer_counts_the_requests_of_others(engines, gateways) -> None:
-    """The number of a decision counts those of all tenants, so a key is not shown it; the log has it."""
+async def test_tenants_are_separated_by_default_and_no_answer_reveals_the_requests_of_others(engines, gateways) -> None:
+    """The number of a decision counts the decisions of all tenants, so it is in the log and not in a key's answers."""
     gateway = await gateways(engines[0], api_keys=[entry("tenant=a"), entry("tenant=b", "sk-two")])
     answers = [await gateway.chat(headers=headers) for headers in (KEY, OTHER)]
     one, two = (request.cache_salt for request in engines[0].requests)
@@ -287,7 +293,7 @@ async def test_the_log_names_the_tenant_and_never_the_key(engines, gateways, fak
         lines = [record.message for record in caplog.records if record.name == "pagemill.gateway.access"]
         return [msgspec.json.decode(line)["tenant"] for line in lines]
 
-    await fake.until(lambda: tenants() == ["team-a", "team-a"])  # a line is written after the answer's last byte
+    await fake.until(lambda: tenants() == ["team-a", "team-a"])  # the line is written after the answer's last byte
     assert "sk-one" not in caplog.text
     assert hash_key("sk-one") not in caplog.text
 
@@ -301,7 +307,7 @@ async def test_the_class_of_a_key_orders_its_requests(engines, gateways) -> None
     assert all(each < 0 < low for each in high)
 
 
-async def test_openai_s_own_client_understands_the_refusal(engines, gateways) -> None:
+async def test_the_openai_client_understands_the_refusal(engines, gateways) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("requests_per_minute=1")])
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="sk-one", max_retries=0) as client:
         ask = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -312,7 +318,7 @@ async def test_openai_s_own_client_understands_the_refusal(engines, gateways) ->
         assert caught.value.code == "rate_limit_exceeded"
 
 
-async def test_two_gateways_with_one_redis_share_a_limit_and_lose_no_request_with_it(
+async def test_two_gateways_with_one_redis_share_a_limit_and_fail_no_request_without_it(
     engines, gateways, server, fake
 ) -> None:
     settings = {
@@ -326,7 +332,7 @@ async def test_two_gateways_with_one_redis_share_a_limit_and_lose_no_request_wit
     assert "pagemill_gateway_redis_up 1.0" in (await one.get("/metrics", control=True)).raw.decode()
 
 
-async def test_redis_killed_under_load_and_back_is_no_error_to_anybody(engines, gateways, server, fake) -> None:
+async def test_a_restart_of_redis_under_load_causes_no_error(engines, gateways, server, fake) -> None:
     settings = {
         "api_keys": [entry("requests_per_minute=1000000 tokens_per_minute=100000000 concurrency=1000 tenant=a")],
         "redis": {"url": server.url},
@@ -379,5 +385,5 @@ def waits(gate: asyncio.Event):
     ("seconds", "text"),
     [(0, "0s"), (0.0201, "21ms"), (1, "1s"), (1.5, "1.5s"), (59.999, "59.999s"), (60, "1m0s"), (10_921, "3h2m1s")],
 )
-def test_durations_are_written_as_openai_writes_them(seconds: float, text: str) -> None:
+def test_durations_are_written_in_openais_format(seconds: float, text: str) -> None:
     assert duration(seconds) == text

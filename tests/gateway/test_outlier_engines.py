@@ -1,4 +1,4 @@
-"""Engines that answer, but badly: far slower than their siblings, or with garbage. Judged by what clients got."""
+"""Engines that answer badly (far slower than others, or with garbage) are ejected by what clients received."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pagemill_gateway.brain.resilience.slowness import SLOW_FACTOR
 
 PIECES = tuple("abcdefghijkl")
 NUM_STREAMS = 12
+"""The number of streams at each engine, more than a judgement needs."""
 CALM = {"state_stale_after_s": 60.0}
-"""On a busy machine reports may be late; nothing here is about that."""
-"""At each engine: more than are needed for a judgement."""
+"""A long timeout, because reports may be late on a busy machine and these tests do not depend on them."""
 
 
 def at_pace(fake, ms_per_token: float):
@@ -41,7 +41,7 @@ def garbage_in_mid_answer(fake):
 
 
 class Ends:
-    """How long it takes from now until so many streams have ended."""
+    """Measures the time until a number of streams have ended."""
 
     def __init__(self, number: int) -> None:
         self._left = number
@@ -55,7 +55,7 @@ class Ends:
 
 
 def far_slower(fake, siblings: Ends):
-    """Its tokens take several times as long as those of its siblings did, however busy this machine is."""
+    """Return a behaviour whose tokens take several times as long as those of the siblings took on this machine."""
 
     async def behave(engine, request, response, http) -> None:
         await response.prepare(http)
@@ -71,7 +71,7 @@ def far_slower(fake, siblings: Ends):
 
 
 async def asked(gateway, engines, number: int, ends: Ends | None = None) -> list[int]:
-    """How many of so many streams each engine got; every one of them is whole."""
+    """Send `number` streams, check that each is complete, and return how many each engine got."""
     before = [len(engine.requests) for engine in engines]
     tasks = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(number)]
     for task in tasks if ends is not None else ():
@@ -82,7 +82,7 @@ async def asked(gateway, engines, number: int, ends: Ends | None = None) -> list
 
 
 @pytest.mark.layouts
-async def test_an_engine_far_slower_than_its_siblings_is_left_alone_and_comes_back(engines, gateways, fake) -> None:
+async def test_an_engine_far_slower_than_its_siblings_is_ejected_and_readmitted(engines, gateways, fake) -> None:
     catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
     gateway = await gateways(*engines, catalog=catalog, ejection_base_s=0.3, **CALM)
     slow = engines[0]
@@ -95,14 +95,14 @@ async def test_an_engine_far_slower_than_its_siblings_is_left_alone_and_comes_ba
     assert await asked(gateway, engines, 6) == [0, 3, 3]
     slow.behaviour = at_pace(fake, 2.0)
     await fake.until(lambda: phase(gateway.record(slow)) != "ejected")
-    counts = await asked(gateway, engines, 1)  # one of the three, perhaps the one that proves it
+    counts = await asked(gateway, engines, 1)  # one of the three may be the one that shows the slowness
     while not counts[0]:
         counts = await asked(gateway, engines, 1)
     assert await asked(gateway, engines, 6) == [2, 2, 2]
 
 
-async def test_an_engine_whose_answers_turn_to_garbage_is_left_alone_and_comes_back(engines, gateways, fake) -> None:
-    """No client sees anything of it: what it had begun goes on elsewhere."""
+async def test_an_engine_whose_answers_become_garbage_is_ejected_and_readmitted(engines, gateways, fake) -> None:
+    """No client notices: other engines continue its answers."""
     catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
     gateway = await gateways(*engines, catalog=catalog, ejection_base_s=1.0, **CALM)
     bad = engines[0]
@@ -118,8 +118,8 @@ async def test_an_engine_whose_answers_turn_to_garbage_is_left_alone_and_comes_b
     assert await asked(gateway, engines, 6) == [2, 2, 2]
 
 
-async def test_of_three_engines_that_all_answer_garbage_one_is_left_alone(engines, gateways, fake) -> None:
-    """At most 30 % and at least one: when everybody looks bad, the fault may be elsewhere."""
+async def test_of_three_engines_that_all_answer_garbage_one_is_ejected(engines, gateways, fake) -> None:
+    """At most 30 % and at least one may be ejected: if all look bad, the fault may be elsewhere."""
     gateway = await gateways(*engines, ejection_base_s=60.0, max_attempts=2, **CALM)
     for engine in engines:
         engine.behaviour = fake.sends(b"\xff" * 64)
@@ -135,8 +135,8 @@ async def test_of_three_engines_that_all_answer_garbage_one_is_left_alone(engine
 
 
 @pytest.mark.layouts
-async def test_retries_do_not_become_the_load_when_every_engine_fails(engines, gateways, fake) -> None:
-    """A fifth of the requests on top, and never fewer than ten tries; then whoever comes hears so at once."""
+async def test_retries_are_limited_when_every_engine_fails(engines, gateways, fake) -> None:
+    """Retries are limited to a fifth of the requests, and at least ten; beyond that, failures are returned at once."""
     gateway = await gateways(*engines, ejection_base_s=60.0, **CALM)
     for engine in engines:
         engine.behaviour = fake.refuses(500)
@@ -150,4 +150,4 @@ async def test_retries_do_not_become_the_load_when_every_engine_fails(engines, g
     assert all(int(reply.headers["retry-after"]) == 1 for reply in replies if reply.status == 503)
     num_tries = sum(len(engine.requests) for engine in engines)
     most = 80 * 1.2 + len(engines) + FREE_RETRIES * num_windows
-    assert 80 + FREE_RETRIES <= num_tries <= most, "what an engine's first failure brings about is free"
+    assert 80 + FREE_RETRIES <= num_tries <= most, "a retry after the first failure of an engine is free"

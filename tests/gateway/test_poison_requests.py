@@ -1,8 +1,8 @@
-"""Requests and the ends of engines: no innocent is ever taken for the cause, and a cause is found at a known price.
+"""Poison requests and engine failures: no innocent request is blamed, and a poison request is found at a bounded cost.
 
-The brain and the relay are the real ones, on virtual time. Engines are scripts that die: of a request that brings down
-whatever computes it (by its own word, or with the whole pod and no word at all), of a kill that hits one of them or
-several at once, and come back after a restart. No gateway knows at once that one is gone.
+The brain and the relay are real, on simulated time. Engines are scripts that fail in two ways: a poison request crashes
+whatever computes it (with an error message, or with the whole pod and no message), and a kill ends one or several
+engines at once. Engines return after a restart. No gateway knows at once that an engine is gone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONFIG = GatewayConfig(outage_wait_s=300.0, queue=QueueLimits(max_requests=999, 
 
 
 class Poison:
-    """A request that brings down whatever computes its token at `position`."""
+    """A request that crashes the engine that computes its token at `position`."""
 
     def __init__(self, kind: EngineFailureKind, position: int) -> None:
         self.kind, self.position = kind, position
@@ -53,7 +53,7 @@ class Poison:
 
 
 class Engine:
-    """One of them; `content` of an answer is where its bytes come from."""
+    """One engine; `content` of an answer is the source of its bytes."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.name = name
@@ -80,7 +80,7 @@ class Engine:
 
     def take(self, request: GenerateRequest) -> Any:
         if not self.up:
-            # A connection that is left over from before shows nothing; a new one is refused.
+            # A left-over connection shows no failure; a new one is refused.
             raise UpstreamFailure(random.choice(["lost", "unreachable"]), "gone")
         inbox: asyncio.Queue[bytes | Exception] = asyncio.Queue()
         task = asyncio.create_task(self._compute(request, inbox))
@@ -140,13 +140,13 @@ class _Content:
 
 
 class Cluster:
-    """Engines, a gateway's brain and relay before them, and their network."""
+    """Engines, the brain and the relay of a gateway in front of them, and their network."""
 
     def __init__(self, seed: int, num_engines: int, restart_s: float) -> None:
         self.rng = random.Random(seed)
         self.restart_s = restart_s
         self.poisons: dict[int, Poison] = {}
-        """By the first token of their prompts."""
+        """Poison requests by the first token of their prompts."""
         self.outcomes: Counter[str] = Counter()
         self.poison_outcomes: list[str] = []
         self.brain = LocalBrain(CONFIG, clock=asyncio.get_running_loop().time, rng=random.Random(seed))
@@ -180,7 +180,7 @@ class Cluster:
             await asyncio.sleep(self.rng.uniform(0, spread_s))
 
     async def ask(self, number: int, at_s: float) -> None:
-        """One client's request, whose first token is `number`."""
+        """Send one client's request, whose first token is `number`."""
         await asyncio.sleep(at_s)
         stream = self.rng.random() < 0.5
         request = GenerateRequest(
@@ -215,14 +215,14 @@ class Cluster:
         liveness: AskLiveness,
         on_accepted: Callable[[], None],
     ) -> FrameStream:
-        """The relay's `Upstream`."""
+        """Open a stream: this is the relay's `Upstream`."""
         await asyncio.sleep(0.001)
         content = self.engines[choice.endpoint_id].take(msgspec.msgpack.decode(body, type=GenerateRequest))
         on_accepted()
         return FrameStream(content, "w", 10.0, liveness)
 
     async def play(self, asked: list[Any], *others: Any) -> None:
-        """Until all who asked have their answer."""
+        """Run until all requests have their answers."""
         self.spawn(self.heartbeat())
         for each in others:
             self.spawn(each)
@@ -243,12 +243,12 @@ RESTARTS_S = st.sampled_from([2.0, 10.0, 60.0])
 KILLS = st.lists(
     st.tuples(st.floats(0, 40), st.integers(1, 5), st.sampled_from([0.0, 0.002, 0.3])), min_size=1, max_size=8
 )
-"""When, how many at once, and within which time."""
+"""The time of each kill, the number of engines, and the time span."""
 
 
 @settings(deadline=None, max_examples=25)
 @given(SEEDS, ENGINES, RESTARTS_S, KILLS, st.integers(1, 40))
-def test_whatever_is_killed_no_innocent_request_fails(
+def test_kills_fail_no_innocent_request(
     seed: int, num_engines: int, restart_s: float, kills: list[tuple[float, int, float]], num_requests: int
 ) -> None:
     async def main() -> Cluster:
@@ -264,7 +264,7 @@ def test_whatever_is_killed_no_innocent_request_fails(
 @given(SEEDS, ENGINES, RESTARTS_S, st.sampled_from([0, 0, 1, 30]), st.integers(0, 40))
 @example(1, 1, 2.0, 30, 9)
 @pytest.mark.parametrize(("kind", "most"), [("crashed", 3), ("lost", 4)])
-def test_a_request_that_brings_engines_down_is_found_out_and_harms_no_other(
+def test_a_poison_request_is_found_and_fails_no_other_request(
     kind: EngineFailureKind, most: int, seed: int, num_engines: int, restart_s: float, position: int, num_requests: int
 ) -> None:
     async def main() -> Cluster:
@@ -282,7 +282,7 @@ def test_a_request_that_brings_engines_down_is_found_out_and_harms_no_other(
 
 @settings(deadline=None, max_examples=25)
 @given(SEEDS, ENGINES, RESTARTS_S, KILLS, st.integers(0, 40), st.sampled_from(["crashed", "lost"]))
-def test_amid_kills_it_is_stopped_all_the_same(
+def test_a_poison_request_is_stopped_also_during_kills(
     seed: int,
     num_engines: int,
     restart_s: float,

@@ -1,4 +1,4 @@
-"""The index of who has which prefix: always the engines' own sets; what is only expected is kept apart."""
+"""The index of cached prefixes always equals the engines' own sets; expected prefixes are kept separately."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Pod:
         self._decoder = StateDecoder()
 
     def serve(self, token_ids: list[int]) -> None:
-        """Compute a prompt as the scheduler would; it stays until it is let go, or others need its blocks."""
+        """Compute a prompt as the scheduler would; its blocks stay until they are freed or evicted."""
         self._num_rows += 1
         row = Row(f"r{self._num_rows}", token_ids)
         while (
@@ -76,14 +76,14 @@ class Pod:
             self.kv.free(self.rows.pop(index % len(self.rows)))
 
     def fail(self, index: int) -> None:
-        """A step failed on the row: what it had is withdrawn."""
+        """Fail a step of the row, which withdraws its blocks."""
         if self.rows:
             row = self.rows.pop(index % len(self.rows))
             self.kv.invalidate(row)
             self.kv.free(row)
 
     def frames(self, *, connect: bool = False) -> list[StateFrame]:
-        """What the stream carries now, over the real encoding; `connect`: it begins anew."""
+        """Return the frames that the stream carries now, in the real encoding; `connect` starts the stream again."""
         added, removed = self.kv.prefix_cache.drain_events()
         self.publisher.report(EngineLoad(num_requests_running=len(self.rows)), None, PrefixEvents(added, removed))
         self.publisher._publish()
@@ -124,7 +124,7 @@ events = st.one_of(
 
 @settings(deadline=None, max_examples=num_examples(60))
 @given(st.lists(events, max_size=60))
-def test_after_any_evictions_losses_and_departures_the_index_equals_the_engines_own_sets(
+def test_after_evictions_losses_and_departures_the_index_equals_the_engines_own_sets(
     steps: list[tuple[str, str, list[int] | int]],
 ) -> None:
     brain, pods = make_brain(*PODS), {name: Pod(24) for name in PODS}
@@ -172,7 +172,7 @@ table = st.dictionaries(st.sampled_from(PODS), st.sets(st.integers(0, 30)), min_
 
 
 @given(st.lists(table, min_size=1, max_size=6), st.lists(st.integers(0, 30), max_size=12))
-def test_depths_count_the_leading_prefix_chunks_of_each_pod(
+def test_depth_is_the_number_of_leading_prefix_chunks_that_a_pod_has(
     states: list[dict[str, set[int]]], prompt: list[int]
 ) -> None:
     index = PrefixIndex()
@@ -188,7 +188,7 @@ def test_depths_count_the_leading_prefix_chunks_of_each_pod(
         assert found.get(bits[name], 0) == depth
 
 
-def test_the_slots_of_pods_that_went_are_swept_and_used_again() -> None:
+def test_the_slots_of_removed_pods_are_cleared_and_reused() -> None:
     index = PrefixIndex()
     index.snapshot("stays", [b"s"])
     for turn in range(200):
@@ -202,8 +202,8 @@ def test_the_slots_of_pods_that_went_are_swept_and_used_again() -> None:
     assert index.prefix_chunks_of("stays") == index.prefix_chunks_of("new") == {b"s"}
 
 
-def test_a_hundred_pods_of_eight_thousand_prefix_chunks_fit_in_a_hundred_bytes_a_prefix_chunk() -> None:
-    """Measured on a tenth of it: the keys, and the table; the sets of single pods are shared ints."""
+def test_a_hundred_pods_of_8192_prefix_chunks_need_about_a_hundred_bytes_per_chunk() -> None:
+    """Measured with ten pods: the keys and the table. The sets of single pods are shared integers."""
     index = PrefixIndex()
     for pod in range(10):
         own = [(pod * 8192 + each).to_bytes(16, "big") for each in range(8192)]
@@ -214,7 +214,7 @@ def test_a_hundred_pods_of_eight_thousand_prefix_chunks_fit_in_a_hundred_bytes_a
     assert (sys.getsizeof(index._pods) + keys + sets) / len(index) < 120
 
 
-def test_predictions_are_tagged_leave_with_their_request_and_yield_to_the_engines_word() -> None:
+def test_predictions_are_tagged_dropped_with_their_request_and_replaced_by_reports() -> None:
     predictions = Predictions()
     predictions.expect(1, 1, [b"x", b"y"])
     predictions.expect(2, 1, [b"y", b"z"])
@@ -233,7 +233,7 @@ def test_predictions_are_tagged_leave_with_their_request_and_yield_to_the_engine
     assert not predictions._decisions
 
 
-def test_only_the_newest_requests_that_a_report_misses_count_on_top_of_it() -> None:
+def test_only_the_requests_that_a_report_does_not_include_are_added_to_it() -> None:
     dispatches = Dispatches()
     for number in range(1, 6):
         dispatches.sent(number, Dispatch(10**number))
@@ -251,7 +251,7 @@ def test_only_the_newest_requests_that_a_report_misses_count_on_top_of_it() -> N
     assert (dispatches.num_open, dispatches.num_uncomputed, dispatches.num_uncomputed_tokens) == (0, 0, 0)
 
 
-async def test_a_dispatched_prefix_counts_as_cached_where_it_went_until_that_request_fails() -> None:
+async def test_a_dispatched_prefix_counts_as_cached_on_its_engine_until_the_request_fails() -> None:
     brain = make_brain(*PODS)
     for name in PODS:
         brain.observe(name, StateFrame(sequence=1, snapshot=True, max_model_len=4096, digests=Digests(weights="w")))
@@ -262,10 +262,10 @@ async def test_a_dispatched_prefix_counts_as_cached_where_it_went_until_that_req
     assert first.predicted_cached_tokens == 0
     choices = [await brain.choose(brain.resolve("m"), frozenset(), routing_request) for _ in range(5)]
     retry = [each for each in choices if each.endpoint_id == first.endpoint_id]
-    # All but the last token's prefix chunk can be found.
+    # The prefix chunk of the last token is never reused.
     assert retry
     assert {each.predicted_cached_tokens for each in retry} == {576}
     index, predictions = brain.placement.index, brain.placement.predictions
-    assert len(index) == 0, "only frames write it"
+    assert len(index) == 0, "only frames may change the index"
     brain.failed(first, "broken")
     assert not any(mask & index.bit(first.endpoint_id) for mask in predictions.pods.values())

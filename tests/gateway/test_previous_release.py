@@ -1,6 +1,6 @@
-"""The previous release's engine, gateway, operator and command beside today's, as every upgrade and rollback has them.
+"""The previous release's programs work with the current ones, as in upgrades and rollbacks.
 
-Engines are simulated but for that real: processes of their release, killed while they answer.
+The engines have simulated devices but are real processes of their release, which are killed while they answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ body = msgspec.json.encode(catalog)
 request = urllib.request.Request(sys.argv[1] + "/catalog", data=body, method="PUT", headers=headers)
 sys.stdout.buffer.write(urllib.request.urlopen(request).read())
 """
-"""As the operator of a release does it: with its own types."""
+"""A program that sends a catalogue with the types of the operator's release."""
 FOLLOW_LOAD = """
 import asyncio, sys, aiohttp, msgspec
 from pagemill_operator.load.stream import follow_load
@@ -88,7 +88,7 @@ print(record.key, record.decision.replicas, record.decision.reason)
 
 
 class Gateway:
-    """A gateway process of one release, which gets its catalogues from an operator of another one."""
+    """A gateway process of one release, which gets its catalogues from an operator of another release."""
 
     def __init__(self, server: Server, operator: Release) -> None:
         self._server, self._operator = server, operator
@@ -96,7 +96,7 @@ class Gateway:
         self.url, self.control_url = listening["url"], listening["control_url"]
 
     def serve(self, *engines: Server) -> None:
-        """Until all of them are used."""
+        """Wait until the gateway uses all of the engines."""
         endpoints = [endpoint_of(engine) for engine in engines]
         catalog = Catalog(models=[CatalogModel(deployment="d", name=NAME, engine_token=TOKEN, endpoints=endpoints)])
         put = self._operator.run(PUT_CATALOG, self.control_url, TOKEN, stdin=msgspec.json.encode(catalog))
@@ -121,16 +121,16 @@ class Gateway:
 
 
 class Platform(NamedTuple):
-    """What runs in the middle of an upgrade."""
+    """The processes that run in the middle of an upgrade."""
 
     old_engine: Server
     new_engine: Server
     late_engine: Server
-    """Of the previous release too: what a rollback starts."""
+    """An engine of the previous release that a rollback starts."""
     old_gateway: Gateway
-    """Of the previous release, with today's operator."""
+    """A gateway of the previous release with the current operator."""
     new_gateway: Gateway
-    """Today's, with the previous release's operator."""
+    """A current gateway with the previous release's operator."""
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def version_of(control_url: str) -> dict[str, Any]:
     return answer
 
 
-def test_the_programs_are_those_of_their_releases(platform: Platform, previous_release: Release) -> None:  # noqa: F811
+def test_the_programs_have_the_versions_of_their_releases(platform: Platform, previous_release: Release) -> None:  # noqa: F811
     where = "import pagemill_engine, pagemill_gateway as g, pagemill_operator, pagemill_protocol as p; print(g, p)"
     assert previous_release.run(where).decode().count(str(previous_release.paths[0].parent)) == 2
     assert str(previous_release.paths[0].parent) not in TODAY.run(where).decode()
@@ -175,7 +175,7 @@ def test_the_programs_are_those_of_their_releases(platform: Platform, previous_r
         assert version_of(control_url)["protocol"] == PROTOCOL_VERSION
 
 
-def test_each_operator_reads_the_load_of_the_others_gateway(platform: Platform, previous_release: Release) -> None:  # noqa: F811
+def test_each_operator_reads_the_load_of_the_other_gateway(platform: Platform, previous_release: Release) -> None:  # noqa: F811
     for gateway, operator in ((platform.old_gateway, TODAY), (platform.new_gateway, previous_release)):
         gateway.serve(platform.old_engine, platform.new_engine)
         frame = msgspec.msgpack.decode(operator.run(FOLLOW_LOAD, gateway.control_url, TOKEN), type=LoadFrame)
@@ -184,7 +184,7 @@ def test_each_operator_reads_the_load_of_the_others_gateway(platform: Platform, 
         assert (load.engines.num_reporting, load.engines.num_blocks_total) == (2, 1024)
 
 
-def test_each_command_reads_the_decisions_of_the_others_operator(previous_release: Release) -> None:  # noqa: F811
+def test_each_command_line_reads_the_decisions_of_the_other_releases_operator(previous_release: Release) -> None:  # noqa: F811
     for writer, reader in ((previous_release, TODAY), (TODAY, previous_release)):
         record = writer.run(WRITE_RECORD)
         decision = json.loads(record)["decision"]
@@ -211,7 +211,7 @@ def test_a_peer_older_than_the_previous_release_is_refused(platform: Platform, p
 
 
 class Streams:
-    """Answers under way; each must come whole, and as one engine alone would have written it."""
+    """Running answers; each must be complete and equal to that of a single engine."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._begun = 0
@@ -247,7 +247,7 @@ class Streams:
 
 
 async def test_a_rolling_upgrade_of_engines_and_gateway_loses_no_stream(platform: Platform) -> None:
-    """Engines of each release behind the other one's gateway, and streams that go over in both directions."""
+    """Engines of each release run behind the other release's gateway, and streams migrate in both directions."""
     old_engine, new_engine, late_engine, old_gateway, new_gateway = platform
     await asyncio.to_thread(old_gateway.serve, old_engine)
     expected = await Streams(old_gateway).texts()
@@ -256,18 +256,22 @@ async def test_a_rolling_upgrade_of_engines_and_gateway_loses_no_stream(platform
     streams = await Streams(old_gateway).begun()
     await asyncio.to_thread(old_gateway.serve, old_engine, new_engine)
     old_engine.kill()
-    assert await streams.texts() == expected, "from the old engine to the new one, behind the old gateway"
+    assert await streams.texts() == expected, (
+        "a stream must migrate from the old engine to the new one behind the old gateway"
+    )
     assert await asyncio.to_thread(old_gateway.num_migrations) == NUM_STREAMS
 
     await asyncio.to_thread(new_gateway.serve, new_engine)
     leaving, staying = await Streams(old_gateway).begun(), await Streams(new_gateway).begun()
     old_gateway.end()
-    assert await leaving.texts() == expected, "the old gateway ends its streams before it ends"
+    assert await leaving.texts() == expected, "the old gateway must finish its streams before it exits"
     assert await old_gateway.ended() == 0
     assert await staying.texts() == expected
 
     streams = await Streams(new_gateway).begun()
     await asyncio.to_thread(new_gateway.serve, new_engine, late_engine)
     new_engine.kill()
-    assert await streams.texts() == expected, "from the new engine to the old one, behind the new gateway"
+    assert await streams.texts() == expected, (
+        "a stream must migrate from the new engine to the old one behind the new gateway"
+    )
     assert await asyncio.to_thread(new_gateway.num_migrations) == NUM_STREAMS

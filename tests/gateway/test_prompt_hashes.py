@@ -1,4 +1,4 @@
-"""Prompts are hashed as engines hash them, and a conversation that grows costs only what is new."""
+"""Gateways hash prompts like engines, and hash only the new part of a conversation that grows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEME = HashScheme("weights", "float16", 16, 4)
     salt=st.sampled_from(["", "tenant"]),
     adapter=st.sampled_from(["", "a", "b"]),
 )
-def test_they_are_the_engines_own_hashes(
+def test_the_hashes_equal_the_engines_own(
     token_ids: list[int], block_size: int, prefix_chunk_blocks: int, salt: str, adapter: str
 ) -> None:
     scheme = HashScheme("w", "bfloat16", block_size, prefix_chunk_blocks)
@@ -51,12 +51,12 @@ def test_a_grown_conversation_hashes_only_its_new_prefix_chunks() -> None:
     prompts.hashes(SCHEME, "", [*conversation[:3200], *range(64)])
     assert prompts.num_hashed == 121
     prompts.hashes(SCHEME, "other tenant", conversation)
-    assert prompts.num_hashed == 121 + 120, "another salt shares nothing"
+    assert prompts.num_hashed == 121 + 120, "another salt must share no hash"
     prompts.hashes(SCHEME, "", conversation, adapter_digest="a")
-    assert prompts.num_hashed == 121 + 2 * 120, "nor does an adapter"
+    assert prompts.num_hashed == 121 + 2 * 120, "an adapter must share no hash"
 
 
-def test_what_is_remembered_is_bounded_and_threads_may_share_it() -> None:
+def test_the_cache_of_hashes_is_bounded_and_thread_safe() -> None:
     prompts = PromptHashes(50)
     conversations = [[number] * 640 for number in range(20)]
     expected = [PromptHashes(1000).hashes(SCHEME, "", each) for each in conversations]
@@ -66,11 +66,11 @@ def test_what_is_remembered_is_bounded_and_threads_may_share_it() -> None:
     assert prompts._chunk.cache_info().currsize <= 50
 
 
-def test_without_a_known_scheme_there_are_none() -> None:
+def test_without_a_known_hash_scheme_there_are_no_hashes() -> None:
     assert PromptHashes(8).hashes(HashScheme("", "", 0, 0), "", [1, 2, 3]) == ()
 
 
-def test_prompt_keys_go_by_the_first_user_message_or_the_prompt() -> None:
+def test_prompt_keys_are_derived_from_the_first_user_message_or_the_prompt() -> None:
     system = {"role": "system", "content": "be brief"}
     one, other = ({"role": "user", "content": "q" * 100 + tail} for tail in ("a", "b"))
     keys = [
@@ -85,7 +85,7 @@ def test_prompt_keys_go_by_the_first_user_message_or_the_prompt() -> None:
     assert len(ids) == 1
 
 
-def test_a_session_is_one_of_its_key_and_named_by_the_header_of_the_deployment() -> None:
+def test_a_session_belongs_to_its_key_and_comes_from_the_deployments_header() -> None:
     target = SimpleNamespace(session_header="x-session-id")
     headers = {"x-session-id": "s" * 200, "other": "y"}
     keys = {session_key(target, key_hash, headers.get) for key_hash in ("k1", "k2", None)}

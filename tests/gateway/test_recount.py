@@ -1,4 +1,4 @@
-"""A new brain admits no request before all workers have reported theirs, and does not wait for one that is gone."""
+"""A new brain admits no request before all workers have reported their reservations, unless a worker is gone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pagemill_gateway.limits import recount
 from pagemill_gateway.limits.recount import Recount
 
 
-async def test_the_first_brain_of_a_gateway_has_nothing_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_brain_of_a_gateway_waits_for_no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recount, "PATIENCE_S", 3600)
     await asyncio.wait_for(Recount(0).done(), WAIT_LIMIT_S)
 
 
-async def test_whoever_asks_waits_for_every_worker() -> None:
+async def test_requests_wait_for_the_reports_of_every_worker() -> None:
     count = Recount(2)
     asking = [asyncio.create_task(count.done()) for _ in range(3)]
     count.reported_by("one")
@@ -27,7 +27,7 @@ async def test_whoever_asks_waits_for_every_worker() -> None:
     await asyncio.gather(*asking)
 
 
-async def test_a_worker_that_stays_away_delays_a_start_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_does_not_report_delays_a_start_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recount, "PATIENCE_S", 0.05)
     count = Recount(2)
     count.reported_by("one")

@@ -1,4 +1,4 @@
-"""After a failure: who stays out and for how long, who may try again, and who must do so alone."""
+"""After failures: how long an endpoint is ejected, which requests may be retried, and which must be probed alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def brain(clock: Clock) -> LocalBrain:
 
 
 def know(brain: LocalBrain, names: str, **weights: str) -> None:
-    """Endpoints called by the letters of `names`, all reporting."""
+    """Create endpoints named by the letters of `names`, all reporting."""
     endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in names]
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="m", name="m", endpoints=endpoints)]))
     for each in names:
@@ -63,7 +63,7 @@ def after(choice: Assignment, kind: FailureKind, **fields: object) -> RetryConte
 
 
 async def used(brain: LocalBrain, number: int = 20) -> set[str]:
-    """Where requests go that leave at once."""
+    """Return the endpoints of requests that end at once."""
     found = set()
     for _ in range(number):
         choice = await place(brain)
@@ -72,7 +72,7 @@ async def used(brain: LocalBrain, number: int = 20) -> set[str]:
     return found
 
 
-async def test_at_most_three_of_ten_that_report_are_kept_out(brain: LocalBrain) -> None:
+async def test_at_most_three_of_ten_reporting_endpoints_are_ejected(brain: LocalBrain) -> None:
     names = "abcdefghij"
     know(brain, names)
     for each in "abcde":
@@ -80,10 +80,10 @@ async def test_at_most_three_of_ten_that_report_are_kept_out(brain: LocalBrain) 
     assert len(await used(brain, 40)) == 7
     brain.stream_lost("f")
     brain.failed(await place_at(brain, "f", names), "lost")
-    assert "f" not in await used(brain, 40), "one that is silent as well is lost, not suspected"
+    assert "f" not in await used(brain, 40), "an endpoint without reports counts as lost, not as ejected"
 
 
-async def test_an_endpoint_that_fails_after_every_good_start_is_out_for_longer_each_time(
+async def test_an_endpoint_that_fails_after_every_good_start_is_ejected_for_longer_each_time(
     brain: LocalBrain, clock: Clock
 ) -> None:
     know(brain, "ab")
@@ -103,7 +103,7 @@ async def test_an_endpoint_that_fails_after_every_good_start_is_out_for_longer_e
     assert brain.recovery.ejection(brain.registry.endpoints["a"]).num_failures == 0
 
 
-async def test_a_stream_begun_before_the_ejection_does_not_end_it(brain: LocalBrain) -> None:
+async def test_a_stream_that_began_before_the_ejection_does_not_end_it(brain: LocalBrain) -> None:
     know(brain, "ab")
     old, bad = await place_at(brain, "a", "ab"), await place_at(brain, "a", "ab")
     brain.failed(bad, "broken")
@@ -122,7 +122,7 @@ async def test_a_silent_endpoint_that_failed_is_not_probed_before_it_reports(bra
     assert await used(brain) == {"a", "b"}
 
 
-async def test_a_slow_endpoint_is_ejected_and_comes_back(brain: LocalBrain, clock: Clock) -> None:
+async def test_a_slow_endpoint_is_ejected_and_readmitted(brain: LocalBrain, clock: Clock) -> None:
     know(brain, "abc")
     for _ in range(LEAST_SAMPLES + 1):
         for each, ms in (("a", 200.0), ("b", 20.0), ("c", 22.0)):
@@ -134,35 +134,35 @@ async def test_a_slow_endpoint_is_ejected_and_comes_back(brain: LocalBrain, cloc
     assert "a" in await used(brain)
 
 
-def test_slowness_needs_siblings_samples_and_a_difference_that_is_felt() -> None:
+def test_slowness_requires_other_endpoints_samples_and_a_noticeable_difference() -> None:
     slowness = Slowness()
     for number in range(LEAST_SAMPLES):
         slowness.note("a", 100.0, now=0.0)
-        assert not slowness.is_slow("a", "ab", now=0.0), "nothing to compare with"
+        assert not slowness.is_slow("a", "ab", now=0.0), "there is no endpoint to compare with"
         slowness.note("b", 10.0, now=0.0)
         assert slowness.is_slow("a", "ab", now=0.0) == (number == LEAST_SAMPLES - 1)
     assert not slowness.is_slow("b", "ab", now=0.0)
-    assert not slowness.is_slow("a", "ab", now=100.0), "that was long ago"
+    assert not slowness.is_slow("a", "ab", now=100.0), "the samples are too old"
     for _ in range(LEAST_SAMPLES):
         slowness.note("c", 1.0, now=0.0)
         slowness.note("d", 9.0, now=0.0)
     assert not slowness.is_slow("d", "cd", now=0.0)
 
 
-# -- who may try again -------------------------------------------------------------------------------------------------
+# -- the retry budget --------------------------------------------------------------------------------------------------
 
 
-def test_the_budget_is_a_share_of_the_latest_requests_and_never_nothing() -> None:
+def test_the_retry_budget_is_a_share_of_the_latest_requests_and_never_zero() -> None:
     budget = RetryBudget(share=0.2)
     assert [budget.take(0.0) for _ in range(FREE_RETRIES + 1)] == [True] * FREE_RETRIES + [False]
     for number in range(100):
         budget.began(5.0 + number / 1000)
     assert [budget.take(5.5) for _ in range(11)] == [True] * 10 + [False]
-    assert budget.take(12.0), "the first ones are forgotten"
+    assert budget.take(12.0), "the first retries have expired"
     assert sum(budget.take(30.0) for _ in range(50)) == FREE_RETRIES
 
 
-async def test_retries_beyond_the_budget_are_refused_and_continuing_lost_streams_is_not(brain: LocalBrain) -> None:
+async def test_retries_beyond_the_budget_are_refused_and_continuations_are_not(brain: LocalBrain) -> None:
     know(brain, "abc")
     beside = [await place_at(brain, "a", "abc") for _ in range(30)]
     for choice in beside:
@@ -182,8 +182,8 @@ async def test_retries_beyond_the_budget_are_refused_and_continuing_lost_streams
     await place(brain, choice.endpoint_id, retry=after(choice, "refused"))
 
 
-async def test_requests_of_one_incident_are_no_retry_storm(brain: LocalBrain) -> None:
-    """An endpoint turns bad with many requests on it: all of them may go elsewhere."""
+async def test_requests_of_one_failed_endpoint_need_no_budget(brain: LocalBrain) -> None:
+    """An endpoint fails with many requests: all of them may be retried on another one."""
     know(brain, "ab")
     there = [await place_at(brain, "a", "ab") for _ in range(3 * FREE_RETRIES)]
     for choice in there:
@@ -203,7 +203,7 @@ async def test_only_engines_of_the_same_weights_continue_an_answer(brain: LocalB
     assert error.value.code == OTHER_WEIGHTS
 
 
-# -- who is tried apart ------------------------------------------------------------------------------------------------
+# -- probes ------------------------------------------------------------------------------------------------------------
 
 
 def ended(
@@ -213,7 +213,7 @@ def ended(
 
 
 async def end_all(brain: LocalBrain, name: str, choices: list[Assignment], kind: FailureKind) -> None:
-    """The engine ended with all of them, and everybody knows."""
+    """End the engine with all its requests; the failure is known everywhere."""
     for choice in choices:
         brain.failed(choice, kind)
     brain.stream_lost(name)
@@ -224,23 +224,23 @@ async def test_a_probe_waits_until_another_one_is_cleared(brain: LocalBrain) -> 
     know(brain, "abc")
     crashed = [await place_at(brain, "a", "abc") for _ in range(3)]
     await end_all(brain, "a", crashed, "crashed")
-    agains = [after(each, "crashed", **ended(each, kind="crashed")) for each in crashed]
-    first, second = [await place(brain, "a", retry=each) for each in agains[:2]]
+    retries = [after(each, "crashed", **ended(each, kind="crashed")) for each in crashed]
+    first, second = [await place(brain, "a", retry=each) for each in retries[:2]]
     assert {first.endpoint_id, second.endpoint_id} == {"b", "c"}
     assert first.probe == "shared"
-    third = asyncio.create_task(place(brain, "a", retry=agains[2]))
+    third = asyncio.create_task(place(brain, "a", retry=retries[2]))
     await asyncio.sleep(0.05)
     assert not third.done()
     innocent = await place(brain)
-    assert innocent.endpoint_id in "bc", "others need not wait"
+    assert innocent.endpoint_id in "bc", "other requests need not wait"
     brain.started(second)
     assert (await third).endpoint_id == second.endpoint_id
-    fourth = asyncio.create_task(place(brain, "a", retry=agains[2]))
+    fourth = asyncio.create_task(place(brain, "a", retry=retries[2]))
     brain.failed(first, "request")
     assert (await fourth).endpoint_id == first.endpoint_id
 
 
-async def test_who_crashes_an_engine_on_which_no_other_request_began_is_blamed(brain: LocalBrain) -> None:
+async def test_a_request_that_crashes_an_engine_without_new_requests_is_blamed(brain: LocalBrain) -> None:
     know(brain, "abc")
     beside = await place_at(brain, "b", "abc")
     brain.started(beside)
@@ -256,7 +256,7 @@ async def test_who_crashes_an_engine_on_which_no_other_request_began_is_blamed(b
     assert (await place(brain, retry=other)).probe == "shared"
 
 
-async def test_who_crashed_an_engine_beside_newcomers_is_tried_alone_and_no_request_follows(brain: LocalBrain) -> None:
+async def test_a_request_that_crashed_an_engine_beside_new_ones_is_probed_alone(brain: LocalBrain) -> None:
     know(brain, "abc")
     first = await place_at(brain, "a", "abc")
     await end_all(brain, "a", [first], "crashed")
@@ -268,7 +268,7 @@ async def test_who_crashed_an_engine_beside_newcomers_is_tried_alone_and_no_requ
     retry = after(second, "crashed", **ended(first, second, kind="crashed"))
     third = asyncio.create_task(place(brain, retry=retry))
     await asyncio.sleep(0)
-    assert not third.done(), "one that has no token yet is there"
+    assert not third.done(), "a request without a token is still on that engine"
     late = asyncio.create_task(place(brain))
     await asyncio.sleep(0)
     brain.started(waiting)
@@ -279,7 +279,7 @@ async def test_who_crashed_an_engine_beside_newcomers_is_tried_alone_and_no_requ
     assert (await late).endpoint_id == "c"
 
 
-async def test_engines_that_were_killed_from_outside_lead_to_no_probe(brain: LocalBrain) -> None:
+async def test_engines_killed_from_outside_cause_no_probe(brain: LocalBrain) -> None:
     know(brain, "abc")
     killed: list[Assignment] = []
     for name in "abc":
@@ -289,7 +289,7 @@ async def test_engines_that_were_killed_from_outside_lead_to_no_probe(brain: Loc
     assert (await place(brain, retry=retry)).probe == "none"
 
 
-async def test_losses_lead_to_a_probe_only_when_no_token_comes_between(brain: LocalBrain) -> None:
+async def test_losses_cause_a_probe_only_if_no_token_comes_between(brain: LocalBrain) -> None:
     know(brain, "abcd")
     lost = []
     for name in "abc":
@@ -308,7 +308,7 @@ async def test_losses_lead_to_a_probe_only_when_no_token_comes_between(brain: Lo
     assert await probe(first, second, third._replace(probe="shared")) == "alone"
 
 
-async def test_who_was_sent_to_an_engine_that_was_gone_already_is_not_probed(brain: LocalBrain) -> None:
+async def test_a_request_sent_to_an_engine_that_was_already_gone_is_not_probed(brain: LocalBrain) -> None:
     know(brain, "ab")
     there, late = await place_at(brain, "a", "ab"), []
     brain.failed(there, "lost")
@@ -318,7 +318,7 @@ async def test_who_was_sent_to_an_engine_that_was_gone_already_is_not_probed(bra
     assert (await place(brain, "a", retry=after(late[-1], "lost", **ended(*late)))).probe == "none"
 
 
-async def test_chance_is_what_ends_engines_without_the_request_as_well(brain: LocalBrain, clock: Clock) -> None:
+async def test_failures_that_also_happen_without_the_request_do_not_blame_it(brain: LocalBrain, clock: Clock) -> None:
     names = "abcdef"
     know(brain, names)
 
@@ -333,7 +333,7 @@ async def test_chance_is_what_ends_engines_without_the_request_as_well(brain: Lo
     engine_failures.append(await lose("alone", "e"))
     latest = Assignment(engine_failures[-1].decision, "e", "", "")
     choice = await place(brain, retry=after(latest, "lost", engine_failures=tuple(engine_failures)))
-    assert choice.probe == "alone", "no request was on the fourth one"
+    assert choice.probe == "alone", "no request was on the fourth engine"
     clock.now += 60.0
     for each in names:
         report(brain, each)
@@ -342,10 +342,10 @@ async def test_chance_is_what_ends_engines_without_the_request_as_well(brain: Lo
         await place(brain, retry=after(latest, "lost", engine_failures=tuple(engine_failures)))
 
 
-# -- silence -----------------------------------------------------------------------------------------------------------
+# -- engines without steps ---------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_makes_no_step_for_long_is_stuck(brain: LocalBrain) -> None:
+async def test_an_engine_without_a_step_for_long_is_stuck(brain: LocalBrain) -> None:
     know(brain, "a")
     assert await brain.liveness("a") == "working"
     report(brain, "a", silent_s=5.9)
@@ -356,7 +356,7 @@ async def test_an_engine_that_makes_no_step_for_long_is_stuck(brain: LocalBrain)
     assert await brain.liveness("a") == "silent"
 
 
-async def test_a_step_of_a_large_model_may_take_as_long_as_four_of_its_longest(brain: LocalBrain) -> None:
+async def test_a_step_of_a_large_model_may_take_four_times_its_longest_prediction(brain: LocalBrain) -> None:
     know(brain, "a")
     step_time = StepTimeParams(knots_tokens=[16, 512], knot_ms=[400.0, 4000.0])
     report(brain, "a", silent_s=15.9, step_time=step_time)
@@ -365,7 +365,7 @@ async def test_a_step_of_a_large_model_may_take_as_long_as_four_of_its_longest(b
     assert await brain.liveness("a") == "stuck"
 
 
-async def test_a_stopped_engine_process_is_stuck_however_long_its_steps_are(brain: LocalBrain) -> None:
+async def test_a_suspended_engine_process_is_stuck_however_long_its_steps_are(brain: LocalBrain) -> None:
     know(brain, "a")
     step_time = StepTimeParams(knots_tokens=[16, 512], knot_ms=[400.0, 4000.0])
     report(brain, "a", silent_s=4.0, frozen_s=4.0, step_time=step_time)
@@ -374,7 +374,7 @@ async def test_a_stopped_engine_process_is_stuck_however_long_its_steps_are(brai
     assert await brain.liveness("a") == "stuck"
 
 
-async def test_a_step_is_too_long_by_what_was_predicted_for_it_and_not_by_the_longest(brain: LocalBrain) -> None:
+async def test_a_step_is_judged_by_its_own_prediction_and_not_by_the_longest(brain: LocalBrain) -> None:
     know(brain, "a")
     step_time = StepTimeParams(knots_tokens=[16, 512], knot_ms=[400.0, 4000.0])
     report(brain, "a", silent_s=6.1, expected_step_ms=4000.0, step_time=step_time)
@@ -383,8 +383,8 @@ async def test_a_step_is_too_long_by_what_was_predicted_for_it_and_not_by_the_lo
     assert await brain.liveness("a") == "stuck"
 
 
-async def test_a_hang_in_a_prompt_of_two_thousand_tokens_is_seen_within_seven_seconds(brain: LocalBrain) -> None:
-    """A small model's step of 2,048 tokens takes 1.6 s on two cores; twice and a half as long is no hang."""
+async def test_a_hang_in_a_prompt_of_two_thousand_tokens_is_detected_within_seven_seconds(brain: LocalBrain) -> None:
+    """A small model's step of 2,048 tokens takes 1.6 s on two cores; two and a half times as long is no hang."""
     know(brain, "a")
     report(brain, "a", silent_s=6.0, expected_step_ms=1600.0)
     assert await brain.liveness("a") == "working"
@@ -392,7 +392,7 @@ async def test_a_hang_in_a_prompt_of_two_thousand_tokens_is_seen_within_seven_se
     assert await brain.liveness("a") == "stuck"
 
 
-async def test_an_ejected_engine_that_is_stopped_is_not_probed(brain: LocalBrain, clock: Clock) -> None:
+async def test_an_ejected_engine_that_is_suspended_is_not_probed(brain: LocalBrain, clock: Clock) -> None:
     know(brain, "ab")
     brain.failed(await place_at(brain, "a", "ab"), "stalled")
     clock.now += 60.0

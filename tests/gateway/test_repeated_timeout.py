@@ -1,4 +1,4 @@
-"""Many short waits of one task under one limit: too long is too long, and a cancellation by others stays one."""
+"""Repeated short waits of one task with one timeout: each has the whole limit, and other cancellations pass through."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def never() -> None:
 
 
 async def turns(count: int) -> int:
-    """Ends after so many turns of the loop."""
+    """Return after this number of turns of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
     return count
@@ -36,7 +36,7 @@ def run(scenario: Callable[[RepeatedTimeout], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_an_answer_in_time_is_handed_on_and_an_error_too() -> None:
+def test_a_result_and_an_error_in_time_are_passed_on() -> None:
     async def scenario(patience: RepeatedTimeout) -> None:
         assert await patience.wait(turns(0)) == 0
         assert await patience.wait(turns(3)) == 3
@@ -49,8 +49,8 @@ def test_an_answer_in_time_is_handed_on_and_an_error_too() -> None:
     run(scenario)
 
 
-def test_each_wait_has_the_whole_limit_and_ends_with_it() -> None:
-    """However often the waits before it came to an end in time."""
+def test_each_wait_has_the_whole_limit() -> None:
+    """The number of earlier waits that ended in time does not matter."""
 
     async def scenario(patience: RepeatedTimeout) -> None:
         loop = asyncio.get_running_loop()
@@ -81,7 +81,7 @@ def test_a_cancellation_from_outside_is_no_timeout() -> None:
     run(scenario)
 
 
-def test_an_outer_limit_that_comes_first_ends_the_wait() -> None:
+def test_an_outer_timeout_that_expires_first_ends_the_wait() -> None:
     async def scenario(_: RepeatedTimeout) -> None:
         patience = RepeatedTimeout(60.0)
         with pytest.raises(TimeoutError):
@@ -93,7 +93,7 @@ def test_an_outer_limit_that_comes_first_ends_the_wait() -> None:
     run(scenario)
 
 
-def test_two_that_wait_at_once_have_a_limit_each() -> None:
+def test_two_concurrent_waits_have_separate_limits() -> None:
     async def scenario(patience: RepeatedTimeout) -> None:
         first, second = (asyncio.create_task(patience.wait(never())) for _ in range(2))
         done, _ = await asyncio.wait([first, second])

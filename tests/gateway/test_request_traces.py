@@ -1,4 +1,4 @@
-"""Traces reach a real OTLP receiver: one tree per request, the engine's phases in it, none of its text."""
+"""Traces reach a real OTLP receiver: one tree per request with the engine's phases and without any text of it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_a_request_is_one_tree_within_the_clients_trace(engines, gateways,
     assert "hello" not in json.dumps(receiver.spans)
 
 
-async def test_each_attempt_is_a_span_and_the_failed_ones_say_so(engines, gateways, fake, receiver) -> None:
+async def test_each_attempt_is_a_span_and_failed_ones_are_marked(engines, gateways, fake, receiver) -> None:
     gateway = await gateways(*engines, tracing=TracingConfig(endpoint=receiver.url))
     for engine in engines:
         engine.behaviours.append(fake.refuses(500))
@@ -88,11 +88,11 @@ async def test_each_attempt_is_a_span_and_the_failed_ones_say_so(engines, gatewa
     ]
 
 
-async def test_a_migration_is_a_span_between_the_parts_of_two_engines(engines, gateways, fake, receiver) -> None:
+async def test_a_migration_is_a_span_between_those_of_two_engines(engines, gateways, fake, receiver) -> None:
     async def ends_after_a_token(engine: Any, request: Any, response: Any, http: Any) -> None:
         await response.prepare(http)
         await response.write(fake.answer_frames(request, ("a", "b", "c"))[0])
-        await asyncio.sleep(0.01)  # so that its part is longer than a clock's step
+        await asyncio.sleep(0.01)  # makes the engine's part longer than the clock's resolution
         await response.write_eof()
 
     gateway = await gateways(*engines, tracing=TracingConfig(endpoint=receiver.url))
@@ -116,11 +116,11 @@ async def test_a_migration_is_a_span_between_the_parts_of_two_engines(engines, g
         assert migration["attributes"]["pagemill.migration.num_tokens"] >= 1
     decodes = receiver.named("decode", "pagemill-engine")
     assert {span["parent"] for span in decodes} == {each["id"] for each in attempts[:-1]}, (
-        "the last one had only to end it"
+        "the last engine only had to end the answer"
     )
 
 
-async def test_what_the_client_does_not_sample_is_not_reported(engines, gateways, fake, receiver) -> None:
+async def test_requests_that_the_client_does_not_sample_are_not_reported(engines, gateways, fake, receiver) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
     assert (await gateway.chat(headers=UNSAMPLED)).status == 200
     assert (await gateway.chat()).status == 200
@@ -128,7 +128,7 @@ async def test_what_the_client_does_not_sample_is_not_reported(engines, gateways
     assert TRACE_ID not in {span["trace"] for span in receiver.spans}
 
 
-async def test_of_requests_without_a_trace_the_ratio_is_reported(engines, gateways, fake, receiver) -> None:
+async def test_of_requests_without_a_trace_the_configured_ratio_is_reported(engines, gateways, fake, receiver) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url, sample_ratio=0.0))
     assert (await gateway.chat()).status == 200
     assert (await gateway.chat(headers=SAMPLED)).status == 200
@@ -137,14 +137,14 @@ async def test_of_requests_without_a_trace_the_ratio_is_reported(engines, gatewa
 
 
 @pytest.mark.parametrize("value", ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "a" * 5000])
-async def test_a_header_that_is_no_trace_begins_a_new_one(value: str, engines, gateways, fake, receiver) -> None:
+async def test_an_invalid_trace_header_begins_a_new_trace(value: str, engines, gateways, fake, receiver) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
     assert (await gateway.chat(headers={"traceparent": value})).status == 200
     await fake.until(lambda: receiver.named("POST /v1/chat/completions"))
     assert receiver.named("POST /v1/chat/completions")[0]["parent"] == ""
 
 
-async def test_the_log_line_names_the_trace(engines, gateways, fake, receiver, caplog) -> None:
+async def test_the_log_line_contains_the_trace_id(engines, gateways, fake, receiver, caplog) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
     with caplog.at_level("INFO", logger="pagemill.gateway.access"):
         await gateway.chat(headers=SAMPLED)
@@ -161,7 +161,7 @@ async def test_a_refused_request_is_reported_with_its_error(engines, gateways, f
     assert root["attributes"]["error.type"]
 
 
-async def test_headers_for_the_receiver_come_from_a_file(engines, gateways, fake, receiver, tmp_path: Path) -> None:
+async def test_headers_for_the_receiver_are_read_from_a_file(engines, gateways, fake, receiver, tmp_path: Path) -> None:
     (tmp_path / "headers").write_text("# ours\nx-tenant: team-a\n")
     tracing = TracingConfig(endpoint=receiver.url, headers_file=str(tmp_path / "headers"))
     gateway = await gateways(engines[0], tracing=tracing)
@@ -170,7 +170,7 @@ async def test_headers_for_the_receiver_come_from_a_file(engines, gateways, fake
     assert receiver.headers == ["team-a"]
 
 
-async def test_spans_are_sent_again_to_a_receiver_that_was_busy(engines, gateways, fake, receiver) -> None:
+async def test_spans_are_sent_again_if_the_receiver_was_busy(engines, gateways, fake, receiver) -> None:
     receiver.statuses = [503]
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
     assert (await gateway.chat(headers=SAMPLED)).status == 200
@@ -178,9 +178,7 @@ async def test_spans_are_sent_again_to_a_receiver_that_was_busy(engines, gateway
     assert [span["trace"] for span in receiver.named("POST /v1/chat/completions")] == [TRACE_ID]
 
 
-async def test_spans_that_a_receiver_refuses_are_dropped_and_later_ones_arrive(
-    engines, gateways, fake, receiver
-) -> None:
+async def test_refused_spans_are_dropped_and_later_ones_arrive(engines, gateways, fake, receiver) -> None:
     receiver.statuses = [400]
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
     assert (await gateway.chat(headers=SAMPLED)).status == 200
@@ -190,14 +188,14 @@ async def test_spans_that_a_receiver_refuses_are_dropped_and_later_ones_arrive(
     assert TRACE_ID not in {span["trace"] for span in receiver.spans}
 
 
-async def test_without_a_receiver_requests_are_answered_and_the_gateway_ends(engines, gateways) -> None:
+async def test_without_a_receiver_requests_are_answered_and_the_gateway_exits(engines, gateways) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint="http://127.0.0.1:9/v1/traces"))
     assert (await gateway.chat()).status == 200
     async with asyncio.timeout(WAIT_LIMIT_S):
         await gateway.gateway.worker.tracing.close()
 
 
-def test_without_a_receiver_opentelemetry_is_not_even_imported() -> None:
+def test_without_a_receiver_setting_opentelemetry_is_not_imported() -> None:
     look = (
         "import sys, pagemill_gateway.server; assert not any(name.startswith('opentelemetry') for name in sys.modules)"
     )
@@ -213,12 +211,12 @@ def test_without_a_receiver_opentelemetry_is_not_even_imported() -> None:
         ({"endpoint": "http://c/v1/traces", "sample_ratio": float("nan")}, "tracing.sample_ratio: nan"),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_unusable_settings_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message.replace("(", r"\(")):
         GatewayConfig(tracing=TracingConfig(**fields)).checked()
 
 
-def test_a_file_of_headers_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_file_of_headers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"tracing\.headers_file: cannot read"):
         TracingConfig(endpoint="http://c/v1/traces", headers_file=str(tmp_path / "none")).headers()
     (tmp_path / "odd").write_text("Authorization\n")

@@ -1,6 +1,6 @@
-"""Real engine processes that come and go as pods do, under load of the real client: no request fails.
+"""Real engine processes start and stop like pods under load of the real client: no request fails.
 
-The test plays Deployment controller and kubelet: endpoints appear before their engine listens, become ready with its
+The test acts as Deployment controller and kubelet: endpoints appear before their engine listens, become ready with its
 probe, are marked as terminating before or after the preStop program, and vanish after SIGTERM. The device is simulated.
 """
 
@@ -32,7 +32,7 @@ NAME = "tiny"
 
 
 class Pod:
-    """One engine process with its place in the EndpointSlices."""
+    """One engine process with its entry in the EndpointSlices."""
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.name = f"pod-{number}"
@@ -61,7 +61,7 @@ class Pod:
         )
 
     async def start(self) -> None:
-        """Until the kubelet's probe passes and the slice says so."""
+        """Start the engine; return once the kubelet's probe passes and the slice says so."""
         await self._show(ready=False)
         await self.run()
         await self.wait_ready()
@@ -82,15 +82,15 @@ class Pod:
                 await asyncio.sleep(0.1)
         await self._show(ready=True)
 
-    async def tell(self, call: str) -> str:
-        """To sleep or to wake up, as the operator does; what it is then."""
+    async def call_control_port(self, call: str) -> str:
+        """Put the engine to sleep or wake it up, as the operator does; return its state."""
         headers = {"Authorization": f"Bearer {self._cluster.fake.TOKEN}"}
         url = f"http://127.0.0.1:{self.control_port}/{call}"
         async with aiohttp.ClientSession() as session, session.post(url, headers=headers) as response:
             return str((await response.json())["state"])
 
     async def delete(self) -> None:
-        """The kubelet does not wait for the news to spread."""
+        """Delete the pod; like a kubelet, do not wait until gateways have noticed."""
         spread = asyncio.create_task(self._spread_the_news())
         prestop = [sys.executable, "-m", "pagemill_engine.drain", "--settings", str(self._settings)]
         assert await (await asyncio.create_subprocess_exec(*prestop, stderr=self._cluster.log)).wait() == 0
@@ -138,7 +138,7 @@ class Cluster:
         return pod
 
     async def replace(self, old: Pod) -> None:
-        """One pod more, then one less, as with maxSurge 1 and maxUnavailable 0."""
+        """Start a new pod and then delete an old one, as with maxSurge 1 and maxUnavailable 0."""
         await self.new_pod().start()
         await old.delete()
         self.pods.remove(old)
@@ -151,7 +151,7 @@ class Cluster:
 
 
 class Load:
-    """Workers that ask for whole and streamed answers in turn, without ever retrying."""
+    """Workers that request whole and streamed answers alternately and never retry."""
 
     NUM_WORKERS = 6
 
@@ -212,7 +212,7 @@ class Load:
         return reason == "length"
 
     async def until_streaming(self, at_least: int) -> None:
-        """So many streams have begun and not ended."""
+        """Wait until this number of streams has begun and not ended."""
         async with asyncio.timeout(START_LIMIT_S), self._streams_changed:
             await self._streams_changed.wait_for(lambda: self._num_streaming >= at_least)
 
@@ -277,11 +277,11 @@ async def test_replacing_every_engine_fails_no_request_and_cuts_no_stream(
 
 @pytest.mark.model
 async def test_an_engine_that_is_killed_fails_no_answer_and_cuts_no_stream(cluster: Cluster, gateway_url: str) -> None:
-    """Another one continues them."""
+    """Other engines continue the answers."""
     await asyncio.gather(*(cluster.new_pod().start() for _ in range(2)))
     async with Load(gateway_url, stream_tokens=200) as load:
         for pod in cluster.pods:
-            await load.until_streaming(4)  # of 6 requests on two pods with half of them each: some are here
+            await load.until_streaming(4)  # some of 6 requests on two pods are on this one
             await pod.kill()
             await pod.run()  # the kubelet restarts the container in its pod
             await pod.wait_ready()
@@ -290,8 +290,8 @@ async def test_an_engine_that_is_killed_fails_no_answer_and_cuts_no_stream(clust
 
 
 @pytest.mark.model
-async def test_the_only_engine_that_is_killed_fails_no_answer(cluster: Cluster, gateway_url: str) -> None:
-    """Requests wait for the restart of the container, streams go on there."""
+async def test_killing_the_only_engine_fails_no_answer(cluster: Cluster, gateway_url: str) -> None:
+    """Requests wait for the restart of the container, where streams continue."""
     pod = cluster.new_pod()
     await pod.start()
     async with Load(gateway_url, stream_tokens=200) as load:
@@ -304,14 +304,14 @@ async def test_the_only_engine_that_is_killed_fails_no_answer(cluster: Cluster, 
 
 
 @pytest.mark.model
-async def test_engines_that_go_to_sleep_and_wake_up_under_load_fail_nothing(cluster: Cluster, gateway_url: str) -> None:
-    """Both in turn, each in the middle of its requests, which it finishes before it sleeps."""
+async def test_engines_that_sleep_and_wake_under_load_fail_no_request(cluster: Cluster, gateway_url: str) -> None:
+    """Both engines sleep in turn while they have requests, which they finish first."""
     await asyncio.gather(*(cluster.new_pod().start() for _ in range(2)))
     async with Load(gateway_url) as load:
         for pod in cluster.pods:
             await load.until_streaming(2)
-            assert await pod.tell("sleep") == "asleep"
+            assert await pod.call_control_port("sleep") == "asleep"
             await load.until_streaming(2)
-            assert await pod.tell("wake_up") == "awake"
+            assert await pod.call_control_port("wake_up") == "awake"
     assert load.faults == []
     assert set(load.outcomes) == {"whole complete", "stream complete"}

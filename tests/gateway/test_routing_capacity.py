@@ -1,4 +1,4 @@
-"""Routing under the queue: what is cached needs no capacity and costs no turn, and each decision counts once."""
+"""Routing with the queue: cached tokens need no capacity and cost nothing, and each decision counts once."""
 
 from __future__ import annotations
 
@@ -87,25 +87,25 @@ async def test_only_blocks_that_are_not_cached_need_capacity_and_are_reserved() 
     world = World(cold=frame(active=45), warm=frame(active=45, cached=(routing_request,)))
     choice = await world.choose(routing_request)
     assert (choice.endpoint_id, choice.predicted_cached_tokens) == ("warm", 576)
-    # One prefix chunk of the prompt is computed, since its last token always is; 20 tokens of output are two blocks.
+    # One prefix chunk of the prompt is computed because its last token always is; 20 output tokens need two blocks.
     assert world.record("warm").reserved.num_blocks == CHUNK // BLOCK + 2
     other = world.choose(ask_of(2))
     await settle()
-    assert not other.done(), "42 blocks fit nowhere"
+    assert not other.done(), "42 blocks must not fit on any engine"
     other.cancel()
 
 
-async def test_the_policy_chooses_among_those_with_capacity() -> None:
+async def test_the_policy_chooses_among_engines_with_capacity() -> None:
     routing_request = ask_of(1)
     world = World(a=frame(fast=False), b=frame(fast=False), full=frame(active=1, slots=1, cached=(routing_request,)))
     choice = await world.choose(routing_request)
-    assert choice.endpoint_id in "ab", "the policy alone would have taken the full one"
+    assert choice.endpoint_id in "ab", "without the check, the policy would choose the full engine"
     assert (choice.policy, choice.predicted_cached_tokens) == ("Cost", 0)
     (decision,) = world.brain.placement.decisions.latest(1)
     assert {each["endpoint"] for each in decision["candidates"]} == {"a", "b"}
 
 
-async def test_a_decision_is_counted_once_by_every_ledger_and_leaves_all_of_them() -> None:
+async def test_every_account_counts_a_decision_once_and_releases_it() -> None:
     for end in ("finished", "failed"):
         world = World(a=frame())
         choice = await world.choose(ask_of(1), num_sequences=3)
@@ -123,20 +123,20 @@ async def test_a_decision_is_counted_once_by_every_ledger_and_leaves_all_of_them
         assert (record.reserved.num_blocks, record.dispatches.num_unreported_tokens) == (0, 0)
 
 
-async def test_of_a_seat_given_to_a_client_that_left_no_prefix_is_expected() -> None:
+async def test_no_prefix_is_expected_from_a_slot_given_to_a_client_that_left() -> None:
     world = World(a=frame(slots=1))
     running = await world.choose(ask_of(1))
     waiting = world.choose(ask_of(2))
     await settle()
     world.brain.finished(running)
-    waiting.cancel()  # it has its slot, and does not know yet
+    waiting.cancel()  # the slot is assigned, but the task has not run yet
     await settle()
     assert waiting.cancelled()
     assert not any(each in world.brain.placement.predictions.pods for each in ask_of(2).prefix_chunks)
 
 
 @pytest.mark.parametrize(("has_token", "num_left"), [(False, 0), (True, 10)])
-async def test_of_a_client_that_left_before_its_first_token_no_prefix_is_expected(
+async def test_no_prefix_is_expected_from_a_client_that_left_before_its_first_token(
     has_token: bool, num_left: int
 ) -> None:
     world = World(a=frame())
@@ -145,20 +145,22 @@ async def test_of_a_client_that_left_before_its_first_token_no_prefix_is_expecte
     if has_token:
         world.brain.started(choice)
     world.brain.finished(choice)
-    assert len(world.brain.placement.predictions) == num_left, "what was computed is reported soon"
+    assert len(world.brain.placement.predictions) == num_left, "a report will contain the computed prefix"
 
 
-async def test_where_prefixes_are_not_kept_none_is_expected() -> None:
-    """Beside an engine that does keep them, by whose hashes the prompt goes."""
+async def test_no_prefix_is_expected_on_engines_without_a_prefix_cache() -> None:
+    """Another engine keeps prefixes, and the prompt is hashed by its scheme."""
     forgets = Digests(weights="w", tokenizer_bundle="t", hash_version=hashes.NO_HASHES)
     world = World(forgetful=frame(digests=forgets), caching=frame(fast=False))
     choices = [await world.choose(ask_of(1, 320)) for _ in range(2)]
-    assert [each.endpoint_id for each in choices] == ["forgetful", "forgetful"], "it is faster"
+    assert [each.endpoint_id for each in choices] == ["forgetful", "forgetful"], (
+        "the engine without a prefix cache is faster"
+    )
     assert [each.predicted_cached_tokens for each in choices] == [0, 0]
     assert len(world.brain.placement.predictions) == 0
 
 
-async def test_what_answers_took_before_is_what_the_next_one_reserves() -> None:
+async def test_the_next_request_reserves_the_learned_length() -> None:
     world = World(a=frame())
     blocks = []
     for number in range(12):
@@ -169,7 +171,7 @@ async def test_what_answers_took_before_is_what_the_next_one_reserves() -> None:
     assert blocks[-1] == 4 + 1
 
 
-async def test_a_prefix_that_no_report_speaks_of_is_not_expected_for_long() -> None:
+async def test_an_expected_prefix_without_a_report_expires() -> None:
     world, routing_request = World(a=frame()), ask_of(1, 320)
     first = await world.choose(routing_request)
     world.brain.started(first)
@@ -182,7 +184,7 @@ async def test_a_prefix_that_no_report_speaks_of_is_not_expected_for_long() -> N
     assert found == [(256, True), (0, True)]
 
 
-async def test_of_pods_that_fell_silent_neither_old_load_nor_old_prefixes_count() -> None:
+async def test_on_silent_pods_neither_old_load_nor_old_prefixes_count() -> None:
     routing_request = ask_of(1, 128)
     load = EngineLoad(num_requests_waiting=50, num_tokens_waiting=50_000, num_blocks_total=60, num_blocks_free=60)
     world = World(loaded=msgspec.structs.replace(frame(cached=(routing_request,)), load=load), idle=frame())
@@ -192,12 +194,14 @@ async def test_of_pods_that_fell_silent_neither_old_load_nor_old_prefixes_count(
         world.brain.finished(each, CompletedRequest(20))
     world.clock.now += 100
     unheard = [await world.choose(routing_request) for _ in range(6)]
-    assert Counter(each.endpoint_id for each in unheard) == {"loaded": 3, "idle": 3}, "by what we sent ourselves"
+    assert Counter(each.endpoint_id for each in unheard) == {"loaded": 3, "idle": 3}, (
+        "only this gateway's own requests count"
+    )
     assert {(each.policy, each.believed, each.predicted_cached_tokens) for each in unheard} == {("Cost", False, 0)}
 
 
-async def test_keys_pay_for_the_tokens_that_are_computed_for_them() -> None:
-    """Of two keys that ask for the same, the one whose prompts are cached gets as many more turns."""
+async def test_keys_are_charged_for_the_computed_tokens() -> None:
+    """Of two keys with equal requests, the one whose prompts are cached gets more turns in proportion."""
     asks = {"cached": ask_of(1), "cold": ask_of(2)}
     world = World(a=frame(slots=1, cached=(asks["cached"],)))
     running = await world.choose(ask_of(3))
@@ -206,7 +210,7 @@ async def test_keys_pay_for_the_tokens_that_are_computed_for_them() -> None:
     turns, known = {"cached": 0, "cold": 0}, set[int]()
     for sequence in range(2, 52):
         world.brain.finished(running, CompletedRequest(20))
-        # The engine has evicted what was not in use.
+        # The engine has evicted the blocks without users.
         world.brain.observe("a", frame(sequence, slots=1, prefixes_removed=list(asks["cold"].prefix_chunks)))
         await settle()
         ((key, running),) = (
@@ -217,7 +221,7 @@ async def test_keys_pay_for_the_tokens_that_are_computed_for_them() -> None:
         )
         known.add(running.decision)
         turns[key] += 1
-    # 84 tokens a turn against 660 while nothing of the cold prompt is expected to be there.
+    # A turn costs 84 tokens or 660, as long as no part of the cold prompt is expected in the cache.
     assert turns["cached"] >= 3 * turns["cold"] > 0
     for task in (*tasks["cached"], *tasks["cold"]):
         task.cancel()
@@ -229,7 +233,7 @@ async def test_a_report_counts_each_sequence_of_a_request() -> None:
     await world.choose(ask_of(2, 100))
     record = world.record("a")
     world.brain.observe("a", frame(2, active=1))
-    assert record.dispatches.num_unreported == 2, "one sequence of five is there: both requests may be on their way"
+    assert record.dispatches.num_unreported == 2, "one sequence of five has arrived: both requests may be on their way"
     load = EngineLoad(num_requests_running=4, num_blocks_total=60, num_blocks_free=60)
     world.brain.observe("a", msgspec.structs.replace(frame(3), load=load))
     assert (record.dispatches.num_unreported, record.dispatches.num_unreported_tokens) == (1, 100)

@@ -1,6 +1,6 @@
-"""Exact prefix routing over HTTP: real engine processes with a simulated device, and a gateway that knows their caches.
+"""Prefix routing over HTTP: real engine processes with a simulated device, and a gateway that knows their caches.
 
-Conversations over a common system prompt, more than the caches hold, so that engines evict all the time.
+The conversations share a system prompt and exceed the caches, so engines evict blocks all the time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class EngineProcess:
         return Endpoint(id=self.name, data_url=self.url, control_url=self.control_url)
 
     async def prefix_chunks(self) -> set[bytes]:
-        """All that the engine says it has, as a gateway that connects now would hear it."""
+        """Return all prefix chunks that the engine reports to a gateway that connects now."""
         url, headers = f"{self.control_url}/internal/state", {"Authorization": f"Bearer {TOKEN}"}
         async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
             decoder = StateDecoder()
@@ -91,7 +91,7 @@ class EngineProcess:
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[list[EngineProcess]]]]:
-    """Starts one engine for each dict of settings."""
+    """Return a function that starts one engine for each dict of settings."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def launch(*settings: dict[str, Any]) -> list[EngineProcess]:
@@ -124,7 +124,7 @@ class Conversation:
             )
             assert answer.status == 200, answer.raw
             self._compare(answer)
-            # Tokens of a simulated engine may be any bytes, also those that HTTP servers refuse.
+            # Tokens of a simulated engine may be any bytes, including those that HTTP servers refuse.
             self._messages.append({"role": "assistant", "content": answer.text.replace("\0", "")})
             await self._read_the_answer(answer, fake)
 
@@ -144,14 +144,16 @@ class Conversation:
         return cached
 
     async def _read_the_answer(self, answer: Any, fake: Any) -> None:
-        """People need longer for it than engines for their next two frames."""
+        """Wait as long as a reader does, which is longer than an engine's next two frames take."""
         endpoint_id = answer.headers["x-pagemill-route"].split("; ")[1]
         reports = self._gateway.gateway.control.brain.registry.endpoints[endpoint_id].reports
         seen = reports.latest.sequence
         await fake.until(lambda: reports.latest.sequence >= seen + 2)
 
 
-async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_their_own(gateways, fake, start) -> None:
+async def test_predicted_cached_tokens_are_those_of_the_engines_and_the_index_equals_their_caches(
+    gateways, fake, start
+) -> None:
     engine_processes = await start({}, {}, {})
     model = CatalogModel(
         deployment="d",
@@ -167,7 +169,8 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
     conversations = [Conversation(number, gateway) for number in range(NUM_CONVERSATIONS)]
     await asyncio.gather(*(conversation.run(fake, num_turns=NUM_TURNS_AT_ONCE) for conversation in conversations))
 
-    # Between a decision and its admission another request may evict what was predicted: more often on a busy machine.
+    # Between a decision and its admission, another request may evict the predicted blocks, more often on a busy
+    # machine.
     misses = [miss for conversation in conversations for miss in conversation.misses]
     assert len(misses) <= 0.1 * NUM_CONVERSATIONS * NUM_TURNS_AT_ONCE, misses
     assert all(predicted > actual for predicted, actual, _ in misses), misses
@@ -191,7 +194,7 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
     assert (latest["policy"], latest["num_candidates"]) == ("Cost", 3)
     chosen = latest["candidates"][0]
     assert chosen["endpoint"] == latest["choice"]
-    assert chosen["session"], "every conversation was somewhere before"
+    assert chosen["session"], "every conversation must have been on an engine before"
     assert chosen["terms"]["cost_ms"] >= chosen["terms"]["ttft_ms"] > 0
     assert "harbour" not in json.dumps(shown)
 
@@ -204,7 +207,7 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
 
 LONG = "The harbour master writes down every ship that enters, its cargo and the berth that it is given. " * 6
 SPELLED = [35 + number % 20 for number in range(90)]
-"""Tokens of one character each, which no tokenizer makes of their text."""
+"""Tokens of one character each, which no tokenizer derives from their text."""
 OF_ONE_PROMPT = {
     "a chat": {"messages": [{"role": "user", "content": LONG}]},
     "choices of a chat": {"messages": [{"role": "user", "content": LONG}], "n": 3},
@@ -218,7 +221,7 @@ OF_ONE_PROMPT = {
 SEVERAL_PROMPTS = {"prompt": [LONG + "One.", LONG + "Two.", LONG + "Three.", SPELLED]}
 
 
-async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_tokens_are_what_engines_compute(
+async def test_cached_tokens_are_predicted_and_engines_compute_the_clients_tokens_for_every_kind_of_request(
     gateways, fake, start
 ) -> None:
     caching, forgetful = await start({}, {"enable_prefix_caching": False})
@@ -237,7 +240,7 @@ async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_to
         return answer
 
     async def usage_of(model: str, body: dict[str, Any]) -> tuple[int, int]:
-        """Prompt tokens, and those of them that were cached."""
+        """Return the number of prompt tokens and of the cached ones among them."""
         answer = await ask(model, body)
         usage = answer.json["usage"]
         return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
@@ -253,10 +256,12 @@ async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_to
             assert foretold == most, kind
     scored = await ask("caching", {"prompt": SPELLED, "prompt_logprobs": 1})
     assert "; cached=0;" in scored.headers["x-pagemill-route"]
-    assert scored.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "they are computed anew"
-    assert await usage_of("caching", {"prompt": SPELLED}) == (len(SPELLED), 80), "an engine tokenizes nothing again"
+    assert scored.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "the tokens must be computed again"
+    assert await usage_of("caching", {"prompt": SPELLED}) == (len(SPELLED), 80), (
+        "an engine must not tokenize them again"
+    )
 
-    # Prompts of one request, and requests of one moment: none of them has been reported when the next one is placed.
+    # The prompts of one request and concurrent requests are placed before any of them has been reported.
     for model in ("caching", "forgetful"):
         await ask(model, SEVERAL_PROMPTS)
         streams = [ask(model, {"prompt": f"{LONG * 2}{number % 2}", "stream": number < 3}) for number in range(6)]
@@ -271,7 +276,7 @@ async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_to
     }
 
 
-async def test_a_silent_engine_is_weighed_by_our_own_counts_and_that_shows(gateways, fake, engines) -> None:
+async def test_a_silent_engine_is_weighed_by_own_counts_and_the_decision_shows_it(gateways, fake, engines) -> None:
     gateway = await gateways(*engines, state_stale_after_s=0.0)
     reply = await gateway.chat(stream=True)
     assert reply.status == 200
@@ -293,7 +298,7 @@ async def test_a_silent_engine_is_weighed_by_our_own_counts_and_that_shows(gatew
         *[(name, name) for name in ("LeastRequest", "RoundRobin", "PowerOfTwo", "PrefixHash", "Weighted322")],
     ],
 )
-async def test_the_deployment_chooses_its_policy_and_the_gateway_the_rest(
+async def test_the_deployment_can_choose_its_policy_and_the_gateways_default_applies_otherwise(
     gateways, fake, engines, asked: str, policy: str
 ) -> None:
     model = msgspec.structs.replace(fake.catalog_of(*engines).models[0], routing_policy=asked)
@@ -304,12 +309,12 @@ async def test_the_deployment_chooses_its_policy_and_the_gateway_the_rest(
     if policy == "RoundRobin":
         assert num_used == len(engines)
     if policy == "PrefixHash":
-        assert num_used == 1, "all begin alike"
+        assert num_used == 1, "all prompts begin with the same tokens"
 
 
 @pytest.mark.layouts
-async def test_every_answer_of_an_engine_names_the_decision_that_led_there(gateways, fake, engines) -> None:
-    """Whole or streamed, in every dialect; of several tries the last one, and a refusal by name in the end too."""
+async def test_every_answer_of_an_engine_names_its_routing_decision(gateways, fake, engines) -> None:
+    """This holds for bodies and streams of every dialect, for the last of several attempts, and for refusals."""
     gateway = await gateways(*engines, max_attempts=2)
     engines[0].behaviours.append(fake.breaks_off(0))
     replies = [await ask(stream=stream) for ask in (gateway.chat, gateway.complete) for stream in (False, True)]
@@ -320,7 +325,7 @@ async def test_every_answer_of_an_engine_names_the_decision_that_led_there(gatew
     assert [reply.status for reply in replies] == [200] * 7 + [502]
     shown = (await gateway.get("/debug/decisions?limit=100", control=True)).json["decisions"]
     by_number = {str(each["decision"]): each for each in shown}
-    assert len(by_number) == len(replies) + 2, "two of them were tried twice"
+    assert len(by_number) == len(replies) + 2, "two of the requests were retried once"
     for reply in replies:
         policy, endpoint_id, cached, decision = reply.headers["x-pagemill-route"].split("; ")[:4]
         decided = by_number[decision.removeprefix("decision=")]

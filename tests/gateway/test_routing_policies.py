@@ -1,4 +1,4 @@
-"""Every routing policy on examples: those of the systems it comes from, and for the cost those worked by hand."""
+"""Routing policies on examples of the systems that they come from; those of the cost policy are worked by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
 PLAIN = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 101], knot_ms=[10.0, 110.0]))
-"""9 ms a step and 1 ms a token."""
+"""9 ms for each step and 1 ms for each token."""
 
 
 def pod(name: str = "a", *, in_flight: int = 0, last_chosen: int = 0, cached: int = 0, **fields: Any) -> Candidate:
@@ -56,13 +56,13 @@ def terms(decision: RoutingDecision, index: int = 0) -> dict[str, float]:
     return dict(zip(decision.columns, decision.rows[index], strict=True))
 
 
-def test_an_idle_pod_costs_the_steps_of_the_prompt_and_cached_tokens_cost_nothing() -> None:
+def test_an_idle_pod_costs_the_steps_of_the_prompt_without_its_cached_tokens() -> None:
     request = RequestView(250)
     assert terms(CostPolicy().choose(request, [pod()]))["ttft_ms"] == pytest.approx(109 + 109 + 59)
     assert terms(CostPolicy().choose(request, [pod(cached=192)]))["ttft_ms"] == pytest.approx(9 + 58)
 
 
-def test_tokens_that_wait_there_come_first_reported_or_not() -> None:
+def test_waiting_tokens_are_computed_first_whether_reported_or_not() -> None:
     request = RequestView(50)
     reported = terms(CostPolicy().choose(request, [pod(num_waiting=1, num_tokens_waiting=150)]))
     unreported = terms(CostPolicy().choose(request, [pod(num_unreported=1, num_unreported_tokens=150)]))
@@ -71,14 +71,14 @@ def test_tokens_that_wait_there_come_first_reported_or_not() -> None:
     assert reported["step_ms"] == pytest.approx(109)
 
 
-def test_running_requests_take_their_share_of_the_budget_and_are_harmed() -> None:
+def test_running_requests_use_a_share_of_the_budget_and_are_delayed() -> None:
     row = terms(CostPolicy().choose(RequestView(90, num_output_tokens=0.0), [pod(num_running=10, in_flight=10)]))
     assert row["step_ms"] == pytest.approx(19)
     assert row["prefill_ms"] == pytest.approx(109)
     assert row["harm_ms"] == pytest.approx(0.1 * 10 * (109 - 20) / 90 * 90)
 
 
-def test_without_a_seat_or_blocks_a_request_waits_for_others_to_end() -> None:
+def test_without_slots_or_blocks_a_request_waits_for_others_to_end() -> None:
     request = RequestView(32, num_output_tokens=10.0)
     full = pod(num_running=4, max_num_seqs=4)
     assert terms(CostPolicy().choose(request, [full]))["wait_ms"] == pytest.approx(1 * 10 * 14 / 4)
@@ -86,7 +86,7 @@ def test_without_a_seat_or_blocks_a_request_waits_for_others_to_end() -> None:
     assert terms(CostPolicy().choose(request, [packed]))["wait_ms"] == pytest.approx(2 * 10 * 14 / 100)
 
 
-def test_a_hot_prefix_spreads_once_waiting_for_it_costs_more_than_computing_it() -> None:
+def test_a_popular_prefix_spreads_when_waiting_costs_more_than_computing_it() -> None:
     cold, request = pod("cold"), RequestView(200)
     assert (
         CostPolicy().choose(request, [cold, pod("hot", cached=192, num_unreported_tokens=80)]).chosen.endpoint_id
@@ -96,14 +96,14 @@ def test_a_hot_prefix_spreads_once_waiting_for_it_costs_more_than_computing_it()
     assert CostPolicy().choose(request, [cold, busy]).chosen.endpoint_id == "cold"
 
 
-def test_a_faster_pod_is_worth_a_longer_queue() -> None:
+def test_a_faster_pod_is_chosen_despite_a_longer_queue() -> None:
     slow = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 101], knot_ms=[100.0, 1100.0]))
     candidates = [pod("slow", model=slow), pod("fast", num_waiting=2, num_tokens_waiting=300)]
     assert CostPolicy().choose(RequestView(100), candidates).chosen.endpoint_id == "fast"
 
 
-def test_an_adapter_that_is_there_is_worth_a_queue_up_to_what_its_load_takes() -> None:
-    """50 tokens take 59 ms; 100 before them add a step of 109 ms that runs and the same again."""
+def test_a_resident_adapter_is_worth_a_queue_up_to_the_time_of_a_load() -> None:
+    """50 tokens take 59 ms; 100 tokens before them add 218 ms (a running step of 109 ms, and the same again)."""
     request, queue = RequestView(50, is_for_adapter=True), {"num_waiting": 1, "num_tokens_waiting": 100}
     for load_ms, chosen in ((200.0, "loads"), (250.0, "has it")):
         decision = CostPolicy().choose(request, [pod("has it", **queue), pod("loads", adapter_ms=load_ms)])
@@ -119,7 +119,7 @@ def test_near_ties_are_split_by_requests_and_turn() -> None:
 
 
 @given(lost_ms=st.integers(0, 100))
-def test_a_session_stays_until_it_loses_more_than_it_may(lost_ms: int) -> None:
+def test_a_session_stays_until_it_loses_more_than_the_limit(lost_ms: int) -> None:
     here, elsewhere = pod("here", session=True), pod("elsewhere", cached=lost_ms // 16 * 16)
     decision = CostPolicy(session_ms=50.0).choose(RequestView(100), [elsewhere, here])
     lost = terms(decision, 1)["ttft_ms"] - terms(decision, 0)["ttft_ms"]
@@ -127,7 +127,7 @@ def test_a_session_stays_until_it_loses_more_than_it_may(lost_ms: int) -> None:
 
 
 @given(num_ahead=st.integers(0, 100_000), num_more=st.integers(0, 300), in_flight=st.integers(0, 3))
-def test_however_long_all_wait_a_session_gives_no_more_for_its_pod(
+def test_a_sessions_limit_does_not_depend_on_the_length_of_the_queues(
     num_ahead: int, num_more: int, in_flight: int
 ) -> None:
     here = pod("here", session=True, num_waiting=1, num_tokens_waiting=num_ahead + num_more)
@@ -138,7 +138,7 @@ def test_however_long_all_wait_a_session_gives_no_more_for_its_pod(
     assert decision.chosen.endpoint_id == ("here" if lost_ms <= 50 else "elsewhere")
 
 
-def test_a_pod_that_reported_no_speed_counts_as_fast_as_the_others_and_none_means_fewest_requests() -> None:
+def test_a_pod_without_a_step_time_model_gets_that_of_the_others() -> None:
     silent = pod("silent", model=None, num_waiting=1, num_tokens_waiting=500)
     decision = CostPolicy().choose(RequestView(100), [silent, pod("b", num_tokens_waiting=100, in_flight=9)])
     assert decision.chosen.endpoint_id == "b"
@@ -166,7 +166,7 @@ pods = st.builds(
     candidates=st.lists(pods, min_size=1, max_size=8, unique_by=lambda each: each.endpoint_id),
     prompt=st.integers(1, 10**5),
 )
-def test_the_chosen_cost_is_the_smallest_but_for_near_ties_and_never_negative(
+def test_the_chosen_cost_is_minimal_except_for_near_ties_and_never_negative(
     candidates: list[Candidate], prompt: int
 ) -> None:
     decision = CostPolicy().choose(RequestView(prompt), candidates)
@@ -177,10 +177,10 @@ def test_the_chosen_cost_is_the_smallest_but_for_near_ties_and_never_negative(
 
 
 def test_llm_d_scores_queues_between_the_shortest_and_the_longest() -> None:
-    """The example of llm-d's queue scorer: 10, 5 and 0 waiting."""
+    """The example of llm-d's queue scorer: 10, 5 and 0 waiting requests."""
     assert queue_scores([10, 5, 0]) == [0.0, 0.5, 1.0]
     assert queue_scores([5, 5]) == [1.0, 1.0]
-    assert queue_scores([0, 1]) == [1.0, 0.0], "one waiting request is the full swing"
+    assert queue_scores([0, 1]) == [1.0, 0.0], "one waiting request decides the whole score"
 
 
 def test_weighted322_adds_queue_kv_and_prefix_with_their_weights() -> None:
@@ -200,14 +200,14 @@ def test_weighted322_adds_queue_kv_and_prefix_with_their_weights() -> None:
     ("load", "total", "count", "is_within"),
     [(0, 0, 3, True), (3, 9, 3, True), (4, 9, 3, False), (0, 1, 2, True), (1, 1, 2, False), (9, 0, 3, True)],
 )
-def test_kubeai_lets_no_endpoint_pass_a_quarter_more_than_the_mean(
+def test_kubeai_allows_no_endpoint_a_quarter_more_than_the_mean(
     load: int, total: int, count: int, is_within: bool
 ) -> None:
-    """KubeAI's rule with its default of 125 %: load + 1 <= (total + 1) / endpoints * 1.25; idle takes anything."""
+    """KubeAI's rule with its default of 125 %: load + 1 <= (total + 1) / endpoints * 1.25, or an idle endpoint."""
     assert within_load_bound(load, total, count) is is_within
 
 
-def test_prefix_hash_keeps_equal_beginnings_together_and_walks_on_when_full() -> None:
+def test_prefix_hash_keeps_equal_prefixes_together_and_continues_when_full() -> None:
     candidates = [pod(name) for name in ("a", "b", "c")]
     request = RequestView(prompt_key=b"You are a helpful assistant")
     first = PrefixHash().choose(request, candidates).chosen
@@ -221,7 +221,7 @@ def test_prefix_hash_keeps_equal_beginnings_together_and_walks_on_when_full() ->
     assert [first.endpoint_id, second.endpoint_id] == walk[:2]
 
 
-def test_prefix_hash_moves_few_keys_when_an_endpoint_comes() -> None:
+def test_prefix_hash_moves_few_keys_when_an_endpoint_is_added() -> None:
     few, more = [pod(name) for name in "abcd"], [pod(name) for name in "abcde"]
     policy = PrefixHash()
     moved = Counter[str]()
@@ -235,7 +235,7 @@ def test_prefix_hash_moves_few_keys_when_an_endpoint_comes() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
-def test_power_of_two_draws_every_pair_as_often(count: int) -> None:
+def test_power_of_two_draws_every_pair_equally_often(count: int) -> None:
     total = count * (count - 1)
     pairs = Counter(drawn_pair((number + 0.5) / total, count) for number in range(total))
     assert set(pairs.values()) == {1}
@@ -243,7 +243,7 @@ def test_power_of_two_draws_every_pair_as_often(count: int) -> None:
     assert all(first != second for first, second in pairs)
 
 
-def test_power_of_two_never_takes_the_busier_of_its_pair() -> None:
+def test_power_of_two_never_chooses_the_busier_of_its_pair() -> None:
     candidates = [pod(name, in_flight=number) for number, name in enumerate("abcd")]
     chosen = Counter(
         PowerOfTwo().choose(RequestView(draw=(number + 0.5) / 120), candidates).chosen.endpoint_id
@@ -264,7 +264,7 @@ def test_round_robin_takes_turns_whatever_the_load() -> None:
     assert order == list("abcabca")
 
 
-def test_a_deployment_names_its_policy_and_the_gateway_decides_for_the_rest() -> None:
+def test_a_deployment_can_name_its_policy_and_the_gateways_default_applies_otherwise() -> None:
     policies = RoutingPolicies("PowerOfTwo", 50.0)
     names = ["Auto", "LeastInFlight", "LeastRequest", "RoundRobin", "PrefixHash", "Weighted322", "OfTheFuture"]
     chosen = [policies.named(name).name for name in names]

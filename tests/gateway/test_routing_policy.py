@@ -1,4 +1,4 @@
-"""Least requests, as a policy and as the brain applies it: balance, fairness, and who is never chosen."""
+"""The policy of least requests, alone and in the brain: balance, fairness, and endpoints that are never chosen."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ candidates = st.lists(
 
 
 @given(candidates)
-def test_the_least_busy_endpoint_wins_and_ties_go_to_the_one_that_waited_longest(choices: list[Candidate]) -> None:
+def test_the_least_busy_endpoint_wins_and_ties_go_to_the_one_chosen_longest_ago(choices: list[Candidate]) -> None:
     chosen = LeastRequest().choose(RequestView(), choices).chosen
     least = min(each.in_flight + each.external for each in choices)
     tied = [each for each in choices if each.in_flight + each.external == least]
@@ -53,10 +53,10 @@ def test_the_least_busy_endpoint_wins_and_ties_go_to_the_one_that_waited_longest
     flags=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=8),
     steps=st.lists(st.one_of(st.none(), st.integers(0, 1000)), max_size=120),
 )
-def test_in_flight_stays_balanced_and_a_leaving_endpoint_is_the_last_resort(
+def test_running_requests_stay_balanced_and_a_draining_endpoint_is_the_last_resort(
     flags: list[tuple[bool, bool]], steps: list[int | None]
 ) -> None:
-    """`None` places a request; a number finishes one of those under way. Terminating ones get nothing at all."""
+    """`None` places a request; a number finishes a running one. Terminating endpoints get no requests."""
     brain = make_brain([flag for flag, _ in flags], [flag for _, flag in flags])
     staying = {f"e{index}" for index, (terminating, draining) in enumerate(flags) if not terminating and not draining}
     staying = staying or {f"e{index}" for index, (terminating, _) in enumerate(flags) if not terminating}
@@ -96,7 +96,7 @@ def test_no_endpoint_starves(num_endpoints: int, num_rounds: int) -> None:
     assert all(chosen.count(f"e{index}") == num_rounds for index in range(num_endpoints))
 
 
-def test_decisions_of_one_instant_count_before_the_engines_report_them() -> None:
+def test_concurrent_decisions_count_before_engines_report_them() -> None:
     brain = make_brain([False] * 4, [False] * 4)
     target = brain.resolve("m")
 

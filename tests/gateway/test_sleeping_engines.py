@@ -1,4 +1,4 @@
-"""Engines that sleep: nothing is sent there, they are no capacity, and what waits says that an engine is needed."""
+"""Sleeping engines get no requests and are no capacity, and waiting requests report that an engine is needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTHING = frozenset[str]()
 
 
 class Front:
-    """A brain and the streams of its engines."""
+    """A brain and the state streams of its engines."""
 
     def __init__(self, *names: str, wakes: bool = True) -> None:
         self.brain = LocalBrain(GatewayConfig(), clock=Clock(), rng=random.Random(1))
@@ -57,7 +57,7 @@ class Front:
         return asyncio.ensure_future(choose())
 
     async def served(self) -> str:
-        """Where a request went that is over."""
+        """Place a request, finish it, and return its endpoint."""
         choice = await asyncio.wait_for(self.ask(), WAIT_LIMIT_S)
         self.brain.finished(choice)
         return choice.endpoint_id
@@ -68,7 +68,7 @@ class Front:
         return load
 
 
-async def test_nothing_is_sent_to_an_engine_that_sleeps() -> None:
+async def test_a_sleeping_engine_gets_no_requests() -> None:
     front = Front("a", "b")
     front.says("a", sleeping=True)
     assert {await front.served() for _ in range(20)} == {"b"}
@@ -76,7 +76,7 @@ async def test_nothing_is_sent_to_an_engine_that_sleeps() -> None:
     assert {await front.served() for _ in range(20)} == {"a", "b"}
 
 
-async def test_who_waits_for_sleeping_engines_asks_for_one_and_goes_on_with_its_first_word() -> None:
+async def test_a_request_that_waits_for_sleeping_engines_requires_one_and_is_placed_by_its_first_report() -> None:
     front = Front("a")
     front.says("a", sleeping=True)
     assert not front.load.queue.needs_engine
@@ -87,14 +87,14 @@ async def test_who_waits_for_sleeping_engines_asks_for_one_and_goes_on_with_its_
     assert (await asyncio.wait_for(waiting, WAIT_LIMIT_S)).endpoint_id == "a"
 
 
-def test_where_no_operator_wakes_engines_the_refusal_says_that_they_sleep() -> None:
+def test_without_an_operator_that_wakes_engines_the_refusal_says_that_they_sleep() -> None:
     front = Front("a", wakes=False)
     front.says("a", sleeping=True)
     with pytest.raises(PagemillError, match=r"1 engine\(s\) sleeping"):
         front.brain.resolve("m")
 
 
-def test_an_engine_that_sleeps_is_no_capacity_and_none_that_loads() -> None:
+def test_a_sleeping_engine_is_neither_capacity_nor_loading() -> None:
     front = Front("a", "b", "c")
     front.says("b", sleeping=True)
     assert front.load.pods == PodsSeen(ready=2, asleep=1)
@@ -102,28 +102,30 @@ def test_an_engine_that_sleeps_is_no_capacity_and_none_that_loads() -> None:
     assert (front.load.engines.num_reporting, front.load.engines.num_blocks_total) == (2, 200)
     front.says("a", sleeping=True)
     front.says("c", sleeping=True)
-    assert (front.load.engines.truth, front.load.engines.num_reporting) == ("value", 0), "that nothing runs is known"
+    assert (front.load.engines.truth, front.load.engines.num_reporting) == ("value", 0), (
+        "it is known that no request runs"
+    )
 
 
-def test_what_still_runs_before_it_sleeps_is_load() -> None:
+def test_requests_that_still_run_before_the_sleep_are_load() -> None:
     front = Front("a", "b")
     front.says("b", sleeping=True, running=3)
     assert front.load.engines.num_requests_running == 3
     assert front.load.asleep == ["b"]
 
 
-async def test_one_that_declined_on_its_way_to_sleep_is_trusted_again_when_it_wakes_up() -> None:
+async def test_an_engine_that_declined_before_its_sleep_is_used_again_after_it() -> None:
     front = Front("a")
     choice = await front.ask()
     front.says("a", sleeping=True)
     front.brain.failed(choice, "declined")
-    assert front.load.pods == PodsSeen(asleep=1), "it does not leave"
+    assert front.load.pods == PodsSeen(asleep=1), "the engine does not stop"
     front.says("a")
     assert (await asyncio.wait_for(front.ask(), WAIT_LIMIT_S)).endpoint_id == "a"
 
 
 @pytest.mark.parametrize("comes_late", [False, True])
-async def test_one_that_slept_between_two_of_its_reports_is_trusted_again(comes_late: bool) -> None:
+async def test_an_engine_that_slept_between_two_reports_is_used_again(comes_late: bool) -> None:
     front = Front("a")
     choice = await front.ask()
     if comes_late:
@@ -136,7 +138,7 @@ async def test_one_that_slept_between_two_of_its_reports_is_trusted_again(comes_
     assert (await asyncio.wait_for(front.ask(), WAIT_LIMIT_S)).endpoint_id == "a"
 
 
-async def test_a_refusal_from_before_the_sleep_that_comes_late_says_nothing_of_who_is_awake() -> None:
+async def test_a_late_refusal_from_before_the_sleep_does_not_affect_an_awake_engine() -> None:
     front = Front("a")
     choice = await front.ask()
     front.says("a", sleeping=True)
@@ -145,13 +147,13 @@ async def test_a_refusal_from_before_the_sleep_that_comes_late_says_nothing_of_w
     assert (await asyncio.wait_for(front.ask(), WAIT_LIMIT_S)).endpoint_id == "a"
 
 
-def test_its_wakes_are_reported_with_its_start() -> None:
+def test_the_number_of_wakes_is_reported_with_the_start_times() -> None:
     front = Front("a")
     front.says("a", start_s={"load": 2.0, "wake": 0.1}, num_wakes=3)
     assert front.load.starts == [EngineStart("a", {"load": 2.0, "wake": 0.1}, 3)]
 
 
-def test_metrics_count_it_under_its_own_phase() -> None:
+def test_metrics_have_a_phase_for_sleeping_engines() -> None:
     front = Front("a", "b")
     front.says("a", sleeping=True)
     text = ControlProcessMetrics().scrape(front.brain, [], ready=True, current=True, accept="").body.decode()

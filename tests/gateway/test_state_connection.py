@@ -1,4 +1,4 @@
-"""The connection of a state stream: which frames are applied at once, which are left to the task, and how it ends."""
+"""The connection of a state stream: frames that are applied at once, frames for the task, and its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chunk(data: bytes) -> bytes:
 
 
 class Engine:
-    """One accepted connection, by hand."""
+    """One accepted connection, which the test controls."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -46,7 +46,7 @@ class Engine:
 
 
 class Applied:
-    """Takes all frames but those named."""
+    """Applies all frames except the named ones."""
 
     def __init__(self, *left: int) -> None:
         self.left = left
@@ -72,7 +72,7 @@ Connect = Callable[[Callable[[StateFrame], bool]], AbstractAsyncContextManager[t
 
 @pytest.fixture(params=["read with others", "read by the event loop"])
 async def connected(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
-    """Opens a stream; the event loop reads those over TLS."""
+    """Return a function that opens a state stream; the event loop reads streams with TLS."""
     sockets, trust = StateSockets(), ssl.create_default_context()
     is_shared = request.param == "read with others"
     connector = StateConnector(WAIT_LIMIT_S, trust, sockets) if is_shared else Connector(WAIT_LIMIT_S, trust)
@@ -99,7 +99,7 @@ async def _connected(
         await server.wait_closed()
 
 
-async def test_frames_are_applied_as_they_come_without_waking_the_task(connected: Connect) -> None:
+async def test_frames_are_applied_on_arrival_without_waking_the_task(connected: Connect) -> None:
     applied = Applied()
     async with connected(applied) as (connection, engine):
         task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
@@ -112,7 +112,7 @@ async def test_frames_are_applied_as_they_come_without_waking_the_task(connected
         assert await task is None
 
 
-async def test_frames_behind_one_that_is_left_wait_for_it(connected: Connect) -> None:
+async def test_frames_behind_one_for_the_task_wait_for_it(connected: Connect) -> None:
     applied = Applied(2)
     async with connected(applied) as (connection, engine):
         task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
@@ -131,7 +131,7 @@ async def test_frames_behind_one_that_is_left_wait_for_it(connected: Connect) ->
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 5])
-async def test_a_frame_may_come_in_parts(connected: Connect, cut: int) -> None:
+async def test_a_frame_may_arrive_in_parts(connected: Connect, cut: int) -> None:
     applied = Applied()
     async with connected(applied) as (connection, engine):
         task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
@@ -143,7 +143,7 @@ async def test_a_frame_may_come_in_parts(connected: Connect, cut: int) -> None:
         task.cancel()
 
 
-async def test_a_task_that_is_busy_stops_the_reading(connected: Connect) -> None:
+async def test_a_busy_task_stops_the_reading(connected: Connect) -> None:
     async with connected(Applied()) as (connection, engine):
         several = frame(1) * 64
         num_chunks = 64 * MAX_UNREAD_BYTES // len(several)
@@ -153,7 +153,7 @@ async def test_a_task_that_is_busy_stops_the_reading(connected: Connect) -> None
             while connection._reads:  # noqa: ASYNC110 (nothing says so)
                 await asyncio.sleep(0)
         assert await connection.left_frame(WAIT_LIMIT_S) is not None
-        assert len(connection._left) < num_chunks * 64 // 4, "most of it waits in the engine"
+        assert len(connection._left) < num_chunks * 64 // 4, "most of the data must wait in the engine"
 
 
 async def test_silence_beyond_the_limit_raises(connected: Connect) -> None:
@@ -172,7 +172,7 @@ async def test_garbage_ends_the_stream(connected: Connect) -> None:
             await task
 
 
-async def test_what_applying_raises_ends_the_stream(connected: Connect) -> None:
+async def test_an_error_during_applying_ends_the_stream(connected: Connect) -> None:
     def fail(_: StateFrame) -> bool:
         raise LookupError("a gap")
 
@@ -184,8 +184,8 @@ async def test_what_applying_raises_ends_the_stream(connected: Connect) -> None:
             await task
 
 
-async def test_nothing_behind_a_frame_that_ends_the_stream_is_applied(connected: Connect) -> None:
-    """Chunks that one read brings."""
+async def test_no_frame_behind_one_that_ends_the_stream_is_applied(connected: Connect) -> None:
+    """One read returns several chunks."""
     tried: list[int] = []
 
     def fail(each: StateFrame) -> bool:
@@ -201,7 +201,7 @@ async def test_nothing_behind_a_frame_that_ends_the_stream_is_applied(connected:
     assert tried == [3]
 
 
-async def test_an_engine_that_hangs_up_inside_a_frame_breaks_the_stream(connected: Connect) -> None:
+async def test_an_engine_that_disconnects_inside_a_frame_breaks_the_stream(connected: Connect) -> None:
     async with connected(Applied()) as (connection, engine):
         task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Sockets that are read together: when, in which turn of the event loop, and what one of them does to the others."""
+"""Sockets that are read together: when and in which turn of the event loop, and without effects on each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill_gateway.discovery import state_sockets
 from pagemill_gateway.discovery.state_sockets import SocketTransport, StateSockets
 
 LONG_S = 0.2
-"""An interval in which much else happens."""
+"""An interval that is long compared with everything else in the test."""
 
 
 class Reader(asyncio.Protocol):
@@ -22,7 +22,7 @@ class Reader(asyncio.Protocol):
         self._sockets = sockets
         self.data = b""
         self.read_at: list[float] = []
-        """Of each piece: when all sockets were read."""
+        """The times at which all sockets were read, one for each piece."""
         self.lost: list[Exception | None] = []
         self.fails = False
 
@@ -37,7 +37,7 @@ class Reader(asyncio.Protocol):
 
 
 class End:
-    """The engine's end of a connection, and the gateway's."""
+    """The engine's and the gateway's end of a connection."""
 
     def __init__(self, sockets: StateSockets) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -73,7 +73,7 @@ def long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("long")
-async def test_what_comes_within_an_interval_is_read_in_one_turn(ends: list[End]) -> None:
+async def test_bytes_that_arrive_within_an_interval_are_read_in_one_turn(ends: list[End]) -> None:
     ends[0].sock.send(b"first")
     await ends[0].until(b"first")
     for end in ends[1:]:
@@ -85,7 +85,7 @@ async def test_what_comes_within_an_interval_is_read_in_one_turn(ends: list[End]
     assert second_at - first_at >= LONG_S
 
 
-async def test_the_first_after_a_pause_is_read_at_once_and_silence_has_no_timer(
+async def test_the_first_bytes_after_a_pause_are_read_at_once_and_silence_has_no_timer(
     sockets: StateSockets, ends: list[End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(3):
@@ -100,14 +100,14 @@ async def test_the_first_after_a_pause_is_read_at_once_and_silence_has_no_timer(
     await ends[0].until(b"xxxy")
 
 
-async def test_much_at_once_comes_whole(ends: list[End]) -> None:
+async def test_a_large_message_arrives_whole(ends: list[End]) -> None:
     data = bytes(range(256)) * 40_000
     writing = asyncio.to_thread(ends[0].sock.sendall, data)
     await writing
     await ends[0].until(data)
 
 
-async def test_a_socket_that_is_not_read_keeps_what_it_has(ends: list[End]) -> None:
+async def test_a_socket_that_is_not_read_keeps_its_bytes(ends: list[End]) -> None:
     ends[0].transport.pause_reading()
     ends[0].sock.send(b"later")
     ends[1].sock.send(b"now")
@@ -118,10 +118,10 @@ async def test_a_socket_that_is_not_read_keeps_what_it_has(ends: list[End]) -> N
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-async def test_an_engine_that_dies_ends_its_connection_alone(ends: list[End], is_read: bool) -> None:
+async def test_an_engine_that_dies_ends_only_its_own_connection(ends: list[End], is_read: bool) -> None:
     if not is_read:
         ends[0].transport.pause_reading()
-    ends[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    ends[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # causes a connection reset
     ends[0].sock.close()
     await eventually(lambda: len(ends[0].reader.lost) == 1)
     assert isinstance(ends[0].reader.lost[0], ConnectionResetError)
@@ -130,14 +130,14 @@ async def test_an_engine_that_dies_ends_its_connection_alone(ends: list[End], is
     await ends[1].until(b"x")
 
 
-async def test_an_engine_that_hangs_up_ends_its_connection_after_what_it_sent(ends: list[End]) -> None:
+async def test_an_engine_that_disconnects_ends_its_connection_after_the_bytes_that_it_sent(ends: list[End]) -> None:
     ends[0].sock.send(b"x")
     ends[0].sock.close()
     await eventually(lambda: ends[0].reader.lost == [None])
     assert ends[0].reader.data == b"x"
 
 
-async def test_a_fault_in_what_reads_ends_its_connection_alone(ends: list[End]) -> None:
+async def test_an_error_in_a_reader_ends_only_its_own_connection(ends: list[End]) -> None:
     faults: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context["exception"]))
     ends[0].reader.fails = True
@@ -149,7 +149,7 @@ async def test_a_fault_in_what_reads_ends_its_connection_alone(ends: list[End]) 
     assert [type(fault) for fault in faults] == [LookupError]
 
 
-async def test_what_the_socket_does_not_take_is_sent_later(ends: list[End]) -> None:
+async def test_bytes_that_the_socket_does_not_accept_are_sent_later(ends: list[End]) -> None:
     data = bytes(range(256)) * 40_000
     ends[0].transport.write(data)
     ends[0].transport.write(b"end")

@@ -1,4 +1,4 @@
-"""Responses that a gateway stores: going on from one, showing it, deleting it, and who may."""
+"""Responses that a gateway stores: continuing, reading and deleting them, and access by tenant."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TENANTS = [f"{hash_key('sk-one')} tenant=a", f"{hash_key('sk-two')} tenant=a", f
 
 
 def answers(text: str) -> Any:
-    """As an engine does."""
+    """Return a behaviour that answers with this text as an engine does."""
 
     async def behave(_: Any, request: GenerateRequest, response: Any, http: Any) -> None:
         renderer, usage = ResponsesDialect().renderer(request, None), Usage(3, 2, 1)
@@ -55,26 +55,26 @@ async def fetch(gateway: Any, path: str, headers: Any = None, method: str = "GET
 
 
 def prompt_of(engine: Any) -> str:
-    """The tokenizer numbers printable characters."""
+    """Return the engine's last prompt; the tokenizer numbers printable characters."""
     return "".join(chr(ord("!") + token_id) for token_id in engine.requests[-1].prompt_token_ids)
 
 
 @pytest.mark.layouts
-async def test_a_response_goes_on_from_the_one_before(engines, gateways) -> None:
+async def test_a_response_continues_the_previous_one(engines, gateways) -> None:
     engine = engines[0]
     gateway = await gateways(engine, **STORES)
     engine.behaviour = answers("one")
     first = (await respond(gateway, "a", instructions="brief")).json
     engine.behaviour = answers("two")
     second = (await respond(gateway, "b", previous_response_id=first["id"])).json
-    assert prompt_of(engine) == "<user>a<assistant>one<user>b<assistant>", "instructions are each request's own"
+    assert prompt_of(engine) == "<user>a<assistant>one<user>b<assistant>", "instructions belong to one request only"
     assert (second["previous_response_id"], second["store"]) == (first["id"], True)
     await respond(gateway, "c", previous_response_id=second["id"])
     assert prompt_of(engine) == "<user>a<assistant>one<user>b<assistant>two<user>c<assistant>"
 
 
 @pytest.mark.layouts
-async def test_a_response_is_shown_with_its_input_until_it_is_deleted(engines, gateways) -> None:
+async def test_a_response_can_be_read_with_its_input_until_it_is_deleted(engines, gateways) -> None:
     gateway = await gateways(engines[0], **STORES)
     engines[0].behaviour = answers("one")
     first = (await respond(gateway, "a")).json
@@ -96,7 +96,7 @@ async def test_a_response_is_shown_with_its_input_until_it_is_deleted(engines, g
         assert (status, body["error"]["code"]) == (404, "response_not_found")
 
 
-async def test_what_is_stored_of_a_stream_is_what_was_streamed(engines, gateways) -> None:
+async def test_the_stored_response_of_a_stream_equals_the_stream(engines, gateways) -> None:
     gateway = await gateways(engines[0], **STORES)
     engines[0].behaviour = answers("event: response.completed\n\ndata: {}")
     streamed = await respond(gateway, stream=True)
@@ -105,7 +105,7 @@ async def test_what_is_stored_of_a_stream_is_what_was_streamed(engines, gateways
     assert await fetch(gateway, last["response"]["id"]) == (200, last["response"])
 
 
-async def test_a_response_that_is_not_to_be_stored_is_not_there(engines, gateways) -> None:
+async def test_a_response_with_store_false_is_not_stored(engines, gateways) -> None:
     gateway = await gateways(engines[0], **STORES)
     engines[0].behaviour = answers("one")
     body = (await respond(gateway, store=False)).json
@@ -126,11 +126,13 @@ async def test_a_response_of_another_tenant_does_not_exist(engines, gateways) ->
         assert foreign[0] == 404
         assert json.dumps(foreign[1]).replace(body["id"], "resp_x") == json.dumps(unknown[1])
     assert (await respond(gateway, headers=OTHER, previous_response_id=body["id"])).status == 404
-    assert (await respond(gateway, headers=TWO, previous_response_id=body["id"])).status == 200, "the same tenant"
+    assert (await respond(gateway, headers=TWO, previous_response_id=body["id"])).status == 200, (
+        "another key of the same tenant"
+    )
     assert (await fetch(gateway, body["id"]))[0] == 401
 
 
-async def test_without_the_setting_nothing_is_stored_and_errors_name_it(engines, gateways) -> None:
+async def test_without_the_setting_no_response_is_stored_and_errors_name_it(engines, gateways) -> None:
     gateway = await gateways(engines[0])
     engines[0].behaviour = answers("one")
     body = (await respond(gateway)).json
@@ -144,28 +146,30 @@ async def test_without_the_setting_nothing_is_stored_and_errors_name_it(engines,
 
 
 @pytest.mark.parametrize("field", [{"background": True}, {"conversation": "conv_1"}])
-async def test_background_and_conversations_are_refused_by_name(engines, gateways, field) -> None:
+async def test_background_and_conversation_are_refused_by_name(engines, gateways, field) -> None:
     gateway = await gateways(engines[0], **STORES)
     refused = await respond(gateway, **field)
     assert (refused.status, refused.error["code"]) == (400, "unsupported_parameter")
     assert refused.error["param"] == next(iter(field))
 
 
-async def test_memory_is_bounded_by_age_number_and_bytes() -> None:
+async def test_stored_responses_are_limited_in_age_number_and_bytes() -> None:
     now = 0.0
     store = MemoryResponses(StoredResponsesConfig(max_age_s=10, max_per_tenant=3, max_bytes=100), clock=lambda: now)
     for number in range(4):
         await store.keep("a", f"resp_{number}", b"x" * 10)
-    assert await store.get("a", "resp_0") is None, "the oldest of four"
+    assert await store.get("a", "resp_0") is None, "the oldest of four must be removed"
     await store.keep("b", "resp_0", b"y" * 75)
-    assert [await store.get("a", f"resp_{number}") for number in (1, 2, 3)] == [b"x" * 10] * 3, "not the largest"
-    assert await store.get("b", "resp_0") is None, "105 bytes: the tenant that has most loses its own"
+    assert [await store.get("a", f"resp_{number}") for number in (1, 2, 3)] == [b"x" * 10] * 3, (
+        "responses below the limit must stay"
+    )
+    assert await store.get("b", "resp_0") is None, "105 bytes: the tenant with the most bytes must lose its own"
     now = 10.0
     assert await store.get("a", "resp_3") is None
     assert not await store.remove("a", "resp_3")
 
 
-async def test_a_response_too_large_to_store_is_answered_all_the_same(engines, gateways) -> None:
+async def test_a_response_too_large_to_store_is_still_answered(engines, gateways) -> None:
     gateway = await gateways(engines[0], stored_responses=StoredResponsesConfig(max_response_bytes=500))
     engines[0].behaviour = answers("x" * 1000)
     reply = await respond(gateway)
@@ -173,7 +177,7 @@ async def test_a_response_too_large_to_store_is_answered_all_the_same(engines, g
     assert (await fetch(gateway, reply.json["id"]))[0] == 404
 
 
-def test_a_bound_of_zero_is_refused() -> None:
+def test_a_limit_of_zero_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"stored_responses\.max_bytes: 0 must be above 0"):
         GatewayConfig(stored_responses=StoredResponsesConfig(max_bytes=0)).checked()
 
@@ -193,12 +197,12 @@ async def test_gateways_with_one_redis_share_responses(engines, gateways, fake, 
     bodies = [(await respond(one, "a")).json for _ in range(3)]
     assert (await respond(other, "b", previous_response_id=bodies[2]["id"])).status == 200
     assert prompt_of(engines[0]) == "<user>a<assistant>one<user>b<assistant>"
-    assert (await fetch(other, bodies[0]["id"]))[0] == 404, "the oldest of three"
+    assert (await fetch(other, bodies[0]["id"]))[0] == 404, "the oldest of three must be removed"
     assert (await fetch(other, bodies[2]["id"], method="DELETE"))[0] == 200
     assert (await fetch(one, bodies[2]["id"]))[0] == 404
 
 
-async def test_while_redis_is_away_answers_come_and_stored_ones_are_unavailable(engines, gateways) -> None:
+async def test_without_redis_answers_are_returned_and_stored_ones_are_unavailable(engines, gateways) -> None:
     redis = RedisConfig(url="redis://127.0.0.1:1")
     gateway = await gateways(engines[0], redis=redis, **STORES)
     engines[0].behaviour = answers("one")
@@ -207,7 +211,7 @@ async def test_while_redis_is_away_answers_come_and_stored_ones_are_unavailable(
     assert (status, shown["error"]["code"]) == (503, "store_unavailable")
 
 
-async def test_a_stored_response_is_no_place_for_another_method(engines, gateways) -> None:
+async def test_other_methods_on_a_stored_response_are_refused(engines, gateways) -> None:
     gateway = await gateways(engines[0], **STORES)
     async with aiohttp.ClientSession() as session, session.put(f"{gateway.url}/v1/responses/resp_1") as reply:
         assert reply.status == 405

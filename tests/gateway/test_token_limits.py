@@ -1,4 +1,4 @@
-"""Limits of tokens and sequences at a running gateway: no tenant gets more, and a plain request gets what is left."""
+"""Limits of tokens and sequences at a running gateway: no tenant exceeds them, and a request gets what is left."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def remaining(reply: Any) -> int:
 
 
 @pytest.mark.layouts
-async def test_short_answers_do_not_open_the_way_for_many_long_ones(engines, gateways, fake) -> None:
-    """30 answers of one token, then 60 requests at once with 200 each: before, all of them were admitted."""
+async def test_short_answers_do_not_permit_many_long_ones(engines, gateways, fake) -> None:
+    """After 30 answers of one token come 60 concurrent requests with 200 each, whose expected lengths are short."""
     engines[0].behaviour = fake.generates(step_s=0.001)
     gateway = await gateways(engines[0], **limited("tokens_per_minute=1200"))
     for _ in range(30):
@@ -62,7 +62,9 @@ async def test_short_answers_do_not_open_the_way_for_many_long_ones(engines, gat
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_plain_request_is_served_up_to_a_limit_below_the_context(engines, gateways, fake, stream: bool) -> None:
+async def test_a_request_without_max_tokens_is_served_up_to_a_limit_below_the_context(
+    engines, gateways, fake, stream: bool
+) -> None:
     engines[0].behaviour = fake.generates(step_s=0.001)
     gateway = await gateways(engines[0], **limited("tokens_per_minute=400"))
     reply = await gateway.chat(headers=KEY, stream=stream, stream_options={"include_usage": True} if stream else None)
@@ -81,7 +83,7 @@ async def test_a_plain_request_is_served_up_to_a_limit_below_the_context(engines
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_long_answer_is_not_cut_while_there_is_enough(engines, gateways, fake, stream: bool, caplog) -> None:
+async def test_a_long_answer_is_not_cut_while_tokens_are_left(engines, gateways, fake, stream: bool, caplog) -> None:
     caplog.set_level(logging.INFO)
     engines[0].behaviour = fake.generates(step_s=0.001)
     gateway = await gateways(engines[0], **limited("tokens_per_minute=100000"))
@@ -91,12 +93,12 @@ async def test_a_long_answer_is_not_cut_while_there_is_enough(engines, gateways,
     assert engines[0].num_raises >= 2
     assert engines[0].num_generated == 2 * 900
     left = remaining(await gateway.chat(headers=KEY, max_tokens=1))
-    assert left == 100_000 - (PROMPT + 1800) - (PROMPT + 1), "settled once, with what was used"
+    assert left == 100_000 - (PROMPT + 1800) - (PROMPT + 1), "the request must be settled once, with the used tokens"
     lines = [msgspec.json.decode(each.message) for each in caplog.records if each.name == "pagemill.gateway.access"]
     assert "ended_by_limit" not in lines[0]
 
 
-async def test_an_answer_goes_on_when_other_requests_give_back(engines, gateways, fake) -> None:
+async def test_an_answer_continues_when_other_requests_return_tokens(engines, gateways, fake) -> None:
     gate = asyncio.Event()
     engines[0].behaviour = fake.generates(step_s=0.002)
     engines[0].behaviours.append(fake.generates(1, gate=gate))
@@ -111,7 +113,9 @@ async def test_an_answer_goes_on_when_other_requests_give_back(engines, gateways
     assert (finish_reasons(reply), reply.json["usage"]["completion_tokens"]) == ({"length"}, 500)
 
 
-async def test_an_engine_that_takes_no_raise_ends_the_answer_at_its_allowance(engines, gateways, fake) -> None:
+async def test_an_engine_that_ignores_raised_allowances_ends_the_answer_at_its_allowance(
+    engines, gateways, fake
+) -> None:
     engines[0].behaviour = fake.generates()
     engines[0].deaf = True
     gateway = await gateways(engines[0], **limited("tokens_per_minute=100000"))
@@ -121,7 +125,7 @@ async def test_an_engine_that_takes_no_raise_ends_the_answer_at_its_allowance(en
 
 
 @pytest.mark.layouts
-async def test_a_budget_ends_an_answer_and_is_a_quota_then(engines, gateways, fake) -> None:
+async def test_an_exhausted_budget_ends_an_answer_and_then_is_an_insufficient_quota(engines, gateways, fake) -> None:
     engines[0].behaviour = fake.generates(step_s=0.001)
     gateway = await gateways(engines[0], **limited("tokens_per_day=500"))
     reply = await gateway.chat(headers=KEY, max_tokens=1000)
@@ -132,7 +136,7 @@ async def test_a_budget_ends_an_answer_and_is_a_quota_then(engines, gateways, fa
 
 
 @pytest.mark.layouts
-async def test_sequences_count_and_not_requests(engines, gateways, fake) -> None:
+async def test_limits_count_sequences_and_not_requests(engines, gateways, fake) -> None:
     gate = asyncio.Event()
     engines[0].behaviour = fake.generates(gate=gate)
     gateway = await gateways(engines[0], **limited("concurrency=6"))
@@ -149,7 +153,7 @@ async def test_sequences_count_and_not_requests(engines, gateways, fake) -> None
 
 
 @pytest.mark.parametrize("fields", [{"n": 16}, {"best_of": 16}, {"n": 2, "prompt": ["a", "b", "c"]}])
-async def test_more_sequences_than_the_limit_are_never_admitted(engines, gateways, fields: dict[str, Any]) -> None:
+async def test_sequences_beyond_the_limit_are_never_admitted(engines, gateways, fields: dict[str, Any]) -> None:
     gateway = await gateways(engines[0], **limited("concurrency=5"))
     reply = await gateway.complete(headers=KEY, max_tokens=2, **fields)
     assert (reply.status, reply.headers["x-should-retry"]) == (429, "false")
@@ -157,7 +161,7 @@ async def test_more_sequences_than_the_limit_are_never_admitted(engines, gateway
     assert not engines[0].requests
 
 
-async def test_of_a_short_budget_every_prompt_gets_a_part(engines, gateways, fake) -> None:
+async def test_every_prompt_gets_a_part_of_a_small_budget(engines, gateways, fake) -> None:
     engines[0].behaviour = fake.generates()
     gateway = await gateways(engines[0], **limited("tokens_per_minute=62"))
     reply = await gateway.complete(headers=KEY, prompt=["a", "b"], n=3, max_tokens=100)
@@ -165,7 +169,9 @@ async def test_of_a_short_budget_every_prompt_gets_a_part(engines, gateways, fak
     assert usage_of(reply) == 2 + 60
 
 
-async def test_a_client_that_leaves_pays_for_what_may_have_been_generated(engines, gateways, fake) -> None:
+async def test_a_client_that_leaves_is_charged_for_the_tokens_that_may_have_been_generated(
+    engines, gateways, fake
+) -> None:
     engines[0].behaviour = fake.generates(gate=asyncio.Event())
     gateway = await gateways(engines[0], **limited("tokens_per_minute=10000"))
     store = gateway.gateway.control.sharing.store
@@ -186,7 +192,7 @@ async def test_a_client_that_leaves_pays_for_what_may_have_been_generated(engine
     assert remaining(reply) == 10_000 - charged - (PROMPT + 1)
 
 
-async def test_an_answer_that_migrates_keeps_its_allowance_and_is_settled_once(engines, gateways, fake) -> None:
+async def test_a_migrated_answer_keeps_its_allowance_and_is_settled_once(engines, gateways, fake) -> None:
     gate = asyncio.Event()
     for engine in engines[:2]:
         engine.behaviour = fake.generates(step_s=0.002)
@@ -205,7 +211,7 @@ async def test_an_answer_that_migrates_keeps_its_allowance_and_is_settled_once(e
     assert len(reply.streamed_text) == 600 - PROMPT
     store = gateway.gateway.control.sharing.store
     await fake.until(lambda: store.num_held == 0)
-    assert (await gateway.chat(headers=KEY, max_tokens=1)).status == 429, "all of it is used"
+    assert (await gateway.chat(headers=KEY, max_tokens=1)).status == 429, "all tokens must be used"
 
 
 async def shared(gateways, engine, server: RedisServer, limits: str) -> Any:
@@ -224,7 +230,7 @@ async def test_gateways_that_share_a_limit_never_exceed_it_together(engines, gat
     assert {reply.status for reply in replies} == {200, 429}
 
 
-async def test_while_redis_is_away_each_gateway_keeps_to_its_share(engines, gateways, server, fake) -> None:
+async def test_without_redis_each_gateway_stays_within_its_share(engines, gateways, server, fake) -> None:
     engines[0].behaviour = fake.generates(step_s=0.001)
     both = [await shared(gateways, engines[0], server, "tokens_per_minute=2000") for _ in range(2)]
     sharings = [each.gateway.control.sharing for each in both]
@@ -238,4 +244,6 @@ async def test_while_redis_is_away_each_gateway_keeps_to_its_share(engines, gate
         assert finish_reasons(reply) == {"length"}
         assert usage_of(reply) <= 2000
         assert (await each.chat(headers=KEY, max_tokens=300)).status == 429
-    assert sum(usage_of(task.result()) for task in long) <= 2000 + 512, "parts that Redis had granted, and shares"
+    assert sum(usage_of(task.result()) for task in long) <= 2000 + 512, (
+        "the parts that Redis had granted, and the shares"
+    )

@@ -1,4 +1,4 @@
-"""What a gateway counts of its own requests: rates, latencies and lengths, on a clock moved by hand."""
+"""A gateway's statistics of its own requests: rates, latencies and lengths, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outcome(**fields: int | float | None) -> RequestOutcome:
     return RequestOutcome(KEY, **(known | fields))  # type: ignore[arg-type]
 
 
-def test_rates_are_taken_over_a_minute_and_over_the_last_seconds(traffic: TrafficMeter, clock: Clock) -> None:
+def test_rates_are_measured_over_a_minute_and_over_the_last_seconds(traffic: TrafficMeter, clock: Clock) -> None:
     for second in range(60):
         clock.now = 1000.0 + second
         for _ in range(5 if second >= 54 else 1):
@@ -53,7 +53,7 @@ def test_no_traffic_is_zero_and_an_unknown_deployment_is_unknown(traffic: Traffi
     assert traffic.lengths(KEY).truth == "unknown"
 
 
-def test_who_is_still_served_is_not_idle(traffic: TrafficMeter, clock: Clock) -> None:
+def test_a_deployment_with_a_running_request_is_not_idle(traffic: TrafficMeter, clock: Clock) -> None:
     traffic.arrived(KEY, 1, clock.now)
     clock.now += 500
     assert traffic.arrivals(KEY, busy=True).idle_s == 0.0
@@ -61,7 +61,7 @@ def test_who_is_still_served_is_not_idle(traffic: TrafficMeter, clock: Clock) ->
     assert traffic.arrivals(KEY).idle_s == 20.0
 
 
-def test_those_who_waited_count_when_they_came(traffic: TrafficMeter, clock: Clock) -> None:
+def test_waiting_requests_count_at_their_arrival(traffic: TrafficMeter, clock: Clock) -> None:
     clock.now = 1060.0
     for at in range(1010, 1050):
         traffic.arrived(KEY, 1, float(at))
@@ -83,7 +83,7 @@ def test_every_arrival_of_the_window_counts_once_in_any_order(ages: list[float])
     assert surely <= counted <= sum(age <= WINDOW_S for age in ages)
 
 
-def test_latencies_are_of_the_last_minute_and_lengths_of_the_last_requests(traffic: TrafficMeter, clock: Clock) -> None:
+def test_latencies_cover_the_last_minute_and_lengths_the_last_requests(traffic: TrafficMeter, clock: Clock) -> None:
     for _ in range(10):
         traffic.record_outcome(outcome(ttft_ms=100.0, tpot_ms=20.0))
     latencies = traffic.latencies(KEY)
@@ -105,20 +105,20 @@ def test_a_changed_workload_is_learned(traffic: TrafficMeter) -> None:
     assert traffic.lengths(KEY).output.mean() == pytest.approx(1000, rel=0.1)
 
 
-def test_what_is_not_streamed_has_lengths_but_no_latency(traffic: TrafficMeter) -> None:
+def test_answers_that_are_not_streamed_have_lengths_but_no_latency(traffic: TrafficMeter) -> None:
     traffic.record_outcome(outcome())
     assert traffic.latencies(KEY).truth == "unknown"
     assert traffic.lengths(KEY).truth == "value"
 
 
-def test_a_deployment_that_is_gone_is_forgotten(traffic: TrafficMeter) -> None:
+def test_a_deleted_deployment_is_removed(traffic: TrafficMeter) -> None:
     traffic.arrived(KEY, 1, 0.0)
     traffic.keep(set())
     traffic.record_outcome(outcome())
     assert traffic.arrivals(KEY).truth == "unknown"
 
 
-def test_a_request_that_waits_for_the_first_engine_counts_when_it_comes_and_its_tokens_when_they_are_known(
+def test_a_request_that_waits_for_the_first_engine_counts_at_once_and_its_tokens_once_known(
     traffic: TrafficMeter, clock: Clock
 ) -> None:
     traffic.arrived(KEY, 0, clock.now)

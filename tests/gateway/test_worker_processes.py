@@ -1,4 +1,4 @@
-"""A gateway of several processes: one port, one set of numbers, and what becomes of the others when one is killed."""
+"""A gateway of several processes: one port, common metrics and limits, and the effect of killing one of them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ CONTROL = {"authorization": "Bearer t0ken"}
 KEY = {"authorization": "Bearer sk-one"}
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 HANG_TIMEOUT_S = 8.0
-"""No machine that runs tests is so busy that a process of the gateway does nothing for so long."""
+"""A timeout beyond any time in which a process of the gateway is idle on a busy test machine."""
 
 
 class Family:
-    """The supervisor and all below it."""
+    """The supervisor and its child processes."""
 
     def __init__(self, process: asyncio.subprocess.Process, url: str, control_url: str) -> None:
         self.process = process
@@ -40,7 +40,7 @@ class Family:
         self.session = aiohttp.ClientSession()
 
     def pid(self, name: str) -> int:
-        """Of the process that is called so now."""
+        """Return the process id of the current process of that name."""
         (pid,) = [each.pid for each in psutil.Process(self.process.pid).children() if _name(each) == name]
         return pid
 
@@ -62,7 +62,7 @@ class Family:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
     async def chat(self) -> int:
-        """The status, over a connection of its own."""
+        """Send a chat over a new connection; return its status."""
         async with (
             aiohttp.ClientSession() as session,
             session.post(self.url + CHAT, json=BODY, headers=KEY) as response,
@@ -86,7 +86,7 @@ class Family:
 
 
 class Stream:
-    """One that was begun, on a connection of its own."""
+    """A running stream on a connection of its own."""
 
     def __init__(self, family: Family) -> None:
         self._family = family
@@ -100,7 +100,7 @@ class Stream:
 
     @property
     def worker(self) -> str:
-        """Which process has the other end."""
+        """Return the name of the worker that serves the connection."""
         transport = self._response.connection.transport  # type: ignore[union-attr]
         port = transport.get_extra_info("sockname")[1]
         for process in psutil.Process(self._family.process.pid).children():
@@ -109,12 +109,12 @@ class Stream:
         raise AssertionError(f"no worker has the connection from port {port}")
 
     async def raw(self) -> bytes:
-        """All of it; raises `aiohttp.ClientError` when the connection broke."""
+        """Return the rest of the stream; raise `aiohttp.ClientError` if the connection broke."""
         async with self._session, self._response:
             return self._read + await self._response.read()
 
     async def text(self) -> str:
-        """All that the model said; raises as `raw`."""
+        """Return the whole text; raise errors like `raw`."""
         raw = await self.raw()
         assert raw.endswith(b"data: [DONE]\n\n")
         chunks = [json.loads(event[6:]) for event in raw.split(b"\n\n")[:-2]]
@@ -129,7 +129,7 @@ def _name(process: psutil.Process) -> str:
 
 
 async def until(ask: Callable[[], Any], holds: Callable[[Any], bool] = bool) -> None:
-    """Ask again until the answer is right."""
+    """Repeat the question until the answer satisfies the condition."""
 
     async def is_right() -> bool:
         with contextlib.suppress(aiohttp.ClientError):
@@ -175,7 +175,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 async def streams_on_both(family: Family) -> dict[str, list[Stream]]:
-    """At least two for each worker."""
+    """Open at least two streams on each worker."""
     by_worker: dict[str, list[Stream]] = {"worker-0": [], "worker-1": []}
     async with asyncio.timeout(WAIT_LIMIT_S):
         while min(map(len, by_worker.values())) < 2:
@@ -184,7 +184,7 @@ async def streams_on_both(family: Family) -> dict[str, list[Stream]]:
     return by_worker
 
 
-async def test_two_workers_serve_one_port_count_together_and_both_finish_what_they_have(engines, fake, start) -> None:
+async def test_two_workers_serve_one_port_with_common_counts_and_finish_their_requests(engines, fake, start) -> None:
     family = await start(catalog=fake.catalog_of(*engines[:2]), drain_timeout_s=300)
     await family.ready()
     gate = asyncio.Event()
@@ -199,7 +199,9 @@ async def test_two_workers_serve_one_port_count_together_and_both_finish_what_th
     family.process.send_signal(signal.SIGTERM)
     await until(family.is_ready, lambda ready: not ready)
     await until(family.refuses_connections)
-    assert await family.metric("pagemill_gateway_requests_total{") >= 1, "who is left still counts for all"
+    assert await family.metric("pagemill_gateway_requests_total{") >= 1, (
+        "the remaining worker's metrics must still count for all"
+    )
     gate.set()
     texts = await asyncio.gather(*(stream.text() for streams in by_worker.values() for stream in streams))
     assert set(texts) == {"ab"}
@@ -211,7 +213,7 @@ async def test_a_key_is_revoked_and_added_at_all_workers(engines, fake, start, t
     family = await start(catalog=fake.catalog_of(engines[0]), api_keys_file=str(path))
     await family.ready()
     path.write_text(f"{hash_key('sk-other')}\n")
-    # Connections spread over both workers: by chance all of so many reach one of them once in a million times.
+    # Connections spread over both workers; the chance that all of them reach one worker is one in a million.
     await until(lambda: statuses(family, 21), lambda found: set(found) == {401})
     path.write_text(f"{hash_key('sk-one')}\n")
     await until(lambda: statuses(family, 21), lambda found: set(found) == {200})
@@ -221,7 +223,7 @@ async def statuses(family: Family, count: int) -> list[int]:
     return await asyncio.gather(*(family.chat() for _ in range(count)))
 
 
-async def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(engines, fake, start) -> None:
+async def test_a_killed_worker_fails_only_its_own_requests(engines, fake, start) -> None:
     family = await start(catalog=fake.catalog_of(*engines[:2]))
     await family.ready()
     gate = asyncio.Event()
@@ -244,7 +246,7 @@ async def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(engin
     assert await family.chat() == 200
 
 
-async def test_a_worker_that_hangs_is_replaced_and_takes_only_its_own_requests_with_it(engines, fake, start) -> None:
+async def test_a_worker_that_hangs_is_replaced_and_fails_only_its_own_requests(engines, fake, start) -> None:
     family = await start(catalog=fake.catalog_of(*engines[:2]), hang_timeout_s=HANG_TIMEOUT_S)
     await family.ready()
     gate = asyncio.Event()
@@ -264,20 +266,20 @@ async def test_a_worker_that_hangs_is_replaced_and_takes_only_its_own_requests_w
     assert await family.metric("pagemill_gateway_workers_lost_total") == 1
 
 
-async def test_a_brain_that_hangs_is_replaced_and_streams_go_on(engines, fake, start) -> None:
+async def test_a_brain_that_hangs_is_replaced_and_streams_continue(engines, fake, start) -> None:
     family = await start(catalog=fake.catalog_of(engines[0]), hang_timeout_s=HANG_TIMEOUT_S)
     await family.ready()
     gate = asyncio.Event()
     engines[0].behaviours.append(fake.says("a", "b", gate=gate))
     stream = await Stream(family).begin()
     hang(family.pid("control"))
-    assert await family.chat() == 200, "it waits for the next one"
+    assert await family.chat() == 200, "the request must wait for the next brain"
     gate.set()
     assert await stream.text() == "ab"
     assert await family.metric("pagemill_gateway_control_process_restarts_total") == 1
 
 
-async def test_a_brain_that_replaces_another_one_asks_for_the_token_that_was_made_at_the_start(
+async def test_a_new_brain_requires_the_token_that_was_created_at_the_start(
     engines, fake, start, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -295,8 +297,10 @@ async def test_a_brain_that_replaces_another_one_asks_for_the_token_that_was_mad
     assert family.pid("control") != old
 
 
-async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_next_one(engines, fake, start) -> None:
-    """It serves the catalogue that it was given, and knows which places keys hold."""
+async def test_when_the_brain_is_killed_streams_continue_and_requests_wait_for_the_next_one(
+    engines, fake, start
+) -> None:
+    """The next brain serves the last catalogue and knows the reservations of keys."""
     family = await start(api_keys=[f"{hash_key('sk-one')} concurrency=1"])
     catalog = msgspec.json.encode(fake.catalog_of(engines[0]))
     async with family.session.put(f"{family.control_url}/catalog", data=catalog, headers=CONTROL) as response:
@@ -309,19 +313,19 @@ async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_
     os.kill(old, signal.SIGKILL)
     at_once = await asyncio.gather(*(family.chat() for _ in range(6)))
     assert set(at_once) == {429}, (
-        "they waited for the next one, which gave no place before both workers had reported theirs"
+        "requests waited for the next brain, which reserved nothing before both workers had reported"
     )
     assert family.pid("control") != old
     gate.set()
     assert await stream.text() == "ab"
     await family.ready()
     assert await family.metric("pagemill_gateway_control_process_restarts_total") == 1
-    assert await family.metric("pagemill_gateway_requests_total{") >= 4, "workers have not forgotten"
+    assert await family.metric("pagemill_gateway_requests_total{") >= 4, "workers must still know their reservations"
     assert await family.in_flight() == 0
 
 
-async def test_a_second_signal_reaches_all_and_ends_streams_with_an_error(engines, fake, start) -> None:
-    # Engines of this process, which may be held up: what follows is not to continue their streams.
+async def test_a_second_signal_reaches_all_processes_and_ends_streams_with_an_error(engines, fake, start) -> None:
+    # The engines run in this process and may be delayed, so their streams are not to be continued.
     patient = {"silence_timeout_s": 300.0, "state_stale_after_s": 300.0}
     family = await start(catalog=fake.catalog_of(*engines[:2]), drain_delay_s=300, drain_timeout_s=300, **patient)
     await family.ready()
@@ -330,7 +334,7 @@ async def test_a_second_signal_reaches_all_and_ends_streams_with_an_error(engine
     engines[0].behaviour = engines[1].behaviour = fake.says("a")
     family.process.send_signal(signal.SIGTERM)
     await until(family.is_ready, lambda ready: not ready)
-    assert await family.chat() == 200, "in the delay newcomers are served"
+    assert await family.chat() == 200, "new requests must be served during the delay"
     began_s = time.monotonic()
     family.process.send_signal(signal.SIGTERM)
     for stream in [each for streams in by_worker.values() for each in streams]:
@@ -357,7 +361,7 @@ async def until_gone(pids: set[int]) -> None:
 
 
 def _folders(pid: int) -> set[Path]:
-    """Of the Unix sockets that the process listens on."""
+    """Return the folders of the Unix sockets that the process listens on."""
     paths = {Path(each.laddr) for each in psutil.Process(pid).net_connections("unix") if each.laddr}
     return {path.parent for path in paths if path.name == "control.sock"}
 

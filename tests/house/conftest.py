@@ -1,4 +1,4 @@
-"""Helpers of the tests that look at the repository as a whole, and a canned OpenAI server for the terminal commands."""
+"""Helpers for tests of the whole repository, and a canned OpenAI server for the terminal commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def root() -> Path:
 
 @dataclass
 class CannedServer:
-    """Answers every chat with the pieces in `answers`, in turn; `None` inside an answer hangs until the client goes."""
+    """A server that answers chats with the pieces of `answers` in turn; `None` waits until the client leaves."""
 
     url: str = ""
     models: list[str] = field(default_factory=lambda: ["canned"])
@@ -57,7 +57,7 @@ class CannedServer:
     async def _send(self, response: web.StreamResponse, piece: Any) -> None:
         if piece is None:
             self.hung.set()
-            while True:  # a write fails once the client is gone
+            while True:  # a write fails once the client has left
                 await response.write(b": waiting\n\n")
                 await asyncio.sleep(0.02)
         event = {"choices": [{"delta": {"content": piece}}]} if isinstance(piece, str) else piece
@@ -72,7 +72,7 @@ FINISH = {"choices": [{"delta": {}, "finish_reason": "stop"}]}
 
 @pytest.fixture
 def answer_of() -> Any:
-    """Build one complete answer of the canned server from its pieces of text."""
+    """Return a function that builds one complete answer of the canned server from pieces of text."""
     return lambda *texts: [{"choices": [{"delta": {"role": "assistant"}}]}, *texts, FINISH, USAGE, "[DONE]"]
 
 

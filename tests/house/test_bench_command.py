@@ -1,4 +1,4 @@
-"""`pagemill bench` against a canned server: what it sends, what it reports, what it refuses."""
+"""`pagemill bench` with a canned server: its requests, its report, and its errors."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def test_the_last_line_is_json_and_counts_every_request(canned_server: Any, answ
     assert report["completion_tokens"] == 30
     assert set(report["ttft_ms"]) == {"p50", "p90", "p99"}
     prompts = [body["messages"][0]["content"] for body in canned_server.requests]
-    assert len(set(prompts)) == 10, "prompts differ, so that a prefix cache cannot answer them"
+    assert len(set(prompts)) == 10, "prompts must differ, so that a prefix cache cannot answer them"
     assert all(len(prompt.split()) == 5 for prompt in prompts)
 
 
-def test_an_open_loop_sends_every_request_too(canned_server: Any, answer_of: Any) -> None:
+def test_an_open_loop_also_sends_every_request(canned_server: Any, answer_of: Any) -> None:
     canned_server.answers = [answer_of("a", "b") for _ in range(5)]
     done = bench("--url", canned_server.url, "--requests", "5", "--rate", "200")
     assert json.loads(done.stdout.splitlines()[-1])["requests"] == 5, done.stderr
 
 
-def test_it_stops_after_max_seconds_whatever_is_open(canned_server: Any, answer_of: Any) -> None:
+def test_the_bench_stops_after_max_seconds_although_requests_run(canned_server: Any, answer_of: Any) -> None:
     canned_server.answers = [answer_of("a", "b"), ["a", None]]
     done = bench("--url", canned_server.url, "--requests", "2", "--concurrency", "1", "--max-seconds", "1")
     report = json.loads(done.stdout.splitlines()[-1])
@@ -53,7 +53,7 @@ def test_failures_are_counted_and_fail_the_command(canned_server: Any, answer_of
     assert "Overloaded." in done.stderr
 
 
-def test_other_machines_are_loaded_only_on_request() -> None:
+def test_other_machines_are_loaded_only_with_an_option() -> None:
     done = bench("--url", "http://192.0.2.1:8080")
     assert done.returncode == 1
     assert "--allow-remote" in done.stderr

@@ -1,4 +1,4 @@
-"""`pagemill chat` against a canned server: one answer from a script, a conversation in a terminal."""
+"""`pagemill chat` with a canned server: one answer for a script, and a conversation in a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ask(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=60)
 
 
-def test_one_shot_prints_the_answer_alone_on_standard_output(canned_server: Any, answer_of: Any) -> None:
+def test_for_a_script_only_the_answer_is_printed_on_standard_output(canned_server: Any, answer_of: Any) -> None:
     canned_server.answers = [answer_of("The answer", " is ", "42.")]
     done = ask("--url", canned_server.url, "--system", "Be brief.", "--max-tokens", "9", "What", "is", "it?")
     assert done.returncode == 0, done.stderr
@@ -38,7 +38,7 @@ def test_one_shot_prints_the_answer_alone_on_standard_output(canned_server: Any,
     assert body["stream_options"] == {"include_usage": True}
 
 
-def test_an_answer_cannot_drive_the_terminal(canned_server: Any, answer_of: Any) -> None:
+def test_an_answer_cannot_control_the_terminal(canned_server: Any, answer_of: Any) -> None:
     canned_server.answers = [answer_of("\x1b", "[2Jno\x9b31m\x07\tway\r\n", "ü")]
     done = subprocess.run([*COMMAND, "--url", canned_server.url, "hello"], capture_output=True, timeout=60)
     assert done.stdout.decode() == "[2Jno31m\tway\nü\n"
@@ -46,7 +46,7 @@ def test_an_answer_cannot_drive_the_terminal(canned_server: Any, answer_of: Any)
     assert "no ]0;title here" in ask("--url", canned_server.url, "hello").stderr
 
 
-def test_standard_input_is_the_prompt_when_none_is_given(canned_server: Any, answer_of: Any) -> None:
+def test_without_a_prompt_standard_input_is_the_prompt(canned_server: Any, answer_of: Any) -> None:
     canned_server.answers = [answer_of("yes")]
     assert ask("--url", canned_server.url + "/v1", stdin="piped question\n").stdout == "yes\n"
     assert canned_server.requests[0]["messages"][-1]["content"] == "piped question"
@@ -58,7 +58,7 @@ def test_empty_standard_input_is_refused(canned_server: Any) -> None:
     assert "no question" in done.stderr
 
 
-def test_an_unreachable_server_says_how_to_start_one() -> None:
+def test_the_error_for_an_unreachable_server_says_how_to_start_one() -> None:
     done = ask("--url", "http://127.0.0.1:9", "hello")
     assert done.returncode == 1
     assert "No server answers at http://127.0.0.1:9" in done.stderr
@@ -74,7 +74,7 @@ def test_a_wrong_url_is_explained(url: str) -> None:
     assert "pagemill chat:" in done.stderr
 
 
-def test_a_refusal_shows_the_servers_own_words(canned_server: Any) -> None:
+def test_a_refusal_shows_the_servers_message(canned_server: Any) -> None:
     canned_server.refusal = (404, "The model `x` does not exist here.")
     done = ask("--url", canned_server.url, "--model", "x", "hello")
     assert done.returncode == 1
@@ -94,7 +94,7 @@ def test_an_error_event_inside_the_stream_fails_the_call(canned_server: Any) -> 
     assert "The engine died." in done.stderr
 
 
-def test_a_stream_that_just_ends_is_never_a_success(canned_server: Any) -> None:
+def test_a_stream_without_an_end_is_never_a_success(canned_server: Any) -> None:
     canned_server.answers = [["Half an"]]
     done = ask("--url", canned_server.url, "hello")
     assert done.returncode == 1
@@ -107,7 +107,7 @@ def test_no_model_served_yet_is_explained(canned_server: Any) -> None:
 
 
 class Terminal:
-    """A `pagemill chat` on a pseudo-terminal."""
+    """A `pagemill chat` with a pseudo-terminal."""
 
     def __init__(self, *arguments: str) -> None:
         self.master, slave = pty.openpty()
@@ -119,7 +119,7 @@ class Terminal:
         self.screen = ""
 
     def wait_for(self, text: str) -> None:
-        """Read until `text` shows up; what lies before it is consumed."""
+        """Read until `text` appears; drop what precedes it."""
 
         def is_shown() -> bool:
             if text not in self.screen and select.select([self.master], [], [], 0.1)[0]:
@@ -139,7 +139,7 @@ class Terminal:
         os.close(self.master)
 
 
-def test_a_conversation_keeps_history_and_obeys_commands(canned_server: Any, answer_of: Any) -> None:
+def test_a_conversation_keeps_its_history_and_supports_commands(canned_server: Any, answer_of: Any) -> None:
     canned_server.answers = [answer_of("First."), answer_of("Second."), answer_of("Third.")]
     terminal = Terminal("--url", canned_server.url)
     try:
@@ -168,7 +168,7 @@ def test_a_conversation_keeps_history_and_obeys_commands(canned_server: Any, ans
     assert canned_server.requests[1]["messages"][2]["content"] == "First."
 
 
-def test_control_c_stops_the_answer_and_not_the_program(canned_server: Any, answer_of: Any) -> None:
+def test_ctrl_c_stops_the_answer_and_not_the_program(canned_server: Any, answer_of: Any) -> None:
     canned_server.answers = [["Once upon", None], answer_of("Back again.")]
     terminal = Terminal("--url", canned_server.url)
     try:
@@ -178,7 +178,7 @@ def test_control_c_stops_the_answer_and_not_the_program(canned_server: Any, answ
         assert canned_server.hung.wait(WAIT_LIMIT_S)
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("interrupted")
-        assert canned_server.left.wait(WAIT_LIMIT_S), "the server must see that its reader is gone"
+        assert canned_server.left.wait(WAIT_LIMIT_S), "the server must notice that its client has left"
         terminal.type("go on")
         terminal.wait_for("Back again.")
         terminal.wait_for("> ")

@@ -1,4 +1,4 @@
-"""What the README and docs/ promise: links lead somewhere, commands exist, code compiles, the reading path is short."""
+"""The README and docs/: links work, commands exist, code compiles, and the reading path is short."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COVERED = {
     ".venv/bin/pagemill chat": "test_docs_commands",
     ".venv/bin/pagemill bench": "test_docs_commands",
     ".venv/bin/pagemill up": "tests/cli",
-    ".venv/bin/pagemill explain": "test_explain_commands_run",
+    ".venv/bin/pagemill explain": "test_explain_commands_succeed",
     ".venv/bin/pagemill plan": "tests/cli/test_plan_command",
     ".venv/bin/pagemill simulate": "tests/cli/test_simulate_command",
     "helm": "e2e/helm_howto, e2e/limits",
@@ -46,7 +46,7 @@ COVERED = {
     "redis-cli": "test_keys_howto",
     "AWS_ENDPOINT_URL=": "tests/cli/test_serve_from_bucket",
 }
-"""Beginnings of the commands in `bash` blocks, and what runs them."""
+"""Beginnings of the commands in `bash` blocks, with the tests that run them."""
 
 
 class Block(NamedTuple):
@@ -72,7 +72,7 @@ def name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", re.sub(r"`[^`\n]*`(?!\])", "", text))
     local = [target for target in targets if "://" not in target]
@@ -91,7 +91,7 @@ def test_every_page_is_reachable_from_the_readme() -> None:
     assert {name(page) for page in PAGES} - {name(page) for page in seen} - {"SECURITY.md"} == set()
 
 
-def test_every_command_in_the_docs_is_run_by_some_test() -> None:
+def test_every_command_in_the_docs_is_run_by_a_test() -> None:
     assert commands()
     assert [line for line in commands() if not line.startswith(tuple(COVERED))] == []
     assert [start for start in COVERED if not any(line.startswith(start) for line in commands())] == []
@@ -117,7 +117,7 @@ def test_make_targets_in_the_docs_exist() -> None:
 
 
 @pytest.mark.parametrize("line", [line for line in commands() if " explain " in line])
-def test_explain_commands_run(line: str) -> None:
+def test_explain_commands_succeed(line: str) -> None:
     done = subprocess.run([sys.executable, "-m", "pagemill", *shlex.split(line)[1:]], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
@@ -192,7 +192,7 @@ def test_examples_are_valid_and_can_be_planned(example: Path) -> None:
 
     found = list(yaml.safe_load_all(example.read_text()))
     if example.parent.name == "external-scaling":
-        # What stands beside them is looked at in test_external_scaling.
+        # test_external_scaling checks the other objects.
         found = [each for each in found if each.get("kind") == "LLMDeployment"]
     for document in found:
         assert make_plan(LLMDeployment.model_validate(document)).key

@@ -1,6 +1,6 @@
-"""Runs what the README and docs/ tell people to type, against the real model: one server for all of it.
+"""Runs the commands of the README and docs/ with the real model and one server.
 
-The ports of the pages are replaced by the server's. `make up` and `pagemill up` have tests of their own in tests/cli.
+The ports of the pages are replaced by the server's. tests/cli tests `make up` and `pagemill up`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = ["SmolLM2-135M-Instruct", "smollm2"]
 READY_TIMEOUT_S = 120.0
 FOLDER = '"FOLDER"'
-"""Stands for a folder of the user's in snippets."""
+"""Replaces a folder of the user in snippets."""
 SEPARATOR = "-- next snippet --"
 
 pytestmark = [pytest.mark.model]
@@ -45,7 +45,7 @@ def commands(start: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """`pagemill serve` as the pages start it, on free ports and under the names that the pages use."""
+    """Start `pagemill serve` like the pages, on free ports and with the names that the pages use."""
     (documented,) = commands(".venv/bin/pagemill serve")
     port = free_port()
     words = shlex.split(documented.replace("--port 8000", f"--port {port}"))[1:]
@@ -65,7 +65,7 @@ def server() -> Iterator[str]:
 
 
 def wait_until_ready(process: subprocess.Popen[str]) -> None:
-    """Return at the server's ready line; its output is read on until it ends, so that it never blocks."""
+    """Return at the server's ready line, and continue to read its output, so that it never blocks."""
     lines: list[str] = []
     settled = threading.Event()
 
@@ -89,7 +89,7 @@ def at(server: str, text: str) -> str:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("line", commands("curl"))
-def test_curl_commands_answer(server: str, line: str) -> None:
+def test_curl_commands_get_an_answer(server: str, line: str) -> None:
     done = subprocess.run([*shlex.split(at(server, line)), "-sf"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
@@ -97,18 +97,18 @@ def test_curl_commands_answer(server: str, line: str) -> None:
         assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
 
 
-def test_chat_answers(server: str) -> None:
+def test_chat_commands_get_an_answer(server: str) -> None:
     (line,) = commands(".venv/bin/pagemill chat")
     words = shlex.split(at(server, line))[1:]
     argv = [sys.executable, "-m", "pagemill", *words, "--max-tokens", "8", "Say hello."]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    # The answer is drawn by chance and may end by itself before the limit.
+    # The answer is sampled and may end before the limit.
     assert re.search(r"^[1-8] tokens?, [\d.]+ tok/s", done.stderr, re.MULTILINE), done.stderr
 
 
-def test_bench_reports(server: str) -> None:
+def test_bench_commands_print_a_report(server: str) -> None:
     (line,) = commands(".venv/bin/pagemill bench")
     words = [*shlex.split(line)[1:], "--url", server, "--requests", "4", "--output-tokens", "4"]
     done = subprocess.run([sys.executable, "-m", "pagemill", *words], capture_output=True, text=True, timeout=120)
@@ -122,12 +122,12 @@ WITH_CLIENT = re.compile(r"^(?:import|from) (?:openai|anthropic)", re.MULTILINE)
 
 
 def is_for_an_engine(block: str) -> bool:
-    """Batches run in a gateway only; tests/cli/test_up_session.py runs theirs."""
+    """Whether the block works with an engine; batches need a gateway, and tests/cli/test_up_session.py runs them."""
     return WITH_CLIENT.search(block) is not None and "client.batches" not in block
 
 
 def test_snippets_with_a_client_run(server: str) -> None:
-    """Each prints something. In one process, as those below: imports are most of their time."""
+    """Each snippet prints something. All run in one process, because imports take most of their time."""
     snippets = [at(server, block) for block in fenced("python") if is_for_an_engine(block)]
     assert len(snippets) >= 5
     done = run_python(f"\nprint({SEPARATOR!r})\n".join(snippets))
@@ -136,7 +136,7 @@ def test_snippets_with_a_client_run(server: str) -> None:
 
 
 def test_offline_snippets_run(tmp_path: Path) -> None:
-    """With a tiny encoder in the place of a user's."""
+    """A tiny encoder replaces the user's model."""
     blocks = fenced("python")
     (with_folder,) = (block for block in blocks if FOLDER in block)
     snippets = [block for block in blocks if "from pagemill import LLM" in block and block != with_folder]

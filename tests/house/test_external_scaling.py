@@ -1,7 +1,7 @@
-"""The examples for HPA and KEDA: valid objects, for the deployment beside them, about metrics that are exported.
+"""The examples for HPA and KEDA are valid objects for their deployment and use metrics that are exported.
 
-HorizontalPodAutoscaler is checked by the official client's models, which refuse what they do not know; of KEDA's
-definition the part that the example uses is written down here.
+The official client's models check HorizontalPodAutoscaler and refuse unknown fields. The part of KEDA's definition that
+the example uses is written down here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagemill_protocol import metrics as specs
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "external-scaling"
 HPA, KEDA, ADAPTER, SCRAPES = "hpa.yaml", "keda.yaml", "prometheus-adapter.yaml", "prometheus.yaml"
 TARGET_LABELS = {"namespace", OWNER_LABEL.replace(".", "_").replace("/", "_")}
-"""What a PodMonitor, or the configuration of Prometheus, adds to every series of an engine."""
+"""Labels that a PodMonitor or the configuration of Prometheus adds to every series of an engine."""
 SCALED_OBJECT: dict[str, Any] = {
     "scaleTargetRef": {"apiVersion": str, "kind": str, "name": str},
     "minReplicaCount": int,
@@ -49,13 +49,13 @@ def of_kind(name: str, kind: str) -> dict[str, Any]:
 
 
 def exported() -> dict[str, set[str]]:
-    """Metric -> labels."""
+    """Return the labels of each metric."""
     known = [value for value in vars(specs).values() if isinstance(value, specs.MetricSpec)]
     return {spec.exported_name: set(spec.labels) for spec in known}
 
 
 def faults(value: Any, shape: Any, path: str = "") -> Iterator[str]:
-    """Where a value differs from its shape."""
+    """Yield the paths at which a value differs from its shape."""
     if isinstance(shape, dict):
         for key in value.keys() ^ shape.keys():
             yield f"{path}.{key}"
@@ -68,11 +68,11 @@ def faults(value: Any, shape: Any, path: str = "") -> Iterator[str]:
         yield f"{path}: {value!r}"
 
 
-def test_the_folder_holds_these_examples() -> None:
+def test_the_folder_contains_these_examples() -> None:
     assert {path.name for path in FOLDER.iterdir()} == {HPA, KEDA, ADAPTER, SCRAPES}
 
 
-def test_the_autoscaler_is_one_that_the_api_takes() -> None:
+def test_the_autoscaler_is_valid_for_the_api() -> None:
     autoscaler = of_kind(HPA, "HorizontalPodAutoscaler")
     assert autoscaler["apiVersion"] == "autoscaling/v2"
     client.V2HorizontalPodAutoscaler.model_validate(autoscaler)
@@ -81,7 +81,7 @@ def test_the_autoscaler_is_one_that_the_api_takes() -> None:
         assert metric["external"]["target"]["type"] == "AverageValue"
 
 
-def test_the_scaled_object_is_one_that_keda_takes() -> None:
+def test_the_scaled_object_is_valid_for_keda() -> None:
     scaled = of_kind(KEDA, "ScaledObject")
     assert scaled["apiVersion"] == "keda.sh/v1alpha1"
     assert list(faults(scaled["spec"], SCALED_OBJECT)) == []
@@ -94,7 +94,7 @@ def test_the_scaled_object_is_one_that_keda_takes() -> None:
         (KEDA, "ScaledObject", "minReplicaCount", "maxReplicaCount"),
     ],
 )
-def test_it_scales_the_deployment_beside_it(name: str, kind: str, lowest: str, highest: str) -> None:
+def test_the_examples_scale_their_deployment(name: str, kind: str, lowest: str, highest: str) -> None:
     deployment = LLMDeployment.model_validate(of_kind(name, "LLMDeployment"))
     spec = of_kind(name, kind)["spec"]
     target = {"apiVersion": deployment.api_version, "kind": deployment.kind, "name": deployment.metadata.name}
@@ -105,7 +105,7 @@ def test_it_scales_the_deployment_beside_it(name: str, kind: str, lowest: str, h
     assert (spec[lowest], spec[highest]) == (scaling.min_replicas, scaling.max_replicas)
 
 
-def test_the_adapter_serves_every_metric_that_the_autoscaler_asks_for() -> None:
+def test_the_adapter_serves_every_metric_of_the_autoscaler() -> None:
     rules = {rule["name"]["as"]: rule for rule in documents(ADAPTER)[0]["rules"]["external"]}
     known = exported()
     asked = {
@@ -120,7 +120,7 @@ def test_the_adapter_serves_every_metric_that_the_autoscaler_asks_for() -> None:
         assert "<<.Series>>{<<.LabelMatchers>>}" in rule["metricsQuery"]
 
 
-def test_queries_name_what_is_exported() -> None:
+def test_queries_use_exported_metrics() -> None:
     known = exported()
     queries = [each["metadata"]["query"] for each in of_kind(KEDA, "ScaledObject")["spec"]["triggers"]]
     found = [match for query in queries for match in re.findall(r"sum\(([\w:]+)\{([^}]*)\}\)", query)]
@@ -131,7 +131,7 @@ def test_queries_name_what_is_exported() -> None:
         assert labels <= known[series] | TARGET_LABELS, series
 
 
-def test_prometheus_gives_series_of_engines_the_labels_that_rules_select_by() -> None:
+def test_prometheus_adds_the_labels_that_the_rules_select() -> None:
     engines, gateways = documents(SCRAPES)[0]["scrape_configs"]
     (pods,) = engines["kubernetes_sd_configs"]
     assert pods["selectors"] == [{"role": "pod", "label": f"{OWNER_LABEL},{COMPONENT_LABEL}={ENGINE}"}]

@@ -1,4 +1,4 @@
-"""The generated reference pages say what the code says."""
+"""The generated reference pages match the code."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def generate(root: Path) -> Any:
     return module
 
 
-def test_no_page_differs_from_the_code(root: Path) -> None:
+def test_every_page_matches_the_code(root: Path) -> None:
     done = subprocess.run(
         [sys.executable, "docs/generate.py", "--check"], cwd=root, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_a_page_edited_by_hand_is_found(generate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_page_edited_by_hand_is_detected(generate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("edited")
     monkeypatch.setattr(generate, "ROOT", tmp_path)
@@ -45,5 +45,5 @@ def test_every_setting_has_a_type_and_a_default(generate: Any) -> None:
     settings = {each.name: each for each in generate.settings_of("pagemill_engine.config", "ServerConfig")}
     assert settings["port"].type == "int"
     assert settings["port"].default == "`8000`"
-    assert settings["max_body_bytes"].default == "`8388608`", "products of sizes are shown as numbers"
+    assert settings["max_body_bytes"].default == "`8388608`", "products of numbers must be shown as numbers"
     assert "SIGTERM" in settings["drain_timeout_s"].meaning

@@ -1,6 +1,6 @@
-"""The house rules that no linter knows: sizes, layout, where settings are read, what is never imported.
+"""Rules of the project that no linter has: sizes, layout, reading of settings, and forbidden imports.
 
-Fast and static: it parses the sources and imports none of them. `make lint` runs it.
+The tests are fast and static: they parse the sources and import none of them. `make lint` runs them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def files(roots: list[str], suffix: str = ".py") -> Iterator[Path]:
 
 
 def product_files() -> Iterator[Path]:
-    """Modules that ship: the packages, without the build scripts beside them."""
+    """Yield the modules of the packages, without the build scripts next to them."""
     return (path for path in files(SOURCE_ROOTS) if path.parent.parent != ROOT)
 
 
@@ -53,8 +53,8 @@ def test_no_file_is_longer_than_600_lines() -> None:
     assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
-def test_source_roots_and_tests_are_no_packages() -> None:
-    """`operator/__init__.py` would shadow the standard library; one under tests/ breaks importlib mode."""
+def test_source_roots_and_tests_are_not_packages() -> None:
+    """`operator/__init__.py` would shadow the standard library; one under tests/ would break importlib mode."""
     roots = [ROOT / root / "__init__.py" for root in SOURCE_ROOTS + OTHER_ROOTS]
     found = [path for path in roots if path.exists()]
     found += [path for folder in ("tests", "e2e") for path in (ROOT / folder).rglob("__init__.py")]
@@ -66,7 +66,7 @@ def test_test_files_have_unique_names() -> None:
     assert {file: count for file, count in counts.items() if count > 1} == {}
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [
         name(path)
         for path in files(SOURCE_ROOTS + OTHER_ROOTS)
@@ -75,7 +75,7 @@ def test_every_module_says_what_it_is() -> None:
     assert silent == []
 
 
-def test_the_environment_is_read_in_settings_modules_only() -> None:
+def test_only_settings_modules_read_the_environment() -> None:
     readers = [
         f"{name(path)}:{node.lineno}"
         for path in product_files()
@@ -94,7 +94,7 @@ def _reads_environment(node: ast.AST) -> bool:
     return False
 
 
-def test_nothing_unpickles() -> None:
+def test_no_module_unpickles() -> None:
     found = [
         f"{name(path)}:{node.lineno} imports {imported}"
         for path in product_files()
@@ -112,13 +112,13 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _loads(node: ast.AST) -> bool:
-    """`torch.load` and multiprocessing connections unpickle."""
+    """Whether the attribute unpickles: `torch.load`, or connections of multiprocessing."""
     if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
         return False
     return (node.value.id, node.attr) in {("torch", "load"), ("multiprocessing", "Queue"), ("multiprocessing", "Pipe")}
 
 
-def test_the_longest_test_files_begin_first_and_stand_in_contributing() -> None:
+def test_the_longest_test_files_start_first_and_are_listed_in_contributing() -> None:
     (longest,) = (
         ast.literal_eval(node.value)
         for node in tree(ROOT / "tests" / "conftest.py").body
@@ -129,8 +129,8 @@ def test_the_longest_test_files_begin_first_and_stand_in_contributing() -> None:
     assert [file for file in longest[:10] if f"`{file}`" not in page] == []
 
 
-def test_what_a_test_stops_is_killed_after_it() -> None:
-    """SIGSTOP is sent by `hang` alone, which `tests/conftest.py` follows."""
+def test_suspended_processes_are_killed_after_their_test() -> None:
+    """Only `hang` may send SIGSTOP; `tests/conftest.py` cleans up after it."""
     found = [
         f"{name(path)}:{node.lineno}"
         for path in files(["tests"])
@@ -156,7 +156,7 @@ def test_libraries_neither_evaluate_text_nor_print() -> None:
     assert found == []
 
 
-def test_no_unfinished_work_is_left_behind() -> None:
+def test_there_is_no_unfinished_work() -> None:
     marker = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
     found = [
         f"{name(path)}:{number}"
@@ -167,8 +167,8 @@ def test_no_unfinished_work_is_left_behind() -> None:
     assert found == []
 
 
-def test_annotations_are_lazy_everywhere() -> None:
-    """`from __future__ import annotations` in every module that annotates anything."""
+def test_every_module_postpones_the_evaluation_of_annotations() -> None:
+    """Every module with annotations has `from __future__ import annotations`."""
     missing = [
         name(path)
         for path in files(SOURCE_ROOTS + OTHER_ROOTS)

@@ -1,4 +1,4 @@
-"""What must never be imported where: checked in fresh interpreters, because static rules miss transitive imports."""
+"""Modules that must never be imported, checked in new interpreters, because static rules miss transitive imports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 import pytest
 
 HEAVY = ["torch", "triton", "transformers"]
-"""The accelerator libraries: seconds to import and gigabytes to ship."""
+"""The accelerator libraries, which take seconds to import and gigabytes to ship."""
 ARRAYS = [*HEAVY, "numpy"]
-"""A fifth of the time in which an engine's HTTP process starts."""
+"""numpy takes a fifth of the start time of an engine's HTTP process."""
 PROBE = """
 import importlib, json, pkgutil, sys
 for root in {packages!r}:
@@ -37,7 +37,7 @@ print(json.dumps([len(own), [name for name in {banned!r} if name in sys.modules]
     ],
     ids=lambda value: value[0] if value[0].startswith("pagemill") else "",
 )
-def test_nothing_heavy_is_imported(packages: list[str], banned: list[str]) -> None:
+def test_no_heavy_library_is_imported(packages: list[str], banned: list[str]) -> None:
     code = PROBE.format(packages=packages, banned=banned)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_nothing_heavy_is_imported(packages: list[str], banned: list[str]) -> No
     assert found == []
 
 
-def test_help_imports_no_command() -> None:
+def test_help_imports_no_command_module() -> None:
     code = (
         "import sys\n"
         "from pagemill.main import app\n"
@@ -60,7 +60,7 @@ def test_help_imports_no_command() -> None:
 
 
 def test_the_standard_librarys_operator_is_not_shadowed(root: object) -> None:
-    """`operator/` is a source root at the top of the repository; running from there must find the real module."""
+    """`operator/` is a source root at the top of the repository; running from there must find the standard module."""
     done = subprocess.run(
         [sys.executable, "-c", "import operator; print(operator.add(1, 2))"],
         cwd=str(root),

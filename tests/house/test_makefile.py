@@ -1,4 +1,4 @@
-"""The Makefile explains itself, and CI runs what developers run."""
+"""Every target of the Makefile has a description, and CI runs the developers' targets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_help_lists_every_target(root: Path) -> None:
     ).stdout
     listed = re.findall(r"^  make (\S+)", shown, re.MULTILINE)
     assert sorted(listed) == sorted(targets(root))
-    assert all(re.search(rf"make {name}\s+\S", shown) for name in listed), "each has a description"
+    assert all(re.search(rf"make {name}\s+\S", shown) for name in listed), "each target must have a description"
 
 
 def test_the_expected_targets_exist(root: Path) -> None:
@@ -28,7 +28,7 @@ def test_the_expected_targets_exist(root: Path) -> None:
     assert wanted <= set(targets(root))
 
 
-def test_a_bare_make_shows_the_help(root: Path) -> None:
+def test_make_without_a_target_shows_the_help(root: Path) -> None:
     done = subprocess.run(["make"], cwd=root, capture_output=True, text=True, check=True, timeout=WAIT_LIMIT_S)
     assert "make up" in done.stdout
 
@@ -51,7 +51,7 @@ def test_ci_runs_lint_test_and_the_cluster_smoke(root: Path) -> None:
         ("bash -c 'kill -TERM $PPID'", 143, r"ci: FAILED in only \(exit code 143\) after \d+ s"),
     ],
 )
-def test_ci_passes_only_when_its_last_phase_has_ended(
+def test_ci_passes_only_if_its_last_phase_has_finished(
     phase: str, status: int, last_line: str, root: Path, tmp_path: Path
 ) -> None:
     script = re.sub(r"^(phase .*|start_preparing)\n", "", (root / ".ci/run").read_text(), flags=re.MULTILINE)
@@ -63,7 +63,7 @@ def test_ci_passes_only_when_its_last_phase_has_ended(
     assert re.fullmatch(last_line, done.stdout.splitlines()[-1])
 
 
-def test_uv_is_installed_by_hash(root: Path) -> None:
+def test_uv_is_verified_by_hash(root: Path) -> None:
     makefile = (root / "Makefile").read_text()
     assert "INSTALL_UV := install --quiet --disable-pip-version-check --require-hashes -r release/uv.txt\n" in makefile
     assert len(re.findall(r"-m pip .*\$\(INSTALL_UV\)", makefile)) == len(re.findall(r"^\.uv/bin/uv:", makefile, re.M))

@@ -1,4 +1,4 @@
-"""Versions agree, a bump changes them everywhere, and the workflows hold to what a release promises."""
+"""Versions agree, a bump changes them everywhere, and the workflows are pinned."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VERSIONS: Any = load()
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The files that name the version, and nothing else."""
+    """Copy only the files that contain the version."""
     paths = [*VERSIONS.projects(), ROOT / "charts/pagemill/Chart.yaml", ROOT / "CHANGELOG.md"]
     for path in paths:
         target = tmp_path / path.relative_to(ROOT)
@@ -42,7 +42,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_all_places_name_one_version_and_siblings_are_pinned_to_it() -> None:
+def test_all_places_have_one_version_and_sibling_packages_are_pinned_to_it() -> None:
     assert VERSIONS.agreed() == VERSIONS.released()[0] if VERSIONS.released() else VERSIONS.agreed()
     assert VERSIONS.unpinned() == []
 
@@ -53,7 +53,7 @@ def test_the_lock_has_the_version_of_every_member() -> None:
     assert {locked[name] for name in names} == {VERSIONS.agreed()}
 
 
-def test_a_bump_changes_every_place_and_makes_the_tag_releasable(copy: Path) -> None:
+def test_a_bump_changes_every_place_and_the_tag_can_be_released(copy: Path) -> None:
     before = VERSIONS.written(copy)
     VERSIONS.set_everywhere("7.8.9rc1", copy, today="2030-01-02")
     assert VERSIONS.written(copy) == dict.fromkeys(before, "7.8.9rc1")
@@ -63,7 +63,7 @@ def test_a_bump_changes_every_place_and_makes_the_tag_releasable(copy: Path) -> 
         VERSIONS.check_tag("v7.8.9", copy)
 
 
-def test_a_place_left_behind_is_named(copy: Path) -> None:
+def test_a_place_with_another_version_is_named(copy: Path) -> None:
     VERSIONS.set_everywhere("7.8.9", copy)
     path = copy / "cli" / "pyproject.toml"
     path.write_text(path.read_text().replace("pagemill-engine==7.8.9", "pagemill-engine==7.8.8"))
@@ -71,7 +71,7 @@ def test_a_place_left_behind_is_named(copy: Path) -> None:
         VERSIONS.agreed(copy)
 
 
-def test_uv_has_the_hashes_of_the_lock() -> None:
+def test_the_install_of_uv_uses_the_hashes_of_the_lock() -> None:
     packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
     (uv,) = [package for package in packages if package["name"] == "uv"]
     wanted = {each["hash"] for each in [*uv["wheels"], uv["sdist"]]}
@@ -81,7 +81,7 @@ def test_uv_has_the_hashes_of_the_lock() -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_actions_are_pinned_by_commit_and_permissions_are_named(path: Path) -> None:
+def test_actions_are_pinned_by_commit_and_have_explicit_permissions(path: Path) -> None:
     text = path.read_text()
     uses = re.findall(r"uses: (.*)$", text, re.MULTILINE)
     assert uses

@@ -1,4 +1,4 @@
-"""Words that the glossary has replaced do not come back: they have one name each."""
+"""Words that the glossary has replaced are not used: each concept has one name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("crds", "protocol", "kernels", "engine", "gateway", "operator", "simulator", "cli", "bench", "e2e", "tests")
 PAGES = ("README.md", "CONTRIBUTING.md")
 FOLDERS_OF_PAGES = ("docs", "charts", "examples")
-"""Not the glossary, which names them."""
+"""The glossary is excluded, because it names the words."""
 RETIRED = {
     "told": "reported, published or shown, by what it is",
     "tells": "reports, publishes or says",
@@ -69,10 +69,10 @@ def test_no_retired_word_is_on_a_page_for_readers() -> None:
 
 
 @pytest.mark.parametrize("line", ["what nobody reads", "_told = 1", "untold_tokens", "It tells why."])
-def test_a_planted_word_is_found(line: str) -> None:
+def test_a_retired_word_is_detected(line: str) -> None:
     assert findings(line)
 
 
 @pytest.mark.parametrize("line", ["foretold", "overheard nothing", "which cannot be told from the other"])
-def test_other_words_are_not(line: str) -> None:
+def test_similar_words_are_allowed(line: str) -> None:
     assert not findings(line)

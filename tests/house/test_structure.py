@@ -1,6 +1,6 @@
-"""The structure of the packages: no import cycles, no imports against the layers, and the page's table is current.
+"""The structure of the packages: no import cycles, no imports against the layers, and a current table of sizes.
 
-Static: `docs/structure.py` reads the sources and imports none of them. Run it to see what differs.
+The tests are static: `docs/structure.py` reads the sources and imports none of them. Run it to see what differs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 TOLERANCE = 0.1
-"""The table need not change with every line."""
+"""The relative tolerance of the table, which need not change with every line."""
 
 
 def load() -> ModuleType:
@@ -39,20 +39,20 @@ def graph() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("package", sorted(STRUCTURE.PACKAGES))
-def test_no_folder_or_module_imports_a_sibling_that_imports_it_back(package: str, graph: dict[str, set[str]]) -> None:
+def test_no_sibling_folders_or_modules_import_each_other(package: str, graph: dict[str, set[str]]) -> None:
     assert STRUCTURE.sibling_cycles(package, graph) == []
 
 
-def test_no_package_imports_from_its_own_layer_or_from_one_above(graph: dict[str, set[str]]) -> None:
+def test_no_package_imports_from_its_own_or_a_higher_layer(graph: dict[str, set[str]]) -> None:
     assert STRUCTURE.upward_imports(graph) == []
 
 
-def test_a_cycle_around_three_modules_is_found() -> None:
+def test_a_cycle_of_three_modules_is_detected() -> None:
     planted = {"p.a": {"p.b.one"}, "p.b.one": {"p.c"}, "p.c": {"p.a"}, "p.d": {"p.a"}}
     assert STRUCTURE.sibling_cycles("p", planted) == [["p.a", "p.b", "p.c"]]
 
 
-def test_an_import_from_a_higher_layer_is_found() -> None:
+def test_an_import_from_a_higher_layer_is_detected() -> None:
     planted = {"pagemill_protocol.a": {"pagemill_engine.b"}, "pagemill_engine.b": set()}
     assert STRUCTURE.upward_imports(planted) == [("pagemill_protocol.a", "pagemill_engine.b")]
 

@@ -1,4 +1,4 @@
-"""Waits of tests end with their condition, go on while something moves, and fail when nothing does."""
+"""Waits of tests end with their condition, continue while there is progress, and fail without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def after(num_looks: int):
     return lambda: next(looks, None) is None
 
 
-async def test_a_wait_ends_when_its_condition_holds_and_gives_what_it_found() -> None:
+async def test_a_wait_ends_when_its_condition_is_true_and_returns_its_value() -> None:
     found = iter([0, None, "", "found"])
     assert await eventually(lambda: next(found)) == "found"
     wait_until(after(3))
@@ -39,7 +39,7 @@ async def test_a_wait_without_progress_fails_and_names_its_condition() -> None:
         wait_until(lambda: 1 > 2, limit_s=0.05, every_s=0.001)
 
 
-def test_a_wait_goes_on_as_long_as_something_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_continues_while_there_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 0
 
     def condition() -> bool:
@@ -56,17 +56,17 @@ def test_a_wait_goes_on_as_long_as_something_moves(monkeypatch: pytest.MonkeyPat
         wait_until(condition, progress=lambda: count // 10, limit_s=5.0, every_s=0.0)
 
 
-def test_time_in_which_the_machine_did_something_else_hardly_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_which_the_process_did_not_run_hardly_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 100_000, 100))
     monkeypatch.setattr(waiting.time, "monotonic", lambda: float(next(clock)))
     wait_until(after(20), limit_s=15.0, every_s=0.0)
 
 
-def test_an_event_that_never_comes_is_known_as_soon_as_its_process_has_ended(tmp_path: Path) -> None:
+def test_waiting_for_an_event_fails_as_soon_as_the_process_has_ended(tmp_path: Path) -> None:
     (log := tmp_path / "log").write_text('{"event":"other"}\nnoise\n')
     process = subprocess.Popen([sys.executable, "-c", ""])
     began_s = time.monotonic()
-    with pytest.raises(AssertionError, match=r"(?s)it ended before listening; .*noise"):
+    with pytest.raises(AssertionError, match=r"(?s)the process exited before listening; .*noise"):
         event_in(log, "listening", process)
     assert time.monotonic() - began_s < waiting.WAIT_LIMIT_S
     assert event_in(log, "other", process) == {"event": "other"}

@@ -1,5 +1,4 @@
-"""The two HTTP servers as processes: an engine with a simulated device, and a gateway before it. Shared by all
-tests."""
+"""The two HTTP servers as processes, shared by all tests: an engine with a simulated device, and a gateway."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def gateway_server(engine_server: HttpServer, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """An engine that really computes."""
+    """Start an engine with a real model."""
     engine = {**ENGINE, "null_runner": False, "num_kv_blocks": 128, "max_model_len": 256, "num_threads": 1}
     values = {"engine": engine, "server": {"port": 0, "control_port": 0, "internal_token": TOKEN}}
     http_server = start_http_server("model", "pagemill_engine.server", tmp_path_factory.mktemp("model-server"), values)
@@ -51,12 +50,12 @@ def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServe
 
 @pytest.fixture(params=["engine", "gateway"])
 def http_server(request: pytest.FixtureRequest) -> HttpServer:
-    """Each of the two."""
+    """Return each of the two servers in turn."""
     found: HttpServer = request.getfixturevalue(f"{request.param}_server")
     return found
 
 
 @pytest.fixture(scope="session")
 def http_servers(engine_server: HttpServer, gateway_server: HttpServer) -> list[HttpServer]:
-    """Both, for tests that go through many examples."""
+    """Return both servers, for tests with many examples."""
     return [engine_server, gateway_server]

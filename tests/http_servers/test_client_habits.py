@@ -1,4 +1,4 @@
-"""What clients send and ask for beside a plain request: compression, slashes, pages of other origins, vLLM's routes."""
+"""Clients' requests beyond the basic API: compression, trailing slashes, other origins, and vLLM's routes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def raw(body: Any) -> bytes:
     return json.dumps(body).encode()
 
 
-def test_a_slash_at_the_end_of_a_path_changes_nothing(http_server: HttpServer) -> None:
+def test_a_trailing_slash_of_a_path_changes_nothing(http_server: HttpServer) -> None:
     assert http_server.post(GOOD, "/v1/completions/").status == 200
     assert http_server.get("/v1/models/").status == 200
     assert http_server.get("/nowhere/").error()["code"] == "not_found"
 
 
-def test_a_body_in_gzip_is_read_as_if_it_were_not(http_server: HttpServer) -> None:
+def test_a_gzip_body_is_read_like_an_uncompressed_one(http_server: HttpServer) -> None:
     assert http_server.post(gzip.compress(raw(GOOD)), headers=PACKED).status == 200
 
 
-def test_a_body_that_grows_beyond_the_bound_gets_413_and_costs_little(http_server: HttpServer) -> None:
+def test_a_body_that_decompresses_beyond_the_limit_gets_413_at_low_cost(http_server: HttpServer) -> None:
     bomb = gzip.compress(b'{"x": "' + b"x" * (256 * MIB))
     before = http_server.rss_bytes()
     with costing_little(http_server):
@@ -47,20 +47,20 @@ def test_a_body_that_grows_beyond_the_bound_gets_413_and_costs_little(http_serve
     [b"not gzip", gzip.compress(raw(GOOD))[:-5], gzip.compress(raw(GOOD)) + b"more", zlib.compress(raw(GOOD)), b""],
     ids=["text", "cut off", "followed by more", "zlib", "empty"],
 )
-def test_what_is_not_one_gzip_stream_gets_400(http_server: HttpServer, body: bytes) -> None:
+def test_a_body_that_is_not_one_gzip_stream_gets_400(http_server: HttpServer, body: bytes) -> None:
     answer = http_server.post(body, headers=PACKED)
     assert answer.status == 400
     if body:
         assert answer.error()["param"] == "content-encoding"
 
 
-def test_other_codings_get_415_with_the_remedy(http_server: HttpServer) -> None:
+def test_other_content_encodings_get_415_with_the_remedy(http_server: HttpServer) -> None:
     answer = http_server.post(raw(GOOD), headers={"Content-Encoding": "br"})
     assert answer.status == 415
     assert "Send it as gzip" in answer.error()["message"]
 
 
-def test_a_large_answer_is_compressed_for_those_who_accept_it_alone(http_server: HttpServer) -> None:
+def test_a_large_answer_is_compressed_only_for_clients_that_accept_it(http_server: HttpServer) -> None:
     with http_server.client.stream("GET", "/openapi.json", headers={"Accept-Encoding": "br, gzip"}) as packed:
         data = b"".join(packed.iter_raw())
     assert packed.headers["content-encoding"] == "gzip"
@@ -78,12 +78,12 @@ def test_a_stream_is_never_compressed(http_server: HttpServer) -> None:
     assert "content-encoding" not in answer.headers
 
 
-def test_answers_say_how_long_they_took(http_server: HttpServer) -> None:
+def test_answers_state_their_duration(http_server: HttpServer) -> None:
     assert 0 <= int(http_server.post(GOOD).headers["openai-processing-ms"]) < 60_000
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_request_id_of_the_body_names_the_answer(http_server: HttpServer, path: str) -> None:
+def test_a_request_id_in_the_body_is_used_for_the_answer(http_server: HttpServer, path: str) -> None:
     prompt = {"prompt": ["a", "b"]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     body = {"model": MODEL, "max_tokens": 2, "request_id": "my-1", **prompt}
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_a_request_id_of_the_body_names_the_answer(http_server: HttpServer, path
     assert http_server.post({**body, "request_id": "a b"}, path).error()["param"] == "request_id"
 
 
-def test_vllms_routes_answer(http_server: HttpServer) -> None:
+def test_vllms_routes_are_served(http_server: HttpServer) -> None:
     assert http_server.get("/ping").status == 200
     assert json.loads(http_server.get("/load").body) == {"server_load": 0}
     info = json.loads(http_server.get("/server_info").body)
@@ -104,7 +104,7 @@ def test_vllms_routes_answer(http_server: HttpServer) -> None:
     assert b"<script" not in page.body
 
 
-def test_without_origins_no_page_is_allowed_anything(http_server: HttpServer) -> None:
+def test_without_configured_origins_no_page_is_allowed_anything(http_server: HttpServer) -> None:
     answer = http_server.get("/v1/models", headers={"Origin": PAGE})
     assert not [name for name in answer.headers if name.startswith("access-control")]
     assert http_server.client.options("/v1/models", headers={"Origin": PAGE}).status_code == 405
@@ -112,7 +112,7 @@ def test_without_origins_no_page_is_allowed_anything(http_server: HttpServer) ->
 
 @pytest.fixture(scope="module")
 def gateway_for_pages(engine_server: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """With a key, and one origin."""
+    """Start a gateway with a key and one origin."""
     endpoint = {"id": "engine-0", "data_url": engine_server.url, "control_url": engine_server.control_url}
     model = {"deployment": MODEL, "name": MODEL, "engine_token": engine_server.control_token, "endpoints": [endpoint]}
     values = {"port": 0, "control_port": 0, "control_token": "t", "allowed_origins": [PAGE]}
@@ -123,7 +123,7 @@ def gateway_for_pages(engine_server: HttpServer, tmp_path_factory: pytest.TempPa
     http_server.stop()
 
 
-def test_a_page_of_a_configured_origin_is_answered_and_others_are_not(gateway_for_pages: HttpServer) -> None:
+def test_only_pages_of_a_configured_origin_are_answered(gateway_for_pages: HttpServer) -> None:
     http_server = gateway_for_pages
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     before = http_server.client.options("/v1/chat/completions", headers={"Origin": PAGE, **asked})
@@ -139,13 +139,13 @@ def test_a_page_of_a_configured_origin_is_answered_and_others_are_not(gateway_fo
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_a_gateway_with_keys_shows_its_load_to_none_of_them(gateway_for_pages: HttpServer) -> None:
+def test_no_key_can_read_the_load_of_a_gateway(gateway_for_pages: HttpServer) -> None:
     answer = gateway_for_pages.get("/load")
     assert (answer.status, answer.error()["code"]) == (403, "load_not_shown")
 
 
 @pytest.mark.parametrize("origin", ["app.example.com", "https://app.example.com/path", "ftp://x", ""])
-def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
+def test_an_invalid_origin_is_refused_at_the_start(origin: str) -> None:
     with pytest.raises(SettingsError, match="allowed_origins"):
         GatewayConfig(allowed_origins=[origin]).checked()
 
@@ -158,11 +158,11 @@ SHAPED = {
     "/api/chat": ("error",),
     f"/v2/models/{MODEL}/infer": ("error",),
 }
-"""Where the text of an error is, by route."""
+"""The path of the error's text, by route."""
 
 
 @pytest.mark.parametrize("path", SHAPED)
-def test_errors_that_no_route_answers_have_the_shape_of_their_path(http_server: HttpServer, path: str) -> None:
+def test_errors_outside_of_routes_have_the_format_of_their_path(http_server: HttpServer, path: str) -> None:
     refused = [
         (413, http_server.post(b"x" * (9 * MIB), path)),
         (415, http_server.post(b"x", path, {"Content-Encoding": "br"})),
@@ -204,11 +204,11 @@ MEDIA: list[tuple[str, dict[str, Any], str]] = [
     (f"/v2/models/{MODEL}/generate", {"text_input": "a", "image": "aa"}, "image"),
     ("/v1/embeddings", {"messages": _parts("image_url")}, "messages"),
 ]
-"""Path, body, and the words that the answer must have."""
+"""Path, body, and text that the answer must contain."""
 
 
 @pytest.mark.parametrize(("path", "body", "words"), MEDIA, ids=lambda value: value if isinstance(value, str) else "")
-def test_images_audio_and_video_are_refused_by_name_and_place(
+def test_images_audio_and_video_are_refused_by_name_and_path(
     http_server: HttpServer, path: str, body: dict[str, Any], words: str
 ) -> None:
     answer = http_server.post({"model": MODEL, **body}, path)

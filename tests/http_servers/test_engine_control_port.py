@@ -1,6 +1,6 @@
-"""An engine's control port: strangers learn nothing there, and the platform's own people get errors in shape.
+"""An engine's control port: unauthenticated clients learn nothing, and authenticated ones get well-formed errors.
 
-It is an engine of its own, with a simulated device: sleep and drain are among what is asked of it.
+The engine is a separate one with a simulated device, because the tests put it to sleep and drain it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
 
 @pytest.fixture(scope="module")
 def control(engine: HttpServer) -> Iterator[HttpServer]:
-    """The same process by its other port."""
+    """Return the same process by its control port."""
     http_server = replace(engine, url=engine.control_url)
     yield http_server
     http_server.client.close()
@@ -78,7 +78,7 @@ def control(engine: HttpServer) -> Iterator[HttpServer]:
 
 @pytest.fixture
 def drainable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """From a drain there is no way back."""
+    """Start an engine for the drain, which cannot be undone."""
     http_server = start(tmp_path_factory, "drainable")
     yield http_server
     http_server.stop()
@@ -87,7 +87,7 @@ def drainable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
 def ask(
     control: HttpServer, method: str, path: str, *headers: tuple[bytes, bytes], query: bytes = b"", body: bytes = b""
 ) -> Answer | None:
-    """One answer on a connection of its own; `None`: hung up on without one."""
+    """Return one answer over a new connection, or None if the server closed without one."""
     target = f"{path}?".encode() + query if query else path.encode()
     raw = request(body, method=method, path="TARGET", headers=[*headers, (b"Connection", b"close")])
     with contextlib.closing(control.connect()) as connection:
@@ -96,14 +96,14 @@ def ask(
 
 
 def wakes(control: HttpServer, engine: HttpServer) -> None:
-    """Whatever was asked of it, the engine can be woken and then serves."""
+    """Check that the engine can be woken and then serves, whatever was requested before."""
     woken = ask(control, "POST", "/wake_up", RIGHT, query=b"wait_s=30")
     assert woken is not None
     assert (woken.status, json.loads(woken.body)["state"]) == (200, "awake"), woken
     engine.serves()
 
 
-# -- strangers ---------------------------------------------------------------------------------------------------------
+# -- clients without the token -----------------------------------------------------------------------------------------
 
 QUERY = st.sampled_from([b"", b"wait_s=0", b"level=1", b"level=2&wait_s=x", b"token=" + TOKEN.encode()])
 
@@ -128,7 +128,7 @@ def test_without_the_token_every_route_is_401(
     engine.serves()
 
 
-def test_what_probes_and_scrapes_ask_is_open_and_nothing_else_is_there(control: HttpServer) -> None:
+def test_only_probes_and_scrapes_need_no_token(control: HttpServer) -> None:
     for path in OPEN:
         assert (answer := ask(control, "GET", path)) is not None
         assert answer.status == 200
@@ -140,7 +140,7 @@ def test_what_probes_and_scrapes_ask_is_open_and_nothing_else_is_there(control: 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_other_methods_get_405_with_what_is_allowed(control: HttpServer, method: str) -> None:
+def test_other_methods_get_405_with_the_allowed_ones(control: HttpServer, method: str) -> None:
     for path in (*OPEN, *GETS, *POSTS):
         allowed = {"POST"} if path in POSTS else {"GET", "HEAD"}
         if method in allowed:
@@ -152,7 +152,7 @@ def test_other_methods_get_405_with_what_is_allowed(control: HttpServer, method:
             assert answer.error()["code"] == "method_not_allowed"
 
 
-# -- the platform's own people -----------------------------------------------------------------------------------------
+# -- clients with the token --------------------------------------------------------------------------------------------
 
 SHORT_WAITS = ["0", "0.0", "1e-9", "0.05", "+0", "-0", "00", " 0 "]
 WRONG_WAITS = ["", " ", "nan", "inf", "-inf", "-1", "60.1", "1e999", "x", "0x1", "1,5", "1 2", "\x00", "٣x", "9" * 5000]
@@ -191,10 +191,10 @@ def query_of(pairs: dict[str, str], odd: list[bytes]) -> bytes:
 
 @examples(60)
 @given(st.lists(ASKED, min_size=1, max_size=5))
-def test_whatever_is_asked_with_the_token_is_done_or_refused_in_shape(
+def test_any_request_with_the_token_is_carried_out_or_refused_in_the_error_format(
     control: HttpServer, engine: HttpServer, asked: list[Any]
 ) -> None:
-    """In any order: it goes to sleep and wakes meanwhile."""
+    """Requests come in any order: the engine sleeps and wakes meanwhile."""
     for (path, pairs), odd, gateway, body in asked:
         method, query = "POST" if path in POSTS else "GET", query_of(pairs, odd)
         headers = [RIGHT, (b"X-Pagemill-Gateway", gateway)]
@@ -202,7 +202,7 @@ def test_whatever_is_asked_with_the_token_is_done_or_refused_in_shape(
         assert answer is not None
         if path in WAITING and is_wrong(pairs["wait_s"]):
             assert (answer.status, answer.error()["param"] in ("wait_s", "level")) == (400, True)
-        elif path == "/sleep" and answer.status == 503:  # it wakes up just now
+        elif path == "/sleep" and answer.status == 503:  # the engine is just waking up
             assert answer.error()["code"] == "not_asleep"
             assert int(answer.headers["retry-after"]) >= 1
         elif path == "/readyz" and answer.status == 503:
@@ -212,8 +212,8 @@ def test_whatever_is_asked_with_the_token_is_done_or_refused_in_shape(
     wakes(control, engine)
 
 
-def test_an_engine_that_accepted_to_sleep_sleeps(control: HttpServer, engine: HttpServer) -> None:
-    """Also when it is asked while it wakes, and no caller waits."""
+def test_an_engine_that_accepted_to_sleep_does_so(control: HttpServer, engine: HttpServer) -> None:
+    """This also holds if the request comes while it wakes, and if no caller waits."""
 
     def asked(method: str, path: str, query: bytes = b"") -> Answer:
         answer = without_a_hang(lambda: ask(control, method, path, RIGHT, query=query))
@@ -238,7 +238,7 @@ def test_an_engine_that_accepted_to_sleep_sleeps(control: HttpServer, engine: Ht
 
 @examples(40)
 @given(st.lists(HEADER, max_size=6), st.sampled_from([*GUARDED[1:], ("GET", "/metrics")]), BODIES)
-def test_any_headers_on_the_control_port_are_answered_or_refused_in_shape(
+def test_any_headers_on_the_control_port_are_answered_or_refused_in_the_error_format(
     control: HttpServer, engine: HttpServer, headers: list[tuple[bytes, bytes]], route: tuple[str, str], body: bytes
 ) -> None:
     method, path = route
@@ -250,17 +250,17 @@ def test_any_headers_on_the_control_port_are_answered_or_refused_in_shape(
 
 
 @pytest.mark.parametrize("framing", FORBIDDEN.values(), ids=FORBIDDEN.keys())
-def test_broken_framing_on_the_control_port_is_refused_and_hung_up_on(
+def test_broken_framing_on_the_control_port_is_refused_and_closes_the_connection(
     control: HttpServer, engine: HttpServer, framing: bytes
 ) -> None:
-    """Also where the answer, which needs no body, was there before the fault."""
+    """This also holds if the answer, which needs no body, was sent before the fault."""
     smuggled = b"GET /version HTTP/1.1\r\nHost: server\r\n\r\n"
     asked = b"POST /wake_up HTTP/1.1\r\nHost: server\r\n" + b": ".join(RIGHT) + b"\r\n"
     with contextlib.closing(control.connect()) as connection:
         connection.sendall(asked + framing + smuggled)
         head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
     assert b"connection: close" in head
-    reported = json.loads(body)  # which fails if anything follows
+    reported = json.loads(body)  # fails if anything follows
     if not head.startswith(b"HTTP/1.1 200 "):
         assert head.startswith(b"HTTP/1.1 400 ")
         assert error_of(body)
@@ -272,7 +272,7 @@ def test_broken_framing_on_the_control_port_is_refused_and_hung_up_on(
 
 
 def num_streams(control: HttpServer) -> float:
-    """Open now; before the first one there is no such number."""
+    """Return the number of open streams; the metric does not exist before the first one."""
     answer = ask(control, "GET", "/metrics")
     assert answer is not None
     lines = [line for line in answer.body.decode().splitlines() if line.startswith("pagemill_engine_state_streams")]
@@ -280,13 +280,13 @@ def num_streams(control: HttpServer) -> float:
 
 
 def head_of(method: str, *headers: tuple[bytes, bytes]) -> bytes:
-    """Without the line break that ends it."""
+    """Return the headers without the empty line that ends them."""
     lines = [f"{method} /internal/state HTTP/1.1".encode(), b"Host: server", *(b": ".join(pair) for pair in headers)]
     return b"\r\n".join([*lines, b""])
 
 
 def begun(connection: socket.socket) -> bytes:
-    """The first bytes of the answer's body."""
+    """Return the first bytes of the answer's body."""
     received = b""
     while not received.partition(b"\r\n\r\n")[2]:
         received += (piece := connection.recv(65536))
@@ -295,7 +295,7 @@ def begun(connection: socket.socket) -> bytes:
     return received.partition(b"\r\n\r\n")[2]
 
 
-def test_the_head_of_the_state_stream_ends_and_leaves_the_connection_to_others(control: HttpServer) -> None:
+def test_a_head_request_for_the_state_stream_ends_and_leaves_the_connection_usable(control: HttpServer) -> None:
     with contextlib.closing(control.connect()) as connection:
         connection.sendall(head_of("HEAD", RIGHT) + b"\r\n")
         head = b""
@@ -312,7 +312,7 @@ def test_the_head_of_the_state_stream_ends_and_leaves_the_connection_to_others(c
 
 @examples(15)
 @given(st.lists(GATEWAY, min_size=1, max_size=12), st.sampled_from([b"\r\n", b"Content-Length: 2\r\n\r\n{}"]))
-def test_readers_of_any_name_get_the_state_and_leave_nothing_behind(
+def test_readers_of_any_name_get_the_state_and_leave_no_state_behind(
     control: HttpServer, engine: HttpServer, names: list[bytes], body: bytes
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -333,8 +333,8 @@ def test_readers_of_any_name_get_the_state_and_leave_nothing_behind(
         (b"Content-Length: 999999999999\r\n\r\n{", 413),
     ],
 )
-def test_a_reader_whose_own_body_never_ends_gets_no_stream(control: HttpServer, framing: bytes, status: int) -> None:
-    """Its departure would not be noticed, and a drain would wait for it."""
+def test_a_reader_with_an_endless_request_body_gets_no_stream(control: HttpServer, framing: bytes, status: int) -> None:
+    """Its end would not be noticed, and a drain would wait for it."""
     with contextlib.closing(control.connect()) as connection:
         connection.sendall(head_of("GET", RIGHT) + framing)
         answer = read_answer(connection)
@@ -344,7 +344,7 @@ def test_a_reader_whose_own_body_never_ends_gets_no_stream(control: HttpServer, 
     assert num_streams(control) == 0
 
 
-def test_readers_that_read_nothing_cost_no_memory_and_no_other_reader_its_turn(
+def test_readers_that_do_not_read_use_no_memory_and_do_not_block_others(
     control: HttpServer, engine: HttpServer
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -360,10 +360,10 @@ def test_readers_that_read_nothing_cost_no_memory_and_no_other_reader_its_turn(
     wait_until(lambda: num_streams(control) == 0)
 
 
-# -- the way out -------------------------------------------------------------------------------------------------------
+# -- drain -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_drain_takes_wrong_words_any_number_of_times_and_ends_the_service(drainable: HttpServer) -> None:
+def test_a_drain_tolerates_any_number_of_invalid_acknowledgements_and_ends_the_service(drainable: HttpServer) -> None:
     control = replace(drainable, url=drainable.control_url)
 
     def asked(path: str, query: bytes, *headers: tuple[bytes, bytes]) -> Answer:

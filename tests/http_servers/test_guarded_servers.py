@@ -1,6 +1,7 @@
-"""Servers that authenticate callers: a gateway with keys and a control token, and what gateways alone ask of an engine.
+"""Servers that authenticate clients: a gateway with keys and a control token, and an engine's internal routes.
 
-Strangers get 401 whatever they write; the platform's own people get errors in shape, however wrong what they send is.
+Unauthenticated clients get 401 whatever they send; authenticated ones get well-formed errors, however invalid their
+requests are.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ OPEN_PATHS = {"/health", "/ping", "/livez", "/readyz", "/version", "/docs", "/op
 OPEN_PATHS |= {"/v2/health/live", "/v2/health/ready"}
 DOCUMENTED = json.loads(document("servers", "1", with_stores=True))["paths"]
 PLAIN = {path.replace("{model}", MODEL) for path, methods in DOCUMENTED.items() if "PlainError" in json.dumps(methods)}
-"""Errors are a text there, without a code."""
+"""Routes whose errors are text without a code."""
 PATHS = [
     (method.upper(), path.replace("{model}", MODEL).replace("{id}", "file-1"))
     for path, methods in DOCUMENTED.items()
@@ -49,7 +50,7 @@ PATHS = [
 
 @pytest.fixture(scope="module")
 def keyed_server(engine_server: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """A gateway of its own before the engine of all tests."""
+    """Start a separate gateway in front of the common engine."""
     values = {
         "port": 0,
         "control_port": 0,
@@ -68,12 +69,12 @@ def good_catalog(engine: HttpServer) -> Catalog:
     return Catalog([CatalogModel(deployment=MODEL, name=MODEL, engine_token=ENGINE_TOKEN, endpoints=[endpoint])])
 
 
-# -- strangers ---------------------------------------------------------------------------------------------------------
+# -- clients without a key ---------------------------------------------------------------------------------------------
 
 
 @examples(60)
 @given(wrong_keys(KEY), st.sampled_from(PATHS), st.sampled_from([json.dumps(GOOD).encode(), b"{", b"\xff", b""]))
-def test_without_a_right_key_every_route_is_401(
+def test_without_a_valid_key_every_route_is_401(
     keyed_server: HttpServer, authorization: bytes, route: tuple[str, str], body: bytes
 ) -> None:
     method, path = route
@@ -84,7 +85,7 @@ def test_without_a_right_key_every_route_is_401(
     assert answer.headers["x-request-id"]
 
 
-def test_of_two_keys_the_first_counts_and_a_key_elsewhere_is_none(keyed_server: HttpServer) -> None:
+def test_of_two_keys_the_first_counts_and_other_places_are_ignored(keyed_server: HttpServer) -> None:
     right, wrong = (b"Authorization", b"Bearer sk-right"), (b"Authorization", b"Bearer sk-wrong")
     for headers in (
         [wrong, right],
@@ -103,7 +104,7 @@ def test_of_two_keys_the_first_counts_and_a_key_elsewhere_is_none(keyed_server: 
     assert answer.status == 200
 
 
-def test_no_key_opens_the_platforms_numbers(keyed_server: HttpServer) -> None:
+def test_no_key_gives_access_to_the_platforms_metrics(keyed_server: HttpServer) -> None:
     assert (keyed_server.get("/metrics").status, keyed_server.get("/metrics").error()["code"]) == (404, "not_found")
     keyed_server.serves()
 
@@ -161,8 +162,8 @@ def put_catalog(http_server: HttpServer, raw: bytes, token: str = CONTROL_TOKEN)
     return Answer(answer.status_code, dict(answer.headers), answer.content)
 
 
-def test_any_catalogue_is_taken_or_refused_whole(keyed_server: HttpServer, engine_server: HttpServer) -> None:
-    """Also what is taken and makes no sense harms no other client, and a good one afterwards is served."""
+def test_any_catalogue_is_accepted_or_refused_as_a_whole(keyed_server: HttpServer, engine_server: HttpServer) -> None:
+    """An accepted catalogue without sense harms no other client, and a valid one is served afterwards."""
     good = msgspec.json.encode(good_catalog(engine_server))
 
     @examples(30)
@@ -186,13 +187,13 @@ def test_any_catalogue_is_taken_or_refused_whole(keyed_server: HttpServer, engin
 
 @examples(60)
 @given(st.text(max_size=30) | st.integers().map(str) | st.sampled_from(["٣", "1e3", " 1", "+1", "0x10", "9" * 5000]))
-def test_any_number_of_decisions_is_shown_or_refused(keyed_server: HttpServer, limit: str) -> None:
+def test_any_requested_number_of_decisions_is_shown_or_refused(keyed_server: HttpServer, limit: str) -> None:
     answer = without_a_hang(lambda: look(keyed_server, "/debug/decisions", limit=limit)).check()
     if answer.status != 200:
         assert (answer.status, answer.error()["param"]) == (400, "limit")
 
 
-# -- what gateways ask of engines --------------------------------------------------------------------------------------
+# -- internal routes of engines ----------------------------------------------------------------------------------------
 
 BIG = st.sampled_from([0, 1, 2, 255, 49151, 49152, 2**31 - 1, 2**31, 2**63 - 1]) | st.integers(-3, 300)
 TOKEN_IDS = st.lists(st.integers(0, 49151), min_size=1, max_size=6) | st.lists(BIG, max_size=300)
@@ -244,8 +245,8 @@ GENERATE = st.fixed_dictionaries(
 
 
 @pytest.mark.model
-def test_no_prepared_request_harms_the_engine(model_server: HttpServer) -> None:
-    """What a gateway would never send, or one of another version, on a real model."""
+def test_no_internal_request_harms_the_engine(model_server: HttpServer) -> None:
+    """The requests are ones that a gateway would never send, or of another version, and the model is real."""
     headers = {"Authorization": f"Bearer {ENGINE_TOKEN}", "Content-Type": "application/msgpack"}
     served = 0
 
@@ -265,5 +266,5 @@ def test_no_prepared_request_harms_the_engine(model_server: HttpServer) -> None:
         served += 1
 
     every()
-    assert served, "every example was refused"
+    assert served, "no example was accepted"
     model_server.serves()

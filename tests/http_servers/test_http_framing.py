@@ -1,5 +1,4 @@
-"""Both HTTP servers against what is no honest HTTP: two lengths, broken chunks, odd bytes, heads and bodies that
-never end."""
+"""Both HTTP servers with invalid HTTP: two lengths, broken chunks, odd bytes, endless headers and bodies."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ ODD_LINES = {
 
 
 @pytest.mark.parametrize("framing", FORBIDDEN.values(), ids=FORBIDDEN.keys())
-def test_a_request_that_two_readers_could_cut_differently_is_refused_and_hung_up_on(
+def test_a_request_with_ambiguous_framing_is_refused_and_closes_the_connection(
     http_server: HttpServer, framing: bytes
 ) -> None:
-    """Whatever follows it on the connection is never taken for a request."""
+    """Bytes that follow on the connection are never read as a request."""
     smuggled = b"GET /version HTTP/1.1\r\nHost: server\r\n\r\n"
     with contextlib.closing(http_server.connect()) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: server\r\n" + framing + smuggled)
@@ -43,12 +42,12 @@ def test_a_request_that_two_readers_could_cut_differently_is_refused_and_hung_up
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"connection: close" in head
     assert b"x-request-id: " in head
-    error_of(body)  # which fails if anything follows
+    error_of(body)  # fails if anything follows
     http_server.serves()
 
 
 @pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES.keys())
-def test_odd_request_lines_are_refused_in_shape(http_server: HttpServer, line: bytes) -> None:
+def test_odd_request_lines_are_refused_in_the_error_format(http_server: HttpServer, line: bytes) -> None:
     answer = http_server.exchange(line + b"\r\nHost: server\r\nConnection: close\r\n\r\n")
     assert answer is not None
     assert answer.status in (400, 404, 405), answer
@@ -57,7 +56,7 @@ def test_odd_request_lines_are_refused_in_shape(http_server: HttpServer, line: b
 
 
 @pytest.mark.parametrize("host", [b"[::1", b"a b", b"evil.example/x?", b"a:99999999", b"\xff", b""])
-def test_a_host_that_is_none_of_ours_is_refused_without_a_redirect(http_server: HttpServer, host: bytes) -> None:
+def test_a_foreign_host_is_refused_without_a_redirect(http_server: HttpServer, host: bytes) -> None:
     for path in (b"/nowhere", b"/nowhere/", b"/nowhere?x=%ff"):
         answer = http_server.exchange(
             b"POST " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: 0\r\n\r\n"
@@ -68,7 +67,7 @@ def test_a_host_that_is_none_of_ours_is_refused_without_a_redirect(http_server: 
 
 
 @pytest.mark.parametrize("upgrade", [b"websocket", b"h2c", b"TLS/1.0"])
-def test_a_client_that_offers_another_protocol_is_served_in_this_one(http_server: HttpServer, upgrade: bytes) -> None:
+def test_a_client_that_offers_another_protocol_is_served_over_http_1_1(http_server: HttpServer, upgrade: bytes) -> None:
     answer = http_server.exchange(request(headers=[(b"Connection", b"Upgrade"), (b"Upgrade", upgrade)]))
     assert answer is not None
     assert answer.status == 200
@@ -84,7 +83,7 @@ def test_a_client_of_http_1_0_is_served_without_chunks(http_server: HttpServer, 
     assert body.startswith(b"data: {") and body.endswith(b"[DONE]\n\n") if stream else json.loads(body)["choices"]
 
 
-def test_chunk_extensions_that_never_end_are_cut(http_server: HttpServer) -> None:
+def test_endless_chunk_extensions_are_refused(http_server: HttpServer) -> None:
     answer = http_server.exchange([CHUNKED, b"2;", *[b"a" * 8192] * 64, b"\r\n{}\r\n0\r\n\r\n"])
     assert answer is None or answer.status == 431
 
@@ -108,8 +107,8 @@ def test_a_body_that_never_ends_gets_413(http_server: HttpServer) -> None:
     http_server.serves()
 
 
-def test_hundreds_of_slow_senders_keep_no_other_client_waiting(http_server: HttpServer) -> None:
-    """Half of a head, a head without its body, and nothing at all; others are served meanwhile."""
+def test_hundreds_of_slow_senders_delay_no_other_client(http_server: HttpServer) -> None:
+    """They send half of the headers, headers without a body, or nothing; others are served meanwhile."""
     beginnings = [
         b"",
         b"\r\n\r\n",
@@ -131,13 +130,13 @@ def test_hundreds_of_slow_senders_keep_no_other_client_waiting(http_server: Http
 
 @examples(40)
 @given(st.lists(HEADER, max_size=6), st.sampled_from([GOOD, b"", b"{}", b"{", b"\x00\xff"]))
-def test_any_headers_are_served_or_refused_in_shape(
+def test_any_headers_are_served_or_refused_in_the_error_format(
     http_servers: list[HttpServer], headers: list[tuple[bytes, bytes]], body: Any
 ) -> None:
     for http_server in http_servers:
         raw = request(body, headers=[*headers, (b"Connection", b"close")])
         answer = without_a_hang(partial(http_server.exchange, raw))
-        if answer is not None:  # else hung up on: what followed was no request any more
+        if answer is not None:  # otherwise the connection is closed, because the rest is not read as a request
             answer.check()
         if {name for name, _ in headers} & {b"Transfer-Encoding", b"Content-Length"}:
             assert answer is not None

@@ -1,4 +1,4 @@
-"""Clients that read slowly or leave, the ids they give, and the line that is logged of each."""
+"""Clients that read slowly or leave, their request ids, and the log line of each request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from waiting import wait_until
 LONG = {"model": MODEL, "prompt": "hello", "max_tokens": 500, "n": 4, "ignore_eos": True}
 NUM_LONG_TOKENS = 2000
 HUGE = {**LONG, "n": 64, "logprobs": 20, "stream": True}
-"""Some 30 MB of events, from half of the seats."""
+"""Some 30 MB of events, with half of the sequence slots."""
 SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -26,7 +26,7 @@ def nothing_runs(engine: HttpServer) -> bool:
 
 
 def frees_everything(engine: HttpServer, gateway: HttpServer) -> None:
-    """Fails unless no sequence, no block and no reservation is left."""
+    """Check that no sequence, no block and no reservation remains."""
     wait_until(lambda: nothing_runs(engine))
     wait_until(lambda: engine.metric("vllm:kv_cache_usage_perc") == 0)
     wait_until(lambda: gateway.metric("pagemill_gateway_in_flight_body_bytes") == 0)
@@ -41,7 +41,7 @@ def frees_everything(engine: HttpServer, gateway: HttpServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_hundred_clients_that_vanish_leave_nothing_behind(
+def test_a_hundred_clients_that_vanish_leave_no_state(
     http_server: HttpServer, engine_server: HttpServer, gateway_server: HttpServer, stream: bool
 ) -> None:
     before = engine_server.metric("vllm:generation_tokens_total")
@@ -52,12 +52,12 @@ def test_a_hundred_clients_that_vanish_leave_nothing_behind(
         wait_until(lambda: engine_server.metric("vllm:generation_tokens_total") > before)
     frees_everything(engine_server, gateway_server)
     generated = engine_server.metric("vllm:generation_tokens_total") - before
-    assert generated < 100 * NUM_LONG_TOKENS / 2, "they were generated to their ends"
+    assert generated < 100 * NUM_LONG_TOKENS / 2, "the answers were generated to their ends"
     http_server.serves()
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_with_a_second_request_behind_the_first_is_noticed(
+def test_a_client_that_leaves_with_a_second_request_pipelined_is_noticed(
     http_server: HttpServer, engine_server: HttpServer, gateway_server: HttpServer, stream: bool
 ) -> None:
     before = engine_server.metric("vllm:generation_tokens_total")
@@ -72,22 +72,22 @@ def test_a_client_that_leaves_with_a_second_request_behind_the_first_is_noticed(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_ends_its_half_of_the_connection_has_left(
+def test_a_half_closed_connection_counts_as_a_client_that_left(
     http_server: HttpServer, engine_server: HttpServer, gateway_server: HttpServer, stream: bool
 ) -> None:
-    """It looks no different from one that closed it all: no engine computes on for it."""
+    """It cannot be distinguished from a closed one, so no engine computes for it any more."""
     before = engine_server.metric("vllm:generation_tokens_total")
     with contextlib.closing(http_server.connect()) as client:
         client.sendall(request({**LONG, "stream": stream}))
         wait_until(lambda: engine_server.metric("vllm:generation_tokens_total") > before)
         client.shutdown(socket.SHUT_WR)
-        assert b"[DONE]" not in read_to_end(client), "hung up on, not served to its end"
+        assert b"[DONE]" not in read_to_end(client), "the connection must be closed, not served to its end"
     frees_everything(engine_server, gateway_server)
     assert engine_server.metric("vllm:generation_tokens_total") - before < NUM_LONG_TOKENS
     http_server.serves()
 
 
-def test_a_reader_that_is_slow_but_reads_gets_everything(http_server: HttpServer) -> None:
+def test_a_slow_reader_gets_everything(http_server: HttpServer) -> None:
     with contextlib.closing(http_server.connect(receive_buffer_bytes=4096)) as client:
         client.sendall(request({**HUGE, "n": 8}, headers=[(b"Connection", b"close")]))
         assert client.recv(1, socket.MSG_PEEK)
@@ -98,10 +98,10 @@ def test_a_reader_that_is_slow_but_reads_gets_everything(http_server: HttpServer
     assert len(answer.body) > 2 * MIB
 
 
-def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(
+def test_a_reader_that_stops_fills_no_memory_and_loses_its_stream(
     engine_server: HttpServer, gateway_server: HttpServer
 ) -> None:
-    """What the client does not take waits in the engine's process up to a limit, and nowhere else."""
+    """Unread bytes wait in the engine's process up to a limit, and nowhere else."""
     engine_before, gateway_before = engine_server.rss_bytes(), gateway_server.rss_bytes()
     generated = engine_server.metric("vllm:generation_tokens_total")
     with contextlib.closing(gateway_server.connect(receive_buffer_bytes=4096)) as client:
@@ -129,13 +129,15 @@ def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(
         st.sampled_from(["a" * 128, "a" * 129, '"}{"event":"forged"', "a\tb", "a b", "é", "../../x", "%0d%0aX: y"]),
     )
 )
-def test_a_harmless_id_comes_back_and_any_other_is_replaced(http_servers: list[HttpServer], given_id: str) -> None:
+def test_a_valid_request_id_is_returned_and_any_other_is_replaced(
+    http_servers: list[HttpServer], given_id: str
+) -> None:
     raw = given_id.encode("latin-1")
     for http_server in http_servers:
         answer = http_server.exchange(b"GET /version HTTP/1.1\r\nHost: server\r\nX-Request-Id: " + raw + b"\r\n\r\n")
         assert answer is not None
         if answer.status == 400:
-            assert set(raw) & set(bytes(range(32)) + b"\x7f"), "only control characters are no header's"
+            assert set(raw) & set(bytes(range(32)) + b"\x7f"), "only control characters are invalid in a header"
             continue
         reported = answer.headers["x-request-id"]
         if SAFE_ID.fullmatch(given_id):
@@ -144,8 +146,8 @@ def test_a_harmless_id_comes_back_and_any_other_is_replaced(http_servers: list[H
             assert re.fullmatch(r"[0-9a-f]{32}", reported) or reported == given_id.strip(" \t")
 
 
-def test_each_request_is_one_line_of_json_whatever_was_sent(gateway_server: HttpServer) -> None:
-    """Whose id it is shows; what else the client wrote does not."""
+def test_each_request_is_one_log_line_of_json_whatever_was_sent(gateway_server: HttpServer) -> None:
+    """The line contains the id and nothing else of the client's text."""
     hostile = [
         request(headers=[(b"X-Request-Id", b'a"}\\n{"event":"forged"}')]),
         request({**LONG, "max_tokens": 1, "n": 1, "user": "canary-user", "prompt": "canary-prompt"}),

@@ -1,7 +1,6 @@
-"""Both HTTP servers against their own OpenAPI document: what it allows is served or refused by name, what it forbids
-refused.
+"""Both HTTP servers follow their OpenAPI document: allowed requests are served or refused by name, others refused.
 
-schemathesis makes the requests from the document and checks status, content type and shape of every answer.
+schemathesis generates the requests from the document and checks status, content type and format of every answer.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from pagemill_protocol.openapi import document
 AnyOperation = APIOperation[Any, Any, Any, Any]
 DOCUMENT = json.loads(document("servers", "1"))
 GATEWAY = json.loads(document("servers", "1", with_stores=True))
-"""With what only a gateway stores."""
+"""The document of a gateway, with the routes of stored objects."""
 ALONE = json.loads(document("servers", "1", with_metrics=True))
-"""Of an engine, which may be the only server there is."""
+"""The document of an engine, which may be the only server."""
 OPERATIONS = [
     found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations() if isinstance(found, Ok)
 ]
@@ -46,7 +45,7 @@ def label(operation: AnyOperation) -> str:
 
 
 def tried(case: Case[Any], http_server: HttpServer, session: requests.Session) -> Answer:
-    """Sent with the name of a model that exists, and asking for no more than a few tokens."""
+    """Send the request with the name of an existing model and a limit of a few tokens."""
     if isinstance(case.body, dict):
         _make_small(case.body)
     response = without_a_hang(lambda: case.call(http_server.url, session, timeout=ANSWER_TIMEOUT_S))
@@ -57,7 +56,7 @@ def tried(case: Case[Any], http_server: HttpServer, session: requests.Session) -
 
 
 def _make_small(body: dict[str, Any]) -> None:
-    """Right values become other right values, so what was wrong with the body still is."""
+    """Replace valid values by other valid ones, so that an invalid body stays invalid."""
     if isinstance(body.get("model"), str) and 0 < len(body["model"]) <= 512:
         body["model"] = MODEL
     for name, most in (("n", 2), ("best_of", 2), ("beam_width", 2), ("max_tokens", 4), ("max_completion_tokens", 4)):
@@ -69,7 +68,7 @@ def _make_small(body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=label)
-def test_what_the_document_allows_is_served_or_refused_by_name(
+def test_allowed_requests_are_served_or_refused_by_name(
     http_servers: list[HttpServer], operation: AnyOperation
 ) -> None:
     served = 0
@@ -84,13 +83,13 @@ def test_what_the_document_allows_is_served_or_refused_by_name(
     with requests.Session() as session:
         every()
     if operation not in TAKING and "{" not in operation.path:
-        assert served, "every example was refused"
+        assert served, "no example was accepted"
     for http_server in http_servers:
         http_server.serves()
 
 
 @pytest.mark.parametrize("operation", TAKING, ids=label)
-def test_what_the_document_forbids_is_refused_by_name(http_servers: list[HttpServer], operation: AnyOperation) -> None:
+def test_forbidden_requests_are_refused_by_name(http_servers: list[HttpServer], operation: AnyOperation) -> None:
     @examples(20)
     @given(case=operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
     def every(case: Case[Any]) -> None:
@@ -104,17 +103,17 @@ def test_what_the_document_forbids_is_refused_by_name(http_servers: list[HttpSer
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"])
-def test_methods_that_the_document_does_not_have_get_405(http_servers: list[HttpServer], method: str) -> None:
+def test_methods_outside_of_the_document_get_405(http_servers: list[HttpServer], method: str) -> None:
     for http_server in http_servers:
         for path, methods in DOCUMENT["paths"].items():
-            describes_models = method == "GET" and path.startswith("/v2/models/{model}/")  # a name may have slashes
+            describes_models = method == "GET" and path.startswith("/v2/models/{model}/")  # a name may contain slashes
             if method.lower() not in methods and not describes_models:
                 answer = http_server.client.request(method, path.replace("{model}", MODEL))
                 expected = error_body_at(path)(method_not_allowed(method, path.replace("{model}", MODEL)))
                 assert (answer.status_code, answer.content) == (405, expected), path
 
 
-def test_what_is_stored_is_on_the_data_port_of_a_gateway_only(
+def test_stored_objects_are_on_the_data_port_of_a_gateway_only(
     engine_server: HttpServer, gateway_server: HttpServer
 ) -> None:
     for path in GATEWAY["paths"].keys() - DOCUMENT["paths"].keys():
@@ -131,7 +130,7 @@ def test_metrics_are_on_the_data_port_of_an_engine_only(engine_server: HttpServe
     assert gateway_server.get("/metrics").error()["code"] == "not_found"
 
 
-def test_each_server_serves_its_document_and_no_route_beside_it(http_servers: list[HttpServer]) -> None:
+def test_each_server_serves_exactly_the_routes_of_its_document(http_servers: list[HttpServer]) -> None:
     for http_server in http_servers:
         served = json.loads(http_server.get("/openapi.json").body)
         assert served["paths"] == (GATEWAY["paths"] if http_server.name == "gateway" else ALONE["paths"])

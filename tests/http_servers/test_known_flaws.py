@@ -1,7 +1,6 @@
-"""Flaws that other serving platforms published, tried on both HTTP servers. `docs/hostile-input.md` lists them by
-number.
+"""Published flaws of other serving platforms, tested on both HTTP servers. `docs/hostile-input.md` numbers them.
 
-Where a flaw was in something that does not exist here, the test is that it still does not.
+If a flaw was in a feature that does not exist here, the test checks that it still does not exist.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def refused(
 
 
 class Canary:
-    """An address that must not be called."""
+    """An address that no server may contact."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -90,10 +89,10 @@ def test_huge_n_is_refused(http_server: HttpServer, n: Any) -> None:
                 http_server.post(chat(**{name: n}), "/v1/chat/completions")
                 took_s.append(time.monotonic() - began_s)
             refused(http_server, chat(**{name: n}), name)
-    assert min(took_s) < 0.05, "at once, whatever else the machine does"
+    assert min(took_s) < 0.05, "the refusal must be quick"
 
 
-def test_giant_headers_get_431_and_are_not_kept(http_server: HttpServer) -> None:
+def test_huge_headers_get_431_and_are_not_stored(http_server: HttpServer) -> None:
     http_server.serves()
     before = http_server.rss_bytes()
     for _ in range(40):
@@ -109,12 +108,12 @@ def test_giant_headers_get_431_and_are_not_kept(http_server: HttpServer) -> None
 @pytest.mark.parametrize(
     "name", ["tokenize", "messages", "chat_template", "add_generation_prompt", "padding", "a.b", ""]
 )
-def test_template_arguments_cannot_be_overridden(http_server: HttpServer, name: str) -> None:
+def test_arguments_of_the_template_cannot_be_overridden(http_server: HttpServer, name: str) -> None:
     for path in ("/v1/chat/completions", "/tokenize"):
         refused(http_server, chat(chat_template_kwargs={name: True}), "chat_template_kwargs", path)
 
 
-def test_templates_of_clients_are_refused(http_server: HttpServer) -> None:
+def test_chat_templates_of_clients_are_refused(http_server: HttpServer) -> None:
     loop = "{% for a in range(10**9) %}{% for b in range(10**9) %}x{% endfor %}{% endfor %}"
     with costing_little(http_server):
         for path in ("/v1/chat/completions", "/tokenize"):
@@ -122,7 +121,7 @@ def test_templates_of_clients_are_refused(http_server: HttpServer) -> None:
 
 
 @pytest.mark.parametrize("parameters", SCHEMAS)
-def test_malformed_schemas_of_tools_are_compiled_only_where_calls_are_held(
+def test_malformed_tool_schemas_are_compiled_only_for_constrained_calls(
     http_server: HttpServer, parameters: Any
 ) -> None:
     function = {"name": "f", "parameters": parameters}
@@ -132,7 +131,7 @@ def test_malformed_schemas_of_tools_are_compiled_only_where_calls_are_held(
     strict = {"type": "function", "function": {**function, "strict": True}}
     param = (
         "structured_outputs" if parameters is SCHEMAS[0] else "tools[0].function.parameters"
-    )  # the engine's: simulated
+    )  # of the engine, which is simulated
     for held in (
         {"tools": [strict]},
         {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
@@ -161,13 +160,13 @@ def test_malformed_schemas_and_expressions_are_refused(http_server: HttpServer, 
     refused(http_server, chat(structured_outputs={"grammar": "root ::="}), "structured_outputs")
 
 
-def test_expressions_that_make_others_backtrack_cost_nothing(http_server: HttpServer) -> None:
+def test_expressions_that_cause_backtracking_elsewhere_cost_nothing(http_server: HttpServer) -> None:
     with costing_little(http_server):
         for form in ({"guided_json": SCHEMAS[0]}, {"guided_regex": "(((((a+)+)+)+)+)$"}):
-            refused(http_server, chat(**form), "structured_outputs")  # by the engine: it is simulated
+            refused(http_server, chat(**form), "structured_outputs")  # by the engine, which is simulated
 
 
-def test_hundreds_of_different_schemas_leave_nothing_on_the_disk(http_server: HttpServer) -> None:
+def test_hundreds_of_different_schemas_leave_no_files(http_server: HttpServer) -> None:
     before = {file.path for file in psutil.Process(http_server.process.pid).open_files()}
     for number in range(200):
         answer = http_server.post(
@@ -183,14 +182,14 @@ def test_prompt_embeddings_are_refused(http_server: HttpServer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["image_url", "video_url", "input_audio", "image", "file"])
-def test_images_and_videos_inside_a_body_are_refused_unread(http_server: HttpServer, kind: str) -> None:
+def test_images_and_videos_in_a_body_are_refused_without_decoding(http_server: HttpServer, kind: str) -> None:
     frames = "data:video/jpeg;base64," + ",".join(["A" * 1000] * 5000)
     with costing_little(http_server):
         refused(http_server, chat([{"type": kind, kind: {"url": frames}}]), "messages[0].content[0].type")
     assert http_server.post(chat([{"type": kind, kind: {"url": frames * 2}}]), "/v1/chat/completions").status == 413
 
 
-def test_a_tiny_image_harms_no_other_request(http_server: HttpServer) -> None:
+def test_a_tiny_image_affects_no_other_request(http_server: HttpServer) -> None:
     url = f"data:image/png;base64,{PIXEL}"
     refused(http_server, chat([{"type": "image_url", "image_url": {"url": url}}]), "messages[0].content[0].type")
 
@@ -200,7 +199,7 @@ PENALTY = st.sampled_from([-2.0, 0.0, 0.5, 2.0])
 
 @pytest.mark.model
 def test_no_combination_of_sampling_parameters_harms_the_engine(model_server: HttpServer) -> None:
-    """On a real model: the simulated device samples nothing."""
+    """The model is real, because the simulated device does not sample."""
 
     @examples(20)
     @given(
@@ -241,8 +240,8 @@ def test_no_combination_of_sampling_parameters_harms_the_engine(model_server: Ht
     model_server.serves()
 
 
-def test_errors_tell_no_address_path_or_trace(http_servers: list[HttpServer]) -> None:
-    """Every refusal is a sentence made of the request and of constants."""
+def test_errors_contain_no_address_path_or_traceback(http_servers: list[HttpServer]) -> None:
+    """Every refusal consists of parts of the request and of constants."""
     leak = re.compile(rb"0x[0-9a-f]{6,}|object at|Traceback|\.py\b|site-packages|File \"|127\.0\.0\.1|pydantic|orjson")
     bodies = [b"{", b"\xff", b"[]", b'{"model":7}', b'{"model":"tiny","prompt":{"a":[]}}', b'{"tokens":[1e9]}']
     bodies += [b'{"model":"tiny","messages":[%b]}' % each for each in (b"7", b"{}", b'{"role":"tool"}', b"[[]]")]
@@ -261,7 +260,7 @@ def test_errors_tell_no_address_path_or_trace(http_servers: list[HttpServer]) ->
 
 
 @pytest.mark.parametrize("disguise", ["{}", "http://trusted.example\\@{}", "{}#@trusted.example", "data:,{}"])
-def test_no_address_in_a_request_is_ever_called(http_server: HttpServer, canary: Canary, disguise: str) -> None:
+def test_no_address_in_a_request_is_ever_contacted(http_server: HttpServer, canary: Canary, disguise: str) -> None:
     url = disguise.format(canary.url)
     for kind in ("image_url", "video_url", "audio_url", "input_file"):
         refused(http_server, chat([{"type": kind, kind: {"url": url}}]), "messages[0].content[0].type")
@@ -269,7 +268,7 @@ def test_no_address_in_a_request_is_ever_called(http_server: HttpServer, canary:
     assert not canary.was_called()
 
 
-def test_images_that_text_links_to_are_not_fetched(http_server: HttpServer, canary: Canary) -> None:
+def test_images_linked_in_text_are_not_downloaded(http_server: HttpServer, canary: Canary) -> None:
     answer = http_server.post(chat(f"![image]({canary.url}) <img src='{canary.url}'>"), "/v1/chat/completions")
     assert answer.status == 200
     assert http_server.post({**GOOD, "prompt": canary.url}).status == 200
@@ -279,7 +278,7 @@ def test_images_that_text_links_to_are_not_fetched(http_server: HttpServer, cana
 @pytest.mark.parametrize(
     "name", ["{canary}", "file:///etc/passwd", "../../etc/passwd", "hf://evil/model", "sha256:../../x", "tiny/../x"]
 )
-def test_no_name_of_a_model_is_a_place_to_load_from(http_server: HttpServer, canary: Canary, name: str) -> None:
+def test_no_model_name_is_a_place_to_load_from(http_server: HttpServer, canary: Canary, name: str) -> None:
     name = name.format(canary=canary.url)
     refused(http_server, {**GOOD, "model": name}, "model", "/v1/completions", 404)
     answer = http_server.exchange(request(b"", method="GET", path=f"/v1/models/{name}"))
@@ -305,8 +304,8 @@ def test_keys_are_compared_by_digest_in_constant_time(monkeypatch: pytest.Monkey
     assert not any(b"sk-" in one + other for one, other in compared)
 
 
-def test_no_tenant_meets_the_cached_prompts_of_another() -> None:
-    """Where the deployment says so; and no prompt can be made that has the hash of another."""
+def test_no_tenant_uses_the_cached_prompts_of_another() -> None:
+    """The deployment can configure this, and no prompt can be constructed with the hash of another."""
     callers = [Caller(key_hash="a" * 64, tenant="red"), Caller(key_hash="b" * 64, tenant="blue")]
     salts = [cache_salt("tenant", "ns/d", caller) for caller in callers]
     assert len(set(salts)) == 2
@@ -330,8 +329,8 @@ def test_pickled_bodies_are_never_unpickled(http_server: HttpServer, tmp_path: P
     assert not mark.exists()
 
 
-def test_nothing_listens_beyond_this_machine_or_beside_the_two_ports(http_server: HttpServer) -> None:
-    """The engine's two processes talk over a Unix socket."""
+def test_only_the_two_ports_listen_and_only_on_this_machine(http_server: HttpServer) -> None:
+    """The engine's two processes communicate over a Unix socket."""
     assert (GatewayConfig().host, GatewayConfig().control_host) == ("127.0.0.1", "127.0.0.1")
     assert (ServerConfig().host, ServerConfig().control_host) == ("127.0.0.1", "127.0.0.1")
     process = psutil.Process(http_server.process.pid)
@@ -348,7 +347,7 @@ def test_nothing_listens_beyond_this_machine_or_beside_the_two_ports(http_server
 
 
 @given(st.text(st.characters(min_codepoint=33, max_codepoint=255), min_size=1, max_size=80) | st.just("' OR 1=1 --"))
-def test_whatever_a_key_says_it_is_only_ever_looked_up_by_its_hash(token: str) -> None:
+def test_a_key_is_only_ever_looked_up_by_its_hash(token: str) -> None:
     assert re.fullmatch(r"[0-9a-f]{64}", hash_key(token))
     ring = KeyRing([hash_key("sk-right")])
     with pytest.raises(PagemillError) as refusal:
@@ -359,10 +358,10 @@ def test_whatever_a_key_says_it_is_only_ever_looked_up_by_its_hash(token: str) -
     )
 
 
-def test_the_published_list_names_tests_that_exist() -> None:
+def test_the_documented_list_names_tests_that_exist() -> None:
     named = re.findall(r"`((?:tests|e2e)/\S+?\.py)::(test_\w+)`", TABLE.read_text() + SECURITY.read_text())
     assert len(named) >= 24
     missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
     assert missing == []
     mine = re.findall(r"^def (test_\w+)\(", Path(__file__).read_text(), re.MULTILINE)
-    assert set(mine) - {name for _, name in named} == {"test_the_published_list_names_tests_that_exist"}
+    assert set(mine) - {name for _, name in named} == {"test_the_documented_list_names_tests_that_exist"}

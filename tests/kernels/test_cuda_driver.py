@@ -1,4 +1,4 @@
-"""Why torch finds no CUDA device, in words that name the driver's version, torch's, and what to do."""
+"""The reason why torch finds no CUDA device, with the driver's version, torch's version, and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)
 OPEN_VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n"
 
 
-def test_a_driver_older_than_torchs_cuda_is_not_a_missing_device() -> None:
+def test_a_driver_older_than_torchs_cuda_differs_from_a_missing_device() -> None:
     reported = explain(Driver((12, 2), "535.104.05"), "2.15.0+cu132", "13.2")
     assert reported == (
         "the NVIDIA driver 535.104.05 is too old: it supports CUDA 12.2, and torch 2.15.0+cu132 is built for CUDA "
@@ -29,7 +29,7 @@ def test_a_driver_older_than_torchs_cuda_is_not_a_missing_device() -> None:
     assert "update the driver to one for CUDA 15" in explain(Driver((13, 0), None), "3.0", "15.1")
 
 
-def test_the_how_to_names_the_least_release_of_the_driver_for_each_cuda() -> None:
+def test_the_how_to_names_the_minimum_driver_release_for_each_cuda() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "serve-on-gpus.md").read_text()
     for cuda in (12, 13):
         reported = explain(Driver((cuda - 1, 0), "1.0"), "2.15.0", f"{cuda}.0")
@@ -50,7 +50,7 @@ def test_the_how_to_names_the_least_release_of_the_driver_for_each_cuda() -> Non
         (Driver((14, 0), None), None, ["torch 2.15.0 is built without CUDA", "install a build of torch with CUDA"]),
     ],
 )
-def test_other_causes_are_named_with_their_remedy(
+def test_other_causes_are_reported_with_their_remedy(
     driver: Driver | None, torch_cuda: str | None, words: list[str]
 ) -> None:
     reported = explain(driver, "2.15.0", torch_cuda)
@@ -59,7 +59,7 @@ def test_other_causes_are_named_with_their_remedy(
 
 
 def fake_driver(folder: Path, body: str) -> dict[str, str]:
-    """An environment in which the driver's library is a fake."""
+    """Return an environment in which the driver's library is a fake one."""
     source = folder / "driver.c"
     source.write_text(body)
     subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", source, "-o", folder / "libcuda.so.1"], check=True)
@@ -74,7 +74,7 @@ def run(code: str, environment: dict[str, str]) -> str:
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
-def test_torch_itself_finds_the_fake_driver_too_old(tmp_path: Path) -> None:
+def test_torch_reports_the_fake_driver_as_too_old(tmp_path: Path) -> None:
     environment = fake_driver(tmp_path, "int cuDriverGetVersion(int *version) { *version = 11080; return 0; }")
     reported = run(REPORTED, environment)
     assert "is too old: it supports CUDA 11.8, and torch" in reported
@@ -84,7 +84,7 @@ def test_torch_itself_finds_the_fake_driver_too_old(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("body", ["int cuDriverGetVersion(int *version) { return 34; }", "int nothing;"])
-def test_a_library_that_is_no_drivers_counts_as_none(tmp_path: Path, body: str) -> None:
+def test_a_library_that_is_not_a_driver_is_ignored(tmp_path: Path, body: str) -> None:
     code = "from pagemill_kernels.gpu.driver import find_driver; print(find_driver())"
     assert run(code, fake_driver(tmp_path, body)) == "None"
 
@@ -106,5 +106,5 @@ print(find_driver(Path({str(tmp_path / "version")!r})).release)
 
 def test_a_machine_without_a_driver_has_none() -> None:
     if Path("/dev/nvidiactl").exists():
-        pytest.skip("there is one here")
+        pytest.skip("this machine has a driver")
     assert find_driver() is None

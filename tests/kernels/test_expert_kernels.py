@@ -1,4 +1,4 @@
-"""Experts by native code and by Triton equal the reference, for any shapes, formats and ways in which rows are sent."""
+"""Native and Triton kernels of experts equal the reference for any shapes, formats and routing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pagemill_kernels.linear.quantize import quantize
 needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 SILU, CLAMPED = Gate("silu"), Gate("gelu_quick", 0.7)
 SHAPES = [(1, 32, 32, 1, 1), (5, 64, 96, 7, 2), (70, 32, 160, 3, 3), (40, 96, 32, 16, 1), (300, 64, 64, 5, 4)]
-"""Tokens, hidden size, intermediate size, experts, experts of a token."""
+"""Numbers of tokens, hidden size, intermediate size, number of experts, experts per token."""
 FORMATS = ["float32", "bfloat16", "int8", "int4"]
 Pack = Callable[[Tensor, Tensor | None], PackedLinear]
 
@@ -41,14 +41,14 @@ def packers(module: object, format: str) -> Pack:
 
 
 def stored(weight: Tensor, format: str) -> Tensor:
-    """The values that the format holds."""
+    """Return the values that the format represents."""
     if format in ("int8", "int4"):
         return values_of(quantize(weight.cpu().numpy(), 8 if format == "int8" else 4))
     return weight.to(getattr(torch, format)).float()
 
 
 class Case:
-    """The same experts by the reference and by another implementation."""
+    """The same experts in the reference and in another implementation."""
 
     def __init__(self, shape: tuple[int, int, int, int, int], format: str, pack: Pack, biased: bool) -> None:
         self.tokens, size, inner, experts, self.top_k = shape
@@ -102,7 +102,7 @@ def test_triton_experts_equal_the_reference(shape: tuple[int, int, int, int, int
 
 
 @needs_native
-def test_experts_that_get_no_row_are_left_out_and_one_may_get_all() -> None:
+def test_experts_without_rows_are_skipped_and_one_may_get_all_rows() -> None:
     case = Case((50, 32, 32, 6, 2), "float32", packers(native_linear, "float32"), biased=True)
     chosen = torch.tensor([[4, 1]]).repeat(50, 1)
     weights = torch.rand(50, 2)
@@ -134,8 +134,10 @@ def test_a_tokens_result_has_the_same_bits_in_every_batch(format: str) -> None:
 @needs_native
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(1, 64, 96, 7, 2), (5, 64, 96, 7, 2), (70, 32, 160, 3, 3)])
-def test_codes_times_rounded_activations_stay_close(shape: tuple[int, int, int, int, int], bits: int) -> None:
-    """Products in integers for few rows of an expert, in bfloat16 for many."""
+def test_quantized_weights_with_rounded_activations_stay_close(
+    shape: tuple[int, int, int, int, int], bits: int
+) -> None:
+    """Matmuls use integers for few rows of an expert and bfloat16 for many."""
 
     def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
         return native_linear.pack_codes_for_bfloat16(quantize(weight.cpu().numpy(), bits), bias)  # type: ignore[arg-type]
@@ -147,7 +149,7 @@ def test_codes_times_rounded_activations_stay_close(shape: tuple[int, int, int, 
 
 
 @needs_native
-def test_threads_change_no_bit() -> None:
+def test_the_number_of_threads_changes_no_bit() -> None:
     case = Case((300, 256, 512, 4, 2), "bfloat16", packers(native_linear, "bfloat16"), biased=True)
     experts = native.pack_experts(case.packed, CLAMPED)
     chosen, weights = reference.route(case.logits, 2, True)
@@ -159,7 +161,7 @@ def test_threads_change_no_bit() -> None:
         set_num_threads(1)
 
 
-def test_weights_are_shares_of_the_whole_softmax_or_of_the_chosen() -> None:
+def test_weights_are_normalized_over_all_or_over_the_chosen_experts() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
     shares = logits.softmax(-1)[0]
     chosen, weights = reference.route(logits, 2, False)
@@ -172,8 +174,8 @@ def test_weights_are_shares_of_the_whole_softmax_or_of_the_chosen() -> None:
 @pytest.mark.parametrize("best_of_group", [1, 2])
 @pytest.mark.parametrize("top_groups", [1, 2, 4])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_experts_of_the_best_groups_alone_are_chosen(scores: str, top_groups: int, best_of_group: int) -> None:
-    """Against the formula, one token after another."""
+def test_only_experts_of_the_best_groups_are_chosen(scores: str, top_groups: int, best_of_group: int) -> None:
+    """The reference is the formula, for one token after another."""
     generator = torch.Generator().manual_seed(top_groups)
     logits, bias = torch.randn(9, 12, generator=generator), torch.randn(12, generator=generator)
     gating = Gating(scores, 4, top_groups, best_of_group, 2.5)
@@ -190,7 +192,7 @@ def test_experts_of_the_best_groups_alone_are_chosen(scores: str, top_groups: in
 
 
 @pytest.mark.parametrize("num_experts", [3, 8, 60, 200])
-def test_ties_are_broken_alike_in_every_batch_and_no_expert_is_chosen_twice(num_experts: int) -> None:
+def test_ties_are_broken_equally_in_every_batch_and_no_expert_is_chosen_twice(num_experts: int) -> None:
     logits = torch.zeros(40, num_experts)
     chosen, weights = reference.route(logits, 3, True)
     assert all(len(set(row)) == 3 for row in chosen.tolist())
@@ -207,7 +209,7 @@ def test_rows_of_another_width_are_refused() -> None:
         experts.add_to(torch.zeros(2, 32), torch.zeros(2, 33), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
 
 
-def test_weights_of_different_kinds_are_not_multiplied_together() -> None:
+def test_weights_of_different_kinds_cannot_be_combined() -> None:
     floats = triton_linear.pack_linear(torch.zeros(64, 32), None)
     codes = triton_linear.pack_codes(quantize(np.zeros((64, 32), dtype=np.float32), 8), None)
     down = triton_linear.pack_linear(torch.zeros(32, 32), None)
@@ -217,8 +219,8 @@ def test_weights_of_different_kinds_are_not_multiplied_together() -> None:
 
 @pytest.mark.skipif(HAS_GPU, reason="kernels of the interpreter are watched")
 @pytest.mark.parametrize("tokens", [1, 200])
-def test_launches_depend_on_shapes_alone(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On tensors without values, whose reading raises: so a step does not wait, and can be recorded as a graph."""
+def test_launches_depend_only_on_shapes(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors have no values and raise when they are read, so a step neither waits nor depends on values."""
     meta, launched = torch.device("meta"), []
     monkeypatch.setattr(launch, "device", lambda: meta)
     monkeypatch.setattr(
@@ -245,7 +247,7 @@ def test_native_routing_equals_the_formula(tokens: int, experts: int, top_k: int
 
 @needs_native
 @pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (8, 2), (16, 4), (60, 4), (128, 2), (256, 8)])
-def test_of_equal_logits_those_are_chosen_that_torch_takes(experts: int, top_k: int) -> None:
+def test_of_experts_with_equal_logits_torchs_choice_is_taken(experts: int, top_k: int) -> None:
     logits = torch.randint(0, 3, (50, experts), generator=torch.Generator().manual_seed(top_k)).float()
     logits[7, 1] = torch.nan
     chosen, weights = native.route(logits, top_k, True)

@@ -1,5 +1,7 @@
-"""Codes in groups of several runs of 32 inputs, with columns in another order, or of floats of 8 bits or of a table:
-what checkpoints of other projects hold beside the kinds of GGUF."""
+"""Quantized groups of several runs of 32 inputs, with permuted columns, 8-bit floats or a table of values.
+
+Checkpoints of other projects contain these formats in addition to those of GGUF.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ OUT, IN = 50, 1536
 
 @pytest.fixture(autouse=True)
 def bfloat16_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this processor is: so all kernels are tested."""
+    """Select all kernels, whatever the processor, so that each of them is tested."""
     monkeypatch.setattr(processor, "multiplies_floats_faster", lambda: False)
 
 
@@ -53,7 +55,7 @@ def drawn(kind: str, group_size: int, out: int = OUT, size: int = IN) -> GroupCo
 
 
 def in_runs(codes: GroupCodes) -> GroupCodes:
-    """The same values with a scale for every 32 inputs."""
+    """Return the same values with a scale for every 32 inputs."""
     times = codes.group_size // 32
     offsets = None if codes.offsets is None else codes.offsets.repeat(times, 1)
     return replace(codes, scales=codes.scales.repeat(times, 1), offsets=offsets)
@@ -62,7 +64,9 @@ def in_runs(codes: GroupCodes) -> GroupCodes:
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
 @pytest.mark.parametrize("group_size", [64, 128, IN])
 @pytest.mark.parametrize("kind", [*KINDS, *FLOATS])
-def test_a_scale_for_several_runs_gives_the_bits_of_one_for_each(kind: str, group_size: int, pack: Packer) -> None:
+def test_a_scale_for_several_runs_gives_the_bits_of_one_scale_for_each(
+    kind: str, group_size: int, pack: Packer
+) -> None:
     codes = drawn(kind, group_size)
     large, small = pack(codes, None), pack(in_runs(codes), None)
     for rows in ROWS:
@@ -74,7 +78,7 @@ def test_a_scale_for_several_runs_gives_the_bits_of_one_for_each(kind: str, grou
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
 @pytest.mark.parametrize("kind", [*KINDS, *FLOATS])
-def test_columns_in_another_order_multiply_their_own_inputs(kind: str, pack: Packer) -> None:
+def test_permuted_columns_are_multiplied_by_their_own_inputs(kind: str, pack: Packer) -> None:
     plain = drawn(kind, 128)
     order = torch.randperm(IN)
     ordered = replace(plain, input_order=order.numpy())
@@ -94,7 +98,7 @@ def test_columns_in_another_order_multiply_their_own_inputs(kind: str, pack: Pac
 
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("group_size", [32, 64, 128, IN])
-def test_small_floats_are_multiplied_as_their_values(group_size: int, kind: str) -> None:
+def test_8_bit_floats_are_multiplied_as_their_values(group_size: int, kind: str) -> None:
     codes = drawn(kind, group_size)
     weight = values_of(codes).double()
     linear, rounding = native.pack_codes(codes, None), native.pack_codes_for_bfloat16(codes, None)
@@ -107,7 +111,7 @@ def test_small_floats_are_multiplied_as_their_values(group_size: int, kind: str)
 
 
 @pytest.mark.parametrize("kind", FLOATS)
-def test_small_floats_stay_with_float32_where_that_is_faster(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_floats_are_multiplied_in_float32_if_that_is_faster(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "multiplies_floats_faster", lambda: True)
     codes = drawn(kind, 64)
     linear, exact = native.pack_codes_for_bfloat16(codes, None), native.pack_codes(codes, None)
@@ -116,7 +120,7 @@ def test_small_floats_stay_with_float32_where_that_is_faster(kind: str, monkeypa
         assert torch.equal(linear(x), exact(x))
 
 
-def test_every_float_of_8_bits_has_its_value() -> None:
+def test_every_8_bit_float_has_its_value() -> None:
     every = torch.arange(256, dtype=torch.uint8)
     every = every[(every & 127) != 127].repeat(2)[:480]
     every = every.view(15, 32)
@@ -127,7 +131,7 @@ def test_every_float_of_8_bits_has_its_value() -> None:
 
 
 def test_every_code_of_a_table_has_its_value() -> None:
-    """Each in every place of a byte and of a panel; rows that are computed alone and rows that come in tiles."""
+    """Each code is in every position of a byte and of a panel; rows are computed alone and in tiles."""
     codes = (torch.arange(32)[None] + torch.arange(33)[:, None]).remainder(16).to(torch.uint8)
     linear = native.pack_codes(group_codes(4, codes, torch.ones(33, 1), None, table=TABLE), None)
     values = TABLE[codes.long()]
@@ -137,14 +141,14 @@ def test_every_code_of_a_table_has_its_value() -> None:
 
 
 @pytest.mark.parametrize("kind", FLOATS)
-def test_how_many_rows_there_are_changes_no_row(kind: str) -> None:
+def test_a_row_does_not_depend_on_the_number_of_rows(kind: str) -> None:
     linear = native.pack_codes(drawn(kind, 64), None)
     x = torch.randn(40, IN)
     for rows in ROWS:
         assert torch.equal(linear(x[:rows])[:1], linear(x[:1]))
 
 
-def test_values_of_floats_of_8_bits_are_torch_s() -> None:
+def test_values_of_8_bit_floats_equal_torchs() -> None:
     expected = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     torch.testing.assert_close(torch.from_numpy(e4m3_values()), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -152,14 +156,14 @@ def test_values_of_floats_of_8_bits_are_torch_s() -> None:
 @pytest.mark.parametrize(
     ("kind", "group_size", "bits"), [("4 bits", 128, 4.5), ("8 bits", IN, 8 + 32 / IN), ("floats", 128, 8.25)]
 )
-def test_larger_groups_take_less_memory(kind: str, group_size: int, bits: float) -> None:
+def test_larger_groups_need_less_memory(kind: str, group_size: int, bits: float) -> None:
     codes = drawn(kind, group_size, out=64)
     assert native.pack_codes(codes, None).num_bytes == 64 * IN * bits / 8
     ordered = replace(codes, input_order=torch.randperm(IN).numpy())
     assert native.pack_codes(ordered, None).num_bytes == 64 * IN * bits / 8 + 4 * IN
 
 
-def test_parts_are_stacked_where_they_have_a_kind_in_common() -> None:
+def test_parts_with_a_common_kind_are_stacked() -> None:
     order = torch.randperm(IN).numpy()
     parts = [replace(drawn("4 bits", size, out=8), input_order=order) for size in (128, 96)]
     stacked = stack(parts)

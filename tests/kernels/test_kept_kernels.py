@@ -1,4 +1,4 @@
-"""Compiled kernels that outlive their process: the next one finds them and compiles nothing."""
+"""Compiled kernels survive their process: the next one finds them and compiles nothing."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ triton.compile(ASTSource(kernel, signature, sizes), target=GPUTarget("cuda", 90,
 
 
 def compile_into(folder: Path) -> dict[str, int]:
-    """What lies there afterwards, with the time of the last write."""
-    # Kernels of the interpreter cannot be compiled: a process of its own, which does not inherit the choice.
+    """Compile into the folder; return its files with their modification times."""
+    # Kernels of the interpreter cannot be compiled, so this runs in a process that does not inherit the setting.
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     argv = [sys.executable, "-c", COMPILE, str(folder)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=environment)
@@ -37,13 +37,13 @@ def compile_into(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_next_process_finds_what_the_first_one_compiled(tmp_path: Path) -> None:
+def test_the_next_process_uses_the_compiled_kernels(tmp_path: Path) -> None:
     first = compile_into(tmp_path / "kernels")
     assert any(name.endswith("gather_rows.cubin") for name in first)
     assert compile_into(tmp_path / "kernels") == first
 
 
-def test_a_folder_that_cannot_be_written_is_reported_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_reported_and_changes_nothing(tmp_path: Path) -> None:
     import triton
 
     before = triton.knobs.cache.dir

@@ -1,4 +1,4 @@
-"""Memory of weights: as any other to who fills it, and the same values in huge pages afterwards."""
+"""Memory of weights is filled like any other memory and keeps its values when it is moved to huge pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def huge_kib() -> int:
     return sum(map(int, re.findall(r"AnonHugePages:\s+(\d+)", Path("/proc/self/smaps").read_text())))
 
 
-def test_values_stay_when_their_pages_are_joined() -> None:
+def test_values_are_unchanged_after_the_move_to_huge_pages() -> None:
     weights = kept((ROWS, COLUMNS))
     weights[:] = np.random.default_rng(0).standard_normal((ROWS, COLUMNS), np.float32)
     before, copy = huge_kib(), weights.copy()
@@ -35,12 +35,12 @@ def test_values_stay_when_their_pages_are_joined() -> None:
     assert weights[0, 0] == 1
 
 
-def test_little_lies_with_everything_else() -> None:
+def test_small_arrays_stay_in_ordinary_memory() -> None:
     assert kept(16, np.uint8).shape == (16,)
     assert not list(kept_memory._kept)
 
 
-def test_what_is_dropped_is_given_back() -> None:
+def test_memory_of_deleted_arrays_is_released() -> None:
     weights = kept(LEAST_BYTES, np.uint8)
     assert len(kept_memory._kept) == 1
     part = weights[10:].view(np.int8)
@@ -52,7 +52,7 @@ def test_what_is_dropped_is_given_back() -> None:
     assert not list(kept_memory._kept)
 
 
-def test_a_system_that_joins_no_pages_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_huge_pages_memory_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_memory, "MADV_COLLAPSE", 10_000)
     weights = kept(LEAST_BYTES, np.uint8)
     weights[:] = 7

@@ -1,4 +1,4 @@
-"""Every CPU implementation against its torch reference, on irregular shapes."""
+"""Every CPU implementation equals its torch reference on irregular shapes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (7, 129), (3, 5, 48)])
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rms_norm_equals_its_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     cpu, reference = both("rms_norm")
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     close(cpu(x, weight, 1e-5), reference(x, weight, 1e-5))
 
 
-def test_rms_norm_leaves_its_input_alone() -> None:
+def test_rms_norm_does_not_change_its_input() -> None:
     x = random(3, 8)
     before = x.clone()
     registry.resolve("rms_norm", "cpu")(x, torch.ones(8), 1e-6)
@@ -50,7 +50,7 @@ def test_rms_norm_leaves_its_input_alone() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_rope_on_a_slice_of_a_fused_projection(tokens: int, dtype: torch.dtype) -> None:
+def test_rope_works_on_a_slice_of_a_fused_projection(tokens: int, dtype: torch.dtype) -> None:
     fused = random(tokens, 7, 32, dtype=dtype)
     angles = random(tokens, 1, 16, seed=1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -61,7 +61,7 @@ def test_rope_on_a_slice_of_a_fused_projection(tokens: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul(dtype: torch.dtype) -> None:
+def test_silu_and_mul_equals_its_formula(dtype: torch.dtype) -> None:
     cpu, reference = both("silu_and_mul")
     gate_up = random(5, 2 * 33, dtype=dtype)
     expected = reference(gate_up.clone())
@@ -71,7 +71,7 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 64, 130])
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear(rows: int, bias: bool, dtype: torch.dtype) -> None:
+def test_linear_equals_torchs(rows: int, bias: bool, dtype: torch.dtype) -> None:
     cpu, reference = both("pack_linear")
     weight, b = random(96, 72, dtype=dtype), random(96, dtype=dtype, seed=1) if bias else None
     x = random(rows, 72, dtype=dtype, seed=2)
@@ -92,7 +92,7 @@ def test_store_kv_writes_only_its_slots() -> None:
 def attention_batch(
     lengths: Lengths, num_kv_heads: int, head_dim: int, *, shares_vectors: bool = False
 ) -> AttentionBatch:
-    """Blocks are scattered over the pool, and no two requests share one."""
+    """Return a batch whose blocks are scattered over the pool and not shared."""
     order = np.random.default_rng(0).permutation(NUM_BLOCKS - 1).tolist()
     tables = np.zeros((len(lengths), max(-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths)), dtype=np.int32)
     for table, (_, seq_len) in zip(tables, lengths, strict=True):
@@ -116,7 +116,9 @@ BATCHES = {
 @pytest.mark.parametrize("window", [None, 1, 12, 1000])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("batch_name", BATCHES)
-def test_paged_attention(batch_name: str, heads: tuple[int, int], window: int | None, dtype: torch.dtype) -> None:
+def test_paged_attention_equals_attention_over_contiguous_keys(
+    batch_name: str, heads: tuple[int, int], window: int | None, dtype: torch.dtype
+) -> None:
     num_heads, num_kv_heads = heads
     batch = attention_batch(BATCHES[batch_name], num_kv_heads, 24)
     cache = random(NUM_BLOCKS, 2 * num_kv_heads, BLOCK_SIZE, 24, dtype=dtype)
@@ -130,7 +132,9 @@ def test_paged_attention(batch_name: str, heads: tuple[int, int], window: int | 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("batch_name", BATCHES)
-def test_where_keys_are_values_attention_is_that_over_both_apart(batch_name: str, backend: registry.Backend) -> None:
+def test_with_values_in_keys_attention_equals_that_over_separate_ones(
+    batch_name: str, backend: registry.Backend
+) -> None:
     shared = attention_batch(BATCHES[batch_name], 1, 24, shares_vectors=True)
     apart = attention_batch(BATCHES[batch_name], 1, 24)
     cache = random(NUM_BLOCKS, 1, BLOCK_SIZE, 24)
@@ -142,7 +146,7 @@ def test_where_keys_are_values_attention_is_that_over_both_apart(batch_name: str
     close(*results)
 
 
-def test_decodes_of_very_different_lengths_are_cut_into_groups() -> None:
+def test_decodes_of_very_different_lengths_are_split_into_groups() -> None:
     batch = attention_batch([(1, 300), (1, 3), (1, 5), (1, 2)], 1, 8)
     batch.seq_lens[0] = 16 * 100
     wide = np.zeros((4, 100), dtype=np.int32)
@@ -155,7 +159,7 @@ def test_decodes_of_very_different_lengths_are_cut_into_groups() -> None:
     assert [group.num_requests for group in plan.decodes] == [3, 1]
 
 
-def test_what_lies_beyond_a_sequence_is_never_read() -> None:
+def test_memory_beyond_a_sequence_is_never_read() -> None:
     batch = attention_batch([(1, 20), (1, 60), (3, 19)], 2, 8)
     cache = random(NUM_BLOCKS, 4, BLOCK_SIZE, 8)
     query = random(5, 2, 8, seed=1)
@@ -172,7 +176,7 @@ def test_what_lies_beyond_a_sequence_is_never_read() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_native", "cpu_onednn"])
-def test_rope_and_store_over_planned_slots(backend: registry.Backend) -> None:
+def test_rope_and_store_with_planned_slots_equals_both_steps(backend: registry.Backend) -> None:
     num_heads, num_kv_heads, head_dim = 4, 2, 16
     heads, slots = random(3, num_heads + 2 * num_kv_heads, head_dim), torch.tensor([5, 37, 16])
     angles = random(3, 1, head_dim // 2, seed=1)
@@ -188,11 +192,11 @@ def test_rope_and_store_over_planned_slots(backend: registry.Backend) -> None:
     assert int((cache != 0).any(-1).sum()) == 3 * 2 * num_kv_heads
 
 
-def test_a_backend_without_an_implementation_gets_the_reference() -> None:
+def test_a_backend_without_an_implementation_uses_the_reference() -> None:
     assert registry.resolve("plan_slots", "cpu") is registry.resolve("plan_slots", "reference")
 
 
-def test_native_backends_are_for_types_and_shapes_they_know() -> None:
+def test_native_backends_are_selected_only_for_supported_types_and_shapes() -> None:
     native = library.load() is not None
     assert registry.cpu_backend("float32", 64, 16, 3)[0] == ("cpu_native" if native else "cpu")
     assert (registry.cpu_backend("bfloat16", 64, 16, 3)[0] in registry.NATIVE_BACKENDS) == native

@@ -1,4 +1,4 @@
-"""Native paged attention and its neighbours: equal to the references on fragmented and shared block tables."""
+"""Native paged attention and the kernels around it equal the references on fragmented and shared block tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_BLOCKS = 40
 
 
 def random_batch(lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int, block_size: int) -> AttentionBatch:
-    """lengths: (new tokens, context before them) of each request. Tables are random and may share blocks."""
+    """Return a batch with random tables that may share blocks; `lengths` has (new tokens, context) of each request."""
     whole = after_context(lengths)
     seeds = np.random.randint(2**31, size=len(whole)).tolist()
     return batch_of(whole, scattered_tables(whole, NUM_BLOCKS, block_size, seeds), num_kv_heads, head_dim, block_size)
@@ -45,7 +45,7 @@ def random_batch(lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: in
     has_sinks=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_equals_the_reference(
+def test_attention_equals_the_reference(
     lengths: list[tuple[int, int]],
     heads: tuple[int, int],
     head_dim: int,
@@ -81,7 +81,7 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_bytes_past_the_end_do_not_matter() -> None:
+def test_bytes_beyond_a_sequence_do_not_matter() -> None:
     batch = random_batch([(1, 4)], 1, 16, 16)
     cache = torch.randn(NUM_BLOCKS, 2, 16, 16)
     device = torch.device("cpu")
@@ -146,7 +146,7 @@ def test_layer_norm_equals_the_formula(shape: tuple[int, ...], biased: bool) -> 
 @pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (300, 40), (3, 13)])
 def test_activations_equal_their_formulas(tokens: int, size: int, kind: str) -> None:
     x = torch.randn(tokens, 2 * size) * 4
-    wide = x.double()  # float32's own erf cancels where x is negative
+    wide = x.double()  # float32's own erf loses precision if x is negative
     pairs = (
         (activation.activate(x, kind), activation_reference.activate(wide.clone(), kind)),
         (activation.activate_and_mul(x, kind), activation_reference.activate_and_mul(wide.clone(), kind)),
@@ -157,12 +157,12 @@ def test_activations_equal_their_formulas(tokens: int, size: int, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", library.ACTIVATIONS)
-def test_what_is_not_a_number_stays_so(kind: str) -> None:
+def test_not_a_number_remains_so(kind: str) -> None:
     assert activation.activate(torch.tensor([[1.0, torch.nan, -3.0]]), kind).isnan().tolist() == [[False, True, False]]
 
 
 @pytest.mark.parametrize("kind", library.ACTIVATIONS)
-def test_rounded_activations_are_the_references(kind: str) -> None:
+def test_rounded_activations_equal_the_references(kind: str) -> None:
     x = torch.randn(3, 24).bfloat16()
     assert torch.equal(activation.activate(x.clone(), kind), activation_reference.activate(x.clone(), kind))
     found = activation.activate_and_mul(x.clone(), kind)
@@ -178,7 +178,7 @@ def test_silu_and_mul_equals_the_formula(tokens: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 13, 32])
-def test_gates_far_below_zero_close(size: int) -> None:
+def test_gates_far_below_zero_give_zero(size: int) -> None:
     gates = torch.linspace(-400, 400, size)
     x = torch.cat([gates, torch.ones(size)])[None]
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Products in bfloat16 and, for few rows of codes, in 16-bit integers: on processors with AVX512_BF16 and VNNI."""
+"""Matmuls in bfloat16 and, for few rows, in 16-bit integers, on processors with AVX512_BF16 and VNNI."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pagemill_kernels.linear import native as packing
 from pagemill_kernels.linear.native import BFLOAT16_ROWS, FLOAT32_ROWS, NativeLinear
 
 pytestmark = pytest.mark.skipif(
-    not library.has_bfloat16(), reason="no products of bfloat16 on this processor (AVX512_BF16 and VNNI)"
+    not library.has_bfloat16(), reason="no bfloat16 matmul on this processor (AVX512_BF16 and VNNI)"
 )
 
 FORMATS = ("pairs", *KINDS)
 SHAPES = ((16, 32), (48, 576), (20, 64), (1, 32), (331, 288), (64, 1536), (33, 2080))
 PRODUCTS = {"bfloat16": 1, "integers": 1 << 30}
-"""From how many rows on codes are multiplied in bfloat16."""
+"""The number of rows from which quantized weights are multiplied in bfloat16."""
 
 Packer = Callable[..., tuple[NativeLinear, torch.Tensor]]
 
 
 @pytest.fixture(params=PRODUCTS)
 def pack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Packer:
-    """A packed weight and its values, always multiplied in the same way."""
+    """Return a function that packs a weight for one kind of matmul and returns it with its values."""
     monkeypatch.setattr(packing, "BFLOAT16_ROWS", PRODUCTS[request.param])
     monkeypatch.setattr(processor, "multiplies_integers_faster", lambda: False)
     monkeypatch.setattr(processor, "multiplies_floats_faster", lambda: False)
@@ -57,7 +57,7 @@ def packed(
 
 
 def close(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, added: torch.Tensor | float = 0.0) -> None:
-    """Both factors may be off by half a unit in the last of bfloat16's 8 bits, and sums are float32."""
+    """Check that both factors are off by at most half a unit in the last of bfloat16's 8 bits; sums are float32."""
     expected = x.double() @ weight.double().T + added
     allowed = (2**-8 + 1e-4) * (x.abs().double() @ weight.abs().double().T) + 1e-4
     assert actual.shape == expected.shape
@@ -68,7 +68,7 @@ def close(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, added: to
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_product_within_the_rounding_of_bfloat16(pack: Packer, format: str, shape: tuple[int, int]) -> None:
+def test_the_matmul_is_exact_within_the_rounding_of_bfloat16(pack: Packer, format: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     bias = torch.randn(shape[0])
     linear, weight = pack(format, *shape, bias)
@@ -79,7 +79,7 @@ def test_equals_the_product_within_the_rounding_of_bfloat16(pack: Packer, format
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("out_features", [1, 15, 16, 17, 47, 48, 49, 63, 65, 100])
-def test_partial_panels_write_nothing_beside_them(pack: Packer, format: str, out_features: int) -> None:
+def test_partial_panels_write_nothing_beyond_their_columns(pack: Packer, format: str, out_features: int) -> None:
     torch.manual_seed(0)
     linear, weight = pack(format, out_features, 96)
     for rows in (1, 3, 8, 9, 21):
@@ -92,7 +92,7 @@ def test_partial_panels_write_nothing_beside_them(pack: Packer, format: str, out
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_adds_to_a_residual(pack: Packer, format: str) -> None:
+def test_the_result_can_be_added_to_a_residual(pack: Packer, format: str) -> None:
     torch.manual_seed(0)
     bias = torch.randn(40)
     linear, weight = pack(format, 40, 2112, bias)
@@ -104,14 +104,14 @@ def test_adds_to_a_residual(pack: Packer, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_reads_rows_that_are_slices_of_wider_ones(pack: Packer, format: str) -> None:
+def test_rows_may_be_slices_of_wider_ones(pack: Packer, format: str) -> None:
     linear, _ = pack(format, 24, 32)
     wide = torch.randn(6, 100)
     assert torch.equal(linear(wide[:, 10:42]), linear(wide[:, 10:42].contiguous()))
 
 
 @pytest.mark.parametrize("in_features", [1, 2, 37, 575, 2049])
-def test_plain_weights_need_no_whole_groups(in_features: int) -> None:
+def test_float_weights_may_have_any_width(in_features: int) -> None:
     torch.manual_seed(0)
     linear, weight = packed("pairs", 18, in_features)
     for rows in (1, 9, 70):
@@ -121,7 +121,7 @@ def test_plain_weights_need_no_whole_groups(in_features: int) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(48, 576), (331, 1536)])
-def test_of_one_kind_of_products_a_rows_result_does_not_depend_on_how_many_rows_there_are(
+def test_with_one_kind_of_matmul_a_row_does_not_depend_on_the_number_of_rows(
     pack: Packer, format: str, shape: tuple[int, int]
 ) -> None:
     torch.manual_seed(0)
@@ -138,10 +138,10 @@ def test_of_one_kind_of_products_a_rows_result_does_not_depend_on_how_many_rows_
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_few_rows_of_codes_are_multiplied_in_integers_and_many_in_bfloat16_where_that_is_faster(
+def test_few_rows_are_multiplied_in_integers_and_many_in_bfloat16_if_that_is_faster(
     bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Integers of 16 bits are a hundred times as exact."""
+    """16-bit integers are a hundred times as exact."""
     torch.manual_seed(0)
     monkeypatch.setattr(processor, "multiplies_integers_faster", lambda: False)
     first = BFLOAT16_ROWS
@@ -158,7 +158,7 @@ def test_few_rows_of_codes_are_multiplied_in_integers_and_many_in_bfloat16_where
 
 
 @pytest.mark.parametrize(("faster", "first"), [(True, FLOAT32_ROWS), (False, None)], ids=["float32", "bfloat16"])
-def test_many_rows_by_bfloat16_weights_are_multiplied_in_float32_where_that_is_faster(
+def test_many_rows_are_multiplied_by_bfloat16_weights_in_float32_if_that_is_faster(
     faster: bool, first: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -189,7 +189,7 @@ def test_pairs_are_multiplied_in_float32(out_features: int, in_features: int, mo
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_largest_products_do_not_overflow(pack: Packer, bits: int) -> None:
+def test_the_largest_values_do_not_overflow(pack: Packer, bits: int) -> None:
     most = torch.full((16, 64), 15, dtype=torch.uint8) if bits == 4 else torch.full((16, 64), -128, dtype=torch.int8)
     offsets = torch.zeros(16, 2) if bits == 4 else None
     linear = native.pack_codes_for_bfloat16(group_codes(4 if bits == 4 else 8, most, torch.ones(16, 2), offsets), None)
@@ -201,7 +201,7 @@ def test_the_largest_products_do_not_overflow(pack: Packer, bits: int) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite_stay_seen_in_their_row(pack: Packer, format: str, value: float) -> None:
+def test_values_that_are_not_finite_remain_so_in_their_row(pack: Packer, format: str, value: float) -> None:
     linear, _ = pack(format, 48, 64)
     x = torch.randn(6, 64)
     expected = linear(x)
@@ -213,7 +213,7 @@ def test_values_that_are_not_finite_stay_seen_in_their_row(pack: Packer, format:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_gathers_rows_of_the_weight_exactly(format: str) -> None:
+def test_rows_of_the_weight_are_gathered_exactly(format: str) -> None:
     linear, weight = packed(format, 50, 64)
     ids = torch.tensor([[0, 49], [17, 17]])
     torch.testing.assert_close(linear.gather(ids), weight[ids], rtol=1e-6, atol=1e-7)
@@ -226,7 +226,7 @@ def test_one_thread_and_two_give_the_same_bits(pack: Packer, format: str) -> Non
 
 
 @pytest.mark.parametrize(("bits", "stored_offsets"), [(4, True), (4, False), (8, False)])
-def test_blocks_of_a_file_become_what_their_codes_become(pack: Packer, bits: int, stored_offsets: bool) -> None:
+def test_blocks_of_a_file_are_packed_like_their_values(pack: Packer, bits: int, stored_offsets: bool) -> None:
     torch.manual_seed(0)
     blocks = torch.randint(0, 256, (50, 3, 2 + 2 * stored_offsets + 4 * bits), dtype=torch.uint8)
     blocks[..., : 2 + 2 * stored_offsets] = torch.rand(50, 3, 1 + stored_offsets).half().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Products in integers: 4-bit codes times activations rounded to 16 bits in groups of 32."""
+"""Integer matmuls: 4-bit weights times activations rounded to 16 bits in groups of 32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import groups
 
-pytestmark = pytest.mark.skipif(not library.has_dots(), reason="no integer products on this processor")
+pytestmark = pytest.mark.skipif(not library.has_dots(), reason="no integer matmul on this processor")
 
 ROWS = (1, 2, 3, 4, 5, 7, 64, 97, 300)
 SHAPES = ((16, 32), (48, 576), (20, 64), (1, 32), (331, 288), (64, 1536))
@@ -23,7 +23,7 @@ def random_codes(out_features: int, in_features: int) -> groups.GroupCodes:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """What the activations become: a scale times integers up to 127 * 256 in each group of 32."""
+    """Return the rounded activations: in each group of 32, a scale times integers up to 127 * 256."""
     grouped = x.reshape(len(x), -1, 32)
     most = grouped.abs().amax(-1, keepdim=True)
     inverse = torch.where(most > 0, 32512 / most, 0)
@@ -31,7 +31,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_product_of_rounded_activations(shape: tuple[int, int]) -> None:
+def test_the_matmul_equals_that_of_rounded_activations(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     codes, bias = random_codes(*shape), torch.randn(shape[0])
     linear = native.pack_codes_for_dots(codes, bias)
@@ -41,7 +41,7 @@ def test_equals_the_product_of_rounded_activations(shape: tuple[int, int]) -> No
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-4, atol=2e-4)
 
 
-def test_the_largest_products_do_not_overflow() -> None:
+def test_the_largest_values_do_not_overflow() -> None:
     codes = group_codes(4, torch.full((16, 64), 15, dtype=torch.uint8), torch.ones(16, 2), torch.zeros(16, 2))
     linear = native.pack_codes_for_dots(codes, None)
     for value in (1e30, -1e30):
@@ -49,7 +49,7 @@ def test_the_largest_products_do_not_overflow() -> None:
         torch.testing.assert_close(linear(x), torch.full((5, 16), value * 15 * 64), rtol=1e-5, atol=0)
 
 
-def test_rounding_costs_next_to_nothing() -> None:
+def test_the_rounding_error_is_tiny() -> None:
     torch.manual_seed(0)
     codes = random_codes(256, 576)
     x = torch.randn(40, 576)
@@ -59,7 +59,7 @@ def test_rounding_costs_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("shape", [(48, 576), (331, 1536)])
-def test_a_rows_result_does_not_depend_on_how_many_rows_there_are(shape: tuple[int, int]) -> None:
+def test_a_row_does_not_depend_on_the_number_of_rows(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     linear = native.pack_codes_for_dots(random_codes(*shape), torch.randn(shape[0]))
     x, residual = torch.randn(300, shape[1]), torch.randn(300, shape[0])
@@ -74,14 +74,14 @@ def test_a_rows_result_does_not_depend_on_how_many_rows_there_are(shape: tuple[i
         assert torch.equal(alone, added[:rows])
 
 
-def test_reads_rows_that_are_slices_of_wider_ones() -> None:
+def test_rows_may_be_slices_of_wider_ones() -> None:
     linear = native.pack_codes_for_dots(random_codes(24, 32), None)
     wide = torch.randn(6, 100)
     assert torch.equal(linear(wide[:, 10:42]), linear(wide[:, 10:42].contiguous()))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite_stay_seen_in_their_row(value: float) -> None:
+def test_values_that_are_not_finite_remain_so_in_their_row(value: float) -> None:
     linear = native.pack_codes_for_dots(random_codes(48, 64), None)
     x = torch.randn(6, 64)
     expected = linear(x)
@@ -92,19 +92,19 @@ def test_values_that_are_not_finite_stay_seen_in_their_row(value: float) -> None
     assert torch.equal(result[kept], expected[kept])
 
 
-def test_zeros_stay_zero() -> None:
+def test_zeros_remain_zero() -> None:
     linear = native.pack_codes_for_dots(random_codes(48, 64), None)
     assert torch.equal(linear(torch.zeros(3, 64)), torch.zeros(3, 48))
 
 
-def test_gathers_rows_of_the_weight_exactly() -> None:
+def test_rows_of_the_weight_are_gathered_exactly() -> None:
     codes = random_codes(50, 64)
     ids = torch.tensor([[0, 49], [17, 17]])
     gathered = native.pack_codes_for_dots(codes, None).gather(ids)
     torch.testing.assert_close(gathered, values_of(codes)[ids], rtol=1e-6, atol=1e-7)
 
 
-def test_codes_of_8_bits_keep_their_activations() -> None:
+def test_activations_of_8_bit_weights_are_not_rounded() -> None:
     codes = group_codes(8, torch.randint(-128, 128, (48, 64), dtype=torch.int8), torch.rand(48, 2), None)
     x = torch.randn(3, 64)
     assert torch.equal(native.pack_codes_for_dots(codes, None)(x), native.pack_codes(codes, None)(x))

@@ -1,4 +1,4 @@
-"""The paged cache in bfloat16 and in 8-bit codes, and attention whose results do not depend on the batch."""
+"""The paged cache in bfloat16 and in 8 bits, and attention whose results do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.int8]
 
 
 def batch_of(lengths: list[tuple[int, int]], tables: Tables) -> AttentionBatch:
-    """lengths: (new tokens, context before them) of each request."""
+    """Return a batch; `lengths` has (new tokens, context before them) of each request."""
     return attention_batches.batch_of(
         attention_batches.after_context(lengths), tables, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE
     )
@@ -50,20 +50,20 @@ def empty_cache(dtype: torch.dtype) -> torch.Tensor:
 
 
 def store(heads: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store without rotation."""
+    """Store keys and values without rotation."""
     no_angle = torch.ones(len(heads), 1, HEAD_DIM // 2)
     rope.rope_and_store(heads, NUM_HEADS, no_angle, torch.zeros_like(no_angle), cache, slots)
 
 
 def filled_cache(dtype: torch.dtype) -> torch.Tensor:
-    """Every slot written by the kernel."""
+    """Return a cache in which the kernel has written every slot."""
     cache, slots = empty_cache(dtype), torch.randperm(NUM_BLOCKS * BLOCK_SIZE)
     store(torch.randn(len(slots), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM), cache, slots)
     return cache
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_what_is_written_is_the_rounded_value_of_each_token_and_head(dtype: torch.dtype) -> None:
+def test_the_stored_values_are_the_rounded_ones_of_each_token_and_head(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     heads = torch.randn(200, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
     cos, sin = torch.rand(200, 1, HEAD_DIM // 2), torch.rand(200, 1, HEAD_DIM // 2)
@@ -85,7 +85,7 @@ def test_what_is_written_is_the_rounded_value_of_each_token_and_head(dtype: torc
     assert torch.equal(storage.decode(cache), expected)
 
 
-def test_codes_are_within_half_a_step() -> None:
+def test_quantized_values_are_within_half_a_step() -> None:
     x = torch.randn(50, HEAD_DIM) * torch.logspace(-6, 4, 50)[:, None]
     codes, scales = storage.encode(x)
     assert ((codes.float() * scales[:, None] - x).abs() <= 0.501 * scales[:, None]).all()
@@ -94,7 +94,7 @@ def test_codes_are_within_half_a_step() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_values_that_are_not_finite_stay_seen_and_zeros_stay_zero(dtype: torch.dtype, value: float) -> None:
+def test_values_that_are_not_finite_remain_so_and_zeros_remain_zero(dtype: torch.dtype, value: float) -> None:
     heads = torch.zeros(2, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
     heads[1, NUM_HEADS + NUM_KV_HEADS :, 5] = value
     cache = empty_cache(dtype)
@@ -107,7 +107,7 @@ def test_values_that_are_not_finite_stay_seen_and_zeros_stay_zero(dtype: torch.d
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_attention_reads_what_the_cache_stands_for(dtype: torch.dtype, window: int | None) -> None:
+def test_attention_reads_the_values_that_the_cache_represents(dtype: torch.dtype, window: int | None) -> None:
     torch.manual_seed(1)
     cache = filled_cache(dtype)
     tables = np.stack([np.random.default_rng(i).permutation(NUM_BLOCKS)[:8] for i in range(4)]).astype(np.int32)
@@ -119,7 +119,7 @@ def test_attention_reads_what_the_cache_stands_for(dtype: torch.dtype, window: i
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_bytes_past_the_end_do_not_matter(dtype: torch.dtype) -> None:
+def test_bytes_beyond_a_sequence_do_not_matter(dtype: torch.dtype) -> None:
     cache, tables = filled_cache(dtype), np.array([[3]], dtype=np.int32)
     query, batch = torch.randn(1, NUM_HEADS, HEAD_DIM), batch_of([(1, 4)], tables)
     clean = attend(query, cache, batch)
@@ -132,7 +132,7 @@ def test_bytes_past_the_end_do_not_matter(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_batch_invariant_attention_has_equal_bits_in_any_batch_and_chunks(
+def test_batch_invariant_attention_gives_equal_bits_in_any_batch_and_chunks(
     dtype: torch.dtype, window: int | None
 ) -> None:
     torch.manual_seed(2)

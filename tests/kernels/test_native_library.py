@@ -1,4 +1,4 @@
-"""The compiled library: there wherever it can be, and a clear cause where it is not."""
+"""The compiled library exists on every machine that supports it; otherwise the cause is reported."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ CAN_COMPILE = (
 
 @pytest.fixture
 def reloaded() -> Iterator[None]:
-    """The library is looked for anew, inside the test and after it."""
+    """Load the library again, inside the test and after it."""
     library.load.cache_clear()
     yield
     library.load.cache_clear()
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs a C++ compiler and a processor with AVX2")
-def test_it_is_there_where_it_can_be_compiled() -> None:
+def test_the_library_exists_if_it_can_be_compiled() -> None:
     assert library.why_absent() is None
 
 
 @pytest.mark.usefixtures("reloaded")
-def test_without_it_torch_runs_and_the_cause_is_reported(
+def test_without_the_library_torch_is_used_and_the_cause_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "_LIBRARY_DIR", tmp_path)

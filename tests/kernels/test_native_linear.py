@@ -1,4 +1,4 @@
-"""Native linear layers: equal to the plain product, for every weight format and any shape."""
+"""Native linear layers equal the plain matmul for every weight format and any shape."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def packed(format: str, out_features: int, in_features: int) -> tuple[native.Tor
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_product_in_double_precision(format: str, shape: tuple[int, int]) -> None:
+def test_the_matmul_equals_that_in_double_precision(format: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     linear, reference = packed(format, *shape)
     for rows in ROWS:
@@ -50,13 +50,13 @@ def test_equals_the_product_in_double_precision(format: str, shape: tuple[int, i
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-4, atol=2e-4)
 
 
-def test_plain_weights_need_no_whole_groups() -> None:
+def test_float_weights_may_have_any_width() -> None:
     weight = torch.randn(18, 37)
     x = torch.randn(9, 37)
     torch.testing.assert_close(native.pack_linear(weight, None)(x), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
-def test_adds_to_a_residual() -> None:
+def test_the_result_can_be_added_to_a_residual() -> None:
     linear, reference = packed("codes4", 40, 64)
     x, residual = torch.randn(5, 64), torch.randn(5, 40)
     expected = residual + x @ reference[:, :-1].T + reference[:, -1]
@@ -64,7 +64,7 @@ def test_adds_to_a_residual() -> None:
     torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_reads_rows_that_are_slices_of_wider_ones() -> None:
+def test_rows_may_be_slices_of_wider_ones() -> None:
     linear, reference = packed("float32", 24, 32)
     wide = torch.randn(6, 100)
     expected = wide[:, 10:42] @ reference[:, :-1].T + reference[:, -1]
@@ -72,7 +72,7 @@ def test_reads_rows_that_are_slices_of_wider_ones() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_gathers_rows_of_the_weight_exactly(format: str) -> None:
+def test_rows_of_the_weight_are_gathered_exactly(format: str) -> None:
     linear, reference = packed(format, 50, 64)
     ids = torch.tensor([[0, 49], [17, 17]])
     torch.testing.assert_close(linear.gather(ids), reference[ids, :-1], rtol=1e-6, atol=1e-7)
@@ -80,7 +80,7 @@ def test_gathers_rows_of_the_weight_exactly(format: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(48, 576), (331, 1536)])
-def test_a_rows_result_does_not_depend_on_how_many_rows_there_are(format: str, shape: tuple[int, int]) -> None:
+def test_a_row_does_not_depend_on_the_number_of_rows(format: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     linear, _ = packed(format, *shape)
     x, residual = torch.randn(200, shape[1]), torch.randn(200, shape[0])
@@ -96,7 +96,7 @@ def test_a_rows_result_does_not_depend_on_how_many_rows_there_are(format: str, s
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("codes4", 6), ("codes8", 9), ("codes8 groups of 16", 10)])
-def test_codes_take_a_fraction_of_the_memory(kind: str, bits: int) -> None:
+def test_quantized_weights_need_a_fraction_of_the_memory(kind: str, bits: int) -> None:
     codes = random_codes(kind, 576, 1536)
     assert native.pack_codes(codes, None).num_bytes == 576 * 1536 * bits // 8
 
@@ -108,7 +108,7 @@ def test_a_wrong_width_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kinds", [("codes4", "codes4"), ("codes8", "codes8"), ("codes4", "codes8"), tuple(KINDS)])
-def test_parts_of_any_kinds_are_stacked_without_changing_a_value(kinds: tuple[str, ...]) -> None:
+def test_parts_of_any_kinds_are_stacked_with_unchanged_values(kinds: tuple[str, ...]) -> None:
     parts = [random_codes(kind, 8, 64) for kind in kinds]
     stacked = groups.stack(parts)
     expected = torch.cat([values_of(part) for part in parts])
@@ -119,7 +119,7 @@ def test_parts_of_any_kinds_are_stacked_without_changing_a_value(kinds: tuple[st
 
 
 @pytest.mark.parametrize(("bits", "stored_offsets", "block_bytes"), [(4, True, 18), (8, False, 36), (8, True, 36)])
-def test_blocks_that_the_kernels_cannot_read_are_refused(
+def test_blocks_of_an_unsupported_shape_are_refused(
     bits: Literal[4, 8], stored_offsets: bool, block_bytes: int
 ) -> None:
     data = torch.zeros(16, 2, block_bytes, dtype=torch.uint8)
@@ -127,7 +127,7 @@ def test_blocks_that_the_kernels_cannot_read_are_refused(
         native.pack_blocks(groups.CodeBlocks(bits, stored_offsets, data.numpy()), None)
 
 
-def test_codes_that_the_kernels_cannot_read_are_refused() -> None:
+def test_quantized_weights_of_an_unsupported_shape_are_refused() -> None:
     codes = torch.zeros(16, 48, dtype=torch.int8)
     with pytest.raises(ValueError, match="8-bit codes of 48 inputs in groups of 16 are not packed"):
         native.pack_codes(group_codes(8, codes, torch.ones(16, 3), None), None)

@@ -1,4 +1,4 @@
-"""The native sampler draws the reference's tokens: the same bits for any filters, edits, penalties, masks and ties."""
+"""The native sampler gives the reference's tokens for any filters, edits, penalties, masks and ties."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def close(actual: Any, expected: Any) -> None:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Floats, SamplingBatch]:
-    """Any logits, with ties, and what some of their rows ask for."""
+    """Draw any logits, with ties, and the sampling parameters of some of their rows."""
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     num_rows, vocab_size = draw(st.integers(1, 6)), draw(st.sampled_from([2, 33, 500, 1500, 9000]))
     logits = random.normal(0, draw(st.sampled_from([0.01, 1.0, 5.0, 30.0])), (num_rows, vocab_size)).astype(np.float32)
@@ -141,12 +141,12 @@ def reports_of(random: np.random.Generator, num_rows: int, vocab_size: int) -> R
 
 @settings(max_examples=num_examples(400), deadline=None)
 @given(batches())
-def test_tokens_are_the_reference_s(batch: tuple[Floats, SamplingBatch]) -> None:
+def test_tokens_equal_the_references(batch: tuple[Floats, SamplingBatch]) -> None:
     check(*batch)
 
 
-def test_a_large_vocabulary_that_is_almost_even_is_cut_where_the_reference_cuts() -> None:
-    """The cut by mass lies behind the shortlist, and most tokens may win."""
+def test_a_large_nearly_uniform_vocabulary_is_cut_like_in_the_reference() -> None:
+    """The cut by probability mass lies beyond the shortlist, and most tokens may win."""
     random = np.random.default_rng(1)
     logits = random.normal(0, 0.05, (3, 40_000)).astype(np.float32)
     draws = draws_of(random, 3, 40_000)._replace(
@@ -160,7 +160,7 @@ def test_a_large_vocabulary_that_is_almost_even_is_cut_where_the_reference_cuts(
         check(logits, SamplingBatch(draws=draws._replace(keys=keys)))
 
 
-def test_threads_change_no_token() -> None:
+def test_the_number_of_threads_changes_no_token() -> None:
     random = np.random.default_rng(2)
     logits = random.normal(0, 2, (64, 4000)).astype(np.float32)
     batch = SamplingBatch(draws_of(random, 64, 4000), reports=Reports(np.arange(64), np.full(64, 5)))
@@ -176,14 +176,14 @@ def test_threads_change_no_token() -> None:
     assert np.array_equal(found.logprobs.top, expected.logprobs.top)
 
 
-def test_best_tokens_of_many_rows_are_the_reference_s() -> None:
+def test_best_tokens_of_many_rows_equal_the_references() -> None:
     logits = np.round(np.random.default_rng(4).normal(0, 3, (40, 30_000))).astype(np.float32)
     logits[3, 7], logits[5, 29_999], logits[6] = np.nan, np.inf, -np.inf
     assert logits.size > native.NATIVE_ELEMENTS
     check(logits, SamplingBatch())
 
 
-def test_reports_of_given_tokens_are_the_reference_s() -> None:
+def test_reports_of_given_tokens_equal_the_references() -> None:
     random = np.random.default_rng(5)
     logits = random.normal(0, 3, (6, 1234)).astype(np.float32)
     tokens, reports = random.integers(0, 1234, 6), reports_of(random, 6, 1234)
@@ -196,7 +196,7 @@ def test_reports_of_given_tokens_are_the_reference_s() -> None:
     close(ours.chosen, theirs.chosen)
 
 
-def test_logits_stay_as_they_were() -> None:
+def test_logits_are_not_changed() -> None:
     random = np.random.default_rng(3)
     logits = random.normal(0, 2, (4, 700)).astype(np.float32)
     kept = logits.copy()

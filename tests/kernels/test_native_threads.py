@@ -1,4 +1,4 @@
-"""The threads behind the native kernels: the same bits on any number of them, from any thread, after fork()."""
+"""Threads of the native kernels: equal bits for any number of them, calls from any thread, and calls after fork()."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_number_of_threads_changes_no_bit(count: int, product: NativeLinear)
 
 
 @pytest.mark.usefixtures("threads")
-def test_there_are_as_many_threads_as_were_ever_asked_for(product: NativeLinear) -> None:
+def test_the_number_of_threads_is_the_largest_requested_so_far(product: NativeLinear) -> None:
     launch.set_num_threads(4)
     product(rows(8))
     number = cpu_threads()
@@ -67,7 +67,7 @@ def test_there_are_as_many_threads_as_were_ever_asked_for(product: NativeLinear)
 
 
 @pytest.mark.usefixtures("threads")
-def test_threads_that_call_at_once_get_what_they_asked_for(product: NativeLinear) -> None:
+def test_concurrent_callers_get_their_own_results(product: NativeLinear) -> None:
     launch.set_num_threads(3)
     given = [rows(20, seed) for seed in range(6)]
     expected = [product(x) for x in given]
@@ -96,11 +96,11 @@ def test_a_child_of_fork_has_threads_of_its_own(product: NativeLinear) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_threads_without_work_take_no_time(product: NativeLinear) -> None:
+def test_idle_threads_use_no_cpu(product: NativeLinear) -> None:
     launch.set_num_threads(4)
     product(rows(40))
     shares = []
-    for _ in range(3):  # the quietest of three: other threads of this process end
+    for _ in range(3):  # the lowest of three measurements: other threads of this process end
         before_s = time.process_time()
         time.sleep(0.1)
         shares.append((time.process_time() - before_s) / 0.1)

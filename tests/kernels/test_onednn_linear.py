@@ -1,7 +1,7 @@
-"""Linear layers packed for oneDNN: equal to the plain product in any shape, chosen where the processor has the unit.
+"""Linear layers packed for oneDNN equal the plain matmul in any shape and are selected on suitable processors.
 
-Where oneDNN has no bfloat16 on this processor torch's own product stands in for it; all that is ours (rounding,
-padding, bias, sums into a residual) runs all the same, and oneDNN's packing itself is shown in float32.
+If oneDNN has no bfloat16 on this processor, torch's own matmul replaces it; the project's own code (rounding, padding,
+bias, sums into a residual) runs in both cases, and oneDNN's packing itself is tested in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native ker
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within two units in the last of bfloat16's 8 bits, of the value or of the row's largest."""
+    """Check that values are within two units in the last of bfloat16's 8 bits, of the value or of the row's largest."""
     assert actual.shape == expected.shape
     allowed = 2**-7 * torch.maximum(expected.abs(), expected.abs().amax(-1, keepdim=True) / 8)
     assert bool(((actual.float() - expected).abs() <= allowed + 1e-3).all())
@@ -33,7 +33,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_bfloat16_products_equal_torchs_for_any_rows(shape: tuple[int, int], has_bias: bool) -> None:
+def test_bfloat16_matmuls_equal_torchs_for_any_rows(shape: tuple[int, int], has_bias: bool) -> None:
     torch.manual_seed(0)
     weight = torch.randn(shape).to(torch.bfloat16)
     bias = torch.randn(shape[0]) if has_bias else None
@@ -56,7 +56,7 @@ def test_bfloat16_products_equal_torchs_for_any_rows(shape: tuple[int, int], has
 @pytest.mark.skipif(not cpu.can_pack(torch.float32), reason="torch has no oneDNN")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_packed_float32_products_equal_torchs_for_any_rows(shape: tuple[int, int], has_bias: bool) -> None:
+def test_packed_float32_matmuls_equal_torchs_for_any_rows(shape: tuple[int, int], has_bias: bool) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(shape), torch.randn(shape[0]) if has_bias else None
     linear = cpu.OneDNNLinear(weight, bias)
@@ -65,7 +65,7 @@ def test_packed_float32_products_equal_torchs_for_any_rows(shape: tuple[int, int
         torch.testing.assert_close(linear(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
 
 
-def test_rows_that_are_added_change_no_other() -> None:
+def test_added_rows_change_no_other_row() -> None:
     linear = onednn.pack_linear(torch.randn(24, 32).to(torch.bfloat16), None)
     x = torch.randn(17, 32)
     x[3] = float("nan")
@@ -75,14 +75,14 @@ def test_rows_that_are_added_change_no_other() -> None:
     assert found[[0, 2, 4, 16]].isfinite().all()
 
 
-def test_prompts_of_all_lengths_share_a_few_primitives() -> None:
+def test_prompts_of_all_lengths_use_a_few_primitives() -> None:
     computed = {rows: onednn.num_computed_rows(rows) for rows in range(1, 513)}
     assert all(rows <= total < max(rows + 1, rows * 2) for rows, total in computed.items())
     assert len(set(computed.values())) <= 36
     assert [computed[rows] for rows in (1, 16, 17, 129, 256, 257, 512)] == [1, 16, 32, 144, 256, 320, 512]
 
 
-def test_the_memory_reported_is_what_the_packed_layout_takes() -> None:
+def test_the_reported_memory_is_that_of_the_packed_layout() -> None:
     weight = torch.randn(331, 288).to(torch.bfloat16)
     assert weight.nbytes <= onednn.pack_linear(weight, None).num_bytes < 2 * weight.nbytes
 
@@ -94,7 +94,7 @@ def test_other_types_are_refused() -> None:
 
 @needs_native
 @pytest.mark.parametrize("size", [64, 129, 7])
-def test_a_norm_rounds_for_the_product_as_torch_does(size: int) -> None:
+def test_a_norm_rounds_for_the_matmul_like_torch(size: int) -> None:
     x, weight = torch.randn(9, size), torch.randn(size)
     rounded = norm.rms_norm_to_bfloat16(x, weight, 1e-5)
     assert torch.equal(rounded, norm.rms_norm(x, weight, 1e-5).to(torch.bfloat16))
@@ -102,8 +102,8 @@ def test_a_norm_rounds_for_the_product_as_torch_does(size: int) -> None:
 
 
 @needs_native
-def test_a_norm_rounds_ties_to_even_and_keeps_what_is_no_number() -> None:
-    """With eps, weight and sum chosen so that the scale is 1."""
+def test_a_norm_rounds_ties_to_even_and_keeps_not_a_number() -> None:
+    """The scale is 1 because of the chosen eps, weight and sum."""
     bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF], dtype=torch.int32).view(torch.float32)
     weight = bits.repeat(4)
     ones = torch.ones(1, 16)
@@ -114,7 +114,7 @@ def test_a_norm_rounds_ties_to_even_and_keeps_what_is_no_number() -> None:
 
 @needs_native
 @pytest.mark.parametrize("size", [64, 129, 7])
-def test_a_gated_activation_of_bfloat16_is_the_rounded_one_of_float32(size: int) -> None:
+def test_a_gated_activation_in_bfloat16_is_the_rounded_one_of_float32(size: int) -> None:
     gate_up = (torch.randn(9, 2 * size) * 4).to(torch.bfloat16)
     found = activation.silu_and_mul(gate_up)
     assert torch.equal(found, activation.silu_and_mul(gate_up.float()).to(torch.bfloat16))
@@ -131,10 +131,10 @@ def test_a_gated_activation_of_bfloat16_is_the_rounded_one_of_float32(size: int)
         (False, False, False, "cpu_native", "native kernels"),
     ],
 )
-def test_the_processor_decides_and_what_runs_is_reported(
+def test_the_processor_determines_the_arithmetic_which_is_reported(
     monkeypatch: pytest.MonkeyPatch, amx: bool, avx512_bf16: bool, compiled: bool, backend: str, reported: str
 ) -> None:
-    """`compiled`: our own products of bfloat16, which a compiler may not know."""
+    """`compiled` is whether the native bfloat16 matmul exists, which a compiler may not support."""
     monkeypatch.delenv(LEVEL_SETTING, raising=False)
     monkeypatch.setattr(library, "has_bfloat16", lambda: compiled)
     monkeypatch.setattr(cpu, "can_pack", lambda dtype: True)
@@ -156,7 +156,7 @@ def test_the_processor_decides_and_what_runs_is_reported(
         (True, True, "cpu_onednn", "native kernels, oneDNN with AMX"),
     ],
 )
-def test_prompts_alone_are_multiplied_in_the_type_that_is_faster_for_many_rows(
+def test_only_prompts_are_multiplied_in_the_type_that_is_faster_for_many_rows(
     monkeypatch: pytest.MonkeyPatch, amx: bool, slower: bool, backend: str, reported: str
 ) -> None:
     monkeypatch.setattr(library, "has_bfloat16", lambda: True)
@@ -168,7 +168,7 @@ def test_prompts_alone_are_multiplied_in_the_type_that_is_faster_for_many_rows(
 
 
 @needs_native
-def test_without_onednns_bfloat16_our_own_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onednns_bfloat16_the_native_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "has_bfloat16", lambda: False)
     monkeypatch.setattr(cpu, "can_pack", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)

@@ -1,4 +1,4 @@
-"""Which compiled kernels a processor gets: by its flags, or by the setting."""
+"""The kernels that are selected for a processor, by its flags or by the setting."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (set(), ()),
     ],
 )
-def test_flags_give_all_levels_that_need_no_others(
+def test_flags_select_all_levels_whose_requirements_they_meet(
     flags: set[str], levels: tuple[str, ...], machine: pytest.MonkeyPatch
 ) -> None:
     machine.setattr(processor, "flags", lambda: frozenset(flags))
     assert processor.levels() == levels
 
 
-def test_the_flags_are_the_first_processors(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
+def test_the_flags_are_those_of_the_first_processor(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\nvmx flags\t: ept\n\nflags\t\t: fpu\n")
     machine.setattr(processor, "_fields", processor._fields.__wrapped__)
@@ -53,7 +53,7 @@ def test_the_flags_are_the_first_processors(tmp_path: Path, machine: pytest.Monk
 
 
 @pytest.mark.parametrize(("vendor", "faster"), [("GenuineIntel", True), ("AuthenticAMD", False), ("", False)])
-def test_what_is_multiplied_faster_than_bfloat16_follows_from_the_processors_maker(
+def test_the_processors_maker_determines_which_matmuls_are_faster_than_bfloat16(
     vendor: str, faster: bool, machine: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
@@ -64,7 +64,7 @@ def test_what_is_multiplied_faster_than_bfloat16_follows_from_the_processors_mak
     assert processor.multiplies_floats_faster() is faster
 
 
-def test_another_machine_needs_no_flags_or_has_no_kernels(machine: pytest.MonkeyPatch) -> None:
+def test_another_architecture_needs_no_flags_or_has_no_kernels(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(processor, "flags", frozenset)
     machine.setattr(platform, "machine", lambda: "aarch64")
     assert processor.levels() == ("armv8-a",)
@@ -73,7 +73,7 @@ def test_another_machine_needs_no_flags_or_has_no_kernels(machine: pytest.Monkey
     assert "riscv64" in processor.why_no_level()
 
 
-def test_the_setting_takes_a_lower_level_or_none(machine: pytest.MonkeyPatch) -> None:
+def test_the_setting_selects_a_lower_level_or_none(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(processor, "flags", lambda: frozenset(AVX512))
     machine.setenv(LEVEL_SETTING, "x86-64-v3")
     assert processor.levels() == ("x86-64-v3",)
@@ -92,7 +92,7 @@ def test_the_setting_takes_a_lower_level_or_none(machine: pytest.MonkeyPatch) ->
         ("x86-64-v3", False, False),
     ],
 )
-def test_a_chosen_level_holds_for_other_libraries_products_too(
+def test_a_selected_level_also_applies_to_matmuls_of_other_libraries(
     level: str, bfloat16: bool, amx: bool, machine: pytest.MonkeyPatch
 ) -> None:
     machine.setattr(processor, "flags", lambda: frozenset(BFLOAT16 | {"amx_tile", "amx_bf16"}))
@@ -101,7 +101,9 @@ def test_a_chosen_level_holds_for_other_libraries_products_too(
 
 
 @pytest.mark.parametrize("level", ["x86-64-v4-bf16", "armv8-a", "avx2"])
-def test_a_level_that_the_processor_lacks_is_refused_with_those_it_has(level: str, machine: pytest.MonkeyPatch) -> None:
+def test_a_level_that_the_processor_does_not_support_is_refused_with_the_supported_ones(
+    level: str, machine: pytest.MonkeyPatch
+) -> None:
     machine.setattr(processor, "flags", lambda: frozenset(AVX512))
     machine.setenv(LEVEL_SETTING, level)
     library.load.cache_clear()
@@ -111,6 +113,6 @@ def test_a_level_that_the_processor_lacks_is_refused_with_those_it_has(level: st
         library.load.cache_clear()
 
 
-def test_here_the_flags_are_read() -> None:
+def test_the_flags_of_this_machine_are_read() -> None:
     if platform.machine() == "x86_64":
         assert "sse2" in processor.flags()

@@ -1,4 +1,4 @@
-"""The second stream of a fork waits for what was queued before, and what is queued behind the fork for it."""
+"""A fork's second stream waits for earlier work, and later work waits for the fork."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stream:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """(who waits, for whom)."""
+    """Record the waits: (waiting stream, other stream)."""
     found: list[tuple[str, str]] = []
     here, side = Stream("current", found), Stream("side", found)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda on: here)
@@ -29,20 +29,20 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return found
 
 
-def test_streams_wait_for_each_other_before_and_after(waits: list[tuple[str, str]]) -> None:
+def test_streams_wait_for_each_other_before_and_after_the_fork(waits: list[tuple[str, str]]) -> None:
     with launch.forked(torch.device("cuda", 0)) as beside:
         assert getattr(beside, "name", None) == "side"
         assert waits == [("side", "current")]
     assert waits == [("side", "current"), ("current", "side")]
 
 
-def test_the_current_stream_waits_after_a_launch_that_fails_too(waits: list[tuple[str, str]]) -> None:
+def test_the_current_stream_also_waits_after_a_failed_launch(waits: list[tuple[str, str]]) -> None:
     with pytest.raises(RuntimeError, match="no such kernel"), launch.forked(torch.device("cuda", 0)):
         raise RuntimeError("no such kernel")
     assert waits == [("side", "current"), ("current", "side")]
 
 
-def test_without_a_device_there_is_one_stream(waits: list[tuple[str, str]]) -> None:
+def test_without_a_device_there_is_only_one_stream(waits: list[tuple[str, str]]) -> None:
     with launch.forked(torch.device("cpu")) as beside, beside:
         pass
     assert waits == []

@@ -1,4 +1,4 @@
-"""Triton's paged attention equals the reference: on the device, or in the interpreter where there is none."""
+"""Triton's paged attention equals the reference, on a device or in the interpreter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BATCHES = {
 def batch_of(
     lengths: Lengths, num_kv_heads: int, head_dim: int, block_size: int = 16, num_blocks: int = NUM_BLOCKS
 ) -> AttentionBatch:
-    """Tables are scattered over the pool, and requests share blocks."""
+    """Return a batch with scattered tables, whose requests share blocks."""
     tables = attention_batches.scattered_tables(lengths, num_blocks, block_size)
     return attention_batches.batch_of(lengths, tables, num_kv_heads, head_dim, block_size)
 
@@ -51,7 +51,7 @@ def assert_equals_reference(
 ) -> None:
     cache = random(NUM_BLOCKS, 2 * batch.num_kv_heads, batch.block_size, batch.head_dim, dtype=dtype)
     num_tokens = int(batch.query_start_loc[-1])
-    # A slice of a fused projection, as in a model.
+    # The query is a slice of a fused projection, as in a model.
     query = random(num_tokens, num_heads + 2, batch.head_dim, dtype=dtype, seed=1)[:, :num_heads]
     extras = (soft_cap, slopes, sinks)
     results = [
@@ -63,27 +63,27 @@ def assert_equals_reference(
 
 @pytest.mark.parametrize(("heads", "window"), [((4, 4), None), ((6, 2), 12), ((9, 1), None)])
 @pytest.mark.parametrize("batch_name", BATCHES)
-def test_equals_the_reference(batch_name: str, heads: tuple[int, int], window: int | None) -> None:
+def test_attention_equals_the_reference(batch_name: str, heads: tuple[int, int], window: int | None) -> None:
     num_heads, num_kv_heads = heads
     assert_equals_reference(batch_of(BATCHES[batch_name], num_kv_heads, 16), num_heads, window=window)
 
 
 @pytest.mark.parametrize("dtype", NARROW_TYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 160, 192, 256])
-def test_head_sizes_and_narrow_types(head_dim: int, dtype: torch.dtype) -> None:
+def test_all_head_sizes_and_16_bit_types_are_supported(head_dim: int, dtype: torch.dtype) -> None:
     assert_equals_reference(batch_of([(1, 20), (9, 30)], 1, head_dim), 3, dtype=dtype)
 
 
 @pytest.mark.parametrize("lengths", [[(1, 20), (1, 70)], [(1, 20), (40, 50)]], ids=["decodes", "mixed"])
 @pytest.mark.parametrize("heads", [(4, 2), (40, 1)], ids=["group of 2", "group of 40"])
-def test_wide_heads_in_float32(heads: tuple[int, int], lengths: list[tuple[int, int]]) -> None:
+def test_wide_heads_in_float32_are_supported(heads: tuple[int, int], lengths: list[tuple[int, int]]) -> None:
     """Their tiles are smaller, so that they fit every device."""
     assert_equals_reference(batch_of(lengths, heads[1], 192), heads[0])
 
 
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("query_dtype", [torch.float32, *NARROW_TYPES])
-def test_a_cache_of_another_float_type_than_the_queries(cached: torch.dtype, query_dtype: torch.dtype) -> None:
+def test_the_cache_may_have_another_float_type_than_the_queries(cached: torch.dtype, query_dtype: torch.dtype) -> None:
     batch = batch_of(BATCHES["mixed"], 2, 64)
     cache = random(NUM_BLOCKS, 4, 16, 64, dtype=cached)
     query = random(int(batch.query_start_loc[-1]), 4, 64, dtype=query_dtype, seed=1)
@@ -93,14 +93,14 @@ def test_a_cache_of_another_float_type_than_the_queries(cached: torch.dtype, que
 
 
 @pytest.mark.parametrize("block_size", [32, 48])
-def test_blocks_of_any_multiple_of_16(block_size: int) -> None:
+def test_blocks_may_have_any_multiple_of_16_tokens(block_size: int) -> None:
     assert_equals_reference(batch_of(BATCHES["mixed"], 2, 32, block_size), 4)
 
 
 @pytest.mark.parametrize(
     ("soft_cap", "has_slopes", "window"), [(3.0, False, None), (None, True, None), (3.0, True, 20)]
 )
-def test_soft_cap_and_alibi(soft_cap: float | None, has_slopes: bool, window: int | None) -> None:
+def test_soft_cap_and_alibi_equal_the_reference(soft_cap: float | None, has_slopes: bool, window: int | None) -> None:
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE) if has_slopes else None
     batch = batch_of([(1, 20), (9, 30)], 2, 32)
     assert_equals_reference(batch, 4, soft_cap=soft_cap, slopes=slopes, window=window)
@@ -108,7 +108,7 @@ def test_soft_cap_and_alibi(soft_cap: float | None, has_slopes: bool, window: in
 
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize("batch_name", ["mixed", "requests without tokens"])
-def test_sinks(batch_name: str, window: int | None) -> None:
+def test_sinks_equal_the_reference(batch_name: str, window: int | None) -> None:
     sinks = torch.tensor([4.0, -3.0, 0.5, 20.0], device=DEVICE)
     assert_equals_reference(batch_of(BATCHES[batch_name], 2, 32), 4, sinks=sinks, window=window)
 
@@ -117,10 +117,10 @@ LONG_DECODES = [(1, 540), (1, 1), (1, 257)]
 
 
 @pytest.mark.parametrize(("num_splits", "window"), [(4, None), (4, 300), (16, None)])
-def test_a_context_cut_into_parts_is_joined_again(
+def test_the_parts_of_a_split_context_are_combined(
     num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the requests some are long enough for several parts and some are not: each program finds out by itself."""
+    """Some requests are long enough for several parts and others are not; each program determines it by itself."""
     monkeypatch.setattr(triton_launch, "choose_splits", lambda num_programs: num_splits)
     assert_equals_reference(batch_of(LONG_DECODES, 1, 16), 2, window=window)
     sinks = torch.tensor([1.5, -2.0], device=DEVICE)
@@ -152,7 +152,7 @@ def cache_of_codes(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_s
 )
 @pytest.mark.parametrize("query_dtype", [torch.float32, *NARROW_TYPES])
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_a_cache_of_codes_is_read_by_its_codes(
+def test_a_quantized_cache_is_read(
     dtype: torch.dtype,
     query_dtype: torch.dtype,
     lengths: list[tuple[int, int]],
@@ -171,7 +171,7 @@ def test_a_cache_of_codes_is_read_by_its_codes(
 
 
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_a_long_context_of_codes_is_cut_into_parts_too(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_context_of_a_quantized_cache_is_split_too(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "choose_splits", lambda num_programs: 4)
     batch, cache = batch_of(LONG_DECODES, 1, 16), cache_of_codes(dtype, 1, 16)
     query = random(3, 2, 16, seed=1)
@@ -181,10 +181,10 @@ def test_a_long_context_of_codes_is_cut_into_parts_too(dtype: torch.dtype, monke
     close(triton_launch.paged_attention(query, cache.to(DEVICE), plan, 0.2), expected)
 
 
-@pytest.mark.skipif(HAS_GPU, reason="most of this memory is never there; the device has a test of its own")
+@pytest.mark.skipif(HAS_GPU, reason="the memory is virtual; the device has a test of its own")
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_blocks_behind_2_to_the_31st_element(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Codes and, a quarter as many, their scales."""
+def test_blocks_beyond_the_2_31st_element_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Quantized values and, a quarter as many, their scales."""
     width = storage.token_width(dtype, 64)
     num_blocks = 2**31 // (32 * 16 * width) + NUM_BLOCKS
     far = sparse(tmp_path / "cache", num_blocks * 32 * 16 * width, dtype).view(num_blocks, 32, 16, width)
@@ -200,7 +200,7 @@ def test_blocks_behind_2_to_the_31st_element(dtype: torch.dtype, tmp_path: Path)
 
 
 @pytest.mark.parametrize("window", [None, 10])
-def test_what_lies_beyond_a_sequence_or_before_its_window_is_never_read(window: int | None) -> None:
+def test_memory_beyond_a_sequence_or_before_its_window_is_never_read(window: int | None) -> None:
     batch = batch_of([(1, 36), (3, 51)], 1, 16)
     batch.block_tables[:] = np.arange(batch.block_tables.size).reshape(batch.block_tables.shape)
     cache = random(NUM_BLOCKS, 2, 16, 16)
@@ -215,7 +215,7 @@ def test_what_lies_beyond_a_sequence_or_before_its_window_is_never_read(window: 
     assert torch.equal(triton_launch.paged_attention(query, cache, plan, 1.0), before)
 
 
-@pytest.mark.skipif(HAS_GPU, reason="products of the interpreter are counted")
+@pytest.mark.skipif(HAS_GPU, reason="matmuls of the interpreter are counted")
 @pytest.mark.parametrize(
     ("lengths", "heads", "window", "num_tiles"),
     [
@@ -228,14 +228,14 @@ def test_what_lies_beyond_a_sequence_or_before_its_window_is_never_read(window: 
     ],
     ids=["causal", "behind a context", "window", "group of 4", "two groups of 2", "tokens and heads in one block"],
 )
-def test_only_tiles_that_some_row_sees_are_read_and_once_for_a_whole_group(
+def test_only_tiles_that_some_row_needs_are_read_once_for_a_whole_group(
     lengths: list[tuple[int, int]],
     heads: tuple[int, int],
     window: int | None,
     num_tiles: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Blocks of 16 rows, tiles of 16 keys; each tile is two products."""
+    """Blocks have 16 rows and tiles 16 keys; each tile is two matmuls."""
     products: list[int] = []
     builder = type(interpreter_builder)
     multiply = builder.create_dot
@@ -251,17 +251,15 @@ def test_only_tiles_that_some_row_sees_are_read_and_once_for_a_whole_group(
     assert len(products) == 2 * num_tiles
 
 
-def test_a_request_of_a_hundred_thousand_tokens() -> None:
-    """The window keeps the work small; positions, blocks and offsets are those of the long request."""
+def test_a_request_may_have_a_hundred_thousand_tokens() -> None:
+    """A window keeps the work small; positions, blocks and offsets are those of the long request."""
     assert_equals_reference(batch_of([(3, 100_000), (1, 99_999)], 1, 16), 2, window=40)
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="a CUDA graph takes a device")
+@pytest.mark.skipif(not HAS_GPU, reason="a CUDA graph requires a device")
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_a_recorded_mixed_batch_runs_again_on_what_lies_there_then(
-    num_splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its two launches are on two streams, of which the recording has both."""
+def test_a_captured_mixed_batch_reads_the_current_data(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its two launches are on two streams, and the graph contains both."""
     monkeypatch.setattr(triton_launch, "choose_splits", lambda num_programs: num_splits)
     batch = batch_of([*BATCHES["mixed"], (1, 540)], 2, 32)
     cache, query = random(NUM_BLOCKS, 4, 16, 32), random(int(batch.query_start_loc[-1]), 4, 32, seed=1)
@@ -274,14 +272,14 @@ def test_a_recorded_mixed_batch_runs_again_on_what_lies_there_then(
     for seed in (2, 3):
         query.copy_(random(*query.shape, seed=seed))
         graph.replay()
-        # Queued behind the replay, so it reads what the replay wrote.
+        # This is queued after the replay, so it reads what the replay wrote.
         expected = reference.paged_attention(
             query, cache, reference.plan_attention(batch, None, torch.float32, DEVICE), 0.2
         )
         close(out, expected)
 
 
-def test_no_tokens_are_no_launch() -> None:
+def test_without_tokens_nothing_is_launched() -> None:
     batch = batch_of([(0, 5)], 1, 16)
     plan = triton_launch.plan_attention(batch, None, torch.float32, DEVICE)
     query, cache = random(0, 2, 16), random(NUM_BLOCKS, 2, 16, 16)
@@ -332,7 +330,7 @@ def test_unsupported_shapes_are_named() -> None:
         ({"block_tables": torch.zeros(2, 4, dtype=torch.int32, device="meta")}, "lies on"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_named(changes: dict[str, torch.Tensor], words: str) -> None:
+def test_a_plan_that_does_not_fit_is_refused_by_name(changes: dict[str, torch.Tensor], words: str) -> None:
     plan = triton_launch.plan_attention(batch_of([(1, 5), (1, 9)], 1, 16), None, torch.float32, DEVICE)
     placed = {name: each if each.device.type == "meta" else each.to(DEVICE) for name, each in changes.items()}
     with pytest.raises(ValueError, match=words):
@@ -342,14 +340,14 @@ def test_a_plan_that_does_not_fit_is_named(changes: dict[str, torch.Tensor], wor
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_batches_of_a_real_size(head_dim: int, dtype: torch.dtype) -> None:
+def test_batches_of_realistic_size_equal_the_reference(head_dim: int, dtype: torch.dtype) -> None:
     lengths = [(1, 1 + 37 * i) for i in range(64)] + [(700, 700), (64, 2000)]
     assert_equals_reference(batch_of(lengths, 8, head_dim), 32, dtype=dtype)
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_32_bits() -> None:
-    """The last blocks of a cache of 2^31 elements and more."""
+def test_offsets_may_exceed_32_bits() -> None:
+    """The test uses the last blocks of a cache of 2^31 elements and more."""
     num_blocks, shape = 70_000, (16, 16, 128)
     cache = torch.zeros(num_blocks, *shape, dtype=torch.bfloat16, device=DEVICE)
     assert cache.numel() > 2**31

@@ -1,4 +1,4 @@
-"""Hot kernels are compiled for an H100 on a machine without one, and keep all they need in registers."""
+"""Hot kernels are compiled for an H100 on a machine without one, and their values fit into registers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ OTHERS = {
 @pytest.mark.parametrize(
     "cases", [pytest.param(IN_SAMPLE, id="sample"), pytest.param(OTHERS, id="others", marks=pytest.mark.full)]
 )
-def test_hot_kernels_spill_nothing(tmp_path: Path, cases: dict[str, list[str]]) -> None:
-    # Kernels of the interpreter cannot be compiled: a process of its own, which does not inherit the choice.
+def test_hot_kernels_spill_no_registers(tmp_path: Path, cases: dict[str, list[str]]) -> None:
+    # Kernels of the interpreter cannot be compiled, so this runs in a process that does not inherit the setting.
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     argv = [sys.executable, str(SCRIPT), "--architectures", "90", "--only", *cases]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=environment)
@@ -83,8 +83,8 @@ def test_no_hot_kernel_spills_on_any_architecture(architecture: str, tmp_path: P
     assert result["oversized"] == []
 
 
-@pytest.mark.full  # `make test` has the same in the interpreter: bench/test_kernel_cases.py
-def test_every_kernel_that_a_launcher_launches_is_among_those_compiled() -> None:
+@pytest.mark.full  # `make test` runs the same in the interpreter: bench/test_kernel_cases.py
+def test_every_launched_kernel_is_among_the_compiled_ones() -> None:
     code = (
         "import json, kernel_resources as resources\n"
         "with resources.recording() as launched:\n"
@@ -101,7 +101,7 @@ def test_every_kernel_that_a_launcher_launches_is_among_those_compiled() -> None
 
 
 @pytest.mark.full
-def test_what_an_older_device_does_not_have_is_reported_and_not_compiled(tmp_path: Path) -> None:
+def test_features_that_an_older_device_lacks_are_reported_and_not_compiled(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     argv = [sys.executable, str(SCRIPT), "--architectures", "80", "89", "--only", "cache write, fp8 cache"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=environment)
@@ -111,8 +111,8 @@ def test_what_an_older_device_does_not_have_is_reported_and_not_compiled(tmp_pat
     assert on_89.split(" / ")[1] == "0"
 
 
-def test_the_kernels_import_torch_numpy_and_triton_alone() -> None:
-    """They run on a machine that has nothing else installed."""
+def test_the_kernels_import_only_torch_numpy_and_triton() -> None:
+    """They run on a machine where no other package is installed."""
     code = (
         "import sys\n"
         "from pagemill_kernels import registry\n"

@@ -1,4 +1,4 @@
-"""Triton's norms, gated activations and the rotation with its cache write equal their references."""
+"""Triton's norms, gated activations, and the rotation with its cache write equal their references."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ NUM_BLOCKS, BLOCK_SIZE = 12, 16
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (7, 129), (9, 3, 48), (0, 64)])
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rms_norm_equals_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     before = x.clone()
     close(norm.rms_norm(x, weight, 1e-5), norm_reference.rms_norm(x, weight, 1e-5))
     assert torch.equal(x, before)
 
 
-def test_rms_norm_reads_heads_inside_wider_rows() -> None:
+def test_rms_norm_reads_heads_in_wider_rows() -> None:
     wide, weight = random(11, 8, 32), random(32, seed=1)
     close(norm.rms_norm(wide[:, 2:5], weight, 1e-5), norm_reference.rms_norm(wide[:, 2:5], weight, 1e-5))
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_layer_norm(bias: bool) -> None:
+def test_layer_norm_equals_the_reference(bias: bool) -> None:
     x, weight, b = random(5, 100) + 3, random(100, seed=1), random(100, seed=2) if bias else None
     close(norm.layer_norm(x, weight, b, 1e-5), norm_reference.layer_norm(x, weight, b, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_residual_is_added_and_kept(dtype: torch.dtype) -> None:
+def test_a_residual_is_added_and_stored(dtype: torch.dtype) -> None:
     x, residual, weight = (
         random(6, 72, dtype=dtype),
         random(6, 72, dtype=dtype, seed=1),
@@ -55,7 +55,7 @@ def test_a_residual_is_added_and_kept(dtype: torch.dtype) -> None:
     close(norm.layer_norm(x, weight, None, 1e-5, both), norm_reference.layer_norm(total, weight, None, 1e-5))
 
 
-def test_rows_of_a_norm_that_do_not_fit_are_named() -> None:
+def test_rows_of_a_norm_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="weight is"):
         norm.rms_norm(random(2, 8), random(7), 1e-5)
     with pytest.raises(ValueError, match="neighbouring"):
@@ -79,13 +79,13 @@ def test_rows_of_a_norm_that_do_not_fit_are_named() -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (5, 33), (0, 8)])
-def test_gated_activations(tokens: int, size: int, dtype: torch.dtype) -> None:
+def test_gated_activations_equal_the_reference(tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = random(tokens, 2 * size, dtype=dtype) * 4
     close(activation.silu_and_mul(gate_up), activation_reference.silu_and_mul(gate_up.clone()))
     close(activation.gelu_and_mul(gate_up), activation_reference.gelu_and_mul(gate_up.clone()))
 
 
-def test_gates_that_do_not_fit_are_named() -> None:
+def test_gates_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="no rows of gate and up"):
         activation.silu_and_mul(random(2, 7))
     with pytest.raises(ValueError, match="no rows of gate and up"):
@@ -95,7 +95,7 @@ def test_gates_that_do_not_fit_are_named() -> None:
 
 
 def rotated(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Heads, cos, sin and slots that jump through the cache."""
+    """Return heads, cos, sin and slots that are scattered over the cache."""
     angles = random(tokens, 1, head_dim // 2, seed=1)
     order = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=torch.Generator().manual_seed(0))
     slots = rope.plan_slots(order[:tokens].to(DEVICE), 2 * num_kv_heads, BLOCK_SIZE)
@@ -105,7 +105,9 @@ def rotated(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(1, (4, 4), 64), (7, (6, 2), 80), (3, (32, 8), 128)])
-def test_rope_and_store(tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+def test_rope_and_store_equals_the_reference(
+    tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+) -> None:
     num_heads, num_kv_heads = heads
     x, cos, sin, slots = rotated(tokens, num_heads, num_kv_heads, head_dim, dtype)
     cache = random(NUM_BLOCKS, 2 * num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, seed=2)
@@ -118,7 +120,7 @@ def test_rope_and_store(tokens: int, heads: tuple[int, int], head_dim: int, dtyp
     assert int((cache != expected_cache).any(-1).sum()) <= tokens * 2 * num_kv_heads
 
 
-def test_a_narrow_cache_behind_wide_heads() -> None:
+def test_the_cache_may_have_a_narrower_type_than_the_heads() -> None:
     x, cos, sin, slots = rotated(3, 4, 2, 32, torch.float32)
     cache = torch.zeros(NUM_BLOCKS, 4, BLOCK_SIZE, 32, dtype=torch.bfloat16, device=DEVICE)
     rope.rope_and_store(x, 4, cos, sin, cache, slots)
@@ -128,7 +130,7 @@ def test_a_narrow_cache_behind_wide_heads() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_a_cache_of_codes_gets_codes_and_scales(dtype: torch.dtype) -> None:
+def test_a_quantized_cache_gets_values_and_scales(dtype: torch.dtype) -> None:
     x, cos, sin, slots = rotated(4, 4, 2, 32, torch.float32)
     x[1, 6] = 0.0
     x[2, 7, 5] = float("nan")
@@ -145,14 +147,14 @@ def test_a_cache_of_codes_gets_codes_and_scales(dtype: torch.dtype) -> None:
         step = scales[token, :, None].nan_to_num(0.0, 0.0) * largest_step
         error = (decoded[at] - codes[token].float() * scales[token, :, None]).nan_to_num(0.0).abs()
         assert bool((error <= step * 1.01).all())
-        assert int((error > step * 1e-3).sum()) <= 2, "only what lies in the middle between two codes may differ"
+        assert int((error > step * 1e-3).sum()) <= 2, "only values exactly between two codes may differ"
     written = cache.view(torch.uint8).flatten(1).any(-1)
     assert int(written.sum()) == len({slot // BLOCK_SIZE for slot in slots.tolist()})
 
 
-@pytest.mark.skipif(HAS_GPU, reason="most of this memory is never there")
+@pytest.mark.skipif(HAS_GPU, reason="the memory is virtual")
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_slots_behind_2_to_the_31st_element(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_slots_beyond_the_2_31st_element_are_written(dtype: torch.dtype, tmp_path: Path) -> None:
     x, cos, sin, _ = rotated(2, 4, 2, 64, torch.float32)
     width = storage.token_width(dtype, 64)
     num_blocks = 2**31 // (4 * BLOCK_SIZE * width) + 2
@@ -165,7 +167,7 @@ def test_slots_behind_2_to_the_31st_element(dtype: torch.dtype, tmp_path: Path) 
     assert bool(near.view(torch.uint8).any())
 
 
-def test_a_cache_of_another_shape_is_named() -> None:
+def test_a_cache_of_another_shape_is_refused_by_name() -> None:
     x, cos, sin, slots = rotated(3, 4, 2, 32, torch.float32)
     with pytest.raises(ValueError, match="cache is"):
         rope.rope_and_store(x, 4, cos, sin, random(NUM_BLOCKS, 6, BLOCK_SIZE, 32), slots)
@@ -181,7 +183,7 @@ def test_a_cache_of_another_shape_is_named() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_of_a_real_size(dtype: torch.dtype) -> None:
+def test_rows_of_realistic_size_equal_the_reference(dtype: torch.dtype) -> None:
     x, weight = random(4096, 8192, dtype=dtype), random(8192, dtype=dtype, seed=1)
     close(norm.rms_norm(x, weight, 1e-5), norm_reference.rms_norm(x, weight, 1e-5))
     gate_up = random(4096, 2 * 14336, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Triton's products with weights in codes, and its gathers, equal the dequantized weight's."""
+"""Triton's matmuls with quantized weights, and its gathers, equal those of the dequantized weight."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ CODES = {
 
 @pytest.mark.parametrize(("rows", "in_tiles"), [(1, True), (70, True), (70, False)], ids=["1", "70", "as floats"])
 @pytest.mark.parametrize("kind", CODES)
-def test_products_equal_the_dequantized_weights(
+def test_matmuls_equal_those_of_the_dequantized_weights(
     kind: str, rows: int, in_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of many rows turn some rows of the weight into floats at a time: here 13 of up to 40."""
+    """With many rows, some rows of the weight are dequantized at a time: here 13 of up to 40."""
     most = 1 << 30 if in_tiles else 0
     monkeypatch.setattr(triton_launch, "MOST_ROWS_IN_TILES", {4: most, 8: most})
     monkeypatch.setattr(triton_launch, "FLOATS_AT_ONCE", 13 * CODES[kind].codes.shape[1])
@@ -70,33 +70,33 @@ def test_products_equal_the_dequantized_weights(
 
 @pytest.mark.parametrize("dtype", NARROW_TYPES)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_narrow_activations(bits: Literal[4, 8], dtype: torch.dtype) -> None:
+def test_16_bit_activations_equal_the_reference(bits: Literal[4, 8], dtype: torch.dtype) -> None:
     codes = quantize(np.random.default_rng(0).standard_normal((48, 64), dtype=np.float32), bits)
     x = random(9, 64, dtype=dtype)
     close(triton_launch.pack_codes(codes, None)(x), F.linear(x, values_of(codes).to(DEVICE, dtype)))
 
 
 @pytest.mark.parametrize("kind", CODES)
-def test_rows_come_back_exactly(kind: str) -> None:
+def test_rows_are_gathered_exactly(kind: str) -> None:
     linear = triton_launch.pack_codes(CODES[kind], None)
     ids = torch.tensor([[4, 0], [3, 4]], device=DEVICE)
     torch.testing.assert_close(linear.gather(ids), values_of(CODES[kind]).to(DEVICE)[ids])
     assert linear.gather(ids[:0]).shape == (0, 2, CODES[kind].codes.shape[1])
 
 
-def test_codes_take_their_own_memory() -> None:
+def test_quantized_weights_use_only_their_own_memory() -> None:
     weight = codes_of(4, 64, 320)
     assert triton_launch.pack_codes(weight, None).num_bytes == 64 * 320 // 2 + 2 * 4 * 64 * 10
 
 
-def test_codes_that_are_not_packed_are_named() -> None:
+def test_weights_that_are_not_packed_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="48 inputs"):
         triton_launch.pack_codes(codes_of(8, 8, 48, group_size=16), None)
     with pytest.raises(ValueError, match="groups of 16"):
         triton_launch.pack_codes(codes_of(4, 8, 64, group_size=16), None)
 
 
-def test_what_does_not_fit_a_product_is_named() -> None:
+def test_operands_that_do_not_fit_are_refused_by_name() -> None:
     packed = triton_launch.pack_codes(codes_of(4, 8, 64), None)
     with pytest.raises(ValueError, match="rows of 64"):
         packed(random(2, 32))
@@ -111,7 +111,7 @@ def test_what_does_not_fit_a_product_is_named() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_float_products(bias: bool) -> None:
+def test_float_matmuls_equal_the_reference(bias: bool) -> None:
     weight, b = random(24, 40), random(24, seed=1) if bias else None
     linear, x, out = triton_launch.pack_linear(weight, b), random(3, 40, seed=2), random(3, 24, seed=3)
     expected = F.linear(x, weight, b)
@@ -122,7 +122,7 @@ def test_float_products(bias: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gather_rows(dtype: torch.dtype) -> None:
+def test_gathered_rows_equal_the_reference(dtype: torch.dtype) -> None:
     table = random(50, 1100, dtype=dtype)[:, :1030]
     ids = torch.tensor([49, 0, 7, 7], device=DEVICE)
     assert torch.equal(gather.gather_rows(table, ids), gather_reference.gather_rows(table, ids))
@@ -138,7 +138,7 @@ def test_gather_rows(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 64, 300])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_layers_of_a_real_size(bits: Literal[4, 8], rows: int) -> None:
+def test_layers_of_realistic_size_equal_the_reference(bits: Literal[4, 8], rows: int) -> None:
     codes = codes_of(bits, 4096, 14336)
     x = random(rows, 14336, dtype=torch.bfloat16) / 100
     close(triton_launch.pack_codes(codes, None)(x), F.linear(x, values_of(codes).to(DEVICE, torch.bfloat16)))

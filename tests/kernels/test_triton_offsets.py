@@ -1,6 +1,7 @@
-"""Rows, blocks and codes behind the 2^31st element: kernels count in 64 bits wherever a product of sizes is an offset.
+"""Rows, blocks and codes beyond the 2^31st element: kernels use 64 bits for every offset that is a product of sizes.
 
-In the interpreter alone: the memory is a file with holes. On a device `test_triton_attention` fills its own.
+The tests run in the interpreter only: the memory is a sparse file. On a device, `test_triton_attention` uses real
+memory.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from pagemill_kernels.paged_attention import triton_launch as attention
 from pagemill_kernels.scaled_linear import triton_launch as scaled
 from pagemill_kernels.scaled_linear.channels import ChannelCodes, quantize_channels
 
-pytestmark = pytest.mark.skipif(HAS_GPU, reason="most of this memory is never there")
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="the memory is virtual")
 
 SIZE, STRIDE = 64, 2**30
-"""Of three rows the last begins at the 2^31st element, while the stride itself is a number of 32 bits."""
+"""The last of three rows starts at the 2^31st element, while the stride itself has 32 bits."""
 WEIGHT = random(40, SIZE, seed=1)
 
 
 def attend(query: torch.Tensor) -> torch.Tensor:
-    """Three tokens of one request."""
+    """Compute attention of three tokens of one request."""
     batch = batch_of([(3, 20)], np.array([[1, 0]], dtype=np.int32), 1, SIZE)
     plan = attention.plan_attention(batch, None, torch.float32, DEVICE)
     return attention.paged_attention(query[:, None], random(2, 2, 16, SIZE, seed=2), plan, 0.1)
@@ -52,7 +53,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_rows_that_begin_behind_the_2_to_the_31st_element(
+def test_rows_that_start_beyond_the_2_31st_element_are_read(
     operation: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:
     near = random(3, SIZE)
@@ -62,7 +63,7 @@ def test_rows_that_begin_behind_the_2_to_the_31st_element(
 
 
 @pytest.mark.full
-def test_group_codes_behind_the_2_to_the_31st(tmp_path: Path) -> None:
+def test_group_quantized_weights_beyond_the_2_31st_element_are_read(tmp_path: Path) -> None:
     num_rows, width = 2**15 + 2, 2**16
     codes = sparse(tmp_path / "codes", num_rows * width, torch.int8).view(num_rows, width)
     scales = sparse(tmp_path / "scales", num_rows * width // 32, torch.float32).view(num_rows, width // 32)
@@ -72,7 +73,7 @@ def test_group_codes_behind_the_2_to_the_31st(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_channel_codes_behind_the_2_to_the_31st(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_channel_quantized_weights_beyond_the_2_31st_element_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
     num_rows, width = 2**15 + 2, 2**16
     codes = sparse(tmp_path / "codes", num_rows * width, dtype).view(num_rows, width)
     codes[-1, -SIZE:] = quantize_channels(WEIGHT, dtype).codes[2]

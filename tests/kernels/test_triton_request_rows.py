@@ -22,7 +22,7 @@ PADDING_BLOCK = 99
 
 
 def filled(seed: int = 0) -> RowState:
-    """Every row has blocks, tokens and a record of its own."""
+    """Return a state in which every row has its own blocks, tokens and parameters."""
     generator = np.random.default_rng(seed)
     state = RowState(LAYOUT, PADDING_BLOCK, DEVICE)
     staging = Staging()
@@ -77,7 +77,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_steps_inputs(name: str) -> None:
+def test_a_steps_inputs_equal_the_reference(name: str) -> None:
     at, counts, samples = STEPS[name]
     state, wanted = filled(), step(at, counts, samples)
     ours, expected = (inputs_of(sum(counts), len(at), sum(samples)) for _ in range(2))
@@ -87,8 +87,8 @@ def test_a_steps_inputs(name: str) -> None:
     assert_equal(ours, expected)
 
 
-def test_requests_of_more_than_a_hundred_thousand_tokens() -> None:
-    """The end of a long prompt and a decode behind one: positions, blocks and tokens far into their rows."""
+def test_requests_of_more_than_a_hundred_thousand_tokens_are_supported() -> None:
+    """The end of a long prompt and a decode after one: positions, blocks and tokens are far into their rows."""
     long = RowLayout.of(3, 131_072, BLOCK_SIZE)
     state = RowState(long, PADDING_BLOCK, DEVICE)
     generator = torch.Generator().manual_seed(0)
@@ -115,7 +115,7 @@ def test_requests_of_more_than_a_hundred_thousand_tokens() -> None:
     assert found[0][0].slots[300] == state.tables[1, 131_070 // BLOCK_SIZE] * BLOCK_SIZE + 131_070 % BLOCK_SIZE
 
 
-def test_inputs_may_lie_in_longer_buffers() -> None:
+def test_inputs_may_be_in_longer_buffers() -> None:
     at, counts, samples = STEPS["decodes"]
     state, wanted = filled(), step(at, counts, samples)
     whole, expected = inputs_of(8, 8, 8), inputs_of(8, 8, 8)
@@ -125,7 +125,7 @@ def test_inputs_may_lie_in_longer_buffers() -> None:
     assert whole.block_tables[3:].eq(-7).all()
 
 
-def test_a_draws_key_is_that_of_the_specification() -> None:
+def test_the_key_of_a_sample_follows_the_specification() -> None:
     seed, choice, generated = 0xFEDCBA9876543210, 5, 11
     record = np.zeros(layout.NUM_FIELDS, dtype=np.int32)
     record[[layout.NUM_TOKENS, layout.NUM_PROMPT_TOKENS, layout.CHOICE]] = [20 + generated, 20, choice]
@@ -139,7 +139,7 @@ def test_a_draws_key_is_that_of_the_specification() -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_the_end_of_a_step(name: str) -> None:
+def test_the_end_of_a_step_equals_the_reference(name: str) -> None:
     at, counts, samples = STEPS[name]
     ours, wanted = filled(), step(at, counts, samples)
     expected, before = copied(ours), ours.values.clone()
@@ -150,7 +150,7 @@ def test_the_end_of_a_step(name: str) -> None:
     assert not torch.equal(ours.values, before)
 
 
-def test_what_was_sampled_is_the_next_steps_input() -> None:
+def test_a_sampled_token_is_the_next_steps_input() -> None:
     state = filled()
     state.records[4, layout.NUM_COMPUTED_TOKENS] = state.records[4, layout.NUM_TOKENS] - 2
     rows.advance_rows(state, step([4], [2], [True]), torch.tensor([4321], device=DEVICE))
@@ -159,7 +159,7 @@ def test_what_was_sampled_is_the_next_steps_input() -> None:
     assert out.token_ids.tolist() == [4321]
 
 
-def test_changes_of_any_length_are_written_where_they_belong() -> None:
+def test_changes_of_any_length_are_written_to_their_rows() -> None:
     state = filled()
     staging, expected = Staging(), state.values.clone()
     changes = {0: 3, 40: 1, 300: 0, LAYOUT.token(1, 0): LAYOUT.tokens_width, LAYOUT.token(3, 1): 2 * PIECE + 5}
@@ -173,7 +173,7 @@ def test_changes_of_any_length_are_written_where_they_belong() -> None:
     assert torch.equal(state.values, expected)
 
 
-def test_everything_of_a_step_travels_at_once_and_begins_where_kernels_may_read_wide() -> None:
+def test_all_data_of_a_step_is_copied_at_once_with_the_alignment_for_wide_reads() -> None:
     staging = Staging()
     staging.put(5, [1, 2, 3])
     counts = np.array([0, 1, 2], dtype=np.int32)
@@ -184,7 +184,7 @@ def test_everything_of_a_step_travels_at_once_and_begins_where_kernels_may_read_
     assert (at.rows.tolist(), at.query_start_loc.tolist(), at.places.tolist()) == ([1, 2], [0, 1, 2], [-1, 0])
 
 
-def test_rows_lie_beside_each_other_and_the_last_one_is_nobodys() -> None:
+def test_rows_are_contiguous_and_the_last_one_is_for_padding() -> None:
     state = RowState(LAYOUT, PADDING_BLOCK, DEVICE)
     assert state.tables[LAYOUT.padding_row].eq(PADDING_BLOCK).all()
     assert not state.tables[: LAYOUT.padding_row].any()
@@ -193,7 +193,7 @@ def test_rows_lie_beside_each_other_and_the_last_one_is_nobodys() -> None:
         assert part[LAYOUT.padding_row].data_ptr() - state.values.data_ptr() == 4 * place(*last)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_data_that_does_not_fit_is_refused_by_name() -> None:
     state, wanted = filled(), step([3, 0], [1, 1], [True, True])
     with pytest.raises(ValueError, match="2 requests, of which 2 sample, do not fit into inputs of 2 and 1"):
         rows.build_inputs(state, wanted, 1, 2, BLOCK_SIZE, inputs_of(2, 2, 1))
@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_of_a_real_size() -> None:
+def test_a_step_of_realistic_size_equals_the_reference() -> None:
     state = filled()
     at = [row % LAYOUT.padding_row for row in range(512)]
     wanted = step(at, [1] * 512, [True] * 512)

@@ -1,4 +1,4 @@
-"""Triton's sampler draws the reference's tokens: the same bits for any filters, penalties, ties and batch."""
+"""Triton's sampler gives the reference's tokens for any filters, penalties, ties and batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def logits_of(num_rows: int, vocab_size: int, seed: int = 0, spread: float = 3.0
 
 
 def draws_of(num_rows: int, position: int = 0, **values: Any) -> Draws:
-    """Row i has seed i. Values: one number for all rows, or one for each."""
+    """Return parameters in which row i has seed i; each value is one number for all rows, or one for each row."""
     filled = {"temperature": 1.0, "top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0, **values}
     types = {"temperature": np.float32, "top_k": np.int64, "top_p": np.float32, "min_p": np.float32}
     arrays = {name: np.broadcast_to(np.array(filled[name], types[name]), num_rows).copy() for name in types}
@@ -33,7 +33,7 @@ def draws_of(num_rows: int, position: int = 0, **values: Any) -> Draws:
 
 
 def on_device(batch: SamplingBatch) -> SamplingBatch:
-    """With tables of its own."""
+    """Return the batch with tables on the device."""
     if batch.penalties is None:
         return batch
     tables = {name: getattr(batch.penalties, name).to(DEVICE, copy=True) for name in ("in_prompt", "in_output")}
@@ -41,13 +41,13 @@ def on_device(batch: SamplingBatch) -> SamplingBatch:
 
 
 def both(logits: torch.Tensor, batch: SamplingBatch) -> tuple[SampledTokens, SampledTokens]:
-    """The kernels' and the reference's."""
+    """Return the tokens of the kernels and of the reference."""
     ours = sampling.sample_tokens(logits.to(DEVICE), on_device(batch))
     return ours, reference.sample_tokens(logits.numpy().copy(), on_host(batch))
 
 
 def on_host(batch: SamplingBatch) -> SamplingBatch:
-    """With the same tables as arrays."""
+    """Return the batch with the same tables as arrays."""
     if batch.penalties is None:
         return batch
     tables = {name: getattr(batch.penalties, name).numpy() for name in ("in_prompt", "in_output")}
@@ -88,10 +88,10 @@ FILTERS = {
     capacity=st.sampled_from([1, 8, 32, 128]),
     **FILTERS,
 )
-def test_tokens_are_the_references(
+def test_tokens_equal_the_references(
     seed: int, vocab_size: int, spread: float, rounded: bool, capacity: int, **values: float
 ) -> None:
-    """Rounded logits have many ties, at the cut and elsewhere; a small list is full before the cut is found."""
+    """Rounded logits have many ties, at the cut and elsewhere; the small list is full before the cut is found."""
     logits = logits_of(2, vocab_size, seed, spread)
     with pytest.MonkeyPatch.context() as patch:
         set_sizes(patch, 64, capacity)
@@ -105,7 +105,7 @@ def noise_and_bound(noise_ptr, bound_ptr, low, high, BLOCK: tl.constexpr):
     tl.store(bound_ptr + token, triton_body.most_noise(low.to(tl.uint32), high.to(tl.uint32), token))
 
 
-def test_no_noise_is_above_its_bound_and_few_are_far_below_it() -> None:
+def test_no_noise_exceeds_its_bound_and_few_values_are_far_below() -> None:
     noise, bound = (torch.empty(1 << 20, device=DEVICE) for _ in range(2))
     noise_and_bound[(16,)](noise, bound, 7, 11, 1 << 16, enable_fp_fusion=False)
     assert (noise <= bound).all()
@@ -113,8 +113,10 @@ def test_no_noise_is_above_its_bound_and_few_are_far_below_it() -> None:
 
 
 @pytest.mark.parametrize(("spread", "ties"), [(3.0, False), (0.05, False), (2.0, True)], ids=["peaked", "flat", "ties"])
-def test_a_real_vocabulary(spread: float, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not HAS_GPU:  # one tile: the interpreter's time is that of its calls
+def test_a_realistic_vocabulary_gives_the_references_tokens(
+    spread: float, ties: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not HAS_GPU:  # one tile, because the interpreter's time depends on the number of calls
         set_sizes(monkeypatch, 1 << 16, 1 << 12)
     logits = logits_of(4, 49_153, spread=spread)
     values = {"top_k": [1 << 30, 50, 3000, 1 << 30], "top_p": [0.95, 1.0, 0.8, 1.0], "temperature": [0.7, 1, 1.5, 1]}
@@ -131,7 +133,7 @@ def test_rows_do_not_depend_on_their_batch(small_tiles: None) -> None:
 
 
 def penalties_of(num_rows: int, vocab_size: int, seed: int, **values: float) -> Penalties:
-    """Of every second row; the tables' places run backwards."""
+    """Return penalties of every second row; the tables are in reverse order."""
     generator = torch.Generator().manual_seed(seed)
     rows = np.arange(0, num_rows, 2)
     filled = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0, **values}
@@ -153,7 +155,7 @@ def penalties_of(num_rows: int, vocab_size: int, seed: int, **values: float) -> 
     presence=st.sampled_from([0.0, -1.0, 1.5]),
     temperature=st.sampled_from([0.0, 1.0]),
 )
-def test_edits_and_penalties_change_logits_alike(seed: int, temperature: float, **values: float) -> None:
+def test_edits_and_penalties_change_logits_like_the_reference(seed: int, temperature: float, **values: float) -> None:
     logits = logits_of(5, 83, seed)
     edits = Edits(np.array([0, 0, 3]), np.array([5, 82, 0]), np.array([4.0, -np.inf, -30.0], dtype=np.float32))
     batch = SamplingBatch(draws_of(5, temperature=temperature), edits, penalties_of(5, 83, seed, **values))
@@ -174,7 +176,7 @@ def test_edits_and_penalties_change_logits_alike(seed: int, temperature: float, 
 
 @pytest.mark.sample("64", "70")
 @pytest.mark.parametrize("vocab_size", [70, 64, 1000])
-def test_masks_forbid_tokens_before_anything_else_changes_them(small_tiles: None, vocab_size: int) -> None:
+def test_masks_are_applied_before_all_other_changes(small_tiles: None, vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     bits = rng.integers(-(2**31), 2**31, (2, -(-vocab_size // 32))).astype(np.int32)
     bits[1] &= rng.integers(-(2**31), 2**31, bits.shape[1]).astype(np.int32)
@@ -191,7 +193,7 @@ def test_masks_forbid_tokens_before_anything_else_changes_them(small_tiles: None
         assert allowed[1, ours.token_ids[3]]
 
 
-def test_sampled_tokens_are_counted_where_penalties_are() -> None:
+def test_sampled_tokens_are_counted_for_penalties() -> None:
     penalties = penalties_of(5, 83, 1, frequency=0.5)
     before = penalties.in_output.clone()
     table = on_device(SamplingBatch(penalties=penalties)).penalties
@@ -204,7 +206,7 @@ def test_sampled_tokens_are_counted_where_penalties_are() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_broken_row_is_named_and_the_others_go_on(bad: float, changed: bool) -> None:
+def test_a_broken_row_is_reported_and_the_others_continue(bad: float, changed: bool) -> None:
     logits = logits_of(3, 70)
     clean = sampling.sample_tokens(logits.to(DEVICE), SamplingBatch(draws_of(3, top_p=0.9))).token_ids
     logits[1, 7] = bad
@@ -215,7 +217,7 @@ def test_a_broken_row_is_named_and_the_others_go_on(bad: float, changed: bool) -
     assert found.token_ids[[0, 2]].tolist() == clean[[0, 2]].tolist()
 
 
-def test_log_probabilities_are_of_the_logits_before_any_change(small_tiles: None) -> None:
+def test_log_probabilities_are_those_of_the_unchanged_logits(small_tiles: None) -> None:
     logits = logits_of(4, 100)
     edits = Edits(np.array([1]), np.array([int(logits[1].argmin())]), np.array([99.0], dtype=np.float32))
     reports = Reports(np.array([1, 3]), np.array([0, 5]))
@@ -229,7 +231,7 @@ def test_log_probabilities_are_of_the_logits_before_any_change(small_tiles: None
     close(torch.from_numpy(ours.logprobs.top[1]), torch.from_numpy(theirs.logprobs.top[1]))
 
 
-def test_equal_logits_are_reported_by_rising_token_ids() -> None:
+def test_equal_logits_are_reported_in_order_of_their_token_ids() -> None:
     reports = Reports(np.array([0]), np.array([4]))
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0]]).to(DEVICE)
     found = sampling.sample_tokens(logits, SamplingBatch(reports=reports)).logprobs
@@ -237,7 +239,7 @@ def test_equal_logits_are_reported_by_rising_token_ids() -> None:
     assert found.top_ids.tolist() == [[1, 3, 2, 4]]
 
 
-def test_the_arithmetic_is_close_to_the_real_one() -> None:
+def test_the_arithmetic_is_close_to_exact_arithmetic() -> None:
     y = np.concatenate([np.float32(2.0) ** np.arange(-33, 5), np.linspace(0.01, 20, 5000)]).astype(np.float32)
     np.testing.assert_allclose(arithmetic.log(y), np.log(y.astype(np.float64)), rtol=3e-7, atol=1e-7)
     x = np.linspace(-25.9, 0, 5000, dtype=np.float32)
@@ -247,7 +249,7 @@ def test_the_arithmetic_is_close_to_the_real_one() -> None:
     assert int(last) == triton_body.LAST_KEY.value
 
 
-def test_logits_that_cannot_be_sampled_are_named() -> None:
+def test_logits_that_cannot_be_sampled_are_reported() -> None:
     with pytest.raises(ValueError, match="bfloat16"):
         sampling.sample_tokens(torch.zeros(2, 8, dtype=torch.bfloat16, device=DEVICE), SamplingBatch())
     with pytest.raises(ValueError, match="contiguous"):
@@ -270,7 +272,7 @@ def test_logits_that_cannot_be_sampled_are_named() -> None:
 
 
 @pytest.mark.gpu
-def test_a_batch_of_a_real_size() -> None:
+def test_a_batch_of_realistic_size_gives_the_references_tokens() -> None:
     num_rows = 256
     logits = logits_of(num_rows, 151_936)
     values = {"top_p": [0.9, 1.0] * 128, "top_k": [1 << 30, 50, 1 << 30, 5000] * 64, "temperature": 0.8}

@@ -1,4 +1,4 @@
-"""Triton's products of 8-bit weights with 8-bit activations equal the formula's, and round as it does."""
+"""Triton's matmuls of 8-bit weights with 8-bit activations equal the formula, with the same rounding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def round_all(x_ptr, codes_ptr, SIZE: tl.constexpr, IS_FP8: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", CODE_TYPES[1:])
-def test_every_fp8_number_and_every_middle_between_two_is_rounded_as_torch_does(dtype: torch.dtype) -> None:
+def test_every_fp8_number_and_every_midpoint_is_rounded_like_torch(dtype: torch.dtype) -> None:
     numbers = torch.arange(127, dtype=torch.uint8).view(dtype).float()
     middles = (numbers[1:] + numbers[:-1]) / 2
     sides = torch.cat([numbers, middles, middles * (1 - 1e-6), middles * (1 + 1e-6), torch.tensor([1e-30, 1e-3])])
@@ -37,7 +37,7 @@ def test_every_fp8_number_and_every_middle_between_two_is_rounded_as_torch_does(
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 33, 100])
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_rows_become_codes_with_a_scale_each(size: int, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+def test_each_row_is_quantized_with_its_own_scale(size: int, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
     wide = random(5, size + 7, dtype=x_dtype) * torch.tensor([1.0, 1e-4, 200.0, 0.0, 1.0], device=DEVICE)[:, None]
     x = wide.to(x_dtype)[:, :size]
     (codes, scales), (expected, expected_scales) = triton_launch.encode_rows(x, dtype), channels.encode_rows(x, dtype)
@@ -45,14 +45,16 @@ def test_rows_become_codes_with_a_scale_each(size: int, dtype: torch.dtype, x_dt
     decoded, theirs = codes.float() * scales[:, None], expected.float() * expected_scales[:, None]
     step = 1 if dtype == INT8 else 32
     assert bool(((decoded - theirs).abs() <= step * 1.01 * scales[:, None]).all())
-    if not HAS_GPU:  # a device's division is not the processor's to the last bit
+    if not HAS_GPU:  # a device's division may differ from the processor's in the last bit
         assert torch.equal(codes.float(), expected.float())
     assert not codes[3].float().any()
     assert scales[3] == 0
 
 
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_a_row_longer_than_a_program_holds_is_read_twice(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_longer_than_a_programs_capacity_is_read_twice(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = random(3, 150)
     x[1, 149] = 77.0
     at_once = triton_launch.encode_rows(x, dtype)
@@ -66,7 +68,7 @@ def test_a_row_longer_than_a_program_holds_is_read_twice(dtype: torch.dtype, mon
 @pytest.mark.parametrize("block", [64, 256])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_a_row_that_is_not_finite_stays_so_and_touches_no_other(
+def test_a_row_that_is_not_finite_remains_so_and_affects_no_other(
     dtype: torch.dtype, bad: float, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_launch, "ENCODE_BLOCK", block)
@@ -86,14 +88,14 @@ SHAPES = {"whole tiles": (64, 256), "tails": (45, 83), "narrower than a tile": (
 @pytest.mark.parametrize("rows", [1, 16, 50, 133])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_products_equal_the_formula(dtype: torch.dtype, shape: tuple[int, int], rows: int) -> None:
+def test_matmuls_equal_the_formula(dtype: torch.dtype, shape: tuple[int, int], rows: int) -> None:
     weight, bias = quantize_channels(random(*shape), dtype), random(shape[0], seed=3)
     linear = triton_launch.ScaledLinear(weight, bias)
     x = random(rows, shape[1], seed=4)
     expected = reference.multiply(x, weight, bias)
     most = 1e-3 + 1e-4 * expected.abs()
     if HAS_GPU and dtype == torch.float8_e4m3fn:
-        # Hopper's matrix units keep 14 bits of the largest number while they add up e4m3 products.
+        # Hopper's matrix units keep 14 bits of the largest number while they add e4m3 products.
         most += 2**-12 * reference.multiply(x.abs(), ChannelCodes(magnitudes(weight.codes), weight.scales), None)
     assert ((linear(x) - expected).abs() <= most).all()
     out = random(rows, shape[0], seed=5)
@@ -108,7 +110,7 @@ def magnitudes(codes: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("x_dtype", NARROW_TYPES)
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_narrow_activations(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+def test_16_bit_activations_equal_the_formula(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
     weight, x = quantize_channels(random(48, 64) / 8, dtype), random(9, 64, dtype=x_dtype)
     linear = triton_launch.ScaledLinear(weight, None)
     assert linear(x).dtype == x_dtype
@@ -116,8 +118,8 @@ def test_narrow_activations(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_bands_of_tiles_cover_every_row_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five tiles of rows in bands of two: the last band is lower than the others."""
+def test_groups_of_tiles_cover_every_row_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five tiles of rows in groups of two: the last group is smaller than the others."""
     monkeypatch.setattr(triton_launch, "choose_tiles", lambda num_rows: triton_launch.Tiles(16, 32, 32, 4, 2))
     monkeypatch.setattr(triton_launch, "BAND", 2)
     weight, x = quantize_channels(random(70, 40), dtype), random(75, 40, seed=1)
@@ -126,7 +128,7 @@ def test_bands_of_tiles_cover_every_row_once(dtype: torch.dtype, monkeypatch: py
 
 
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_packing_makes_the_codes_that_are_nearest(dtype: torch.dtype) -> None:
+def test_packing_rounds_to_the_nearest_values(dtype: torch.dtype) -> None:
     weight = random(40, 96)
     linear = (triton_launch.pack_w8a8 if dtype == INT8 else triton_launch.pack_fp8)(weight, None)
     assert linear.num_bytes == 40 * 96 + 4 * 40
@@ -139,7 +141,7 @@ def test_packing_makes_the_codes_that_are_nearest(dtype: torch.dtype) -> None:
     assert linear.gather(ids[:0]).shape == (0, 2, 96)
 
 
-def test_sums_of_the_largest_codes_stay_inside_int32() -> None:
+def test_sums_of_the_largest_values_fit_into_int32() -> None:
     width = channels.MAX_INPUTS
     ones = ChannelCodes(torch.full((2, width), 127, dtype=INT8, device=DEVICE), torch.ones(2, device=DEVICE))
     x = torch.full((1, width), 3.0, device=DEVICE)
@@ -150,12 +152,12 @@ def test_sums_of_the_largest_codes_stay_inside_int32() -> None:
     assert quantize_channels(torch.ones(1, width + 1), FP8).scales.tolist() == pytest.approx([1 / 448])
 
 
-def test_no_rows_are_no_launch() -> None:
+def test_without_rows_nothing_is_launched() -> None:
     linear = triton_launch.pack_w8a8(random(8, 32), None)
     assert linear(random(0, 32)).shape == (0, 8)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_operands_that_do_not_fit_are_refused_by_name() -> None:
     linear = triton_launch.pack_w8a8(random(8, 32), None)
     with pytest.raises(ValueError, match="rows of 32"):
         linear(random(2, 31))
@@ -180,7 +182,7 @@ def test_a_device_without_fp8_is_refused_with_an_alternative(monkeypatch: pytest
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 64, 300])
 @pytest.mark.parametrize("dtype", CODE_TYPES)
-def test_layers_of_a_real_size(dtype: torch.dtype, rows: int) -> None:
+def test_layers_of_realistic_size_equal_the_formula(dtype: torch.dtype, rows: int) -> None:
     weight = quantize_channels(random(4096, 14336) / 100, dtype)
     x = random(rows, 14336, dtype=torch.bfloat16)
     close(triton_launch.ScaledLinear(weight, None)(x), reference.multiply(x, weight, None).bfloat16())

@@ -1,4 +1,4 @@
-"""Deployments, plans and a local backend for tests, with everything they start ended again."""
+"""Fixtures for deployments, plans and a local backend; everything that they start is stopped again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeDeployment = Callable[..., LLMDeployment]
 
 
 def _deployment(name: str = "chat", **changes: Any) -> LLMDeployment:
-    """`changes`: dotted paths below spec, with `__` for the dot."""
+    """Return a deployment; `changes` are dotted paths below spec, with `__` for the dot."""
     document: dict[str, Any] = {
         "apiVersion": "pagemill.dev/v1alpha1",
         "kind": "LLMDeployment",
@@ -49,7 +49,7 @@ def deployment() -> MakeDeployment:
 
 
 class Machine:
-    """A local backend with simulated engines (real server processes, null runner) and what it said."""
+    """A local backend with simulated engines (real server processes, null runner) and its log."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder = folder
@@ -70,7 +70,7 @@ class Machine:
         return make_plan(_deployment(name, **changes))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition; looks again at every change, each of which is progress."""
+        """Wait for a condition, which is checked again after every change; each change counts as progress."""
         while not condition():
             self.changed.clear()
             if condition():
@@ -87,7 +87,7 @@ class Machine:
         return find_conditions(self.backend.observe(plan.key))
 
     async def during(self, condition: Callable[[], bool], *work: Awaitable[Any]) -> list[Any]:
-        """The results of `work`, while which the condition has been met once."""
+        """Return the results of `work`, during which the condition must be met once."""
         tasks = [asyncio.ensure_future(each) for each in work]
         await self.until(condition)
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""What has to be written so that children stand as rendered: drift, spellings, other people's fields, what goes."""
+"""The writes that bring children to their rendered state: drift, spellings, fields of other clients, and deletions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def deployment(replicas: int = 1, **changes: Any) -> Manifest:
 
 
 def stored(manifest: Manifest) -> Manifest:
-    """As an API server gives it back, in the cache."""
+    """Return the manifest as an API server returns it to the cache."""
     live = copy.deepcopy(manifest)
     live["metadata"] |= {"uid": "u", "resourceVersion": "7", "generation": 1, "managedFields": [{"manager": "m"}]}
     if live["kind"] == "Deployment":
@@ -60,17 +60,17 @@ def live(*manifests: Manifest) -> dict[tuple[str, str], Manifest]:
     return {(each["kind"], each["metadata"]["name"]): each for each in manifests}
 
 
-def test_what_stands_as_rendered_is_not_written() -> None:
+def test_a_child_equal_to_its_rendering_is_not_written() -> None:
     wanted = with_digest(deployment())
     assert list(to_apply([wanted], live(stored(wanted)), Answers())) == []
 
 
-def test_what_is_missing_is_written() -> None:
+def test_a_missing_child_is_written() -> None:
     wanted = with_digest(deployment())
     assert list(to_apply([wanted], {}, Answers())) == [wanted]
 
 
-def test_another_rendering_is_written_even_where_the_old_one_contains_it() -> None:
+def test_a_changed_rendering_is_written_even_if_the_old_one_contains_it() -> None:
     old = with_digest(deployment(minReadySeconds=5))
     new = with_digest(deployment())
     assert list(to_apply([new], live(stored(old)), Answers())) == [new]
@@ -84,7 +84,7 @@ def test_another_rendering_is_written_even_where_the_old_one_contains_it() -> No
         ("metadata", "labels", "app"),
     ],
 )
-def test_what_another_client_changed_is_written_again(path: tuple[Any, ...]) -> None:
+def test_a_field_that_another_client_changed_is_written_again(path: tuple[Any, ...]) -> None:
     wanted = with_digest(deployment())
     changed = stored(wanted)
     node: Any = changed
@@ -94,7 +94,7 @@ def test_what_another_client_changed_is_written_again(path: tuple[Any, ...]) -> 
     assert differs(wanted, changed)
 
 
-def test_what_others_add_is_left_to_them() -> None:
+def test_fields_that_others_add_are_not_changed() -> None:
     wanted = with_digest(deployment())
     grown = stored(wanted)
     grown["metadata"]["labels"]["team"] = "a"
@@ -103,7 +103,7 @@ def test_what_others_add_is_left_to_them() -> None:
     assert not differs(wanted, grown)
 
 
-def test_a_changed_number_of_replicas_is_guarded_by_the_version_it_was_decided_on() -> None:
+def test_a_change_of_replicas_is_guarded_by_the_version_of_its_decision() -> None:
     known = stored(with_digest(deployment(1)))
     (manifest,) = to_apply([with_digest(deployment(3))], live(known), Answers())
     assert manifest["metadata"]["resourceVersion"] == "7"
@@ -111,7 +111,7 @@ def test_a_changed_number_of_replicas_is_guarded_by_the_version_it_was_decided_o
     assert "resourceVersion" not in manifest["metadata"]
 
 
-def test_a_job_that_exists_is_never_written_again() -> None:
+def test_an_existing_job_is_never_written_again() -> None:
     job = {"kind": "Job", "metadata": {"name": "chat-load-1", "namespace": "default"}, "spec": {"backoffLimit": 1}}
     known = stored(with_digest(job))
     assert list(to_apply([with_digest({**job, "spec": {"backoffLimit": 2}})], live(known), Answers())) == []
@@ -146,7 +146,7 @@ def test_an_empty_value_may_be_absent(empty: Any) -> None:
     assert not contains({}, {"field": "value"})
 
 
-def test_secrets_are_compared_without_being_kept() -> None:
+def test_secrets_are_compared_by_digest_without_storing_them() -> None:
     def secret(value: bytes) -> Manifest:
         data = {"tokens": base64.b64encode(value).decode()}
         return {"kind": "Secret", "metadata": {"name": "t", "namespace": "default"}, "data": data}
@@ -167,7 +167,7 @@ def test_string_data_is_what_the_api_server_stores_as_data() -> None:
 
 
 @given(values)
-def test_everything_contains_itself(value: Any) -> None:
+def test_every_value_contains_itself(value: Any) -> None:
     assert contains(value, value)
 
 
@@ -187,14 +187,14 @@ def pod(config: str) -> Manifest:
     )
 
 
-def test_a_config_map_goes_when_no_pod_and_no_template_uses_it() -> None:
+def test_a_config_map_is_deleted_when_no_pod_and_no_template_uses_it() -> None:
     known = live(config_map("chat-engine-0"), config_map("chat-engine-1"), config_map("chat-engine-2"))
     used = used_config_maps([pod("chat-engine-0")], [deployment()])
     gone = [each["metadata"]["name"] for each in to_delete([], known, used)]
     assert gone == ["chat-engine-2"]
 
 
-def test_unwanted_children_go_but_never_what_serves() -> None:
+def test_obsolete_children_are_deleted_except_those_that_serve() -> None:
     kinds = ["Deployment", "Service", "Secret", "Job", "PodDisruptionBudget", "PersistentVolumeClaim"]
     known = live(
         *(
@@ -206,7 +206,7 @@ def test_unwanted_children_go_but_never_what_serves() -> None:
     assert gone == {"Job", "PodDisruptionBudget", "PersistentVolumeClaim"}
 
 
-def test_what_is_wanted_or_going_already_is_not_deleted() -> None:
+def test_needed_children_and_those_being_deleted_are_not_deleted() -> None:
     budget = {"kind": "PodDisruptionBudget", "metadata": {"name": "chat-engine", "namespace": "default"}, "spec": {}}
     assert list(to_delete([budget], live(stored(budget)), frozenset())) == []
     going = stored(budget)
@@ -224,12 +224,12 @@ def test_what_is_wanted_or_going_already_is_not_deleted() -> None:
         ({}, False),
     ],
 )
-def test_a_rollout_is_over_when_every_pod_is_of_the_newest_template(status: Any, is_rolled_out: bool) -> None:
+def test_a_rollout_is_complete_when_every_pod_has_the_newest_template(status: Any, is_rolled_out: bool) -> None:
     found = {"metadata": {"generation": 2}, "spec": {"replicas": 2}, "status": status}
     assert rolled_out(found) is is_rolled_out
 
 
-def test_what_a_webhook_made_of_an_apply_is_accepted_until_it_is_changed() -> None:
+def test_a_webhooks_change_of_an_apply_is_accepted_until_it_changes_again() -> None:
     wanted, answers = with_digest(deployment()), Answers()
     answer = stored(wanted)
     answer["spec"]["template"]["spec"]["containers"][0]["image"] = "mirror/engine:1"

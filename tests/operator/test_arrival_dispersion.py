@@ -1,4 +1,4 @@
-"""How unevenly requests arrive: what independent ones, clusters, slopes and steps are found to be."""
+"""The measured dispersion of arrivals: independent ones, clusters, slopes and steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def poisson(source: random.Random, mean: float) -> int:
 
 @settings(max_examples=num_examples(60), deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.2, 200.0), st.integers(0, 60))
-def test_independent_arrivals_are_hardly_ever_taken_for_clusters(seed: int, mean: float, windows: int) -> None:
+def test_independent_arrivals_rarely_count_as_clusters(seed: int, mean: float, windows: int) -> None:
     source = random.Random(seed)
     assert dispersion([poisson(source, mean) for _ in range(windows)]) < 2.5
 
@@ -34,7 +34,7 @@ def test_clusters_have_the_dispersion_of_their_size(size: int) -> None:
 
 
 @pytest.mark.parametrize("height", [4, 10])
-def test_neither_a_slope_nor_a_step_is_dispersion(height: int) -> None:
+def test_a_slope_or_a_step_is_not_dispersion(height: int) -> None:
     source = random.Random(height)
     rising = [poisson(source, 20 + 20 * height * window / 50) for window in range(50)]
     step = [poisson(source, 20 if window < 30 else 20 * height) for window in range(50)]
@@ -42,7 +42,7 @@ def test_neither_a_slope_nor_a_step_is_dispersion(height: int) -> None:
     assert dispersion(step) < 1.5
 
 
-def test_of_few_windows_nothing_is_known() -> None:
+def test_a_few_windows_are_not_sufficient() -> None:
     assert dispersion([0, 90, 0, 90, 0]) == 1.0
     assert dispersion([]) == dispersion([0.0] * 50) == 1.0
     assert dispersion([0, 90] * 4) > 10.0

@@ -1,4 +1,4 @@
-"""What the autoscaler decides, by table and by short stories."""
+"""The autoscaler's decisions, in a table and in short sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagemill_protocol.load import Arrivals, EnginesLoad, Lengths, QueueLoad
 
 KV = ScalingSettings("Active", 1, 10, kv_cache_usage=0.8, queue_depth=4)
 WINDOW = msgspec.structs.replace(KV, down=Direction(300.0, is_own_window=True))
-"""Its window is set, so no idle replica goes sooner."""
+"""Settings with an explicit window, so that no idle replica is removed earlier."""
 
 
 def policy(**changes: Any) -> ScalingSettings:
@@ -40,25 +40,25 @@ def policy(**changes: Any) -> ScalingSettings:
     ],
     ids=str,
 )
-def test_a_load_and_the_replicas_it_gets(replicas: int, load: dict[str, Any], expected: int, reason: str) -> None:
+def test_a_load_and_its_replicas(replicas: int, load: dict[str, Any], expected: int, reason: str) -> None:
     decision = Scaled(KV, replicas=replicas, lengths=Lengths()).decide(**load)
     assert (decision.replicas, decision.reason) == (expected, reason)
 
 
-def test_a_queue_that_is_gone_before_a_replica_could_serve_buys_none() -> None:
-    """Some ten requests a second are served: 40 take seconds, 1,000 take longer than a start."""
+def test_a_queue_that_ends_before_a_replica_could_serve_adds_none() -> None:
+    """About ten requests per second are served: 40 take seconds, 1,000 take longer than a start."""
     scaled = Scaled(policy(kv_cache_usage=None, queue_depth=2), replicas=1)
     short = scaled.decide(rate=1.0, waiting=40)
     assert (short.replicas, short.reason) == (1, "Steady")
     scaled.now += 10
     assert scaled.decide(rate=1.0).replicas == 1
     long = scaled.decide(rate=1.0, queue=QueueLoad(num_requests=1000, num_tokens=500_000))
-    assert 1 < long.replicas <= 6, "as many as serve what comes and waits within another start"
+    assert 1 < long.replicas <= 6, "replicas for the arrivals and the queue within another start"
     queue = next(goal for goal in long.goals if goal.name == "queueDepth")
     assert "will when a replica ordered now could serve, in 30 s" in queue.reason
 
 
-def test_a_queue_that_outlasts_its_forecast_is_answered() -> None:
+def test_a_queue_that_outlasts_its_forecast_adds_replicas() -> None:
     scaled = Scaled(policy(kv_cache_usage=None, queue_depth=2), replicas=1, cold_start_s=30.0)
     scaled.run(29.0, lambda at, ready: {"rate": 1.0, "waiting": 40})
     assert scaled.wanted == 1
@@ -66,7 +66,7 @@ def test_a_queue_that_outlasts_its_forecast_is_answered() -> None:
     assert scaled.wanted == 10
 
 
-def test_blocks_of_requests_that_will_not_wait_any_more_buy_none() -> None:
+def test_blocks_of_requests_that_will_not_wait_add_no_replicas() -> None:
     queue = QueueLoad(num_requests=40, num_tokens=20_000)
     assert Scaled(KV, replicas=1).decide(rate=1.0, active=0.5, queue=queue).replicas == 1
     assert Scaled(KV, replicas=1, lengths=Lengths()).decide(rate=1.0, active=0.5, queue=queue).replicas > 1
@@ -84,7 +84,7 @@ def test_blocks_of_requests_that_will_not_wait_any_more_buy_none() -> None:
     ],
     ids=str,
 )
-def test_what_is_missing_removes_nothing_and_is_said(fields: dict[str, Any], word: str) -> None:
+def test_missing_signals_remove_nothing_and_are_reported(fields: dict[str, Any], word: str) -> None:
     scaled = Scaled(policy(min_replicas=0), replicas=3)
     for _ in range(500):
         decision = scaled.decide(**fields)
@@ -93,33 +93,33 @@ def test_what_is_missing_removes_nothing_and_is_said(fields: dict[str, Any], wor
     assert word in decision.message
 
 
-def test_what_is_known_still_adds_while_something_is_missing() -> None:
+def test_known_signals_add_replicas_while_others_are_missing() -> None:
     queue = QueueLoad(num_requests=20, num_tokens=10)
     decision = Scaled(KV, replicas=2, lengths=Lengths()).decide(num_gateways=2, queue=queue)
     assert (decision.replicas, decision.reason) == (5, "ScaledUp")
     assert decision.missing
 
 
-def test_a_demand_without_all_numbers_counts_in_no_window() -> None:
+def test_a_demand_with_missing_signals_counts_in_no_window() -> None:
     scaled = Scaled(WINDOW, replicas=6)
     scaled.run(400, lambda at, ready: {"active": 4.5, "rate": 1.0})
     scaled.run(400, lambda at, ready: {"num_reporting": 0, "engines": EnginesLoad(), "arrivals": Arrivals()})
     scaled.run(290, lambda at, ready: {"active": 0.4, "rate": 1.0})
-    assert scaled.wanted == 6, "who was deaf for a whole window has not seen that less would do"
+    assert scaled.wanted == 6, "a window without signals must not count as low demand"
     scaled.run(20, lambda at, ready: {"active": 0.4, "rate": 1.0})
     assert scaled.wanted == 1
 
 
-def test_load_that_falls_removes_after_the_window_as_much_as_the_window_allows() -> None:
+def test_after_the_window_a_lower_load_removes_the_replicas_that_the_window_allows() -> None:
     scaled = Scaled(WINDOW, replicas=6)
     scaled.run(100, lambda at, ready: {"active": 3.5, "rate": 1.0})
     scaled.run(290, lambda at, ready: {"active": 0.4, "rate": 1.0})
-    assert scaled.changes == [(6, 5)], "a window after the start, by the highest demand within it"
+    assert scaled.changes == [(6, 5)], "one window after the start, by the highest demand within it"
     scaled.run(100, lambda at, ready: {"active": 0.4, "rate": 1.0})
     assert scaled.wanted == 1
 
 
-def test_one_less_must_still_meet_the_target_with_some_load_added() -> None:
+def test_one_replica_less_must_meet_the_target_with_some_additional_load() -> None:
     scaled = Scaled(KV, replicas=2)
     scaled.run(2000, lambda at, ready: {"active": 0.75, "rate": 1.0})
     assert scaled.wanted == 2
@@ -127,20 +127,20 @@ def test_one_less_must_still_meet_the_target_with_some_load_added() -> None:
     assert scaled.wanted == 1
 
 
-def test_seats_in_use_keep_replicas_that_the_queue_would_not() -> None:
+def test_used_sequence_slots_keep_replicas_that_the_queue_alone_would_not() -> None:
     scaled = Scaled(policy(kv_cache_usage=None, queue_depth=2), replicas=3)
     scaled.run(2000, lambda at, ready: {"active": 0.1, "running": 150, "rate": 1.0})
     assert scaled.wanted == 3
 
 
-def test_pods_on_their_way_are_credited() -> None:
+def test_starting_pods_count_as_capacity() -> None:
     scaled = Scaled(KV, replicas=1, cold_start_s=120, lengths=Lengths())
     queue = QueueLoad(num_requests=12, num_tokens=2 * BLOCKS * BLOCK_SIZE)
     scaled.run(110, lambda at, ready: {"active": 1.0, "queue": queue})
-    assert scaled.changes == [(1, 4)], "the same queue is not answered twice"
+    assert scaled.changes == [(1, 4)], "the same queue must not add replicas twice"
 
 
-def test_nothing_is_removed_while_a_replica_starts_but_not_for_ever() -> None:
+def test_nothing_is_removed_while_a_replica_starts_up_to_a_time_limit() -> None:
     scaled = Scaled(KV, replicas=1, cold_start_s=10**6, lengths=Lengths())
     scaled.decide(active=1.0, waiting=10)
     assert scaled.wanted == 3
@@ -152,7 +152,7 @@ def test_nothing_is_removed_while_a_replica_starts_but_not_for_ever() -> None:
     assert scaled.decisions[-1].replicas < 3
 
 
-def test_a_burst_removes_nothing_for_a_minute() -> None:
+def test_after_a_burst_nothing_is_removed_for_a_minute() -> None:
     scaled = Scaled(policy(down=Direction(0.0)), replicas=5)
     scaled.decide(active=3.9, rate=1.0)
     assert scaled.decide(active=0.5, rate=1.0, burst=20.0).reason == "Panic"
@@ -162,7 +162,7 @@ def test_a_burst_removes_nothing_for_a_minute() -> None:
     assert scaled.decide(active=0.5, rate=1.0).reason == "ScaledDown"
 
 
-def test_the_last_replica_goes_by_its_own_window_also_after_a_burst() -> None:
+def test_the_last_replica_is_removed_by_its_own_window_also_after_a_burst() -> None:
     scaled = Scaled(policy(min_replicas=0, idle_s=20.0), replicas=1)
     assert scaled.decide(active=0.5, rate=1.0, burst=20.0).panic
     scaled.now += 19
@@ -172,7 +172,7 @@ def test_the_last_replica_goes_by_its_own_window_also_after_a_burst() -> None:
     assert (decision.replicas, decision.reason, decision.panic) == (0, "ScaledToZero", True)
 
 
-def test_zero_after_no_request_for_long_enough_and_back_at_once() -> None:
+def test_a_long_idle_deployment_scales_to_zero_and_back_at_once() -> None:
     scaled = Scaled(policy(min_replicas=0, idle_s=120.0), replicas=1)
     assert scaled.decide(arrivals=arrivals(0.0, idle_s=119.0)).replicas == 1
     assert scaled.decide(arrivals=arrivals(0.0, idle_s=121.0), running=1).replicas == 1
@@ -186,13 +186,15 @@ def test_zero_after_no_request_for_long_enough_and_back_at_once() -> None:
 
 
 @pytest.mark.parametrize(("cold_start_s", "idle_s"), [(10.0, 60.0), (70.0, 140.0), (400.0, 300.0)])
-def test_where_no_time_is_set_the_last_replica_goes_after_two_starts(cold_start_s: float, idle_s: float) -> None:
+def test_without_a_configured_time_the_last_replica_is_removed_after_two_start_times(
+    cold_start_s: float, idle_s: float
+) -> None:
     scaled = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1, cold_start_s=cold_start_s)
     assert scaled.decide(arrivals=arrivals(0.0, idle_s=idle_s - 1)).replicas == 1
     assert scaled.decide(arrivals=arrivals(0.0, idle_s=idle_s + 1)).reason == "ScaledToZero"
 
 
-def test_who_comes_back_soon_keeps_the_last_replica_for_longer() -> None:
+def test_requests_soon_after_scaling_to_zero_keep_the_last_replica_for_longer() -> None:
     scaled = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1, cold_start_s=10.0)
     none = EnginesLoad(truth="value")
     stayed = []
@@ -206,13 +208,13 @@ def test_who_comes_back_soon_keeps_the_last_replica_for_longer() -> None:
     assert stayed == [60, 120, 240, 300, 300, 240]
 
 
-def test_before_a_start_was_seen_the_last_replica_goes_after_two_of_a_minute() -> None:
+def test_without_an_observed_start_the_last_replica_is_removed_after_two_minutes() -> None:
     scaled, fleet = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1), Fleet(wanted=1, ready=1)
     assert scaled.decide(fleet=fleet, arrivals=arrivals(0.0, idle_s=119.0)).replicas == 1
     assert scaled.decide(fleet=fleet, arrivals=arrivals(0.0, idle_s=121.0)).reason == "ScaledToZero"
 
 
-def test_requests_of_past_minutes_wake_no_replica() -> None:
+def test_requests_of_past_minutes_start_no_replica() -> None:
     scaled = Scaled(policy(min_replicas=0, slo=Slo(ttft_ms=2000.0)), replicas=1)
     scaled.run(200.0, lambda at, ready: {"active": 0.1, "running": 1, "rate": 0.05})
     scaled._order(0)
@@ -220,7 +222,7 @@ def test_requests_of_past_minutes_wake_no_replica() -> None:
     assert scaled.wanted == 0
 
 
-def test_a_request_after_a_pause_that_was_worth_the_start_changes_nothing() -> None:
+def test_a_request_after_a_pause_longer_than_worth_keeping_changes_nothing() -> None:
     scaled = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1, cold_start_s=60.0)
     none, queue = EnginesLoad(truth="value"), QueueLoad(num_requests=1, num_tokens=33, needs_engine=True)
     for pause_s, returns in ((200.0, 0), (100.0, 1)):
@@ -231,7 +233,7 @@ def test_a_request_after_a_pause_that_was_worth_the_start_changes_nothing() -> N
         scaled.run(200.0, lambda at, ready: {"active": 0.1, "running": 1, "rate": 0.1})
 
 
-def test_a_wait_for_the_first_replica_says_nothing_of_what_it_serves() -> None:
+def test_the_wait_for_the_first_replica_is_not_a_sign_of_too_few_replicas() -> None:
     scaled = Scaled(policy(min_replicas=0, kv_cache_usage=None, queue_depth=2), replicas=1, cold_start_s=30.0)
     scaled.decide(active=0.5)
     scaled._order(0)
@@ -242,7 +244,7 @@ def test_a_wait_for_the_first_replica_says_nothing_of_what_it_serves() -> None:
     assert scaled.changes == [(0, 1)]
 
 
-def test_several_wake_at_once_when_many_wait() -> None:
+def test_several_replicas_start_at_once_if_many_requests_wait() -> None:
     scaled = Scaled(policy(min_replicas=0), replicas=1, lengths=Lengths())
     scaled.decide(active=0.5)
     scaled._order(0)
@@ -250,7 +252,7 @@ def test_several_wake_at_once_when_many_wait() -> None:
     assert scaled.decide(engines=EnginesLoad(truth="value"), queue=queue).replicas == 8
 
 
-def test_a_starting_replica_is_not_ended_because_its_caller_gave_up() -> None:
+def test_a_starting_replica_is_not_stopped_because_its_client_left() -> None:
     scaled = Scaled(policy(min_replicas=0, idle_s=1.0), replicas=0, cold_start_s=60)
     none = EnginesLoad(truth="value")
     assert scaled.decide(engines=none, queue=QueueLoad(num_requests=1, needs_engine=True)).replicas == 1
@@ -259,7 +261,7 @@ def test_a_starting_replica_is_not_ended_because_its_caller_gave_up() -> None:
     assert (decision.replicas, decision.reason) == (1, "ReplicasStarting")
 
 
-def test_several_idle_replicas_go_by_the_window_and_the_last_by_its_own() -> None:
+def test_idle_replicas_are_removed_by_the_window_and_the_last_by_its_own() -> None:
     scaled = Scaled(policy(min_replicas=0, idle_s=30.0, down=WINDOW.down), replicas=4)
     scaled.run(280, lambda at, ready: {"arrivals": arrivals(0.0, idle_s=1000 + at)})
     assert scaled.wanted == 4
@@ -267,7 +269,7 @@ def test_several_idle_replicas_go_by_the_window_and_the_last_by_its_own() -> Non
     assert scaled.changes == [(4, 1), (1, 0)]
 
 
-def test_standby_replicas_are_no_part_of_the_number_that_is_decided() -> None:
+def test_standby_replicas_are_not_part_of_the_decided_number() -> None:
     scaled = Scaled(policy(warm=2, min_replicas=0), replicas=2)
     scaled.run(1000, lambda at, ready: {"arrivals": arrivals(0.0, idle_s=10_000)})
     assert scaled.wanted == 0
@@ -287,18 +289,18 @@ def test_standby_replicas_are_no_part_of_the_number_that_is_decided() -> None:
     ],
     ids=str,
 )
-def test_growth_is_as_fast_as_the_behavior_allows(up: Direction, expected: int) -> None:
+def test_growth_is_limited_by_the_behavior(up: Direction, expected: int) -> None:
     scaled = Scaled(policy(up=up), replicas=2, lengths=Lengths())
     load = {"active": 2.0, "queue": QueueLoad(num_requests=36, num_tokens=10)}
     assert scaled.decide(**dict(load)).replicas == expected
     if up.rules:
         scaled.now += 30
-        assert scaled.decide(**dict(load)).reason == "RateLimited", "the period counts what was added within it"
+        assert scaled.decide(**dict(load)).reason == "RateLimited", "the period includes what was added within it"
         scaled.now += 31
         assert scaled.decide(**dict(load)).replicas > expected
 
 
-def test_a_window_of_growth_follows_the_lowest_demand_within_it() -> None:
+def test_growth_within_a_window_follows_the_lowest_demand() -> None:
     scaled = Scaled(policy(up=Direction(60.0, is_own_window=True)), replicas=1, lengths=Lengths())
     for waiting in (12, 8, 20):
         assert scaled.decide(waiting=waiting).reason == "Stabilizing"
@@ -317,7 +319,7 @@ def test_a_window_of_growth_follows_the_lowest_demand_within_it() -> None:
     ],
     ids=str,
 )
-def test_shrinking_is_as_fast_as_the_behavior_allows(down: Direction, expected: int) -> None:
+def test_shrinking_is_limited_by_the_behavior(down: Direction, expected: int) -> None:
     scaled = Scaled(policy(down=down), replicas=8)
     assert scaled.decide(active=0.1, rate=1.0).replicas == expected
 
@@ -333,18 +335,18 @@ def test_a_clock_that_jumps_removes_nothing_for_a_window(jump_s: float) -> None:
     assert scaled.changes == [(4, 1)]
 
 
-def test_an_operator_that_just_began_removes_nothing_for_a_window() -> None:
+def test_an_operator_that_just_started_removes_nothing_for_a_window() -> None:
     decision, memory = DemandPolicy().decide(KV, signals(3), Memory())
     assert (decision.replicas, decision.reason) == (3, "Stabilizing")
     assert memory.history.since_s == 1000.0
 
 
-def test_bounds_that_move_are_followed_at_once() -> None:
+def test_changed_bounds_apply_at_once() -> None:
     assert Scaled(policy(max_replicas=3), replicas=6).decide(active=5.0).replicas == 3
     assert Scaled(policy(min_replicas=4), replicas=1).decide(active=0.1).replicas == 4
 
 
-def test_a_removal_that_was_needed_again_makes_the_next_one_wait_longer() -> None:
+def test_after_a_removal_that_was_needed_again_the_next_one_waits_longer() -> None:
     scaled = Scaled(KV, replicas=1, cold_start_s=5.0)
     for _ in range(12):
         scaled.run(100, lambda at, ready: busy(2.0, ready))
@@ -355,11 +357,11 @@ def test_a_removal_that_was_needed_again_makes_the_next_one_wait_longer() -> Non
     for _ in range(12):
         own.run(100, lambda at, ready: busy(2.0, ready))
         own.run(400, lambda at, ready: busy(0.5, ready))
-    assert len([change for change in own.changes if change[1] > change[0]]) >= 11, "an explicit window is kept"
+    assert len([change for change in own.changes if change[1] > change[0]]) >= 11, "an explicit window must be kept"
 
 
 @pytest.mark.parametrize(("settings", "most_removals"), [(WINDOW, 0), (KV, MAX_FLAPS)])
-def test_a_sine_is_followed_without_flapping(settings: ScalingSettings, most_removals: int) -> None:
+def test_a_sine_load_is_followed_without_flapping(settings: ScalingSettings, most_removals: int) -> None:
     scaled = Scaled(settings, replicas=2, cold_start_s=20.0)
     scaled.run(7200, lambda at, ready: busy(2.0 + math.sin(at * 2 * math.pi / 240), ready))
     assert len([change for change in scaled.changes if change[1] < change[0]]) <= most_removals
@@ -367,7 +369,7 @@ def test_a_sine_is_followed_without_flapping(settings: ScalingSettings, most_rem
 
 
 @pytest.mark.parametrize(("cold_start_s", "idle_s"), [(10.0, 60.0), (50.0, 100.0), (400.0, 300.0)])
-def test_replicas_that_half_as_much_load_again_leaves_idle_go_after_two_starts(
+def test_replicas_that_are_idle_even_at_half_as_much_more_load_are_removed_after_two_start_times(
     cold_start_s: float, idle_s: float
 ) -> None:
     scaled = Scaled(KV, replicas=6, cold_start_s=cold_start_s)
@@ -378,7 +380,7 @@ def test_replicas_that_half_as_much_load_again_leaves_idle_go_after_two_starts(
     assert scaled.wanted == 1
 
 
-def test_a_replica_that_half_as_much_load_again_would_use_goes_by_the_window() -> None:
+def test_a_replica_that_half_as_much_more_load_would_use_is_removed_by_the_window() -> None:
     scaled = Scaled(KV, replicas=2, cold_start_s=30.0)
     scaled.run(400, lambda at, ready: {"active": 1.5, "rate": 1.0})
     scaled.run(280, lambda at, ready: {"active": 0.6, "rate": 1.0})
@@ -387,7 +389,7 @@ def test_a_replica_that_half_as_much_load_again_would_use_goes_by_the_window() -
     assert scaled.wanted == 1
 
 
-def test_the_resource_with_its_defaults() -> None:
+def test_the_defaults_of_the_resource() -> None:
     found = settings_of(AutoscalingSection.model_validate({"maxReplicas": 4}))
     assert found == ScalingSettings("Active", 1, 4, kv_cache_usage=0.8, queue_depth=2, learns_idle_s=True)
     section = {

@@ -1,4 +1,4 @@
-"""What holds of every decision, whatever comes in."""
+"""Properties of every autoscaling decision, whatever the input."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def instants(draw: st.DrawFn) -> dict[str, object]:
 
 @settings(max_examples=num_examples(100), deadline=None)
 @given(policies, st.lists(st.tuples(instants(), st.floats(0.1, 400)), min_size=1, max_size=12), st.integers(0, 30))
-def test_bounds_hold_reasons_are_given_and_every_record_replays(
+def test_bounds_hold_reasons_are_given_and_every_record_can_be_replayed(
     policy: ScalingSettings, story: list, replicas: int
 ) -> None:
     scaled = Scaled(policy, replicas=replicas)
@@ -74,7 +74,7 @@ def test_bounds_hold_reasons_are_given_and_every_record_replays(
 
 @settings(max_examples=num_examples(50), deadline=None)
 @given(instants(), st.integers(1, 20))
-def test_what_is_missing_never_removes(fields: dict[str, object], replicas: int) -> None:
+def test_missing_signals_never_remove_replicas(fields: dict[str, object], replicas: int) -> None:
     policy = ScalingSettings("Active", 0, 20, kv_cache_usage=0.8, down=Direction(0.0), idle_s=0.0)
     fields |= {"engines": EnginesLoad(truth="stale")}
     decision, _ = DemandPolicy().decide(policy, signals(replicas, **fields), Memory())
@@ -83,9 +83,7 @@ def test_what_is_missing_never_removes(fields: dict[str, object], replicas: int)
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0.3, 6.0), st.floats(0.0, 0.25))
-def test_steady_load_with_noise_settles_and_removes_at_most_what_was_too_much(
-    seed: int, demand: float, noise: float
-) -> None:
+def test_a_steady_noisy_load_settles_and_removes_at_most_the_excess(seed: int, demand: float, noise: float) -> None:
     rng = random.Random(seed)
     policy = ScalingSettings("Active", 1, 20, kv_cache_usage=0.8, queue_depth=4)
     scaled = Scaled(policy, replicas=math.ceil(demand / 0.8), cold_start_s=30.0)
@@ -122,7 +120,7 @@ def _poisson(rng: random.Random, mean: float) -> int:
 
 @settings(max_examples=num_examples(50), deadline=None)
 @given(instants(), st.integers(0, 10))
-def test_the_same_input_gives_the_same_decision(fields: dict[str, object], replicas: int) -> None:
+def test_equal_input_gives_equal_decisions(fields: dict[str, object], replicas: int) -> None:
     policy = ScalingSettings("Active", 0, 20, kv_cache_usage=0.8, queue_depth=2, slo=Slo(500.0, 50.0))
     seen = signals(replicas, **fields, fleet=Fleet(wanted=replicas, ready=replicas))
     assert DemandPolicy().decide(policy, seen, Memory()) == DemandPolicy().decide(policy, seen, Memory())
@@ -133,7 +131,7 @@ numbers = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 0.5, 3.0, 1
 
 @st.composite
 def reports(draw: st.DrawFn) -> DeploymentLoad:
-    """Of a gateway that may say anything."""
+    """Draw a gateway's report with arbitrary values."""
     histogram = st.builds(Histogram, st.dictionaries(st.integers(-5, 400), numbers, max_size=3))
     step_time = StepTimeParams(
         knots_tokens=[1, 64],
@@ -163,9 +161,7 @@ def reports(draw: st.DrawFn) -> DeploymentLoad:
 
 
 @given(st.lists(reports(), max_size=2), st.booleans())
-def test_whatever_gateways_say_its_record_can_be_read_and_decides_the_same_again(
-    reported: list[DeploymentLoad], has_slo: bool
-) -> None:
+def test_records_of_arbitrary_reports_can_be_read_and_replayed(reported: list[DeploymentLoad], has_slo: bool) -> None:
     slo = Slo(500.0, 40.0) if has_slo else None
     policy = ScalingSettings("Active", 0, 9, slo=slo, kv_cache_usage=0.8, queue_depth=2)
     memory = Memory()

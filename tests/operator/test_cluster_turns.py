@@ -1,4 +1,4 @@
-"""What one turn writes and what it leaves alone: the backend against an API server of a few lines, without watches."""
+"""The writes of one reconcile: the backend with a minimal API server, without watches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOURCE = "hf://org/model"
 
 
 class Api:
-    """Takes what is applied, as a webhook and a refusal of the test want it."""
+    """An API server that applies what is written, with the webhook and refusals of the test."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Manifest] = {}
@@ -101,7 +101,7 @@ class World:
         return next(child for (at, _), child in self.api.objects.items() if at == kind)
 
     def change(self, kind: str, **content: Any) -> None:
-        """Another client writes; the watch reports."""
+        """Write an object as another client; the watch reports it."""
         known = self.get(kind)
         metadata = {**known["metadata"], **content.pop("metadata", {})}
         metadata["resourceVersion"] = str(next(self.api.versions))
@@ -113,7 +113,7 @@ class World:
             pass
 
     def run_pods(self, **blocks: int) -> None:
-        """Ready pods of the Deployment, each with what it holds."""
+        """Create ready pods of the Deployment with their used blocks."""
         template = self.get("Deployment")["spec"]["template"]["metadata"]
         for name, count in blocks.items():
             metadata = {"name": name, "namespace": "default", "uid": name, "resourceVersion": "5", **template}
@@ -124,13 +124,13 @@ class World:
             self.held[name] = EngineHeld(name, count)
 
     def remove(self, kind: str) -> None:
-        """Another client deletes it; the watch reports."""
+        """Delete an object as another client; the watch reports it."""
         name = self.get(kind)["metadata"]["name"]
         self.api.objects.pop((kind, name))
         self.cache.remove(kind, "default", name)
 
     def take(self) -> list[str]:
-        """The writes since the last time."""
+        """Return the writes since the last call."""
         writes, self.api.writes = self.api.writes, []
         return writes
 
@@ -140,14 +140,14 @@ def world() -> World:
     return World()
 
 
-async def test_what_stands_is_not_written_again(world: World) -> None:
+async def test_an_unchanged_object_is_not_written_again(world: World) -> None:
     assert await world.cluster.carry_out(world.plan())
     assert "apply Deployment" in world.take()
     assert not await world.cluster.carry_out(world.plan())
     assert world.take() == []
 
 
-async def test_tokens_turn_while_a_spec_is_refused(world: World) -> None:
+async def test_tokens_are_rotated_while_a_spec_is_refused(world: World) -> None:
     await world.cluster.carry_out(world.plan())
     world.take()
     world.tokens = ("two", "one")
@@ -165,7 +165,7 @@ async def test_a_refused_spec_that_never_ran_gets_no_tokens(world: World) -> Non
     assert world.take() == []
 
 
-async def test_a_child_that_a_webhook_rewrites_is_written_once(world: World) -> None:
+async def test_a_child_that_a_webhook_changes_is_written_once(world: World) -> None:
     def rewrite(manifest: Manifest) -> None:
         if manifest["kind"] == "Deployment":
             manifest["spec"]["template"]["spec"]["containers"][0]["image"] = "mirror/engine:1"
@@ -180,7 +180,7 @@ async def test_a_child_that_a_webhook_rewrites_is_written_once(world: World) -> 
     assert not await world.cluster.carry_out(world.plan())
 
 
-async def test_what_may_pass_is_reported_when_it_lasts(world: World) -> None:
+async def test_a_fault_that_may_be_temporary_is_reported_when_it_lasts(world: World) -> None:
     message = 'Internal error occurred: failed calling webhook "policy.corp": connection refused'
     world.api.refuse = lambda child: ApiError(500, "InternalError", message) if child["kind"] == "Service" else None
     for number in range(1, TRIES + 1):
@@ -200,7 +200,7 @@ async def test_what_may_pass_is_reported_when_it_lasts(world: World) -> None:
 COMPLETE = {"conditions": [{"type": "Complete", "status": "True"}]}
 
 
-async def test_a_loader_that_is_not_done_begins_anew_where_its_spec_changes(world: World) -> None:
+async def test_an_unfinished_loader_restarts_if_its_spec_changes(world: World) -> None:
     await world.settle(world.cached())
     world.image = "engine:2"
     await world.cluster.carry_out(world.cached())
@@ -209,7 +209,7 @@ async def test_a_loader_that_is_not_done_begins_anew_where_its_spec_changes(worl
     assert world.get("Job")["spec"]["template"]["spec"]["containers"][0]["image"] == "engine:2"
 
 
-async def test_a_loader_that_is_done_stays_whatever_changes(world: World) -> None:
+async def test_a_finished_loader_stays_whatever_changes(world: World) -> None:
     await world.settle(world.cached())
     world.change("Job", status=COMPLETE)
     world.image = "engine:2"
@@ -218,7 +218,7 @@ async def test_a_loader_that_is_done_stays_whatever_changes(world: World) -> Non
     assert "Deployment" in world.api.names()
 
 
-async def test_a_volume_that_was_lost_is_filled_again(world: World) -> None:
+async def test_a_lost_volume_is_filled_again(world: World) -> None:
     await world.settle(world.cached())
     world.change("Job", status=COMPLETE)
     await world.settle(world.cached())
@@ -236,7 +236,7 @@ async def test_a_volume_that_was_lost_is_filled_again(world: World) -> None:
     assert world.cluster.observe(KEY).loader is None
 
 
-async def test_a_refused_claim_does_not_make_jobs_come_and_go(world: World) -> None:
+async def test_a_refused_claim_does_not_create_and_delete_jobs(world: World) -> None:
     error = ApiError(403, "Forbidden", "exceeded quota")
     world.api.refuse = lambda child: error if child["kind"] == "PersistentVolumeClaim" else None
     for _ in range(3):
@@ -244,7 +244,7 @@ async def test_a_refused_claim_does_not_make_jobs_come_and_go(world: World) -> N
     assert [each for each in world.take() if "Job" in each] == ["apply Job"]
 
 
-async def test_a_recreated_deployment_waits_until_the_children_of_the_earlier_one_are_gone(world: World) -> None:
+async def test_a_recreated_deployment_waits_until_the_earlier_ones_children_are_deleted(world: World) -> None:
     await world.settle(world.plan())
     world.change("Service", metadata={"deletionTimestamp": "2026-02-01T00:00:00Z"})
     world.own("uid-2", created="2026-02-01T00:00:00Z")
@@ -271,7 +271,7 @@ async def test_pods_of_an_earlier_deployment_are_not_counted(world: World) -> No
 
 
 @pytest.mark.parametrize("kind", ["NetworkPolicy", "Secret", "ConfigMap"])
-async def test_no_pod_starts_without_what_limits_and_configures_it(world: World, kind: str) -> None:
+async def test_no_pod_starts_before_its_network_policy_and_configuration_exist(world: World, kind: str) -> None:
     error = ApiError(403, "Forbidden", "denied")
     world.api.refuse = lambda child: error if child["kind"] == kind else None
     await world.cluster.carry_out(world.plan())
@@ -295,7 +295,7 @@ async def test_an_object_of_another_owner_without_conflicting_fields_is_not_take
     assert world.get("ConfigMap")["metadata"]["labels"] == {"app": "theirs"}
 
 
-async def test_what_serves_follows_the_scale_while_another_model_is_loaded(world: World) -> None:
+async def test_serving_replicas_follow_the_scale_while_another_model_is_loaded(world: World) -> None:
     await world.settle(world.plan())
     world.take()
     await world.cluster.carry_out(world.cached(replicas=3))
@@ -308,7 +308,7 @@ async def test_what_serves_follows_the_scale_while_another_model_is_loaded(world
     assert "apply Deployment" in world.take()
 
 
-async def test_before_replicas_are_removed_the_emptiest_is_chosen(world: World) -> None:
+async def test_before_replicas_are_removed_the_emptiest_gets_the_lowest_deletion_cost(world: World) -> None:
     await world.settle(world.plan(replicas=3))
     world.run_pods(a=4, b=1, c=9)
     world.take()
@@ -316,10 +316,10 @@ async def test_before_replicas_are_removed_the_emptiest_is_chosen(world: World) 
     assert world.take() == ["merge Pod", "apply Deployment"]
     assert world.api.objects["Pod", "b"]["metadata"]["annotations"][COST_ANNOTATION] == "-1"
     await world.settle(world.plan(replicas=4))
-    assert world.take() == ["apply Deployment"], "who is added to is not ranked"
+    assert world.take() == ["apply Deployment"], "without a removal, no deletion cost may be written"
 
 
-async def test_a_note_that_cannot_be_written_holds_nothing_up(world: World) -> None:
+async def test_a_failed_write_of_a_deletion_cost_delays_nothing(world: World) -> None:
     await world.settle(world.plan(replicas=2))
     world.run_pods(a=4, b=1)
     world.api.refuse = lambda child: ApiError(403, "Forbidden", "no") if child["kind"] == "Pod" else None

@@ -1,4 +1,4 @@
-"""Cold starts by phase: what a pod's conditions and its engine tell together, once for each pod."""
+"""Phases of cold starts, from a pod's conditions and its engine's report, once for each pod."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pod(uid: str = "a", *, created: int = 0, ready: int | None = 12, restarts: i
     }
 
 
-def test_the_phases_are_the_whole_start() -> None:
+def test_the_phases_add_up_to_the_whole_start() -> None:
     start = start_of(pod(), "engine", ENGINE)
     assert start is not None
     assert (start.name, start.time) == ("chat-a", at(12))
@@ -54,11 +54,11 @@ def test_the_phases_are_the_whole_start() -> None:
     [pod(ready=None), pod(restarts=1), {**pod(), "status": {}}, {**pod(), "metadata": {"name": "x", "uid": "x"}}],
     ids=["not ready", "started again", "nothing reported", "without a time"],
 )
-def test_what_is_no_whole_start_is_none(started: Manifest) -> None:
+def test_an_incomplete_start_is_ignored(started: Manifest) -> None:
     assert start_of(started, "engine", ENGINE) is None
 
 
-def test_clocks_that_disagree_make_no_negative_phase() -> None:
+def test_clocks_that_differ_give_no_negative_phase() -> None:
     start = start_of(pod(ready=3), "engine", ENGINE)
     assert start is not None
     assert (start.seconds["boot"], start.seconds["total"]) == (0, 3)
@@ -90,17 +90,19 @@ def test_each_start_under_this_leader_counts_once_and_the_latest_is_shown() -> N
         latest = world.starts.measure(KEY, pods)
         assert latest is not None
         assert latest.name == "chat-b"
-    assert world.counts() == dict.fromkeys(PHASES, 1.0), "that which is older than our time is the earlier leader's"
+    assert world.counts() == dict.fromkeys(PHASES, 1.0), (
+        "a start before this leader's time belongs to the earlier leader"
+    )
     world.reported |= {"a": EngineStart("a", ENGINE)}
     latest = world.starts.measure(KEY, pods)
     assert latest is not None
-    assert latest.name == "chat-b", "the later one"
+    assert latest.name == "chat-b", "the later start"
     assert world.counts() == dict.fromkeys(PHASES, 2.0)
     world.starts.forget(KEY)
     assert world.starts.measure(KEY, []) is None
 
 
-def test_each_wake_counts_once_and_makes_no_second_start_of_a_pod() -> None:
+def test_each_wake_counts_once_and_not_as_a_second_start() -> None:
     world = World()
     pods = [pod("old"), pod("new", created=20, ready=40)]
 
@@ -110,7 +112,7 @@ def test_each_wake_counts_once_and_makes_no_second_start_of_a_pod() -> None:
     world.reported = reported(1)
     for _ in range(2):
         world.starts.measure(KEY, pods)
-        assert world.counts() == {"wake": 1.0}, "the older pod woke up under the earlier leader"
+        assert world.counts() == {"wake": 1.0}, "the older pod woke under the earlier leader"
     world.reported = reported(3)
     world.starts.measure(KEY, pods)
     world.reported = {}

@@ -1,4 +1,4 @@
-"""Conditions name the true cause, and their times move only with their status."""
+"""Conditions name the true cause, and their transition times change only with their status."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def by_type(seen: Observation) -> dict[str, Finding]:
     return {finding.type: finding for finding in find_conditions(seen)}
 
 
-def test_every_condition_is_always_there(deployment: Make) -> None:
+def test_every_condition_always_exists(deployment: Make) -> None:
     types = [finding.type for finding in find_conditions(Observation(plan_of(deployment)))]
     assert types == ["Planned", "Scheduled", "ModelLoaded", "Serving", "ScalingActive", "SLOMet", "Ready"]
 
 
-def test_all_replicas_ready(deployment: Make) -> None:
+def test_with_all_replicas_ready_the_deployment_is_ready(deployment: Make) -> None:
     plan = plan_of(deployment)
     found = by_type(Observation(plan, running(plan, "ready", "ready"), gateway_ready=True))
     assert found["Ready"][1:3] == ("True", "AllReplicasReady")
     assert found["Serving"].status == "True"
 
 
-def test_loading_says_what_is_waited_for(deployment: Make) -> None:
+def test_during_loading_the_message_names_the_phase(deployment: Make) -> None:
     plan = plan_of(deployment)
     replicas = running(plan, "loading", "starting", message="loading weights 40 %")
     found = by_type(Observation(plan, replicas, gateway_ready=True))
@@ -54,7 +54,7 @@ def test_loading_says_what_is_waited_for(deployment: Make) -> None:
     assert found["Ready"].reason == "Loading"
 
 
-def test_one_of_two_ready_serves_but_is_not_ready(deployment: Make) -> None:
+def test_with_one_of_two_ready_the_model_is_served_but_not_ready(deployment: Make) -> None:
     plan = plan_of(deployment)
     found = by_type(Observation(plan, running(plan, "ready", "loading"), gateway_ready=True))
     assert found["Serving"].status == "True"
@@ -62,7 +62,7 @@ def test_one_of_two_ready_serves_but_is_not_ready(deployment: Make) -> None:
     assert "1 of 2" in found["Ready"].message
 
 
-def test_a_crash_gives_its_own_reason(deployment: Make) -> None:
+def test_a_crash_has_its_own_reason(deployment: Make) -> None:
     plan = plan_of(deployment, 1)
     replicas = running(plan, "crashed", reason="ModelNotFound", message="no such file")
     found = by_type(Observation(plan, replicas, gateway_ready=True))
@@ -78,7 +78,7 @@ def test_old_replicas_do_not_count_as_ready(deployment: Make) -> None:
     assert found["Ready"].status == "False"
 
 
-def test_replicas_of_an_earlier_spec_take_no_place_of_this_one(deployment: Make) -> None:
+def test_replicas_of_an_earlier_spec_do_not_count_for_the_current_one(deployment: Make) -> None:
     plan = plan_of(deployment)
     older = tuple(ReplicaObservation(f"old-{i}", "ready", "older") for i in range(2))
     found = by_type(Observation(plan, (*older, *running(plan, "starting")), gateway_ready=True))
@@ -92,7 +92,7 @@ def test_a_gateway_that_is_not_ready_is_the_reason(deployment: Make) -> None:
     assert by_type(Observation(plan, running(plan, "ready")))["Ready"].reason == "GatewayNotReady"
 
 
-def test_conflicts_and_problems_come_first(deployment: Make) -> None:
+def test_conflicts_and_invalid_specs_take_precedence(deployment: Make) -> None:
     plan = plan_of(deployment, 1)
     conflict = Problem("spec.model.name", "m", "taken")
     found = by_type(Observation(plan, gateway_ready=True, conflict=conflict))
@@ -101,7 +101,7 @@ def test_conflicts_and_problems_come_first(deployment: Make) -> None:
     assert by_type(Observation(unsupported))["Ready"].reason == "UnsupportedField"
 
 
-def test_who_lost_its_name_serves_nothing_though_its_replicas_are_ready(deployment: Make) -> None:
+def test_a_deployment_that_lost_its_name_serves_nothing_although_its_replicas_are_ready(deployment: Make) -> None:
     plan = plan_of(deployment, 1)
     conflict = Problem("spec.model.name", "m", "taken")
     older = (ReplicaObservation("chat-0", "ready", "older"),)
@@ -136,7 +136,7 @@ def test_a_model_that_no_replica_can_compute_makes_the_plan_false(deployment: Ma
     assert by_type(Observation(plan, ready, gateway_ready=True))["Planned"].status == "True"
 
 
-def test_transition_times_move_only_with_the_status(deployment: Make) -> None:
+def test_transition_times_change_only_with_the_status(deployment: Make) -> None:
     plan = plan_of(deployment, 1)
     loading = find_conditions(Observation(plan, running(plan, "loading", message="a"), gateway_ready=True))
     first = merge_conditions([], loading, 1, "2026-01-01T00:00:00Z")
@@ -150,7 +150,7 @@ def test_transition_times_move_only_with_the_status(deployment: Make) -> None:
     assert "b" in {c.type: c.message for c in second}["ModelLoaded"]
 
 
-def test_what_was_reported_stands_until_a_new_leader_has_decided(deployment: Make) -> None:
+def test_the_reported_condition_remains_until_a_new_leader_has_decided(deployment: Make) -> None:
     scaled = make_plan(deployment(autoscaling={"maxReplicas": 2}))
     undecided = [each for each in find_conditions(Observation(scaled)) if each.type in ("ScalingActive", "SLOMet")]
     assert {each.reason for each in undecided} == {"NotDecided"}
@@ -166,4 +166,4 @@ def test_what_was_reported_stands_until_a_new_leader_has_decided(deployment: Mak
     ]
     fixed = merge_conditions([], find_conditions(Observation(plan_of(deployment))), 1, "2026-01-01T00:00:00Z")
     after = merge_conditions(fixed, undecided, 2, "2026-01-02T00:00:00Z")
-    assert after[0].reason == "NotDecided", "that it is fixed is not true any more"
+    assert after[0].reason == "NotDecided", "a fixed number of replicas no longer applies"

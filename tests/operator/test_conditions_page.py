@@ -1,4 +1,4 @@
-"""`docs/reference/conditions.md` lists every reason that the code can give, and no other."""
+"""`docs/reference/conditions.md` lists exactly the reasons that the code can set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHERS = {
     "ScalingActive",
     "SLOMet",
     "ReplicaObservation",
-    # Words of Kubernetes that are read, not given.
+    # Kubernetes' reasons, which the operator reads and does not set.
     "ErrImagePull",
     "ImagePullBackOff",
     "ImageInspectError",
@@ -45,7 +45,7 @@ OTHERS = {
     "PersistentVolumeClaim",
     "RuntimeClass",
     "AlreadyExists",
-    # Words of an engine that become CrashLoop or OOMKilled.
+    # Reasons of an engine that become CrashLoop or OOMKilled.
     "EngineDied",
     "EngineFailed",
     "ServerFailed",
@@ -67,7 +67,7 @@ def _given() -> Iterator[str]:
 
 
 def _reason_of_class(node: ast.ClassDef) -> Iterator[str]:
-    """`reason = "X"`: an error whose every instance has the same one."""
+    """Yield the reason of an error class whose instances all have the same one: `reason = "X"`."""
     for line in node.body:
         names = [each.id for each in line.targets if isinstance(each, ast.Name)] if isinstance(line, ast.Assign) else []
         if names == ["reason"] and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str):
@@ -86,7 +86,7 @@ def test_the_page_lists_every_reason() -> None:
     assert set(_given()) - OTHERS - listed == set()
 
 
-def test_the_page_lists_no_reason_that_is_never_given() -> None:
+def test_the_page_lists_no_reason_that_is_never_set() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     listed = {reason for row in rows for reason in re.findall(r"`([A-Z][A-Za-z]+)`", row.split("|")[1])}
     conditions = {"Planned", "Scheduled", "ModelLoaded", "Serving", "ScalingActive", "SLOMet", "Ready"}

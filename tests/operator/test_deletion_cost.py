@@ -1,4 +1,4 @@
-"""When replicas are removed the emptiest go: what is written on pods for that, and that it is little."""
+"""The deletion costs on pods, by which Kubernetes removes the emptiest replicas, and the number of their writes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ def written(pods: list[Manifest], known: dict[str, EngineHeld], replicas: int) -
     return {each["metadata"]["name"]: value for each, value in costs_to_write(pods, known, replicas, TEMPLATE)}
 
 
-def test_a_pod_that_sleeps_goes_before_one_that_starts() -> None:
+def test_a_sleeping_pod_is_removed_before_a_starting_one() -> None:
     pods = [pod("a"), pod("b", ready=False), pod("c", ready=False)]
     costs = costs_to_write(pods, held(a=1, b=0), 2, TEMPLATE, {"b"})
     assert [(cost.pod["metadata"]["name"], cost.value) for cost in costs] == [("b", "-1")]
-    assert not list(costs_to_write(pods[:2], held(a=1, b=0), 1, TEMPLATE, {"b"})), "Kubernetes takes it by itself"
-    assert not list(costs_to_write(pods, held(a=1, b=0), 3, TEMPLATE, {"b"})), "no pod goes"
+    assert not list(costs_to_write(pods[:2], held(a=1, b=0), 1, TEMPLATE, {"b"})), (
+        "Kubernetes chooses it without a deletion cost"
+    )
+    assert not list(costs_to_write(pods, held(a=1, b=0), 3, TEMPLATE, {"b"})), "no pod is removed"
 
 
 THREE = [pod("a"), pod("b"), pod("c")]
@@ -83,14 +85,16 @@ THREE = [pod("a"), pod("b"), pod("c")]
         "who is ending does not count",
     ],
 )
-def test_what_is_written(
+def test_the_written_deletion_costs(
     pods: list[Manifest], known: dict[str, EngineHeld], replicas: int, expected: dict[str, str | None]
 ) -> None:
     assert written(pods, known, replicas) == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from([None, "-1"])), max_size=8), st.data())
-def test_who_goes_holds_no_more_than_who_stays(pods: list[tuple[int, int, str | None]], data: st.DataObject) -> None:
+def test_a_removed_pod_is_never_fuller_than_a_remaining_one(
+    pods: list[tuple[int, int, str | None]], data: st.DataObject
+) -> None:
     names = [chr(ord("a") + index) for index in range(len(pods))]
     known = {name: EngineHeld(name, blocks, requests) for name, (blocks, requests, _) in zip(names, pods, strict=True)}
     there = [pod(name, cost=cost) for name, (_, _, cost) in zip(names, pods, strict=True)]
@@ -106,10 +110,10 @@ def test_who_goes_holds_no_more_than_who_stays(pods: list[tuple[int, int, str | 
     for each in there:
         if each["metadata"]["annotations"].get(COST_ANNOTATION) is None:
             each["metadata"]["annotations"].pop(COST_ANNOTATION, None)
-    assert written(there, known, replicas) == {}, "what is right is not written again"
+    assert written(there, known, replicas) == {}, "a correct cost must not be written again"
 
 
-def test_blocks_weigh_before_requests_and_equals_keep_their_order() -> None:
+def test_pods_are_ranked_by_blocks_then_requests_and_equal_ones_keep_their_order() -> None:
     known = {
         "a": EngineHeld("a", 3, 1),
         "b": EngineHeld("b", 1, 9),

@@ -1,4 +1,4 @@
-"""The operator's series of each deployment: replicas, GPUs and the price, for as long as the deployment exists."""
+"""The operator's metrics of each deployment: replicas, GPUs and the price, while the deployment exists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPLICAS = (
 
 
 def series(metrics: OperatorMetrics) -> dict[tuple[str, str], float]:
-    """(name without the prefix, model) -> value."""
+    """Return the values by (name without the prefix, model)."""
     families = text_string_to_metric_families(metrics.scrape().body.decode())
     samples = [sample for family in families for sample in family.samples]
     prefix = "pagemill_deployment_"
@@ -41,7 +41,7 @@ def budgets(metrics: OperatorMetrics) -> dict[str, float]:
     return {s.labels["le"]: s.value for s in samples if s.name == "pagemill_deployment_first_token_budget_ratio"}
 
 
-def test_replicas_gpus_and_price_are_those_of_the_observation() -> None:
+def test_replicas_gpus_and_price_are_those_of_the_deployment() -> None:
     metrics = OperatorMetrics()
     metrics.observed(Observation(PLAN, REPLICAS))
     assert series(metrics) == {
@@ -54,7 +54,7 @@ def test_replicas_gpus_and_price_are_those_of_the_observation() -> None:
     }
 
 
-def test_a_price_that_is_removed_is_not_exported_any_more() -> None:
+def test_a_removed_price_is_no_longer_exported() -> None:
     metrics = OperatorMetrics()
     metrics.observed(Observation(PLAN, REPLICAS))
     metrics.observed(Observation(replace(PLAN, gpu_hour_price=None), REPLICAS))
@@ -65,13 +65,13 @@ def test_a_price_that_is_removed_is_not_exported_any_more() -> None:
 @pytest.mark.parametrize(
     ("ttft_ms", "bound"), [(400, "0.5"), (500, "0.5"), (501, "0.75"), (900, "1.0"), (9_000_000, "+Inf")]
 )
-def test_the_share_of_late_first_tokens_names_the_bound_of_the_histogram(ttft_ms: float, bound: str) -> None:
+def test_the_share_of_late_first_tokens_names_the_bucket_of_the_histogram(ttft_ms: float, bound: str) -> None:
     metrics = OperatorMetrics()
     metrics.observed(Observation(with_slo(ttft_ms), REPLICAS))
     assert budgets(metrics) == {bound: 0.1}
 
 
-def test_an_objective_that_changes_or_goes_leaves_no_series_behind() -> None:
+def test_a_changed_or_removed_slo_leaves_no_series() -> None:
     metrics = OperatorMetrics()
     metrics.observed(Observation(with_slo(400), REPLICAS))
     metrics.observed(Observation(with_slo(2000), REPLICAS))
@@ -87,7 +87,7 @@ def test_another_model_name_replaces_the_series() -> None:
     assert {model for _, model in series(metrics)} == {"large"}
 
 
-def test_a_spec_that_cannot_be_read_leaves_the_series() -> None:
+def test_an_unreadable_spec_keeps_the_series() -> None:
     metrics = OperatorMetrics()
     metrics.observed(Observation(PLAN, REPLICAS))
     before = series(metrics)
@@ -95,7 +95,7 @@ def test_a_spec_that_cannot_be_read_leaves_the_series() -> None:
     assert series(metrics) == before
 
 
-def test_a_deployment_that_is_gone_has_no_series() -> None:
+def test_a_deleted_deployment_has_no_series() -> None:
     metrics = OperatorMetrics()
     metrics.observed(Observation(PLAN, REPLICAS))
     metrics.forget_deployment(PLAN.key)

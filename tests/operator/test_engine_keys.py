@@ -1,4 +1,4 @@
-"""The keys of engine tokens: made once, turned in time, never lost between two leaders."""
+"""The keys of engine tokens: created once, rotated in time, and never lost between two leaders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DAY_S = 86_400.0
 
 
 class FakeSecrets:
-    """The requests that the key ring makes, on one Secret."""
+    """The requests of the key ring, on one Secret."""
 
     def __init__(self) -> None:
         self.secret: dict[str, Any] | None = None
@@ -68,7 +68,7 @@ def world() -> World:
     return World()
 
 
-async def test_missing_keys_are_made(world: World) -> None:
+async def test_missing_keys_are_created(world: World) -> None:
     ring = world.ring()
     assert await ring.rotate() == DAY_S
     assert world.secrets.writes == ["create"]
@@ -76,7 +76,7 @@ async def test_missing_keys_are_made(world: World) -> None:
     assert read_keys(world.secrets.secret) == ring.keys
 
 
-async def test_keys_that_are_young_are_left_alone(world: World) -> None:
+async def test_recent_keys_are_not_rotated(world: World) -> None:
     await world.ring().rotate()
     world.now += timedelta(hours=6)
     again = world.ring()
@@ -84,7 +84,7 @@ async def test_keys_that_are_young_are_left_alone(world: World) -> None:
     assert world.secrets.writes == ["create"]
 
 
-async def test_a_turn_moves_each_key_on_so_that_no_used_token_is_ever_refused(world: World) -> None:
+async def test_a_rotation_never_causes_a_used_token_to_be_refused(world: World) -> None:
     ring = world.ring()
     await ring.rotate()
     for _ in range(4):
@@ -94,14 +94,14 @@ async def test_a_turn_moves_each_key_on_so_that_no_used_token_is_ever_refused(wo
         await ring.rotate()
         after = ring.keys
         assert after is not None
-        assert after.keys.current == before.keys.next, "what is used now was accepted for a whole period"
-        assert after.keys.previous == before.keys.current, "what was used is still accepted"
+        assert after.keys.current == before.keys.next, "the current token must have been accepted for a whole period"
+        assert after.keys.previous == before.keys.current, "the previous token must still be accepted"
         assert before.keys.sent("ns", "chat") in after.keys.accepted("ns", "chat")
         assert after.keys.sent("ns", "chat") in before.keys.accepted("ns", "chat")
     assert world.secrets.writes == ["create", *["merge"] * 4]
 
 
-async def test_keys_that_are_spoilt_or_lost_are_written_back_as_they_were(world: World) -> None:
+async def test_damaged_or_deleted_keys_are_restored(world: World) -> None:
     ring = world.ring()
     await ring.rotate()
     before = ring.keys
@@ -120,7 +120,7 @@ async def test_keys_that_are_spoilt_or_lost_are_written_back_as_they_were(world:
     assert read_keys(world.secrets.secret) == before
 
 
-async def test_keys_that_are_not_known_any_more_are_made_anew(world: World) -> None:
+async def test_unknown_keys_are_created_again(world: World) -> None:
     await world.ring().rotate()
     assert world.secrets.secret is not None
     world.secrets.secret["data"]["next"] = "not base64!"
@@ -129,7 +129,7 @@ async def test_keys_that_are_not_known_any_more_are_made_anew(world: World) -> N
     assert read_keys(world.secrets.secret) == another.keys
 
 
-async def test_what_a_watch_reports_late_takes_no_turn_back(world: World) -> None:
+async def test_a_late_watch_event_does_not_undo_a_rotation(world: World) -> None:
     ring = world.ring()
     await ring.rotate()
     late = copy.deepcopy(world.secrets.secret)
@@ -141,7 +141,7 @@ async def test_what_a_watch_reports_late_takes_no_turn_back(world: World) -> Non
     assert ring.keys == turned
 
 
-async def test_a_turn_by_another_leader_is_not_turned_over(world: World) -> None:
+async def test_a_rotation_by_another_leader_is_not_repeated(world: World) -> None:
     ring = world.ring()
     await ring.rotate()
     world.now += timedelta(seconds=DAY_S)
@@ -181,7 +181,7 @@ async def test_a_watched_secret_reports_only_changes(world: World) -> None:
         lambda secret: secret.pop("data"),
     ],
 )
-async def test_a_spoilt_secret_holds_no_keys(world: World, spoil: Callable[[dict[str, Any]], Any]) -> None:
+async def test_a_damaged_secret_has_no_keys(world: World, spoil: Callable[[dict[str, Any]], Any]) -> None:
     await world.ring().rotate()
     assert world.secrets.secret is not None
     spoil(world.secrets.secret)

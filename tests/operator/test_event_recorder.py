@@ -1,4 +1,4 @@
-"""Events of deployments: one object for a kind of event, repeats are counted, and their rate is bounded."""
+"""Events of deployments: one object for each kind of event, counted repeats, and a bounded rate."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def recorder(api: FakeEvents, clock: Clock) -> EventRecorder:
     return EventRecorder(client, "operator-1", clock=clock, now=lambda: datetime.fromtimestamp(clock.now, UTC))
 
 
-async def test_an_event_is_about_its_deployment(recorder: EventRecorder, api: FakeEvents) -> None:
+async def test_an_event_refers_to_its_deployment(recorder: EventRecorder, api: FakeEvents) -> None:
     await recorder.record(OWNER, "Normal", "Ready", "2 of 2 replicas are ready")
     assert api.only["involvedObject"]["uid"] == "u1"
     assert api.only["involvedObject"]["kind"] == "LLMDeployment"
@@ -67,7 +67,7 @@ async def test_an_event_is_about_its_deployment(recorder: EventRecorder, api: Fa
     assert api.only["reportingInstance"] == "operator-1"
 
 
-async def test_repeats_are_counted_on_one_event_and_written_seldom(
+async def test_repeats_are_counted_on_one_event_and_written_rarely(
     recorder: EventRecorder, api: FakeEvents, clock: Clock
 ) -> None:
     for second in range(100):
@@ -83,7 +83,7 @@ async def test_repeats_are_counted_on_one_event_and_written_seldom(
     assert api.only["firstTimestamp"] == "1970-01-01T00:00:00Z"
 
 
-async def test_other_reasons_and_other_objects_are_other_events(recorder: EventRecorder, api: FakeEvents) -> None:
+async def test_other_reasons_and_other_objects_have_their_own_events(recorder: EventRecorder, api: FakeEvents) -> None:
     await recorder.record(OWNER, "Warning", "CrashLoop", "m")
     await recorder.record(OWNER, "Warning", "ImageNotFound", "m")
     namesake = {"metadata": {**OWNER["metadata"], "uid": "u2"}}
@@ -91,7 +91,7 @@ async def test_other_reasons_and_other_objects_are_other_events(recorder: EventR
     assert len(api.events) == 3
 
 
-async def test_an_expired_event_begins_anew(recorder: EventRecorder, api: FakeEvents, clock: Clock) -> None:
+async def test_an_expired_event_is_created_again(recorder: EventRecorder, api: FakeEvents, clock: Clock) -> None:
     await recorder.record(OWNER, "Warning", "CrashLoop", "m")
     api.events.clear()
     clock.now = QUIET_S
@@ -100,7 +100,7 @@ async def test_an_expired_event_begins_anew(recorder: EventRecorder, api: FakeEv
 
 
 @pytest.mark.parametrize("error", [ApiError(403, "Forbidden", "no"), Unreachable("away")])
-async def test_an_event_that_cannot_be_written_harms_nothing(
+async def test_a_failed_write_of_an_event_affects_nothing(
     recorder: EventRecorder, api: FakeEvents, error: Exception
 ) -> None:
     api.error = error
@@ -108,7 +108,7 @@ async def test_an_event_that_cannot_be_written_harms_nothing(
     assert api.events == {}
 
 
-async def test_what_is_remembered_is_bounded(recorder: EventRecorder) -> None:
+async def test_the_number_of_remembered_events_is_bounded(recorder: EventRecorder) -> None:
     for number in range(MAX_KINDS + 10):
         await recorder.record(OWNER, "Warning", f"Reason{number}", "m")
     assert len(recorder._series) == MAX_KINDS

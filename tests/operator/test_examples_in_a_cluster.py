@@ -1,4 +1,4 @@
-"""The shipped examples on Kubernetes: every one is carried out, and what has no effect there is known."""
+"""Every example is carried out on Kubernetes, and its settings without effect there are known."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pagemill_operator.plan.planner import name_conflicts
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*.yaml")) if "kind: LLMDeployment" in path.read_text()]
 WITHOUT_EFFECT = {"hugging-face.yaml": {"spec.model.cache.accessMode"}}
-"""What the example or its page says to readers; where this changes, what they say changes."""
+"""Notes that the example or its page explains to readers; a change here requires a change there."""
 
 
 def plans_of(example: Path) -> list[Plan]:
-    """Of its LLMDeployments; what else stands beside them is not ours to carry out."""
+    """Return the plans of the example's LLMDeployments; other objects in it are not the operator's."""
     documents = [each for each in yaml.safe_load_all(example.read_text()) if each["kind"] == "LLMDeployment"]
     return [make_plan(LLMDeployment.model_validate(document), "kubernetes") for document in documents]
 
@@ -39,12 +39,12 @@ def test_a_cluster_carries_out_every_example(example: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_what_has_no_effect_in_an_example_is_known(example: Path) -> None:
+def test_settings_without_effect_in_an_example_are_known(example: Path) -> None:
     notes = {note.field for plan in plans_of(example) for note in plan.notes}
     assert notes == WITHOUT_EFFECT.get(example.name, set())
 
 
-def test_the_page_shows_the_example_that_it_applies() -> None:
+def test_the_page_shows_the_applied_example() -> None:
     page = (ROOT / "docs" / "how-to" / "serve-a-hugging-face-model.md").read_text()
     shown = page.split("```yaml\n")[1].split("```")[0]
     assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "examples" / "hugging-face.yaml").read_text())

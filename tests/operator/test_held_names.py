@@ -1,4 +1,4 @@
-"""Who holds a name: the operator and the gateway give the same answer."""
+"""The operator and the gateway agree on which deployment has a model name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill_operator.controller.cache import Names, claim_of
 
 
 class Claim(NamedTuple):
-    """One deployment, called `key`, with the names that it wants beside that."""
+    """A deployment `key` and the other names that it requests."""
 
     key: str
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ def raw(claim: Claim) -> dict[str, Any]:
 
 @pytest.mark.parametrize("row", TABLE)
 @pytest.mark.parametrize("turn", [1, -1])
-def test_operator_and_gateway_agree_on_who_holds_a_name(row: str, turn: int) -> None:
+def test_operator_and_gateway_agree_on_the_owner_of_a_name(row: str, turn: int) -> None:
     fields, holders = TABLE[row]
     objects = [raw(claim) for claim in fields[::turn]]
     names = Names()

@@ -1,4 +1,4 @@
-"""Leadership: who may write, and until when. Every operator has a clock of its own that only the test moves."""
+"""Leader election: which operator may write, and until when. Each operator has a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DURATION_S, DEADLINE_S, RETRY_S = 15.0, 10.0, 2.0
 
 
 class FakeLease:
-    """One Lease with resource versions, as an API server keeps it."""
+    """One Lease with resource versions, as an API server stores it."""
 
     def __init__(self) -> None:
         self.record: dict[str, Any] | None = None
         self.version = 0
         self.is_down = False
         self.before_answer: Callable[[], None] = lambda: None
-        """What happens between a write and its answer."""
+        """Called between a write and its answer."""
 
     async def read(self, timeout_s: float) -> dict[str, Any] | None:
         self._check()
@@ -60,7 +60,7 @@ class FakeLease:
 
 
 class Candidate:
-    """One operator. `turns` lets its election sleep that often; each sleep moves its clock."""
+    """One operator. `turns` lets its election sleep that often; each sleep advances its clock."""
 
     def __init__(self, name: str, lease: FakeLease) -> None:
         self.now = 1000.0 * len(name)
@@ -120,7 +120,7 @@ async def ended(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_the_first_takes_it_and_the_second_waits(lease: FakeLease) -> None:
+async def test_the_first_operator_takes_the_lease_and_the_second_waits(lease: FakeLease) -> None:
     first, second = Candidate("a", lease), Candidate("bb", lease)
     holding = await lead(first)
     waiting = await follow(second)
@@ -134,7 +134,7 @@ async def test_the_first_takes_it_and_the_second_waits(lease: FakeLease) -> None
     await ended(waiting)
 
 
-async def test_a_dead_leader_is_replaced_once_its_lease_has_run_out_and_not_before(lease: FakeLease) -> None:
+async def test_a_dead_leader_is_replaced_exactly_when_its_lease_has_expired(lease: FakeLease) -> None:
     first, second = Candidate("a", lease), Candidate("bb", lease)
     holding = await lead(first)
     await ended(holding)
@@ -150,7 +150,7 @@ async def test_a_dead_leader_is_replaced_once_its_lease_has_run_out_and_not_befo
     assert lease.record["spec"]["leaseTransitions"] == 1
 
 
-async def test_a_leader_may_write_no_longer_than_its_deadline_after_the_last_renewal_began(lease: FakeLease) -> None:
+async def test_a_leader_may_write_until_its_deadline_after_the_start_of_the_last_renewal(lease: FakeLease) -> None:
     leader = Candidate("a", lease)
     holding = await lead(leader)
     await leader.turn(3)
@@ -162,13 +162,13 @@ async def test_a_leader_may_write_no_longer_than_its_deadline_after_the_last_ren
     await ended(holding)
 
 
-async def test_a_paused_leader_that_wakes_up_writes_nothing_and_learns_who_leads(lease: FakeLease) -> None:
+async def test_a_paused_leader_that_resumes_writes_nothing_and_learns_of_the_new_leader(lease: FakeLease) -> None:
     first, second = Candidate("a", lease), Candidate("bb", lease)
     holding = await lead(first)
     waiting = await follow(second)
     while not waiting.done():
         await second.turn()
-    first.now += 60  # it stood still meanwhile
+    first.now += 60  # it was paused meanwhile
     assert not first.may_write
     await first.turn()
     assert await asyncio.wait_for(holding, WAIT_LIMIT_S) == "the Lease is held by bb now"
@@ -176,7 +176,7 @@ async def test_a_paused_leader_that_wakes_up_writes_nothing_and_learns_who_leads
     assert lease.holder == "bb"
 
 
-async def test_a_renewal_whose_answer_comes_back_too_late_gives_no_right_to_write(lease: FakeLease) -> None:
+async def test_a_renewal_with_a_late_answer_gives_no_right_to_write(lease: FakeLease) -> None:
     leader = Candidate("a", lease)
     holding = await lead(leader)
 
@@ -189,7 +189,7 @@ async def test_a_renewal_whose_answer_comes_back_too_late_gives_no_right_to_writ
     await ended(holding)
 
 
-async def test_an_outage_suspends_leadership_and_it_resumes_when_no_other_has_led(lease: FakeLease) -> None:
+async def test_leadership_resumes_after_an_outage_if_no_other_operator_has_led(lease: FakeLease) -> None:
     leader = Candidate("a", lease)
     changes: list[bool] = []
     await leader.election.acquire()
@@ -206,7 +206,7 @@ async def test_an_outage_suspends_leadership_and_it_resumes_when_no_other_has_le
     await ended(holding)
 
 
-async def test_who_could_not_look_does_not_count_the_outage_as_silence_of_the_holder(lease: FakeLease) -> None:
+async def test_an_outage_is_not_counted_as_silence_of_the_leader(lease: FakeLease) -> None:
     first, second = Candidate("a", lease), Candidate("bb", lease)
     holding = await lead(first)
     waiting = await follow(second)
@@ -220,7 +220,7 @@ async def test_who_could_not_look_does_not_count_the_outage_as_silence_of_the_ho
     await ended(waiting)
 
 
-async def test_a_released_lease_is_taken_at_the_next_look(lease: FakeLease) -> None:
+async def test_a_released_lease_is_taken_at_the_next_poll(lease: FakeLease) -> None:
     first, second = Candidate("a", lease), Candidate("bb", lease)
     holding = await lead(first)
     waiting = await follow(second)
@@ -233,7 +233,7 @@ async def test_a_released_lease_is_taken_at_the_next_look(lease: FakeLease) -> N
     assert second.may_write
 
 
-async def test_who_has_lost_the_lease_releases_nothing(lease: FakeLease) -> None:
+async def test_an_operator_that_lost_the_lease_does_not_release_it(lease: FakeLease) -> None:
     first, second = Candidate("a", lease), Candidate("bb", lease)
     holding = await lead(first)
     await ended(holding)
@@ -245,7 +245,7 @@ async def test_who_has_lost_the_lease_releases_nothing(lease: FakeLease) -> None
     assert lease.holder == "bb"
 
 
-async def test_two_that_reach_for_a_free_lease_do_not_both_get_it(lease: FakeLease) -> None:
+async def test_two_operators_that_take_a_free_lease_do_not_both_get_it(lease: FakeLease) -> None:
     candidates = [Candidate("a", lease), Candidate("bb", lease), Candidate("ccc", lease)]
     tasks = [await follow(candidate) for candidate in candidates]
     assert sum(candidate.may_write for candidate in candidates) == 1
@@ -253,7 +253,7 @@ async def test_two_that_reach_for_a_free_lease_do_not_both_get_it(lease: FakeLea
         await ended(task)
 
 
-async def test_a_restarted_leader_of_the_same_name_goes_on_at_once(lease: FakeLease) -> None:
+async def test_a_restarted_leader_of_the_same_name_continues_at_once(lease: FakeLease) -> None:
     holding = await lead(Candidate("a", lease))
     await ended(holding)
     again = Candidate("a", lease)

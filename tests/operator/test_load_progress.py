@@ -1,4 +1,4 @@
-"""How far a loader is, from its log to the condition."""
+"""The progress of a loader, from its log to the condition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 class Logs:
-    """The API server's answers for logs."""
+    """The API server's answers to requests for logs."""
 
     def __init__(self) -> None:
         self.content = b""
@@ -40,18 +40,18 @@ def line(done: int, total: int) -> bytes:
     return json.dumps({"event": "progress", "done_bytes": done, "total_bytes": total}).encode() + b"\n"
 
 
-def test_the_last_line_with_bytes_counts() -> None:
+def test_the_last_line_with_bytes_is_used() -> None:
     log = b"no json\n" + line(GIB, 4 * GIB) + line(2 * GIB, 4 * GIB) + b'{"event":"file","path":"a"}\n{"cut'
     assert progress_text(log) == "2.0 of 4.0 GiB"
     assert progress_text(line(2**20, 3 * 2**20)) == "1.0 of 3.0 MiB"
 
 
 @pytest.mark.parametrize("log", [b"", b"[]\n", b"5\n", b'{"done_bytes": 5, "total_bytes": 1}', b'{"done_bytes": "a"}'])
-def test_a_log_without_bytes_says_nothing(log: bytes) -> None:
+def test_a_log_without_bytes_gives_no_progress(log: bytes) -> None:
     assert progress_text(log) == ""
 
 
-async def test_only_a_loader_that_runs_costs_requests_and_not_many() -> None:
+async def test_only_a_running_loader_causes_requests_and_few_of_them() -> None:
     logs, now = Logs(), [0.0]
     progress = LoadProgress(logs, clock=lambda: now[0])  # type: ignore[arg-type]
     await progress.look("team/chat", [pod("engine"), pod(terminated={"exitCode": 0})])
@@ -69,7 +69,7 @@ async def test_only_a_loader_that_runs_costs_requests_and_not_many() -> None:
     assert progress.text("team/chat") == ""
 
 
-def test_the_condition_has_the_bytes_and_is_looked_at_again(deployment: Callable[..., LLMDeployment]) -> None:
+def test_the_condition_contains_the_bytes_and_is_updated(deployment: Callable[..., LLMDeployment]) -> None:
     world = World(deployment(**CACHED)).apply().pod(running(started=True), component="loader")
     world.progress = "1.2 of 4.0 GiB"
     seen, found = world.at(60.0)

@@ -1,4 +1,4 @@
-"""What several gateways tell of one deployment: shown as one load, and merged into the signals of the autoscaler."""
+"""Reports of several gateways on one deployment are shown as one load and merged into the autoscaler's signals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def signals(loads: LoadStore, *, ready: int = 1, num_gateways: int = 1) -> Signa
     return merge(loads.views(KEY), Fleet(wanted=1, ready=ready), num_gateways=num_gateways, at_s=0.0)
 
 
-def test_no_report_is_not_zero(loads: LoadStore) -> None:
+def test_a_missing_report_is_not_zero(loads: LoadStore) -> None:
     assert loads.measured(KEY) is None
     loads.put("g1", LoadFrame(sequence=0))
     assert loads.measured(KEY) is None
@@ -72,7 +72,7 @@ def test_no_report_is_not_zero(loads: LoadStore) -> None:
     assert not signals(loads).is_whole
 
 
-def test_gateways_see_the_same_engines_so_the_freshest_counts(loads: LoadStore, clock: Clock) -> None:
+def test_of_reports_on_the_same_engines_the_newest_counts(loads: LoadStore, clock: Clock) -> None:
     loads.put("g1", frame(7, age_s=0.1))
     loads.put("g2", frame(5, age_s=3.0))
     assert loads.measured(KEY) == MeasuredLoad(kv_cache_usage=0.5, running=7, waiting=1)
@@ -85,13 +85,13 @@ def test_gateways_see_the_same_engines_so_the_freshest_counts(loads: LoadStore, 
     assert measured.running == 6
 
 
-def test_who_hears_more_engines_is_believed_before_who_is_fresher(loads: LoadStore) -> None:
+def test_a_report_on_more_engines_takes_precedence_over_a_newer_one(loads: LoadStore) -> None:
     loads.put("g1", frame(9, age_s=1.0, ready=2))
     loads.put("g2", frame(4, age_s=0.0, ready=1))
     assert signals(loads, ready=2).engines.num_requests_running == 9
 
 
-def test_engines_that_are_ready_and_unheard_make_the_sums_stale(loads: LoadStore) -> None:
+def test_ready_engines_without_reports_make_the_sums_stale(loads: LoadStore) -> None:
     loads.put("g1", frame(ready=2))
     assert signals(loads, ready=2).engines.truth == "value"
     assert signals(loads, ready=3).engines.truth == "stale"
@@ -100,7 +100,7 @@ def test_engines_that_are_ready_and_unheard_make_the_sums_stale(loads: LoadStore
     assert signals(loads, ready=1).engines.truth == "unknown"
 
 
-def test_of_what_an_engine_holds_the_most_that_any_gateway_says_counts(loads: LoadStore) -> None:
+def test_for_each_engine_the_highest_reported_load_counts(loads: LoadStore) -> None:
     loads.put("g1", frame(held=[EngineHeld("a", 4, 2), EngineHeld("b", 1, 1)]))
     loads.put("g2", frame(held=[EngineHeld("a", 3, 9), EngineHeld("c", 0, 0)]))
     assert loads.held(KEY) == {"a": EngineHeld("a", 4, 2), "b": EngineHeld("b", 1, 1), "c": EngineHeld("c", 0, 0)}
@@ -109,13 +109,13 @@ def test_of_what_an_engine_holds_the_most_that_any_gateway_says_counts(loads: Lo
     assert loads.held("default/other") == {}
 
 
-def test_who_reported_how_an_engine_started_does_not_matter(loads: LoadStore) -> None:
+def test_start_times_may_come_from_any_gateway(loads: LoadStore) -> None:
     loads.put("g1", frame(starts=[EngineStart("a", {"load": 1.0})]))
     loads.put("g2", frame(starts=[EngineStart("a", {"load": 1.0}), EngineStart("b", {"load": 2.0})]))
     assert loads.starts(KEY) == {"a": EngineStart("a", {"load": 1.0}), "b": EngineStart("b", {"load": 2.0})}
 
 
-def test_an_engine_that_says_to_any_gateway_that_it_sleeps_is_not_awake(loads: LoadStore) -> None:
+def test_an_engine_that_any_gateway_reports_as_sleeping_is_not_awake(loads: LoadStore) -> None:
     loads.put("g1", frame(asleep=["a"]))
     loads.put("g2", frame(asleep=["b"]))
     assert loads.asleep(KEY) == {"a", "b"}
@@ -124,7 +124,7 @@ def test_an_engine_that_says_to_any_gateway_that_it_sleeps_is_not_awake(loads: L
     assert loads.asleep("default/other") == frozenset()
 
 
-def test_what_is_each_gateways_own_adds_up(loads: LoadStore) -> None:
+def test_values_of_each_gateways_own_requests_are_added(loads: LoadStore) -> None:
     for number, gateway in enumerate(("g1", "g2"), start=1):
         fields = {
             "queue": QueueLoad(num_requests=3, num_tokens=30, oldest_s=float(number)),
@@ -158,14 +158,14 @@ def test_what_is_each_gateways_own_adds_up(loads: LoadStore) -> None:
         Arrivals(truth="value", burst_requests_per_s=-1.0),
     ],
 )
-def test_a_rate_that_one_does_not_know_is_nobodys(loads: LoadStore, arrivals: Arrivals) -> None:
+def test_a_rate_that_one_gateway_does_not_know_is_unknown(loads: LoadStore, arrivals: Arrivals) -> None:
     loads.put("g1", frame(arrivals=Arrivals(truth="value", requests_per_s=1.0)))
     loads.put("g2", frame(arrivals=arrivals))
     assert signals(loads).arrivals.truth == "unknown"
 
 
 @pytest.mark.parametrize("fields", [{"num_blocks_active": -1}, {"num_requests_running": -5}, {"age_s": math.nan}])
-def test_counts_that_cannot_be_are_unknown(loads: LoadStore, fields: dict[str, Any]) -> None:
+def test_impossible_counts_are_unknown(loads: LoadStore, fields: dict[str, Any]) -> None:
     loads.put("g1", frame(engines=EnginesLoad(truth="value", num_reporting=1, **fields)))
     assert signals(loads).engines.truth in ("unknown", "value")
     assert signals(loads).num_requests >= 0
@@ -173,19 +173,19 @@ def test_counts_that_cannot_be_are_unknown(loads: LoadStore, fields: dict[str, A
         assert signals(loads).engines.truth == "unknown"
 
 
-def test_a_gateway_that_is_lost_says_nothing_any_more(loads: LoadStore) -> None:
+def test_reports_of_a_lost_gateway_are_dropped(loads: LoadStore) -> None:
     loads.put("g1", frame(7))
     loads.remove("g1")
     assert loads.measured(KEY) is None
 
 
-def test_only_what_changed_is_reported(loads: LoadStore) -> None:
+def test_only_changes_are_published(loads: LoadStore) -> None:
     assert loads.put("g1", frame(7)) == {KEY}
     assert loads.put("g1", frame(7, age_s=1.0)) == set()
     assert loads.put("g1", frame(8)) == {KEY}
 
 
-def test_who_needs_an_engine_is_known(loads: LoadStore) -> None:
+def test_a_deployment_that_needs_an_engine_is_known(loads: LoadStore) -> None:
     loads.put("g1", frame())
     assert not loads.needs_engine(KEY)
     loads.put("g2", frame(queue=QueueLoad(num_requests=1, needs_engine=True)))
@@ -193,7 +193,7 @@ def test_who_needs_an_engine_is_known(loads: LoadStore) -> None:
 
 
 @pytest.mark.parametrize(("active", "shown"), [(150, 1.0), (-10, 0.0), (50, 0.5)])
-def test_a_share_is_a_share(loads: LoadStore, active: int, shown: float) -> None:
+def test_shares_are_between_zero_and_one(loads: LoadStore, active: int, shown: float) -> None:
     loads.put("g1", frame(engines=EnginesLoad(truth="value", num_blocks_total=100, num_blocks_active=active)))
     measured = loads.measured(KEY)
     assert measured is not None

@@ -1,4 +1,4 @@
-"""The local backend with real gateway and engine server processes, whose device is simulated."""
+"""The local backend with real gateway and engine server processes and a simulated device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Machine = Any
 
 
 async def ask(session: aiohttp.ClientSession, machine: Machine, model: str = "chat") -> int:
-    """Status of one short chat through the gateway."""
+    """Send one short chat through the gateway; return its status."""
     body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     async with session.post(f"{machine.backend.base_url}/v1/chat/completions", json=body) as response:
         await response.read()
@@ -34,7 +34,7 @@ async def ask(session: aiohttp.ClientSession, machine: Machine, model: str = "ch
 
 
 async def until(session: aiohttp.ClientSession, machine: Machine, status: int) -> None:
-    """The gateway learns of engines by itself, a moment after they changed."""
+    """Wait until the gateway has noticed a change of engines, which it does by itself."""
 
     async def is_so() -> bool:
         return await ask(session, machine) == status
@@ -43,7 +43,7 @@ async def until(session: aiohttp.ClientSession, machine: Machine, status: int) -
 
 
 def family() -> set[int]:
-    """Living processes below this one."""
+    """Return the living descendants of this process."""
     return {child.pid for child in psutil.Process().children(recursive=True) if _is_living(child)}
 
 
@@ -54,7 +54,9 @@ def _is_living(process: psutil.Process) -> bool:
         return False
 
 
-async def test_serves_survives_crashes_and_stops_without_a_trace(make_machine: Callable[..., Machine]) -> None:
+async def test_the_backend_serves_survives_crashes_and_stops_without_remains(
+    make_machine: Callable[..., Machine],
+) -> None:
     before = family()
     machine = make_machine()
     await machine.backend.start()
@@ -101,7 +103,9 @@ async def _crash_the_gateway(session: aiohttp.ClientSession, machine: Machine) -
     await until(session, machine, 200)
 
 
-async def test_an_edit_rolls_without_a_failed_request_and_an_equal_plan_changes_nothing(machine: Machine) -> None:
+async def test_an_edit_is_rolled_out_without_a_failed_request_and_an_equal_plan_changes_nothing(
+    machine: Machine,
+) -> None:
     plan = machine.plan(replicas=1)
     await machine.backend.apply([plan])
     await machine.until_ready(plan)
@@ -134,11 +138,11 @@ async def _scale_down(machine: Machine, fewer: Plan) -> None:
     await machine.backend.apply([fewer])
     await machine.until(lambda: _rolled(machine, fewer))
     (left,) = machine.pids(fewer)
-    assert left in before, "the emptiest goes, whichever that is under this traffic"
+    assert left in before, "the emptiest replica must be removed"
     assert machine.ready(fewer)
 
 
-async def test_a_model_that_cannot_be_loaded_names_the_true_cause(machine: Machine, tmp_path: Path) -> None:
+async def test_for_a_model_that_cannot_be_loaded_the_true_cause_is_named(machine: Machine, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + b"\0" * 100)
     plan = machine.plan(model__source=f"file://{broken}", engine__extraArgs=[])
@@ -149,14 +153,14 @@ async def test_a_model_that_cannot_be_loaded_names_the_true_cause(machine: Machi
     assert "broken.gguf" in ready.message
 
 
-async def test_a_claimed_name_starts_nothing_for_the_younger(machine: Machine) -> None:
+async def test_the_younger_deployment_of_a_name_starts_nothing(machine: Machine) -> None:
     older, younger = machine.plan("a", model__name="m"), machine.plan("b", model__name="m")
     await machine.backend.apply([older, younger])
     assert machine.backend.supervisors(younger.key) == []
     assert find_conditions(machine.backend.observe(younger.key))[-1].reason == "NameConflict"
 
 
-async def test_a_port_in_use_stops_everything_before_it_starts(make_machine: Callable[..., Machine]) -> None:
+async def test_a_port_in_use_is_reported_before_anything_starts(make_machine: Callable[..., Machine]) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -168,7 +172,7 @@ async def test_a_port_in_use_stops_everything_before_it_starts(make_machine: Cal
     assert list(machine.folder.iterdir()) == []
 
 
-async def test_an_answer_under_way_ends_with_an_error_event_when_everything_stops(
+async def test_a_running_answer_ends_with_an_error_event_when_everything_stops(
     make_machine: Callable[..., Machine],
 ) -> None:
     machine = make_machine(stop_timeout_s=2.0)
@@ -193,7 +197,7 @@ async def test_an_answer_under_way_ends_with_an_error_event_when_everything_stop
     assert "[DONE]" not in text
 
 
-async def test_an_engine_that_stops_answering_is_not_ready_any_more_and_is_replaced(
+async def test_an_engine_that_stops_answering_becomes_unready_and_is_replaced(
     make_machine: Callable[..., Machine],
 ) -> None:
     machine = make_machine(stop_timeout_s=0.2, watch_interval_s=0.1)
@@ -216,7 +220,7 @@ async def test_an_engine_that_stops_answering_is_not_ready_any_more_and_is_repla
         await machine.backend.stop()
 
 
-async def test_a_failed_reconciliation_is_logged_and_tried_again(
+async def test_a_failed_reconciliation_is_logged_and_retried(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = machine.plan()
@@ -276,7 +280,7 @@ def _assert_private(folder: Path) -> None:
 def _assert_reasons_were_reported(machine: Machine) -> None:
     reasons = [event.message for event in machine.events if event.subject == "chat-0"]
     assert reasons[-1] == "ready"
-    # A model that loads within one look is seen when its steps are measured.
+    # A model that is loaded between two polls is visible when its steps are measured.
     assert any("loading" in reason or "warming" in reason for reason in reasons), reasons
 
 
@@ -285,7 +289,7 @@ def _listening_ports(pids: set[int]) -> set[int]:
 
 
 def _listening_ports_of(pid: int) -> set[int]:
-    """None of a process that has ended meanwhile: engines start short-lived ones."""
+    """Return the listening ports, or none of a process that has ended: engines start short-lived ones."""
     try:
         connections = psutil.Process(pid).net_connections("inet")
     except psutil.NoSuchProcess:
@@ -293,7 +297,7 @@ def _listening_ports_of(pid: int) -> set[int]:
     return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
-async def test_every_replica_sees_a_gpu_of_its_own(make_machine: Callable[..., Machine]) -> None:
+async def test_every_replica_has_a_gpu_of_its_own(make_machine: Callable[..., Machine]) -> None:
     machine = make_machine(gpus=("3", "GPU-a1"))
     await machine.backend.start()
     try:

@@ -1,4 +1,4 @@
-"""One child process: its end is bounded and complete, and it says why it died."""
+"""One child process: its end is bounded and complete, and the reason of its death is reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def start(code: str, log: Path) -> Child:
 
 
 async def said(log: Path, word: str) -> list[str]:
-    """The log's lines once `word` is among them."""
+    """Return the log's lines once `word` is among them."""
     await eventually(lambda: any(word in line for line in tail(log)))
     return tail(log)
 
@@ -43,14 +43,14 @@ async def test_the_termination_message_is_the_reason(tmp_path: Path) -> None:
     assert (ended.reason, ended.message) == ("ModelNotFound", "no file x")
 
 
-async def test_without_one_the_last_words_and_the_exit_code_are(tmp_path: Path) -> None:
+async def test_without_a_termination_message_the_last_lines_and_the_exit_code_are_the_reason(tmp_path: Path) -> None:
     child = await start("import sys; sys.exit('out of luck')", tmp_path / "log")
     ended = await child.wait()
     assert ended.reason == "Crashed"
     assert ended.message == "ended with exit code 1: out of luck"
 
 
-def test_a_kill_by_the_kernel_hints_at_memory(tmp_path: Path) -> None:
+def test_for_a_kill_by_the_kernel_the_message_suggests_memory(tmp_path: Path) -> None:
     ended = explain_exit(-signal.SIGKILL, tmp_path / "missing")
     assert ended.reason == "Killed"
     assert "SIGKILL (the machine may be out of memory)" in ended.message
@@ -82,7 +82,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_with_its_own_children(tmp_
     await _gone(grandchild)
 
 
-async def test_a_crash_takes_the_rest_of_its_session_along(tmp_path: Path) -> None:
+async def test_a_crash_ends_the_rest_of_its_session(tmp_path: Path) -> None:
     log = tmp_path / "log"
     child = await start(
         """
@@ -97,7 +97,7 @@ async def test_a_crash_takes_the_rest_of_its_session_along(tmp_path: Path) -> No
     await _gone(int((await said(log, "grandchild"))[0].split()[1]))
 
 
-async def test_ending_twice_and_ending_the_dead_are_harmless(tmp_path: Path) -> None:
+async def test_ending_a_dead_or_ended_process_has_no_effect(tmp_path: Path) -> None:
     child = await start("pass", tmp_path / "log")
     await child.wait()
     await child.end(0.1)
@@ -137,7 +137,7 @@ async def _gone(pid: int) -> None:
     await eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
-async def test_a_log_stays_bounded_while_its_process_writes_on(tmp_path: Path) -> None:
+async def test_a_log_stays_bounded_while_its_process_writes(tmp_path: Path) -> None:
     log = tmp_path / "log"
     child = await start(
         """
@@ -161,14 +161,14 @@ async def test_a_log_stays_bounded_while_its_process_writes_on(tmp_path: Path) -
     assert older(log).read_text().splitlines() == ["x" * 99] * 1000 + ["half"]
 
 
-async def test_the_log_of_the_process_before_is_kept(tmp_path: Path) -> None:
+async def test_the_log_of_the_previous_process_is_kept(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for word in ("first", "second", "third"):
         await (await start(f"print({word!r})", log)).wait()
     assert (older(log).read_text(), log.read_text()) == ("second\n", "third\n")
 
 
-async def test_a_line_of_json_ends_an_explanation_with_its_words(tmp_path: Path) -> None:
+async def test_an_explanation_ends_with_the_message_of_a_json_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
     lines = {"message": "cannot go on", "level": "error"}, {"message": "m", "exception": "Trace:\nValueError: no"}
     said = []
@@ -184,4 +184,4 @@ async def test_an_ended_child_is_never_signalled_again(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "killpg", lambda pid, number: signalled.append(pid))
     await child.wait()
     await child.end(0.1)
-    assert signalled == [child.pid], "its number may be another process's by now"
+    assert signalled == [child.pid], "its process id may have been reused"

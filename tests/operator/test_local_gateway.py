@@ -1,4 +1,4 @@
-"""Telling the gateway its catalogue: refusals that last are reported once, others are tried again ever more slowly."""
+"""Sending the gateway its catalogue: permanent refusals are reported once, others are retried with growing pauses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "RETRY_FIRST_S", 0.01)
 
 
-async def test_a_catalogue_that_is_refused_for_good_is_reported_once_and_the_next_one_again(tmp_path: Path) -> None:
+async def test_a_permanent_refusal_of_a_catalogue_is_reported_once_and_the_next_one_again(tmp_path: Path) -> None:
     control = Control(400)
     async with telling(control, tmp_path) as gateway:
         gateway.want(catalog("a"))
@@ -101,13 +101,13 @@ async def test_a_catalogue_that_is_refused_for_good_is_reported_once_and_the_nex
         assert control.num_asked == 2
 
 
-async def test_the_gateway_is_started_with_the_workers_that_were_asked_for(tmp_path: Path) -> None:
+async def test_the_gateway_is_started_with_the_configured_workers(tmp_path: Path) -> None:
     async with telling(Control(), tmp_path, gateway_workers=3) as gateway:
         launch = gateway._prepare()
         assert load_config(Path(launch.command[-1])).workers == 3
 
 
-async def test_the_control_address_stays_after_a_restart_unless_something_else_took_it(tmp_path: Path) -> None:
+async def test_the_control_address_stays_after_a_restart_unless_another_process_took_it(tmp_path: Path) -> None:
     async with telling(Control(), tmp_path) as gateway:
         first = gateway._prepare().control_url
         assert gateway._prepare().control_url == first
@@ -116,7 +116,7 @@ async def test_the_control_address_stays_after_a_restart_unless_something_else_t
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-async def test_a_passing_refusal_is_tried_again_and_reported_once(tmp_path: Path, status: int) -> None:
+async def test_a_temporary_refusal_is_retried_and_reported_once(tmp_path: Path, status: int) -> None:
     control = Control(status, status, status)
     async with telling(control, tmp_path) as gateway:
         gateway.want(catalog("a"))

@@ -1,4 +1,4 @@
-"""What the local backend knows of this machine: ports, cores, private folders."""
+"""The local backend's functions for this machine: ports, cores, GPUs and private folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagemill_operator.backends.local.state_dir import OWNER_FILE, PREFIX, State
 from pagemill_operator.backends.local.supervisor import describe
 
 
-def test_a_port_in_use_names_the_flag() -> None:
+def test_an_error_for_a_port_in_use_names_the_flag() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -28,7 +28,7 @@ def test_a_port_in_use_names_the_flag() -> None:
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("192.0.2.1", 0), ("no.such.host.invalid", 0)])
-def test_an_impossible_address_names_the_flag(host: str, port: int) -> None:
+def test_an_error_for_an_impossible_address_names_the_flag(host: str, port: int) -> None:
     with pytest.raises(BackendError, match=r"--(port|host)"):
         ensure_bindable(host, port)
 
@@ -42,7 +42,7 @@ def test_engines_share_the_cores(cores: int, engines: int, threads: int) -> None
     assert threads_per_engine(cores, engines) == threads
 
 
-def test_gpus_are_those_of_the_driver_unless_the_environment_leaves_fewer(tmp_path: Path) -> None:
+def test_gpus_are_those_of_the_driver_unless_the_environment_restricts_them(tmp_path: Path) -> None:
     assert visible_gpus({}, tmp_path) == ()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
@@ -51,7 +51,7 @@ def test_gpus_are_those_of_the_driver_unless_the_environment_leaves_fewer(tmp_pa
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
 
 
-def test_replicas_take_the_gpus_in_turn() -> None:
+def test_replicas_use_the_gpus_in_turn() -> None:
     assert least_used(("0", "1"), []) == "0"
     assert least_used(("0", "1"), ["0", None]) == "1"
     assert least_used(("0", "1"), ["0", "1", "1"]) == "0"
@@ -67,7 +67,7 @@ def test_state_is_private_and_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_of_the_dead_are_removed_and_of_the_living_kept(tmp_path: Path) -> None:
+def test_folders_of_dead_processes_are_removed_and_those_of_living_ones_kept(tmp_path: Path) -> None:
     here, young = StateDir(tmp_path), tmp_path / f"{PREFIX}young"
     young.mkdir()
     code = (
@@ -100,12 +100,12 @@ async def test_a_child_that_outlives_its_backend_does_not_keep_the_folder(tmp_pa
     await child.end(0)
 
 
-def test_a_folder_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:
+def test_an_error_for_a_folder_that_cannot_be_created_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="XDG_RUNTIME_DIR"):
         StateDir(tmp_path / "missing")
 
 
-def test_no_temporary_folder_where_sockets_would_not_fit(tmp_path: Path) -> None:
+def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_not_used(tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 80)
     deep.mkdir()
     state = StateDir(deep)
@@ -125,10 +125,10 @@ def test_no_temporary_folder_where_sockets_would_not_fit(tmp_path: Path) -> None
         (b"\xff", "not ready"),
     ],
 )
-def test_a_readyz_answer_becomes_words(body: bytes, words: str) -> None:
+def test_a_readyz_answer_is_translated_to_text(body: bytes, words: str) -> None:
     assert describe(body) == words
 
 
-def test_a_folder_that_goes_away_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_deleted_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: [folder / f"{PREFIX}gone"])
     remove_abandoned(tmp_path)

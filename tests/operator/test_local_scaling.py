@@ -1,4 +1,4 @@
-"""Replicas on this machine follow the load: a real gateway and engine processes (whose device is simulated)."""
+"""Replicas on this machine follow the load: a real gateway and engine processes with a simulated device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Answer = tuple[int, bytes]
 
 
 async def ask(session: aiohttp.ClientSession, base_url: str, max_tokens: int = 4, token: str = "") -> Answer:
-    """As many tokens: a simulated engine draws them, also the one that would end the answer."""
+    """Request this number of tokens; a simulated engine samples all tokens, including the end token."""
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "chat", "messages": messages, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -29,7 +29,7 @@ def wanted(machine: Machine, plan: Any) -> int:
     return int(machine.backend.observe(plan.key).plan.replicas)
 
 
-async def test_from_zero_to_an_answer_and_back_to_zero_and_again(machine: Machine) -> None:
+async def test_scaling_from_zero_to_an_answer_and_back_twice(machine: Machine) -> None:
     autoscaling = {"minReplicas": 0, "maxReplicas": 2, "scaleToZeroAfter": "2s"}
     plan = machine.plan(replicas=0, autoscaling=autoscaling)
     await machine.backend.apply([plan])
@@ -49,7 +49,7 @@ async def test_from_zero_to_an_answer_and_back_to_zero_and_again(machine: Machin
 
 
 async def answered(session: aiohttp.ClientSession, machine: Machine) -> Answer:
-    """The gateway learns of the deployment a moment after it was applied; until then the name is unknown."""
+    """Return the answer once the gateway knows the deployment, a moment after it was applied."""
 
     async def answer() -> Answer | None:
         status, body = await ask(session, machine.backend.base_url)
@@ -59,7 +59,7 @@ async def answered(session: aiohttp.ClientSession, machine: Machine) -> Answer:
 
 
 @pytest.mark.parametrize("policy", ["Demand", pytest.param("TargetTracking", marks=pytest.mark.full)])
-async def test_requests_that_wait_bring_more_engines_and_all_are_served(machine: Machine, policy: str) -> None:
+async def test_waiting_requests_add_engines_and_all_are_served(machine: Machine, policy: str) -> None:
     autoscaling = {"maxReplicas": 2, "targets": {"queueDepth": 1}, "policy": policy}
     plan = machine.plan(autoscaling=autoscaling, engine__maxNumSeqs=1)
     await machine.backend.apply([plan])
@@ -75,7 +75,7 @@ async def test_requests_that_wait_bring_more_engines_and_all_are_served(machine:
 
 
 @pytest.mark.parametrize("mode", ["Advisory", "External"])
-async def test_who_does_not_act_leaves_the_number_alone(machine: Machine, mode: str) -> None:
+async def test_in_modes_advisory_and_external_the_number_does_not_change(machine: Machine, mode: str) -> None:
     plan = machine.plan(replicas=0, autoscaling={"mode": mode, "maxReplicas": 2, "minReplicas": 1})
     await machine.backend.apply([plan])
     await machine.until(lambda: machine.backend.gateway.ready)
@@ -84,7 +84,7 @@ async def test_who_does_not_act_leaves_the_number_alone(machine: Machine, mode: 
     assert wanted(machine, plan) == 0
 
 
-async def test_a_plan_that_loses_its_autoscaling_goes_back_to_its_number(
+async def test_a_plan_without_autoscaling_returns_to_its_number(
     make_machine: Callable[..., Machine],
 ) -> None:
     machine = make_machine()
@@ -100,13 +100,13 @@ async def test_a_plan_that_loses_its_autoscaling_goes_back_to_its_number(
 
 
 def holding(machine: Machine, plan: Any) -> set[str]:
-    """Replicas that have a request, as the gateway reports."""
+    """Return the replicas that have a request, as the gateway reports."""
     held = machine.backend._held(machine.backend._deployments[plan.key])
     return {name for name, engine in held.items() if engine.num_requests}
 
 
 async def held_by(machine: Machine, plan: Any, num_replicas: int, asking: asyncio.Task[Answer]) -> set[str]:
-    """Once so many replicas have a request, while it is answered."""
+    """Wait until this number of replicas has a request; return them while it is being answered."""
 
     def held() -> set[str] | None:
         assert not asking.done(), asking.result()
@@ -116,7 +116,7 @@ async def held_by(machine: Machine, plan: Any, num_replicas: int, asking: asynci
     return await eventually(held, progress=lambda: holding(machine, plan))
 
 
-async def test_of_two_replicas_the_one_that_serves_stays(machine: Machine) -> None:
+async def test_of_two_replicas_the_idle_one_is_removed(machine: Machine) -> None:
     def planned(replicas: int) -> Any:
         return machine.plan(replicas=replicas, engine__maxModelLen=4096)
 
@@ -126,7 +126,7 @@ async def test_of_two_replicas_the_one_that_serves_stays(machine: Machine) -> No
     youngest = machine.backend.supervisors(plan.key)[-1]
     assert youngest.launch is not None
     async with aiohttp.ClientSession() as session:
-        # Past the gateway, which would choose the engine itself; it hears of it all the same.
+        # Bypass the gateway, which would choose the engine itself; the engine reports the request to it.
         token = machine.backend._deployments[plan.key].token
         asking = asyncio.create_task(ask(session, youngest.launch.data_url, 4000, token))
         try:
@@ -134,13 +134,15 @@ async def test_of_two_replicas_the_one_that_serves_stays(machine: Machine) -> No
             await machine.backend.apply([planned(1)])
             await machine.until(lambda: len(machine.backend.supervisors(plan.key)) == 1)
             assert not asking.done(), asking.result()
-            assert machine.backend.supervisors(plan.key) == [youngest], "of equals it would have been the one to go"
+            assert machine.backend.supervisors(plan.key) == [youngest], (
+                "if both were idle, this replica would be removed"
+            )
         finally:
             asking.cancel()
             await asyncio.wait([asking])
 
 
-async def test_an_engine_that_is_ready_here_refuses_no_request_before_the_gateway_knows_of_it(
+async def test_an_engine_that_is_ready_refuses_no_request_before_the_gateway_knows_it(
     machine: Machine,
 ) -> None:
     plan = machine.plan(replicas=1)

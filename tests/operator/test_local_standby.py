@@ -1,4 +1,4 @@
-"""Standby replicas on this machine: a real gateway and engine processes (whose device is simulated) that sleep."""
+"""Standby replicas on this machine: a real gateway and engine processes with a simulated device, which sleep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Machine = Any
 
 
 async def ask(session: aiohttp.ClientSession, base_url: str, max_tokens: int = 4) -> tuple[int, bytes]:
-    """Until the gateway knows the name, which it does a moment after it was applied."""
+    """Return status and body once the gateway knows the name, a moment after it was applied."""
     body = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": max_tokens, "stream": True}
 
     async def answer() -> tuple[int, bytes] | None:
@@ -26,7 +26,7 @@ def phases(machine: Machine, plan: Any) -> list[str]:
     return sorted(replica.phase for replica in machine.backend.observe(plan.key).replicas if replica.live)
 
 
-async def test_at_zero_one_sleeps_and_the_same_process_answers_the_next_request(machine: Machine) -> None:
+async def test_at_zero_one_engine_sleeps_and_the_same_process_answers_the_next_request(machine: Machine) -> None:
     autoscaling = {"minReplicas": 0, "maxReplicas": 1, "warm": 1, "scaleToZeroAfter": "2s"}
     plan = machine.plan(replicas=0, autoscaling=autoscaling)
     await machine.backend.apply([plan])
@@ -38,14 +38,14 @@ async def test_at_zero_one_sleeps_and_the_same_process_answers_the_next_request(
             status, body = await ask(session, machine.backend.base_url)
             assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True), body[-2000:]
             await machine.until(lambda: phases(machine, plan) == ["asleep"])
-    assert machine.pids(plan) == pids, "it was never started anew"
+    assert machine.pids(plan) == pids, "the process must not be restarted"
     findings = {finding.type: finding for finding in machine.findings(plan)}
     assert (findings["Ready"].reason, findings["ModelLoaded"].status) == ("ScaledToZero", "True")
     assert findings["Ready"].message == "there are no requests; the next one wakes a replica"
 
 
 @pytest.mark.full
-async def test_behind_one_that_is_woken_another_one_stands_by(machine: Machine) -> None:
+async def test_after_a_wake_another_replica_becomes_the_standby(machine: Machine) -> None:
     autoscaling = {"minReplicas": 1, "maxReplicas": 3, "warm": 1, "targets": {"queueDepth": 1}}
     plan = machine.plan(autoscaling=autoscaling, engine__maxNumSeqs=1)
     await machine.backend.apply([plan])
@@ -60,13 +60,13 @@ async def test_behind_one_that_is_woken_another_one_stands_by(machine: Machine) 
         )
     assert [status for status, _ in answers] == [200] * 12
     assert all(body.endswith(b"data: [DONE]\n\n") for _, body in answers)
-    assert first <= set(machine.pids(plan)), "the one that slept serves, none was removed"
+    assert first <= set(machine.pids(plan)), "the replica that slept must serve, and none may be removed"
     wanted = machine.backend.observe(plan.key).plan.replicas
     assert 2 <= wanted <= 3
     await machine.until(lambda: phases(machine, plan) == ["asleep"] * min(1, 3 - wanted) + ["ready"] * wanted)
 
 
-async def test_an_engine_that_crashes_is_stood_in_for_by_the_one_that_sleeps(machine: Machine) -> None:
+async def test_the_standby_replaces_an_engine_that_crashes(machine: Machine) -> None:
     plan = machine.plan(autoscaling={"minReplicas": 1, "maxReplicas": 2, "warm": 1})
     await machine.backend.apply([plan])
     await machine.until(lambda: phases(machine, plan) == ["asleep", "ready"])
@@ -76,4 +76,4 @@ async def test_an_engine_that_crashes_is_stood_in_for_by_the_one_that_sleeps(mac
     machine.kill(serving)
     await machine.until(lambda: sleeping.phase == "ready")
     await machine.until(lambda: phases(machine, plan) == ["asleep", "ready"])
-    assert sleeping.phase == "ready", "it goes on; the one that was started anew stands by"
+    assert sleeping.phase == "ready", "the woken replica keeps serving, and the restarted one becomes the standby"

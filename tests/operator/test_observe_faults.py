@@ -1,4 +1,4 @@
-"""The fault matrix: what objects of a real cluster look like in each fault, and the reason and remedy that come of it.
+"""The fault matrix: objects of a real cluster in each fault, and the reason and remedy that are derived from them.
 
 Statuses and messages are those of Kubernetes 1.36 with containerd 2.4, shortened.
 """
@@ -128,7 +128,7 @@ PODS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "spec.template",
     ),
 }
-"""Row -> (changes of the spec, the pod, reason, a part of the remedy)."""
+"""For each row: changes of the spec, the pod, the reason, and a part of the remedy."""
 
 
 @pytest.mark.parametrize("row", PODS)
@@ -227,7 +227,7 @@ def test_a_child_that_is_refused_has_its_reason_and_remedy(world: Callable[..., 
         ),
     ],
 )
-def test_a_refusal_that_is_not_the_roles_fault_says_whose_it_is(
+def test_a_refusal_that_is_not_the_roles_fault_names_its_cause(
     world: Callable[..., World], kind: str, code: int, message: str, reason: str
 ) -> None:
     refused = world().apply()
@@ -273,7 +273,7 @@ def test_a_field_of_the_wrong_type_is_an_invalid_template(world: Callable[..., W
     ],
     ids=["image", "crash"],
 )
-def test_a_fault_reads_the_same_in_every_state_of_its_circle(
+def test_a_repeating_fault_has_the_same_reason_in_each_of_its_states(
     world: Callable[..., World], states: list[dict[str, Any]], reason: str
 ) -> None:
     found = [world().apply().pod(state).findings() for state in states]
@@ -281,21 +281,21 @@ def test_a_fault_reads_the_same_in_every_state_of_its_circle(
     assert len({each["Ready"].message for each in found}) == 1
 
 
-def test_counts_of_nodes_are_no_news(world: Callable[..., World]) -> None:
+def test_changed_counts_of_nodes_do_not_change_the_message(world: Callable[..., World]) -> None:
     messages = [NODES.format(f"{n} Insufficient cpu, 1 node(s) had untolerated taint {{a: b}}") for n in (2, 7)]
     messages.append(NODES.format("1 node(s) had untolerated taint {a: b}, 9 Insufficient cpu"))
     found = [world().apply().pod(**unschedulable(message)).findings()["Ready"] for message in messages]
     assert len(set(found)) == 1
 
 
-def test_memory_kills_win_over_words_that_only_say_what_broke(world: Callable[..., World]) -> None:
+def test_an_out_of_memory_kill_takes_precedence_over_other_messages(world: Callable[..., World]) -> None:
     died = {**reported("EngineDied", "The engine process ended: signal 9."), "reason": "OOMKilled"}
     assert world().apply().pod(waiting("CrashLoopBackOff", last=died)).findings()["Ready"].reason == "OOMKilled"
     known = {**reported("ModelTooLarge", "x"), "reason": "OOMKilled"}
     assert world().apply().pod(waiting("CrashLoopBackOff", last=known)).findings()["Ready"].reason == "ModelTooLarge"
 
 
-def test_an_engine_that_only_knows_that_it_died_is_a_crash_loop(world: Callable[..., World]) -> None:
+def test_an_engine_without_a_reason_for_its_death_is_a_crash_loop(world: Callable[..., World]) -> None:
     last = reported("EngineDied", "The engine process ended: exit code 3.")
     found = world().apply().pod(waiting("CrashLoopBackOff", last=last)).findings()["Ready"]
     assert found.reason == "CrashLoop"
@@ -303,21 +303,21 @@ def test_an_engine_that_only_knows_that_it_died_is_a_crash_loop(world: Callable[
 
 
 @pytest.mark.parametrize("reason", ["exit status 1", "nope", "Nicht möglich", "A" * 65, "", 7, None])
-def test_words_of_a_foreign_program_never_become_a_reason(world: Callable[..., World], reason: Any) -> None:
+def test_messages_of_another_program_never_become_a_reason(world: Callable[..., World], reason: Any) -> None:
     last = ended(1, message=json.dumps({"reason": reason, "message": "x"}))
     found = world().apply().pod(waiting("CrashLoopBackOff", last=last)).findings()
     assert found["Ready"].reason == "CrashLoop"
     assert merge_conditions([], list(found.values()), 1, "2026-01-01T00:00:00Z")
 
 
-def test_loading_and_starting_are_no_faults(world: Callable[..., World]) -> None:
+def test_loading_and_starting_are_not_faults(world: Callable[..., World]) -> None:
     for status in (None, waiting("ContainerCreating"), running(started=False), running(started=True)):
         found = world().apply().pod(status).findings()
         assert found["Ready"].reason == "Loading"
         assert found["Scheduled"].status == "True"
 
 
-def test_a_pod_that_was_ready_and_is_not_any_more_fails_its_probe(world: Callable[..., World]) -> None:
+def test_a_pod_that_was_ready_and_no_longer_is_fails_its_probe(world: Callable[..., World]) -> None:
     since = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:05:00Z"}
     found = world().apply().pod(running(started=True), conditions=(since,)).findings()
     assert found["Ready"].reason == "ProbeFailing"
@@ -325,8 +325,8 @@ def test_a_pod_that_was_ready_and_is_not_any_more_fails_its_probe(world: Callabl
     assert world().apply().pod(running(started=True), conditions=(early,)).findings()["Ready"].reason == "Loading"
 
 
-def test_a_pod_on_a_dead_node_is_not_called_unready(world: Callable[..., World]) -> None:
-    """Its containers are not reported any more: they stay as they were, and the cluster turns only the pod."""
+def test_a_pod_on_a_dead_node_does_not_fail_its_probe(world: Callable[..., World]) -> None:
+    """Its containers are not reported any more and stay as they were; the cluster changes only the pod."""
     unready = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:05:00Z"}
     containers = {"type": "ContainersReady", "status": "True"}
     found = world().apply().pod(running(started=True, ready=True), conditions=(unready, containers)).findings()
@@ -345,7 +345,7 @@ def test_a_container_that_the_user_added_is_named(world: Callable[..., World]) -
     assert found.message.startswith("container side: ")
 
 
-def test_of_an_image_volume_the_models_source_is_at_fault(world: Callable[..., World]) -> None:
+def test_for_an_image_volume_the_models_source_is_named(world: Callable[..., World]) -> None:
     model = {"source": "oci://host:5000/team/m:v1", "cache": {"imageVolume": True}}
     pull = 'failed to pull and unpack image "host:5000/team/m:v1": 401 Unauthorized'
     found = world(model=model).apply().pod(waiting("ErrImagePull", pull)).findings()["Ready"]
@@ -355,7 +355,7 @@ def test_of_an_image_volume_the_models_source_is_at_fault(world: Callable[..., W
     assert "spec.engine.image" not in found.message
 
 
-def test_ready_pods_of_the_newest_template_make_it_ready(world: Callable[..., World]) -> None:
+def test_ready_pods_of_the_newest_template_make_the_deployment_ready(world: Callable[..., World]) -> None:
     ready = world(replicas=2).apply()
     ready.pod(running(started=True, ready=True), conditions=READY)
     assert ready.findings()["Ready"].reason == "Progressing"
@@ -363,8 +363,8 @@ def test_ready_pods_of_the_newest_template_make_it_ready(world: Callable[..., Wo
     assert [found[kind].status for kind in ("Planned", "Scheduled", "ModelLoaded", "Serving", "Ready")] == ["True"] * 5
 
 
-def test_pods_count_only_once_the_deployment_is_of_this_generation(world: Callable[..., World]) -> None:
-    """Right after an edit the old Deployment stands there, with all its pods ready."""
+def test_pods_count_only_for_the_current_generation_of_the_deployment(world: Callable[..., World]) -> None:
+    """Right after an edit, the old Deployment exists with all its pods ready."""
     ready = world().apply().pod(running(started=True, ready=True), conditions=READY)
     ready.generation += 1
     found = ready.findings()
@@ -372,7 +372,7 @@ def test_pods_count_only_once_the_deployment_is_of_this_generation(world: Callab
     assert found["Serving"].status == "True"
 
 
-def test_a_rollout_that_fails_while_old_pods_serve_says_both(world: Callable[..., World], deployment: Make) -> None:
+def test_a_failed_rollout_while_old_pods_serve_reports_both(world: Callable[..., World], deployment: Make) -> None:
     rolling = world().apply()
     old_template = copy.deepcopy(rolling.objects["Deployment", "chat-engine"]["spec"]["template"])
     rolling.plan = make_plan(deployment(engine__image="nope:1"), "kubernetes")
@@ -384,7 +384,7 @@ def test_a_rollout_that_fails_while_old_pods_serve_says_both(world: Callable[...
     assert "earlier spec still serve" in found["Ready"].message
 
 
-def test_one_of_two_that_crashes_is_the_reason(world: Callable[..., World]) -> None:
+def test_the_crash_of_one_of_two_pods_is_the_reason(world: Callable[..., World]) -> None:
     half = world(replicas=2).apply().pod(running(started=True, ready=True), conditions=READY)
     found = half.pod(waiting("CrashLoopBackOff", last=ended(137, "OOMKilled"))).findings()
     assert found["ModelLoaded"].status == "True"
@@ -409,7 +409,7 @@ def test_without_a_gateway_nothing_is_served(world: Callable[..., World]) -> Non
     assert "gateway.replicas" in alone.findings()["Ready"].message
 
 
-def test_what_only_pods_can_read_is_unknown_until_one_has(world: Callable[..., World]) -> None:
+def test_a_source_that_only_pods_can_read_is_unknown_until_one_has(world: Callable[..., World]) -> None:
     loading = world().apply().pod(running(started=True))
     assert loading.findings()["Planned"][1:3] == ("Unknown", "SourceNotReadable")
     ready = world().apply().pod(running(started=True, ready=True), conditions=READY)
@@ -424,7 +424,7 @@ def test_a_plan_that_has_worked_stays_known(world: Callable[..., World]) -> None
     assert again.findings()["Planned"].status == "Unknown"
 
 
-def test_a_conflict_and_an_unreadable_spec_come_first(world: Callable[..., World]) -> None:
+def test_a_conflict_and_an_unreadable_spec_take_precedence(world: Callable[..., World]) -> None:
     taken = world()
     taken.conflict = Problem("spec.model.name", "m", "default/a serves the name m already; choose another name")
     found = taken.findings()

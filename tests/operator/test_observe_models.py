@@ -1,4 +1,4 @@
-"""Faults of models that a loader fetches onto a volume: claims, Jobs, their pods, and the reason that comes of each."""
+"""Faults of models that a loader downloads to a volume: claims, Jobs and their pods, with their reasons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_engines_wait_for_the_loader(world: Callable[..., World]) -> None:
     assert [found[kind].reason for kind in ("Scheduled", "ModelLoaded", "Ready")] == ["Downloading"] * 3
 
 
-def test_a_claim_that_is_not_bound_is_named_with_its_class(world: Callable[..., World]) -> None:
+def test_an_unbound_claim_is_named_with_its_class(world: Callable[..., World]) -> None:
     message = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found"
     for state in (unschedulable(message), {"node": ""}):
         stuck = world(**CACHED).apply().pod(component="loader", **state)
@@ -34,7 +34,7 @@ def test_a_claim_that_is_not_bound_is_named_with_its_class(world: Callable[..., 
         assert "StorageClass fast" in found["Ready"].message
 
 
-def test_a_volume_that_is_being_made_is_no_fault_yet(world: Callable[..., World]) -> None:
+def test_a_volume_that_is_being_created_is_not_a_fault_at_first(world: Callable[..., World]) -> None:
     message = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found"
     for state in (unschedulable(message), {"node": ""}):
         young = world(**CACHED).apply().pod(component="loader", **state)
@@ -43,14 +43,14 @@ def test_a_volume_that_is_being_made_is_no_fault_yet(world: Callable[..., World]
         claim["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
         seen, found = young.at(20.0)
         assert found["Ready"].reason == "Downloading"
-        assert seen.look_again_s == 10.0, "nothing else would tell that it takes too long"
+        assert seen.look_again_s == 10.0, "otherwise no event would report that it takes too long"
         seen, found = young.at(30.0)
         assert (found["Ready"].reason, seen.look_again_s) == ("VolumePending", None)
         claim["status"] = {"phase": "Bound"}
         assert young.at(20.0)[0].look_again_s is None
 
 
-def test_a_loader_whose_pod_is_refused_names_where_the_cause_stands(world: Callable[..., World]) -> None:
+def test_for_a_loader_whose_pod_is_refused_the_field_is_named(world: Callable[..., World]) -> None:
     refused = world(**CACHED).apply()
     (job,) = [each for (kind, _), each in refused.objects.items() if kind == "Job"]
     job["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
@@ -88,7 +88,7 @@ def test_a_lost_volume_is_reported(world: Callable[..., World]) -> None:
     ],
     ids=["credentials", "secret", "image"],
 )
-def test_a_loader_that_fails_is_the_reason(
+def test_a_failed_loader_is_the_reason(
     world: Callable[..., World], status: dict[str, Any], reason: str, remedy: str
 ) -> None:
     found = world(**CACHED).apply().pod(status, component="loader").findings()
@@ -96,7 +96,7 @@ def test_a_loader_that_fails_is_the_reason(
     assert remedy in found["Ready"].message
 
 
-def test_a_job_that_gave_up_names_the_way_to_start_it_again(world: Callable[..., World]) -> None:
+def test_for_a_job_that_gave_up_the_way_to_restart_it_is_named(world: Callable[..., World]) -> None:
     gone = world(**CACHED).apply()
     (name,) = [name for kind, name in gone.objects if kind == "Job"]
     gone.condition("Job", name, type="Failed", status="True", message="Job has reached the specified backoff limit")
@@ -105,7 +105,7 @@ def test_a_job_that_gave_up_names_the_way_to_start_it_again(world: Callable[...,
     assert f"kubectl delete job {name}" in found.message
 
 
-def test_a_loader_that_is_done_is_no_subject_any_more(world: Callable[..., World]) -> None:
+def test_a_finished_loader_is_not_reported(world: Callable[..., World]) -> None:
     done = world(**CACHED).apply(loader_done=True)
     (name,) = [name for kind, name in done.objects if kind == "Job"]
     done.condition("Job", name, type="Complete", status="True")

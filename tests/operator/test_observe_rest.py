@@ -1,4 +1,4 @@
-"""Pods that sleep, as the operator sees them: by their engine's report, else by their order; never as a fault."""
+"""Sleeping pods in the operator's observation: by their engine's report or their order, and never as a fault."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def phase(
         (False, "nonsense", False, "loading ProbeFailing"),
     ],
 )
-def test_what_a_pod_does(deployment: Make, received: bool, reported: str | None, ready: bool, expected: str) -> None:
+def test_the_phase_of_a_pod(deployment: Make, received: bool, reported: str | None, ready: bool, expected: str) -> None:
     assert phase(deployment, received=received, reported=reported, ready=ready) == expected
 
 
-def test_a_container_that_was_started_again_loads_whatever_its_pod_was_ordered(deployment: Make) -> None:
+def test_a_restarted_container_is_loading_whatever_its_pods_order(deployment: Make) -> None:
     assert phase(deployment, received=False, reported="asleep", ready=False, container=RESTARTED) == "loading"
 
 
-def test_at_zero_with_one_asleep_the_status_says_what_a_request_does(deployment: Make) -> None:
+def test_at_zero_with_a_standby_the_status_describes_the_effect_of_a_request(deployment: Make) -> None:
     world = World(deployment(replicas=0, autoscaling={"minReplicas": 0, "maxReplicas": 2, "warm": 1})).apply()
     world.pod({**RUNNING, "ready": False}, conditions=UNREADY, uid="u")
     snapshot = replace(world.snapshot, asleep=frozenset({"u"}))
@@ -68,7 +68,7 @@ def test_at_zero_with_one_asleep_the_status_says_what_a_request_does(deployment:
     assert (body["replicas"], body["desiredReplicas"], body["readyReplicas"], body["standbyReplicas"]) == (1, 0, 0, 1)
 
 
-def test_one_that_serves_is_enough_beside_one_that_sleeps(deployment: Make) -> None:
+def test_one_serving_and_one_sleeping_replica_are_ready(deployment: Make) -> None:
     world = World(deployment(autoscaling={"maxReplicas": 2, "warm": 1})).apply()
     world.pod({**RUNNING, "ready": True}, conditions=READY, uid="a")
     world.pod({**RUNNING, "ready": False}, conditions=UNREADY, uid="b")

@@ -1,4 +1,4 @@
-"""The operator's settings: what is refused names field, value and remedy."""
+"""The operator's settings: errors name field, value and remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def settings(tmp_path: Path) -> Any:
     return write
 
 
-def test_two_fields_are_enough(settings: Any) -> None:
+def test_two_fields_are_sufficient(settings: Any) -> None:
     config = load_config(settings())
     assert config.watch_namespaces == []
     assert config.renew_deadline_s < config.lease_duration_s
@@ -45,7 +45,7 @@ def test_two_fields_are_enough(settings: Any) -> None:
         ({"log_level": "LOUD"}, "log_level"),
     ],
 )
-def test_what_cannot_be_used_is_refused(settings: Any, changes: dict[str, Any], words: str) -> None:
+def test_an_invalid_setting_is_refused(settings: Any, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         load_config(settings(**changes))
 

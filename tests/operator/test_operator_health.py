@@ -1,4 +1,4 @@
-"""Alive is who makes progress; ready is whose caches are filled."""
+"""The operator is alive while it makes progress, and ready once its caches are filled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pagemill_operator.controller.health import STALLED_LOOP_S, STALLED_RECONCIL
 
 
 class World:
-    """What health asks about."""
+    """The state that health checks read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,36 +29,36 @@ def world() -> World:
     return World()
 
 
-def test_who_makes_progress_is_alive(world: World) -> None:
+def test_an_operator_that_makes_progress_is_alive(world: World) -> None:
     world.watch_s = STALLED_WATCH_S
     world.reconcile_s = STALLED_RECONCILE_S
     world.now = STALLED_LOOP_S
     assert world.health.troubles() == []
 
 
-def test_a_silent_watch_is_a_trouble(world: World) -> None:
+def test_a_silent_watch_is_a_problem(world: World) -> None:
     world.watch_s = STALLED_WATCH_S + 1
     assert world.health.troubles() == ["a watch has received nothing for 151 s"]
 
 
-def test_nothing_is_watched_before_the_kind_is_there(world: World) -> None:
+def test_before_the_kind_exists_nothing_is_watched(world: World) -> None:
     world.health.starting = "the definition is not installed"
     world.watch_s = 10_000
     assert world.health.troubles() == []
     assert world.health.waits() == ["the definition is not installed"]
 
 
-def test_a_reconcile_that_hangs_is_a_trouble(world: World) -> None:
+def test_a_reconcile_that_hangs_is_a_problem(world: World) -> None:
     world.reconcile_s = STALLED_RECONCILE_S + 1
     assert "hangs" in world.health.troubles()[0]
 
 
-def test_a_loop_that_does_not_turn_is_a_trouble(world: World) -> None:
+def test_a_blocked_event_loop_is_a_problem(world: World) -> None:
     world.now = STALLED_LOOP_S + 1
     assert "event loop" in world.health.troubles()[0]
 
 
-def test_ready_is_who_has_seen_everything(world: World) -> None:
+def test_the_operator_is_ready_once_everything_was_listed(world: World) -> None:
     world.unsynced = ["Pod"]
     assert world.health.waits() == ["the first listing of Pod is not complete"]
     world.unsynced = []

@@ -1,4 +1,4 @@
-"""The plan: a pure function whose digest changes exactly when pods must be replaced."""
+"""The plan is a pure function whose digest changes exactly when pods must be replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pagemill_protocol.generation_defaults import GenerationDefaults
 Make = Callable[..., LLMDeployment]
 
 
-def test_the_default_plan_in_full(deployment: Make) -> None:
+def test_the_complete_default_plan(deployment: Make) -> None:
     plan = make_plan(deployment(engine__maxModelLen=2048, replicas=2))
     (group,) = plan.groups
     assert (plan.key, plan.names, plan.problems, plan.notes) == ("default/chat", ("chat",), (), ())
@@ -47,7 +47,7 @@ def test_the_default_plan_in_full(deployment: Make) -> None:
     assert all(probe.port == 8001 for probe in probes if probe)
 
 
-def test_the_same_resource_gives_an_equal_plan(deployment: Make) -> None:
+def test_equal_resources_give_equal_plans(deployment: Make) -> None:
     changes: dict[str, Any] = {"engine__env": [{"name": "A", "value": "1"}], "resources__memory": "2Gi"}
     assert make_plan(deployment(**changes)) == make_plan(deployment(**changes))
 
@@ -70,7 +70,7 @@ def test_the_same_resource_gives_an_equal_plan(deployment: Make) -> None:
     ],
     ids=str,
 )
-def test_what_concerns_the_pod_changes_the_digest(deployment: Make, changes: dict[str, Any]) -> None:
+def test_changes_of_the_pod_change_the_digest(deployment: Make, changes: dict[str, Any]) -> None:
     assert _digest(deployment(**changes)) != _digest(deployment())
 
 
@@ -86,11 +86,11 @@ def test_what_concerns_the_pod_changes_the_digest(deployment: Make, changes: dic
     ],
     ids=str,
 )
-def test_what_does_not_concern_the_pod_leaves_the_digest(deployment: Make, changes: dict[str, Any]) -> None:
+def test_other_changes_keep_the_digest(deployment: Make, changes: dict[str, Any]) -> None:
     assert _digest(deployment(**changes)) == _digest(deployment())
 
 
-def test_settings_decode_into_the_engines_strict_structs(deployment: Make) -> None:
+def test_settings_can_be_decoded_into_the_engines_strict_structs(deployment: Make) -> None:
     everything = deployment(
         engine__maxModelLen=1024,
         engine__maxNumBatchedTokens=128,
@@ -134,13 +134,13 @@ def test_extra_arguments_are_fields_of_the_engine() -> None:
         ("--model=other", "no engine setting --model"),
     ],
 )
-def test_an_extra_argument_that_is_wrong_is_named(deployment: Make, argument: str, message: str) -> None:
+def test_an_invalid_extra_argument_is_named(deployment: Make, argument: str, message: str) -> None:
     (problem,) = make_plan(deployment(engine__extraArgs=[argument])).problems
     assert problem.field == "spec.engine.extraArgs[0]"
     assert message in problem.message
 
 
-def test_generation_defaults_reach_the_engine_that_hands_them_out(deployment: Make) -> None:
+def test_generation_defaults_reach_the_engine(deployment: Make) -> None:
     given = {"temperature": 0.5, "topK": 4, "repetitionPenalty": 1.1, "maxTokens": 64}
     plan = make_plan(deployment(model__generationDefaults=given, engine__extraArgs=["--generation-config=vllm"]))
     assert plan.problems == ()
@@ -150,7 +150,9 @@ def test_generation_defaults_reach_the_engine_that_hands_them_out(deployment: Ma
     assert (engine.generation_defaults, engine.generation_config) == (expected, "vllm")
     assert "generation_defaults" not in make_plan(deployment(model__generationDefaults={})).groups[0].process.settings
     fields = set(spec_model.GenerationDefaults.model_fields)
-    assert fields == set(GenerationDefaults.__struct_fields__), "the resource and the engine have the same"
+    assert fields == set(GenerationDefaults.__struct_fields__), (
+        "the resource and the engine must have the same defaults"
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,14 +170,14 @@ def test_generation_defaults_reach_the_engine_that_hands_them_out(deployment: Ma
     ],
     ids=str,
 )
-def test_what_cannot_be_honoured_is_a_problem_not_ignored(
+def test_an_unsupported_setting_is_a_problem_and_not_ignored(
     deployment: Make, changes: dict[str, Any], field: str
 ) -> None:
     assert field in [problem.field for problem in make_plan(deployment(**changes)).problems]
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantization_while_loading_reaches_the_engine(deployment: Make, quantization: str) -> None:
+def test_quantization_during_loading_reaches_the_engine(deployment: Make, quantization: str) -> None:
     plan = make_plan(deployment(engine__quantization=quantization))
     content = plan.groups[0].process.settings
     settings = msgspec.json.decode(msgspec.json.encode(content), type=Settings, strict=True)
@@ -191,7 +193,7 @@ def test_quantization_while_loading_reaches_the_engine(deployment: Make, quantiz
         ({"engine__kvCacheDtype": "fp8"}, "spec.engine.kvCacheDtype"),
     ],
 )
-def test_products_and_caches_that_only_gpus_have_are_planned_on_gpus_alone(
+def test_quantized_matmuls_and_cache_types_of_gpus_are_planned_only_on_gpus(
     deployment: Make, changes: dict[str, Any], field: str
 ) -> None:
     (problem,) = make_plan(deployment(**changes)).problems
@@ -218,14 +220,16 @@ def test_cache_type_and_determinism_reach_the_engine(deployment: Make) -> None:
         ({"engine__kvCacheDtype": "int8"}, "spec.engine.kvCacheDtype"),
     ],
 )
-def test_what_float16_cannot_do_is_refused(deployment: Make, changes: dict[str, Any], field: str) -> None:
+def test_settings_that_float16_does_not_support_are_refused(
+    deployment: Make, changes: dict[str, Any], field: str
+) -> None:
     (problem,) = make_plan(deployment(engine__dtype="float16", **changes)).problems
     assert problem.field == field
     assert "change one of them" in problem.message
     assert make_plan(deployment(engine__dtype="bfloat16", **changes)).problems == ()
 
 
-def test_what_has_no_effect_on_this_machine_is_noted(deployment: Make) -> None:
+def test_a_setting_without_effect_on_this_machine_is_noted(deployment: Make) -> None:
     local = make_plan(deployment(engine__image="x:1", resources__memory="2Gi"), "local")
     cluster = make_plan(deployment(engine__image="x:1", resources__memory="2Gi"), "kubernetes")
     assert {note.field for note in local.notes} == {"spec.engine.image", "spec.resources.memory"}
@@ -252,14 +256,14 @@ def test_the_price_of_a_gpu_is_planned(deployment: Make) -> None:
     assert make_plan(deployment()).gpu_hour_price is None
 
 
-def test_the_most_replicas_are_those_the_autoscaler_may_reach(deployment: Make) -> None:
+def test_the_maximum_of_replicas_is_that_of_the_autoscaler(deployment: Make) -> None:
     assert make_plan(deployment(replicas=2)).max_replicas == 2
     assert make_plan(deployment(replicas=2, autoscaling={"maxReplicas": 5})).max_replicas == 5
     external = deployment(replicas=2, autoscaling={"mode": "External", "maxReplicas": 5})
     assert make_plan(external).max_replicas == 2
 
 
-def test_what_the_gateway_does_about_routing_is_planned_and_not_noted(deployment: Make) -> None:
+def test_routing_settings_of_the_gateway_are_planned_and_not_noted(deployment: Make) -> None:
     plan = make_plan(deployment(routing__policy="PrefixHash", routing__sessionHeader="x-session-id"))
     assert (plan.routing_policy, plan.session_header, plan.notes) == ("PrefixHash", "x-session-id", ())
     assert make_plan(deployment(routing__weight=5)).notes == ()
@@ -278,14 +282,14 @@ def test_percentages_of_surge_round_up_and_of_unavailable_down(deployment: Make)
     assert (stuck.surge, stuck.unavailable) == (0, 1)
 
 
-def test_a_name_claimed_twice_is_the_youngers_conflict(deployment: Make) -> None:
+def test_the_younger_deployment_of_a_name_has_a_conflict(deployment: Make) -> None:
     older, younger = make_plan(deployment("a", model__name="m")), make_plan(deployment("b", model__aliases=["m"]))
     conflicts = name_conflicts([older, younger])
     assert list(conflicts) == ["default/b"]
     assert "default/a serves the name m already" in conflicts["default/b"].message
 
 
-def test_a_name_is_shared_when_both_set_a_weight(deployment: Make) -> None:
+def test_a_name_is_shared_if_both_deployments_set_a_weight(deployment: Make) -> None:
     plans = [make_plan(deployment(name, model__name="m", routing__weight=w)) for name, w in (("a", 90), ("b", 10))]
     assert name_conflicts(plans) == {}
     third = make_plan(deployment("c", model__name="m"))
@@ -305,13 +309,13 @@ def test_a_name_is_shared_when_both_set_a_weight(deployment: Make) -> None:
         ({"maxReplicas": 2, "mode": "External"}, 0, 0),
     ],
 )
-def test_replicas_to_start_with(
+def test_the_initial_number_of_replicas(
     deployment: Make, autoscaling: dict[str, Any] | None, replicas: int, expected: int
 ) -> None:
     assert make_plan(deployment(autoscaling=autoscaling, replicas=replicas)).replicas == expected
 
 
-def test_planning_imports_neither_torch_nor_a_cluster_nor_http() -> None:
+def test_planning_imports_neither_torch_nor_cluster_nor_http_libraries() -> None:
     code = (
         "import sys, pagemill_operator.plan, pagemill_operator.status.conditions, pagemill_operator.backends.rollout\n"
         "assert not {'torch', 'kopf', 'aiohttp', 'kubernetes', 'pagemill_engine'} & set(sys.modules)"

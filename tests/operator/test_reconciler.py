@@ -1,4 +1,4 @@
-"""One reconcile: what is reported of which version, when it waits, and what is kept of what is gone."""
+"""One reconcile: the reported version, waiting, and the state of deleted objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = "default/chat"
 
 
 class World:
-    """An API server that takes everything, a clock that the test moves."""
+    """An API server that accepts everything, and a clock that the test controls."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -91,7 +91,7 @@ def world() -> World:
     return World()
 
 
-async def test_an_edit_between_the_writes_and_the_status_begins_anew(world: World) -> None:
+async def test_an_edit_between_the_writes_and_the_status_starts_the_reconcile_again(world: World) -> None:
     await world.settle()
     world.put(generation=2, replicas=2)
     world.before_apply = lambda manifest: world.put(generation=3, replicas=3)
@@ -100,7 +100,7 @@ async def test_an_edit_between_the_writes_and_the_status_begins_anew(world: Worl
     assert [status["observedGeneration"] for status in world.statuses] == [1]
 
 
-async def test_children_that_are_written_again_and_again_do_not_hide_the_status(world: World) -> None:
+async def test_children_that_are_written_repeatedly_do_not_block_the_status(world: World) -> None:
     tokens = iter(range(1000))
     world._context = lambda owner, loader_done: RenderContext(  # type: ignore[method-assign]
         "system", "engine:1", tokens=(str(next(tokens)),)
@@ -112,7 +112,7 @@ async def test_children_that_are_written_again_and_again_do_not_hide_the_status(
     assert world.now <= SETTLE_LONGEST_S + 1
 
 
-async def test_load_that_comes_too_early_is_looked_at_again_in_time(world: World) -> None:
+async def test_a_load_that_changes_too_soon_is_shown_later(world: World) -> None:
     world.load = MeasuredLoad(0.1, 1, 0)
     await world.settle()
     world.now += 10
@@ -122,7 +122,7 @@ async def test_load_that_comes_too_early_is_looked_at_again_in_time(world: World
     assert world.statuses[-1]["load"]["kvCacheUsagePercent"] == 90
 
 
-async def test_of_an_object_that_is_still_known_nothing_is_forgotten(world: World) -> None:
+async def test_the_state_of_an_object_that_still_exists_is_kept(world: World) -> None:
     await world.reconciler.reconcile(KEY)
     world.now += 5
     world.status_error = ApiError(404, "NotFound", "chat")

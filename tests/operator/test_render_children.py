@@ -1,4 +1,4 @@
-"""All children of a deployment: which there are, how they are named, and what each promises."""
+"""All children of a deployment: their kinds, their names, and their contents."""
 
 from __future__ import annotations
 
@@ -71,26 +71,28 @@ def test_the_children_of_a_plain_deployment(deployment: Make) -> None:
     assert kinds(render(deployment())) == ["NetworkPolicy", "Service", "Secret", "ConfigMap", "Deployment"]
 
 
-def test_more_than_one_replica_is_protected_from_disruptions(deployment: Make) -> None:
+def test_more_than_one_replica_has_a_disruption_budget(deployment: Make) -> None:
     budget = one(render(deployment(replicas=2)), "PodDisruptionBudget")["spec"]
     assert budget["maxUnavailable"] == 1
     assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
     assert "PodDisruptionBudget" not in kinds(render(deployment(replicas=1)))
 
 
-def test_standby_replicas_are_pods_beyond_those_that_serve(deployment: Make) -> None:
+def test_standby_replicas_are_additional_pods(deployment: Make) -> None:
     manifests = render(deployment(replicas=2, autoscaling={"maxReplicas": 4, "warm": 1}))
     assert one(manifests, "Deployment")["spec"]["replicas"] == 3
     assert one(manifests, "Deployment")["metadata"]["annotations"]["pagemill.dev/awake"] == "2"
-    assert one(manifests, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 2, "who sleeps is never ready"
+    assert one(manifests, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 2, "a sleeping replica is never ready"
     full = render(deployment(replicas=4, autoscaling={"maxReplicas": 4, "warm": 1}))
     assert one(full, "Deployment")["spec"]["replicas"] == 4
     assert one(full, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
 
 
-def test_the_operator_reaches_the_control_port_where_replicas_stand_by(deployment: Make) -> None:
+def test_with_standby_replicas_the_operator_may_reach_the_control_port(deployment: Make) -> None:
     context = replace(CONTEXT, operator_selector={"app.kubernetes.io/component": "operator"})
-    assert len(one(render(deployment(), context), "NetworkPolicy")["spec"]["ingress"]) == 2, "no replica stands by"
+    assert len(one(render(deployment(), context), "NetworkPolicy")["spec"]["ingress"]) == 2, (
+        "there are no standby replicas"
+    )
     standing_by = deployment(autoscaling={"maxReplicas": 2, "warm": 1})
     _, operator, _ = one(render(standing_by, context), "NetworkPolicy")["spec"]["ingress"]
     (peer,) = operator["from"]
@@ -110,7 +112,7 @@ def ports_of(rule: Any) -> list[int | None]:
     return [each.get("port") for each in rule["ports"]]
 
 
-def test_engines_reach_dns_and_their_model_source_and_nothing_else(deployment: Make) -> None:
+def test_engines_may_reach_only_dns_and_their_model_source(deployment: Make) -> None:
     (dns,) = egress(render(deployment()))
     assert ports_of(dns) == [53, 53], "the source is in the image"
     for fields in (HF, CACHED):
@@ -123,7 +125,7 @@ def test_engines_reach_dns_and_their_model_source_and_nothing_else(deployment: M
         ], "not the metadata service of the node's cloud"
 
 
-def test_mirrors_and_proxies_are_reached_at_their_ports(deployment: Make) -> None:
+def test_mirrors_and_proxies_may_be_reached_at_their_ports(deployment: Make) -> None:
     env = [
         {"name": "HF_ENDPOINT", "value": "http://hub.models.svc:8090/"},
         {"name": "https_proxy", "value": "proxy.example.com:3128"},
@@ -134,17 +136,19 @@ def test_mirrors_and_proxies_are_reached_at_their_ports(deployment: Make) -> Non
     assert ports_of(hub) == [80, 443, 3128, 8090]
     secret = {"name": "HTTPS_PROXY", "valueFrom": {"secretKeyRef": {"name": "proxy", "key": "url"}}}
     _, hub = egress(render(deployment(**HF, engine__env=[secret])))
-    assert ports_of(hub) == [None], "its port is not known"
+    assert ports_of(hub) == [None], "the port is not known"
     *_, extra = egress(render(deployment(), replace(CONTEXT, engine_extra_egress=({"ports": [{"port": 4318}]},))))
     assert ports_of(extra) == [4318]
 
 
-def test_a_pod_monitor_only_where_that_kind_exists(deployment: Make) -> None:
+def test_a_pod_monitor_is_rendered_only_if_that_kind_exists(deployment: Make) -> None:
     monitored = render(deployment(), replace(CONTEXT, has_pod_monitors=True))
     (endpoint,) = one(monitored, "PodMonitor")["spec"]["podMetricsEndpoints"]
     assert (endpoint["port"], endpoint["path"]) == ("control", "/metrics")
     (relabeling,) = endpoint["relabelings"]
-    assert (relabeling["targetLabel"], relabeling["separator"]) == ("variant", "/"), "namespace/name, as gateways say"
+    assert (relabeling["targetLabel"], relabeling["separator"]) == ("variant", "/"), (
+        "namespace/name, as in the gateways' metrics"
+    )
 
 
 def test_every_child_belongs_to_its_owner(deployment: Make) -> None:
@@ -157,13 +161,13 @@ def test_every_child_belongs_to_its_owner(deployment: Make) -> None:
         assert labels["pagemill.dev/deployment"] == "chat"
 
 
-def test_names_that_become_labels_or_hosts_fit_into_63_characters(deployment: Make) -> None:
+def test_names_used_as_labels_or_hosts_fit_into_63_characters(deployment: Make) -> None:
     long = deployment("a" * 48, **CACHED, replicas=2)
     manifests = [each for each in render(long, replace(CONTEXT, loader_done=True)) if each["kind"] != "ConfigMap"]
     assert max(len(manifest["metadata"]["name"]) for manifest in manifests) <= 63
 
 
-def test_the_service_shows_pods_by_their_named_ports(deployment: Make) -> None:
+def test_the_service_uses_named_ports_of_pods(deployment: Make) -> None:
     spec = one(render(deployment()), "Service")["spec"]
     assert spec["clusterIP"] == "None"
     assert {port["name"]: port["port"] for port in spec["ports"]} == {"data": 8000, "control": 8001}
@@ -173,7 +177,7 @@ def test_the_service_shows_pods_by_their_named_ports(deployment: Make) -> None:
 TLS = replace(CONTEXT, engine_tls_secret="engine-certificate", engine_tls_name="pagemill-engine", has_pod_monitors=True)
 
 
-def test_engines_serve_the_certificate_of_a_secret_beside_their_resource(deployment: Make) -> None:
+def test_engines_use_the_certificate_of_a_secret_in_their_namespace(deployment: Make) -> None:
     manifests = render(deployment(), TLS)
     (volume,) = [each for each in pod_of(manifests)["volumes"] if each["name"] == "engine-tls"]
     items = [{"key": "tls.crt", "path": "tls.crt"}, {"key": "tls.key", "path": "tls.key"}]
@@ -186,18 +190,18 @@ def test_engines_serve_the_certificate_of_a_secret_beside_their_resource(deploym
     assert "engine-tls" not in json.dumps(render(deployment()))
 
 
-def test_engines_with_tls_have_ports_of_their_own_so_that_a_rollout_may_mix_both(deployment: Make) -> None:
+def test_engines_with_tls_have_their_own_ports_so_that_a_rollout_may_mix_both(deployment: Make) -> None:
     manifests = render(deployment(), TLS)
     ports = {port["name"]: port["containerPort"] for port in engine_of(manifests)["ports"]}
     server = json.loads(one(manifests, "ConfigMap")["data"]["settings.json"])["server"]
     assert ports == {"data": server["port"], "control": server["control_port"]} == {"data": 8443, "control": 8444}
     assert [engine_url("10.0.0.1", port).partition(":")[0] for port in ports.values()] == ["https", "https"]
     service = one(manifests, "Service")
-    assert service == one(render(deployment()), "Service"), "it names ports of pods, which differ"
+    assert service == one(render(deployment()), "Service"), "the Service names ports of pods, which differ"
     assert one(manifests, "NetworkPolicy") == one(render(deployment()), "NetworkPolicy")
 
 
-def test_kubelet_and_prometheus_speak_tls_with_engines_that_do(deployment: Make) -> None:
+def test_kubelet_and_prometheus_use_tls_for_engines_with_tls(deployment: Make) -> None:
     manifests = render(deployment(), TLS)
     probes = [engine_of(manifests)[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
     assert [(probe["scheme"], probe["port"]) for probe in probes] == [("HTTPS", "control")] * 3
@@ -207,7 +211,7 @@ def test_kubelet_and_prometheus_speak_tls_with_engines_that_do(deployment: Make)
     assert endpoint["tlsConfig"] == {"ca": authority, "serverName": "pagemill-engine"}
 
 
-def test_only_gateways_and_prometheus_get_in(deployment: Make) -> None:
+def test_only_gateways_and_prometheus_may_connect(deployment: Make) -> None:
     spec = one(render(deployment()), "NetworkPolicy")["spec"]
     gateways, prometheus = spec["ingress"]
     assert gateways["from"] == [
@@ -221,12 +225,12 @@ def test_only_gateways_and_prometheus_get_in(deployment: Make) -> None:
     assert spec["policyTypes"] == ["Ingress", "Egress"]
 
 
-def test_without_a_known_prometheus_only_gateways_get_in(deployment: Make) -> None:
+def test_without_a_known_prometheus_only_gateways_may_connect(deployment: Make) -> None:
     unselected = replace(CONTEXT, prometheus_namespace_selector={}, prometheus_pod_selector={})
     assert len(one(render(deployment(), unselected), "NetworkPolicy")["spec"]["ingress"]) == 1
 
 
-def test_settings_are_an_immutable_map_named_after_their_content(deployment: Make) -> None:
+def test_settings_are_an_immutable_config_map_named_by_its_content(deployment: Make) -> None:
     before, after = render(deployment()), render(deployment(engine__maxModelLen=1024))
     names = [one(manifests, "ConfigMap")["metadata"]["name"] for manifests in (before, after)]
     assert names[0] != names[1]
@@ -237,7 +241,7 @@ def test_settings_are_an_immutable_map_named_after_their_content(deployment: Mak
     assert engine_of(before)["args"] == ["--settings", "/etc/pagemill/settings.json"]
 
 
-def test_settings_decode_into_the_engines_own(deployment: Make) -> None:
+def test_settings_can_be_decoded_into_the_engines_own(deployment: Make) -> None:
     import msgspec
 
     from pagemill_engine.config import ServerConfig
@@ -268,21 +272,21 @@ def test_a_changed_engine_changes_the_pods(deployment: Make, changes: dict[str, 
 @pytest.mark.parametrize(
     "changes", [{"replicas": 3}, {"routing__weight": 5}, {"rollout__maxSurge": 2}, {"cost__gpuHour": 1.0}], ids=str
 )
-def test_what_does_not_concern_the_engine_leaves_the_pods(deployment: Make, changes: dict[str, Any]) -> None:
+def test_changes_outside_the_engine_keep_the_pods(deployment: Make, changes: dict[str, Any]) -> None:
     assert _template_digest(render(deployment(**changes))) == _template_digest(render(deployment()))
 
 
 def test_the_pod_template_is_the_one_of_earlier_versions(deployment: Make) -> None:
-    """An upgrade of the operator restarts no engine: change this digest only together with the pods."""
+    """An upgrade of the operator must restart no engine: change this digest only together with the pods."""
     assert _template_digest(render(deployment())) == "8a9e3db08c20ad25"
 
 
-def test_the_deployment_says_which_generation_it_was_made_from(deployment: Make) -> None:
+def test_the_deployment_records_the_generation_that_it_was_rendered_from(deployment: Make) -> None:
     metadata = one(render(deployment()), "Deployment")["metadata"]
     assert metadata["annotations"] == {"pagemill.dev/generation": "0"}
 
 
-def test_rollout_and_slow_loads(deployment: Make) -> None:
+def test_rollout_settings_and_slow_loads_are_rendered(deployment: Make) -> None:
     manifests = render(deployment(rollout__maxSurge="50%", rollout__maxUnavailable=1, rollout__drainTimeout="90s"))
     spec = one(manifests, "Deployment")["spec"]
     assert spec["strategy"]["rollingUpdate"] == {"maxSurge": "50%", "maxUnavailable": 1}
@@ -291,7 +295,7 @@ def test_rollout_and_slow_loads(deployment: Make) -> None:
     assert pod_of(manifests)["terminationGracePeriodSeconds"] == 105
 
 
-def test_probes_ask_the_control_port(deployment: Make) -> None:
+def test_probes_use_the_control_port(deployment: Make) -> None:
     engine = engine_of(render(deployment()))
     paths = {name: engine[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert {get["port"] for get in paths.values()} == {"control"}
@@ -299,7 +303,7 @@ def test_probes_ask_the_control_port(deployment: Make) -> None:
     assert engine["lifecycle"]["preStop"]["exec"]["command"][:3] == ["python", "-m", "pagemill_engine.drain"]
 
 
-def test_the_pod_obeys_the_restricted_profile(deployment: Make) -> None:
+def test_the_pod_complies_with_the_restricted_profile(deployment: Make) -> None:
     manifests = render(deployment(**CACHED), replace(CONTEXT, loader_done=True))
     for kind in ("Deployment", "Job"):
         pod = pod_of(manifests, kind)
@@ -314,14 +318,14 @@ def test_the_pod_obeys_the_restricted_profile(deployment: Make) -> None:
             assert security["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_gpus_are_asked_for_and_nodes_chosen(deployment: Make) -> None:
+def test_gpus_are_requested_and_nodes_selected(deployment: Make) -> None:
     manifests = render(deployment(resources={"gpus": 1, "gpuProduct": "NVIDIA-L4"}))
     assert engine_of(manifests)["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     assert pod_of(manifests)["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L4"}
     assert pod_of(manifests)["tolerations"][0]["key"] == "nvidia.com/gpu"
 
 
-def test_resources_are_requests_and_limits(deployment: Make) -> None:
+def test_resources_are_rendered_as_requests_and_limits(deployment: Make) -> None:
     resources = engine_of(render(deployment(resources={"cpu": "1500m", "memory": "2Gi"})))["resources"]
     assert resources["requests"] == resources["limits"] == {"cpu": "1500m", "memory": str(2 * 2**30)}
     assert engine_of(render(deployment()))["resources"] == {}
@@ -335,7 +339,7 @@ def test_resources_are_requests_and_limits(deployment: Make) -> None:
         ({"image": "mine:1", "version": "0.0.9"}, "mine:1"),
     ],
 )
-def test_the_image_is_the_resources_own_or_the_installations(
+def test_the_image_is_that_of_the_resource_or_of_the_installation(
     deployment: Make, engine: dict[str, Any], image: str
 ) -> None:
     assert engine_of(render(deployment(engine=engine)))["image"] == image
@@ -346,7 +350,7 @@ def test_a_pinned_version_replaces_tag_and_digest(deployment: Make) -> None:
     assert engine_of(render(deployment(engine__version="2"), context))["image"] == "pagemill/engine:2"
 
 
-def test_engines_without_gpus_run_the_image_without_torch(deployment: Make) -> None:
+def test_engines_without_gpus_use_the_image_without_torch(deployment: Make) -> None:
     context = replace(CONTEXT, engine_image="pagemill/engine:1", cpu_engine_image="pagemill/engine-cpu:1")
     assert engine_of(render(deployment(), context))["image"] == "pagemill/engine-cpu:1"
     assert engine_of(render(deployment(engine__version="2"), context))["image"] == "pagemill/engine-cpu:2"
@@ -354,7 +358,7 @@ def test_engines_without_gpus_run_the_image_without_torch(deployment: Make) -> N
     assert engine_of(render(deployment(engine__image="mine:1"), context))["image"] == "mine:1"
 
 
-def test_environment_is_literal_and_home_is_writable(deployment: Make) -> None:
+def test_environment_values_are_literal_and_the_home_folder_is_writable(deployment: Make) -> None:
     key = {"secretKeyRef": {"name": "s", "key": "k"}}
     variables = [{"name": "A", "value": "$(B) costs $$5"}, {"name": "B", "valueFrom": key}]
     env = {each["name"]: each for each in engine_of(render(deployment(engine__env=variables)))["env"]}
@@ -387,10 +391,12 @@ def test_a_cached_model_is_loaded_before_engines_start(deployment: Make) -> None
     assert pod_of(done)["volumes"][2]["persistentVolumeClaim"] == {"claimName": "chat-model", "readOnly": True}
 
 
-def test_compiled_kernels_of_a_gpu_outlive_their_pods_on_the_models_volume(deployment: Make) -> None:
+def test_compiled_kernels_are_stored_on_the_models_volume(deployment: Make) -> None:
     asked = deployment(**CACHED, resources={"gpus": 1})
     loader = pod_of(render(asked), "Job")["containers"][0]
-    assert loader["args"][-2:] == ["--kernels", "/models/kernels"], "made by the loader: the kubelet's would be root's"
+    assert loader["args"][-2:] == ["--kernels", "/models/kernels"], (
+        "the loader must create the folder, because the kubelet's would belong to root"
+    )
     assert loader_name(make_plan(asked, "kubernetes")) != loader_name(make_plan(deployment(**CACHED), "kubernetes"))
     done = render(asked, replace(CONTEXT, loader_done=True))
     content = json.loads(one(done, "ConfigMap")["data"]["settings.json"])
@@ -404,22 +410,20 @@ def test_compiled_kernels_of_a_gpu_outlive_their_pods_on_the_models_volume(deplo
 @pytest.mark.parametrize(
     "changes", [CACHED, {"resources": {"gpus": 1}}, {"model__source": "pvc://w/m", "resources": {"gpus": 1}}], ids=str
 )
-def test_nothing_is_kept_without_a_gpu_or_without_a_volume_that_we_fill(
-    deployment: Make, changes: dict[str, Any]
-) -> None:
+def test_without_a_gpu_or_a_filled_volume_no_kernels_are_stored(deployment: Make, changes: dict[str, Any]) -> None:
     done = render(deployment(**changes), replace(CONTEXT, loader_done=True))
     assert "kernel_cache_dir" not in json.loads(one(done, "ConfigMap")["data"]["settings.json"])["engine"]
     assert all("subPath" not in mount for mount in engine_of(done)["volumeMounts"])
 
 
-def test_an_existing_claim_is_used_and_none_made(deployment: Make) -> None:
+def test_an_existing_claim_is_used_and_none_is_created(deployment: Make) -> None:
     manifests = render(deployment(**HF, model__cache={"claimName": "shared"}))
     assert "PersistentVolumeClaim" not in kinds(manifests)
     assert pod_of(manifests, "Job")["volumes"][0]["persistentVolumeClaim"] == {"claimName": "shared"}
 
 
-def test_a_volume_of_one_node_keeps_all_pods_there(deployment: Make) -> None:
-    """Also where the resource asks for affinities of its own: both hold."""
+def test_a_volume_of_one_node_requires_all_pods_on_that_node(deployment: Make) -> None:
+    """This applies in addition to affinities of the resource."""
     own = {"labelSelector": {"matchLabels": {"a": "b"}}, "topologyKey": "zone"}
     template = {"spec": {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [own]}}}}
     done = replace(CONTEXT, loader_done=True)
@@ -435,20 +439,20 @@ def test_a_volume_of_one_node_keeps_all_pods_there(deployment: Make) -> None:
 
 
 @pytest.mark.parametrize("cache", [{"claimName": "shared"}, {"size": "1Gi", "accessMode": "ReadWriteMany"}], ids=str)
-def test_a_volume_of_many_nodes_binds_no_pod(deployment: Make, cache: dict[str, Any]) -> None:
+def test_a_volume_of_many_nodes_requires_no_node(deployment: Make, cache: dict[str, Any]) -> None:
     manifests = render(deployment(**HF, model__cache=cache), replace(CONTEXT, loader_done=True))
     assert "affinity" not in pod_of(manifests, "Job")
     assert "affinity" not in pod_of(manifests)
 
 
-def test_one_file_of_a_repository_is_what_the_engine_opens(deployment: Make) -> None:
+def test_the_engine_opens_one_file_of_a_repository(deployment: Make) -> None:
     changes = {"model__source": "hf://org/name@v1/q4/model.gguf", "model__cache": {"size": "1Gi"}}
     manifests = render(deployment(**changes), replace(CONTEXT, loader_done=True))
     content = json.loads(one(manifests, "ConfigMap")["data"]["settings.json"])
     assert content["engine"]["model"].endswith("/q4/model.gguf")
 
 
-def test_credentials_reach_the_loader_only(deployment: Make) -> None:
+def test_only_the_loader_gets_credentials(deployment: Make) -> None:
     reference = {"name": "hub", "key": "key"}
     manifests = render(deployment(**CACHED, model__credentialsSecretRef=reference), replace(CONTEXT, loader_done=True))
     (token,) = [each for each in pod_of(manifests, "Job")["containers"][0]["env"] if each["name"] == "HF_TOKEN"]
@@ -457,7 +461,7 @@ def test_credentials_reach_the_loader_only(deployment: Make) -> None:
     assert '"hub"' not in json.dumps(others)
 
 
-def test_another_source_or_another_secret_is_another_job(deployment: Make) -> None:
+def test_another_source_or_another_secret_gives_another_job(deployment: Make) -> None:
     def job(**changes: Any) -> str | None:
         return loader_name(make_plan(deployment(**{**CACHED, **changes}), "kubernetes"))
 
@@ -497,7 +501,7 @@ def test_another_source_or_another_secret_is_another_job(deployment: Make) -> No
     )
 )
 @settings(max_examples=num_examples(60), deadline=None)
-def test_whatever_is_wished_the_manifests_match_kubernetes_schemas(sections: dict[str, Any]) -> None:
+def test_for_any_spec_the_manifests_match_kubernetes_schemas(sections: dict[str, Any]) -> None:
     document = {
         "apiVersion": "pagemill.dev/v1alpha1",
         "kind": "LLMDeployment",

@@ -1,4 +1,4 @@
-"""Overrides of the pod template: merged like a strategic merge patch, and nothing that the operator needs is lost."""
+"""Overrides of the pod template are merged like a strategic merge patch without losing what the operator needs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def template(deployment: LLMDeployment) -> dict[str, Any]:
     return engine_template(plan, CONTEXT)
 
 
-def test_objects_merge_and_scalars_replace() -> None:
+def test_objects_are_merged_and_scalars_replaced() -> None:
     base = {"a": {"b": 1, "c": 2}, "d": 3}
     assert merge(base, {"a": {"b": 9}, "e": 4}) == {"a": {"b": 9, "c": 2}, "d": 3, "e": 4}
 
 
-def test_items_with_a_name_merge_and_others_are_added() -> None:
+def test_items_with_equal_names_are_merged_and_others_added() -> None:
     base = {"containers": [{"name": "engine", "image": "x", "env": [{"name": "A", "value": "1"}]}]}
     override = {"containers": [{"name": "side"}, {"name": "engine", "env": [{"name": "B", "value": "2"}]}]}
     engine, side = merge(base, override)["containers"]
@@ -46,7 +46,7 @@ def test_tolerations_are_added_and_plain_lists_replaced() -> None:
     assert merge(base, override) == {"tolerations": [{"key": "a"}, {"key": "b"}], "args": ["y", "z"]}
 
 
-def test_null_takes_nothing_away() -> None:
+def test_null_removes_nothing() -> None:
     base = {"securityContext": {"runAsNonRoot": True}, "containers": [{"name": "engine", "image": "x"}]}
     override = {"securityContext": None, "containers": [{"name": "engine", "image": None}], "new": {"a": None}}
     assert merge(base, override) == {**base, "new": {}}
@@ -68,7 +68,7 @@ PLAIN = json_of(["name", "x", "y"])
 
 
 @given(JSON, JSON)
-def test_merging_is_total_and_changes_neither_side(base: Any, override: Any) -> None:
+def test_merging_accepts_everything_and_changes_neither_side(base: Any, override: Any) -> None:
     before = copy.deepcopy((base, override))
     merge(base, override)
     assert (base, override) == before
@@ -78,13 +78,13 @@ NAMED = st.lists(st.dictionaries(st.just("name"), st.sampled_from("ABC"), min_si
 
 
 @given(st.fixed_dictionaries({}, optional={"x": PLAIN, "tolerations": NAMED, "env": NAMED}))
-def test_merging_twice_is_merging_once(override: dict[str, Any]) -> None:
+def test_merging_twice_equals_merging_once(override: dict[str, Any]) -> None:
     base: dict[str, Any] = {"x": {"a": 1}, "env": [{"name": "A"}], "tolerations": []}
     once = merge(base, override)
     assert merge(once, override) == once
 
 
-def test_everything_of_ours_survives_overrides(deployment: Make) -> None:
+def test_all_fields_of_the_operator_survive_overrides(deployment: Make) -> None:
     overrides = {
         "metadata": {"labels": {"team": "search"}, "annotations": {"note": "x"}},
         "spec": {
@@ -185,13 +185,13 @@ def test_null_and_the_users_own_containers_are_no_problem(deployment: Make, pod:
 
 
 @pytest.mark.parametrize("name", ["command", "livenessProbe", "readinessProbe", "startupProbe"])
-def test_an_override_that_wants_care_is_noted(deployment: Make, name: str) -> None:
+def test_a_risky_override_is_noted(deployment: Make, name: str) -> None:
     containers = [{"name": "engine", name: ["x"]}, {"name": "side", "image": "x", name: ["x"]}]
     plan = make_plan(deployment(template={"spec": {"containers": containers}}), "kubernetes")
     assert [note.field for note in plan.notes] == [f"spec.template.spec.containers[0].{name}"]
 
 
-def test_longer_grace_is_allowed(deployment: Make) -> None:
+def test_a_longer_grace_period_is_allowed(deployment: Make) -> None:
     longer = deployment(template={"spec": {"terminationGracePeriodSeconds": 600}})
     assert template(longer)["spec"]["terminationGracePeriodSeconds"] == 600
 
@@ -217,7 +217,7 @@ def test_longer_grace_is_allowed(deployment: Make) -> None:
     ],
     ids=str,
 )
-def test_an_override_that_weakens_a_pod_is_noted(deployment: Make, overrides: dict[str, Any], field: str) -> None:
+def test_an_override_that_weakens_security_is_noted(deployment: Make, overrides: dict[str, Any], field: str) -> None:
     plan = make_plan(deployment(template={"spec": overrides}), "kubernetes")
     assert plan.problems == ()
     assert [note.field for note in plan.notes] == [f"spec.template.spec.{field}"]
@@ -244,14 +244,14 @@ def test_credentials_without_a_loader_are_refused(deployment: Make) -> None:
 
 
 @pytest.mark.parametrize("backend", ["kubernetes", "local"])
-def test_an_engine_with_a_gpu_computes_on_it(deployment: Make, backend: Backend) -> None:
+def test_an_engine_with_a_gpu_uses_it(deployment: Make, backend: Backend) -> None:
     plan = make_plan(deployment(resources={"gpus": 1}, engine={"dtype": "float16", "kvCacheDtype": "int8"}), backend)
     assert (plan.problems, plan.notes) == ((), ())
     assert plan.groups[0].process.settings["engine"]["device"] == "cuda"
     assert "device" not in make_plan(deployment(), backend).groups[0].process.settings["engine"]
 
 
-def test_a_volume_for_one_node_and_several_pods_is_noted(deployment: Make) -> None:
+def test_a_volume_of_one_node_for_several_pods_is_noted(deployment: Make) -> None:
     changes: dict[str, Any] = {"model__source": "hf://a/b", "replicas": 2}
     noted = make_plan(deployment(**changes, model__cache={"size": "1Gi"}), "kubernetes").notes
     assert [note.field for note in noted] == ["spec.model.cache.accessMode"]

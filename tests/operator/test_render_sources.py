@@ -1,4 +1,4 @@
-"""Where a model comes from, as pods see it: the loader's arguments, credentials, volumes, and open ports."""
+"""The source of a model in pods: the loader's arguments, credentials, volumes, and open ports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def variables(container: dict[str, Any]) -> dict[str, Any]:
     return {each["name"]: each.get("value") or each["valueFrom"]["secretKeyRef"] for each in container["env"]}
 
 
-def test_keys_of_a_bucket_come_from_the_secret_by_their_own_names(deployment: Make) -> None:
+def test_credentials_of_a_bucket_come_from_the_secret_by_their_own_names(deployment: Make) -> None:
     changes = {"model__source": "s3://models/tiny", "model__cache": {"size": "1Gi"}, **SECRET}
     loader = pod(render(deployment(**changes)), "Job")["containers"][0]
     given = variables(loader)
@@ -55,7 +55,7 @@ def test_keys_of_a_bucket_come_from_the_secret_by_their_own_names(deployment: Ma
         ("org/name", "HF_TOKEN", "token"),
     ],
 )
-def test_each_kind_says_which_variable_its_credentials_are(
+def test_each_kind_of_source_declares_the_variables_of_its_credentials(
     deployment: Make, source: str, variable: str, key: str
 ) -> None:
     manifests = render(deployment(**SECRET, model__source=source, model__cache={"size": "1Gi"}))
@@ -68,7 +68,7 @@ def test_a_bare_name_is_planned_as_a_source_of_the_hub(deployment: Make) -> None
     assert plan.source == "hf://facebook/opt-125m@v1"
 
 
-def test_a_folder_of_the_node_is_filled_by_the_pods_themselves(deployment: Make) -> None:
+def test_a_folder_of_the_node_is_filled_by_the_pods(deployment: Make) -> None:
     cache = {"hostPath": "/var/lib/models", "sizeLimit": "200Gi"}
     manifests = render(deployment(**SECRET, model__source="s3://models/tiny", model__cache=cache), loader_done=False)
     assert {"Job", "PersistentVolumeClaim"}.isdisjoint(manifests)
@@ -109,7 +109,7 @@ def test_an_image_is_a_volume_that_the_kubelet_pulls(deployment: Make) -> None:
         ("hf://org/name", {"HTTPS_PROXY": "proxy:3128"}, {443, 3128}),
     ],
 )
-def test_pods_reach_the_ports_that_their_source_needs(
+def test_pods_may_reach_the_ports_of_their_source(
     deployment: Make, source: str, environment: dict[str, str], ports: set[int]
 ) -> None:
     env = [{"name": name, "value": value} for name, value in environment.items()]
@@ -118,7 +118,7 @@ def test_pods_reach_the_ports_that_their_source_needs(
     assert {port["port"] for rule in rules for port in rule["ports"]} - {53} == ports
 
 
-def test_a_volume_of_others_is_not_cleared(deployment: Make) -> None:
+def test_a_shared_volume_is_not_evicted(deployment: Make) -> None:
     def arguments(**cache: str) -> list[str]:
         manifests = render(deployment(model__source="s3://models/tiny", model__cache=cache))
         found: list[str] = pod(manifests, "Job")["containers"][0]["args"]
@@ -138,13 +138,15 @@ def test_a_volume_of_others_is_not_cleared(deployment: Make) -> None:
         ("oci://host", "oci://HOST/REPOSITORY"),
     ],
 )
-def test_what_no_kind_reads_is_refused_in_the_words_of_the_registry(deployment: Make, source: str, words: str) -> None:
+def test_an_unknown_kind_of_source_is_refused_with_the_registrys_message(
+    deployment: Make, source: str, words: str
+) -> None:
     (problem,) = make_plan(deployment(model__source=source), "kubernetes").problems
     assert problem.field == "spec.model.source"
     assert words in problem.message
 
 
-def test_what_no_kind_reads_is_a_condition_before_anything_is_created(deployment: Make) -> None:
+def test_an_unknown_kind_of_source_is_a_condition_before_anything_is_created(deployment: Make) -> None:
     plan = make_plan(deployment(model__source="http://example.org/x"), "kubernetes")
     found = {each.type: each for each in find_conditions(Observation(plan))}
     assert (found["Planned"].status, found["Ready"].reason) == ("False", "UnsupportedField")

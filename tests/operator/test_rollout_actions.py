@@ -1,4 +1,4 @@
-"""Replacement and scaling: bounds are kept at every step, and every start ends in the wanted state."""
+"""Replacement and scaling keep the bounds at every step and always end in the required state."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ def replica(name: str, phase: Phase = "ready", digest: str = "new") -> ReplicaOb
     return ReplicaObservation(name, phase, digest)
 
 
-def test_nothing_runs_so_all_are_started_at_once() -> None:
+def test_without_running_replicas_all_are_started_at_once() -> None:
     assert next_actions(group(3), []) == (3, [])
 
 
-def test_the_wanted_state_needs_nothing() -> None:
+def test_in_the_required_state_nothing_is_done() -> None:
     assert next_actions(group(2), [replica("a"), replica("b")]) == (0, [])
 
 
-def test_replacing_surges_by_one_and_waits_for_readiness() -> None:
+def test_a_replacement_surges_by_one_and_waits_for_readiness() -> None:
     old = [replica("a", digest="old"), replica("b", digest="old")]
     assert next_actions(group(2), old) == (1, [])
     assert next_actions(group(2), [*old, replica("c", "loading")]) == (0, [])
     assert next_actions(group(2), [*old, replica("c")]) == (1, ["a"])
 
 
-def test_without_surge_one_goes_first() -> None:
+def test_without_surge_one_replica_is_removed_first() -> None:
     old = [replica("a", digest="old"), replica("b", digest="old")]
     assert next_actions(group(2, surge=0, unavailable=1), old) == (1, ["a"])
 
 
-def test_old_replicas_that_serve_no_request_go_at_once() -> None:
+def test_old_replicas_without_requests_are_removed_at_once() -> None:
     old = [replica("a", "crashed", "old"), replica("b", "loading", "old")]
     start, drain = next_actions(group(2), old)
     assert drain == ["a", "b"]
     assert start == 2
 
 
-def test_scaling_down_takes_the_unready_then_the_youngest() -> None:
+def test_scaling_down_removes_unready_replicas_then_the_youngest() -> None:
     running = [replica("a"), replica("b", "loading"), replica("c")]
     assert next_actions(group(2), running) == (0, ["b"])
     assert next_actions(group(1), running) == (0, ["b", "c"])
     assert set(next_actions(group(0), running).drain) == {"a", "b", "c"}
 
 
-def test_scaling_down_takes_the_emptiest_of_those_that_are_ready() -> None:
+def test_scaling_down_removes_the_emptiest_ready_replicas() -> None:
     running = [replica("a"), replica("b"), replica("c"), replica("d", "loading")]
     held = {"a": EngineHeld("a", 0, 0), "b": EngineHeld("b", 7, 2), "c": EngineHeld("c", 9, 1)}
     assert next_actions(group(3), running, held) == (0, ["d"])
@@ -84,7 +84,7 @@ def test_bounds_hold_and_every_rollout_ends(
         if not start and not drain and all(r.phase == "ready" for r in kept):
             assert [r.digest for r in kept] == ["new"] * wanted
             return
-        # One step of the world: what was draining is gone, what was starting is ready.
+        # In each step, draining replicas end and starting ones become ready.
         replicas = [replica(r.name, "ready", r.digest) for r in kept]
         replicas += [replica(f"s{round_}-{i}", "starting") for i in range(start)]
     raise AssertionError("the rollout never ended")

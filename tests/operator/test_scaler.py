@@ -1,4 +1,4 @@
-"""The scaler: what it remembers between decisions, what it reports, and what it learns of starts."""
+"""The scaler: its memory between decisions, its reports, and the learned start times."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class World:
         return found.status, found.reason, found.message
 
 
-def test_an_active_deployment_gets_what_was_decided_and_nothing_else_does(plan: MakePlan) -> None:
+def test_only_an_active_deployment_gets_the_decided_number(plan: MakePlan) -> None:
     world = World(plan())
-    assert world.scaler.wanted(KEY, 2, world.plan.autoscaling) == 2, "nothing was decided yet"
+    assert world.scaler.wanted(KEY, 2, world.plan.autoscaling) == 2, "no decision was made yet"
     record = world.decide(queue=QUEUE, lengths=Lengths())
     assert record.decision.reason == "ScaledUp"
     assert world.scaler.wanted(KEY, 1, world.plan.autoscaling) == 3
@@ -73,7 +73,7 @@ def test_an_active_deployment_gets_what_was_decided_and_nothing_else_does(plan: 
     assert world.scaler.wanted(KEY, 1, world.plan.autoscaling) == 1
 
 
-def test_advice_is_reported_and_not_followed(plan: MakePlan) -> None:
+def test_advice_is_reported_and_not_applied(plan: MakePlan) -> None:
     world = World(plan(mode="Advisory"))
     record = world.decide(queue=QUEUE, lengths=Lengths())
     assert record.decision.replicas == 3
@@ -83,10 +83,10 @@ def test_advice_is_reported_and_not_followed(plan: MakePlan) -> None:
         "AdvisoryOnly",
         "the autoscaler recommends 3 replicas; in mode Advisory spec.replicas applies",
     )
-    assert world.decide(queue=QUEUE, lengths=Lengths()) is None, "the same advice is no news"
+    assert world.decide(queue=QUEUE, lengths=Lengths()) is None, "the same advice must not be reported again"
 
 
-def test_only_news_is_recorded_and_every_record_decides_the_same_again(plan: MakePlan) -> None:
+def test_only_changes_are_recorded_and_every_record_can_be_replayed(plan: MakePlan) -> None:
     world = World(plan())
     for number in range(20):
         world.clock.now += 2
@@ -97,13 +97,13 @@ def test_only_news_is_recorded_and_every_record_decides_the_same_again(plan: Mak
     assert world.scaler.records(["default/other"]) == []
 
 
-def test_missing_numbers_are_a_condition(plan: MakePlan) -> None:
+def test_missing_signals_are_a_condition(plan: MakePlan) -> None:
     world = World(plan(replicas=2))
     world.decide(queue=QueueLoad())
-    assert world.decide(engines=engines(1)) is not None, "a record of why nothing is removed"
-    assert world.condition("ScalingActive")[:2] == ("True", "ScalingActive"), "a moment of silence is no news"
+    assert world.decide(engines=engines(1)) is not None, "a record must say why nothing is removed"
+    assert world.condition("ScalingActive")[:2] == ("True", "ScalingActive"), "a short silence must not be reported"
     world.clock.now += PATIENCE_S
-    assert world.decide(engines=engines(1)) is not None, "people are informed"
+    assert world.decide(engines=engines(1)) is not None, "users must be informed"
     status, reason, message = world.condition("ScalingActive")
     assert (status, reason) == ("False", "SignalsMissing")
     assert "the engines' reports are stale" in message
@@ -112,7 +112,7 @@ def test_missing_numbers_are_a_condition(plan: MakePlan) -> None:
     assert world.condition("ScalingActive")[:2] == ("True", "ScalingActive")
 
 
-def test_a_new_leader_says_nothing_until_it_has_a_report_or_waited(plan: MakePlan) -> None:
+def test_a_new_leader_reports_nothing_until_it_has_a_report_or_a_timeout(plan: MakePlan) -> None:
     world = World(plan())
     assert world.condition("ScalingActive")[:2] == ("Unknown", "NotDecided")
     world.decide(engines=EnginesLoad())
@@ -132,7 +132,7 @@ def test_a_new_leader_says_nothing_until_it_has_a_report_or_waited(plan: MakePla
     ],
     ids=str,
 )
-def test_what_clients_saw_is_a_condition(
+def test_the_latencies_that_clients_saw_are_a_condition(
     plan: MakePlan, ttft_ms: float | None, slo: dict[str, str], expected: tuple[str, str]
 ) -> None:
     world = World(plan(slo=slo))
@@ -147,7 +147,7 @@ def test_a_fixed_number_has_no_autoscaler(deployment: Any) -> None:
     assert (conditions["ScalingActive"], conditions["SLOMet"]) == ("NotConfigured", "NotMeasured")
 
 
-def test_at_zero_the_condition_says_how_it_comes_back(plan: MakePlan) -> None:
+def test_at_zero_the_condition_says_what_starts_a_replica(plan: MakePlan) -> None:
     world = World(plan(replicas=0, minReplicas=0))
     status, reason, message = world.condition("Ready")
     assert (status, reason, message) == (
@@ -160,7 +160,7 @@ def test_at_zero_the_condition_says_how_it_comes_back(plan: MakePlan) -> None:
     assert "spec.replicas is 0: raise it" in ready.message
 
 
-def test_cold_starts_are_learned_from_those_that_were_seen_from_the_beginning() -> None:
+def test_cold_starts_are_learned_from_completely_observed_starts() -> None:
     starts = StartDurations()
 
     def saw(now: float, **phases: Any) -> None:
@@ -175,7 +175,7 @@ def test_cold_starts_are_learned_from_those_that_were_seen_from_the_beginning() 
     assert starts.learned_s == 40.0
     saw(60.0, old="ready", a="ready", gone="loading")
     saw(70.0, old="loading", a="ready")
-    assert starts.oldest_s(70.0) == 0.0, "who was ready does not start anew"
+    assert starts.oldest_s(70.0) == 0.0, "a replica that was ready does not count as a new start"
     saw(80.0, b="starting")
     saw(90.0, b="ready")
-    assert starts.learned_s == 40.0, "the careful quantile of 10 and 40 s"
+    assert starts.learned_s == 40.0, "the conservative quantile of 10 and 40 s"

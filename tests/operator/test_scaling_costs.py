@@ -1,4 +1,4 @@
-"""The cost of replicas in scaling decisions: from the resource's price to the message of each change."""
+"""The cost of replicas in scaling decisions, from the resource's price to the message of each change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def risen(settings: ScalingSettings) -> Any:
 
 
 @pytest.mark.parametrize(("replicas", "price", "cost"), [(0, 2.5, 0.0), (3, 2.5, 7.5), (3, 0.0, 0.0), (3, None, None)])
-def test_an_hour_costs_its_pod_seconds_and_their_price(replicas: int, price: float | None, cost: float | None) -> None:
+def test_the_cost_of_an_hour_is_its_pod_seconds_times_the_price(
+    replicas: int, price: float | None, cost: float | None
+) -> None:
     settings = msgspec.structs.replace(SLO, replica_price=price)
     assert settings.cost_of(replicas) == HourlyCost(3600 * replicas, cost)
 
@@ -36,18 +38,18 @@ def test_the_message_of_a_change_states_the_cost_before_and_after() -> None:
     assert decision.message.endswith(f"; {2.5 * decision.replicas:.2f} per hour instead of 2.50")
 
 
-def test_without_a_price_messages_are_as_they_were() -> None:
+def test_without_a_price_messages_contain_no_cost() -> None:
     priced, unpriced = risen(PRICED).decision, risen(SLO).decision
     assert priced.message.startswith(f"{unpriced.message}; ")
     assert msgspec.structs.replace(priced, message="") == msgspec.structs.replace(unpriced, message="")
 
 
-def test_a_record_with_a_price_is_repeated_equal() -> None:
+def test_a_record_with_a_price_is_replayed_equally() -> None:
     record = decode_record(encode_record(risen(PRICED)))
     assert replay(record) == record.decision
 
 
-def test_a_record_of_the_release_before_has_no_price() -> None:
+def test_a_record_of_the_previous_release_has_no_price() -> None:
     body = msgspec.to_builtins(risen(SLO))
     del body["settings"]["replica_price"]
     record = decode_record(msgspec.json.encode(body))
@@ -64,7 +66,9 @@ def test_a_record_of_the_release_before_has_no_price() -> None:
     ],
     ids=["one GPU", "no GPU", "no price"],
 )
-def test_a_replica_costs_what_its_gpus_do(deployment: Any, changes: dict[str, Any], price: float | None) -> None:
+def test_the_cost_of_a_replica_is_that_of_its_gpus(
+    deployment: Any, changes: dict[str, Any], price: float | None
+) -> None:
     plan = make_plan(deployment(autoscaling={"maxReplicas": 2}, **changes), "kubernetes")
     assert plan.autoscaling is not None
     assert plan.autoscaling.replica_price == price

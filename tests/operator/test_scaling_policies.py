@@ -1,4 +1,4 @@
-"""The seam of scaling policies: names, other packages' policies, and what the operator does with any of them."""
+"""The interface of scaling policies: names, policies of other packages, and the operator's use of them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def held(*running: int) -> list[EngineHeld]:
 # Names
 
 
-def test_a_resource_without_a_policy_gets_the_default_as_before() -> None:
+def test_a_resource_without_a_policy_uses_the_default() -> None:
     section = AutoscalingSection.model_validate({"maxReplicas": 4})
     settings = settings_of(section)
     assert settings is not None
@@ -90,7 +90,7 @@ def test_a_resource_without_a_policy_gets_the_default_as_before() -> None:
 
 
 @pytest.mark.parametrize("backend", ["local", "kubernetes"])
-def test_a_policy_that_is_not_installed_is_a_condition_with_the_names_that_are(deployment: Any, backend: Any) -> None:
+def test_a_policy_that_is_not_installed_is_a_condition_with_the_installed_names(deployment: Any, backend: Any) -> None:
     plan = make_plan(deployment(autoscaling={"maxReplicas": 2, "policy": "Oracle"}), backend)
     (problem,) = plan.problems
     assert (problem.field, problem.value) == ("spec.autoscaling.policy", "Oracle")
@@ -100,53 +100,55 @@ def test_a_policy_that_is_not_installed_is_a_condition_with_the_names_that_are(d
 
 
 @pytest.mark.parametrize("name", ["", "-x", "a b", "x" * 64])
-def test_a_name_that_no_policy_could_have_is_refused_by_the_resource(name: str) -> None:
+def test_an_invalid_policy_name_is_refused_by_the_resource(name: str) -> None:
     with pytest.raises(ValueError, match="policy"):
         AutoscalingSection.model_validate({"maxReplicas": 2, "policy": name})
 
 
-def test_another_controller_and_a_policy_exclude_each_other() -> None:
+def test_mode_external_and_a_policy_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="another controller decides: remove policy"):
         AutoscalingSection.model_validate({"maxReplicas": 2, "mode": "External", "policy": "TargetTracking"})
 
 
-# Other packages
+# Policies of other packages
 
 
 @pytest.mark.usefixtures("foreign")
-def test_a_package_adds_a_policy_by_an_entry_point(plan: Callable[..., Plan]) -> None:
+def test_a_package_adds_a_policy_with_an_entry_point(plan: Callable[..., Plan]) -> None:
     assert list(registered().policies) == ["Demand", "TargetTracking", "PerRequest"]
     assert plan(policy="PerRequest").problems == ()
 
 
-def test_a_package_that_cannot_be_loaded_costs_its_own_policies_only(install: Install, deployment: Any) -> None:
+def test_a_package_that_cannot_be_loaded_affects_only_its_own_policies(install: Install, deployment: Any) -> None:
     install({"Broken": "foreign_policies:Missing", "Demand": "foreign_policies:PerRequest", "Other": "nowhere:X"})
     assert list(registered().policies) == ["Demand", "TargetTracking"]
-    assert find_policy("Demand") is BUILT_IN["Demand"], "no package replaces what the operator has"
+    assert find_policy("Demand") is BUILT_IN["Demand"], "no package may replace a built-in policy"
     with pytest.raises(UnknownPolicyError, match="Broken cannot be loaded: foreign_policies:Missing: AttributeError"):
         find_policy("Broken")
     (problem,) = make_plan(deployment(autoscaling={"maxReplicas": 2, "policy": "Other"})).problems
     assert "No module named 'nowhere'" in problem.message
 
 
-def test_an_entry_point_and_its_policy_have_the_same_name(install: Install) -> None:
+def test_an_entry_point_must_have_the_name_of_its_policy(install: Install) -> None:
     install({"Alias": "foreign_policies:PerRequest"})
     with pytest.raises(UnknownPolicyError, match="its name is 'PerRequest'; it must be that of its entry point"):
         find_policy("Alias")
 
 
-# The operator's scaler
+# Policies in the operator's scaler
 
 
 @pytest.mark.usefixtures("foreign")
-def test_the_scaler_follows_a_policy_of_another_package_and_records_replay(plan: Callable[..., Plan]) -> None:
+def test_the_scaler_follows_a_policy_of_another_package_and_its_records_can_be_replayed(
+    plan: Callable[..., Plan],
+) -> None:
     world = World(plan(policy="PerRequest"))
     record = world.decide(held=held(9))
     assert (record.decision.replicas, record.decision.reason) == (3, "ScaledUp")
     assert record.decision.message == "9 requests run"
     assert world.wanted == 3
     world.phases = ["ready"] * 3
-    assert world.decide(held=held(1, 0, 0)).decision.reason == "Steady", "it remembers"
+    assert world.decide(held=held(1, 0, 0)).decision.reason == "Steady", "the policy must get its memory"
     assert world.wanted == 3
     records = [decode_record(encode_record(each)) for each in world.scaler.records()]
     assert {each.settings.policy for each in records} == {"PerRequest"}
@@ -154,7 +156,7 @@ def test_the_scaler_follows_a_policy_of_another_package_and_records_replay(plan:
 
 
 @pytest.mark.usefixtures("foreign")
-def test_whatever_a_policy_answers_the_bounds_hold(plan: Callable[..., Plan]) -> None:
+def test_bounds_hold_whatever_a_policy_returns(plan: Callable[..., Plan]) -> None:
     world = World(plan(policy="PerRequest"))
     record = world.decide(held=held(99))
     assert (record.decision.replicas, record.decision.reason) == (5, "OutOfBounds")
@@ -163,21 +165,21 @@ def test_whatever_a_policy_answers_the_bounds_hold(plan: Callable[..., Plan]) ->
 
 
 @pytest.mark.usefixtures("foreign")
-def test_another_policy_begins_with_an_empty_memory(plan: Callable[..., Plan]) -> None:
+def test_another_policy_starts_with_an_empty_memory(plan: Callable[..., Plan]) -> None:
     world = World(plan(policy="PerRequest"))
     world.decide(held=held(9))
     queue = QueueLoad(num_requests=8, num_tokens=10)
-    assert world.decide(plan(), queue=queue).decision.replicas == 4, "from what was ordered before"
+    assert world.decide(plan(), queue=queue).decision.replicas == 4, "it starts from the number that was decided before"
     assert world.decide(plan(policy="PerRequest"), held=held(1)).memory == msgspec.structs.replace(
         find_policy("PerRequest").memory_type()
     )
 
 
-def test_only_a_policy_that_asks_for_it_is_given_each_replica(plan: Callable[..., Plan]) -> None:
+def test_only_a_policy_that_requests_it_gets_each_replica(plan: Callable[..., Plan]) -> None:
     assert World(plan()).decide(held=held(9)).signals.replicas == ()
 
 
-def test_each_replica_is_reported_once_by_the_gateway_that_reports_most() -> None:
+def test_each_replica_is_reported_once_by_the_gateway_with_the_most_reports() -> None:
     def view(*engines_held: EngineHeld) -> View:
         return View(DeploymentLoad(namespace="default", name="chat", held=list(engines_held)))
 
@@ -189,7 +191,7 @@ def test_each_replica_is_reported_once_by_the_gateway_that_reports_most() -> Non
     assert signals.replicas == (ReplicaLoad("a", 0, 2, None), ReplicaLoad("b", 2, 1, 0.5))
 
 
-def test_gateways_of_the_version_before_report_engines_without_their_queues() -> None:
+def test_gateways_of_the_previous_version_report_engines_without_queues() -> None:
     before = msgspec.msgpack.encode(["engine", 7, 3])
     assert msgspec.msgpack.decode(before, type=EngineHeld) == EngineHeld("engine", 7, 3, 0, 0)
 

@@ -1,4 +1,4 @@
-"""Who is woken and who is put to sleep: capacity first, starts untouched, and never to and fro."""
+"""Sleeping and waking replicas: capacity comes first, starting replicas are kept, and nothing alternates."""
 
 from __future__ import annotations
 
@@ -41,19 +41,21 @@ def replicas(**phases: Phase) -> list[ReplicaObservation]:
     ("wanted", "warm", "most", "standby"),
     [(0, 1, 1, 1), (1, 1, 1, 0), (1, 1, 2, 1), (1, 3, 2, 1), (2, 0, 9, 0), (0, 2, 9, 2), (9, 2, 9, 0)],
 )
-def test_standby_replicas_fit_below_the_most(wanted: int, warm: int, most: int, standby: int) -> None:
+def test_standby_replicas_and_serving_ones_do_not_exceed_the_maximum(
+    wanted: int, warm: int, most: int, standby: int
+) -> None:
     assert plan(wanted, warm, most).standby == standby
     assert plan(wanted, warm, most).all_replicas == wanted + standby
 
 
 @pytest.mark.parametrize("mode", ["Advisory", "External"])
-def test_nothing_stands_by_where_the_operator_does_not_act(mode: str) -> None:
+def test_without_an_active_operator_no_replica_stands_by(mode: str) -> None:
     section: dict[str, Any] = {"mode": mode, "maxReplicas": 3}
     policy = settings_of(AutoscalingSection.model_validate({**section, **({"warm": 1} if mode == "Advisory" else {})}))
     assert policy is None or policy.standby(1) == 0
 
 
-def test_who_sleeps_is_woken_before_anything_else_could_serve() -> None:
+def test_a_sleeping_replica_is_woken_if_it_serves_first() -> None:
     seen = replicas(a="ready", b="asleep", c="asleep", d="loading")
     assert next_orders(plan(2, warm=2), seen) == (["b"], [])
     assert next_orders(plan(9, warm=2), seen) == (["b", "c"], [])
@@ -61,11 +63,11 @@ def test_who_sleeps_is_woken_before_anything_else_could_serve() -> None:
     assert next_orders(plan(1), replicas(a="asleep")) == (["a"], [])
 
 
-def test_one_that_wakes_up_counts_so_no_second_one_is_woken_for_it() -> None:
+def test_a_waking_replica_counts_so_that_no_second_one_is_woken() -> None:
     assert next_orders(plan(1, warm=2), replicas(a="waking", b="asleep")) == ([], [])
 
 
-def test_the_emptiest_beyond_the_wanted_number_sleeps() -> None:
+def test_the_emptiest_replica_beyond_the_required_number_sleeps() -> None:
     held = {"a": EngineHeld("a", 0, 0), "b": EngineHeld("b", 9, 1), "c": EngineHeld("c", 3, 1)}
     assert next_orders(plan(2), replicas(a="ready", b="ready", c="ready"), held) == ([], ["a"])
     assert next_orders(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
@@ -73,7 +75,7 @@ def test_the_emptiest_beyond_the_wanted_number_sleeps() -> None:
 
 
 def test_of_equally_empty_replicas_the_one_that_became_ready_last_sleeps() -> None:
-    """After a crash: the one that was woken serves, the one that crashed is ready again and the older one."""
+    """After a crash, the woken replica serves; the crashed one is ready again and is the older one."""
     started_anew = ReplicaObservation("a", "ready", "new", ready_at=20.0)
     woken = ReplicaObservation("b", "ready", "new", ready_at=10.0)
     empty = {name: EngineHeld(name, 0, 0) for name in "ab"}
@@ -82,33 +84,33 @@ def test_of_equally_empty_replicas_the_one_that_became_ready_last_sleeps() -> No
         assert next_orders(plan(1), [woken, started_anew], held) == ([], ["a"])
 
 
-def test_a_replica_that_no_gateway_knows_yet_sleeps_before_one_that_serves() -> None:
+def test_a_replica_unknown_to_gateways_sleeps_before_one_that_serves() -> None:
     held = {"b": EngineHeld("b", 9, 1)}
     assert next_orders(plan(1), replicas(a="ready", b="ready"), held) == ([], ["a"])
     assert next_orders(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
 
 
-def test_a_replica_that_wakes_up_is_no_reason_to_put_a_ready_one_to_sleep() -> None:
+def test_a_waking_replica_does_not_send_a_ready_one_to_sleep() -> None:
     assert next_orders(plan(1), replicas(a="ready", b="waking")) == ([], [])
 
 
-def test_no_more_sleep_than_shall_stand_by() -> None:
+def test_no_more_replicas_sleep_than_the_configured_standby() -> None:
     assert next_orders(plan(1, warm=0), replicas(a="ready", b="ready")) == ([], [])
     assert next_orders(plan(1), replicas(a="ready", b="ready", c="asleep")) == ([], [])
 
 
-def test_while_replicas_are_replaced_no_engine_is_put_to_sleep_but_one_may_be_woken() -> None:
+def test_during_a_rollout_no_replica_is_put_to_sleep_but_one_may_be_woken() -> None:
     seen = [*replicas(a="ready", b="ready"), ReplicaObservation("old", "asleep", "old")]
     assert next_orders(plan(1), seen) == ([], [])
     assert next_orders(plan(3), seen) == (["old"], [])
 
 
-def test_an_engine_that_sleeps_without_a_scaler_was_put_to_sleep_by_a_person() -> None:
+def test_without_a_scaler_a_sleeping_engine_was_put_to_sleep_by_a_user() -> None:
     fixed = Plan("default", "g", 1, ("g",), "m", (Group("g", 1, PROCESS, digest="new"),))
     assert next_orders(fixed, replicas(a="asleep")) == ([], [])
 
 
-def test_of_replicas_that_are_too_many_sleepers_go_before_starts_and_both_before_those_that_serve() -> None:
+def test_of_excess_replicas_sleeping_ones_are_removed_before_starting_and_serving_ones() -> None:
     group = Group("g", 1, PROCESS, digest="new")
     seen = replicas(a="ready", b="asleep", c="loading", d="crashed")
     assert next_actions(group, seen, standby=2) == (0, ["d"])
@@ -116,26 +118,26 @@ def test_of_replicas_that_are_too_many_sleepers_go_before_starts_and_both_before
     assert next_actions(group, seen) == (0, ["d", "b", "c"])
 
 
-def test_old_sleepers_are_replaced_as_carefully_as_those_that_serve() -> None:
+def test_old_sleeping_replicas_are_replaced_like_serving_ones() -> None:
     group = Group("g", 0, PROCESS, digest="new", max_surge=1)
     old = [ReplicaObservation("old", "asleep", "old")]
-    assert next_actions(group, old, standby=1) == (1, []), "it could still be woken"
+    assert next_actions(group, old, standby=1) == (1, []), "the replica could still be woken"
     assert next_actions(group, [*old, *replicas(a="loading")], standby=1) == (0, [])
     assert next_actions(group, [*old, *replicas(a="ready")], standby=1) == (0, ["old"])
 
 
 class World:
-    """Replicas that do as they are ordered, a little later."""
+    """Replicas that follow orders with a delay."""
 
     def __init__(self, warm: int, most: int) -> None:
         self.warm, self.most = warm, most
         self.seen: dict[str, Phase] = {}
         self.served: dict[str, int] = {}
-        """What each holds: the more the longer it has served."""
+        """The load of each replica, which grows with the time that it has served."""
         self._count = 0
 
     def act(self, wanted: int) -> tuple[list[str], list[str]]:
-        """One turn of the operator; who was woken and put to sleep."""
+        """Run one reconcile; return the replicas that were woken and put to sleep."""
         target = plan(wanted, self.warm, self.most)
         seen = [ReplicaObservation(name, phase, "new") for name, phase in self.seen.items()]
         held = {name: EngineHeld(name, self.served.get(name, 0), 1) for name in self.seen}
@@ -151,7 +153,7 @@ class World:
             self.seen[f"r{self._count}"] = "starting"
         for names, phase in ((orders.wake, WAKING), (orders.sleep, ASLEEP)):
             self.seen |= dict.fromkeys(names, phase)
-        # Requests wait for those that are woken.
+        # Requests wait for the waking replicas.
         self.served |= dict.fromkeys(orders.wake, 1)
         return orders.wake, orders.sleep
 
@@ -167,17 +169,17 @@ class World:
     def check(self, target: Plan, phases: dict[str, Phase], wake: list[str], sleep: list[str]) -> None:
         assert not (wake and sleep)
         assert all(phases[name] == "asleep" for name in wake)
-        assert all(phases[name] == "ready" for name in sleep), "nothing that starts is touched"
+        assert all(phases[name] == "ready" for name in sleep), "a starting replica must be kept"
         ready = sum(phase == "ready" for phase in phases.values())
         waking = sum(phase == "waking" for phase in phases.values())
-        assert not sleep or ready - len(sleep) >= target.replicas, "capacity is never put to sleep"
+        assert not sleep or ready - len(sleep) >= target.replicas, "required capacity must never be put to sleep"
         assert ready + waking + len(wake) >= min(target.replicas, ready + waking + self._asleep(phases))
         assert len(sleep) == 0 or self._asleep(phases) + len(sleep) <= target.standby
 
     def check_removed(self, names: list[str]) -> None:
         left = {name: phase for name, phase in self.seen.items() if name not in names}
         if any(self.seen[name] in ("starting", "loading") for name in names):
-            assert not self._asleep(left), "a start is not thrown away while a replica sleeps"
+            assert not self._asleep(left), "a start must not be cancelled while a replica sleeps"
 
     def _asleep(self, phases: dict[str, Phase]) -> int:
         return sum(phase == "asleep" for phase in phases.values())
@@ -190,7 +192,7 @@ class World:
     turns=st.lists(st.tuples(st.integers(0, 6), st.lists(st.booleans(), max_size=10)), max_size=12),
     last=st.integers(0, 6),
 )
-def test_whatever_was_wanted_before_it_settles_and_stays(
+def test_whatever_was_required_before_the_state_becomes_stable(
     warm: int, most: int, turns: list[tuple[int, list[bool]]], last: int
 ) -> None:
     warm = min(warm, most)
@@ -202,7 +204,7 @@ def test_whatever_was_wanted_before_it_settles_and_stays(
     woken: set[str] = set()
     for _ in range(12):
         wake, sleep = world.act(last)
-        assert not woken & set(sleep), "what was woken for a number is not put to sleep again for the same"
+        assert not woken & set(sleep), "a replica woken for a number must not sleep again for the same number"
         woken |= set(wake)
         world.pass_time([True] * 20)
     phases = sorted(world.seen.values())
@@ -213,8 +215,8 @@ def test_whatever_was_wanted_before_it_settles_and_stays(
 
 @settings(max_examples=num_examples(60), deadline=None)
 @given(st.integers(0, 5), st.floats(0, 8), st.integers(0, 60), st.integers(1, 4))
-def test_who_sleeps_is_no_capacity_for_any_decision(ready: int, active: float, waiting: int, asleep: int) -> None:
-    """Lengths are not known: nothing is said of how soon a replica could serve, which is sooner where one sleeps."""
+def test_a_sleeping_replica_is_not_counted_as_capacity(ready: int, active: float, waiting: int, asleep: int) -> None:
+    """Lengths are not known, so the reason does not say how soon a replica could serve."""
     policy = ScalingSettings("Active", 0, 10, 3, 0.8, 2)
     queue = QueueLoad(num_requests=waiting, num_tokens=100 * waiting)
     loaded = engines(ready, active=active)
@@ -226,7 +228,7 @@ def test_who_sleeps_is_no_capacity_for_any_decision(ready: int, active: float, w
     assert memory == same_memory
 
 
-def test_a_decision_says_how_many_only_wake_up() -> None:
+def test_a_decision_says_how_many_replicas_only_wake() -> None:
     policy = ScalingSettings("Active", 0, 10, 2, 0.8, 2)
     fleet = Fleet(wanted=1, ready=1, asleep=2)
     decision, _ = DemandPolicy().decide(
@@ -236,7 +238,7 @@ def test_a_decision_says_how_many_only_wake_up() -> None:
     assert decision.message.endswith("; 2 of 3 only wake up")
 
 
-def test_one_that_sleeps_is_woken_for_a_queue_that_ends_before_another_could_start() -> None:
+def test_a_standby_is_woken_for_a_queue_that_ends_before_another_could_start() -> None:
     policy = ScalingSettings("Active", 1, 10, 1, queue_depth=2)
     waiting = {"engines": engines(1, waiting=200), "arrivals": arrivals(1.0)}
     alone, _ = DemandPolicy().decide(policy, signals(1, **waiting, fleet=Fleet(wanted=1, ready=1)), Memory())

@@ -1,4 +1,4 @@
-"""The written status: complete, stable while nothing changes, and readable by the API's own models."""
+"""The written status is complete, stable while nothing changes, and readable by the API's own models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def seen(plan: Plan, *phases: str, reason: str = "", message: str = "") -> Obser
 
 
 def written(body: dict[str, Any]) -> dict[str, Any]:
-    """As it comes back from the API server."""
+    """Return the status as the API server returns it."""
     read: dict[str, Any] = json.loads(json.dumps(body))
     return read
 
@@ -59,7 +59,7 @@ def test_the_first_status_has_every_condition_and_count(deployment: Make) -> Non
     assert "load" not in body
 
 
-def test_nothing_new_is_no_new_status(deployment: Make) -> None:
+def test_without_changes_the_status_is_equal(deployment: Make) -> None:
     plan = make_plan(deployment(replicas=2, resources={"gpus": 1}), "kubernetes")
     observation = seen(plan, "ready", "loading")
     load = MeasuredLoad(kv_cache_usage=0.42, running=7, waiting=3)
@@ -76,7 +76,7 @@ def test_an_edit_is_observed_in_every_condition(deployment: Make) -> None:
     assert {condition["lastTransitionTime"] for condition in second["conditions"]} == {T0}
 
 
-def test_a_fault_met_again_with_other_numbers_is_no_news(deployment: Make) -> None:
+def test_a_repeated_fault_with_other_numbers_is_not_a_change(deployment: Make) -> None:
     plan = make_plan(deployment(), "kubernetes")
 
     def crashed(free: str) -> Observation:
@@ -88,7 +88,7 @@ def test_a_fault_met_again_with_other_numbers_is_no_news(deployment: Make) -> No
     assert "3.0 GiB are free" in after_edit["conditions"][-1]["message"]
 
 
-def test_progress_is_news(deployment: Make) -> None:
+def test_progress_is_a_change(deployment: Make) -> None:
     plan = make_plan(deployment(replicas=3), "kubernetes")
     first = written(status_body(snapshot(), seen(plan, "ready", "loading", "loading"), URL, T0))
     second = status_body(snapshot(first), seen(plan, "ready", "ready", "loading"), URL, T1)
@@ -102,7 +102,7 @@ def test_ending_replicas_are_not_counted(deployment: Make) -> None:
     assert (body["replicas"], body["readyReplicas"]) == (1, 1)
 
 
-def test_a_change_of_size_is_kept_with_its_time(deployment: Make) -> None:
+def test_a_change_of_replicas_is_stored_with_its_time(deployment: Make) -> None:
     one, three = (make_plan(deployment(replicas=n), "kubernetes") for n in (1, 3))
     first = written(status_body(snapshot(), seen(one, "ready"), URL, T0))
     assert "lastScaling" not in first
@@ -112,7 +112,7 @@ def test_a_change_of_size_is_kept_with_its_time(deployment: Make) -> None:
     assert third["lastScaling"]["time"] == T1
 
 
-def test_a_spec_that_cannot_be_read_keeps_what_is_known(deployment: Make) -> None:
+def test_an_unreadable_spec_keeps_the_known_status(deployment: Make) -> None:
     plan = make_plan(deployment(replicas=2), "kubernetes")
     first = written(status_body(snapshot(), seen(plan, "ready", "ready"), URL, T0))
     unread = replace(seen(plan, "ready", "ready"), plan=None)
@@ -121,13 +121,13 @@ def test_a_spec_that_cannot_be_read_keeps_what_is_known(deployment: Make) -> Non
     assert (second["desiredReplicas"], second["readyReplicas"], second["observedGeneration"]) == (2, 2, 2)
 
 
-def test_a_status_of_another_version_is_replaced_not_a_failure(deployment: Make) -> None:
+def test_a_status_of_another_version_is_replaced(deployment: Make) -> None:
     plan = make_plan(deployment(), "kubernetes")
     strange = {"conditions": [{"type": "Ready"}], "novelty": 1}
     assert status_body(snapshot(strange), seen(plan, "ready"), URL, T0)["readyReplicas"] == 1
 
 
-def test_a_long_message_is_cut(deployment: Make) -> None:
+def test_a_long_message_is_truncated(deployment: Make) -> None:
     plan = make_plan(deployment(), "kubernetes")
     body = status_body(snapshot(), seen(plan, "crashed", reason="X", message="y" * 100_000), URL, T0)
     assert max(len(condition["message"]) for condition in body["conditions"]) <= 4096
@@ -136,7 +136,7 @@ def test_a_long_message_is_cut(deployment: Make) -> None:
 # Load
 
 
-def test_load_moves_in_steps_and_not_too_often(deployment: Make) -> None:
+def test_load_changes_in_steps_and_not_too_often(deployment: Make) -> None:
     plan = make_plan(deployment(), "kubernetes")
     observation = seen(plan, "ready")
     first = written(status_body(snapshot(load=MeasuredLoad(0.42, 7, 0)), observation, URL, T0))
@@ -161,13 +161,13 @@ def test_a_clock_that_was_set_back_does_not_stop_the_display() -> None:
 
 
 @given(st.integers(-5, 10**9))
-def test_a_coarse_count_is_a_step_and_never_more_than_the_count(count: int) -> None:
+def test_a_rounded_count_is_a_step_and_never_more_than_the_count(count: int) -> None:
     assert coarse(count) in REQUEST_STEPS
     assert coarse(count) <= max(0, count)
 
 
 @given(st.none() | st.floats(-1, 3), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_whatever_gateways_report_can_be_written(usage: float | None, running: int, waiting: int) -> None:
+def test_any_reported_load_can_be_written(usage: float | None, running: int, waiting: int) -> None:
     summary = summarize(usage, running, waiting, T0)
     assert summary.kv_cache_usage_percent % 5 == 0
 
@@ -179,14 +179,14 @@ def status_of(observation: Observation, old: dict[str, Any] | None = None) -> di
     return written(status_body(snapshot(old), observation, URL, T0))
 
 
-def test_a_fault_is_one_event_however_many_conditions_it_breaks(deployment: Make) -> None:
+def test_a_fault_is_one_event_however_many_conditions_it_affects(deployment: Make) -> None:
     plan = make_plan(deployment(), "kubernetes")
     broken = status_of(seen(plan, "crashed", reason="ModelNotFound", message="correct spec.model.source"))
     assert events_between({}, broken) == [("Warning", "ModelNotFound", "correct spec.model.source")]
     assert events_between(broken, broken) == []
 
 
-def test_becoming_ready_is_reported_once_and_progress_never(deployment: Make) -> None:
+def test_becoming_ready_is_one_event_and_progress_is_none(deployment: Make) -> None:
     plan = make_plan(deployment(), "kubernetes")
     loading, ready = status_of(seen(plan, "loading")), status_of(seen(plan, "ready"))
     assert events_between({}, loading) == []
@@ -194,7 +194,7 @@ def test_becoming_ready_is_reported_once_and_progress_never(deployment: Make) ->
     assert events_between(ready, ready) == []
 
 
-def test_a_change_of_size_is_reported(deployment: Make) -> None:
+def test_a_change_of_replicas_is_an_event(deployment: Make) -> None:
     before = status_of(seen(make_plan(deployment(replicas=1), "kubernetes"), "ready"))
     after = status_of(seen(make_plan(deployment(replicas=3), "kubernetes"), "ready"), before)
     assert [event[:3] for event in events_between(before, after)] == [
@@ -203,7 +203,7 @@ def test_a_change_of_size_is_reported(deployment: Make) -> None:
 
 
 @pytest.mark.parametrize("stage", ["Planned", "Scheduled", "ModelLoaded"])
-def test_a_fault_of_the_whole_deployment_breaks_its_condition(deployment: Make, stage: Any) -> None:
+def test_a_fault_of_the_whole_deployment_sets_its_condition(deployment: Make, stage: Any) -> None:
     plan = make_plan(deployment(), "kubernetes")
     status = status_of(replace(seen(plan), fault=Fault(stage, "SomethingWrong", "do this")))
     broken = {condition["type"] for condition in status["conditions"] if condition["reason"] == "SomethingWrong"}
@@ -211,7 +211,7 @@ def test_a_fault_of_the_whole_deployment_breaks_its_condition(deployment: Make, 
     assert [event.reason for event in events_between({}, status)] == ["SomethingWrong"]
 
 
-def test_the_latest_start_is_shown_by_phase_and_stays(deployment: Make) -> None:
+def test_the_phases_of_the_latest_start_are_shown_and_kept(deployment: Make) -> None:
     plan = make_plan(deployment(replicas=1), "kubernetes")
     start = LastStart("chat-1", T0, {"schedule": 1.0, "load": 3.25, "first_token": 0.5, "total": 9.0})
     body = status_body(snapshot(), replace(seen(plan, "ready"), last_start=start), URL, T0)
@@ -226,4 +226,4 @@ def test_the_latest_start_is_shown_by_phase_and_stays(deployment: Make) -> None:
     )
     assert body["lastStart"]["firstTokenMs"] == 500
     later = status_body(snapshot(written(body)), seen(plan, "ready"), URL, T1)
-    assert later["lastStart"] == body["lastStart"], "a leader that has measured none keeps it"
+    assert later["lastStart"] == body["lastStart"], "a leader without a measurement must keep it"

@@ -1,4 +1,4 @@
-"""Whether and when a status is written, and that the patch makes exactly the wanted status."""
+"""Whether and when a status is written, and that the patch gives exactly the required status."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ statuses = st.dictionaries(st.text(max_size=3), values, max_size=5)
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """RFC 7396, section 2."""
+    """Apply the patch by RFC 7396, section 2."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}
@@ -48,24 +48,24 @@ def test_the_patch_turns_one_status_into_the_other(old: dict[str, Any], new: dic
 
 
 @given(statuses)
-def test_nothing_changed_is_an_empty_patch(old: dict[str, Any]) -> None:
+def test_without_changes_the_patch_is_empty(old: dict[str, Any]) -> None:
     assert merge_patch(old, old) == {}
 
 
-def test_a_turning_condition_is_written_at_once() -> None:
+def test_a_changed_condition_is_written_at_once() -> None:
     assert wait_s(status(), status("True", "AllReplicasReady"), since_write_s=0.0) == 0.0
     assert wait_s(status(), status(reason="CrashLoop"), since_write_s=0.0) == 0.0
     assert wait_s({}, status(), since_write_s=0.0) == 0.0
     assert wait_s(status(), status(replicas=2), since_write_s=0.0) == 0.0
 
 
-def test_words_and_counts_that_move_on_wait_a_little() -> None:
+def test_changed_messages_and_counts_wait_a_little() -> None:
     assert wait_s(status(), status(message="loading 20 %"), since_write_s=1.0) == CALM_INTERVAL_S - 1.0
     assert wait_s(status(), status(readyReplicas=1), since_write_s=0.0) == CALM_INTERVAL_S
     assert wait_s(status(), status(readyReplicas=1), since_write_s=60.0) == 0.0
 
 
-def test_the_time_to_ready_counts_from_the_creation_or_from_the_last_time_it_was_not() -> None:
+def test_the_time_to_ready_counts_from_the_creation_or_from_the_last_time_unready() -> None:
     now = datetime(2026, 1, 1, 0, 0, 30, tzinfo=UTC)
     created = "2026-01-01T00:00:00Z"
     assert ready_after_s({}, status("True"), created, now) == 30.0
@@ -74,7 +74,7 @@ def test_the_time_to_ready_counts_from_the_creation_or_from_the_last_time_it_was
     assert ready_after_s({}, status(), created, now) is None
 
 
-def test_the_shortest_wait_counts() -> None:
+def test_the_shortest_wait_applies() -> None:
     assert soonest_s(None, 3.0, 0.0) == 0.0
     assert soonest_s(None, 3.0) == 3.0
     assert soonest_s(None, None) is None

@@ -1,4 +1,4 @@
-"""Target tracking: the ratio of HorizontalPodAutoscaler on the settings' targets, windows and limits."""
+"""Target tracking: the ratio of HorizontalPodAutoscaler with the settings' targets, windows and limits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BOTH = settings(kv_cache_usage=0.8, queue_depth=4)
     ],
     ids=str,
 )
-def test_replicas_are_in_the_ratio_of_what_is_measured_to_the_target(
+def test_replicas_follow_the_ratio_of_the_metric_to_the_target(
     replicas: int, load: dict[str, Any], expected: int, reason: str
 ) -> None:
     decision = Scaled(BOTH, replicas=replicas).decide(rate=1.0, **load)
@@ -45,13 +45,13 @@ def test_replicas_are_in_the_ratio_of_what_is_measured_to_the_target(
 
 
 def test_within_a_tenth_of_the_target_nothing_is_done() -> None:
-    """A target of 10 waiting requests and two replicas: from 18 to 22."""
+    """With a target of 10 waiting requests and two replicas, this is from 18 to 22."""
     for waiting, expected in ((19, 2), (21, 2), (23, 3)):
         scaled = Scaled(settings(queue_depth=10), replicas=2)
         assert scaled.decide(rate=1.0, waiting=waiting, running=1).replicas == expected
 
 
-def test_a_starting_replica_counts_as_idle_going_up_and_as_on_target_going_down() -> None:
+def test_a_starting_replica_counts_as_idle_for_growth_and_as_on_target_for_removal() -> None:
     up = Scaled(settings(kv_cache_usage=0.5), replicas=2)
     fleet = Fleet(wanted=2, ready=1, loading=1)
     assert up.decide(rate=1.0, fleet=fleet, engines=engines(1, active=1.0)).replicas == 2
@@ -60,7 +60,7 @@ def test_a_starting_replica_counts_as_idle_going_up_and_as_on_target_going_down(
     assert down.decide(rate=1.0, fleet=fleet, engines=engines(2, active=0.1, running=1)).replicas == 2
 
 
-def test_fewer_replicas_are_kept_only_after_the_window() -> None:
+def test_replicas_are_removed_only_after_the_window() -> None:
     scaled = Scaled(BOTH, replicas=4)
     scaled.run(290, lambda at, ready: {"active": 0.4, "rate": 1.0, "running": 1})
     assert scaled.changes == []
@@ -93,7 +93,7 @@ def test_behavior_limits_growth() -> None:
     ],
     ids=str,
 )
-def test_what_is_missing_removes_nothing_and_still_adds(fields: dict[str, Any]) -> None:
+def test_missing_signals_remove_nothing_and_known_ones_still_add(fields: dict[str, Any]) -> None:
     scaled = Scaled(settings(0, kv_cache_usage=0.8, queue_depth=4), replicas=3)
     for _ in range(200):
         decision = scaled.decide(**fields)
@@ -103,7 +103,7 @@ def test_what_is_missing_removes_nothing_and_still_adds(fields: dict[str, Any]) 
     assert scaled.decide(**fields, queue=QueueLoad(num_requests=30)).replicas == 8
 
 
-def test_the_last_replica_goes_when_the_deployment_is_idle_and_comes_back_for_a_request() -> None:
+def test_an_idle_deployment_loses_its_last_replica_and_gets_it_back_for_a_request() -> None:
     scaled = Scaled(settings(0, kv_cache_usage=0.8, queue_depth=4, idle_s=60.0), replicas=1)
     assert scaled.decide(arrivals=arrivals(0.0, idle_s=59.0)).replicas == 1
     decision = scaled.decide(arrivals=arrivals(0.0, idle_s=61.0))
@@ -115,7 +115,7 @@ def test_the_last_replica_goes_when_the_deployment_is_idle_and_comes_back_for_a_
     assert (decision.replicas, decision.reason) == (1, "Woken")
 
 
-def test_an_slo_without_targets_leaves_the_default_targets() -> None:
+def test_an_slo_without_targets_uses_the_default_targets() -> None:
     scaled = Scaled(settings(slo=Slo(ttft_ms=500.0)), replicas=1)
     decision = scaled.decide(rate=1.0, waiting=7, running=1)
     assert [goal.name for goal in decision.goals] == ["requests", "kvCacheUsage", "queueDepth"]
@@ -130,7 +130,7 @@ counts = st.integers(0, 10**6)
     st.integers(0, 8),
     st.lists(st.tuples(st.floats(0, 10), counts, counts, counts, st.integers(0, 2)), min_size=1, max_size=8),
 )
-def test_bounds_hold_and_every_record_replays(
+def test_bounds_hold_and_every_record_can_be_replayed(
     low: int, more: int, course: list[tuple[float, int, int, int, int]]
 ) -> None:
     chosen = settings(low, max(1, low + more), kv_cache_usage=0.8, queue_depth=2, down=Direction(0.0))

@@ -1,4 +1,4 @@
-"""What is known of the watches: their age, whether the first listings have arrived, what vanished unseen."""
+"""The state of the watches: their age, whether the first listings have arrived, and deletions between watches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def watches(clock: Clock, listings: list[Listing]) -> Watches:
     return Watches(kinds, on_listed=lambda *listing: listings.append(listing), clock=clock)
 
 
-def test_the_age_of_a_kind_is_that_of_its_quietest_watch(clock: Clock) -> None:
+def test_the_age_of_a_kind_is_that_of_its_most_silent_watch(clock: Clock) -> None:
     watches = Watches([BY_NAME["Pod"]], ["a", "b"], clock=clock)
     clock.now = 30
     watches.received(StreamId("Pod", "a"))
@@ -59,7 +59,7 @@ def test_one_silent_watch_is_a_stall(watches: Watches, clock: Clock) -> None:
     assert watches.stalled_s() == 200
 
 
-async def test_caches_are_filled_when_all_that_was_listed_has_arrived(watches: Watches) -> None:
+async def test_caches_are_filled_when_all_listed_objects_have_arrived(watches: Watches) -> None:
     waiting = asyncio.create_task(watches.wait_synced())
     watches.page(PODS, [("default", "a")], is_first=True)
     watches.page(PODS, [("default", "b")], is_first=False)
@@ -79,11 +79,11 @@ def test_a_complete_listing_is_reported_once_with_all_its_pages(watches: Watches
     watches.page(PODS, [("default", "b")], is_first=False)
     assert listings == []
     watches.watch_begins(PODS)
-    watches.watch_begins(PODS)  # the same listing, the watch was opened again
+    watches.watch_begins(PODS)  # the same listing, after the watch was reopened
     assert listings == [("Pod", "", {("default", "a"), ("default", "b")})]
 
 
-def test_a_listing_that_began_anew_forgets_its_first_pages(watches: Watches, listings: list[Listing]) -> None:
+def test_a_listing_that_restarts_drops_its_first_pages(watches: Watches, listings: list[Listing]) -> None:
     watches.page(PODS, [("default", "a")], is_first=True)
     watches.page(PODS, [("default", "b")], is_first=True)
     watches.watch_begins(PODS)

@@ -1,4 +1,4 @@
-"""The queue of owner keys: coalescing, spacing, backing off; with a clock that only the test moves."""
+"""The queue of owner keys: coalescing, spacing and back-off, with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def queue(clock: Clock) -> WorkQueue:
 
 
 async def taken(queue: WorkQueue) -> str | None:
-    """The next key, or None where nothing is due."""
+    """Return the next key, or None if none is due."""
     try:
         async with asyncio.timeout(0.01):
             return await queue.take()
@@ -30,7 +30,7 @@ async def taken(queue: WorkQueue) -> str | None:
         return None
 
 
-async def test_many_additions_of_a_key_are_one_turn(queue: WorkQueue) -> None:
+async def test_several_additions_of_a_key_give_one_turn(queue: WorkQueue) -> None:
     for _ in range(10):
         queue.add("a")
     assert await taken(queue) == "a"
@@ -38,19 +38,19 @@ async def test_many_additions_of_a_key_are_one_turn(queue: WorkQueue) -> None:
     assert await taken(queue) is None
 
 
-async def test_keys_come_in_the_order_in_which_they_were_added(queue: WorkQueue) -> None:
+async def test_keys_are_returned_in_the_order_of_their_additions(queue: WorkQueue) -> None:
     for key in "cab":
         queue.add(key)
     assert [await taken(queue) for _ in range(3)] == ["c", "a", "b"]
 
 
-async def test_a_key_that_comes_in_during_its_turn_runs_once_more_afterwards(queue: WorkQueue, clock: Clock) -> None:
+async def test_a_key_added_during_its_turn_runs_once_more_afterwards(queue: WorkQueue, clock: Clock) -> None:
     queue.add("a")
     assert await taken(queue) == "a"
     queue.add("a")
     queue.add("a")
     clock.now += 5
-    assert await taken(queue) is None, "a key is not worked on twice at once"
+    assert await taken(queue) is None, "a key must not be processed twice at once"
     queue.finish("a")
     assert await taken(queue) == "a"
     queue.finish("a")
@@ -80,7 +80,7 @@ async def test_an_earlier_time_replaces_a_later_one_and_never_the_reverse(queue:
     assert await taken(queue) is None
 
 
-async def test_pauses_double_with_each_failure_up_to_the_longest_and_start_anew_after_a_success(
+async def test_pauses_double_with_each_failure_up_to_a_maximum_and_are_reset_by_a_success(
     queue: WorkQueue,
 ) -> None:
     assert [queue.add_failed("a") for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
@@ -89,7 +89,7 @@ async def test_pauses_double_with_each_failure_up_to_the_longest_and_start_anew_
     assert queue.add_failed("a") == 0.5
 
 
-async def test_depth_counts_what_is_due_and_not_what_is_to_come(queue: WorkQueue, clock: Clock) -> None:
+async def test_depth_counts_the_keys_that_are_due_only(queue: WorkQueue, clock: Clock) -> None:
     queue.add("a")
     queue.add("b", 600)
     assert len(queue) == 1
@@ -97,7 +97,7 @@ async def test_depth_counts_what_is_due_and_not_what_is_to_come(queue: WorkQueue
     assert len(queue) == 2
 
 
-async def test_a_forgotten_key_does_not_come_back(queue: WorkQueue, clock: Clock) -> None:
+async def test_a_removed_key_does_not_return(queue: WorkQueue, clock: Clock) -> None:
     queue.add("a", 5)
     queue.forget("a")
     clock.now += 10

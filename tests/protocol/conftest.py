@@ -1,4 +1,4 @@
-"""Shared by the protocol's tests: small tokenizers that can be read, the embedded model's, and GGUF files to order."""
+"""Fixtures of the protocol tests: small readable tokenizers, the embedded model's tokenizer, and custom GGUF files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Tokenizer:
-    """256 tokens, id by byte of its byte-level alphabet; no special tokens."""
+    """Return a tokenizer of 256 tokens, one for each byte of the byte-level alphabet, without special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -40,7 +40,7 @@ def byte_tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def with_tokens(byte_tokenizer: Tokenizer) -> Callable[[Sequence[str]], Tokenizer]:
-    """`byte_tokenizer` with further, special tokens; their ids begin at 256."""
+    """Return a function that adds special tokens to `byte_tokenizer`; their ids begin at 256."""
 
     def make(texts: Sequence[str]) -> Tokenizer:
         parsed = json.loads(byte_tokenizer.bundle.tokenizer_json)
@@ -59,7 +59,7 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> Iterator[Tokenizer]:
-    """The embedded model's tokenizer."""
+    """Return the embedded model's tokenizer."""
     tokenizer = Tokenizer(load_bundle(smollm2_path))
     yield tokenizer
     tokenizer.close()
@@ -73,7 +73,7 @@ class WriteGGUF(Protocol):
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> WriteGGUF:
-    """Writes a GGUF file with the reference library. Integers become u32; tensors are float32 arrays."""
+    """Return a function that writes a GGUF file with the reference library: integers as u32, tensors as float32."""
 
     def write(metadata: dict[str, Any], tensors: dict[str, Any] | None = None, architecture: str = "llama") -> Path:
         path = tmp_path / f"{architecture}.gguf"

@@ -1,4 +1,4 @@
-"""Answers of models, cut into pieces anywhere, become the same reasoning, text and calls."""
+"""Answers of models, cut into any pieces, are parsed into the same reasoning, text and calls."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def events_of(form: AnswerFormat, *pieces: str) -> list[Event]:
 
 
 def merged(events: list[Event]) -> list[Event]:
-    """Neighbouring pieces of one text as one event."""
+    """Join neighbouring events of one text into one event."""
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
@@ -126,13 +126,13 @@ def text_of(events: list[Event], kind: type[Content] | type[Reasoning] = Content
     return "".join(event.text for event in events if isinstance(event, kind))
 
 
-def test_every_named_parser_has_a_case() -> None:
+def test_every_registered_parser_has_a_case() -> None:
     assert set(tool_parser_names()) == {"auto", "none", *CASES}
     assert reasoning_parser_names() == ["auto", "none", "think", "magistral", "harmony"]
 
 
 @pytest.mark.parametrize(("name", "answer", "content", "calls"), ALL)
-def test_an_answer_becomes_text_and_calls(
+def test_an_answer_is_parsed_into_text_and_calls(
     name: str, answer: str, content: str, calls: list[tuple[str, object]]
 ) -> None:
     events = events_of(AnswerFormat(tools=name, string_parameters={"weather": ["city"]}), answer)
@@ -140,7 +140,7 @@ def test_an_answer_becomes_text_and_calls(
 
 
 @pytest.mark.parametrize(("name", "answer", "content", "calls"), ALL)
-def test_reasoning_stands_before_text_and_calls(
+def test_reasoning_comes_before_text_and_calls(
     name: str, answer: str, content: str, calls: list[tuple[str, object]]
 ) -> None:
     form = AnswerFormat(tools=name, reasoning="think", string_parameters={"weather": ["city"]})
@@ -162,9 +162,7 @@ SNIPPETS = st.sampled_from(
 
 @settings(max_examples=num_examples(300), deadline=None)
 @given(st.sampled_from(FORMS), st.lists(SNIPPETS, max_size=4).map("".join), st.data())
-def test_any_cutting_gives_the_same_events_and_at_any_place_the_same_events_so_far(
-    form: AnswerFormat, answer: str, data: st.DataObject
-) -> None:
+def test_events_do_not_depend_on_where_the_answer_is_cut(form: AnswerFormat, answer: str, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(answer)))
     answer = answer[start:] if data.draw(st.booleans()) else answer
     cut = data.draw(st.integers(0, len(answer)))
@@ -177,7 +175,7 @@ def test_any_cutting_gives_the_same_events_and_at_any_place_the_same_events_so_f
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_arguments_of_an_answer_that_was_cut_off_are_what_there_was(name: str) -> None:
+def test_a_truncated_answer_has_the_arguments_received_so_far(name: str) -> None:
     answer = CASES[name][0][0]
     for length in range(len(answer)):
         events = events_of(AnswerFormat(tools=name, string_parameters={"weather": ["city"]}), answer[:length])
@@ -199,16 +197,16 @@ TRIGGERS = {
     "mistral": ('[TOOL_CALLS] [{"name": "weather"', ', "arguments": {'),
     "deepseek": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>", "{"),
     "harmony": ("<|channel|>commentary to=functions.weather <|constrain|>json<|message|>", "{"),
-    # These write arguments one by one, and each becomes JSON when it is complete.
+    # These formats write arguments one by one, and each becomes JSON when it is complete.
     "qwen3-coder": ("<tool_call>\n<function=weather>", "\n<parameter=city>\nRome\n</parameter>"),
     "pythonic": ("[weather(city='Rome'", ""),
 }
-"""By parser: a text that names the function, and what brings it to the first piece of the arguments."""
+"""For each parser, a text that names the function and the text that produces the first piece of the arguments."""
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_calls_first_events_are_at_most_one_character_behind_its_text(name: str) -> None:
-    """A token has one character or more, so the first streamed delta is within one token of the text's."""
+def test_a_calls_first_events_are_at_most_one_character_late(name: str) -> None:
+    """A token has at least one character, so the first streamed delta is at most one token late."""
     named, argued = TRIGGERS[name]
     parser = AnswerParser(AnswerFormat(tools=name, string_parameters={"weather": ["city"]}))
     seen: dict[type[Event], int] = {}
@@ -219,16 +217,16 @@ def test_a_calls_first_events_are_at_most_one_character_behind_its_text(name: st
     assert seen[CallArguments] <= len(named + argued) + 1
 
 
-def test_without_parallel_calls_only_the_first_is_given() -> None:
+def test_without_parallel_calls_only_the_first_call_is_returned() -> None:
     text, content, calls = CASES["hermes"][0]
     events = events_of(AnswerFormat(tools="hermes", parallel=False), text)
     assert (text_of(events), calls_of(events)) == (content, calls[:1])
 
 
-def test_an_answer_that_only_reasons_has_no_text() -> None:
+def test_an_answer_of_reasoning_only_has_no_text() -> None:
     form = AnswerFormat(reasoning="think", starts_in_reasoning=True)
     assert events_of(form, "Hm, <", "thi") == [Reasoning("Hm, <thi")]
 
 
-def test_reasoning_that_is_not_shown_is_left_out() -> None:
+def test_hidden_reasoning_is_left_out() -> None:
     assert events_of(AnswerFormat(reasoning="think", shows_reasoning=False), "<think>a</think>b") == [Content("b")]

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what a body means as a chat, and the events and blocks of answers."""
+"""Anthropic's Messages API: the chat that a body is translated to, and the events and blocks of answers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def whole(events: list[Event], finish_reason: FinishReason = "stop") -> dict[str
 
 
 def numbered(drawn: list[Any]) -> list[Event]:
-    """Lists stand for calls with these pieces of arguments."""
+    """Return numbered events; a list stands for a call with these pieces of arguments."""
     events: list[Event] = []
     num_calls = 0
     for each in drawn:
@@ -86,7 +86,7 @@ def numbered(drawn: list[Any]) -> list[Event]:
     return events
 
 
-def test_settings_have_their_names_in_a_chat() -> None:
+def test_settings_are_translated_to_chat_fields() -> None:
     fields = parse(
         system=[{"type": "text", "text": "Be"}, {"type": "text", "text": "brief.", "cache_control": {}}],
         stop_sequences=["END"],
@@ -106,7 +106,7 @@ def test_settings_have_their_names_in_a_chat() -> None:
     assert fields.template_kwargs == {"reasoning_effort": "low", "enable_thinking": False, "thinking": False}
 
 
-def test_uses_of_tools_and_their_results_are_calls_and_messages_of_role_tool() -> None:
+def test_tool_uses_and_their_results_become_calls_and_tool_messages() -> None:
     use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Köln"}}
     history = [
         HI,
@@ -130,7 +130,7 @@ def test_uses_of_tools_and_their_results_are_calls_and_messages_of_role_tool() -
     assert not fields.parallel_tool_calls
 
 
-def test_a_last_message_of_the_assistant_is_continued() -> None:
+def test_a_final_assistant_message_is_continued() -> None:
     fields = parse(messages=[HI, {"role": "assistant", "content": "The answer is"}])
     assert fields.continue_final_message
     assert not fields.add_generation_prompt
@@ -155,18 +155,18 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
         ({"temperature": "hot"}, "temperature"),
     ],
 )
-def test_what_is_wrong_is_named_by_its_place(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_value_is_named_by_its_path(fields: dict[str, Any], param: str) -> None:
     error = refused(**fields)
     assert error.param == param
     assert json.loads(DIALECT.error_body(error))["error"]["type"] == "invalid_request_error"
 
 
-def test_a_result_without_its_use_is_refused() -> None:
+def test_a_tool_result_without_its_use_is_refused() -> None:
     orphan = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t9", "content": "x"}]}
     assert "t9" in refused(messages=[orphan]).message
 
 
-def test_a_stream_begins_ends_and_counts() -> None:
+def test_a_stream_has_a_start_an_end_and_usage() -> None:
     start, *blocks, delta, stop = streamed([Content("a"), Content("b")])
     assert start["message"]["id"] == "msg_1"
     assert start["message"]["usage"]["input_tokens"] == 3
@@ -187,7 +187,7 @@ def test_a_stream_begins_ends_and_counts() -> None:
 
 
 @given(EVENTS)
-def test_blocks_of_a_stream_are_those_of_the_whole_answer(drawn: list[Any]) -> None:
+def test_the_blocks_of_a_stream_equal_those_of_the_body(drawn: list[Any]) -> None:
     events = numbered(drawn)
     shown = streamed(events)
     blocks: list[dict[str, Any]] = []
@@ -222,7 +222,7 @@ def test_blocks_of_a_stream_are_those_of_the_whole_answer(drawn: list[Any]) -> N
     assert answer["stop_reason"] == shown[-2]["delta"]["stop_reason"]
 
 
-def test_an_answer_that_a_stop_sequence_ended_names_it() -> None:
+def test_an_answer_ended_by_a_stop_sequence_names_it() -> None:
     choice = FinishedChoice(0, "a", "stop", None, 0, stop_reason="END")
     body = json.loads(DIALECT.renderer(request(), None).body([choice], Usage(3, 5)))
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
@@ -232,7 +232,7 @@ def test_an_answer_that_a_stop_sequence_ended_names_it() -> None:
     assert delta["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
 
 
-def test_an_answer_that_the_limit_ended_says_max_tokens() -> None:
+def test_an_answer_ended_by_the_limit_has_stop_reason_max_tokens() -> None:
     assert whole([Content("a")], "length")["stop_reason"] == "max_tokens"
     assert streamed([Content("a")], "length")[-2]["delta"]["stop_reason"] == "max_tokens"
 
@@ -248,14 +248,14 @@ def test_an_answer_that_the_limit_ended_says_max_tokens() -> None:
         (408, "invalid_request_error"),
     ],
 )
-def test_errors_have_anthropics_shape(status: int, kind: str) -> None:
+def test_errors_have_anthropics_format(status: int, kind: str) -> None:
     error = PagemillError("why", status=status)
     body = json.loads(DIALECT.error_body(error))
     assert body == {"type": "error", "error": {"type": kind, "message": "why", "param": None, "code": None}}
     assert events_of(DIALECT.error_event(error)) == [body]
 
 
-def test_a_form_that_cannot_be_compiled_is_named_by_anthropics_field() -> None:
+def test_a_schema_that_cannot_be_compiled_is_named_by_anthropics_field() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": 7}}}
     body = {"model": "m", "max_tokens": 9, "messages": [HI], "output_config": form}
     with pytest.raises(PagemillError) as caught:

@@ -1,4 +1,4 @@
-"""A model that is loaded while it is fetched: what is there at once, what is waited for, what an end shows."""
+"""A model that is loaded during its download: files that are complete at once, waiting for weights, and failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FILES = model_files(num_shards=4, shard_bytes=1_000_000)
 
 
 class Slow(SourceKind, Repository):
-    """Weights come when they are let through; headers always."""
+    """A source whose headers are available at once and whose weights arrive when the test releases them."""
 
     scheme = "slow"
     where = "network"
@@ -69,7 +69,7 @@ class Slow(SourceKind, Repository):
 
 
 class Loading:
-    """A fetch on a thread."""
+    """A download in a thread."""
 
     def __init__(self, root: Path, kind: Slow) -> None:
         self.opened: list[Path] = []
@@ -100,7 +100,9 @@ def kind() -> Iterator[Slow]:
         gate.set()
 
 
-def test_all_but_the_weights_is_there_at_once_and_these_come_one_by_one(tmp_path: Path, kind: Slow) -> None:
+def test_all_files_but_the_weights_are_complete_at_once_and_weights_arrive_one_by_one(
+    tmp_path: Path, kind: Slow
+) -> None:
     loading = Loading(tmp_path, kind)
     folder = loading.folder()
     for name in FILES.keys() - set(SHARDS):
@@ -117,10 +119,10 @@ def test_all_but_the_weights_is_there_at_once_and_these_come_one_by_one(tmp_path
     loading.thread.join()
     assert loading.path == tmp_path / "m"
     for name, content in FILES.items():
-        assert (folder / name).read_bytes() == content, "the folder keeps its place when the model is published"
+        assert (folder / name).read_bytes() == content, "publishing the model must not move the folder"
 
 
-def test_a_fetch_that_fails_is_reported_at_once_and_ends_each_wait(tmp_path: Path, kind: Slow) -> None:
+def test_a_failed_download_is_reported_at_once_and_ends_each_wait(tmp_path: Path, kind: Slow) -> None:
     kind.broken[SHARDS[1]] = FetchError("Unauthorized", "no")
     loading = Loading(tmp_path, kind)
     folder = loading.folder()
@@ -129,7 +131,7 @@ def test_a_fetch_that_fails_is_reported_at_once_and_ends_each_wait(tmp_path: Pat
     assert loading.faults == [kind.broken[SHARDS[1]]]
     with pytest.raises(UnreadableModelError, match=r"`model-1.safetensors` has not arrived"):
         wait_until_whole(folder / SHARDS[1])
-    assert loading.thread.is_alive(), "another download goes on"
+    assert loading.thread.is_alive(), "another download continues"
     for gate in kind.gates.values():
         gate.set()
     loading.thread.join()
@@ -139,7 +141,7 @@ def test_a_fetch_that_fails_is_reported_at_once_and_ends_each_wait(tmp_path: Pat
         wait_for_all(folder)
 
 
-def test_what_was_fetched_before_is_whole_in_the_next_folder(tmp_path: Path, kind: Slow) -> None:
+def test_files_downloaded_before_are_complete_in_the_next_folder(tmp_path: Path, kind: Slow) -> None:
     kind.broken = dict.fromkeys(SHARDS[2:], FetchError("Unauthorized", "no"))
     for name in SHARDS[:2]:
         kind.gates[name].set()
@@ -160,7 +162,7 @@ def test_what_was_fetched_before_is_whole_in_the_next_folder(tmp_path: Path, kin
     assert second.path == tmp_path / "m"
 
 
-def test_a_file_that_was_uploaded_in_part_is_found_by_its_header(tmp_path: Path, kind: Slow) -> None:
+def test_a_partly_uploaded_file_is_detected_by_its_header(tmp_path: Path, kind: Slow) -> None:
     kind.files[SHARDS[2]] = FILES[SHARDS[2]][:-1000]
     loading = Loading(tmp_path, kind)
     loading.thread.join()
@@ -169,10 +171,10 @@ def test_a_file_that_was_uploaded_in_part_is_found_by_its_header(tmp_path: Path,
     assert loading.error.message.startswith("`slow`: `model-2.safetensors` cannot be read")
     assert "upload the file again" in loading.error.message
     assert not loading.opened
-    assert not any(gate.is_set() for gate in kind.gates.values()), "no weights were asked for"
+    assert not any(gate.is_set() for gate in kind.gates.values()), "no weights may be requested"
 
 
-def test_a_model_of_one_file_is_fetched_whole(tmp_path: Path, kind: Slow) -> None:
+def test_a_model_of_one_file_is_downloaded_as_a_whole(tmp_path: Path, kind: Slow) -> None:
     kind.files = model_files(num_shards=1)
     kind.gates[SHARDS[0]].set()
     loading = Loading(tmp_path, kind)
@@ -181,7 +183,7 @@ def test_a_model_of_one_file_is_fetched_whole(tmp_path: Path, kind: Slow) -> Non
     assert not loading.opened
 
 
-def test_a_folder_of_an_earlier_fetch_is_replaced(tmp_path: Path) -> None:
+def test_the_folder_of_an_earlier_download_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "b").write_bytes(b"22")
     links = {"a": Link(tmp_path / "a", 1, is_whole=True), "b": Link(tmp_path / "b", 5, is_whole=False)}
@@ -194,7 +196,9 @@ def test_a_folder_of_an_earlier_fetch_is_replaced(tmp_path: Path) -> None:
         wait_for_all(arriving.folder)
 
 
-def test_a_volume_without_links_is_filled_as_ever(tmp_path: Path, kind: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_volume_without_links_is_filled_without_arriving_files(
+    tmp_path: Path, kind: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: object) -> None:
         raise PermissionError("no links here")
 

@@ -1,4 +1,4 @@
-"""`best_of` and beam search in requests: what they mean, what contradicts them, and that saying so costs little."""
+"""`best_of` and beam search in requests: their meaning, their contradictions, and the low cost of a refusal."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def with_defaults(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer(msgspec.structs.replace(tokenizer.bundle, sampling_defaults=values))
 
 
-def test_best_of_is_what_runs_and_n_what_returns(byte_tokenizer: Tokenizer) -> None:
+def test_best_of_is_the_number_of_sequences_and_n_that_of_returned_choices(byte_tokenizer: Tokenizer) -> None:
     sampling = completion(byte_tokenizer, n=2, best_of=5).sampling
     assert (sampling.n, sampling.best_of, sampling.num_sequences, sampling.num_reported) == (2, 5, 5, 5)
 
 
-def test_best_of_n_is_plain_sampling(byte_tokenizer: Tokenizer) -> None:
+def test_best_of_equal_to_n_is_plain_sampling(byte_tokenizer: Tokenizer) -> None:
     sampling = completion(byte_tokenizer, n=2, best_of=2, stream=True).sampling
     assert (sampling.best_of, sampling.num_reported) == (None, 2)
 
 
 @pytest.mark.parametrize("width", ["best_of", "beam_width"])
-def test_a_search_runs_its_width_and_reports_n(byte_tokenizer: Tokenizer, width: str) -> None:
+def test_a_beam_search_runs_its_width_and_returns_n(byte_tokenizer: Tokenizer, width: str) -> None:
     fields = {"length_penalty": 0.5, "early_stopping": "never", width: 6}
     sampling = completion(byte_tokenizer, **BEAMS, **fields).sampling
     assert (sampling.n, sampling.num_sequences, sampling.num_reported) == (2, 6, 2)
@@ -60,7 +60,7 @@ def test_a_search_runs_its_width_and_reports_n(byte_tokenizer: Tokenizer, width:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams) == sampling
 
 
-def test_a_models_way_of_drawing_does_not_stand_in_the_way_of_a_search(byte_tokenizer: Tokenizer) -> None:
+def test_the_models_sampling_defaults_do_not_apply_to_a_beam_search(byte_tokenizer: Tokenizer) -> None:
     assert chat(byte_tokenizer).sampling.temperature == 0.6
     sampling = chat(byte_tokenizer, **BEAMS).sampling
     assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0, 1.0)
@@ -96,7 +96,7 @@ def test_a_models_way_of_drawing_does_not_stand_in_the_way_of_a_search(byte_toke
         ({**BEAMS, "stop": ["x"]}, "stop", "Use stop_token_ids"),
     ],
 )
-def test_a_contradiction_is_refused_at_little_cost(
+def test_a_contradiction_is_refused_at_low_cost(
     byte_tokenizer: Tokenizer, fields: dict[str, Any], param: str, says: str
 ) -> None:
     started_s = time.thread_time()
@@ -109,7 +109,7 @@ def test_a_contradiction_is_refused_at_little_cost(
         chat(byte_tokenizer, **fields)
 
 
-def test_prompts_and_candidates_together_are_bounded() -> None:
+def test_the_product_of_prompts_and_candidates_is_bounded() -> None:
     raw = orjson.dumps({"model": "m", "prompt": ["a"] * 100, "best_of": 100})
     with pytest.raises(PagemillError) as refused:
         parse_body(raw, CompletionRequest)
@@ -124,7 +124,7 @@ def test_more_beams_than_tokens_are_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"early_stopping": "soon"}, {"early_stopping": 3}, {"length_penalty": float("nan")}])
-def test_the_offline_api_is_checked_too(wrong: dict[str, Any]) -> None:
+def test_the_offline_api_is_validated_too(wrong: dict[str, Any]) -> None:
     (param,) = wrong
     with pytest.raises(PagemillError) as refused:
         SamplingParams(use_beam_search=True, **wrong).validate()

@@ -1,4 +1,4 @@
-"""Block hashes: equal for equal prefixes everywhere, different for anything else, incremental."""
+"""Block hashes are equal for equal prefixes on every machine, differ for any other, and are computed incrementally."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_root_depends_on_every_field() -> None:
     assert all(len(root) == hashes.HASH_BYTES for root in roots)
 
 
-def test_root_fields_do_not_run_together() -> None:
+def test_adjacent_fields_of_the_root_are_separated() -> None:
     one = hashes.root_hash(weights_digest="ab", adapter_digest="c", kv_dtype="f", block_size=16)
     other = hashes.root_hash(weights_digest="a", adapter_digest="bc", kv_dtype="f", block_size=16)
     assert one != other
@@ -83,7 +83,7 @@ def test_extending_reads_only_the_new_tokens() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=32, max_size=64), st.integers(0, 31))
-def test_a_changed_token_changes_its_block_and_all_after_it(ids: list[int], position: int) -> None:
+def test_a_changed_token_changes_the_hash_of_its_block_and_all_later_ones(ids: list[int], position: int) -> None:
     changed = list(ids)
     changed[position] += 1
     before, after = hashes.block_hashes(ROOT, ids, 16), hashes.block_hashes(ROOT, changed, 16)
@@ -92,7 +92,7 @@ def test_a_changed_token_changes_its_block_and_all_after_it(ids: list[int], posi
     assert all(old != new for old, new in zip(before[block:], after[block:], strict=True))
 
 
-def test_ids_beyond_int32_are_refused() -> None:
+def test_token_ids_beyond_int32_are_refused() -> None:
     with pytest.raises(OverflowError):
         hashes.block_hash(ROOT, [2**31])
 

@@ -1,4 +1,4 @@
-"""`s3://` and `gs://` against a real server: whole models, cut downloads, and one clear error for what cannot be."""
+"""`s3://` and `gs://` with a real server: whole models, interrupted downloads, and clear errors."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def assert_is_whole(folder: Path) -> None:
     assert {name: (folder / name).read_bytes() for name in FILES} == FILES
 
 
-def test_a_model_of_several_files_comes_from_a_bucket(load: Load, signed: None) -> None:
+def test_a_model_of_several_files_is_downloaded_from_a_bucket(load: Load, signed: None) -> None:
     assert_is_whole(load("s3://models/tiny"))
 
 
-def test_the_header_of_a_model_comes_without_its_weights(server: S3Server, signed: None, tmp_path: Path) -> None:
+def test_the_header_of_a_model_is_read_without_its_weights(server: S3Server, signed: None, tmp_path: Path) -> None:
     server.put("models", {"one/config.json": FILES["config.json"], "one/model.safetensors": safetensors(900_000)})
     assert can_read_header("s3://models/one")
     fetch_header("s3://models/one", tmp_path)
@@ -88,7 +88,7 @@ def test_a_public_bucket_needs_no_credentials(load: Load, server: S3Server, monk
     assert_is_whole(load("s3://public/a/b/"))
 
 
-def test_credentials_come_from_the_profile_as_well(
+def test_credentials_may_come_from_a_profile(
     load: Load, server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
@@ -99,7 +99,7 @@ def test_credentials_come_from_the_profile_as_well(
     assert_is_whole(load("s3://models/tiny"))
 
 
-def test_google_buckets_are_read_through_the_same_protocol(
+def test_google_buckets_are_read_with_the_same_protocol(
     load: Load, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = {"gcs_base_url": server.url, "disable_oauth": True, "client_email": "", "private_key": ""}
@@ -107,21 +107,21 @@ def test_google_buckets_are_read_through_the_same_protocol(
     assert_is_whole(load("gs://public/a/b"))
 
 
-def test_one_gguf_file_of_a_bucket(load: Load, server: S3Server, signed: None) -> None:
+def test_one_gguf_file_of_a_bucket_is_a_model(load: Load, server: S3Server, signed: None) -> None:
     server.put("models", {"gguf/m.gguf": gguf_file(4096), "gguf/other.gguf": b"GGUF"})
     folder = load("s3://models/gguf/m.gguf")
     assert (folder / "m.gguf").read_bytes() == gguf_file(4096)
     assert not (folder / "other.gguf").exists()
 
 
-def test_serve_takes_a_bucket_as_it_takes_a_path(signed: None, tmp_path: Path, server: S3Server) -> None:
+def test_serve_accepts_a_bucket_like_a_path(signed: None, tmp_path: Path, server: S3Server) -> None:
     path = resolve_source("s3://models/tiny")
     assert_is_whole(path)
     assert path.is_relative_to(tmp_path)
     assert resolve_source("s3://models/tiny") == path
 
 
-def test_a_download_that_is_cut_goes_on_where_it_stopped(
+def test_an_interrupted_download_is_resumed(
     load: Load, server: S3Server, signed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.put("models", {"big/config.json": FILES["config.json"], "big/model.safetensors": safetensors(6_000_000)})
@@ -130,11 +130,11 @@ def test_a_download_that_is_cut_goes_on_where_it_stopped(
     folder = load("s3://models/big")
     assert (folder / "model.safetensors").read_bytes() == safetensors(6_000_000)
     assert proxy.num_cuts == 0
-    assert proxy.sent_bytes < 9_000_000, "what had arrived was not fetched again"
+    assert proxy.sent_bytes < 9_000_000, "received bytes must not be downloaded again"
     proxy.close()
 
 
-def test_a_large_file_comes_by_several_connections_in_its_order(
+def test_a_large_file_is_downloaded_over_several_connections_in_order(
     load: Load, server: S3Server, signed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = safetensors(5 * RANGE_BYTES)
@@ -149,7 +149,7 @@ def test_a_large_file_comes_by_several_connections_in_its_order(
     proxy.close()
 
 
-def test_what_a_killed_loader_left_is_not_fetched_again(
+def test_files_of_a_killed_loader_are_not_downloaded_again(
     load: Load, server: S3Server, signed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     content = safetensors(9_000_000)
@@ -172,7 +172,7 @@ def test_what_a_killed_loader_left_is_not_fetched_again(
     assert proxy.sent_bytes < len(content) - kept + 100_000
 
 
-def test_a_file_that_was_replaced_meanwhile_is_never_mixed(
+def test_versions_of_a_file_that_is_replaced_during_its_download_are_never_mixed(
     load: Load, server: S3Server, signed: None, tmp_path: Path
 ) -> None:
     source = "s3://models/replaced"
@@ -198,10 +198,10 @@ def test_a_file_that_was_replaced_meanwhile_is_never_mixed(
         ("generation_config.json", b'{"eos_token_id": 2}'),
     ],
 )
-def test_a_file_that_was_uploaded_in_part_is_found_before_ready(
+def test_a_partly_uploaded_file_is_detected_before_ready(
     load: Load, server: S3Server, signed: None, tmp_path: Path, name: str, content: bytes
 ) -> None:
-    """And it is not kept: once it is whole there, the next try loads it."""
+    """The file is not kept: once the upload is complete, the next attempt loads it."""
     prefix = f"half-{name.replace('.', '-')}"
     head = {} if name.endswith(".gguf") else {f"{prefix}/config.json": FILES["config.json"]}
     server.put("models", {**head, f"{prefix}/{name}": content[: len(content) // 2]})
@@ -223,7 +223,7 @@ def test_a_file_that_was_uploaded_in_part_is_found_before_ready(
             ("`own`", "`auto_map`", "never run", "`pagemill.models`"),
         ),
         (
-            # transformers would take its own class of that type; the code that the model names computes something else.
+            # transformers would use its own class for that type; the code that the model names computes something else.
             {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}},
             "UnsupportedArchitecture",
             ("`OwnForCausalLM`", "`auto_map`", "never run", "`pagemill.models`"),
@@ -235,7 +235,7 @@ def test_a_file_that_was_uploaded_in_part_is_found_before_ready(
         ),
     ],
 )
-def test_what_no_engine_computes_is_refused_before_its_weights_are_fetched(
+def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(
     load: Load, server: S3Server, signed: None, tmp_path: Path, changes: dict[str, Any], reason: str, words: list[str]
 ) -> None:
     config = json.dumps(json.loads(FILES["config.json"]) | changes).encode()
@@ -249,7 +249,7 @@ def test_what_no_engine_computes_is_refused_before_its_weights_are_fetched(
     assert not list(tmp_path.rglob("*.py"))
 
 
-def test_a_shard_that_the_index_names_must_be_there(load: Load, server: S3Server, signed: None, tmp_path: Path) -> None:
+def test_a_shard_that_the_index_names_must_exist(load: Load, server: S3Server, signed: None, tmp_path: Path) -> None:
     server.put("models", {f"gap/{name}": text for name, text in FILES.items() if name != "model-1.safetensors"})
     error = fault(load, "s3://models/gap", tmp_path)
     assert error.reason == "ModelUnreadable"
@@ -264,7 +264,7 @@ def test_a_shard_that_the_index_names_must_be_there(load: Load, server: S3Server
         ("s3://models/tiny/x.gguf", "ModelNotFound", "has no file `x.gguf`"),
     ],
 )
-def test_what_is_not_there_is_named(
+def test_a_missing_object_is_named(
     load: Load, signed: None, tmp_path: Path, source: str, reason: str, words: str
 ) -> None:
     error = fault(load, source, tmp_path)
@@ -281,10 +281,10 @@ def test_wrong_credentials_are_not_a_missing_model(
     assert "wrong-one" not in error.message
 
 
-def test_a_credential_whose_time_is_over_is_refused_with_its_expiry_among_the_causes(
+def test_a_refusal_names_expired_credentials_among_the_causes(
     signed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """SeaweedFS answers `AccessDenied`, as to one without the right."""
+    """SeaweedFS answers `AccessDenied`, as for a client without the permission."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", LEASED_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", LEASED_SECRET)
 
@@ -303,10 +303,10 @@ def test_a_credential_whose_time_is_over_is_refused_with_its_expiry_among_the_ca
     assert LEASED_SECRET not in error.message
 
 
-def test_an_expired_credential_is_called_expired(
+def test_an_expired_credential_is_reported_as_expired(
     load: Load, signed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As Amazon answers to a session that is over."""
+    """The error is that of Amazon for a session that has expired."""
 
     class Expired(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -331,7 +331,9 @@ def test_an_expired_credential_is_called_expired(
     assert "Renew them" in error.message
 
 
-def test_a_server_that_is_not_there(load: Load, signed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported(
+    load: Load, signed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     error = fault(load, "s3://models/tiny", tmp_path)
     assert error.reason == "SourceUnreachable"

@@ -1,4 +1,4 @@
-"""The cores that a container or a service manager grants, in both versions of cgroups and at any depth."""
+"""The cores that a container or a service manager grants, with both versions of cgroups and at any depth."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path, quota_us: in
 
 
 @pytest.mark.usefixtures("many_cores")
-def test_the_least_quota_on_the_way_up_counts(tmp_path: Path) -> None:
+def test_the_smallest_quota_of_all_ancestors_applies(tmp_path: Path) -> None:
     group(tmp_path / "a/b/c", "max")
     group(tmp_path / "a/b", 800_000)
     group(tmp_path / "a", 400_000)
@@ -49,7 +49,7 @@ def test_the_least_quota_on_the_way_up_counts(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("many_cores")
 @pytest.mark.parametrize("folder", ["cpu", "cpu,cpuacct"])
-def test_version_1_has_a_tree_for_each_controller(tmp_path: Path, folder: str) -> None:
+def test_version_1_has_a_hierarchy_for_each_controller(tmp_path: Path, folder: str) -> None:
     group(tmp_path / folder, -1, version=1)
     group(tmp_path / folder / "docker/x", 200_000, version=1)
     assert cores(tmp_path, "9:memory:/elsewhere\n4:cpu,cpuacct:/docker/x\n0::/\n") == 2
@@ -57,11 +57,11 @@ def test_version_1_has_a_tree_for_each_controller(tmp_path: Path, folder: str) -
 
 
 @pytest.mark.usefixtures("many_cores")
-def test_groups_outside_of_what_is_seen_are_passed_over(tmp_path: Path) -> None:
+def test_groups_outside_of_the_visible_hierarchy_are_ignored(tmp_path: Path) -> None:
     assert cores(tmp_path, "0::/../../outside\n") == 16
     assert usable_cores(tmp_path / "absent", tmp_path / "absent") == 16
     assert folders("memory", tmp_path, tmp_path / "absent")[0] == tmp_path
 
 
-def test_affinity_counts_where_no_quota_is_less() -> None:
+def test_without_a_smaller_quota_the_cpu_affinity_applies() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)

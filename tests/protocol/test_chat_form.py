@@ -1,4 +1,4 @@
-"""Forced and strict tool calls: whatever their grammar allows, the parser reads as calls that are valid."""
+"""Forced and strict tool calls: whatever their grammar allows, the parser reads as valid calls."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ VARIANTS = [(name, template) for name in tool_formats() for template in TEMPLATE
 
 
 class Tokens:
-    """A token for each byte, an end, and the special tokens."""
+    """A vocabulary with a token for each byte, an end token, and the special tokens."""
 
     eos_token_id = EOS
     bos_token_id = None
@@ -105,10 +105,10 @@ def matcher_of(outputs: StructuredOutputs | None, special: dict[str, int] = IDS)
 
 
 def walk(matcher: LLMatcher, seed: int, start: str = "") -> str:
-    """A random answer that the grammar allows, behind `start`: printable letters, later those that end it."""
+    """Return a random answer that the grammar allows after `start`: printable letters, later letters that end it."""
     draw = random.Random(seed)
     token_ids = spelled(start)
-    assert matcher.try_consume_tokens(token_ids) == len(token_ids), "the start fits the grammar"
+    assert matcher.try_consume_tokens(token_ids) == len(token_ids), "the start must fit the grammar"
     for num_tokens in range(20_000):
         if matcher.is_stopped():
             break
@@ -158,7 +158,7 @@ def check_calls(calls: list[tuple[str, Any]]) -> None:
 @pytest.mark.parametrize("special", [True, False], ids=["special tokens", "text"])
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_required_calls_are_read_as_calls_that_are_valid_and_nothing_else(
+def test_required_calls_are_parsed_as_valid_calls_and_nothing_else(
     name: str, template: str, special: bool, seed: int
 ) -> None:
     outputs = prescribed(request(tools=ALL, tool_choice="required"), call_syntax(name, template), "", "")
@@ -181,7 +181,7 @@ def test_a_named_function_is_called_exactly_once(name: str, template: str) -> No
 
 
 @pytest.mark.parametrize(("name", "template"), VARIANTS)
-def test_without_parallel_calls_there_is_one(name: str, template: str) -> None:
+def test_without_parallel_calls_there_is_exactly_one_call(name: str, template: str) -> None:
     body = request(tools=ALL, tool_choice="required", parallel_tool_calls=False)
     outputs = prescribed(body, call_syntax(name, template), "", "")
     for seed in range(5):
@@ -200,7 +200,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize(("name", "template"), VARIANTS)
-def test_a_strict_call_may_follow_free_text_and_is_held_from_its_marker_on(name: str, template: str) -> None:
+def test_a_strict_call_may_follow_free_text_and_is_constrained_from_its_marker_on(name: str, template: str) -> None:
     body = request(tools=tools(strict=True, **SCHEMAS), parallel_tool_calls=False)
     outputs = prescribed(body, call_syntax(name, template), "", "")
     start, text = STARTS[name]
@@ -213,7 +213,7 @@ def test_a_strict_call_may_follow_free_text_and_is_held_from_its_marker_on(name:
 
 
 @pytest.mark.parametrize("name", list(tool_formats()))
-def test_an_answer_beside_strict_tools_may_be_text(name: str) -> None:
+def test_with_strict_tools_an_answer_may_be_text(name: str) -> None:
     outputs = prescribed(request(tools=tools(strict=True, **SCHEMAS)), call_syntax(name, ""), "", "")
     answer = ("<|channel|>final<|message|>" if name == "harmony" else "") + "It is sunny, [1] { or <so>."
     matcher = matcher_of(outputs)
@@ -221,7 +221,7 @@ def test_an_answer_beside_strict_tools_may_be_text(name: str) -> None:
     assert matcher.is_accepting()
 
 
-def test_beside_strict_tools_others_take_any_arguments() -> None:
+def test_with_strict_tools_other_tools_accept_any_arguments() -> None:
     loose = {"type": "object", "properties": {"at": {"type": "integer", "not": {}}}}
     both = [*tools(strict=True, weather=WEATHER), *tools(other=loose)]
     outputs = prescribed(request(tools=both), call_syntax("hermes", ""), "", "")
@@ -230,13 +230,13 @@ def test_beside_strict_tools_others_take_any_arguments() -> None:
     assert matcher.try_consume_tokens(spelled(answer)) == len(spelled(answer))
 
 
-def test_tools_that_are_neither_strict_nor_forced_prescribe_nothing() -> None:
+def test_tools_that_are_neither_strict_nor_forced_constrain_nothing() -> None:
     assert prescribed(request(tools=ALL), call_syntax("hermes", ""), "think", "") is None
     assert prescribed(request(tools=ALL, tool_choice="none"), None, "", "") is None
 
 
 @pytest.mark.parametrize("name", list(tool_formats()))
-def test_with_a_form_of_the_text_an_answer_is_calls_or_has_the_form(name: str) -> None:
+def test_with_a_form_an_answer_consists_of_calls_or_has_the_form(name: str) -> None:
     schema = {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     outputs = prescribed(
@@ -257,7 +257,7 @@ def test_with_a_form_of_the_text_an_answer_is_calls_or_has_the_form(name: str) -
     [("think", True), ("think", False), ("magistral", True), ("magistral", False), ("harmony", False)],
 )
 @pytest.mark.parametrize("form", [{"guided_choice": ["yes", "no"]}, {"tools": ALL, "tool_choice": "required"}])
-def test_the_form_begins_behind_the_reasoning(reasoning: str, is_open: bool, form: dict[str, Any]) -> None:
+def test_the_form_applies_after_the_reasoning(reasoning: str, is_open: bool, form: dict[str, Any]) -> None:
     begin, end = REASONING_ENDS[reasoning]
     tool_format = "harmony" if reasoning == "harmony" else "hermes"
     outputs = prescribed(
@@ -273,7 +273,7 @@ def test_the_form_begins_behind_the_reasoning(reasoning: str, is_open: bool, for
         assert calls_of(events) if "tools" in form else text in ("yes", "no")
 
 
-def test_the_form_begins_at_once_where_the_prompt_has_closed_the_reasoning() -> None:
+def test_the_form_applies_at_once_if_the_prompt_has_closed_the_reasoning() -> None:
     outputs = prescribed(request(guided_choice=["yes"]), None, "think", "<think>\n\n</think>\n\n")
     assert outputs == StructuredOutputs(choice=("yes",))
 
@@ -297,11 +297,11 @@ BOMB = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a{
         (BOMB, "tools[1].function.parameters", "repetitions"),
     ],
 )
-def test_a_schema_that_cannot_be_held_is_refused_at_once_with_its_place(schema: Any, param: str, says: str) -> None:
+def test_an_unsupported_schema_is_refused_at_once_with_its_path(schema: Any, param: str, says: str) -> None:
     check_form(request(tools=tools(strict=True, weather=WEATHER)))  # starts the process
     took_s = []
     for number in range(3):
-        bad = {**schema, "description": str(number)}  # a verdict is kept by content
+        bad = {**schema, "description": str(number)}  # verdicts are cached by content
         strict = request(tools=tools(strict=True, weather=WEATHER, bad=bad))
         forced = request(tools=tools(weather=WEATHER, bad=bad), tool_choice="required")
         began_s = time.monotonic()
@@ -311,10 +311,10 @@ def test_a_schema_that_cannot_be_held_is_refused_at_once_with_its_place(schema: 
             assert (caught.value.status, caught.value.param) == (400, param)
             assert says in caught.value.message
         took_s.append(time.monotonic() - began_s)
-    assert min(took_s) < 0.05, "at once, whatever else the machine does"
+    assert min(took_s) < 0.05, "the refusal must be quick"
 
 
-def test_512_strict_tools_cost_in_proportion_to_their_number() -> None:
+def test_the_cost_of_512_strict_tools_is_linear() -> None:
     took_s: dict[int, list[float]] = {128: [], 512: []}
     for try_ in range(3):
         for number in took_s:
@@ -324,10 +324,12 @@ def test_512_strict_tools_cost_in_proportion_to_their_number() -> None:
             check_form(strict)
             matcher_of(prescribed(strict, call_syntax("hermes", ""), "", ""))
             took_s[number].append(time.monotonic() - began_s)
-    assert min(took_s[512]) < 12 * min(took_s[128]), "four times as many; sixteen times would be quadratic"
+    assert min(took_s[512]) < 12 * min(took_s[128]), (
+        "four times as many tools; a quadratic cost would be sixteen times as high"
+    )
 
 
-def test_a_fault_among_allowed_tools_is_at_its_place_in_the_request() -> None:
+def test_an_error_in_allowed_tools_is_reported_with_its_path_in_the_request() -> None:
     bad = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 2}}, "required": ["a"]}
     named = [{"type": "function", "function": {"name": "bad"}}]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
@@ -336,13 +338,13 @@ def test_a_fault_among_allowed_tools_is_at_its_place_in_the_request() -> None:
     assert caught.value.param == f"tools[{len(SCHEMAS)}].function.parameters"
 
 
-def test_reasoning_as_one_object_is_the_same_as_its_fields() -> None:
+def test_a_reasoning_object_equals_the_separate_fields() -> None:
     body = request(reasoning={"effort": "low", "max_tokens": 7})
     assert (body.template_kwargs, body.reasoning_budget) == ({"reasoning_effort": "low"}, 7)
     assert request(reasoning={"max_tokens": -1}).reasoning_budget is None
 
 
-def test_schemas_of_tools_that_are_not_held_are_not_looked_at() -> None:
+def test_schemas_of_unconstrained_tools_are_not_checked() -> None:
     check_form(request(tools=tools(bad={"type": 7})))
     named = {"type": "function", "function": {"name": "weather"}}
     check_schemas(request(tools=tools(bad={"type": 7}, weather=WEATHER), tool_choice=named))
@@ -357,7 +359,7 @@ def test_schemas_of_tools_that_are_not_held_are_not_looked_at() -> None:
         ("qwen3-coder", {"properties": {"a": {"type": "string", "format": "date"}}}, "cannot enforce format"),
     ],
 )
-def test_a_schema_that_the_models_format_cannot_hold_is_refused_with_its_place(
+def test_a_schema_that_the_models_format_cannot_express_is_refused_with_its_path(
     name: str, schema: Any, says: str
 ) -> None:
     with pytest.raises(PagemillError, match=says) as caught:
@@ -366,7 +368,7 @@ def test_a_schema_that_the_models_format_cannot_hold_is_refused_with_its_place(
 
 
 @pytest.mark.parametrize("given", ["", "a=1", "b=true", "a=1, b=true", "a=1, c=null", "b=true, c=null", "c=null"])
-def test_optional_arguments_of_a_pythonic_call_may_be_left_out(given: str) -> None:
+def test_optional_arguments_of_a_pythonic_call_may_be_omitted(given: str) -> None:
     schema = {"properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}, "c": {"type": "null"}}}
     syntax = call_syntax("pythonic", "")
     matcher = matcher_of(prescribed(request(tools=tools(now=schema), tool_choice="required"), syntax, "", ""))
@@ -375,7 +377,7 @@ def test_optional_arguments_of_a_pythonic_call_may_be_left_out(given: str) -> No
     assert calls_of(read(f"[now({given})]", tools="pythonic"))[0][0] == "now"
 
 
-def test_calls_of_a_parser_that_declares_no_syntax_cannot_be_forced() -> None:
+def test_calls_of_a_parser_without_a_declared_syntax_cannot_be_forced() -> None:
     with pytest.raises(PagemillError, match="declares no syntax") as caught:
         prescribed(request(tools=ALL, tool_choice="required"), None, "", "")
     assert caught.value.param == "tool_choice"
@@ -400,13 +402,13 @@ def test_fields_that_agents_send_are_accepted(field: dict[str, Any]) -> None:
     request(**field)
 
 
-def test_forced_calls_do_not_go_with_beams() -> None:
+def test_forced_calls_cannot_be_combined_with_beam_search() -> None:
     with pytest.raises(PagemillError) as caught:
         request(tools=ALL, tool_choice="required", use_beam_search=True, n=2, temperature=0)
     assert caught.value.param == "use_beam_search"
 
 
-def test_halves_of_characters_in_calls_become_whole_or_are_replaced() -> None:
+def test_surrogate_halves_in_calls_are_joined_or_replaced() -> None:
     events = read('[f(a="\\ud83d\\ude00", b="\\ud83d")]', tools="pythonic")
     assert calls_of(events) == [("f", {"a": "\U0001f600", "b": "\ufffd"})]
     json.dumps(calls_of(events), ensure_ascii=False).encode()

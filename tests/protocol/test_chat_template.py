@@ -1,4 +1,4 @@
-"""Chat templates: the text transformers would render, and nothing a template or a message does harms the server."""
+"""Chat templates render the same text as in transformers, and no template or message can harm the server."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "<&'ü>", "
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA2, TOOLS])
 @pytest.mark.parametrize("tools", [None, [TOOL]])
-def test_text_is_what_transformers_renders(template, source, tools):
+def test_the_text_equals_that_of_transformers(template, source, tools):
     reference = pytest.importorskip("transformers.utils.chat_template_utils")
     expected, _ = reference.render_jinja_template(
         [CONVERSATION], tools=tools, chat_template=source, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
@@ -91,14 +91,14 @@ def test_text_is_what_transformers_renders(template, source, tools):
     assert template(source).render(CONVERSATION, tools=tools) == expected[0]
 
 
-def test_the_generation_prompt_can_be_left_out(template):
+def test_the_generation_prompt_can_be_omitted(template):
     chat = template(CHATML)
     assert chat.render(HELLO).endswith("assistant\n")
     assert chat.render(HELLO, add_generation_prompt=False).endswith("hello<|im_end|>\n")
 
 
 @pytest.mark.parametrize("ending", ["", " ", "\n", " mid", "<|im_end|>"])
-def test_a_final_message_is_continued_where_it_ends(template, ending):
+def test_a_final_message_is_continued_at_its_end(template, ending):
     messages = [*HELLO, {"role": "assistant", "content": f"Sure{ending}"}]
     rendered = template(CHATML).render(messages, continue_final_message=True)
     assert rendered == f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nSure{ending}"
@@ -109,7 +109,7 @@ def test_a_final_message_that_the_template_drops_cannot_be_continued(template):
     assert error.param == "continue_final_message"
 
 
-def test_content_parts_become_one_text(template):
+def test_content_parts_are_joined_into_one_text(template):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, "c"]
     assert template("{{ messages[0].content }}").render([{"role": "user", "content": parts}]) == "a\nb\nc"
 
@@ -128,7 +128,7 @@ def test_tool_arguments_reach_the_template_as_objects(template):
     assert rendered == '{"x": "ü<"}"{x"'
 
 
-def test_the_tool_template_serves_requests_with_tools(template):
+def test_the_tool_template_is_used_for_requests_with_tools(template):
     chat = template("plain", tool_chat_template="tools")
     assert chat.render(HELLO) == chat.render(HELLO, tools=[]) == "plain"
     assert chat.render(HELLO, tools=[TOOL]) == "tools"
@@ -141,12 +141,12 @@ def test_extra_variables_reach_the_template(template):
 @pytest.mark.parametrize(
     "name", ["messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "bos_token", "range"]
 )
-def test_extra_variables_must_not_replace_the_servers(template, name):
+def test_extra_variables_must_not_replace_those_of_the_server(template, name):
     assert error_of(template(CHATML), template_kwargs={name: 1}).param == f"chat_template_kwargs.{name}"
 
 
 @pytest.mark.parametrize("kwargs", [{"_x": 1}, {"a b": 1}, {"": 1}, {f"k{i}": 1 for i in range(33)}, ["x"]])
-def test_extra_variables_are_bounded_and_named_like_variables(template, kwargs):
+def test_extra_variables_are_bounded_and_have_names_of_variables(template, kwargs):
     assert error_of(template(CHATML), template_kwargs=kwargs).param == "chat_template_kwargs"
 
 
@@ -167,11 +167,11 @@ def test_extra_variables_are_bounded_and_named_like_variables(template, kwargs):
         ([{"role": "user", "content": "x", "extra": object()}], "messages"),
     ],
 )
-def test_messages_that_are_none_are_refused_by_path(template, messages, param):
+def test_invalid_messages_are_refused_by_path(template, messages, param):
     assert error_of(template(CHATML), messages).param == param
 
 
-def test_a_model_without_a_template_says_so(template):
+def test_a_model_without_a_template_is_reported(template):
     assert error_of(template(None)).code == "no_chat_template"
 
 
@@ -203,7 +203,7 @@ def test_the_templates_own_refusal_reaches_the_client(template):
         ("{% generation %}", "does not compile"),
     ],
 )
-def test_a_hostile_or_broken_template_is_stopped_and_named(template, source, message):
+def test_a_hostile_or_broken_template_is_stopped_and_reported(template, source, message):
     chat = template(source)
     started = time.monotonic()
     error = error_of(chat)
@@ -212,7 +212,7 @@ def test_a_hostile_or_broken_template_is_stopped_and_named(template, source, mes
     assert time.monotonic() - started < WAIT_LIMIT_S
 
 
-def test_what_a_template_says_shows_no_address_in_memory(template):
+def test_a_templates_error_shows_no_memory_address(template):
     error = error_of(template("{{ raise_exception(lipsum) }}"))
     assert error.message == "The chat template refuses these messages: <function generate_lorem_ipsum>"
 
@@ -224,7 +224,7 @@ def test_a_stopped_template_does_not_stop_the_next_request(template):
         assert chat.render(HELLO) == "fine"
 
 
-def test_the_time_limit_holds_off_the_main_thread(template):
+def test_the_time_limit_applies_outside_the_main_thread(template):
     chat = template("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
     messages: list[str] = []
     thread = threading.Thread(target=lambda: messages.append(error_of(chat).message))
@@ -234,7 +234,7 @@ def test_the_time_limit_holds_off_the_main_thread(template):
     assert "runs longer" in messages[0]
 
 
-def test_many_threads_render_at_once(template):
+def test_many_threads_can_render_concurrently(template):
     chat = template("{{ messages[0].content * 3 }}")
     results: dict[int, str] = {}
 
@@ -249,7 +249,7 @@ def test_many_threads_render_at_once(template):
     assert results == {number: f"{number};" * 3 for number in range(24)}
 
 
-def test_a_worker_that_was_killed_is_replaced(template):
+def test_a_killed_worker_is_replaced(template):
     chat = template("fine")
     assert chat.render(HELLO) == "fine"
     pid = chat._idle[0]._process.pid
@@ -257,7 +257,7 @@ def test_a_worker_that_was_killed_is_replaced(template):
     assert chat.render(HELLO) == "fine"
 
 
-def test_signals_for_the_terminals_group_leave_the_worker_running(template):
+def test_signals_to_the_terminals_process_group_leave_the_worker_running(template):
     chat = template("fine")
     assert chat.render(HELLO) == "fine"
     process = chat._idle[0]._process
@@ -267,15 +267,15 @@ def test_signals_for_the_terminals_group_leave_the_worker_running(template):
     assert chat._idle[0]._process is process
 
 
-def test_preparing_leaves_no_process_where_all_templates_are_plain(template):
+def test_preparing_plain_templates_starts_no_process(template):
     chat = template(CHATML)
     chat.prepare()
     assert not chat._idle
     assert chat.render(HELLO) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert not chat._idle, "no process was needed"
+    assert not chat._idle, "no process is needed"
 
 
-def test_preparing_leaves_the_process_that_chats_will_need(template):
+def test_preparing_starts_the_process_that_chats_will_need(template):
     chat = template(LLAMA2)
     chat.prepare()
     process = chat._idle[0]._process
@@ -284,7 +284,7 @@ def test_preparing_leaves_the_process_that_chats_will_need(template):
 
 
 @pytest.mark.parametrize("source", [None, "{{ 'a' * 10 ** 9 }}{% for"])
-def test_preparing_fails_for_no_template(template, source):
+def test_preparing_succeeds_for_every_template(template, source):
     template(source).prepare()
 
 
@@ -298,7 +298,7 @@ def test_closing_leaves_no_process(template):
         os.kill(process.pid, 0)
 
 
-def test_a_collected_template_leaves_no_process():
+def test_a_garbage_collected_template_leaves_no_process():
     chat = ChatTemplate(TokenizerBundle(tokenizer_json="{}", chat_template="fine"), limits=LIMITS)
     chat.render(HELLO)
     process = chat._idle[0]._process
@@ -306,7 +306,7 @@ def test_a_collected_template_leaves_no_process():
     assert process.returncode is not None
 
 
-def test_the_worker_sees_no_secrets_of_the_server(template, monkeypatch):
+def test_the_worker_has_no_secrets_of_the_server(template, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     chat = template("fine")
     chat.render(HELLO)
@@ -329,7 +329,7 @@ def test_an_override_that_does_not_compile_is_refused_at_once(override):
 
 
 @pytest.mark.model
-def test_the_embedded_model_renders_its_chat(smollm2):
+def test_the_embedded_models_chat_is_rendered(smollm2):
     rendered = smollm2.render_chat(HELLO)
     assert rendered.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert rendered.endswith("<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
@@ -339,7 +339,7 @@ def test_the_embedded_model_renders_its_chat(smollm2):
 
 
 @pytest.mark.model
-def test_a_render_costs_about_a_millisecond(smollm2):
+def test_rendering_costs_about_a_millisecond(smollm2):
     smollm2.render_chat(HELLO)
     started = time.perf_counter()
     for _ in range(50):

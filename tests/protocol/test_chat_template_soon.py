@@ -1,6 +1,6 @@
-"""Chats rendered for an event loop: the same texts and refusals as in a thread, and no loop that stands still.
+"""Chats are rendered for an event loop with the same texts and refusals as in a thread, without blocking the loop.
 
-Where something has to be waited for the template says so, and whoever asks takes a thread, as `rendered` does here.
+If rendering has to wait, the template says so, and the caller uses a thread, as `rendered` does here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMITS = TemplateLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LONG_WHEN_SEVERAL = "{% if messages | length > 1 %}" + ENDLESS + "{% endif %}fine"
 BY_LAST = "{% set last = messages[-1] %}{{ last.content }}"
-"""It needs its process: a plain template would be run without one."""
+"""A template that needs its process: a plain one would be run without it."""
 
 
 def said(text: str) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def template() -> Iterator[Callable[[str], ChatTemplate]]:
 
 
 async def warm(chat: ChatTemplate) -> ChatTemplate:
-    """With a process that waits for work."""
+    """Start the template's process and return the template."""
     await asyncio.to_thread(chat.render, said("hello"))
     assert len(chat._idle) == 1
     return chat
@@ -64,11 +64,11 @@ async def settled(chat: ChatTemplate, num_idle: int) -> None:
     await eventually(lambda: len(chat._idle) == num_idle and chat._slots._value == 2)
 
 
-async def test_the_text_is_the_same_and_no_thread_is_asked(template, monkeypatch):
+async def test_the_text_is_the_same_without_a_thread(template, monkeypatch):
     chat = await warm(template("{{ messages[0].content * 3 }}"))
 
     def asked(*_: Any) -> None:
-        raise AssertionError("a thread")
+        raise AssertionError("a thread was used")
 
     monkeypatch.setattr(asyncio, "to_thread", asked)
     for number in range(20):
@@ -76,7 +76,7 @@ async def test_the_text_is_the_same_and_no_thread_is_asked(template, monkeypatch
     await settled(chat, 1)
 
 
-async def test_where_no_process_waits_for_work_a_thread_has_to(template):
+async def test_without_an_idle_process_a_thread_is_needed(template):
     chat = template(BY_LAST)
     assert await chat.render_soon(said("first")) is None
     await settled(chat, 0)
@@ -84,7 +84,7 @@ async def test_where_no_process_waits_for_work_a_thread_has_to(template):
     await settled(chat, 1)
 
 
-async def test_many_at_once_get_their_own_texts(template):
+async def test_concurrent_chats_get_their_own_texts(template):
     chat = await warm(template(BY_LAST))
     texts = [f"text {number}" for number in range(40)]
     assert await asyncio.gather(*(rendered(chat, said(text)) for text in texts)) == texts
@@ -92,19 +92,19 @@ async def test_many_at_once_get_their_own_texts(template):
 
 
 @pytest.mark.parametrize("num_chars", [MAX_UNWAITED_BYTES // 2, MAX_UNWAITED_BYTES * 2, 90_000])
-async def test_long_messages_come_through_whole(template, num_chars):
+async def test_long_messages_are_transferred_whole(template, num_chars):
     chat = await warm(template(BY_LAST))
     text = "x" * num_chars
     assert (await chat.render_soon(said(text)) is None) == (num_chars >= MAX_UNWAITED_BYTES)
     assert await rendered(chat, said(text)) == text
 
 
-async def test_a_short_message_may_make_a_long_text(template):
+async def test_a_short_message_may_produce_a_long_text(template):
     chat = await warm(template("{{ messages[0].content * 9999 }}"))
     assert await chat.render_soon(said("123456789 ")) == "123456789 " * 9999
 
 
-async def test_the_loop_turns_while_a_template_is_stopped(template):
+async def test_the_event_loop_runs_while_a_template_is_stopped(template):
     chat = await warm(template(LONG_WHEN_SEVERAL))
     turns, ended = 0, asyncio.ensure_future(chat.render_soon(said("a") * 2))
     while not ended.done():
@@ -117,7 +117,7 @@ async def test_the_loop_turns_while_a_template_is_stopped(template):
     await settled(chat, 1)
 
 
-async def test_refusals_and_faults_are_reported_as_in_a_thread(template):
+async def test_refusals_and_errors_are_reported_as_in_a_thread(template):
     chat = await warm(
         template("{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}{{ messages[0].content }}")
     )
@@ -129,14 +129,14 @@ async def test_refusals_and_faults_are_reported_as_in_a_thread(template):
     assert await chat.render_soon(said("still here")) == "still here"
 
 
-async def test_a_template_that_does_not_compile_is_named(template):
+async def test_a_template_that_does_not_compile_is_reported(template):
     chat = template("{{ unclosed")
     for _ in range(2):
         with pytest.raises(PagemillError, match="does not compile"):
             await rendered(chat, said("a"))
 
 
-async def test_a_process_that_was_killed_is_replaced(template):
+async def test_a_killed_process_is_replaced(template):
     chat = await warm(template(BY_LAST))
     os.kill(chat._idle[0]._process.pid, signal.SIGKILL)
     assert await chat.render_soon(said("again")) is None
@@ -144,7 +144,7 @@ async def test_a_process_that_was_killed_is_replaced(template):
     await settled(chat, 1)
 
 
-async def test_half_a_character_is_a_fault_of_the_template(template):
+async def test_half_a_character_is_an_error_of_the_template(template):
     chat = await warm(template("{% if messages | length > 1 %}{{ '\\ud800' }}{% endif %}fine"))
     for render in (chat.render_soon, rendered_in_a_thread(chat)):
         with pytest.raises(PagemillError, match="not valid Unicode"):
@@ -158,7 +158,7 @@ async def test_a_final_message_is_continued(template):
     assert await chat.render_soon(messages, continue_final_message=True) == "so far"
 
 
-async def test_who_goes_away_leaves_the_process_to_others(template):
+async def test_a_cancelled_chat_leaves_the_process_to_others(template):
     chat = await warm(template("{% for n in range(99999) %}{% endfor %}" + BY_LAST))
     process = chat._idle[0]
     leaving = asyncio.ensure_future(chat.render_soon(said("left")))
@@ -172,7 +172,7 @@ async def test_who_goes_away_leaves_the_process_to_others(template):
     assert await chat.render_soon(said("mine")) == "mine"
 
 
-async def test_a_process_that_dies_unwatched_is_not_used_again(template):
+async def test_a_process_that_died_while_idle_is_not_used_again(template):
     chat = await warm(template(LONG_WHEN_SEVERAL))
     process = chat._idle[0]
     leaving = asyncio.ensure_future(chat.render_soon(said("left") * 2))
@@ -184,7 +184,7 @@ async def test_a_process_that_dies_unwatched_is_not_used_again(template):
 
 
 @pytest.mark.model
-async def test_it_costs_less_than_a_millisecond_of_the_loop(smollm2):
+async def test_rendering_blocks_the_loop_for_less_than_a_millisecond(smollm2):
     chat = smollm2.chat_template
     expected = await chat.render_soon(said("hello"))
     used = time.thread_time()

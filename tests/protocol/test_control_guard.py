@@ -1,4 +1,4 @@
-"""The guard of control ports: who passes, who is refused, and what the refusal says."""
+"""The guard of control ports: requests that pass, requests that are refused, and the refusals' messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refusal_of(check: Callable[[], object]) -> PagemillError:
 
 
 async def passes(scope: Any) -> bool:
-    """Whether the guard lets the request through to the app; False: it was refused."""
+    """Whether the guard passes the request to the app."""
     passed: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -66,7 +66,7 @@ async def passes(scope: Any) -> bool:
     return passed == [scope]
 
 
-def test_a_program_with_the_token_passes() -> None:
+def test_a_request_with_the_token_passes() -> None:
     require_control(scope_of(SELF, RIGHT), TOKENS)
 
 
@@ -80,7 +80,7 @@ def test_without_the_token_or_with_a_wrong_one_a_request_is_401(header: str | No
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "https://127.0.0.1", "null", "file://", "", "http://"])
-def test_a_web_page_of_another_origin_is_refused_also_with_the_token(origin: str) -> None:
+def test_a_web_page_of_another_origin_is_refused_even_with_the_token(origin: str) -> None:
     error = refusal_of(lambda: require_control(scope_of(SELF, ("origin", origin), RIGHT), TOKENS))
     assert (error.status, error.code) == (403, "foreign_origin")
 
@@ -92,13 +92,13 @@ def test_one_foreign_origin_among_several_is_enough() -> None:
 
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
-def test_a_foreign_host_is_refused_also_with_the_token(host: str) -> None:
+def test_a_foreign_host_is_refused_even_with_the_token(host: str) -> None:
     error = refusal_of(lambda: require_control(scope_of(("host", host), RIGHT), TOKENS))
     assert (error.status, error.code) == (403, "foreign_host")
     assert "control_allowed_hosts" in error.message
 
 
-def test_a_page_whose_name_was_bound_to_this_machine_is_refused_by_its_host() -> None:
+def test_a_page_whose_name_resolves_to_this_machine_is_refused_by_its_host() -> None:
     page = [("host", "evil.example:8001"), ("origin", "http://evil.example:8001")]
     assert refusal_of(lambda: require_control(scope_of(*page, RIGHT), TOKENS)).code == "foreign_host"
 
@@ -109,11 +109,11 @@ def test_one_foreign_host_among_several_is_enough() -> None:
 
 
 @pytest.mark.parametrize("host", OWN_HOSTS)
-def test_addresses_and_names_that_public_dns_cannot_hold_are_own(host: str) -> None:
+def test_addresses_and_names_outside_public_dns_are_local(host: str) -> None:
     require_control(scope_of(("host", host), RIGHT), TOKENS)
 
 
-def test_this_machines_name_and_configured_names_are_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machines_name_and_configured_names_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Gpu1.example.com")
     require_control(scope_of(("host", "gpu1.example.com:8001"), RIGHT), TOKENS)
     scope = scope_of(("host", "api.Example.com"), RIGHT)
@@ -121,7 +121,7 @@ def test_this_machines_name_and_configured_names_are_own(monkeypatch: pytest.Mon
     require_control(scope, TOKENS, ["Api.example.com"])
 
 
-def test_a_program_of_http_1_0_may_leave_the_host_out() -> None:
+def test_an_http_1_0_client_may_omit_the_host() -> None:
     require_control(scope_of(RIGHT), TOKENS)
 
 
@@ -138,12 +138,12 @@ async def test_probes_and_scrapes_pass_whatever_they_send(method: str, path: str
     [("POST", "/livez"), ("GET", "//livez"), ("GET", "/livez/"), ("GET", "/metrics/../sleep"), ("GET", "/"),
      ("GET", "/status"), ("PUT", "/catalog"), ("OPTIONS", "/sleep"), ("POST", "/no-such-route")],
 )  # fmt: skip
-async def test_everything_else_asks_for_the_token(method: str, path: str) -> None:
+async def test_all_other_routes_require_the_token(method: str, path: str) -> None:
     assert not await passes(scope_of(SELF, method=method, path=path))
     assert await passes(scope_of(SELF, RIGHT, method=method, path=path))
 
 
-def test_all_tokens_of_the_file_of_the_settings_and_of_the_keys_are_accepted(tmp_path: Path) -> None:
+def test_all_tokens_of_the_file_the_settings_and_the_keys_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("# newest first\ntwo\none\n")
     tokens = ControlTokens("fixed", file, setting="control_token", derived=lambda: ("derived",))
@@ -152,13 +152,13 @@ def test_all_tokens_of_the_file_of_the_settings_and_of_the_keys_are_accepted(tmp
         require_token(scope_of(("authorization", f"Bearer {token}")), tokens)
 
 
-def test_with_no_token_at_all_no_request_passes() -> None:
+def test_without_any_token_no_request_passes() -> None:
     tokens = ControlTokens(setting="control_token")
     for header in ("Bearer ", "Bearer", "Bearer x"):
         assert refusal_of(lambda h=header: require_token(scope_of(("authorization", h)), tokens)).status == 401
 
 
-def test_callers_on_the_same_machine_are_shown_the_file_and_others_are_not(tmp_path: Path) -> None:
+def test_only_clients_on_the_same_machine_are_shown_the_tokens_file(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("secret-of-the-file\n")
     tokens = ControlTokens(file=file, setting="control_token")
@@ -169,11 +169,11 @@ def test_callers_on_the_same_machine_are_shown_the_file_and_others_are_not(tmp_p
     assert "secret-of-the-file" not in here + elsewhere
 
 
-def test_where_tokens_are_derived_the_refusal_says_from_what() -> None:
+def test_for_derived_tokens_the_refusal_names_their_key() -> None:
     tokens = ControlTokens(setting="control_token", derived_from="the Secret pagemill-system/pagemill-keys")
     assert "Secret pagemill-system/pagemill-keys" in refusal_of(lambda: require_token(scope_of(), tokens)).message
 
 
-def test_a_file_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> None:
+def test_a_missing_token_file_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         ControlTokens(file=tmp_path / "none", setting="control_token")

@@ -53,7 +53,7 @@ def tokenizer(request, byte_tokenizer, sentencepiece) -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], cuts: list[int], prompt: tuple[int, ...] = ()) -> list[str]:
-    """What a stream shows when `ids` arrive cut at `cuts`; the last entry is the flush."""
+    """Return the pieces of a stream whose `ids` arrive cut at `cuts`; the last entry is the flush."""
     detokenizer = tokenizer.detokenizer(prompt)
     edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     shown = [detokenizer.push(ids[start:end]) for start, end in itertools.pairwise(edges)]
@@ -80,18 +80,18 @@ def test_valid_text_never_shows_a_replacement_character(tokenizer, text, cuts):
 @pytest.mark.model
 @settings(max_examples=num_examples(100), deadline=None)
 @given(ids=st.lists(st.integers(0, 49_151), max_size=60), cuts=st.lists(st.integers(0, 100), max_size=20))
-def test_the_embedded_models_stream_is_its_decoding(smollm2, ids, cuts):
+def test_a_stream_of_the_embedded_model_equals_its_decoding(smollm2, ids, cuts):
     assert "".join(pieces(smollm2, ids, cuts)) == smollm2.decode(ids)
 
 
-def test_a_character_is_shown_with_its_last_byte(byte_tokenizer):
+def test_a_character_appears_with_its_last_byte(byte_tokenizer):
     ids = byte_tokenizer.encode("a😀b")
     assert [byte_tokenizer.detokenizer().push(ids[:1])] == ["a"]
     detokenizer = byte_tokenizer.detokenizer()
     assert [detokenizer.push([token_id]) for token_id in ids] == ["a", "", "", "", "😀", "b"]
 
 
-def test_an_unfinished_character_is_flushed_as_one_replacement(byte_tokenizer):
+def test_an_unfinished_character_is_flushed_as_one_replacement_character(byte_tokenizer):
     detokenizer = byte_tokenizer.detokenizer()
     assert detokenizer.push(byte_tokenizer.encode("a😀")[:-1]) == "a"
     assert detokenizer.flush() == "\ufffd"
@@ -99,7 +99,7 @@ def test_an_unfinished_character_is_flushed_as_one_replacement(byte_tokenizer):
     assert detokenizer.push(byte_tokenizer.encode("b")) == "b"
 
 
-def test_the_artificial_space_goes_from_the_start_of_a_text_only(sentencepiece):
+def test_the_artificial_space_is_removed_only_at_the_start_of_a_text(sentencepiece):
     the = PIECES.index("▁the")
     assert sentencepiece.decode([the, the]) == "the the"
     assert sentencepiece.decode([1, the, the]) == "the the"
@@ -130,13 +130,13 @@ def test_a_prompt_that_ends_inside_a_character_adds_nothing_to_an_empty_text(byt
     assert byte_tokenizer.detokenizer(byte_tokenizer.encode("é")[:1]).flush() == ""
 
 
-def test_special_tokens_are_hidden_unless_asked_for(sentencepiece):
+def test_special_tokens_are_hidden_by_default(sentencepiece):
     fox = PIECES.index("fox")
     assert sentencepiece.decode([fox, 1, fox]) == "foxfox"
     assert sentencepiece.decode([fox, 1, fox], skip_special_tokens=False) == "fox<s>fox"
 
 
-def test_byte_tokens_join_into_characters_across_a_hidden_token(sentencepiece):
+def test_byte_tokens_are_joined_into_characters_across_a_hidden_token(sentencepiece):
     ids = [BYTES_FROM + byte for byte in "é".encode()]
     assert sentencepiece.decode([ids[0], 1, ids[1]]) == "é"
 
@@ -147,7 +147,7 @@ def test_ids_outside_the_vocabulary_have_no_text(tokenizer, token_id):
     assert tokenizer.token_text(token_id) == ""
 
 
-def test_sentencepiece_text_is_decoded_as_by_the_tokenizers_library(sentencepiece):
+def test_sentencepiece_text_is_decoded_like_the_tokenizers_library(sentencepiece):
     reference = Backend(models.BPE(vocab={piece: index for index, piece in enumerate(PIECES)}, merges=[]))
     reference.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -159,8 +159,8 @@ def test_sentencepiece_text_is_decoded_as_by_the_tokenizers_library(sentencepiec
 
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("content", ["<x>", "▁▁▁"])
-def test_added_tokens_decode_as_by_the_tokenizers_library(content, normalized):
-    """A normalized one has the space that the normalizer puts before a text; runs of `▁` are spaces (Gemma)."""
+def test_added_tokens_are_decoded_like_the_tokenizers_library(content, normalized):
+    """A normalized token has the space that the normalizer puts before a text; runs of `▁` are spaces (Gemma)."""
     parsed = json.loads(make_sentencepiece(decoder_json(add_space_prefix=True)).bundle.tokenizer_json)
     added = {**parsed["added_tokens"][0], "id": len(PIECES), "content": content}
     parsed["added_tokens"].append({**added, "normalized": normalized, "special": False})
@@ -173,7 +173,7 @@ def test_added_tokens_decode_as_by_the_tokenizers_library(content, normalized):
     assert ours.decode([len(PIECES) - 1, len(PIECES)]) == reference.decode([len(PIECES) - 1, len(PIECES)])
 
 
-def test_metaspace_decoders_are_understood():
+def test_metaspace_decoders_are_supported():
     tokenizer = make_sentencepiece({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, metaspace_json()]})
     ids = tokenizer.encode("the 😀", add_special_tokens=False)
     assert tokenizer.decode(ids) == "the 😀"

@@ -1,4 +1,4 @@
-"""Tokens between gateways and engines: derived, apart from each other, and accepted before they are used."""
+"""Tokens between gateways and engines are derived, distinct, and accepted before they are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ names = st.text(alphabet="abcdefghijklmnopqrstuvwxyz0123456789-.", max_size=20)
 
 
 def test_a_token_is_the_same_everywhere() -> None:
-    # The value is part of the contract between versions: engines of one release trust gateways of the next.
+    # The value is part of the contract between versions: engines of one release accept tokens of the next one's
+    # gateways.
     assert derive_token(KEY, "prod", "chat") == "e9b450a7c3b48c356a795ee5d95d2a1612db9b06232d98cd9b4818f25cb6d7fd"
 
 
@@ -35,12 +36,12 @@ def test_a_token_is_accepted_a_whole_period_before_and_after_it_is_sent() -> Non
     assert before.sent("ns", "chat") in after.accepted("ns", "chat")
 
 
-def test_keys_that_are_equal_give_one_token() -> None:
+def test_equal_keys_give_one_token() -> None:
     keys = EngineKeys(current=KEY, next=bytes(32), previous=KEY)
     assert len(keys.accepted("ns", "chat")) == 2
 
 
 @pytest.mark.parametrize(("key", "name"), [(b"", "chat"), (b"short", "chat"), (KEY, "a\0b")])
-def test_what_is_no_secret_or_no_name_is_refused(key: bytes, name: str) -> None:
+def test_an_invalid_secret_or_name_is_refused(key: bytes, name: str) -> None:
     with pytest.raises(ValueError):
         derive_token(key, "ns", name)

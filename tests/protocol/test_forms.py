@@ -1,4 +1,4 @@
-"""Forms of answers as clients write them, and what is refused before any engine compiles it."""
+"""Forms of answers as clients write them, and forms that are refused before an engine compiles them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def parsed(**fields: Any) -> StructuredOutputs | None:
         ({"guided_grammar": "start: /a/"}, StructuredOutputs(grammar="start: /a/")),
     ],
 )
-def test_every_way_to_write_a_form_is_read(fields: dict[str, Any], expected: StructuredOutputs | None) -> None:
+def test_every_notation_of_a_form_is_read(fields: dict[str, Any], expected: StructuredOutputs | None) -> None:
     assert parsed(**fields) == expected
 
 
@@ -80,7 +80,7 @@ def test_every_way_to_write_a_form_is_read(fields: dict[str, Any], expected: Str
         ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json"),
     ],
 )
-def test_a_form_that_is_written_wrong_is_refused_by_its_field(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_form_is_refused_by_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(PagemillError) as refused:
         parsed(**fields)
     assert refused.value.param == param
@@ -98,7 +98,7 @@ def test_a_form_that_is_written_wrong_is_refused_by_its_field(fields: dict[str, 
         ("a{2,5}", 5),
     ],
 )
-def test_the_size_of_an_expression_is_that_with_its_repetitions_written_out(pattern: str, size: int) -> None:
+def test_the_size_of_an_expression_includes_its_repetitions(pattern: str, size: int) -> None:
     assert expanded_size(pattern) == size
 
 
@@ -116,7 +116,7 @@ def test_the_size_of_an_expression_is_that_with_its_repetitions_written_out(patt
         ({"$defs": {"a": {"type": "string"}}, "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}, False),
     ],
 )
-def test_schemas_whose_values_never_end_are_found(schema: Any, endless: bool) -> None:
+def test_schemas_without_a_finite_value_are_detected(schema: Any, endless: bool) -> None:
     assert is_endless(schema) == endless
 
 
@@ -130,7 +130,7 @@ def test_a_chain_of_required_schemas_is_refused_before_it_is_compiled(checks: Fo
         checks.check(StructuredOutputs(json_schema=json.dumps(schema)))
 
 
-def test_a_process_that_was_ended_while_idle_is_replaced_unnoticed() -> None:
+def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
     checks = FormChecks()
     checks.check(StructuredOutputs(regex="a+"))
     idle = checks._idle[0]._process
@@ -139,7 +139,7 @@ def test_a_process_that_was_ended_while_idle_is_replaced_unnoticed() -> None:
     checks.check(StructuredOutputs(regex="b+"))
 
 
-def test_compiling_is_ended_after_its_time_and_the_next_form_is_checked(checks: FormChecks) -> None:
+def test_compiling_has_a_time_limit_and_the_next_form_is_checked(checks: FormChecks) -> None:
     slow = FormChecks(TemplateLimits(cpu_limit_s=0.1, wall_limit_s=5.0))
     bomb = StructuredOutputs(json_schema='{"type": "integer", "multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}')
     with pytest.raises(PagemillError, match="s to compile"):
@@ -147,7 +147,7 @@ def test_compiling_is_ended_after_its_time_and_the_next_form_is_checked(checks: 
     started_s = time.perf_counter()
     with pytest.raises(PagemillError, match="s to compile"):
         slow.check(bomb)
-    assert time.perf_counter() - started_s < 0.05, "the verdict is kept"
+    assert time.perf_counter() - started_s < 0.05, "the verdict must be cached"
     slow.check(StructuredOutputs(regex="a+"))
 
 
@@ -173,7 +173,7 @@ def test_compiling_is_ended_after_its_time_and_the_next_form_is_checked(checks: 
         ),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_with_the_cause(
+def test_a_form_that_cannot_be_compiled_is_refused_with_the_cause(
     checks: FormChecks, form: dict[str, str], reason: str
 ) -> None:
     with pytest.raises(PagemillError, match=reason) as refused:
@@ -182,7 +182,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_cause(
     assert "<" not in refused.value.message.replace("<a>", "")
 
 
-def test_forms_that_many_send_are_accepted(checks: FormChecks) -> None:
+def test_common_forms_are_accepted(checks: FormChecks) -> None:
     for form in (
         StructuredOutputs(json_object=True),
         StructuredOutputs(choice=("é", 'with "quotes"', "line\nbreak")),

@@ -1,4 +1,4 @@
-"""Frames: any chunking gives the same frames, garbage is refused early and for good."""
+"""Frames: any chunking gives the same frames; garbage is refused early, and the stream stays refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_any_chunking_gives_the_same_states(sent: list[StateFrame], sizes: list[
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_a_frame_error_or_waits_for_more_but_nothing_else(garbage: bytes) -> None:
+def test_garbage_is_a_frame_error_or_incomplete_and_nothing_else(garbage: bytes) -> None:
     for decoder in (frames.FrameDecoder(), frames.StateDecoder()):
         try:
             decoder.feed(garbage)
@@ -68,7 +68,7 @@ def test_garbage_is_a_frame_error_or_waits_for_more_but_nothing_else(garbage: by
             continue
 
 
-def test_one_byte_at_a_time() -> None:
+def test_frames_may_arrive_one_byte_at_a_time() -> None:
     stream = frames.encode_frame(FrameMeta(choice=3), b"data: {}\n\n")
     decoder = frames.FrameDecoder()
     for index in range(len(stream) - 1):
@@ -103,7 +103,7 @@ def test_a_broken_stream_stays_broken() -> None:
         decoder.feed(frames.encode_frame(FrameMeta()))
 
 
-def test_a_stream_that_ends_inside_a_frame_is_reported() -> None:
+def test_a_stream_that_ends_inside_a_frame_is_an_error() -> None:
     decoder = frames.FrameDecoder()
     decoder.feed(frames.encode_frame(FrameMeta(), b"abc")[:-1])
     with pytest.raises(frames.FrameError, match="ended inside"):
@@ -116,7 +116,7 @@ def test_unknown_meta_of_a_newer_peer_is_ignored() -> None:
     assert frames.FrameDecoder().feed(stream) == [(FrameMeta(choice=2), b"ok")]
 
 
-def test_too_large_a_payload_is_not_sent() -> None:
+def test_a_payload_that_is_too_large_is_not_sent() -> None:
     class Huge(bytes):
         def __len__(self) -> int:
             return frames.MAX_PAYLOAD_BYTES + 1
@@ -125,7 +125,7 @@ def test_too_large_a_payload_is_not_sent() -> None:
         frames.encode_frame(FrameMeta(), Huge())
 
 
-def test_a_long_stream_does_not_pile_up_in_the_decoder() -> None:
+def test_the_decoder_does_not_accumulate_a_long_stream() -> None:
     frame = frames.encode_frame(FrameMeta(), b"x" * 1000)
     decoder = frames.FrameDecoder()
     shifted = frame[7:] + frame[:7]

@@ -1,4 +1,4 @@
-"""GGUF headers: equal to the reference library's reading, and damage is refused at once, wherever it is."""
+"""GGUF headers are read like by the reference library, and damage anywhere is refused at once."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def tensor_info(name: str, dims: tuple[int, ...], kind: int = 0, offset: int = 0
 
 
 def refusal(tmp_path: Path, content: bytes) -> str:
-    """The message of the error, which must come in time."""
+    """Return the message of the error, which must be raised within the time limit."""
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
     with pytest.raises(GGUFError) as refused:
-        GGUFFile(path)  # warm
+        GGUFFile(path)  # a first read that is not timed
     best_s = float("inf")
     for _ in range(3):
         started = time.thread_time()
@@ -47,7 +47,7 @@ def refusal(tmp_path: Path, content: bytes) -> str:
     return refused.value.message
 
 
-def test_metadata_and_tensors_read_back_as_the_reference_library_wrote_them(write_gguf):
+def test_metadata_and_tensors_are_read_as_the_reference_library_wrote_them(write_gguf):
     weights = np.arange(12, dtype=np.float32).reshape(3, 4)
     path = write_gguf(
         {
@@ -74,13 +74,13 @@ def test_metadata_and_tensors_read_back_as_the_reference_library_wrote_them(writ
     assert not file.data("w").flags.writeable
 
 
-def test_block_sizes_are_those_of_the_reference_library():
+def test_block_sizes_equal_those_of_the_reference_library():
     for kind in GGMLType:
         assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)] == (kind.block_elements, kind.block_bytes)
 
 
 @pytest.mark.model
-def test_the_embedded_model_reads_as_with_the_reference_library(smollm2_path):
+def test_the_embedded_model_is_read_like_by_the_reference_library(smollm2_path):
     reference = gguf.GGUFReader(smollm2_path)
     file = GGUFFile(smollm2_path)
     for tensor in reference.tensors:
@@ -109,7 +109,7 @@ def test_the_embedded_model_is_read_in_under_300_ms(smollm2_path):
 
 @pytest.mark.model
 @pytest.mark.parametrize("num_bytes", [10, 1_000, 500_000, 1_000_000, 1_780_000, 20_000_000])
-def test_the_embedded_model_cut_anywhere_is_refused_fast(tmp_path, smollm2_path, num_bytes):
+def test_the_embedded_model_truncated_anywhere_is_refused_quickly(tmp_path, smollm2_path, num_bytes):
     with smollm2_path.open("rb") as file:
         start = file.read(num_bytes)
     assert "compare its size and checksum" in refusal(tmp_path, start)
@@ -150,17 +150,17 @@ def test_the_embedded_model_cut_anywhere_is_refused_fast(tmp_path, smollm2_path,
         (header(num_tensors=2) + tensor_info("w", (4,)) * 2 + bytes(64), "`w` appears twice"),
     ],
 )
-def test_damage_is_named_and_refused_in_under_50_ms(tmp_path, content, message):
+def test_damage_is_reported_in_under_50_ms(tmp_path, content, message):
     assert message in refusal(tmp_path, content)
 
 
-def test_a_huge_array_of_strings_is_refused_before_it_is_walked(tmp_path):
+def test_a_huge_array_of_strings_is_refused_before_it_is_read(tmp_path):
     count = MAX_ARRAY_ENTRIES + 1
     content = header(num_entries=1) + text("k") + struct.pack("<IIQ", 9, 8, count) + bytes(8 * count)
     assert f"claims {count} entries" in refusal(tmp_path, content)
 
 
-def test_a_string_that_is_not_utf8_is_named_when_read(tmp_path):
+def test_a_string_that_is_not_utf8_is_reported_when_it_is_read(tmp_path):
     path = tmp_path / "words.gguf"
     words = struct.pack("<Q", 1) + b"a" + struct.pack("<Q", 2) + b"\xc3\x28"
     path.write_bytes(header(num_entries=1) + text("words") + struct.pack("<IIQ", 9, 8, 2) + words)
@@ -169,7 +169,7 @@ def test_a_string_that_is_not_utf8_is_named_when_read(tmp_path):
         file.metadata["words"].to_list()
 
 
-def test_a_value_of_the_wrong_type_is_named(write_gguf):
+def test_a_value_of_the_wrong_type_is_reported(write_gguf):
     file = GGUFFile(write_gguf({"llama.block_count": "many"}))
     with pytest.raises(GGUFError, match=r"`llama.block_count` has the wrong type str"):
         file.get("llama.block_count", int)

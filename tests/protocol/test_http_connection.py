@@ -1,4 +1,4 @@
-"""A real server on loopback: heads that are endless, slow or broken are answered and hung up on."""
+"""A real server on loopback answers endless, slow or broken headers with an error and closes the connection."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def serving(header_timeout_s: float = 5.0, inner: ASGIApp = echo) -> Async
 
 
 async def exchange(port: int, *pieces: bytes, end: bool = False) -> bytes:
-    """Send the pieces as far as the server takes them, return all it answers until it hangs up."""
+    """Send the pieces as far as the server accepts them; return its answer until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     try:
@@ -71,33 +71,33 @@ async def exchange(port: int, *pieces: bytes, end: bool = False) -> bytes:
 def error_of(answer: bytes) -> tuple[int, str]:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower()
-    assert re.search(rb"\r\nx-request-id: [A-Za-z0-9._:-]+(\r\n|$)", head), "every answer has an id"
+    assert re.search(rb"\r\nx-request-id: [A-Za-z0-9._:-]+(\r\n|$)", head), "every answer must have an id"
     return int(head.split()[1]), orjson.loads(body)["error"]["code"]
 
 
-async def test_a_header_that_never_ends_is_cut_at_the_limit() -> None:
+async def test_an_endless_header_is_refused_at_the_limit() -> None:
     async with serving() as port:
         answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\nx-big: ", *[b"a" * 4096] * 3)
         assert error_of(answer) == (431, "headers_too_large")
 
 
-async def test_an_endless_url_is_cut_at_the_limit() -> None:
+async def test_an_endless_url_is_refused_at_the_limit() -> None:
     async with serving() as port:
         assert error_of(await exchange(port, b"GET /", *[b"a" * 4096] * 3))[0] == 431
 
 
-async def test_a_large_head_in_one_piece_is_refused_too() -> None:
+async def test_large_headers_in_one_piece_are_refused() -> None:
     async with serving() as port:
         answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 9000 + b"\r\n\r\n", end=True)
         assert error_of(answer)[0] == 431
 
 
-async def test_a_slow_head_is_refused() -> None:
+async def test_slow_headers_are_refused() -> None:
     async with serving(header_timeout_s=0.2) as port:
         assert error_of(await exchange(port, b"GET / HTTP/1.1\r\nhost:")) == (408, "timeout")
 
 
-async def test_a_silent_connection_is_closed_without_a_word() -> None:
+async def test_a_silent_connection_is_closed_without_an_answer() -> None:
     async with serving(header_timeout_s=0.2) as port:
         assert await exchange(port) == b""
 
@@ -113,12 +113,12 @@ async def test_a_slow_second_request_on_a_connection_is_refused() -> None:
 @pytest.mark.parametrize(
     "garbage", [b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n"]
 )
-async def test_what_is_no_http_gets_a_shaped_400(garbage: bytes) -> None:
+async def test_bytes_that_are_not_http_get_a_400_in_the_error_format(garbage: bytes) -> None:
     async with serving() as port:
         assert error_of(await exchange(port, garbage)) == (400, "invalid_http")
 
 
-async def test_trailers_that_never_end_hang_up() -> None:
+async def test_endless_trailers_close_the_connection() -> None:
     async with serving() as port:
         head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
         answer = await exchange(port, head, b"x-trailer: ", *[b"a" * 4096] * 500)
@@ -141,13 +141,13 @@ async def test_a_body_in_one_byte_chunks_is_served() -> None:
         assert answer.endswith(b"x" * 20_000)
 
 
-async def test_a_body_that_is_too_large_is_answered_not_reset() -> None:
+async def test_a_body_that_is_too_large_gets_an_answer_and_no_reset() -> None:
     async with serving() as port:
         head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 5000000\r\n\r\n"
         assert error_of(await exchange(port, head, *[b"x" * 100_000] * 50)) == (413, "request_too_large")
 
 
-async def test_ordinary_requests_share_a_connection() -> None:
+async def test_ordinary_requests_reuse_a_connection() -> None:
     async with serving() as port:
         request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
         last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -155,14 +155,14 @@ async def test_ordinary_requests_share_a_connection() -> None:
 
 
 @pytest.mark.parametrize("chunks", [b"zz\r\n", b"1\r\nx\r\nzz\r\n", b"1\r\nxyz", b"-1\r\n"])
-async def test_a_body_whose_framing_breaks_gets_a_shaped_400(chunks: bytes) -> None:
-    """Its answer has not begun; whoever reads it hears that the client is gone."""
+async def test_a_body_with_broken_framing_gets_a_400_in_the_error_format(chunks: bytes) -> None:
+    """The answer has not begun; a handler that reads the body sees a disconnect."""
     async with serving() as port:
         head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
         assert error_of(await exchange(port, head, chunks)) == (400, "invalid_http")
 
 
-async def test_what_no_app_hears_of_has_an_id_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refusal_before_the_app_has_an_id_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pagemill_protocol.http.connection")
     async with serving() as port:
         answer = await exchange(port, b"GARBAGE of-a-client\r\n\r\n")
@@ -171,7 +171,7 @@ async def test_what_no_app_hears_of_has_an_id_and_a_line_in_the_log(caplog: pyte
     assert line == f"request {identity}: 400 invalid_http before it was read"
 
 
-async def test_a_refusal_in_mid_body_bears_the_id_of_its_request() -> None:
+async def test_a_refusal_within_a_body_has_the_id_of_its_request() -> None:
     begun = asyncio.Event()
 
     async def read(scope: Scope, receive: Receive, send: Send) -> None:
@@ -191,7 +191,7 @@ async def test_a_refusal_in_mid_body_bears_the_id_of_its_request() -> None:
 
 @pytest.mark.parametrize("rest", [b"GARBAGE\r\n\r\n", b"\x00\xff", b"}"])
 @pytest.mark.parametrize("num_requests", [1, 2])
-async def test_requests_before_garbage_are_answered_and_the_garbage_after_them(num_requests: int, rest: bytes) -> None:
+async def test_requests_before_garbage_are_answered_before_the_refusal(num_requests: int, rest: bytes) -> None:
     """RFC 9112, 9.3.2: answers come in the order of the requests."""
     arrived, held = asyncio.Event(), asyncio.Event()
 
@@ -208,7 +208,7 @@ async def test_requests_before_garbage_are_answered_and_the_garbage_after_them(n
     assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200"] * num_requests + [b"400"]
 
 
-async def test_a_request_hears_of_its_client_leaving_though_another_was_pipelined_behind_it() -> None:
+async def test_a_request_sees_its_client_disconnect_although_another_is_pipelined() -> None:
     begun, left = asyncio.Event(), asyncio.Event()
 
     async def stream(scope: Scope, receive: Receive, send: Send) -> None:
@@ -243,7 +243,7 @@ async def test_line_breaks_do_not_keep_an_idle_connection_open() -> None:
 
 
 @pytest.mark.parametrize("length", [None, b"4"])
-async def test_an_answer_to_http_1_0_is_not_chunked_and_ends_with_its_connection(length: bytes | None) -> None:
+async def test_an_answer_to_http_1_0_is_not_chunked_and_closes_the_connection(length: bytes | None) -> None:
     async def stream(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [] if length is None else [(b"content-length", length)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -265,7 +265,7 @@ async def test_an_answer_to_http_1_0_is_not_chunked_and_ends_with_its_connection
 @pytest.mark.parametrize(
     "body", [b"content-length: 3\r\n\r\nxyz", b"transfer-encoding: chunked\r\n\r\n3\r\nxyz\r\n0\r\n\r\n"]
 )
-async def test_an_offer_of_another_protocol_is_ignored_and_the_body_is_not(offer: bytes, body: bytes) -> None:
+async def test_an_offer_to_upgrade_is_ignored_and_the_body_is_read(offer: bytes, body: bytes) -> None:
     """Java's client offers h2c with each POST."""
     head = b"POST /x HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: " + offer + b"\r\n"
     last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -276,7 +276,7 @@ async def test_an_offer_of_another_protocol_is_ignored_and_the_body_is_not(offer
             assert answer.count(b"xyz") == 2
 
 
-async def test_thousands_of_offers_at_once_are_requests_like_others() -> None:
+async def test_thousands_of_concurrent_upgrade_offers_are_ordinary_requests() -> None:
     one = b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"
     last = b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n"
     async with serving() as port:
@@ -284,7 +284,7 @@ async def test_thousands_of_offers_at_once_are_requests_like_others() -> None:
 
 
 async def stream_held(scope: Scope, receive: Receive, send: Send) -> None:
-    """Two chunks: the first with the head, the last one with the end."""
+    """Send two chunks: the first with the headers, the last with the end."""
     direct = direct_response(scope)
     assert direct is not None
     direct.hold()
@@ -297,7 +297,7 @@ async def stream_held(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @pytest.mark.parametrize("close", [b"", b"connection: close\r\n"])
-async def test_what_is_held_together_is_sent_before_the_end_and_before_what_follows(close: bytes) -> None:
+async def test_held_chunks_are_sent_together_before_the_end_and_the_next_answer(close: bytes) -> None:
     async with serving(inner=stream_held) as port:
         request = b"GET / HTTP/1.1\r\nhost: x\r\n" + close + b"\r\n"
         answer = await exchange(port, request + b"no http\r\n\r\n" * (not close))
@@ -307,7 +307,7 @@ async def test_what_is_held_together_is_sent_before_the_end_and_before_what_foll
         assert rest == b"" if close else error_of(rest) == (400, "invalid_http")
 
 
-async def test_what_is_held_is_sent_soon_though_nothing_releases_it() -> None:
+async def test_a_held_chunk_is_sent_soon_if_nothing_follows() -> None:
     got_it = asyncio.Event()
 
     async def hold_on(scope: Scope, receive: Receive, send: Send) -> None:

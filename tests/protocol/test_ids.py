@@ -1,4 +1,4 @@
-"""Ids of requests: of one form, no two alike, also not in processes that have one origin."""
+"""Request ids have one format and are unique, also across forked processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(os.read(reader, 8 * 32).decode() + "".join(new_id() for _ in range(8)))
 """
 
 
-def test_a_forked_process_draws_ids_of_its_own() -> None:
-    """In a process without other threads: a fork of one that has some may wait for their locks forever."""
+def test_a_forked_process_generates_ids_of_its_own() -> None:
+    """The forked process has no other threads, because it might wait for their locks forever."""
     drawn = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True).stdout.strip()
     assert len({drawn[at : at + 32] for at in range(0, len(drawn), 32)}) == 16

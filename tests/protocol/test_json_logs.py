@@ -1,4 +1,4 @@
-"""Logs of servers: each line is a JSON object with time and level, and with the request it is about."""
+"""Server logs: each line is a JSON object with time, level, and the id of its request."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logging.getLogger("a.c").info("two\\nlines")
 
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
-    """Of a fresh process: logging is global."""
+    """Return the log lines of a new process, because logging is global."""
     done = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stderr.splitlines()]
 
 
-def test_a_line_says_when_how_bad_where_and_about_which_request(lines: list[dict[str, Any]]) -> None:
+def test_a_line_has_time_level_logger_and_request(lines: list[dict[str, Any]]) -> None:
     failed = lines[0]
     assert (failed["level"], failed["process"], failed["logger"]) == ("error", "server", "a.b")
     assert (failed["message"], failed["request_id"]) == ("a request failed", "r-1")
@@ -36,7 +36,7 @@ def test_a_line_says_when_how_bad_where_and_about_which_request(lines: list[dict
     assert len(failed["time"]) == len("2026-01-01T00:00:00")
 
 
-def test_a_message_of_several_lines_is_one_line_without_a_request(lines: list[dict[str, Any]]) -> None:
+def test_a_message_of_several_lines_is_one_log_line(lines: list[dict[str, Any]]) -> None:
     assert lines[1]["message"] == "two\nlines"
     assert "request_id" not in lines[1]
     assert len(lines) == 2

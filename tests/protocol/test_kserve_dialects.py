@@ -1,4 +1,4 @@
-"""KServe's inference protocol: what tensors and fields mean as a completion, and the answers to both."""
+"""KServe's inference protocol: the completion that tensors and fields are translated to, and the answers."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def choice(text: str) -> FinishedChoice:
     return FinishedChoice(0, text, "stop", None, 0)
 
 
-def test_fields_and_parameters_have_their_names_in_a_completion() -> None:
+def test_fields_and_parameters_are_translated_to_completion_fields() -> None:
     fields = generate(max_tokens=9, parameters={"temperature": 0.5, "random_seed": 3, "stop_words": ["", "END"]})
     assert (fields.model, fields.prompt, fields.max_tokens, fields.stream) == ("m", ["hi"], 9, False)
     assert (fields.temperature, fields.seed, fields.stop) == (0.5, 3, ["END"])
     assert generate("generate_stream").stream
 
 
-def test_the_only_version_is_part_of_the_path_and_another_one_of_the_name() -> None:
+def test_version_1_in_the_path_is_ignored_and_another_one_is_part_of_the_name() -> None:
     assert generate(model="org/m/versions/1").model == "org/m"
     assert generate(model="m/versions/2").model == "m/versions/2"
 
@@ -84,7 +84,7 @@ def test_tensors_in_json_are_settings() -> None:
     assert (fields.max_tokens, fields.temperature, fields.stop, fields.top_k) == (9, 0.5, ["a", "b"], 4)
 
 
-def test_tensors_behind_the_json_are_settings_too() -> None:
+def test_tensors_after_the_json_are_settings() -> None:
     seed, stop = struct.pack("<q", 7), packed("é") + packed("END")
     fields = infer(
         {**tensor("seed", "INT64"), "shape": [1], "data": None, "parameters": {"binary_data_size": len(seed)}},
@@ -95,7 +95,7 @@ def test_tensors_behind_the_json_are_settings_too() -> None:
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))))
-def test_texts_come_back_from_their_bytes(texts: list[str]) -> None:
+def test_texts_are_restored_from_their_bytes(texts: list[str]) -> None:
     assert unpacked(b"".join(map(packed, texts)), "BYTES", "stop") == texts
 
 
@@ -125,7 +125,7 @@ def sized(datatype: str, size: int) -> dict[str, Any]:
         ([], b"x", "belong to no input"),
     ],
 )
-def test_what_is_wrong_with_tensors_is_named(inputs: list[Any], behind: bytes, named: str) -> None:
+def test_an_invalid_tensor_is_named(inputs: list[Any], behind: bytes, named: str) -> None:
     with pytest.raises(PagemillError) as caught:
         infer(*inputs, behind=behind)
     assert caught.value.status == 400
@@ -143,7 +143,7 @@ def test_what_is_wrong_with_tensors_is_named(inputs: list[Any], behind: bytes, n
         ({"parameters": 7}, "`parameters` must be an object"),
     ],
 )
-def test_what_is_wrong_with_fields_is_named(fields: dict[str, Any], named: str) -> None:
+def test_an_invalid_field_is_named(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(PagemillError) as caught:
         generate(**fields)
     assert named in caught.value.message
@@ -156,7 +156,7 @@ def test_a_header_length_beyond_the_body_is_refused(length: str) -> None:
 
 
 @given(st.text(), st.lists(st.integers(0, 3)))
-def test_any_chunking_of_a_stream_joins_to_the_text_of_the_whole_answer(text: str, sizes: list[int]) -> None:
+def test_a_stream_in_any_chunks_has_the_text_of_the_whole_answer(text: str, sizes: list[int]) -> None:
     renderer = GENERATE.renderer(request(), None)
     raw, rest = b"", text
     for at, size in enumerate([*sizes, len(text)]):
@@ -177,7 +177,7 @@ def test_an_answer_is_a_tensor_in_json() -> None:
 
 
 @given(st.text())
-def test_an_answer_as_bytes_lies_behind_json_of_the_length_that_its_header_says(text: str) -> None:
+def test_a_binary_answer_follows_json_of_the_length_in_the_header(text: str) -> None:
     raw = INFER.renderer(request(binary=True), None).body([choice(text)], Usage(1, 1))
     length = int(INFER.transport.body_headers(raw)[HEADER_LENGTH])
     (output,) = json.loads(raw[:length])["outputs"]
@@ -185,20 +185,20 @@ def test_an_answer_as_bytes_lies_behind_json_of_the_length_that_its_header_says(
     assert unpacked(raw[length:], "INT8", "x") == list(struct.unpack(f"{len(raw) - length}b", packed(text)))
 
 
-def test_outputs_decide_on_their_form() -> None:
+def test_the_requested_outputs_determine_their_form() -> None:
     asked = [{"name": "text_output", "parameters": {"binary_data": False}}]
     for outputs, binary in (([], True), (asked, False)):
         raw = json.dumps({"inputs": [TEXT], "outputs": outputs, "parameters": {"binary_data_output": True}}).encode()
         assert parse_body(raw, InferBody).binary_output is binary
 
 
-def test_errors_have_tritons_shape() -> None:
+def test_errors_have_tritons_format() -> None:
     error = PagemillError("Wrong.", param="text_input")
     assert json.loads(INFER.error_body(error)) == {"error": "Wrong."}
     assert GENERATE.error_event(error) == b'data: {"error":"Wrong."}\n\n'
 
 
-def test_metadata_is_of_models_that_exist_and_readiness_of_those_that_engines_serve() -> None:
+def test_metadata_is_served_for_existing_models_and_readiness_for_served_ones() -> None:
     server, ready, config, metadata = (page.body for page in PAGES)
     cards = [ModelCard("m", 1, max_model_len=64), ModelCard("cold", 1)]
     asked = PageRequest(cards, place("", "m/versions/1"), b"", "1.2")

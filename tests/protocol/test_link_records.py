@@ -1,4 +1,4 @@
-"""Records of a link: the same however they are cut, and refused where they are none."""
+"""Records of a link do not depend on how the bytes are cut, and invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ RECORDS = st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, 2**32 - 1), s
 
 
 @given(RECORDS, st.lists(st.integers(1, 300), min_size=1, max_size=20))
-def test_records_are_the_same_however_they_are_cut(records: list[tuple[Kind, int, bytes]], cuts: list[int]) -> None:
+def test_records_do_not_depend_on_how_the_bytes_are_cut(
+    records: list[tuple[Kind, int, bytes]], cuts: list[int]
+) -> None:
     rest = b"".join(encode_record(*record) for record in records)
     decoder, found, number = RecordDecoder(), [], 0
     while rest:
@@ -34,7 +36,7 @@ def test_records_are_the_same_however_they_are_cut(records: list[tuple[Kind, int
     assert found == records
 
 
-def test_large_data_become_several_records_of_the_same_stream() -> None:
+def test_large_data_is_split_into_several_records_of_the_same_stream() -> None:
     data = bytes(range(256)) * 1000
     records = RecordDecoder().feed(b"".join(encode_pieces(Kind.DATA, 7, data)))
     assert {(kind, stream) for kind, stream, _ in records} == {(Kind.DATA, 7)}
@@ -42,7 +44,7 @@ def test_large_data_become_several_records_of_the_same_stream() -> None:
     assert max(len(piece) for _, _, piece in records) == PIECE_BYTES
 
 
-def test_a_record_that_announces_too_much_is_refused_before_it_comes() -> None:
+def test_a_record_that_announces_too_many_bytes_is_refused_before_it_arrives() -> None:
     with pytest.raises(FrameError, match="announces"):
         RecordDecoder().feed(struct.pack("<IIB", MAX_RECORD_BYTES + 1, 1, Kind.DATA))
 

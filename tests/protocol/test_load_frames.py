@@ -1,4 +1,4 @@
-"""Load frames in any chunking, and from peers of other versions."""
+"""Load frames in any chunks, and from peers of other versions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FRAMES = [
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
-def test_frames_come_whole_in_any_chunking(sizes: list[int]) -> None:
+def test_frames_are_complete_in_any_chunking(sizes: list[int]) -> None:
     data, decoder, found = b"".join(map(encode_load, FRAMES)), LoadDecoder(), []
     for size in [*sizes, len(data)]:
         found += decoder.feed(data[:size])
@@ -41,7 +41,7 @@ def test_frames_come_whole_in_any_chunking(sizes: list[int]) -> None:
     assert found == FRAMES
 
 
-def test_what_a_newer_gateway_says_besides_is_ignored_and_what_an_older_leaves_out_is_unknown() -> None:
+def test_unknown_fields_of_a_newer_gateway_are_ignored_and_missing_ones_are_unknown() -> None:
     body = msgspec.msgpack.encode({"sequence": 3, "later": 1, "deployments": [{"namespace": "a", "name": "b", "x": 2}]})
     (frame,) = LoadDecoder().feed(struct.pack("<I", len(body)) + body)
     (load,) = frame.deployments
@@ -49,7 +49,7 @@ def test_what_a_newer_gateway_says_besides_is_ignored_and_what_an_older_leaves_o
 
 
 @pytest.mark.parametrize("data", [struct.pack("<I", MAX_LOAD_BYTES + 1), struct.pack("<I", 3) + b"abc", b'{"deployme'])
-def test_what_is_no_load_frame_fails_at_once(data: bytes) -> None:
+def test_bytes_that_are_no_load_frame_fail_at_once(data: bytes) -> None:
     decoder = LoadDecoder()
     with pytest.raises(FrameError):
         decoder.feed(data)

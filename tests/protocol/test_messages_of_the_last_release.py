@@ -1,4 +1,4 @@
-"""Messages may only grow, so that peers of this release and of the last one understand each other."""
+"""Messages may only get new fields, so that peers of this release and the last one understand each other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Schemas = dict[str, Any]
 BEFORE: Schemas = json.loads(RELEASED.read_text("utf-8"))
 
 REVIEWED: dict[str, str] = {}
-"""A break as `breaks` names it -> why peers of the last release take it all the same."""
+"""For each break, as `breaks` names it, the reason why peers of the last release accept it."""
 
 
 def test_messages_only_grew_since_the_last_release() -> None:
     found = list(breaks(BEFORE, schemas()))
     assert [each for each in found if each not in REVIEWED] == []
-    assert REVIEWED.keys() <= set(found), "reviewed breaks that are none (any more)"
+    assert REVIEWED.keys() <= set(found), "these reviewed breaks do not exist (any more)"
 
 
 def structs(kind: msgspec.inspect.Type, seen: set[type] | None = None) -> Iterator[msgspec.inspect.StructType]:
@@ -41,7 +41,7 @@ def structs(kind: msgspec.inspect.Type, seen: set[type] | None = None) -> Iterat
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
-def test_what_a_later_release_adds_to_a_message_is_ignored(message: type[msgspec.Struct]) -> None:
+def test_fields_that_a_later_release_adds_are_ignored(message: type[msgspec.Struct]) -> None:
     found = list(structs(msgspec.inspect.type_info(message)))
     assert found[0].cls is message
     assert [each.cls for each in found if each.forbid_unknown_fields] == []
@@ -82,14 +82,14 @@ BROKEN: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
-def test_a_break_is_named(change: Change, message: str) -> None:
+def test_a_break_is_reported(change: Change, message: str) -> None:
     after = copy.deepcopy(FRAME)
     change(after)
     (found,) = breaks(FRAME, after)
     assert found.startswith(message)
 
 
-def test_new_messages_and_fields_with_a_default_are_no_break() -> None:
+def test_new_messages_and_fields_with_a_default_are_not_breaks() -> None:
     after = copy.deepcopy(FRAME)
     fields(after)["fresh"] = {"type": "integer", "default": 0}
     after["Held"]["prefixItems"].append({"type": "integer", "default": 0})

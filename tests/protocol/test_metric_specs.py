@@ -1,4 +1,4 @@
-"""Metric specs: vLLM's core names to the letter, and every spec makes a working metric."""
+"""Metric specs use vLLM's exact core names, and every spec produces a working metric."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALL = [*metrics.ENGINE_METRICS, *metrics.GATEWAY_METRICS]
 
 
-def test_names_that_dashboards_and_autoscalers_know_are_exported() -> None:
+def test_names_used_by_dashboards_and_autoscalers_are_exported() -> None:
     exported = {spec.exported_name for spec in metrics.ENGINE_METRICS}
     assert exported >= {
         "vllm:num_requests_running",
@@ -60,7 +60,7 @@ def test_names_are_unique() -> None:
     assert len({spec.exported_name for spec in ALL}) == len(ALL)
 
 
-def test_every_spec_makes_a_metric_that_a_scrape_shows() -> None:
+def test_every_spec_produces_a_metric_in_a_scrape() -> None:
     made = metrics.Metrics(ALL, model_name="m", engine="0")
     for spec in ALL:
         labels = {name: "x" for name in spec.labels if name not in ("model_name", "engine")}
@@ -77,7 +77,7 @@ def test_every_spec_makes_a_metric_that_a_scrape_shows() -> None:
     assert b"_created" not in made.render()
 
 
-def test_children_are_made_once_and_forgotten_on_request() -> None:
+def test_children_are_created_once_and_removed_on_request() -> None:
     made = metrics.Metrics(metrics.GATEWAY_METRICS)
     spec = metrics.GATEWAY_ENDPOINT_IN_FLIGHT
     gauge = made.gauge(spec, model="m", endpoint="e")
@@ -89,7 +89,7 @@ def test_children_are_made_once_and_forgotten_on_request() -> None:
     assert b'endpoint="e"' not in made.render()
 
 
-def test_misuse_is_reported() -> None:
+def test_misuse_is_an_error() -> None:
     made = metrics.Metrics(metrics.GATEWAY_METRICS)
     with pytest.raises(TypeError, match="is a gauge"):
         made.counter(metrics.GATEWAY_READY)
@@ -97,7 +97,7 @@ def test_misuse_is_reported() -> None:
         made.gauge(metrics.GATEWAY_IN_FLIGHT, color="red")
 
 
-def test_numbers_of_several_processes_are_added_up_series_by_series() -> None:
+def test_metrics_of_several_processes_are_added_series_by_series() -> None:
     one, two = metrics.Metrics(metrics.GATEWAY_METRICS), metrics.Metrics(metrics.GATEWAY_METRICS)
     for each, count in ((one, 3), (two, 4)):
         each.counter(metrics.GATEWAY_LIMITED, reason="tokens").inc(count)
@@ -136,7 +136,7 @@ def test_names_are_the_same_in_every_format(accept: str) -> None:
     [(metrics, ("engine", "gateway")), (metric_specs, ("operator",)), (deployment_metrics, ("operator",))],
     ids=["engine and gateway", "operator", "deployments"],
 )
-def test_no_metric_is_without_code_that_sets_it(catalogue: ModuleType, folders: tuple[str, ...]) -> None:
+def test_every_metric_is_set_by_some_code(catalogue: ModuleType, folders: tuple[str, ...]) -> None:
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     lines = [line for path in sources for line in path.read_text("utf-8").splitlines()]
     code = "\n".join(line for line in lines if not re.match(r"[A-Z_]+ = |    [A-Z_]+,$|_?[A-Z_]+ = \[", line))
@@ -146,6 +146,6 @@ def test_no_metric_is_without_code_that_sets_it(catalogue: ModuleType, folders: 
 
 
 @pytest.mark.parametrize("spec", [metrics.GATEWAY_TTFT_SECONDS, metrics.GATEWAY_REQUEST_SECONDS], ids=str)
-def test_gateways_measure_finely_around_50_milliseconds(spec: metrics.MetricSpec) -> None:
+def test_gateways_have_fine_buckets_around_50_milliseconds(spec: metrics.MetricSpec) -> None:
     assert {0.05, 0.1, 0.2} <= set(spec.buckets)
     assert any(0.02 <= bound < 0.05 for bound in spec.buckets)

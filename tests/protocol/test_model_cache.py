@@ -1,4 +1,4 @@
-"""The cache of models on one machine: fetched once, bounded, evicted by last use, checked before it is believed."""
+"""The cache of models on one machine: one download, a size limit, eviction by last use, and verification."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL_BYTES = sum(map(len, FILES.values()))
 
 
 class Shelf(SourceKind, Repository):
-    """A kind as a package from outside writes it: it hands out the same files under any name, and counts."""
+    """A kind of source, as in an external package, with the same files under any name; it counts the calls."""
 
     scheme = "shelf"
     where = "network"
@@ -66,7 +66,7 @@ def fetch(root: Path, shelf: Shelf, name: str, limit_bytes: int | None = None, *
 
 
 def elsewhere(root: Path, name: str) -> Iterator[Path]:
-    """Another process has fetched it and ended: nothing of this one holds it."""
+    """Download the model as another process that has ended, so that this process does not use it."""
     code = "import sys; sys.path[:0] = sys.argv[3:]; import test_model_cache as t, pathlib; "
     code += "t.fetch(pathlib.Path(sys.argv[1]), t.Shelf(), sys.argv[2])"
     here = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "shared")]
@@ -75,19 +75,19 @@ def elsewhere(root: Path, name: str) -> Iterator[Path]:
 
 
 def fill(root: Path, *names: str) -> None:
-    """Models without a process that uses them, the first one longest unused."""
+    """Add models that no process uses, from the longest to the most recently used."""
     for age, name in enumerate(names):
         (path,) = elsewhere(root, name)
         os.utime(path / NAME, (1000 + age, 1000 + age))
 
 
-def test_a_second_replica_of_the_machine_fetches_nothing(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_second_replica_on_the_machine_downloads_nothing(tmp_path: Path, shelf: Shelf) -> None:
     fetch(tmp_path, shelf, "a")
     fetch(tmp_path, shelf, "a")
     assert sorted(shelf.fetched) == sorted(FILES)
 
 
-def test_replicas_that_start_together_fetch_once(tmp_path: Path, shelf: Shelf) -> None:
+def test_replicas_that_start_together_download_once(tmp_path: Path, shelf: Shelf) -> None:
     shelf.gate.clear()
     threads = [threading.Thread(target=fetch, args=(tmp_path, shelf, "a")) for _ in range(4)]
     for thread in threads:
@@ -100,13 +100,13 @@ def test_replicas_that_start_together_fetch_once(tmp_path: Path, shelf: Shelf) -
     assert (tmp_path / "a" / "model-1.safetensors").read_bytes() == FILES["model-1.safetensors"]
 
 
-def test_the_longest_unused_model_makes_room(tmp_path: Path, shelf: Shelf) -> None:
+def test_the_least_recently_used_model_is_evicted(tmp_path: Path, shelf: Shelf) -> None:
     fill(tmp_path, "old", "new")
     fetch(tmp_path, shelf, "next", limit_bytes=int(2.5 * MODEL_BYTES))
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {"new", "next"}
 
 
-def test_using_a_model_makes_it_the_last_to_go(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_used_model_becomes_the_last_to_be_evicted(tmp_path: Path, shelf: Shelf) -> None:
     fill(tmp_path, "old", "new")
     (used,) = elsewhere(tmp_path, "old")
     fetch(tmp_path, shelf, "next", limit_bytes=int(2.5 * MODEL_BYTES))
@@ -114,7 +114,7 @@ def test_using_a_model_makes_it_the_last_to_go(tmp_path: Path, shelf: Shelf) -> 
     assert not (tmp_path / "new").exists()
 
 
-def test_a_model_that_a_process_uses_is_never_removed(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_model_in_use_is_never_removed(tmp_path: Path, shelf: Shelf) -> None:
     fill(tmp_path, "served")
     code = "import sys; from pagemill_protocol.sources import resolve_source; "
     code += "print(resolve_source('file://' + sys.argv[1]), flush=True); sys.stdin.read()"
@@ -143,7 +143,7 @@ def test_a_process_that_uses_a_model_leaves_no_file_open(tmp_path: Path, shelf: 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_parts_of_a_source_that_no_loader_wants_any_more_go_first(tmp_path: Path, shelf: Shelf) -> None:
+def test_partial_downloads_without_a_loader_are_removed_first(tmp_path: Path, shelf: Shelf) -> None:
     fill(tmp_path, "kept")
     (tmp_path / ".gone.loading").mkdir()
     (tmp_path / ".gone.loading" / "model.safetensors.part").write_bytes(bytes(MODEL_BYTES))
@@ -153,20 +153,20 @@ def test_parts_of_a_source_that_no_loader_wants_any_more_go_first(tmp_path: Path
     assert not (tmp_path / ".gone.loading").exists()
 
 
-def test_nothing_is_removed_from_a_volume_of_others(tmp_path: Path, shelf: Shelf) -> None:
+def test_nothing_is_removed_from_a_shared_volume(tmp_path: Path, shelf: Shelf) -> None:
     fill(tmp_path, "theirs")
     with pytest.raises(FetchError, match="delete the folders that are not used"):
         fetch(tmp_path, shelf, "next", limit_bytes=MODEL_BYTES, evicts=False)
     assert (tmp_path / "theirs").is_dir()
 
 
-def test_a_model_larger_than_the_limit_is_refused_before_anything_is_fetched(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_model_larger_than_the_limit_is_refused_before_its_download(tmp_path: Path, shelf: Shelf) -> None:
     with pytest.raises(FetchError, match="needs 2 MiB more within the limit of 1 MiB"):
         fetch(tmp_path, shelf, "a", limit_bytes=2**20)
     assert shelf.fetched == []
 
 
-def test_a_damaged_file_is_found_by_its_digest_and_fetched_again(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_damaged_file_is_detected_by_its_digest_and_downloaded_again(tmp_path: Path, shelf: Shelf) -> None:
     fill(tmp_path, "a")
     path = tmp_path / "a" / "model-0.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
@@ -174,7 +174,7 @@ def test_a_damaged_file_is_found_by_its_digest_and_fetched_again(tmp_path: Path,
     assert path.read_bytes() == FILES["model-0.safetensors"]
 
 
-def test_a_file_that_was_only_touched_is_believed_once_its_digest_is_seen(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_touched_file_is_accepted_after_its_digest_is_verified(tmp_path: Path, shelf: Shelf) -> None:
     fill(tmp_path, "a")
     os.utime(tmp_path / "a" / "model-0.safetensors", (5, 5))
     fetch(tmp_path, shelf, "a")
@@ -186,7 +186,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, shelf: Shelf) -> None:
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a small disk cannot be mounted here: run as root, as CI does where it may")
+        pytest.skip("a small disk cannot be mounted: run the tests as root")
     try:
         with pytest.raises(FetchError, match=rf"{disk} has 1 MiB left.*free space") as caught:
             fetch(disk, shelf, "a")
@@ -200,7 +200,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, shelf: Shelf) -> None:
 
 
 def _fetch_past_the_check(disk: Path, shelf: Shelf) -> None:
-    """The disk fills up while files are written."""
+    """Download to a disk that becomes full while files are written."""
 
     class Careless(ModelCache):
         def _lack_bytes(self, missing_bytes: int) -> int:
@@ -209,7 +209,7 @@ def _fetch_past_the_check(disk: Path, shelf: Shelf) -> None:
     Careless(disk).fetch(shelf, "shelf://a", lambda **_: None)
 
 
-def test_sources_have_folders_of_their_own() -> None:
+def test_each_source_has_a_folder_of_its_own() -> None:
     assert entry_name("s3://a/b") != entry_name("s3://a/c")
     assert len(entry_name("s3://a/b")) == 16
 
@@ -217,12 +217,12 @@ def test_sources_have_folders_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("text", "num_bytes"), [("5", 5), ("200Gi", 200 * 2**30), ("1.5T", 1_500_000_000_000), ("3Mi", 3 * 2**20)]
 )
-def test_sizes_are_written_as_in_kubernetes(text: str, num_bytes: int) -> None:
+def test_sizes_are_written_like_in_kubernetes(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "5 bananas", "1e400", "-"])
-def test_a_size_that_is_none_names_the_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_size_names_the_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="write bytes"):
         parse_size(text)
     monkeypatch.setenv("PAGEMILL_MODEL_CACHE_SIZE", text or "Gi")

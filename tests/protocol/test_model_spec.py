@@ -1,4 +1,4 @@
-"""ModelSpec: the numbers of a checkpoint, equal to those transformers gives its model, from headers only."""
+"""ModelSpec: the dimensions of a checkpoint, equal to those of transformers, read from headers only."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ TINY = {
         ),
     ],
 )
-def test_the_numbers_are_those_of_the_model_that_transformers_builds(tmp_path, model_class, options):
+def test_the_dimensions_equal_those_of_the_model_that_transformers_builds(tmp_path, model_class, options):
     transformers = pytest.importorskip("transformers")
     if "layer_types" in options:
         options = options | {"use_sliding_window": True, "sliding_window": 8}
@@ -118,7 +118,7 @@ def has_biases(linear: Any) -> list[bool]:
     return [part.bias for part in linear.parts]
 
 
-def test_the_tensors_that_are_declared_are_those_of_the_model_that_transformers_builds(tmp_path):
+def test_the_declared_tensors_equal_those_of_the_model_that_transformers_builds(tmp_path):
     transformers = pytest.importorskip("transformers")
     for name, options in (("Llama", {"attention_bias": True, "mlp_bias": True}), ("Qwen2", {}), ("Qwen3", {})):
         model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**TINY, **options))
@@ -128,7 +128,7 @@ def test_the_tensors_that_are_declared_are_those_of_the_model_that_transformers_
 
 
 @pytest.mark.model
-def test_the_embedded_models_numbers(smollm2_path):
+def test_the_embedded_models_dimensions(smollm2_path):
     spec = load_model_spec(smollm2_path)
     assert spec.architecture == "LlamaForCausalLM"
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (30, 9, 3, 64)
@@ -174,14 +174,14 @@ def test_the_type_and_quantization_of_the_weights_are_recorded(folder):
     assert (spec.dtype, spec.quantization) == ("float16", "awq")
 
 
-def test_an_old_spelling_of_an_architecture_is_the_same_model(folder):
+def test_an_old_name_of_an_architecture_is_the_same_model(folder):
     assert load_model_spec(configure(folder, architectures=["LLaMAForCausalLM"])) == load_model_spec(configure(folder))
     for names in BUILT_IN.values():
         for name in (*names.architectures, names.model_type):
             assert find_family([name], folder).architecture == names.architectures[0]
 
 
-def test_a_configuration_without_architectures_goes_by_its_type(folder):
+def test_a_configuration_without_architectures_is_identified_by_its_type(folder):
     spec = load_model_spec(configure(folder, architectures=..., model_type="qwen2"))
     (attention, *_) = spec.decoder.attentions()
     assert (spec.architecture, has_biases(attention.qkv)) == ("Qwen2ForCausalLM", [True] * 3)
@@ -201,7 +201,7 @@ def test_shards_are_found_through_their_index(folder):
         load_model_spec(folder)
 
 
-def test_code_that_comes_with_a_model_is_never_run_and_the_refusal_says_so(folder):
+def test_code_in_a_model_is_never_run_and_the_refusal_says_so(folder):
     (folder / "modeling_own.py").write_text("raise SystemExit")
     changes = {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
     with pytest.raises(UnsupportedModelArchitecture) as refused:
@@ -223,7 +223,7 @@ def test_code_that_comes_with_a_model_is_never_run_and_the_refusal_says_so(folde
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
     ],
 )
-def test_an_architecture_that_is_not_supported_is_named_with_those_that_are(folder, changes, named):
+def test_an_unsupported_architecture_is_refused_with_the_supported_ones(folder, changes, named):
     with pytest.raises(UnsupportedModelArchitecture) as refused:
         load_model_spec(configure(folder, **changes))
     assert named in refused.value.message
@@ -254,7 +254,7 @@ def test_an_architecture_that_is_not_supported_is_named_with_those_that_are(fold
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -5}, "sliding_window = -5"),
     ],
 )
-def test_impossible_numbers_are_named(folder, changes, message):
+def test_impossible_dimensions_are_reported(folder, changes, message):
     with pytest.raises(UnreadableModelError) as refused:
         load_model_spec(configure(folder, **changes))
     assert message in refused.value.message
@@ -305,7 +305,7 @@ def test_damaged_weight_files_are_refused_in_under_50_ms(folder, header, data_by
 
 
 @pytest.mark.parametrize("content", [b"", b"\x01", struct.pack("<Q", 2**63), struct.pack("<Q", 9) + b"{}"])
-def test_a_weight_file_cut_short_is_refused(tmp_path, content):
+def test_a_truncated_weight_file_is_refused(tmp_path, content):
     (tmp_path / "w.safetensors").write_bytes(content)
     with pytest.raises(UnreadableModelError, match="its header claims"):
         read_header(tmp_path / "w.safetensors")
@@ -324,12 +324,12 @@ EMBEDDING = {"token_embd.weight": np.zeros((96, 32))}
 
 
 def of(architecture: str, **changes: Any) -> dict[str, Any]:
-    """The metadata above for another architecture; `key__sub` stands for `architecture.key.sub`."""
+    """Return the metadata above for another architecture; `key__sub` stands for `architecture.key.sub`."""
     base = {key.replace("llama.", f"{architecture}."): value for key, value in GGUF_LLAMA.items()}
     return base | {f"{architecture}.{key.replace('__', '.')}": value for key, value in changes.items()}
 
 
-def test_a_gguf_file_gives_the_same_numbers_as_a_folder(write_gguf, folder):
+def test_a_gguf_file_gives_the_same_dimensions_as_a_folder(write_gguf, folder):
     from_gguf = load_model_spec(write_gguf(GGUF_LLAMA, EMBEDDING | {"output.weight": np.zeros((96, 32))}))
     from_folder = load_model_spec(configure(folder, num_hidden_layers=2, max_position_embeddings=128))
     for name in from_folder.__struct_fields__:
@@ -337,7 +337,7 @@ def test_a_gguf_file_gives_the_same_numbers_as_a_folder(write_gguf, folder):
             assert getattr(from_gguf, name) == getattr(from_folder, name), name
 
 
-def test_features_of_a_gguf_model_are_read_off_its_tensors(write_gguf):
+def test_features_of_a_gguf_model_are_derived_from_its_tensors(write_gguf):
     tensors = EMBEDDING | {
         f"blk.0.{name}": np.zeros(8)
         for name in ("attn_q.bias", "attn_q_norm.weight", "attn_output.bias", "ffn_gate.bias")
@@ -386,7 +386,7 @@ def test_an_unusable_gguf_model_is_refused(write_gguf, architecture, changes, me
     assert message in refused.value.message
 
 
-def test_a_gguf_file_that_holds_no_model_is_refused(write_gguf):
+def test_a_gguf_file_without_a_model_is_refused(write_gguf):
     with pytest.raises(UnreadableModelError, match=r"no tensor `token_embd.weight`"):
         load_model_spec(write_gguf(GGUF_LLAMA))
     with pytest.raises(UnreadableModelError, match=r"no usable `llama.attention.head_count`"):

@@ -1,4 +1,4 @@
-"""`oci://`: artifacts and images of a registry that asks for tokens, by tag and digest, and what is refused."""
+"""`oci://`: artifacts and images of a registry that requires tokens, by tag and digest, and refusals."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ def assert_is_whole(folder: Path) -> None:
     assert {name: (folder / name).read_bytes() for name in FILES} == FILES
 
 
-def test_an_artifact_of_files_by_tag(load: Load, registry: TokenRegistry) -> None:
+def test_an_artifact_of_files_is_downloaded_by_tag(load: Load, registry: TokenRegistry) -> None:
     assert_is_whole(load(f"oci://{registry.host}/team/m:v1"))
 
 
-def test_a_digest_names_one_content_for_ever(load: Load, registry: TokenRegistry) -> None:
+def test_a_digest_always_names_the_same_content(load: Load, registry: TokenRegistry) -> None:
     digest = push(registry.url, "team/m", "v2", artifact(FILES))
     push(registry.url, "team/m", "v2", artifact({"config.json": b"{}"}))
     assert_is_whole(load(f"oci://{registry.host}/team/m:v2@{digest}"))
 
 
-def test_the_header_of_an_artifact_comes_without_its_weights(registry: TokenRegistry, tmp_path: Path) -> None:
+def test_the_header_of_an_artifact_is_read_without_its_weights(registry: TokenRegistry, tmp_path: Path) -> None:
     content = {"config.json": FILES["config.json"], "model.safetensors": safetensors(900_000)}
     push(registry.url, "team/m", "one", artifact(content))
     source = f"oci://{registry.host}/team/m:one"
@@ -91,7 +91,7 @@ def test_the_header_of_an_artifact_comes_without_its_weights(registry: TokenRegi
     assert {range_ for path, range_ in registry.asked if path == blob} == {f"bytes=0-{FIRST_BYTES - 1}"}
 
 
-def test_a_registry_without_ranges_is_read_from_the_beginning_of_its_blobs(load: Load, registry: TokenRegistry) -> None:
+def test_blobs_of_a_registry_without_ranges_are_read_from_the_beginning(load: Load, registry: TokenRegistry) -> None:
     registry.knows_ranges = False
     source = f"oci://{registry.host}/team/m:v1"
     with closing(find_kind(source).open(source)) as repository:
@@ -110,12 +110,12 @@ def test_the_header_of_a_model_in_an_image_is_not_read(registry: TokenRegistry, 
     assert refused.value.reason == "SourceUnsupported"
 
 
-def test_titles_with_a_folder_before_them(load: Load, registry: TokenRegistry) -> None:
+def test_titles_may_contain_a_folder(load: Load, registry: TokenRegistry) -> None:
     push(registry.url, "team/m", "deep", artifact({f"models/tiny/{name}": text for name, text in FILES.items()}))
     assert_is_whole(load(f"oci://{registry.host}/team/m:deep"))
 
 
-def test_an_image_with_the_model_in_its_folder(load: Load, registry: TokenRegistry) -> None:
+def test_an_image_with_the_model_in_a_folder_is_unpacked(load: Load, registry: TokenRegistry) -> None:
     system = {"etc/passwd": b"root", "usr/share/x.json": b"{}", "models/config.json": b"stale"}
     layers = image(system, {f"models/{name}": text for name, text in FILES.items()})
     push(registry.url, "team/m", "image", layers)
@@ -124,7 +124,7 @@ def test_an_image_with_the_model_in_its_folder(load: Load, registry: TokenRegist
     assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == set(FILES)
 
 
-def test_serve_finds_a_model_one_folder_further_down(registry: TokenRegistry) -> None:
+def test_serve_finds_a_model_in_a_subfolder(registry: TokenRegistry) -> None:
     push(registry.url, "team/m", "sub", image({f"models/tiny/{name}": text for name, text in FILES.items()}))
     assert_is_whole(resolve_source(f"oci://{registry.host}/team/m:sub"))
 
@@ -137,14 +137,14 @@ def test_an_image_cannot_write_outside_the_folder(load: Load, registry: TokenReg
     assert not Path("/abs.json").exists()
 
 
-def test_a_blob_that_is_cut_goes_on_where_it_stopped(load: Load, registry: TokenRegistry) -> None:
+def test_an_interrupted_download_of_a_blob_is_resumed(load: Load, registry: TokenRegistry) -> None:
     registry.cuts = [100_000] * 3
     assert_is_whole(load(f"oci://{registry.host}/team/m:v1"))
     assert registry.cuts == []
     assert len({range_ for _, range_ in registry.asked if range_}) >= 2
 
 
-def test_content_of_another_digest_is_refused(load: Load, registry: TokenRegistry) -> None:
+def test_content_with_a_wrong_digest_is_refused(load: Load, registry: TokenRegistry) -> None:
     digest = digest_of(FILES["model-1.safetensors"])
     registry.blobs[digest] = bytes(len(FILES["model-1.safetensors"]))
     error = fault(load, f"oci://{registry.host}/team/m:v1")
@@ -152,7 +152,7 @@ def test_content_of_another_digest_is_refused(load: Load, registry: TokenRegistr
     assert "`model-1.safetensors` arrived damaged" in error.message
 
 
-def test_a_manifest_of_another_digest_is_refused(load: Load, registry: TokenRegistry) -> None:
+def test_a_manifest_with_a_wrong_digest_is_refused(load: Load, registry: TokenRegistry) -> None:
     wanted = "sha256:" + "0" * 64
     registry.manifests[wanted] = b'{"layers": []}'
     error = fault(load, f"oci://{registry.host}/team/m@{wanted}")
@@ -160,7 +160,7 @@ def test_a_manifest_of_another_digest_is_refused(load: Load, registry: TokenRegi
     assert "Do not trust that registry" in error.message
 
 
-def test_a_blob_that_is_shorter_than_its_manifest_says(
+def test_a_blob_shorter_than_its_manifest_declares_is_refused(
     load: Load, registry: TokenRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch, "FIRST_PAUSE_S", 0.01)
@@ -173,26 +173,26 @@ def test_a_blob_that_is_shorter_than_its_manifest_says(
     assert f"`config.json` ended after {size} of {size + 50} bytes" in error.message
 
 
-def test_an_artifact_that_is_no_model(load: Load, registry: TokenRegistry) -> None:
+def test_an_artifact_that_is_no_model_is_refused(load: Load, registry: TokenRegistry) -> None:
     push(registry.url, "team/m", "text", artifact({"README.md": b"hello"}))
     assert fault(load, f"oci://{registry.host}/team/m:text").reason == "ModelUnreadable"
     push(registry.url, "team/m", "os", image({"etc/passwd": b"root"}))
     assert "neither `config.json` nor" in fault(load, f"oci://{registry.host}/team/m:os").message
 
 
-def test_a_layer_that_is_no_archive(load: Load, registry: TokenRegistry) -> None:
+def test_a_layer_that_is_no_archive_is_refused(load: Load, registry: TokenRegistry) -> None:
     push(registry.url, "team/m", "torn", [Layer(b"no tar at all", IMAGE_LAYER)])
     assert "cannot be unpacked" in fault(load, f"oci://{registry.host}/team/m:torn").message
 
 
-def test_an_unknown_tag(load: Load, registry: TokenRegistry) -> None:
+def test_an_unknown_tag_is_reported(load: Load, registry: TokenRegistry) -> None:
     error = fault(load, f"oci://{registry.host}/team/m:none")
     assert error.reason == "ModelNotFound"
     assert "Check the name and the tag" in error.message
 
 
 @pytest.mark.parametrize("case", ["wrong", "absent", "expired"])
-def test_credentials_that_open_nothing(
+def test_wrong_credentials_are_reported(
     load: Load, registry: TokenRegistry, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     if case == "expired":
@@ -205,11 +205,11 @@ def test_credentials_that_open_nothing(
     assert "wrong-one" not in error.message
 
 
-def test_a_registry_that_is_not_there(load: Load, tmp_path: Path) -> None:
+def test_an_unreachable_registry_is_reported(load: Load, tmp_path: Path) -> None:
     assert fault(load, "oci://127.0.0.1:9/team/m").reason == "SourceUnreachable"
 
 
-def test_the_registry_that_other_tools_use(load: Load) -> None:
+def test_the_default_registry_is_that_of_other_tools(load: Load) -> None:
     with crane_registry() as host:
         push(f"http://{host}", "team/m", "v1", artifact(FILES))
         assert_is_whole(load(f"oci://{host}/team/m:v1"))

@@ -1,4 +1,4 @@
-"""Ollama's API: what bodies mean as chats, and the lines, lists and errors of answers."""
+"""Ollama's API: the chats that bodies are translated to, and the lines, lists and errors of answers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def lines_of(raw: bytes) -> list[dict[str, Any]]:
 
 
 def numbered(drawn: list[Any]) -> list[Event]:
-    """Lists stand for calls with these pieces of arguments."""
+    """Return numbered events; a list stands for a call with these pieces of arguments."""
     events: list[Event] = []
     num_calls = 0
     for each in drawn:
@@ -73,7 +73,7 @@ def numbered(drawn: list[Any]) -> list[Event]:
     return events
 
 
-def test_settings_have_their_names_in_a_chat() -> None:
+def test_settings_are_translated_to_chat_fields() -> None:
     options = {"num_predict": 9, "repeat_penalty": 1.2, "top_k": 4, "min_p": 0.1, "stop": ["END"], "num_ctx": 512}
     fields = parse(options=options, think="low", format={"type": "object"}, stream=False, keep_alive="5m")
     assert (fields.max_tokens, fields.repetition_penalty, fields.top_k, fields.min_p) == (9, 1.2, 4, 0.1)
@@ -82,18 +82,18 @@ def test_settings_have_their_names_in_a_chat() -> None:
     assert fields.form is not None
 
 
-def test_answers_are_streamed_unless_they_are_not_and_have_no_limit_below_zero() -> None:
+def test_answers_are_streamed_by_default_and_a_negative_limit_is_none() -> None:
     assert parse().stream
     assert parse(options={"num_predict": -1}).max_tokens is None
     assert parse(think=False).template_kwargs == {"enable_thinking": False, "thinking": False}
 
 
-def test_the_tag_latest_finds_the_model_without_it() -> None:
+def test_the_tag_latest_is_optional_in_a_models_name() -> None:
     assert parse(model="m:latest").model == "m"
     assert parse(model="m:7b").model == "m:7b"
 
 
-def test_results_belong_to_the_calls_of_their_name() -> None:
+def test_tool_results_belong_to_the_calls_of_their_name() -> None:
     calls = [{"function": {"name": name, "arguments": {"x": 1}}} for name in ("f", "g", "f")]
     results = [{"role": "tool", "content": str(at), "tool_name": name} for at, name in enumerate(("g", "f", "f"))]
     _, assistant, *found = parse(messages=[HI, {"role": "assistant", "tool_calls": calls}, *results]).messages
@@ -101,14 +101,14 @@ def test_results_belong_to_the_calls_of_their_name() -> None:
     assert [each.tool_call_id for each in found] == ["call_1_1", "call_1_0", "call_1_2"]
 
 
-def test_a_prompt_is_a_chat_and_a_raw_one_is_what_the_model_reads() -> None:
+def test_a_prompt_is_a_chat_and_a_raw_prompt_is_sent_unchanged() -> None:
     body = {"model": "m", "prompt": "hi", "system": "Be brief."}
     fields = GENERATE.parse(json.dumps(body).encode()).fields
     assert [(each.role, each.content) for each in fields.messages] == [("system", "Be brief."), ("user", "hi")]
     assert isinstance(GENERATE.parse(json.dumps({**body, "raw": True}).encode()), RawPrompt)
 
 
-async def test_a_suffix_asks_for_the_middle(
+async def test_a_suffix_requests_fill_in_the_middle(
     byte_tokenizer: Tokenizer, with_tokens: Callable[[Sequence[str]], Tokenizer]
 ) -> None:
     body = GENERATE.parse(json.dumps({"model": "m", "prompt": "be", "suffix": "end"}).encode())
@@ -136,23 +136,23 @@ async def test_a_suffix_asks_for_the_middle(
         ({"model": 7}, "`model` must be a string"),
     ],
 )
-def test_what_is_wrong_is_named(fields: dict[str, Any], named: str) -> None:
+def test_an_invalid_field_is_named(fields: dict[str, Any], named: str) -> None:
     assert named in refused(**fields).message
 
 
 @pytest.mark.parametrize(
     "fields", [{"template": "x"}, {"suffix": 7}, {"context": [1]}, {"images": ["aa"]}, {"prompt": ""}]
 )
-def test_what_a_prompt_cannot_have_is_named(fields: dict[str, Any]) -> None:
+def test_fields_that_a_prompt_cannot_have_are_named(fields: dict[str, Any]) -> None:
     with pytest.raises(PagemillError, match=next(iter(fields))):
         GENERATE.parse(json.dumps({"model": "m", "prompt": "x", **fields}).encode())
 
 
 @given(EVENTS, st.lists(st.integers(1, 4)), st.integers(0, 9))
-def test_any_chunking_of_a_stream_says_what_the_whole_answer_says(
+def test_a_stream_in_any_chunks_has_the_content_of_the_whole_answer(
     drawn: list[Any], sizes: list[int], begun: int
 ) -> None:
-    """`begun`: events that another engine had delivered."""
+    """`begun` are the events that another engine had delivered."""
     events = numbered(drawn)
     begun = min(begun, len(events))
     first, renderer = CHAT.renderer(request(), None), CHAT.renderer(request(), None)
@@ -177,7 +177,7 @@ def test_any_chunking_of_a_stream_says_what_the_whole_answer_says(
     }
 
 
-def test_the_last_line_counts_and_times() -> None:
+def test_the_last_line_has_counts_and_durations() -> None:
     renderer = GENERATE.renderer(request(), None)
     first, last = lines_of(renderer.chunk(Piece(0, "hm", True, "stop", None, 0, None)) + renderer.end(Usage(2, 5)))
     head = {"model": "m:latest", "created_at": "1970-01-01T00:00:01Z"}
@@ -187,7 +187,7 @@ def test_the_last_line_counts_and_times() -> None:
     assert last["total_duration"] >= last["prompt_eval_duration"] + last["eval_duration"] - 2
 
 
-def test_a_call_is_shown_whole_with_its_arguments_as_an_object() -> None:
+def test_a_call_is_one_line_with_its_arguments_as_an_object() -> None:
     renderer = CHAT.renderer(request(), None)
     events: list[Event] = [CallBegin("f", 0), CallArguments('{"a":', 0)]
     assert renderer.chunk(Piece(0, "", True, None, None, 0, None, events)) == b""
@@ -197,7 +197,7 @@ def test_a_call_is_shown_whole_with_its_arguments_as_an_object() -> None:
     assert call["function"] == {"index": 0, "name": "f", "arguments": {"a": 1}}
 
 
-def test_errors_have_ollamas_shape() -> None:
+def test_errors_have_ollamas_format() -> None:
     error = PagemillError("Wrong.", param="model")
     assert json.loads(CHAT.error_body(error)) == {"error": "Wrong."}
     assert lines_of(CHAT.error_event(error)) == [{"error": "Wrong."}]

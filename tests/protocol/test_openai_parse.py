@@ -1,4 +1,4 @@
-"""Request bodies: everything malformed is one 400 in OpenAI's shape that names the field."""
+"""Request bodies: everything malformed is a 400 in OpenAI's format that names the field."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ IGNORED: dict[str, Any] = {
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
 }
-"""What agents send and ignoring is harmless."""
+"""Fields that agents send and that can be ignored without harm."""
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ IGNORED: dict[str, Any] = {
         *({name: value} for name, value in IGNORED.items()),
     ],
 )
-def test_values_that_ask_for_nothing_special_pass(fields: dict[str, Any]) -> None:
+def test_values_without_effect_are_accepted(fields: dict[str, Any]) -> None:
     assert chat(**fields) == chat()
 
 
@@ -181,20 +181,20 @@ def test_values_that_ask_for_nothing_special_pass(fields: dict[str, Any]) -> Non
         ({"user": "x" * 5000}, "user", "at most 1024"),
     ],
 )
-def test_bad_chat_fields_are_named_with_value_and_remedy(fields: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_chat_fields_are_refused_with_value_and_remedy(fields: dict[str, Any], param: str, says: str) -> None:
     error = refused_chat(**fields)
     assert error.param == param
     assert says in error.message
     assert len(error.message) < 400
 
 
-def test_priorities_of_32_bits_pass() -> None:
+def test_priorities_of_32_bits_are_accepted() -> None:
     assert [chat(priority=each).priority for each in (-(2**31), 0, 2**31 - 1)] == [-(2**31), 0, 2**31 - 1]
 
 
 @pytest.mark.parametrize("field", ["priority", "seed", "n"])
 @pytest.mark.parametrize("value", [2**64, -(2**64), 10**300])
-def test_an_integer_too_large_for_any_field_is_still_called_one(field: str, value: int) -> None:
+def test_an_integer_too_large_for_any_field_is_called_an_integer(field: str, value: int) -> None:
     raw = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "%b": %d}' % (field.encode(), value)
     error = refused(raw)
     assert (error.param, error.status) == (field, 400)
@@ -218,7 +218,7 @@ def test_text_parts_are_joined_and_other_parts_refused() -> None:
     assert error.param == "messages[0].content[0].text"
 
 
-def test_an_answer_of_this_server_can_be_sent_back_as_history() -> None:
+def test_an_answer_of_this_server_is_accepted_as_history() -> None:
     answer = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "audio": None, "annotations": []}
     assert chat(messages=[*CHAT["messages"], answer]).messages[1].for_template() == {
         "role": "assistant",
@@ -226,11 +226,11 @@ def test_an_answer_of_this_server_can_be_sent_back_as_history() -> None:
     }
 
 
-def test_developer_is_system_to_the_template() -> None:
+def test_the_developer_role_is_the_system_role_in_the_template() -> None:
     assert chat(messages=[{"role": "developer", "content": "x"}]).messages[0].for_template()["role"] == "system"
 
 
-def test_the_newer_token_limit_wins() -> None:
+def test_the_newer_name_of_the_token_limit_takes_precedence() -> None:
     request = chat(max_tokens=5, max_completion_tokens=7)
     assert (request.requested_tokens, request.max_tokens_field) == (7, "max_completion_tokens")
     assert chat(max_tokens=5).requested_tokens == 5
@@ -246,7 +246,7 @@ def test_the_newer_token_limit_wins() -> None:
         (["a", [3]], ["a", [3]]),
     ],
 )
-def test_prompts_come_in_four_shapes(prompt: Any, parsed: list[Any]) -> None:
+def test_prompts_may_have_four_forms(prompt: Any, parsed: list[Any]) -> None:
     assert completion(prompt=prompt).prompt == parsed
 
 
@@ -282,11 +282,11 @@ def test_prompts_come_in_four_shapes(prompt: Any, parsed: list[Any]) -> None:
         ({"return_token_ids": 1}, "return_token_ids"),
     ],
 )
-def test_bad_completion_fields_are_named(fields: dict[str, Any], param: str) -> None:
+def test_invalid_completion_fields_are_named(fields: dict[str, Any], param: str) -> None:
     assert refused_completion(**fields).param == param
 
 
-def test_best_of_n_is_harmless() -> None:
+def test_best_of_equal_to_n_is_accepted() -> None:
     assert completion(best_of=2, n=2).n == 2
 
 
@@ -314,20 +314,20 @@ def test_best_of_n_is_harmless() -> None:
         (b'{"\\ud800": 1}', "?"),
     ],
 )
-def test_what_is_no_clean_json_is_a_400_that_names_the_place(raw: bytes, param: str | None) -> None:
+def test_invalid_json_is_a_400_that_names_the_position(raw: bytes, param: str | None) -> None:
     assert refused(raw).param == param
 
 
-def test_an_escaped_backslash_is_no_nul() -> None:
+def test_an_escaped_backslash_is_not_a_nul() -> None:
     assert chat(messages=[{"role": "user", "content": "\\u0000"}]).messages[0].content == "\\u0000"
 
 
-def test_integers_beyond_64_bits_are_no_integers() -> None:
+def test_integers_beyond_64_bits_are_not_integers() -> None:
     raw = orjson.dumps(CHAT)[:-1] + b', "seed": 123456789012345678901234567890}'
     assert refused(raw).param == "seed"
 
 
-def test_nesting_below_the_parsers_limit_is_harmless_in_ignored_fields() -> None:
+def test_nesting_below_the_parsers_limit_is_accepted_in_ignored_fields() -> None:
     raw = orjson.dumps(CHAT)[:-1] + b', "x": ' + b"[" * 1000 + b"]" * 1000 + b"}"
     assert parse_body(raw, ChatCompletionRequest) == chat()
 
@@ -353,7 +353,7 @@ def test_hostile_bodies_are_refused_quickly(raw: bytes) -> None:
     assert time.process_time() - start_s < 3.0
 
 
-def test_tokenize_takes_a_prompt_or_messages() -> None:
+def test_tokenize_accepts_a_prompt_or_messages() -> None:
     def tokenize(**fields: Any) -> TokenizeRequest:
         return parse_body(orjson.dumps(fields), TokenizeRequest)
 
@@ -364,7 +364,7 @@ def test_tokenize_takes_a_prompt_or_messages() -> None:
     assert refused(b'{"prompt": "a", "chat_template": "x"}', TokenizeRequest).param == "chat_template"
 
 
-def test_detokenize_takes_token_ids() -> None:
+def test_detokenize_accepts_token_ids() -> None:
     assert parse_body(b'{"tokens": [1, 2]}', DetokenizeRequest).tokens == [1, 2]
     assert refused(b'{"tokens": []}', DetokenizeRequest).param == "tokens"
     assert refused(b'{"tokens": [1, "a"]}', DetokenizeRequest).param == "tokens[1]"
@@ -385,7 +385,7 @@ field_names = st.sampled_from(
 @given(
     st.dictionaries(field_names, json_values, max_size=5), st.sampled_from([ChatCompletionRequest, CompletionRequest])
 )
-def test_any_json_is_parsed_or_refused_in_shape(fields: dict[str, Any], schema: type[BaseModel]) -> None:
+def test_any_json_is_parsed_or_refused_in_the_error_format(fields: dict[str, Any], schema: type[BaseModel]) -> None:
     base = CHAT if schema is ChatCompletionRequest else COMPLETION
     raw = json.dumps({**base, **fields}).encode()
     assert_parsed_or_refused(raw, schema)
@@ -395,5 +395,5 @@ def test_any_json_is_parsed_or_refused_in_shape(fields: dict[str, Any], schema: 
 @given(st.binary(max_size=80))
 @example(b'{"a":"\\u0000')
 @example(b'"\\udfff\\u0000"')
-def test_any_bytes_are_parsed_or_refused_in_shape(raw: bytes) -> None:
+def test_any_bytes_are_parsed_or_refused_in_the_error_format(raw: bytes) -> None:
     assert_parsed_or_refused(raw, CompletionRequest)

@@ -1,4 +1,4 @@
-"""From request to tokens: limits, defaults and ids as clients of OpenAI and vLLM expect them."""
+"""The translation of requests to tokens: limits, defaults and ids as clients of OpenAI and vLLM expect them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_chat_is_rendered_and_tokenized(byte_tokenizer: Tokenizer) -> None:
         ({"include_usage": True, "continuous_usage_stats": True}, True),
     ],
 )
-def test_usage_comes_in_every_chunk_when_both_options_ask_for_it(
+def test_usage_is_in_every_chunk_if_both_options_are_set(
     byte_tokenizer: Tokenizer, options: dict[str, bool] | None, continuous: bool
 ) -> None:
     fields = {"stream": True, "stream_options": options}
@@ -83,12 +83,12 @@ def test_a_chat_without_limit_may_fill_the_context(byte_tokenizer: Tokenizer) ->
     assert chat(byte_tokenizer, max_tokens=5, max_completion_tokens=6).sampling.max_tokens == 6
 
 
-def test_a_completion_without_limit_gets_sixteen_tokens_or_what_fits(byte_tokenizer: Tokenizer) -> None:
+def test_a_completion_without_limit_gets_sixteen_tokens_or_those_that_fit(byte_tokenizer: Tokenizer) -> None:
     assert completions(byte_tokenizer)[0].sampling.max_tokens == 16
     assert completions(byte_tokenizer, max_model_len=9)[0].sampling.max_tokens == 4
 
 
-def test_an_unknown_context_is_the_engines_to_check(byte_tokenizer: Tokenizer) -> None:
+def test_an_unknown_context_length_is_checked_by_the_engine(byte_tokenizer: Tokenizer) -> None:
     assert chat(byte_tokenizer, max_model_len=0).sampling.max_tokens is None
     assert completions(byte_tokenizer, max_model_len=0)[0].sampling.max_tokens == 16
 
@@ -116,7 +116,7 @@ def test_an_answer_that_cannot_fit_is_refused_with_both_numbers(byte_tokenizer: 
 
 
 @pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_below_one_is_refused(byte_tokenizer: Tokenizer, limit: int) -> None:
+def test_a_token_limit_below_one_is_refused(byte_tokenizer: Tokenizer, limit: int) -> None:
     with pytest.raises(PagemillError, match="at least 1") as caught:
         chat(byte_tokenizer, max_completion_tokens=limit)
     assert caught.value.param == "max_completion_tokens"
@@ -132,7 +132,7 @@ def test_megabytes_of_text_are_refused_without_tokenizing_them(byte_tokenizer: T
     assert time.process_time() - start_s < 0.3
 
 
-def test_a_tokenizer_that_is_not_used_any_more_is_freed(byte_tokenizer: Tokenizer) -> None:
+def test_an_unused_tokenizer_is_freed(byte_tokenizer: Tokenizer) -> None:
     tokenizer = Tokenizer(byte_tokenizer.bundle)
     with pytest.raises(PagemillError, match=r"context length is 100 tokens.*8000000 bytes of text and at most 100 are"):
         completions(tokenizer, prompt="a" * 8_000_000)
@@ -142,12 +142,12 @@ def test_a_tokenizer_that_is_not_used_any_more_is_freed(byte_tokenizer: Tokenize
     assert watch() is None
 
 
-def test_of_a_long_prompt_the_last_tokens_are_read_where_the_client_asks_for_it(byte_tokenizer: Tokenizer) -> None:
+def test_truncate_prompt_tokens_keeps_the_last_tokens_of_a_prompt(byte_tokenizer: Tokenizer) -> None:
     long, ids = "x" * 300 + "end", byte_tokenizer.encode("end")
     assert completions(byte_tokenizer, prompt=long, truncate_prompt_tokens=3)[0].prompt_token_ids == ids
     (most,) = completions(byte_tokenizer, prompt=long, truncate_prompt_tokens=-1, max_tokens=40, echo=True)
     assert (len(most.prompt_token_ids), most.prompt_token_ids[-3:]) == (60, ids)
-    assert most.prompt_text == long[-60:], "what is echoed is what was read"
+    assert most.prompt_text == long[-60:], "the echo must be the truncated prompt"
     (given,) = completions(byte_tokenizer, prompt=[5, 6, 7], truncate_prompt_tokens=2)
     assert given.prompt_token_ids == [6, 7]
     assert chat(byte_tokenizer, truncate_prompt_tokens=4).prompt_token_ids == byte_tokenizer.encode(RENDERED)[-4:]
@@ -160,7 +160,7 @@ def test_of_a_long_prompt_the_last_tokens_are_read_where_the_client_asks_for_it(
 
 
 @pytest.mark.parametrize("markers", KNOWN, ids=lambda markers: markers.before_middle)
-def test_a_suffix_makes_a_prompt_for_the_middle(
+def test_a_suffix_makes_a_fill_in_the_middle_prompt(
     with_tokens: Callable[[Sequence[str]], Tokenizer], markers: Markers
 ) -> None:
     tokenizer = with_tokens(markers)
@@ -183,7 +183,7 @@ def test_several_prompts_make_several_requests_of_one_response(byte_tokenizer: T
     assert [request.prompt_index for request in requests] == [0, 1]
 
 
-def test_the_prompt_at_fault_is_named(byte_tokenizer: Tokenizer) -> None:
+def test_the_invalid_prompt_of_several_is_named(byte_tokenizer: Tokenizer) -> None:
     with pytest.raises(PagemillError) as caught:
         completions(byte_tokenizer, prompt=["a", "b" * 200])
     assert caught.value.param == "prompt[1]"
@@ -199,7 +199,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(byte_tokenizer: Tokenizer)
         chat(byte_tokenizer, logit_bias={"999": 1.0})
 
 
-def test_an_echo_of_no_tokens_asks_the_engine_for_one(byte_tokenizer: Tokenizer) -> None:
+def test_an_echo_without_output_requests_one_token_of_the_engine(byte_tokenizer: Tokenizer) -> None:
     (request,) = completions(byte_tokenizer, echo=True, logprobs=1, max_tokens=0)
     assert (request.sampling.max_tokens, request.prompt_only, request.num_prompt_logprobs) == (1, True, 1)
     with pytest.raises(PagemillError) as caught:
@@ -207,7 +207,7 @@ def test_an_echo_of_no_tokens_asks_the_engine_for_one(byte_tokenizer: Tokenizer)
     assert caught.value.param == "max_tokens"
 
 
-def test_prompt_logprobs_are_asked_for_by_name_or_by_an_echo(byte_tokenizer: Tokenizer) -> None:
+def test_prompt_logprobs_are_requested_by_name_or_by_an_echo(byte_tokenizer: Tokenizer) -> None:
     asked = [{"logprobs": 2}, {"echo": True}, {"prompt_logprobs": 0}, {"echo": True, "logprobs": 3}]
     both = {"echo": True, "logprobs": 1, "prompt_logprobs": 4}
     found = [completions(byte_tokenizer, **fields)[0].num_prompt_logprobs for fields in (*asked, both)]
@@ -224,7 +224,7 @@ def test_prompt_logprobs_are_asked_for_by_name_or_by_an_echo(byte_tokenizer: Tok
         ({"prompt": ["a" * 99] * 60, "prompt_logprobs": 12, "echo": True, "logprobs": 12}, "prompt_logprobs"),
     ],
 )
-def test_an_answer_holds_a_bounded_number_of_prompt_logprobs(
+def test_the_number_of_prompt_logprobs_of_an_answer_is_bounded(
     byte_tokenizer: Tokenizer, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(PagemillError, match="at most 131072 are reported") as caught:
@@ -232,7 +232,7 @@ def test_an_answer_holds_a_bounded_number_of_prompt_logprobs(
     assert caught.value.param == param
 
 
-def test_bad_words_become_tokens_as_they_begin_a_text_and_as_they_follow_a_space(byte_tokenizer: Tokenizer) -> None:
+def test_bad_words_become_tokens_at_the_start_of_a_text_and_after_a_space(byte_tokenizer: Tokenizer) -> None:
     request = chat(byte_tokenizer, bad_words=[" ab", "c"])
     spelled = ["ab", " ab", "c", " c"]
     assert request.sampling.bad_word_token_ids == [byte_tokenizer.encode(text) for text in spelled]
@@ -253,20 +253,22 @@ def test_bad_words_become_tokens_as_they_begin_a_text_and_as_they_follow_a_space
         ({"allowed_token_ids": [1], "use_beam_search": True}, "allowed_token_ids"),
     ],
 )
-def test_values_about_tokens_are_refused_by_name(byte_tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
+def test_invalid_token_values_are_refused_by_name(
+    byte_tokenizer: Tokenizer, fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(PagemillError) as caught:
         chat(byte_tokenizer, **fields)
     assert caught.value.param == param
 
 
-def test_echo_brings_the_prompts_text_along(byte_tokenizer: Tokenizer) -> None:
+def test_an_echo_includes_the_prompts_text(byte_tokenizer: Tokenizer) -> None:
     ids = byte_tokenizer.encode("xyz")
     assert completions(byte_tokenizer, echo=True)[0].prompt_text == "hello"
     assert completions(byte_tokenizer, echo=True, prompt=ids)[0].prompt_text == "xyz"
     assert completions(byte_tokenizer)[0].prompt_text is None
 
 
-def test_sampling_values_arrive_and_are_range_checked(byte_tokenizer: Tokenizer) -> None:
+def test_sampling_values_are_passed_on_and_range_checked(byte_tokenizer: Tokenizer) -> None:
     sampling = chat(
         byte_tokenizer,
         temperature=0.5,
@@ -291,37 +293,37 @@ def test_sampling_values_arrive_and_are_range_checked(byte_tokenizer: Tokenizer)
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 3}, {"logit_bias": {"999": 1}}, {"stop": "x" * 2000}])
-def test_a_bad_value_is_refused_before_the_prompt_is_looked_at(
+def test_an_invalid_value_is_refused_before_the_prompt_is_processed(
     byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    """A long prompt beside it would cost its rendering and tokenizing first."""
+    """Otherwise a long prompt would cost its rendering and tokenizing first."""
     for name in ("encode", "render_chat"):
-        monkeypatch.setattr(byte_tokenizer, name, lambda *args, **kwargs: pytest.fail("the prompt was looked at"))
+        monkeypatch.setattr(byte_tokenizer, name, lambda *args, **kwargs: pytest.fail("the prompt was processed"))
     for make in (chat, completions):
         with pytest.raises(PagemillError) as caught:
             make(byte_tokenizer, **fields)
         assert caught.value.param == next(iter(fields))
 
 
-def test_a_minimum_above_the_default_budget_is_refused(byte_tokenizer: Tokenizer) -> None:
+def test_a_minimum_above_the_default_limit_is_refused(byte_tokenizer: Tokenizer) -> None:
     with pytest.raises(PagemillError) as caught:
         completions(byte_tokenizer, min_tokens=17)
     assert caught.value.param == "min_tokens"
     assert completions(byte_tokenizer, min_tokens=16)[0].sampling.min_tokens == 16
 
 
-def test_logprobs_in_both_dialects(byte_tokenizer: Tokenizer) -> None:
+def test_logprobs_are_requested_in_both_dialects(byte_tokenizer: Tokenizer) -> None:
     assert chat(byte_tokenizer, logprobs=True).sampling.logprobs == 0
     assert chat(byte_tokenizer).sampling.logprobs is None
     assert completions(byte_tokenizer, logprobs=3)[0].sampling.logprobs == 3
 
 
-def test_the_clients_seed_wins_over_the_assigned_one(byte_tokenizer: Tokenizer) -> None:
+def test_the_clients_seed_takes_precedence_over_the_assigned_one(byte_tokenizer: Tokenizer) -> None:
     assert chat(byte_tokenizer, options={"seed": 5}).sampling.seed == 5
     assert chat(byte_tokenizer, seed=0, options={"seed": 5}).sampling.seed == 0
 
 
-def test_the_models_defaults_count_where_the_client_is_silent(byte_tokenizer: Tokenizer) -> None:
+def test_the_models_defaults_apply_if_the_client_sends_none(byte_tokenizer: Tokenizer) -> None:
     values = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 7}
     tokenizer = Tokenizer(msgspec.structs.replace(byte_tokenizer.bundle, sampling_defaults=values))
     for prepared in (chat, completions):
@@ -332,7 +334,7 @@ def test_the_models_defaults_count_where_the_client_is_silent(byte_tokenizer: To
     assert (sampling.temperature, sampling.max_tokens) == (0.2, 30)
 
 
-def test_the_salt_comes_from_the_server_never_from_the_client(byte_tokenizer: Tokenizer) -> None:
+def test_the_cache_salt_comes_from_the_server_never_from_the_client(byte_tokenizer: Tokenizer) -> None:
     assert chat(byte_tokenizer, options={"cache_salt": "tenant"}).cache_salt == "tenant"
 
 
@@ -342,14 +344,14 @@ def test_a_final_message_can_be_continued(byte_tokenizer: Tokenizer) -> None:
     assert byte_tokenizer.decode(request.prompt_token_ids) == "<user>hi<assistant>Sure"
 
 
-def test_requests_survive_the_wire(byte_tokenizer: Tokenizer) -> None:
+def test_requests_survive_encoding(byte_tokenizer: Tokenizer) -> None:
     import msgspec
 
     request = chat(byte_tokenizer, n=2, stop=["a"], logit_bias={"5": 1.5}, seed=2**63 - 1)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=GenerateRequest) == request
 
 
-def test_tokenize_and_detokenize(byte_tokenizer: Tokenizer) -> None:
+def test_tokenize_and_detokenize_are_inverse(byte_tokenizer: Tokenizer) -> None:
     ids = prepare.tokenize(TokenizeRequest.model_validate({"prompt": "hi"}), byte_tokenizer, 100)
     assert prepare.detokenize(DetokenizeRequest(tokens=ids), byte_tokenizer, 100) == "hi"
     rendered = prepare.tokenize(TokenizeRequest.model_validate({"messages": MESSAGES}), byte_tokenizer, 100)
@@ -359,12 +361,12 @@ def test_tokenize_and_detokenize(byte_tokenizer: Tokenizer) -> None:
     assert caught.value.param == "tokens"
 
 
-def test_tokenize_and_detokenize_take_what_a_context_holds(byte_tokenizer: Tokenizer) -> None:
+def test_tokenize_and_detokenize_accept_what_a_context_holds(byte_tokenizer: Tokenizer) -> None:
     def tokenize(max_model_len: int, **fields: Any) -> list[int]:
         return prepare.tokenize(TokenizeRequest.model_validate(fields), byte_tokenizer, max_model_len)
 
     assert len(tokenize(5, prompt="hello")) == 5
-    assert len(tokenize(0, prompt="a" * 5000)) == 5000, "the context is not known yet"
+    assert len(tokenize(0, prompt="a" * 5000)) == 5000, "the context length is not known yet"
     assert prepare.detokenize(DetokenizeRequest(tokens=[65] * 5), byte_tokenizer, 5)
     for refused, param in (
         (lambda: tokenize(4, prompt="hello"), "prompt"),
@@ -388,7 +390,7 @@ def test_several_prompts_are_counted_together(
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
-def test_request_ids_are_unique_and_show_their_dialect() -> None:
+def test_request_ids_are_unique_and_have_the_prefix_of_their_dialect() -> None:
     assert ChatDialect().new_request_id().startswith("chatcmpl-")
     assert CompletionsDialect().new_request_id().startswith("cmpl-")
     assert len({ChatDialect().new_request_id() for _ in range(1000)}) == 1000

@@ -1,4 +1,4 @@
-"""Answers: checked against the official client's own types and its stream parser."""
+"""Answers have the types of the official client and are read by its stream parser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def position(tokenizer: Tokenizer, text: str = "ab", num_top: int = 2) -> logpro
     return logprobs.position(tokenizer, [chosen, chosen, other], [-0.5, -0.5, -math.inf], num_top)
 
 
-def test_a_stream_of_chat_chunks_is_what_the_client_expects() -> None:
+def test_a_stream_of_chat_chunks_has_the_clients_types() -> None:
     chunks = [
         render.chat_chunk(HEAD, 0, "", role=True),
         render.chat_chunk(HEAD, 0, "Hé\n"),
@@ -56,13 +56,13 @@ def test_a_stream_of_chat_chunks_is_what_the_client_expects() -> None:
     assert orjson.loads(chunks[3])["usage"] == USAGE_OBJECT
 
 
-def test_usage_is_null_in_all_chunks_but_the_last_when_asked_for() -> None:
+def test_requested_usage_is_null_in_all_chunks_but_the_last() -> None:
     assert orjson.loads(render.chat_chunk(HEAD, 0, "a", include_usage=True))["usage"] is None
     assert "usage" not in orjson.loads(render.chat_chunk(HEAD, 0, "a"))
     assert orjson.loads(render.completion_chunk(HEAD, 0, "a", include_usage=True))["usage"] is None
 
 
-def test_a_chat_body(byte_tokenizer: Tokenizer) -> None:
+def test_a_chat_body_has_the_clients_type(byte_tokenizer: Tokenizer) -> None:
     content = logprobs.chat([position(byte_tokenizer)])
     choices = [render.Choice(0, "a", "stop", content), render.Choice(1, "b", "length")]
     body = orjson.loads(render.chat_body(HEAD, choices, USAGE))
@@ -81,7 +81,7 @@ def test_a_chat_body(byte_tokenizer: Tokenizer) -> None:
     assert [(top.token, top.logprob) for top in entry.top_logprobs] == [("a", -0.5), ("b", -9999.0)]
 
 
-def test_a_completion_body_and_chunk(byte_tokenizer: Tokenizer) -> None:
+def test_a_completion_body_and_chunk_have_the_clients_types(byte_tokenizer: Tokenizer) -> None:
     values = logprobs.completions([position(byte_tokenizer), position(byte_tokenizer)], text_offset=10)
     body = orjson.loads(render.completion_body(HEAD, [render.Choice(0, "aa", "stop", values)], USAGE))
     parsed = Completion.model_validate(body)
@@ -102,13 +102,13 @@ def test_without_alternatives_top_logprobs_are_empty_or_null(byte_tokenizer: Tok
     assert logprobs.completions(only_chosen)["top_logprobs"] is None
 
 
-def test_logprobs_of_half_a_character_carry_its_bytes(byte_tokenizer: Tokenizer) -> None:
+def test_logprobs_of_half_a_character_contain_its_bytes(byte_tokenizer: Tokenizer) -> None:
     entry = logprobs.chat([position(byte_tokenizer, "é")])["content"][0]
     assert entry["bytes"] == [0xC3]
     orjson.dumps(entry)
 
 
-def test_bodies_of_several_prompts_merge_into_one() -> None:
+def test_bodies_of_several_prompts_are_merged_into_one() -> None:
     bodies = [
         render.completion_body(HEAD, [render.Choice(index, str(index), "stop") for index in indices], USAGE)
         for indices in ([2, 3], [0, 1])
@@ -120,7 +120,7 @@ def test_bodies_of_several_prompts_merge_into_one() -> None:
     assert merged["id"] == "chatcmpl-1"
 
 
-def test_head_and_choice_index_follow_the_request() -> None:
+def test_metadata_and_choice_index_follow_the_request() -> None:
     request = GenerateRequest(
         request_id="cmpl-1-2", response_id="cmpl-1", model="m", prompt_token_ids=[1], sampling=SamplingParams(n=3),
         prompt_index=2, created_unix_s=7,
@@ -131,12 +131,12 @@ def test_head_and_choice_index_follow_the_request() -> None:
     assert render.head(alone).id == "cmpl-9"
 
 
-def test_the_fingerprint_names_the_weights() -> None:
+def test_the_fingerprint_identifies_the_weights() -> None:
     assert render.fingerprint("0123456789abcdef") == "fp_0123456789ab"
     assert render.fingerprint("") == "fp_unknown"
 
 
-def test_events() -> None:
+def test_events_are_formatted_as_server_sent_events() -> None:
     assert render.sse(b"{}") == b"data: {}\n\n"
     assert render.SSE_DONE == b"data: [DONE]\n\n"
     event = render.sse_error(unavailable("The engine is gone."))
@@ -174,7 +174,7 @@ async def test_the_official_client_reads_the_stream_to_its_end_and_raises_its_er
         await read(chunks + render.sse_error(unavailable("The engine is gone.")))
 
 
-def test_the_model_list() -> None:
+def test_the_model_list_has_the_clients_type() -> None:
     body = orjson.loads(render.models_body([render.ModelCard("a", 5, 2048, "package://x"), render.ModelCard("b", 5)]))
     assert body["object"] == "list"
     assert [Model.model_validate(entry).id for entry in body["data"]] == ["a", "b"]
@@ -183,7 +183,7 @@ def test_the_model_list() -> None:
     assert orjson.loads(render.model_body(render.ModelCard("b", 5))) == body["data"][1]
 
 
-def test_the_tokenize_pair() -> None:
+def test_answers_of_tokenize_and_detokenize_have_their_fields() -> None:
     assert orjson.loads(render.tokenize_body([1, 2], 100)) == {
         "count": 2,
         "max_model_len": 100,

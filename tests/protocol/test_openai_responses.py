@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: what a body means as a chat, and the items and events of answers."""
+"""OpenAI's Responses API: the chat that a body is translated to, and the items and events of answers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def whole(events: list[Event], finish_reason: FinishReason = "stop") -> dict[str
 
 
 def numbered(drawn: list[Any]) -> list[Event]:
-    """Lists stand for calls with these pieces of arguments."""
+    """Return numbered events; a list stands for a call with these pieces of arguments."""
     events: list[Event] = []
     num_calls = 0
     for each in drawn:
@@ -91,7 +91,7 @@ def numbered(drawn: list[Any]) -> list[Event]:
     return events
 
 
-def test_settings_have_their_names_in_a_chat() -> None:
+def test_settings_are_translated_to_chat_fields() -> None:
     fields = parse(
         instructions="Be brief.",
         max_output_tokens=9,
@@ -106,7 +106,7 @@ def test_settings_have_their_names_in_a_chat() -> None:
     assert fields.form is not None
 
 
-def test_items_become_messages_calls_and_their_outputs() -> None:
+def test_items_become_messages_calls_and_outputs() -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "rain?"}]},
         {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -149,11 +149,11 @@ def test_items_become_messages_calls_and_their_outputs() -> None:
         ({"truncation": "auto"}, "truncation"),
     ],
 )
-def test_what_is_wrong_is_named_by_its_place(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_value_is_named_by_its_path(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields).param == param
 
 
-def test_limits_are_named_as_the_client_names_them() -> None:
+def test_limits_are_named_by_the_clients_field() -> None:
     body = DIALECT.parse(b'{"model": "m", "input": "hi", "max_output_tokens": 0}')
     with pytest.raises(PagemillError) as caught:
         body.sampling()
@@ -161,7 +161,7 @@ def test_limits_are_named_as_the_client_names_them() -> None:
 
 
 @given(EVENTS, st.sampled_from(["stop", "length"]))
-def test_the_items_of_a_stream_are_those_of_the_whole_answer(drawn: list[Any], finish_reason: FinishReason) -> None:
+def test_the_items_of_a_stream_equal_those_of_the_body(drawn: list[Any], finish_reason: FinishReason) -> None:
     events = numbered(drawn)
     shown = streamed(events, finish_reason)
     assert [each["type"] for each in shown[:2]] == ["response.created", "response.in_progress"]
@@ -183,7 +183,7 @@ def test_the_items_of_a_stream_are_those_of_the_whole_answer(drawn: list[Any], f
     assert answer["status"] == ("incomplete" if finish_reason == "length" else "completed")
 
 
-def test_usage_has_the_names_of_the_api() -> None:
+def test_usage_has_the_field_names_of_the_api() -> None:
     assert whole([Content("a")])["usage"] == {
         "input_tokens": 3,
         "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
@@ -200,7 +200,7 @@ REQUIRED = {
     *("max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier"),
     "prompt_cache_key",
 }
-"""Fields that the Open Responses specification asks of every response."""
+"""Fields that the Open Responses specification requires in every response."""
 PLACED = {"type", "sequence_number", "output_index"}
 IN_ITEM = PLACED | {"item_id"}
 IN_PART = IN_ITEM | {"content_index"}
@@ -220,7 +220,7 @@ EVENT_FIELDS = {
     "response.function_call_arguments.delta": IN_ITEM | {"delta"},
     "response.function_call_arguments.done": IN_ITEM | {"arguments"},
 }
-"""What it asks of each event."""
+"""Fields that the Open Responses specification requires in each event."""
 ITEM_FIELDS = {
     "message": {"id", "type", "status", "role", "content"},
     "reasoning": {"id", "type", "summary"},
@@ -236,7 +236,7 @@ ITEM_FIELDS = {
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}},
     ],
 )
-def test_responses_and_events_have_what_open_responses_asks_for(fields: dict[str, Any]) -> None:
+def test_responses_and_events_have_the_fields_that_open_responses_requires(fields: dict[str, Any]) -> None:
     body = parse_body(json.dumps({"model": "m", "input": "hi", **fields}).encode(), ResponsesRequest)
     given = msgspec.structs.replace(request(), client_fields=json.dumps(body.shown()))
     events = numbered([Reasoning("r"), Content("t"), ["{}"]])

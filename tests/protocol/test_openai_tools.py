@@ -1,4 +1,4 @@
-"""Chat requests with tools: what is accepted, what is refused and how, and what the template gets."""
+"""Chat requests with tools: accepted and refused values, and the input of the template."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def raw(**fields: Any) -> bytes:
 
 @pytest.fixture
 def tokenizer_with() -> Iterator[Callable[[str], Tokenizer]]:
-    """A tokenizer of bytes with this chat template."""
+    """Return a function that makes a byte tokenizer with this chat template."""
     made: dict[str, Tokenizer] = {}
     yield lambda template: made.setdefault(template, Tokenizer(byte_bundle(template)))
     for tokenizer in made.values():
@@ -56,7 +56,7 @@ def tokenizer_with() -> Iterator[Callable[[str], Tokenizer]]:
 
 @pytest.fixture
 def prepared(tokenizer_with: Callable[[str], Tokenizer]) -> Callable[..., tuple[str, GenerateRequest]]:
-    """The prompt and the engine's request of a chat."""
+    """Return a function that prepares a chat and returns its prompt and the engine's request."""
 
     def prepare_with(template: str, parsers: ParserSettings = AUTO, **fields: Any) -> tuple[str, GenerateRequest]:
         tokenizer = tokenizer_with(template)
@@ -73,7 +73,7 @@ def prepared(tokenizer_with: Callable[[str], Tokenizer]) -> Callable[..., tuple[
     return prepare_with
 
 
-def test_the_templates_own_rendering_gets_tools_and_arguments_as_objects(prepared: Any) -> None:
+def test_a_template_that_supports_tools_gets_tools_and_arguments_as_objects(prepared: Any) -> None:
     text, request = prepared(NATIVE, tools=[WEATHER], messages=[USER, ASKED, RESULT])
     assert text.startswith(json.dumps([WEATHER]))
     assert text.endswith('<user>hi<assistant><tool_call>{"city": "Rome"}<tool>sunny<assistant>')
@@ -81,7 +81,7 @@ def test_the_templates_own_rendering_gets_tools_and_arguments_as_objects(prepare
     assert not request.sampling.skip_special_tokens, "markers may be special tokens"
 
 
-def test_templates_that_add_arguments_to_text_get_their_json(prepared: Any) -> None:
+def test_templates_that_concatenate_arguments_get_json_text(prepared: Any) -> None:
     template = PLAIN.replace(
         "{{ m.content }}", "{{ m.content + (m.tool_calls[0].function.arguments if m.tool_calls else '') }}"
     )
@@ -89,7 +89,7 @@ def test_templates_that_add_arguments_to_text_get_their_json(prepared: Any) -> N
     assert text == '<user>hi<assistant>{"city": "Rome"}<tool>sunny<assistant>'
 
 
-def test_a_template_without_tools_gets_them_in_the_system_message_and_the_log_says_why(
+def test_without_template_support_tools_are_in_the_system_message_and_the_log_says_why(
     prepared: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -98,13 +98,13 @@ def test_a_template_without_tools_gets_them_in_the_system_message_and_the_log_sa
     assert text.startswith("<system># Tools")
     assert json.dumps(WEATHER) in text
     assert '<assistant><tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><user>' in text
-    assert text.count("<user>") == 2, "neighbouring results are one message"
+    assert text.count("<user>") == 2, "neighbouring results must be one message"
     assert request.answer_format.tools == "hermes"
     assert [("renders no tools" in record.getMessage()) for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("name", list(tool_formats()))
-def test_tools_are_described_in_the_format_of_the_parser_that_reads_the_calls(prepared: Any, name: str) -> None:
+def test_tools_are_described_in_the_format_of_the_parser_of_the_calls(prepared: Any, name: str) -> None:
     parsers = ParserSettings(tools=name)
     text, request = prepared(PLAIN + "{# " + name + " #}", parsers, tools=[WEATHER], messages=[USER, ASKED, USER])
     described, history = text.split("<user>hi<assistant>", 1)
@@ -121,7 +121,7 @@ def test_tools_are_described_in_the_format_of_the_parser_that_reads_the_calls(pr
     assert request.answer_format.tools == name
 
 
-def test_a_parser_that_declares_no_syntax_refuses_tools_where_the_template_renders_none(
+def test_a_parser_without_a_declared_syntax_refuses_tools_if_the_template_renders_none(
     prepared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = {**tool_formats(), "foreign": ToolFormat("foreign", lambda _: HermesParser(), "^never$")}
@@ -137,7 +137,7 @@ def test_a_template_that_refuses_system_messages_gets_the_tools_in_the_first_use
     assert text.endswith("\n\nhi<assistant>")
 
 
-def test_tools_that_may_not_be_called_are_not_rendered(prepared: Any) -> None:
+def test_with_tool_choice_none_tools_are_not_rendered(prepared: Any) -> None:
     text, request = prepared(NATIVE, tools=[WEATHER], tool_choice="none")
     assert text == "<user>hi<assistant>"
     assert request.answer_format is None
@@ -155,24 +155,24 @@ def test_tools_that_may_not_be_called_are_not_rendered(prepared: Any) -> None:
         ('tools {"name": function name, "parameters"', "llama3-json", ""),
     ],
 )
-def test_the_parsers_are_seen_from_the_template(prepared: Any, template: str, tools: str, reasoning: str) -> None:
+def test_the_parsers_are_derived_from_the_template(prepared: Any, template: str, tools: str, reasoning: str) -> None:
     _, request = prepared("{% raw %}" + template + "{% endraw %}", tools=[WEATHER])
     assert (request.answer_format.tools, request.answer_format.reasoning) == (tools, reasoning)
 
 
-def test_settings_override_what_the_template_says(prepared: Any) -> None:
+def test_settings_override_the_derived_parsers(prepared: Any) -> None:
     _, request = prepared(NATIVE, ParserSettings("mistral", "think"), tools=[WEATHER])
     assert (request.answer_format.tools, request.answer_format.reasoning) == ("mistral", "think")
     with pytest.raises(PagemillError, match="toolCallParser"):
         prepared(NATIVE, ParserSettings(tools="none"), tools=[WEATHER])
 
 
-def test_an_unknown_parser_is_refused_with_the_list(prepared: Any) -> None:
+def test_an_unknown_parser_is_refused_with_the_list_of_parsers(prepared: Any) -> None:
     with pytest.raises(PagemillError, match=r"no parser 'x'.*auto, none, harmony, deepseek"):
         prepared(NATIVE, ParserSettings("x"), tools=[WEATHER])
 
 
-def test_reasoning_starts_open_where_the_prompt_ends_with_its_marker(prepared: Any) -> None:
+def test_reasoning_is_open_if_the_prompt_ends_with_its_start_marker(prepared: Any) -> None:
     template = PLAIN + "{{ '<think>\n' if enable_thinking is not defined or enable_thinking }}{# </think> #}"
     _, request = prepared(template)
     assert request.answer_format.starts_in_reasoning
@@ -180,7 +180,7 @@ def test_reasoning_starts_open_where_the_prompt_ends_with_its_marker(prepared: A
     assert not request.answer_format.starts_in_reasoning
 
 
-def test_reasoning_effort_and_verbosity_are_variables_of_the_template(prepared: Any) -> None:
+def test_reasoning_effort_and_verbosity_are_template_variables(prepared: Any) -> None:
     template = "{{ reasoning_effort }}/{{ verbosity }}"
     text, _ = prepared(template, reasoning_effort="low", verbosity="high")
     assert text == "low/high"
@@ -200,7 +200,7 @@ def allowing(mode: str, *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_of_allowed_tools_the_model_sees_no_others(mode: str) -> None:
+def test_with_allowed_tools_the_model_sees_no_others(mode: str) -> None:
     clock = {"type": "function", "function": {"name": "clock"}}
     request = parse_body(raw(tools=[WEATHER, clock], tool_choice=allowing(mode, "clock")), ChatCompletionRequest)
     assert request.prompt_tools == [clock]
@@ -257,7 +257,9 @@ def test_of_allowed_tools_the_model_sees_no_others(mode: str) -> None:
         ({"functions": [{}]}, "functions", "send `tools`"),
     ],
 )
-def test_bad_tools_are_refused_at_once_by_field_value_and_remedy(fields: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_tools_are_refused_at_once_with_field_value_and_remedy(
+    fields: dict[str, Any], param: str, says: str
+) -> None:
     body = raw(**fields)
     took_s = []
     for _ in range(3):
@@ -265,6 +267,6 @@ def test_bad_tools_are_refused_at_once_by_field_value_and_remedy(fields: dict[st
         with pytest.raises(PagemillError) as caught:
             parse_body(body, ChatCompletionRequest)
         took_s.append(time.process_time() - started_s)
-    assert min(took_s) < 0.05, "at once, whatever else the machine does"
+    assert min(took_s) < 0.05, "the refusal must be quick"
     assert (caught.value.status, caught.value.param) == (400, param)
     assert says in caught.value.message

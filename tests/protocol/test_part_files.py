@@ -1,4 +1,4 @@
-"""How a file is fetched: ranges read ahead and given out in order, hashed and synced while they arrive."""
+"""The download of a file: ranges are read ahead, returned in order, and hashed and synced while they arrive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(start=st.integers(0, 50_000), length=st.integers(0, 20_000), chunk=st.integers(1, 1500))
-def test_ranges_make_the_content_again(start: int, length: int, chunk: int) -> None:
+def test_the_ranges_of_a_file_give_its_content(start: int, length: int, chunk: int) -> None:
     asked: list[tuple[int, int]] = []
 
     def read(first: int, end: int) -> Iterator[bytes]:
@@ -39,7 +39,7 @@ def test_ranges_make_the_content_again(start: int, length: int, chunk: int) -> N
     assert sum(last - first for first, last in asked) == length
 
 
-def test_ranges_are_read_at_the_same_time() -> None:
+def test_ranges_are_read_concurrently() -> None:
     together = threading.Barrier(ranges.NUM_RANGES, timeout=WAIT_LIMIT_S)
 
     def read(first: int, end: int) -> Iterator[bytes]:
@@ -50,7 +50,7 @@ def test_ranges_are_read_at_the_same_time() -> None:
     assert b"".join(ranges.read_in_order(read, 0, end)) == CONTENT[:end]
 
 
-def test_of_a_range_that_fails_what_had_arrived_comes_first() -> None:
+def test_the_received_bytes_of_a_failed_range_are_returned_before_its_error() -> None:
     def read(first: int, end: int) -> Iterator[bytes]:
         yield CONTENT[first : first + 300]
         if first == 2000:
@@ -63,7 +63,7 @@ def test_of_a_range_that_fails_what_had_arrived_comes_first() -> None:
     assert b"".join(arrived) == CONTENT[:2300]
 
 
-def test_a_range_that_stalls_does_not_hold_up_what_another_says() -> None:
+def test_a_stalled_range_does_not_delay_the_error_of_another() -> None:
     gate = threading.Event()
 
     def read(first: int, end: int) -> Iterator[bytes]:
@@ -79,7 +79,7 @@ def test_a_range_that_stalls_does_not_hold_up_what_another_says() -> None:
 
 
 @given(pieces=st.lists(st.binary(max_size=300), max_size=8), kept=st.integers(0, 8), starts_again=st.booleans())
-def test_the_digest_is_that_of_the_file_however_it_came(
+def test_the_digest_is_that_of_the_file_however_it_arrives(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], kept: int, starts_again: bool
 ) -> None:
     content = b"".join(pieces)
@@ -98,14 +98,14 @@ def test_the_digest_is_that_of_the_file_however_it_came(
     assert path.read_bytes() == content
 
 
-def test_git_names_its_files_by_another_digest(tmp_path: Path) -> None:
+def test_files_of_git_have_their_own_digest(tmp_path: Path) -> None:
     content = b"{}\n"
     with PartFile(tmp_path / "part", RemoteFile("config.json", len(content), git_sha1="of git")) as out:
         out.write(content)
         assert out.hexdigest() == "0967ef424bce6791893e9a57bb952f80fd536e93"
 
 
-def test_an_error_of_the_disk_is_not_lost_between_two_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_disk_between_two_syncs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(_: int) -> None:
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""Plain programs of chat templates: the text that the template itself gives, or none."""
+"""Plain programs of chat templates give the text of the template itself, or do not exist."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def program(source: str) -> list[Any] | None:
 
 @pytest.mark.parametrize("source", PLAIN.values(), ids=PLAIN)
 @given(MESSAGES, st.booleans(), st.one_of(st.none(), st.just([{"type": "function"}])))
-def test_a_plain_program_gives_what_its_template_gives(
+def test_a_plain_program_gives_the_text_of_its_template(
     source: str, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: Any
 ) -> None:
     variables = {
@@ -88,12 +88,12 @@ def test_a_plain_program_gives_what_its_template_gives(
         "a{{ 'b' }}" * 300,
     ],
 )
-def test_a_template_that_does_more_has_no_program(source: str) -> None:
+def test_a_template_that_does_more_than_join_texts_has_no_program(source: str) -> None:
     assert program(source) is None
 
 
 @pytest.mark.parametrize("source", ["{{ range }}", "{{ messages[0].items }}", "{{ loop }}"])
-def test_names_that_are_no_values_have_no_plain_template(source: str) -> None:
+def test_a_template_with_names_that_are_no_values_has_no_program(source: str) -> None:
     found = program(source)
     if found is not None:
         with pytest.raises(ValueError, match="no plain program"):
@@ -103,13 +103,13 @@ def test_names_that_are_no_values_have_no_plain_template(source: str) -> None:
 @pytest.mark.parametrize(
     "messages", [[{"content": None}], [{"content": ["part"]}], [{"content": 3}], [{}], [], [{"content": "x" * 600}]]
 )
-def test_values_that_plain_chats_do_not_have_are_left_to_the_template(messages: Any) -> None:
+def test_values_outside_of_plain_chats_are_left_to_the_template(messages: Any) -> None:
     found = program("{{ messages[0].content + messages[0].content }}")
     assert found is not None
     assert PlainTemplate(found, 1000).render({"messages": messages}) is None
 
 
-def test_a_program_never_holds_more_than_a_prompt_may_have() -> None:
+def test_a_program_never_exceeds_the_size_of_a_prompt() -> None:
     found = program("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert found is not None
     messages = [{"content": "x" * 100}] * 11
@@ -118,6 +118,6 @@ def test_a_program_never_holds_more_than_a_prompt_may_have() -> None:
 
 
 @pytest.mark.parametrize("found", [[["eval", "1"]], [["out"]], [["out", ["call", 1]]], [["if", ["const", 1]]], [5]])
-def test_what_is_no_program_is_refused(found: Any) -> None:
+def test_an_invalid_program_is_refused(found: Any) -> None:
     with pytest.raises(ValueError, match="no plain program"):
         PlainTemplate(found, 1000)

@@ -1,4 +1,4 @@
-"""Threads that prepare bodies: large ones take turns, and small ones do not wait for them."""
+"""Threads that prepare bodies: large bodies take turns, and small ones do not wait for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def threads() -> AsyncIterator[PreparationThreads]:
     made.close()
 
 
-async def test_one_large_body_is_prepared_at_a_time_and_small_ones_beside_it(threads: PreparationThreads) -> None:
+async def test_large_bodies_are_prepared_one_at_a_time_and_small_ones_concurrently(threads: PreparationThreads) -> None:
     begun: list[str] = []
     gate = threading.Event()
 

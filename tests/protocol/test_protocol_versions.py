@@ -1,4 +1,4 @@
-"""Who works with whom: peers of this release and the one before, and no older ones."""
+"""Compatibility of peers: those of this release and the previous one work together, older ones are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagemill_protocol.versions import (
 
 @pytest.fixture
 def third_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release two versions later."""
+    """Set the protocol version to that of a release two versions later."""
     monkeypatch.setattr(versions, "PROTOCOL_VERSION", 3)
     monkeypatch.setattr(versions, "OLDEST_VERSION", 2)
 
@@ -27,18 +27,18 @@ def as_request(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
     return [(b"host", b"x"), *((name.encode(), value.encode()) for name, value in headers.items())]
 
 
-def test_a_peer_of_this_release_is_taken() -> None:
+def test_a_peer_of_this_release_is_accepted() -> None:
     assert check_peer("The engine", protocol_headers()) == PROTOCOL_VERSION
     assert require_protocol(as_request(protocol_headers()), "The gateway") == PROTOCOL_VERSION
 
 
-def test_a_peer_that_names_no_version_is_of_the_first() -> None:
+def test_a_peer_without_a_version_has_the_first_version() -> None:
     assert check_peer("The engine", {}) == require_protocol(as_request({}), "The gateway") == 1
 
 
 @pytest.mark.usefixtures("third_version")
 @pytest.mark.parametrize("version", ["2", "3", "4", "12"])
-def test_the_release_before_and_every_later_one_are_taken(version: str) -> None:
+def test_the_previous_release_and_all_later_ones_are_accepted(version: str) -> None:
     assert check_peer("The engine", {"x-pagemill-protocol": version}) == int(version)
 
 
@@ -54,11 +54,11 @@ def test_an_older_peer_is_refused_with_both_versions_and_the_remedy(headers: dic
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "1.0", "1" * 7, "\u0661"])
-def test_a_version_that_is_no_number_is_refused(text: str) -> None:
+def test_a_version_that_is_not_a_number_is_refused(text: str) -> None:
     with pytest.raises(UnsupportedProtocol, match="which is not a number"):
         check_peer("The engine", {"x-pagemill-protocol": text})
 
 
-def test_what_frames_say_without_a_version_is_the_first_one() -> None:
-    """Later releases must name theirs: what equals the default is not sent."""
+def test_frames_without_a_version_have_the_first_version() -> None:
+    """Later releases must send theirs explicitly, because a value equal to the default is not sent."""
     assert Digests().protocol_version == versions.FIRST_VERSION == 1

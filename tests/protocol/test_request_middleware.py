@@ -1,4 +1,4 @@
-"""The request middleware: every refusal in OpenAI's shape, nothing unbounded inside, streams untouched."""
+"""The request middleware: every refusal has OpenAI's format, everything is bounded, and streams are unchanged."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def shaped(response: httpx2.Response, status: int) -> dict[str, Any]:
     return error
 
 
-async def test_what_is_in_bounds_passes(client: httpx2.AsyncClient) -> None:
+async def test_a_request_within_the_bounds_passes(client: httpx2.AsyncClient) -> None:
     response = await client.post("/echo", content=b"x" * 1000)
     assert (response.status_code, response.content) == (200, b"x" * 1000)
     assert (await client.post("/parse", content=BODY)).text == "m"
 
 
-async def test_unknown_routes_and_methods(client: httpx2.AsyncClient) -> None:
+async def test_unknown_routes_and_methods_are_refused(client: httpx2.AsyncClient) -> None:
     assert shaped(await client.get("/nowhere"), 404)["code"] == "not_found"
     response = await client.get("/echo")
     assert "GET" in shaped(response, 405)["message"]
@@ -97,14 +97,14 @@ async def test_unknown_routes_and_methods(client: httpx2.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("host", ["[::1", "a b", "evil.example/x?", "a:99999999", ""])
-async def test_an_unknown_route_is_one_whatever_the_host_header_says(client: httpx2.AsyncClient, host: str) -> None:
+async def test_an_unknown_route_is_refused_whatever_the_host_header_says(client: httpx2.AsyncClient, host: str) -> None:
     for path in ("/nowhere", "/parse/x", "/nowhere?x=%ff"):
         response = await client.post(path, headers={"Host": host})
         assert shaped(response, 404)["code"] == "not_found"
         assert "location" not in response.headers
 
 
-async def test_bad_json_and_bad_utf8(client: httpx2.AsyncClient) -> None:
+async def test_invalid_json_and_invalid_utf8_are_refused(client: httpx2.AsyncClient) -> None:
     assert shaped(await client.post("/parse", content=b"{"), 400)["code"] == "invalid_json"
     assert shaped(await client.post("/parse", content=b'{"prompt": "\xff"}'), 400)["param"] == "prompt"
     assert shaped(await client.post("/parse", content=b'{"prompt": "x"}'), 400)["param"] == "model"
@@ -113,18 +113,18 @@ async def test_bad_json_and_bad_utf8(client: httpx2.AsyncClient) -> None:
 @pytest.mark.parametrize(
     "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
-async def test_other_content_types_than_json_are_refused(client: httpx2.AsyncClient, content_type: str) -> None:
+async def test_content_types_other_than_json_are_refused(client: httpx2.AsyncClient, content_type: str) -> None:
     response = await client.post("/parse", content=BODY, headers={"content-type": content_type})
     assert "application/json" in shaped(response, 415)["message"]
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=utf-8", "application/x+json"])
-async def test_json_content_types_pass(client: httpx2.AsyncClient, content_type: str) -> None:
+async def test_json_content_types_are_accepted(client: httpx2.AsyncClient, content_type: str) -> None:
     assert (await client.post("/parse", content=BODY, headers={"content-type": content_type})).status_code == 200
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://test:81"])
-async def test_what_a_browser_sends_unasked_for_a_foreign_page_is_refused(
+async def test_requests_that_browsers_send_for_foreign_pages_are_refused(
     client: httpx2.AsyncClient, origin: str
 ) -> None:
     for declared in ({}, {"content-type": ""}):
@@ -137,7 +137,7 @@ async def test_what_a_browser_sends_unasked_for_a_foreign_page_is_refused(
 @pytest.mark.parametrize(
     "headers", [{"origin": "http://test"}, {"origin": "http://evil.example", "content-type": "application/json"}, {}]
 )
-async def test_pages_of_this_server_and_what_browsers_ask_about_first_pass(
+async def test_pages_of_this_server_and_preflighted_requests_pass(
     client: httpx2.AsyncClient, headers: dict[str, str]
 ) -> None:
     assert (await client.post("/parse", content=BODY, headers=headers)).status_code == 200
@@ -162,7 +162,7 @@ async def test_large_headers_are_refused(client: httpx2.AsyncClient) -> None:
     shaped(await client.get("/id", headers=many), 431)
 
 
-async def test_bugs_are_reported_without_their_text(
+async def test_internal_errors_are_reported_without_their_text(
     client: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
@@ -173,13 +173,13 @@ async def test_bugs_are_reported_without_their_text(
     assert "secret" in caplog.text
 
 
-async def test_our_errors_carry_their_headers(client: httpx2.AsyncClient) -> None:
+async def test_errors_of_the_project_carry_their_headers(client: httpx2.AsyncClient) -> None:
     response = await client.get("/limited")
     assert shaped(response, 429)["code"] == "rate_limit_exceeded"
     assert response.headers["retry-after"] == "2"
 
 
-async def test_harmless_request_ids_are_kept_and_others_replaced(client: httpx2.AsyncClient) -> None:
+async def test_valid_request_ids_are_kept_and_others_replaced(client: httpx2.AsyncClient) -> None:
     response = await client.get("/id", headers={"x-request-id": "abc-1.2:3"})
     assert response.text == response.headers["x-request-id"] == "abc-1.2:3"
     for hostile in ("a b", "x" * 129, "<script>", "é".encode()):
@@ -195,7 +195,7 @@ async def call(
     path: str = "/echo",
     method: str = "POST",
 ) -> list[Message]:
-    """One ASGI call; after `messages` the peer goes silent."""
+    """Make one ASGI call; after `messages`, the peer sends nothing more."""
     sent: list[Message] = []
     queue = list(messages)
 
@@ -227,7 +227,7 @@ def bounded(**options: Any) -> request_middleware.RequestMiddleware:
     )
 
 
-async def test_streams_pass_chunk_by_chunk_and_untouched() -> None:
+async def test_streams_pass_chunk_by_chunk_and_unchanged() -> None:
     sent = await call(bounded(), [], path="/stream", method="GET")
     assert [message["body"] for message in sent[1:]] == [b"data: 1\n\n", b"data: 2\n\n", b""]
 
@@ -239,7 +239,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
     assert header_of(sent, b"connection") == b"close"
 
 
-async def test_dribbling_does_not_extend_the_deadline() -> None:
+async def test_single_bytes_do_not_extend_the_deadline() -> None:
     async def dribble(scope: Scope, receive: Receive, send: Send) -> None:
         async def slow() -> Message:
             await asyncio.sleep(0.02)
@@ -251,12 +251,12 @@ async def test_dribbling_does_not_extend_the_deadline() -> None:
     assert sent[0]["status"] == 408
 
 
-async def test_a_client_that_leaves_mid_body_gets_nothing_more() -> None:
+async def test_a_client_that_leaves_within_its_body_gets_nothing_more() -> None:
     sent = await call(bounded(), [part(b"x", True), {"type": "http.disconnect"}], [(b"content-length", b"50")])
     assert sent[0]["status"] == 499
 
 
-async def test_a_body_that_is_too_large_is_read_to_its_end_before_the_answer() -> None:
+async def test_a_body_that_is_slightly_too_large_is_read_to_its_end_before_the_answer() -> None:
     messages = [part(b"x" * 500, True) for _ in range(20)] + [part(b"", False)]
     sent = await call(bounded(), messages, [(b"content-length", b"10000")])
     assert sent[0]["status"] == 413
@@ -269,13 +269,13 @@ async def test_a_body_that_is_far_too_large_is_not_read_at_all() -> None:
     assert header_of(sent, b"connection") == b"close"
 
 
-async def test_a_sender_that_waits_to_continue_is_refused_at_once() -> None:
+async def test_a_client_that_waits_for_100_continue_is_refused_at_once() -> None:
     sent = await call(bounded(), [], [(b"content-length", b"5000"), (b"expect", b"100-continue")])
     assert sent[0]["status"] == 413
 
 
 @pytest.mark.parametrize("value", [b"abc", b"-5", b"1e3", b"9" * 40, b"\xb2"])
-async def test_a_content_length_that_is_no_number_is_a_400(value: bytes) -> None:
+async def test_a_content_length_that_is_not_a_number_is_a_400(value: bytes) -> None:
     sent = await call(bounded(), [], [(b"content-length", value)])
     assert sent[0]["status"] == 400
 
@@ -290,7 +290,7 @@ async def test_an_answer_before_the_body_was_read_closes_the_connection() -> Non
     assert header_of(sent, b"connection") is None
 
 
-async def test_after_the_body_the_app_hears_the_disconnect() -> None:
+async def test_after_the_body_the_app_receives_the_disconnect() -> None:
     received: list[str] = []
 
     async def listener(scope: Scope, receive: Receive, send: Send) -> None:
@@ -306,7 +306,7 @@ async def test_after_the_body_the_app_hears_the_disconnect() -> None:
     assert received == ["http.disconnect"]
 
 
-async def test_a_stream_that_breaks_is_cut_not_completed() -> None:
+async def test_a_stream_that_fails_is_cut_and_not_completed() -> None:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"half", "more_body": True})
@@ -316,7 +316,7 @@ async def test_a_stream_that_breaks_is_cut_not_completed() -> None:
         await call(request_middleware.RequestMiddleware(broken), [])
 
 
-async def test_errors_outside_the_app_are_shaped_too() -> None:
+async def test_errors_outside_the_app_have_the_same_format() -> None:
     async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
         raise PagemillError("Not today.", status=503, type="server_error")
 

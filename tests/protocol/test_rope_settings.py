@@ -1,4 +1,4 @@
-"""Rope settings of both header formats: used as they are, or refused with the name of the field and its value."""
+"""Rope settings of both header formats are used as they are or refused with the field's name and value."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_missing_factor_is_refused_by_name(key, settings):
         (1e-79, "1e-79"),
     ],
 )
-def test_a_factor_that_is_no_positive_number_is_refused_by_name_and_value(settings, factor, shown):
+def test_a_factor_that_is_not_a_positive_number_is_refused_by_name_and_value(settings, factor, shown):
     message = refusal({"rope_scaling": settings | {"factor": factor}})
     assert message.startswith(f"`rope_scaling.factor` is {shown}")
     assert message.endswith("; it must be a number from 1e-06 to 1e+12.")
@@ -111,7 +111,7 @@ def test_every_field_of_a_kind_is_checked(settings, message):
 
 
 @pytest.mark.parametrize("kind", ["mrope", "proportional", "axial", "YaRN", ""])
-def test_a_kind_that_is_not_computed_is_refused_with_those_that_are(kind):
+def test_an_unsupported_kind_is_refused_with_the_supported_ones(kind):
     with pytest.raises(UnsupportedRopeError) as refused:
         read_rope({"rope_scaling": {"type": kind, "factor": 2.0}}, 256)
     assert f"rope scaling `{kind}` (supported are default, linear, dynamic, llama3, yarn, longrope)" in str(
@@ -127,7 +127,7 @@ def test_settings_per_attention_type_are_refused(key):
         read_rope({key: {"sliding_attention": None}}, 256)
 
 
-def test_a_partial_rotary_embedding_is_found_beside_the_settings_too():
+def test_a_partial_rotary_embedding_is_also_found_outside_the_rope_settings():
     with pytest.raises(UnsupportedRopeError, match="partial rotary embedding"):
         read_rope({"partial_rotary_factor": 0.5}, 256)
     assert read_rope({"partial_rotary_factor": 1.0}, 256).scaling is None
@@ -144,7 +144,7 @@ def test_optional_fields_have_the_defaults_of_transformers():
     assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate) == (32.0, 1.0, True)
 
 
-def test_the_old_key_counts_before_the_new_one_unless_it_is_empty():
+def test_the_old_key_takes_precedence_unless_it_is_empty():
     both = {"rope_scaling": LINEAR, "rope_parameters": YARN}
     assert read_rope(both, 256).scaling == LinearScaling(factor=2.0)
     assert isinstance(read_rope(both | {"rope_scaling": {}}, 256).scaling, YarnScaling)
@@ -158,7 +158,7 @@ def test_a_spec_with_scaling_survives_its_encoding(settings):
     assert msgspec.json.decode(msgspec.json.encode(spec), type=RopeSpec) == spec
 
 
-# As a model's header, before any weight is read.
+# The settings are in the header of a model, which is read before any weight.
 
 
 def folder_with(folder: Path, **settings: Any) -> Path:
@@ -177,7 +177,7 @@ def folder_with(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def test_the_header_of_a_folder_refuses_what_is_not_computed_as_an_unsupported_architecture(tmp_path):
+def test_unsupported_rope_settings_of_a_folder_are_an_unsupported_architecture(tmp_path):
     for settings in ({"type": "axial", "factor": 2.0}, BY_ATTENTION_TYPE):
         with pytest.raises(UnsupportedModelArchitecture) as refused:
             load_model_spec(folder_with(tmp_path, rope_scaling=settings))
@@ -185,7 +185,7 @@ def test_the_header_of_a_folder_refuses_what_is_not_computed_as_an_unsupported_a
         assert "`LlamaForCausalLM` with " in refused.value.message
 
 
-def test_the_header_of_a_folder_refuses_a_wrong_factor_as_unreadable(tmp_path):
+def test_a_wrong_factor_in_the_header_of_a_folder_is_unreadable(tmp_path):
     with pytest.raises(UnreadableModelError, match=r"config.json`: `rope_scaling.factor` is 0; it must be a number"):
         load_model_spec(folder_with(tmp_path, rope_scaling={"type": "linear", "factor": 0}))
 
@@ -203,12 +203,12 @@ DIVISORS = "rope_freqs.weight"
 
 
 def gguf_scaling(**keys: Any) -> Any:
-    """`scaling__factor` stands for `llama.rope.scaling.factor`."""
+    """Return the scaling of GGUF metadata; `scaling__factor` stands for `llama.rope.scaling.factor`."""
     metadata = {f"llama.rope.{name.replace('__', '.')}": value for name, value in keys.items()}
     return read_gguf_scaling(metadata, "llama", 10_000.0, 128)
 
 
-def test_a_gguf_factor_without_a_type_is_linear_as_in_llama_cpp():
+def test_a_gguf_factor_without_a_type_is_linear_like_in_llama_cpp():
     assert gguf_scaling(scaling__factor=4.0) == LinearScaling(factor=4.0)
     assert gguf_scaling(scale_linear=4) == LinearScaling(factor=4.0)
     assert gguf_scaling(scaling__factor=2.0, scale_linear=4.0) == LinearScaling(factor=2.0)
@@ -216,7 +216,7 @@ def test_a_gguf_factor_without_a_type_is_linear_as_in_llama_cpp():
     assert gguf_scaling(scaling__type="none", scaling__factor=0.0) is None
 
 
-def test_gguf_settings_of_yarn_are_all_read():
+def test_all_gguf_settings_of_yarn_are_read():
     scaling = gguf_scaling(
         scaling__type="yarn",
         scaling__factor=float(np.float32(1.1)),
@@ -249,7 +249,7 @@ def test_gguf_settings_of_yarn_are_all_read():
         ({"scaling__type": "yarn", "scaling__factor": 4.0, "scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
     ],
 )
-def test_gguf_settings_that_cannot_be_used_are_refused_by_their_key(keys, message):
+def test_unusable_gguf_settings_are_refused_by_their_key(keys, message):
     with pytest.raises(RopeError) as refused:
         gguf_scaling(**keys)
     assert message in str(refused.value)
@@ -272,13 +272,13 @@ def test_gguf_settings_that_cannot_be_used_are_refused_by_their_key(keys, messag
         ({}, {DIVISORS: np.array([1, 1, np.nan, 8])}, UnreadableModelError, "`rope_freqs.weight` holds nan"),
     ],
 )
-def test_the_header_of_a_gguf_file_refuses_rope_settings(write_gguf, keys, tensors, error, message):
+def test_unusable_rope_settings_in_the_header_of_a_gguf_file_are_refused(write_gguf, keys, tensors, error, message):
     with pytest.raises(error) as refused:
         load_model_spec(write_gguf(GGUF_LLAMA | keys, EMBEDDING | tensors))
     assert message in refused.value.message
 
 
-def test_a_gguf_file_with_divisors_of_its_frequencies_is_read(write_gguf):
+def test_a_gguf_file_with_frequency_divisors_is_read(write_gguf):
     spec = load_model_spec(write_gguf(GGUF_LLAMA, EMBEDDING | {DIVISORS: np.full(4, 8)}))
     (rope,) = spec.decoder.ropes()
     assert rope.scaling is None

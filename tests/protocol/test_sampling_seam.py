@@ -1,4 +1,4 @@
-"""A sampling parameter is declared once: bounds, OpenAPI entry and HTTP field follow from `SamplingParams`."""
+"""A sampling parameter is declared once; bounds, OpenAPI entry and HTTP field follow from `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pagemill_protocol.openapi import document
 from pagemill_protocol.sampling import BOUNDS, SamplingParams
 
 BEAM_SEARCH_ONLY = {"length_penalty", "early_stopping"}
-"""Checked with `use_beam_search`; they mean nothing without it."""
+"""Parameters that are checked with `use_beam_search` and have no effect without it."""
 OF_EACH_DIALECT = {"logprobs"}
-"""Chat and completions give it different types."""
+"""Parameters to which chat and completions give different types."""
 
 OFFLINE_ONLY = {"detokenize", "output_kind"}
-"""Parameters of vLLM's class that the offline API alone takes; HTTP has no field for them, or refuses it by name."""
+"""Parameters of vLLM's class for the offline API alone; HTTP has no field for them or refuses it by name."""
 MADE_FROM_OTHERS = {"bad_word_token_ids"}
-"""Clients do not send it: the tokens of `bad_words`."""
+"""Parameters that clients do not send: these are the tokens of `bad_words`."""
 
 
 def numbers() -> set[str]:
@@ -50,7 +50,7 @@ def test_every_parameter_is_a_field_of_requests() -> None:
 
 @pytest.mark.parametrize("name", sorted(BOUNDS))
 @pytest.mark.parametrize("beyond", ["below", "above", "text", "bool"])
-def test_values_beyond_the_bounds_are_refused_by_name(name: str, beyond: str) -> None:
+def test_values_outside_the_bounds_are_refused_by_name(name: str, beyond: str) -> None:
     bounds = BOUNDS[name]
     number = int if bounds.is_integer else float
     values: dict[str, Any] = {

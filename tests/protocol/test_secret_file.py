@@ -1,4 +1,4 @@
-"""Secrets in a file that is swapped as kubelets swap mounted Secrets."""
+"""Secrets in a file that is replaced in the way in which kubelets update mounted Secrets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pagemill_protocol import secret_file
 from pagemill_protocol.secret_file import CHECK_INTERVAL_S, SecretFile
 
 
-def test_lines_without_comments_and_blanks(tmp_path: Path) -> None:
+def test_comments_and_empty_lines_are_ignored(tmp_path: Path) -> None:
     (path := tmp_path / "tokens").write_text("# newest first\n  one \n\ntwo\n")
     assert SecretFile(path).lines() == ("one", "two")
 
 
-def test_a_swapped_folder_is_seen_within_the_interval(tmp_path: Path) -> None:
-    """`tokens` -> `..data/tokens`, `..data` -> a dated folder: a kubelet renames the middle link."""
+def test_a_replaced_folder_is_noticed_within_the_interval(tmp_path: Path) -> None:
+    """`tokens` links to `..data/tokens`, and `..data` to a dated folder: a kubelet renames the middle link."""
     clock = Clock()
     for folder, text in (("..1", "old"), ("..2", "new")):
         (tmp_path / folder).mkdir()
@@ -31,12 +31,12 @@ def test_a_swapped_folder_is_seen_within_the_interval(tmp_path: Path) -> None:
     assert file.lines() == ("old",)
     (tmp_path / "..tmp").symlink_to("..2")
     os.replace(tmp_path / "..tmp", tmp_path / "..data")
-    assert file.lines() == ("old",), "looked at too often"
+    assert file.lines() == ("old",), "the file was checked too often"
     clock.now += CHECK_INTERVAL_S
     assert file.lines() == ("new",)
 
 
-def test_a_revoked_secret_counts_no_more_within_a_second(tmp_path: Path) -> None:
+def test_a_revoked_secret_is_refused_within_a_second(tmp_path: Path) -> None:
     clock = Clock()
     (path := tmp_path / "keys").write_text("one\ntwo")
     file = SecretFile(path, clock=clock)
@@ -44,10 +44,10 @@ def test_a_revoked_secret_counts_no_more_within_a_second(tmp_path: Path) -> None
     path.write_text("two")
     clock.now += 0.99
     assert file.lines() == ("two",)
-    assert READ_INTERVAL_S < 1, "the same of keys in Redis"
+    assert READ_INTERVAL_S < 1, "keys in Redis have the same limit"
 
 
-def test_a_file_written_in_place_is_seen(tmp_path: Path) -> None:
+def test_a_file_written_in_place_is_noticed(tmp_path: Path) -> None:
     clock = Clock()
     (path := tmp_path / "tokens").write_text("one")
     file = SecretFile(path, clock=clock)
@@ -56,7 +56,7 @@ def test_a_file_written_in_place_is_seen(tmp_path: Path) -> None:
     assert file.lines() == ("one", "two")
 
 
-def test_a_file_that_vanishes_leaves_what_was_known(tmp_path: Path) -> None:
+def test_a_file_that_disappears_keeps_the_known_secrets(tmp_path: Path) -> None:
     clock = Clock()
     (path := tmp_path / "tokens").write_text("one")
     file = SecretFile(path, clock=clock)
@@ -68,12 +68,12 @@ def test_a_file_that_vanishes_leaves_what_was_known(tmp_path: Path) -> None:
     assert file.lines() == ("two!",)
 
 
-def test_a_file_that_is_not_there_at_the_start_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_file_at_the_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         SecretFile(tmp_path / "tokens")
 
 
-def test_content_counts_and_not_size_or_modification_time(tmp_path: Path) -> None:
+def test_a_change_is_detected_by_content_not_by_size_or_modification_time(tmp_path: Path) -> None:
     clock = Clock()
     (path := tmp_path / "tokens").write_text("one")
     os.utime(path, (1, 1))
@@ -89,7 +89,7 @@ def _fault_of(line: str) -> str | None:
     return None if line.startswith("good") else "is not good"
 
 
-def test_at_the_start_wrong_lines_are_left_out_and_named_by_number_only(
+def test_at_the_start_invalid_lines_are_skipped_and_named_by_number_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (path := tmp_path / "tokens").write_text("# comment\ngood\nsk-plain\n")
@@ -101,7 +101,7 @@ def test_at_the_start_wrong_lines_are_left_out_and_named_by_number_only(
     assert "sk-plain" not in caplog.text
 
 
-def test_a_change_with_a_wrong_line_leaves_all_lines_of_before_until_it_is_corrected(
+def test_a_change_with_an_invalid_line_keeps_all_previous_lines_until_it_is_corrected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -121,7 +121,7 @@ def test_a_change_with_a_wrong_line_leaves_all_lines_of_before_until_it_is_corre
     assert (file.lines(), file.problem) == (("good new",), "")
 
 
-def test_a_problem_ends_with_the_content_of_before(tmp_path: Path) -> None:
+def test_a_problem_ends_when_the_previous_content_returns(tmp_path: Path) -> None:
     clock = Clock()
     (path := tmp_path / "tokens").write_text("good\n")
     file = SecretFile(path, fault_of=_fault_of, clock=clock)
@@ -134,7 +134,7 @@ def test_a_problem_ends_with_the_content_of_before(tmp_path: Path) -> None:
     assert (file.lines(), file.problem) == (("good",), "")
 
 
-def test_a_file_that_grew_too_large_is_not_used_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_became_too_large_is_not_used_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secret_file, "MAX_FILE_BYTES", 20)
     clock = Clock()
     (path := tmp_path / "tokens").write_text("one\ntwo\n")
@@ -145,7 +145,7 @@ def test_a_file_that_grew_too_large_is_not_used_in_part(tmp_path: Path, monkeypa
     assert "more than" in file.problem
 
 
-def test_a_quiet_reader_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_quiet_reader_of_an_invalid_file_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     (path := tmp_path / "tokens").write_text("wrong\n")
     file = SecretFile(path, fault_of=_fault_of, clock=clock, quiet=True)

@@ -1,4 +1,4 @@
-"""Encoding by segments: the tokens of encoding at once, each segment tokenized once, bounds on what is remembered."""
+"""Encoding by segments gives the tokens of the whole text, tokenizes each segment once, and bounds its cache."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Json = dict[str, Any]
 
 
 def completed(backend: Backend, **fields: Any) -> Json:
-    backend.decoder = decoders.ByteLevel()  # not used, and needed for a tokenizer
+    backend.decoder = decoders.ByteLevel()  # not used, but a tokenizer requires it
     backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in SPECIAL])
     return {**json.loads(backend.to_str()), **fields}
 
@@ -84,7 +84,7 @@ def word_piece() -> Json:
 
 
 DISTINCT = {json.dumps(each.to_json()): name for name, each in PRE_TOKENIZERS.items()}
-"""Names of many models stand for the same steps."""
+"""Tokenizers by their steps, since several models have the same."""
 FITTING = {
     "byte-level": byte_level(),
     **{f"byte-level as {name}": byte_level(pre_tokenizer=json.loads(each)) for each, name in DISTINCT.items()},
@@ -105,7 +105,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 class Counted:
-    """One token for each character; notes what is encoded."""
+    """A tokenizer with one token for each character that records the encoded texts."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -129,7 +129,7 @@ def encoder() -> SegmentEncoder:
 def test_segments_give_the_tokens_of_the_whole_text(tokenizer: Tokenizer, text: str) -> None:
     whole = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer._segments is not None
-    for _ in range(2):  # the second time from what is remembered
+    for _ in range(2):  # the second time from the cache
         assert tokenizer.encode_within(text, 0, add_special_tokens=False, scope="") == whole
 
 
@@ -144,25 +144,25 @@ def test_segments_give_the_tokens_of_the_whole_text(tokenizer: Tokenizer, text: 
         pytest.param(byte_level(added_tokens=[]), id="nothing to cut at"),
     ],
 )
-def test_tokenizers_that_look_around_a_segment_encode_whole_texts(tokenizer_json: Json) -> None:
+def test_tokenizers_with_context_beyond_a_segment_encode_whole_texts(tokenizer_json: Json) -> None:
     assert SegmentEncoder.of(tokenizer_json, 4) is None
 
 
-def test_a_conversation_encodes_its_new_message_only(encoder: SegmentEncoder) -> None:
+def test_only_the_new_message_of_a_conversation_is_encoded(encoder: SegmentEncoder) -> None:
     by = Counted()
     assert encode(encoder, "system<s>question<ss>", by) == [*map(ord, "system"), 1, *map(ord, "question"), 2]
     encode(encoder, "system<s>question<ss>answer<s>more", by)
     assert by.texts == ["system", "question", "answer", "more"]
 
 
-def test_another_scope_shares_nothing(encoder: SegmentEncoder) -> None:
+def test_scopes_share_no_cache_entries(encoder: SegmentEncoder) -> None:
     by = Counted()
     encode(encoder, "secret<s>", by, scope="one")
     encode(encoder, "secret<s>", by, scope="two")
     assert by.texts == ["secret", "secret"]
 
 
-def test_a_text_beyond_the_context_is_refused_before_its_rest_is_encoded(encoder: SegmentEncoder) -> None:
+def test_a_text_beyond_the_context_is_refused_before_the_rest_is_encoded(encoder: SegmentEncoder) -> None:
     by = Counted()
     with pytest.raises(PagemillError) as refused:
         encode(encoder, "12345<s>678<s>rest", by, max_tokens=8)
@@ -178,7 +178,7 @@ def test_pieces_of_a_long_segment_are_counted_first(encoder: SegmentEncoder) -> 
     assert max(map(len, by.texts)) < len(long)
 
 
-def test_what_is_remembered_is_bounded_and_the_longest_unused_goes_first(
+def test_the_cache_is_bounded_and_evicts_the_least_recently_used_entry(
     encoder: SegmentEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "MAX_KEPT_TOKENS", 10)

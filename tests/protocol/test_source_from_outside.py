@@ -1,4 +1,4 @@
-"""A kind of source that an installed package registers: known to the command line, the plan and messages alike."""
+"""The command line, the plan and error messages know a kind of source that an installed package registers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     registered.cache_clear()
 
 
-def test_a_package_adds_a_kind(installed: None) -> None:
+def test_a_package_can_add_a_kind_of_source(installed: None) -> None:
     assert find_kind("shelf://a").form == "shelf://NAME"
     assert is_fetched("shelf://a")
     assert "`shelf://NAME`" in forms()
@@ -49,7 +49,7 @@ def test_a_package_adds_a_kind(installed: None) -> None:
         find_kind("shelf://b").check("shelf://b", "model.source")
 
 
-def test_a_kind_that_cannot_be_used_says_why_and_costs_itself_only(installed: None) -> None:
+def test_an_unusable_kind_is_reported_and_affects_no_other(installed: None) -> None:
     with pytest.raises(SourceError, match="its scheme is 'other'; it must be that of its entry point"):
         find_kind("wrong://a")
     with pytest.raises(SourceError, match="No module named 'nowhere'"):

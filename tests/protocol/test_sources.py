@@ -1,4 +1,4 @@
-"""Model sources: what resolves, what is refused, and with which remedy."""
+"""Model sources: those that can be resolved, and refusals with their remedies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_folder_with_one_gguf_file_names_that_file(gguf):
     assert resolve_source(str(gguf.parent)) == gguf
 
 
-def test_a_folder_with_several_gguf_files_asks_which(gguf):
+def test_a_folder_with_several_gguf_files_is_refused_with_their_names(gguf):
     (gguf.parent / "other.gguf").write_bytes(b"GGUF")
     assert "several models (my model.gguf, other.gguf)" in refusal(str(gguf.parent)).message
 
@@ -86,7 +86,7 @@ def test_an_unusable_source_is_refused_with_its_remedy(source, message):
     assert message in refusal(source).message
 
 
-def test_a_bare_name_is_the_hubs_unless_it_is_a_path(tmp_path, monkeypatch):
+def test_a_bare_name_is_a_repository_of_the_hub_unless_it_is_a_path(tmp_path, monkeypatch):
     import huggingface_hub
 
     asked = []
@@ -114,7 +114,7 @@ def test_a_bare_name_is_the_hubs_unless_it_is_a_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lacks", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_what_the_hubs_library_holds_in_part_is_not_used(tmp_path, monkeypatch, lacks):
+def test_a_partial_download_in_the_hub_librarys_cache_is_not_used(tmp_path, monkeypatch, lacks):
     import huggingface_hub
 
     for name in {"config.json", "tokenizer.json", "model.safetensors"} - {lacks}:
@@ -123,13 +123,13 @@ def test_what_the_hubs_library_holds_in_part_is_not_used(tmp_path, monkeypatch, 
     assert find_kind("hf://org/name").find("hf://org/name", "model") is None
 
 
-def test_a_file_that_is_no_model_is_refused(tmp_path):
+def test_a_file_that_is_not_a_model_is_refused(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"x")
     assert refusal(str(tmp_path / "model.bin")).reason == "ModelUnreadable"
     assert "neither `config.json` nor a `.gguf` file" in refusal(str(tmp_path)).message
 
 
-def test_the_field_at_fault_is_the_callers():
+def test_the_error_names_the_callers_field():
     with pytest.raises(SourceError, match=r"^spec\.model\.source: "):
         resolve_source("nowhere", field="spec.model.source")
 
@@ -152,5 +152,5 @@ def test_the_field_at_fault_is_the_callers():
         ("Q4_0.gguf", "Q4_0"),
     ],
 )
-def test_the_default_name_is_the_models_own(source, name):
+def test_the_default_name_is_that_of_the_model(source, name):
     assert default_name(source) == name

@@ -1,4 +1,4 @@
-"""A slow phase of the machine is noticed within a few steps, forgotten when it is over, and never becomes the law."""
+"""The drift of step times: a slow phase is noticed within a few steps, forgotten afterwards, and not learned."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ def drift_after(num_steps: int, slower: float, *, with_prompt: bool = False) -> 
     return drift, now_s
 
 
-def test_without_steps_the_law_counts_alone() -> None:
+def test_without_steps_the_step_time_model_applies_unchanged() -> None:
     assert StepDrift().value(5.0) == 0.0
     assert drift_factor(0.0, with_prompt=False) == drift_factor(0.0, with_prompt=True) == 1.0
 
 
 @pytest.mark.parametrize("slower", [0.7, 1.0, 1.4])
-def test_a_phase_is_followed_within_ten_steps(slower: float) -> None:
+def test_a_slow_phase_is_followed_within_ten_steps(slower: float) -> None:
     drift, now_s = drift_after(10, slower)
     assert drift_factor(drift.value(now_s), with_prompt=False) == pytest.approx(slower, rel=0.01)
 
 
-def test_prompts_feel_half_of_it() -> None:
+def test_steps_with_prompts_are_slowed_half_as_much() -> None:
     drift, now_s = drift_after(10, 1.44)
     assert drift_factor(drift.value(now_s), with_prompt=True) == pytest.approx(1.2, rel=0.01)
     drift, now_s = drift_after(60, 1.2, with_prompt=True)
     assert drift_factor(drift.value(now_s), with_prompt=False) == pytest.approx(1.44, rel=0.02)
 
 
-def test_an_idle_engine_forgets_it() -> None:
+def test_the_drift_of_an_idle_engine_decays() -> None:
     drift, now_s = drift_after(10, 1.4)
     assert drift.value(now_s + FORGOTTEN_S) == pytest.approx(drift.value(now_s) / math.e)
     assert drift.value(now_s + 20 * FORGOTTEN_S) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_law_does_not_learn_a_phase_and_learns_what_stays() -> None:
+def test_the_step_time_model_learns_a_permanent_change_but_not_a_phase() -> None:
     model, drift, now_s = StepTimeModel(64), StepDrift(), 0.0
 
     def steps(count: int, ms: float) -> None:
@@ -65,7 +65,7 @@ def test_the_law_does_not_learn_a_phase_and_learns_what_stays() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(), st.floats(), st.booleans())))
-def test_nothing_that_is_measured_makes_it_strange(steps: list[tuple[float, float, bool]]) -> None:
+def test_the_drift_stays_within_its_bounds_for_any_measurement(steps: list[tuple[float, float, bool]]) -> None:
     drift = StepDrift()
     for i, (predicted_ms, ms, with_prompt) in enumerate(steps):
         drift.observe(predicted_ms, ms, i * STEP_S, with_prompt=with_prompt)

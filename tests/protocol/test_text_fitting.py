@@ -1,4 +1,4 @@
-"""Texts that cannot fit into a context are refused without tokenizing them; no text is refused that fits."""
+"""Texts that cannot fit into a context are refused without tokenizing them, and no text that fits is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ BOUNDED = {
 
 
 @pytest.mark.parametrize("tokenizer_json", BOUNDED.values(), ids=BOUNDED.keys())
-def test_no_token_stands_for_more_bytes_than_the_bound(tokenizer_json: dict[str, Any]) -> None:
+def test_no_token_covers_more_bytes_than_the_bound(tokenizer_json: dict[str, Any]) -> None:
     coverage, tokenizer = coverage_of(tokenizer_json), tokenizer_of(tokenizer_json)
     assert coverage is not None
 
@@ -74,7 +74,7 @@ def test_no_token_stands_for_more_bytes_than_the_bound(tokenizer_json: dict[str,
     every()
 
 
-def test_nfc_makes_no_text_shorter_than_the_bound_says() -> None:
+def test_nfc_shortens_no_text_beyond_the_bound() -> None:
     characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
     spelled: dict[str, int] = {}
     for char in characters:
@@ -119,7 +119,7 @@ def test_a_tokenizer_that_may_drop_or_join_any_number_of_characters_has_no_bound
 
 
 @pytest.mark.model
-def test_bytes_that_become_no_token_do_not_count(smollm2: Tokenizer) -> None:
+def test_bytes_without_a_token_do_not_count(smollm2: Tokenizer) -> None:
     """The vocabulary lacks some control characters."""
     text = "\x04" * 10_000 + "a"
     assert smollm2.encode_within(text, 2) == smollm2.encode("a")
@@ -157,7 +157,7 @@ CUT = {**BOUNDED, **{name: each for name, each in UNBOUNDED.items() if name != U
 
 
 @pytest.mark.parametrize("tokenizer_json", CUT.values(), ids=CUT.keys())
-def test_a_text_that_is_cut_has_the_first_tokens_of_the_whole(tokenizer_json: dict[str, Any]) -> None:
+def test_a_truncated_text_has_the_first_tokens_of_the_whole(tokenizer_json: dict[str, Any]) -> None:
     tokenizer, rng = tokenizer_of(tokenizer_json), random.Random(5)
     units = [*TEXTS_OF_ONE_KIND.values(), "\u0301", "h" * 99, "h" * 300, " " * 50, "é한ᄒ́　▁"]
     for few in (1, 2, len(units)):
@@ -171,10 +171,10 @@ def test_a_text_that_is_cut_has_the_first_tokens_of_the_whole(tokenizer_json: di
 @pytest.mark.parametrize(
     ("unit", "is_refused"), [("word ", False), ("中", False), (" ", True), ("h", True), ("\u0301", True)]
 )
-def test_cutting_a_text_costs_what_is_kept_and_not_what_is_sent(
+def test_truncating_a_text_costs_in_proportion_to_the_kept_part(
     unit: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of spaces, or of words too long to be known, no number of characters brings many tokens."""
+    """No number of spaces, or of characters in words that are too long, gives many tokens."""
     tokenizer, seen = tokenizer_of(word_piece()), 0
     encode = Tokenizer._encode
 
@@ -196,7 +196,7 @@ def test_cutting_a_text_costs_what_is_kept_and_not_what_is_sent(
 
 @pytest.mark.model
 @pytest.mark.parametrize("unit", TEXTS_OF_ONE_KIND.values(), ids=TEXTS_OF_ONE_KIND.keys())
-def test_a_large_text_has_its_own_tokens_where_they_just_fit_and_is_refused_where_they_do_not(
+def test_a_large_text_that_just_fits_keeps_its_tokens_and_a_larger_one_is_refused(
     smollm2: Tokenizer, unit: str
 ) -> None:
     text = unit * (200_000 // len(unit.encode()))
@@ -209,7 +209,7 @@ def test_a_large_text_has_its_own_tokens_where_they_just_fit_and_is_refused_wher
 
 
 @pytest.mark.model
-def test_a_large_text_of_all_kinds_has_its_own_tokens_where_they_just_fit(smollm2: Tokenizer) -> None:
+def test_a_large_text_of_any_kind_that_just_fits_keeps_its_tokens(smollm2: Tokenizer) -> None:
     rng = random.Random(5)
     for _ in range(3):
         units = rng.choices(list(TEXTS_OF_ONE_KIND.values()), k=400)
@@ -220,7 +220,7 @@ def test_a_large_text_of_all_kinds_has_its_own_tokens_where_they_just_fit(smollm
 
 @pytest.mark.model
 @pytest.mark.parametrize("unit", ["0", "a", "a1", "🧨", "hello "])
-def test_of_a_text_that_cannot_fit_hardly_more_is_tokenized_than_fits(
+def test_of_a_text_that_cannot_fit_only_about_the_context_is_tokenized(
     smollm2: Tokenizer, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = unit * (600_000 // len(unit.encode()))
@@ -235,7 +235,7 @@ def test_of_a_text_that_cannot_fit_hardly_more_is_tokenized_than_fits(
 
 
 @pytest.mark.model
-def test_a_context_of_any_length_takes_texts_of_bounded_size(smollm2: Tokenizer) -> None:
+def test_a_context_of_any_length_accepts_texts_of_bounded_size(smollm2: Tokenizer) -> None:
     with pytest.raises(PagemillError, match="4194305 bytes of text and at most 4194304 are taken") as caught:
         smollm2.encode_within(" " * (fitting.MAX_TEXT_BYTES + 1), 10_000_000)
     assert caught.value.code == "context_length_exceeded"

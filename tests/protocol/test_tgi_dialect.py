@@ -1,4 +1,4 @@
-"""TGI's API: what a body means as a completion, and the events, details and errors of answers."""
+"""TGI's API: the completion that a body is translated to, and the events, details and errors of answers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def position(text: str, token_id: int = 9) -> PositionLogprobs:
 
 
 def piece(texts: Sequence[str], text: str, number: int, reason: FinishReason | None, stop: str | None = None) -> Piece:
-    """`number`: tokens so far."""
+    """Return a piece of an answer; `number` is the number of tokens so far."""
     positions = [position(each, token_id) for token_id, each in enumerate(texts, number - len(texts))]
     return Piece(0, text, number == 1, reason, positions, 0, Usage(2, number), stop_reason=stop)
 
@@ -67,26 +67,26 @@ def events_of(raw: bytes) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix(b"data:")) for event in raw.split(b"\n\n")[:-1]]
 
 
-def test_parameters_have_their_names_in_a_completion() -> None:
+def test_parameters_are_translated_to_completion_fields() -> None:
     fields = parse(do_sample=True, top_k=4, top_p=0.9, seed=3, stop=["END"], repetition_penalty=1.2, details=True)
     assert (fields.model, fields.prompt, fields.max_tokens, fields.temperature) == ("m", ["Once"], 100, 1.0)
     assert (fields.top_k, fields.top_p, fields.seed, fields.stop) == (4, 0.9, 3, ["END"])
     assert (fields.logprobs, fields.include_stop_str_in_output, fields.stream) == (0, True, False)
 
 
-def test_without_a_parameter_that_asks_for_sampling_the_likeliest_token_is_taken() -> None:
+def test_without_sampling_parameters_decoding_is_greedy() -> None:
     assert parse().temperature == 0.0
     assert parse(temperature=0.3).temperature == 0.3
     assert parse(top_p=0.9).temperature == 1.0
 
 
-def test_the_path_decides_on_a_stream_and_the_body_on_the_root() -> None:
+def test_the_path_selects_streaming_and_on_the_root_the_body_does() -> None:
     assert parse(Place("/generate_stream", only_model="m")).stream
     assert not parse(Place("/generate", only_model="m"), stream=True).stream
     assert parse(Place("/", only_model="m"), stream=True).stream
 
 
-def test_a_model_is_needed_where_several_are_served() -> None:
+def test_a_model_must_be_named_if_several_are_served() -> None:
     error = refused(Place("/generate"))
     assert "field `model`" in error.message
     named = DIALECT.parse(b'{"inputs": "x", "model": "other"}', Place("/generate"))
@@ -107,11 +107,11 @@ def test_a_model_is_needed_where_several_are_served() -> None:
         ({"grammar": {"type": "json", "value": {"type": 7}}}, "grammar.value"),
     ],
 )
-def test_what_is_wrong_is_named(parameters: dict[str, Any], named: str) -> None:
+def test_an_invalid_parameter_is_named(parameters: dict[str, Any], named: str) -> None:
     assert named in refused(**parameters).message
 
 
-def test_details_of_the_prompt_do_not_go_with_a_stream() -> None:
+def test_details_of_the_prompt_cannot_be_streamed() -> None:
     error = refused(Place("/generate_stream", only_model="m"), decoder_input_details=True)
     assert error.param == "parameters.decoder_input_details"
 
@@ -120,7 +120,7 @@ def test_details_of_the_prompt_do_not_go_with_a_stream() -> None:
 def test_any_chunking_gives_the_same_tokens_and_the_same_end(
     drawn: list[tuple[str, bool]], ends_by_token: bool
 ) -> None:
-    """Booleans: whether a piece ends behind the token."""
+    """The booleans say whether a piece ends behind the token."""
     texts = [text for text, _ in drawn]
     renderer = DIALECT.renderer(request(details=True), None)
     raw, begin = b"", 0
@@ -142,7 +142,7 @@ def test_any_chunking_gives_the_same_tokens_and_the_same_end(
     assert events[-1]["details"] == {**end, "input_length": 2}
 
 
-def test_text_that_was_held_back_comes_with_the_token_that_frees_it() -> None:
+def test_held_back_text_comes_with_the_token_that_completes_it() -> None:
     renderer = DIALECT.renderer(request(), None)
     raw = renderer.chunk(piece(["\ufffd"], "", 1, None)) + renderer.chunk(piece(["\ufffd"], "é", 2, "length"))
     assert [each["token"]["text"] for each in events_of(raw)] == ["", "é"]
@@ -156,7 +156,7 @@ def test_a_continued_stream_ends_with_the_whole_text() -> None:
     assert (event["index"], event["generated_text"]) == (2, "Once upon a")
 
 
-def test_an_answer_has_its_prompt_tokens_and_alternatives() -> None:
+def test_an_answer_has_its_prompt_tokens_and_top_tokens() -> None:
     top = PositionLogprobs(position("a").chosen, [position("b", 7).chosen])
     positions = [position("x", 1), position("y", 2), top, position("</s>", 0)]
     choice = FinishedChoice(0, "a", "stop", positions, 0)
@@ -170,12 +170,12 @@ def test_an_answer_has_its_prompt_tokens_and_alternatives() -> None:
     assert details["finish_reason"] == "eos_token"
 
 
-def test_an_answer_without_details_is_text_alone() -> None:
+def test_an_answer_without_details_is_only_text() -> None:
     body = DIALECT.renderer(request(), None).body([FinishedChoice(0, "a", "length", None, 0)], Usage(2, 1))
     assert json.loads(body) == {"generated_text": "a"}
 
 
-def test_errors_have_tgis_shape_and_types() -> None:
+def test_errors_have_tgis_format_and_types() -> None:
     bad = PagemillError("Wrong.", param="inputs")
     assert json.loads(DIALECT.error_body(bad)) == {"error": "Wrong.", "error_type": "validation"}
     kinds = [model_not_found("x", []), unavailable("Later."), PagemillError("Broken.", status=500)]
@@ -187,7 +187,7 @@ def test_errors_have_tgis_shape_and_types() -> None:
     assert events_of(DIALECT.error_event(bad)) == [json.loads(DIALECT.error_body(bad))]
 
 
-def test_info_is_of_the_only_model() -> None:
+def test_info_describes_the_only_model() -> None:
     card = ModelCard("m", 1, max_model_len=64)
     asked = PageRequest([card, card._replace(id="alias", root="m")], ONLY, b"", "1.2")
     info = json.loads(INFO.body(asked))
@@ -195,4 +195,4 @@ def test_info_is_of_the_only_model() -> None:
     with pytest.raises(PagemillError, match="2 models are served"):
         INFO.body(asked._replace(cards=[card, ModelCard("other", 1)]))
     beside = asked._replace(cards=[card, ModelCard("encoder", 1, pools=True)])
-    assert json.loads(INFO.body(beside))["model_id"] == "m", "TGI's routes are of models that answer with text"
+    assert json.loads(INFO.body(beside))["model_id"] == "m", "TGI's routes serve models that answer with text"

@@ -1,4 +1,4 @@
-"""Certificates from files: those that cannot be used are refused at the start, and not used when they change later."""
+"""Certificates from files: unusable ones are refused at the start and ignored when they change later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill_protocol.http.tls import EngineTrust, ServerTLS, TLSError
 from pagemill_protocol.http.tls_config import TLSConfig
 
 
-def test_files_that_do_not_fit_are_refused_at_the_start_and_not_used_later(tmp_path: Path) -> None:
+def test_certificate_and_key_that_do_not_match_are_refused_at_the_start_and_ignored_later(tmp_path: Path) -> None:
     cert_file, key_file = write_certificate(tmp_path)
     config = TLSConfig(cert_file=cert_file, key_file=key_file)
     served = ServerTLS(config)
@@ -24,7 +24,7 @@ def test_files_that_do_not_fit_are_refused_at_the_start_and_not_used_later(tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tls_module, "_load", lambda context, config: (before(context, config), loaded.append(context)))
         served.refresh()
-        assert loaded == [], "half of a change"
+        assert loaded == [], "only one of the two files has changed"
         key.write_bytes(fitting)
         served.refresh()
         assert loaded[-1] is served.context
@@ -37,7 +37,7 @@ def test_files_that_do_not_fit_are_refused_at_the_start_and_not_used_later(tmp_p
 
 
 def handshake(server: ssl.SSLContext, trust: EngineTrust, host: str = "10.0.0.1") -> str:
-    """The certificate that the client accepted, or why it did not, in memory."""
+    """Return the certificate that the client accepted, or the error, from a handshake in memory."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     accepting = server.wrap_bio(to_server, to_client, server_side=True)
     asking = trust.wrap_bio(to_client, to_server, server_hostname=host)
@@ -52,7 +52,7 @@ def handshake(server: ssl.SSLContext, trust: EngineTrust, host: str = "10.0.0.1"
     return ssl.DER_cert_to_PEM_cert(asking.getpeercert(binary_form=True) or b"")
 
 
-def test_the_authority_and_the_name_of_engines_are_checked_and_may_change(tmp_path: Path) -> None:
+def test_the_authority_and_name_of_engines_are_verified_and_may_change(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     cert_file, key_file = write_certificate(tmp_path, "engines.test")
@@ -60,13 +60,13 @@ def test_the_authority_and_the_name_of_engines_are_checked_and_may_change(tmp_pa
     ca_file = other / "ca.crt"
     ca_file.write_text(Path(write_certificate(other)[0]).read_text())
     trust = EngineTrust(str(ca_file), "engines.test")
-    assert "self-signed" in handshake(server, trust), "another authority"
+    assert "self-signed" in handshake(server, trust), "the certificate is from another authority"
     ca_file.write_text(Path(cert_file).read_text())
     assert handshake(server, trust) == Path(cert_file).read_text()
     assert handshake(server, EngineTrust(str(ca_file)), "127.0.0.1") == Path(cert_file).read_text()
     assert "not valid for '10.0.0.1'" in handshake(server, EngineTrust(str(ca_file)))
     ca_file.write_text("half of a file")
-    assert handshake(server, trust) == Path(cert_file).read_text(), "the authorities before stay"
+    assert handshake(server, trust) == Path(cert_file).read_text(), "the previous authorities must remain"
     with pytest.raises(TLSError, match=r"engine_tls.ca_file: .* cannot be used"):
         EngineTrust(str(ca_file))
-    assert "self-signed" in handshake(server, EngineTrust()), "those of this machine"
+    assert "self-signed" in handshake(server, EngineTrust()), "the authorities of this machine apply"

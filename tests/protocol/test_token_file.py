@@ -1,4 +1,4 @@
-"""Control tokens that servers make for themselves: who can read them, who finds them, and when they are gone."""
+"""Control tokens that servers create for themselves: permissions, lookup, and removal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill_protocol.token_file import MadeTokens, TokenFileError, made_token_
 URL = "http://127.0.0.1:8001"
 
 
-def test_only_its_user_can_read_it(tmp_path: Path) -> None:
+def test_only_the_servers_user_can_read_the_file(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         with made_token_file("127.0.0.1", 8001, tmp_path) as path:
@@ -25,7 +25,7 @@ def test_only_its_user_can_read_it(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_it_is_found_by_the_servers_url_and_gone_when_the_server_ends(tmp_path: Path) -> None:
+def test_the_token_is_found_by_the_servers_url_and_removed_when_the_server_ends(tmp_path: Path) -> None:
     with made_token_file("127.0.0.1", 8001, tmp_path) as path:
         token = path.read_text().strip()
         assert read_made_token(URL, tmp_path) == read_made_token("http://localhost:8001/x", tmp_path) == token
@@ -34,13 +34,13 @@ def test_it_is_found_by_the_servers_url_and_gone_when_the_server_ends(tmp_path: 
     assert read_made_token(URL, tmp_path) == ""
 
 
-def test_it_is_gone_also_when_the_server_fails(tmp_path: Path) -> None:
+def test_the_token_is_removed_when_the_server_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), made_token_file("127.0.0.1", 8001, tmp_path) as path:
         raise RuntimeError
     assert not path.exists()
 
 
-def test_servers_at_other_ports_and_addresses_have_files_of_their_own(tmp_path: Path) -> None:
+def test_servers_at_other_ports_and_addresses_have_their_own_files(tmp_path: Path) -> None:
     places = [("127.0.0.1", 8001), ("127.0.0.1", 8003), ("127.0.0.2", 8001), ("::1", 8001)]
     urls = ["http://127.0.0.1:8001", "http://127.0.0.1:8003", "http://127.0.0.2:8001", "http://[::1]:8001"]
     with contextlib.ExitStack() as stack:
@@ -51,32 +51,32 @@ def test_servers_at_other_ports_and_addresses_have_files_of_their_own(tmp_path: 
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
-def test_a_server_at_all_addresses_is_found_by_those_of_this_machine(tmp_path: Path, address: str) -> None:
+def test_a_server_on_all_addresses_is_found_by_those_of_this_machine(tmp_path: Path, address: str) -> None:
     with made_token_file(address, 8001, tmp_path) as path:
         for url in (URL, "http://localhost:8001", "http://[::1]:8001"):
             assert read_made_token(url, tmp_path) == path.read_text().strip()
-        assert read_made_token("http://10.0.0.1:8001", tmp_path) == "", "that may be another machine"
+        assert read_made_token("http://10.0.0.1:8001", tmp_path) == "", "the address may belong to another machine"
 
 
 @pytest.mark.parametrize(
     "url", ["", "http://127.0.0.1", "http://[::1", "http://x:99999", "http://gpu1.example.com:8001"]
 )
-def test_urls_that_name_no_server_here_have_no_token(tmp_path: Path, url: str) -> None:
+def test_urls_that_name_no_local_server_have_no_token(tmp_path: Path, url: str) -> None:
     with made_token_file("127.0.0.1", 8001, tmp_path):
         assert read_made_token(url, tmp_path) == ""
 
 
-def test_a_server_that_was_killed_leaves_a_file_that_the_next_one_replaces(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_server_is_replaced_by_the_next_one(tmp_path: Path) -> None:
     killed = made_token_file("127.0.0.1", 8001, tmp_path)
     left = killed.__enter__().read_text()
     with made_token_file("127.0.0.1", 8001, tmp_path) as path:
         assert path.read_text() != left
         killed.__exit__(None, None, None)
-        assert path.exists(), "the file of another server is not removed"
+        assert path.exists(), "the file of another server must remain"
     assert not path.exists()
 
 
-def test_what_a_killed_server_left_at_another_address_of_the_port_does_not_count(tmp_path: Path) -> None:
+def test_a_file_left_by_a_killed_server_at_another_address_of_the_port_is_ignored(tmp_path: Path) -> None:
     killed = made_token_file("127.0.0.1", 8001, tmp_path)
     left = killed.__enter__()
     os.utime(left, ns=(0, 0))
@@ -101,7 +101,7 @@ def test_a_folder_that_others_can_enter_or_that_is_a_link_is_refused(tmp_path: P
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_with_the_remedy(tmp_path: Path) -> None:
     missing = tmp_path / "none"
     with pytest.raises(TokenFileError, match=rf"{missing}.*XDG_RUNTIME_DIR"), made_token_file("::1", 1, missing):
         pass
@@ -116,7 +116,7 @@ def test_a_restarted_servers_token_is_found_within_a_second(tmp_path: Path) -> N
         now[0] = 1.0
         assert tokens.find(URL) == first
     now[0] = 2.0
-    assert tokens.find(URL) == first, "a request that it still answers needs the token"
+    assert tokens.find(URL) == first, "a request that the old server still answers needs its token"
     with made_token_file("0.0.0.0", 8001, tmp_path) as path:
         now[0] = 2.5
         assert tokens.find(URL) == first
@@ -124,7 +124,7 @@ def test_a_restarted_servers_token_is_found_within_a_second(tmp_path: Path) -> N
         assert tokens.find(URL) == path.read_text().strip()
 
 
-def test_where_no_temporary_folder_is_usable_that_is_said_and_no_token_is_found(
+def test_without_a_usable_temporary_folder_an_error_is_reported_and_no_token_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def none() -> str:
@@ -137,9 +137,7 @@ def test_where_no_temporary_folder_is_usable_that_is_said_and_no_token_is_found(
     assert read_made_token(URL) == ""
 
 
-def test_the_runtime_folder_is_the_users_own_where_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_own_runtime_folder_is_used_if_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert runtime_folder() == tmp_path
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))

@@ -1,4 +1,4 @@
-"""TokenizerBundle from GGUF files and Hugging Face folders: the ids are the ones the models were trained with."""
+"""TokenizerBundle of GGUF files and Hugging Face folders gives the token ids that the models were trained with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ texts = st.lists(st.one_of(tricky, st.text(max_size=8)), max_size=8).map("".join
 
 @pytest.fixture(scope="module")
 def smollm2_reference(smollm2_path: Path) -> Backend:
-    """The published pipeline of SmolLM2 (digits one by one, then GPT-2 words), assembled by the tokenizers library."""
+    """Return SmolLM2's published pipeline (single digits, then GPT-2 words), assembled by the tokenizers library."""
     metadata = GGUFFile(smollm2_path).metadata
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
@@ -55,7 +55,7 @@ def smollm2_reference(smollm2_path: Path) -> Backend:
 @pytest.mark.model
 @settings(max_examples=num_examples(500), deadline=None)
 @given(text=texts)
-def test_smollm2_encodes_and_decodes_as_its_published_pipeline(smollm2, smollm2_reference, text):
+def test_smollm2_encodes_and_decodes_like_its_published_pipeline(smollm2, smollm2_reference, text):
     ids = smollm2.encode(text)
     assert ids == smollm2_reference.encode(text).ids
     assert smollm2.decode(ids) == smollm2_reference.decode(ids)
@@ -64,20 +64,20 @@ def test_smollm2_encodes_and_decodes_as_its_published_pipeline(smollm2, smollm2_
 @pytest.mark.model
 @settings(max_examples=num_examples(200), deadline=None)
 @given(text=st.text(alphabet=st.characters(max_codepoint=0x1FFFF, exclude_categories=("Cc", "Cs")), max_size=20))
-def test_smollm2_gives_back_the_text_it_encoded(smollm2, text):
-    # Its vocabulary lacks some control characters and the first bytes of planes in which nothing is assigned.
+def test_decoding_restores_the_encoded_text_of_smollm2(smollm2, text):
+    # The vocabulary lacks some control characters and the first bytes of unassigned planes.
     assert smollm2.decode(smollm2.encode(text), skip_special_tokens=False) == text
 
 
 @pytest.mark.model
 @settings(max_examples=num_examples(300), deadline=None)
 @given(ids=st.lists(st.integers(0, 49_300), max_size=30), skip=st.booleans())
-def test_smollm2_decodes_any_ids_as_the_tokenizers_library(smollm2, smollm2_reference, ids, skip):
+def test_smollm2_decodes_any_ids_like_the_tokenizers_library(smollm2, smollm2_reference, ids, skip):
     assert smollm2.decode(ids, skip) == smollm2_reference.decode(ids, skip_special_tokens=skip)
 
 
 @pytest.mark.model
-def test_the_embedded_models_bundle_knows_its_special_tokens(smollm2):
+def test_the_embedded_models_bundle_contains_its_special_tokens(smollm2):
     bundle = smollm2.bundle
     assert (bundle.bos_token, bundle.eos_token, bundle.bos_token_id) == ("<|im_start|>", "<|im_end|>", 1)
     assert bundle.eos_token_ids == [2, 0]
@@ -104,18 +104,18 @@ def test_a_newer_versions_bundle_is_read_without_its_new_fields():
     assert TokenizerBundle.from_bytes(newer) == bundle
 
 
-def test_bytes_that_are_no_bundle_are_refused():
+def test_bytes_that_are_not_a_bundle_are_refused():
     with pytest.raises(PagemillError, match="Not a tokenizer bundle"):
         TokenizerBundle.from_bytes(b"\x81\xa1x\x01")
 
 
-def test_the_byte_alphabet_is_that_of_the_tokenizers_library():
+def test_the_byte_alphabet_equals_that_of_the_tokenizers_library():
     assert set(byte_level.BYTE_OF_CHAR) == set(pre_tokenizers.ByteLevel.alphabet())
     assert sorted(byte_level.BYTE_OF_CHAR.values()) == list(range(256))
 
 
 def byte_level_metadata(pre: str | None = None, **changes: Any) -> dict[str, Any]:
-    """A small byte-level vocabulary: the alphabet, a few merges, control and user-defined tokens."""
+    """Return a small byte-level vocabulary: the alphabet, a few merges, control and user-defined tokens."""
     merges = ["Ġ h", "e l", "l o", "Ġh el", "1 2", "12 3"]
     tokens = [*sorted(byte_level.BYTE_OF_CHAR), *(merge.replace(" ", "") for merge in merges)]
     types = [NORMAL] * len(tokens)
@@ -170,16 +170,15 @@ def test_digits_are_grouped_as_the_vocabulary_was_trained(write_gguf, pre, piece
         ("bloom", ["a", " ", " 1234", " +b", " ?!"]),
     ],
 )
-def test_words_are_cut_as_llama_cpp_does(pre, pieces):
-    """`default`, of unknown vocabularies: punctuation alone, then GPT-2's words, then digits in groups of three without
-    their space."""
+def test_words_are_split_like_in_llama_cpp(pre, pieces):
+    """`default` is for unknown vocabularies: single punctuation, then GPT-2's words, then groups of three digits."""
     parsed = json.loads(Backend(models.BPE()).to_str()) | {"pre_tokenizer": PRE_TOKENIZERS[pre].to_json()}
     cutter = Backend.from_str(json.dumps(parsed)).pre_tokenizer
     cut = [text.replace("Ġ", " ") for text, _ in cutter.pre_tokenize_str("a  1234 +b ?!")]
     assert cut == pieces
 
 
-def test_user_defined_tokens_are_matched_whole_and_stay_in_the_text(write_gguf):
+def test_user_defined_tokens_are_matched_as_a_whole_and_stay_in_the_text(write_gguf):
     tokenizer = Tokenizer(load_bundle(write_gguf(byte_level_metadata("gpt-2"))))
     ids = tokenizer.encode("<think>hi<|eot_id|>", add_special_tokens=False)
     assert [tokenizer.token_text(token_id) for token_id in ids] == ["<think>", "h", "i", "<|eot_id|>"]
@@ -190,7 +189,7 @@ def test_user_defined_tokens_are_matched_whole_and_stay_in_the_text(write_gguf):
     ("pre", "declared", "expected"),
     [("gpt-2", None, False), ("llama-bpe", None, True), ("llama-bpe", False, False), ("gpt-2", True, True)],
 )
-def test_a_beginning_token_is_added_where_the_model_wants_it(write_gguf, pre, declared, expected):
+def test_a_beginning_token_is_added_if_the_model_requires_it(write_gguf, pre, declared, expected):
     changes = {} if declared is None else {"add_bos_token": declared}
     tokenizer = Tokenizer(load_bundle(write_gguf(byte_level_metadata(pre, **changes))))
     assert tokenizer.bundle.add_bos_token is expected
@@ -198,7 +197,7 @@ def test_a_beginning_token_is_added_where_the_model_wants_it(write_gguf, pre, de
     assert tokenizer.encode("x", add_special_tokens=False) == tokenizer.encode("x")[-1:]
 
 
-def test_a_qwen_file_without_a_pre_tokenizer_name_gets_qwens(write_gguf):
+def test_a_qwen_file_without_a_pre_tokenizer_name_gets_that_of_qwen(write_gguf):
     tokenizer = Tokenizer(load_bundle(write_gguf(byte_level_metadata(None), architecture="qwen2")))
     assert len(tokenizer.encode("12")) == 2
 
@@ -225,7 +224,7 @@ def test_a_file_without_a_vocabulary_is_refused(write_gguf):
         load_bundle(write_gguf({"x": 1}))
 
 
-def test_word_patterns_are_those_that_transformers_uses_for_the_same_names():
+def test_word_patterns_equal_those_of_transformers_for_the_same_names():
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     shared = set(mapping.GGUF_PRE_TOKENIZER_SPLITS) & set(PRE_TOKENIZERS)
     assert {"llama-bpe", "qwen2", "tekken", "gpt-4o"} <= shared
@@ -255,7 +254,7 @@ CORPUS = ["the quick brown fox jumps over the lazy dog", "hello there world", "�
 
 
 def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
-    """A vocabulary in the order SentencePiece writes it: control, 256 bytes, pieces best first."""
+    """Return a vocabulary in SentencePiece's order: control tokens, 256 bytes, then pieces from the best score down."""
     trained = Backend(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=220, show_progress=False)
     trained.train_from_iterator([SPACE + line.replace(" ", SPACE) for line in CORPUS], trainer)
@@ -274,7 +273,7 @@ def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
 
 
 def sentencepiece_reference(metadata: dict[str, Any], text: str) -> list[int]:
-    """The algorithm by its definition: merge the adjacent pair whose joined piece scores best, leftmost first."""
+    """Encode by the algorithm's definition: merge the adjacent pair whose joined piece scores best, leftmost first."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     ids = {token: index for index, token in enumerate(tokens)}
     symbols = list((SPACE + text).replace(" ", SPACE)) if text else []
@@ -301,7 +300,7 @@ def sentencepiece() -> dict[str, Any]:
 @given(text=st.one_of(st.text(max_size=20), st.text(alphabet="abehlortu  ü", max_size=40)))
 def test_sentencepiece_merges_the_best_piece_first_and_falls_back_to_bytes(write_gguf, sentencepiece, text):
     tokenizer = cached_tokenizer(write_gguf, sentencepiece)
-    if SPACE in text:  # the text itself spells a space then
+    if SPACE in text:  # in that case, the text itself spells a space
         return
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == sentencepiece_reference(sentencepiece, text)
@@ -325,7 +324,7 @@ def test_sentencepiece_adds_its_beginning_token_unless_set_otherwise(write_gguf,
     assert Tokenizer(silent).encode("the")[0] != 1
 
 
-def test_sentencepiece_without_a_space_prefix_keeps_the_text_as_it_is(write_gguf, sentencepiece):
+def test_sentencepiece_without_a_space_prefix_keeps_the_text_unchanged(write_gguf, sentencepiece):
     tokenizer = Tokenizer(load_bundle(write_gguf(sentencepiece | {"tokenizer.ggml.add_space_prefix": False})))
     ids = tokenizer.encode(" the", add_special_tokens=False)
     assert tokenizer.decode(ids) == " the"
@@ -334,7 +333,7 @@ def test_sentencepiece_without_a_space_prefix_keeps_the_text_as_it_is(write_gguf
 
 @pytest.fixture
 def folder(tmp_path: Path, byte_tokenizer: Tokenizer) -> Path:
-    """A Hugging Face folder around the byte tokenizer, with two special tokens."""
+    """Create a Hugging Face folder for the byte tokenizer, with two special tokens."""
     backend = Backend.from_str(byte_tokenizer.bundle.tokenizer_json)
     backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<|im_end|>", special=True)])
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -362,7 +361,7 @@ def test_end_tokens_of_a_folder_come_from_all_its_files(folder):
     assert load_bundle(folder).eos_token_ids == [7, 257]
 
 
-def test_a_folders_own_sampling_values_are_those_that_vllm_reads(folder):
+def test_a_folders_sampling_defaults_are_those_that_vllm_reads(folder):
     write(folder, "generation_config.json", {"temperature": 0.6, "top_k": 20, "max_new_tokens": 99, "do_sample": True})
     bundle = load_bundle(folder)
     assert bundle.sampling_defaults == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
@@ -379,7 +378,7 @@ def test_a_folders_own_sampling_values_are_those_that_vllm_reads(folder):
     ("generation_config", "field"),
     [({"temperature": "hot"}, "temperature"), ({"top_p": 3}, "top_p"), ({"top_k": 1.5}, "top_k")],
 )
-def test_a_sampling_value_that_cannot_be_used_names_its_file_and_the_way_out(folder, generation_config, field):
+def test_an_unusable_sampling_default_names_its_file_and_the_remedy(folder, generation_config, field):
     write(folder, "generation_config.json", generation_config)
     with pytest.raises(
         PagemillError, match=f"generation_config.json of the model: {field} must .* set generation_config to vllm"
@@ -403,7 +402,7 @@ POST_PROCESSORS = {"none": "$A", "a beginning": "<s> $A", "an end": "$A <|im_end
 
 @pytest.mark.parametrize("template", POST_PROCESSORS.values(), ids=POST_PROCESSORS)
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}])
-def test_the_tokenizer_file_says_which_tokens_are_added_as_in_transformers(folder, template, flags):
+def test_the_tokenizer_file_determines_the_added_tokens_like_in_transformers(folder, template, flags):
     special = [("<s>", 256), ("<|im_end|>", 257)]
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
@@ -416,7 +415,7 @@ def test_the_tokenizer_file_says_which_tokens_are_added_as_in_transformers(folde
     assert tokenizer.bundle.add_bos_token is ("<s>" in template)
 
 
-def test_chat_templates_come_from_settings_or_files_and_files_win(folder):
+def test_chat_templates_come_from_settings_or_files_and_files_take_precedence(folder):
     assert load_bundle(folder).chat_template is None
     write(folder, "tokenizer_config.json", {"chat_template": "plain"})
     assert load_bundle(folder).chat_template == "plain"
@@ -456,14 +455,14 @@ def test_a_bundle_that_the_library_refuses_is_an_unreadable_model(tokenizer_json
         Tokenizer(TokenizerBundle(tokenizer_json=tokenizer_json))
 
 
-def test_a_decoder_that_is_not_understood_is_named(byte_tokenizer):
+def test_an_unsupported_decoder_is_named(byte_tokenizer):
     backend = Backend.from_str(byte_tokenizer.bundle.tokenizer_json)
     backend.decoder = decoders.CTC()
     with pytest.raises(UnreadableModelError, match="the step `CTC`"):
         Tokenizer(TokenizerBundle(tokenizer_json=backend.to_str()))
 
 
-def test_pieces_of_words_are_joined_as_bert_joins_them():
+def test_word_pieces_are_joined_like_bert_joins_them():
     words = ["[UNK]", "[CLS]", "cat", "##s", "sleep", "##ing"]
     backend = Backend(models.WordPiece(vocab={word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
@@ -475,7 +474,7 @@ def test_pieces_of_words_are_joined_as_bert_joins_them():
 
 @pytest.mark.parametrize("room", range(4, 16))
 @pytest.mark.parametrize("texts", [("cat " * 3, "cat " * 9), ("cat " * 9, "cat " * 3), ("cat " * 9, "cat " * 9)])
-def test_pairs_are_cut_as_the_library_cuts_them(room, texts):
+def test_pairs_are_truncated_like_the_library_truncates_them(room, texts):
     backend = Backend(models.WordPiece(vocab={"[UNK]": 0, "[SEP]": 1, "cat": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
     backend.post_processor = processors.TemplateProcessing(
@@ -494,7 +493,7 @@ def test_half_a_surrogate_pair_is_a_clients_error(byte_tokenizer):
     assert refused.value.status == 400
 
 
-def test_the_end_of_a_message_ends_no_answer_that_has_channels() -> None:
+def test_an_end_of_message_does_not_end_an_answer_with_channels() -> None:
     control = {"<|end|>": 1, "<|endoftext|>": 2}
     assert eos_ids([3], control) == [3, 1, 2]
     assert eos_ids([3], {**control, "<|channel|>": 4}) == [3, 2]

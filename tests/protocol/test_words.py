@@ -1,4 +1,4 @@
-"""Words of ASCII text: the library's own tokens for every kind of pre-tokenizer, each word encoded once, and bounds."""
+"""Encoding ASCII text by words gives the library's tokens for every pre-tokenizer, with a bounded cache of words."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ KINDS = {
 def known(request: pytest.FixtureRequest) -> tuple[Backend, WordEncoder]:
     made, parsed = backend(json.loads(request.param))
     encoder = WordEncoder.of(made, parsed)
-    assert encoder is not None, "every pre-tokenizer of ours is of this kind"
+    assert encoder is not None, "every pre-tokenizer of the project is of this kind"
     return made, encoder
 
 
@@ -84,7 +84,7 @@ def test_words_give_the_tokens_of_the_whole_text(known: tuple[Backend, WordEncod
 
 
 class Counted:
-    """One token for each character; notes what is encoded."""
+    """A tokenizer with one token for each character that records the encoded texts."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -108,13 +108,15 @@ def numbered(count: int, start: int = 0) -> str:
     return " ".join(f"w{number}" for number in range(start, start + count))
 
 
-def test_a_text_of_mostly_unknown_words_is_encoded_whole_and_teaches_some(encoder: WordEncoder, by: Counted) -> None:
+def test_a_text_of_mostly_unknown_words_is_encoded_whole_and_some_are_cached(encoder: WordEncoder, by: Counted) -> None:
     text = numbered(100)
     assert encoder.encode(text) == list(map(ord, text))
     assert by.texts == [text, *encoder.words_of(text)[:MAX_LEARNED]]
 
 
-def test_known_words_are_not_encoded_again_and_few_unknown_ones_alone(encoder: WordEncoder, by: Counted) -> None:
+def test_known_words_are_not_encoded_again_and_a_few_unknown_ones_individually(
+    encoder: WordEncoder, by: Counted
+) -> None:
     known = numbered(MAX_LEARNED)
     encoder.encode(known)
     by.texts.clear()
@@ -125,18 +127,18 @@ def test_known_words_are_not_encoded_again_and_few_unknown_ones_alone(encoder: W
     assert by.texts == [" new"]
 
 
-def test_what_is_remembered_is_bounded(encoder: WordEncoder, by: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded(encoder: WordEncoder, by: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "MAX_WORDS", 2 * MAX_LEARNED)
     for start in range(0, 10 * MAX_LEARNED, MAX_LEARNED):
         encoder.encode(numbered(MAX_LEARNED, start))
         assert encoder.num_words <= 2 * MAX_LEARNED
     num_words = encoder.num_words
     encoder.encode("x" * 10_000)
-    assert encoder.num_words == num_words, "a long word is not one that comes again"
+    assert encoder.num_words == num_words, "a long word is unlikely to occur again"
 
 
 @pytest.mark.parametrize("text", ["é", "a" * (MAX_TEXT_CHARS + 1)])
-def test_texts_of_other_characters_and_very_long_ones_are_the_librarys(encoder: WordEncoder, text: str) -> None:
+def test_texts_of_other_characters_and_very_long_ones_are_left_to_the_library(encoder: WordEncoder, text: str) -> None:
     assert not encoder.takes(text)
     assert encoder.takes("a" * MAX_TEXT_CHARS)
 
@@ -162,7 +164,7 @@ def test_tokenizers_of_another_kind_are_left_to_the_library(fields: Json) -> Non
     assert WordEncoder.of(made, {**parsed, **fields}) is None
 
 
-def test_words_that_the_library_cuts_differently_are_left_to_it() -> None:
+def test_words_that_the_library_splits_differently_are_left_to_it() -> None:
     made, parsed = backend({**BYTES, "use_regex": True})
     assert WordEncoder.of(made, {**parsed, "pre_tokenizer": split(r"\S+|\s+")}) is None
 
@@ -171,11 +173,11 @@ def test_words_that_the_library_cuts_differently_are_left_to_it() -> None:
     "pattern",
     [r"(a|b)c", r"(?<name>a)", r"[a-z&&[^b]]", r"[[:alpha:]]", r"a{1,3}+", r"^a", r"a$", r"\p{Han}", r"\h", r"\Ra"],
 )
-def test_what_may_mean_something_else_in_python_is_not_translated(pattern: str) -> None:
+def test_patterns_that_may_differ_in_python_are_not_translated(pattern: str) -> None:
     assert ascii_pattern(pattern) is None
 
 
-def test_a_category_is_its_ascii_characters() -> None:
+def test_a_category_is_translated_to_its_ascii_characters() -> None:
     letters = ascii_pattern(r"\p{Lu}")
     assert letters is not None
     assert eval(f'"{letters[1:-1]}"') == string.ascii_uppercase

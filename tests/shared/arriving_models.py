@@ -1,6 +1,6 @@
-"""A model in several files behind a slow connection, from a server of each kind that models are fetched from.
+"""A model of several files behind a slow connection, from a server of each kind of source.
 
-Each context manager sets the variables that the kind needs, and gives the source with the connection to its server.
+Each context manager sets the variables that the kind needs, and yields the source with the connection to its server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAYERS = 4
 SHAPE = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}
 FILES = [f"model-{number:05}-of-{LAYERS + 1:05}.safetensors" for number in range(1, LAYERS + 2)]
 SLOW = 50_000
-"""Bytes a second of each connection: far fewer than an engine needs to reach the weights."""
+"""Bytes per second of each connection: far fewer than an engine needs to reach the weights."""
 REPOSITORY, HUB_TOKEN = "acme/tiny", "sesame"
 
 
@@ -37,16 +37,16 @@ class Origin(NamedTuple):
     source: str
     proxy: CuttingProxy
     cache: Path
-    """Folder of the models that were fetched."""
+    """The folder of the downloaded models."""
     server: Any
 
 
 Serve = Callable[[Path, Path, pytest.MonkeyPatch], AbstractContextManager[Origin]]
-"""Of the model's folder and one for the server's own files."""
+"""A function of the model's folder and a folder for the server's own files."""
 
 
 def write_sharded_model(folder: Path) -> None:
-    """A layer in each file, and the head in the last one."""
+    """Write a model with a layer in each file and the head in the last one."""
     write_light_model(folder)
     (folder / "model.safetensors").unlink()
     config = CONFIG | SHAPE
@@ -99,7 +99,7 @@ def from_google(model: Path, folder: Path, patch: pytest.MonkeyPatch) -> Iterato
 
 @contextmanager
 def from_hub(model: Path, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Origin]:
-    """By its bare name, into the cache that a machine has without any setting."""
+    """Serve the model by its bare name, into the cache that a machine has without settings."""
     patch.delenv("PAGEMILL_MODEL_CACHE", raising=False)
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     patch.setenv("HF_HOME", str(folder / "hub-cache"))
@@ -121,7 +121,7 @@ def from_hub(model: Path, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[O
 
 class _QuietHandler(Handler):
     def log_message(self, *_: Any) -> None:
-        """Nothing on the terminal."""
+        """Log nothing."""
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def from_registry(model: Path, folder: Path, patch: pytest.MonkeyPatch) -> Itera
 
 
 def damage(registry: TokenRegistry, model: Path, name: str) -> Callable[[], None]:
-    """The registry sends other content, of the same size and with the same header; returns what mends it."""
+    """Make the registry send other content with the same size and header; return a function that restores it."""
     content = (model / name).read_bytes()
     (digest,) = [digest for digest, each in registry.blobs.items() if each == content]
     registry.blobs[digest] = content[:-8] + bytes(8)

@@ -1,4 +1,4 @@
-"""Batches of the attention tests: tokens and lengths of requests whose blocks lie scattered over a pool."""
+"""Batches for attention tests: tokens and lengths of requests whose blocks are scattered over a pool."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def batch_of(
 
 
 def after_context(lengths: Iterable[tuple[int, int]]) -> Lengths:
-    """Of (tokens of this step, tokens before them)."""
+    """Convert (tokens of this step, tokens before them) to lengths."""
     return [(new, new + context) for new, context in lengths]
 
 
 def scattered_tables(
     lengths: Lengths, num_blocks: int, block_size: int = 16, seeds: Iterable[int] | None = None
 ) -> Tables:
-    """Requests share blocks. `seeds`: of each request's table, which begins alike however long it is.
+    """Return tables of requests that share blocks; each seed determines a table's start, whatever its length.
 
-    A table that is longer than the pool goes through it again.
+    A table that is longer than the pool repeats it.
     """
     width = max(1, -(-max(seq_len for _, seq_len in lengths) // block_size))
     orders = [np.random.default_rng(seed).permutation(num_blocks) for seed in seeds or range(len(lengths))]

@@ -1,4 +1,4 @@
-"""A tokenizer with one token per byte: small enough to fetch in no time, and any cut may fall inside a character."""
+"""A tokenizer with one token per byte: it is downloaded quickly, and any cut may fall inside a character."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagemill_protocol.text.bundle import TokenizerBundle
 
 
 def byte_tokenizer(pairs: Sequence[tuple[str, str]] = ()) -> Tokenizer:
-    """`pairs`: of letters, each of which is one token more."""
+    """Return the tokenizer; `pairs` are pairs of letters that get a token each."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(first + second for first, second in pairs)]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[*pairs]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,4 +1,4 @@
-"""Kinds of codes that native linear layers take, and what holds for every layer whatever it multiplies."""
+"""Kinds of quantized weights of native linear layers, and checks that apply to every layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {
     "codes8 groups of 16": (8, 16, False),
     "codes8 groups of 16 offsets": (8, 16, True),
 }
-"""Bits, group size, offsets."""
+"""Bits, group size, and whether there are offsets."""
 
 
 def check_threads_change_nothing(linear: TorchLinear) -> None:
@@ -42,7 +42,7 @@ def group_codes(
     is_float: bool = False,
     table: Tensor | None = None,
 ) -> GroupCodes:
-    """Of tensors, which may be drawn and compared in tests."""
+    """Return grouped codes of tensors, which tests can generate and compare."""
     order = None if input_order is None else from_torch(input_order)
     held = None if offsets is None else from_torch(offsets)
     chosen = None if table is None else from_torch(table)

@@ -1,4 +1,4 @@
-"""Tiny random encoders and pooled decoders, written as transformers and sentence-transformers write theirs."""
+"""Tiny random encoders and pooled decoders in the formats of transformers and sentence-transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm_roberta": ("XLMRobertaModel", _ROBERTA),
     "modernbert": ("ModernBertModel", _MODERN),
 }
-"""Class and configuration."""
+"""The class and configuration of each."""
 CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForSequenceClassification", {**_SMALL, "num_labels": 1}),
     "xlm_roberta": ("XLMRobertaForSequenceClassification", {**_ROBERTA, "num_labels": 1}),
@@ -53,7 +53,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_encoder(name: str, config: dict[str, Any], folder: Path) -> Any:
-    """A model with random weights, norms included, saved to `folder`; returns it."""
+    """Save a model with random weights, including norms, to `folder`; return it."""
     torch.manual_seed(7)
     kind: Any = getattr(transformers, name)
     model = kind(kind.config_class(**config)).eval()
@@ -66,7 +66,9 @@ def write_encoder(name: str, config: dict[str, Any], folder: Path) -> Any:
 
 
 def write_modules(folder: Path, method: str = "mean", *, normalize: bool = True, **more: Any) -> None:
-    """The files by which sentence-transformers knows how to pool. `more`: of `config_sentence_transformers.json`."""
+    """Write the files that tell sentence-transformers how to pool; `more` is added to
+    `config_sentence_transformers.json`.
+    """
     names = ["Transformer", "Pooling"] + ["Normalize"] * normalize
     paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     modules = [
@@ -85,7 +87,7 @@ def write_modules(folder: Path, method: str = "mean", *, normalize: bool = True,
 
 
 def write_wordpiece(folder: Path) -> None:
-    """A tokenizer as BERT's, of letters and a few words."""
+    """Write a tokenizer like BERT's, of letters and a few words."""
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     words = ["paris", "berlin", "is", "the", "capital", "of", "france", "germany", "cats", "sleep", "##ing", "##s"]
     entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{each}" for each in letters), *words]
@@ -103,7 +105,7 @@ def write_wordpiece(folder: Path) -> None:
 
 
 def write_unigram(folder: Path) -> None:
-    """A tokenizer as XLM-RoBERTa's, of letters and a few words."""
+    """Write a tokenizer like XLM-RoBERTa's, of letters and a few words."""
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     words = ["▁", "▁paris", "▁is", "▁the", "▁capital", "▁of", "▁france", "▁cat", "s"]
     entries = ["<s>", "<pad>", "</s>", "<unk>", *words, *(each for each in letters if each != "s")]

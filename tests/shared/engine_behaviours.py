@@ -1,4 +1,4 @@
-"""How fake engines answer one request: properly, or with one of the faults that engines have."""
+"""Behaviours of fake engines for one request: a proper answer, or one of the faults of real engines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class Refused(Exception):
 
 
 def says(*pieces: str, gate: asyncio.Event | None = None) -> Behaviour:
-    """Answers properly; with `gate`, only the first frame before it opens, and never the last one: a complete answer
-    would leave the engine."""
+    """Answer properly. With `gate`, send only the first frame before it opens.
+
+    The last frame is always withheld until then, because a complete answer would leave the engine.
+    """
 
     async def behave(_: Any, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
         frames = answer_frames(request, pieces)
@@ -48,7 +50,7 @@ def refuses(status: int, *, retry_after: str | None = None, **error: Any) -> Beh
 
 
 def breaks_off(num_frames: int, *pieces: str) -> Behaviour:
-    """Sends the first frames of a proper answer, then the connection resets."""
+    """Send the first frames of a proper answer, then reset the connection."""
 
     async def behave(_: Any, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
         await response.prepare(http)
@@ -62,7 +64,7 @@ def breaks_off(num_frames: int, *pieces: str) -> Behaviour:
 
 
 def sends(*chunks: bytes, content_type: str = FRAMES_CONTENT_TYPE) -> Behaviour:
-    """Sends these bytes, whatever they are, and ends in good order."""
+    """Send these bytes, whatever they are, and end properly."""
 
     async def behave(_: Any, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
         response.headers["Content-Type"] = content_type
@@ -75,6 +77,6 @@ def sends(*chunks: bytes, content_type: str = FRAMES_CONTENT_TYPE) -> Behaviour:
 
 
 async def hangs(_: Any, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
-    """Accepts and then says nothing."""
+    """Accept the request and then send nothing."""
     await response.prepare(http)
     await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""What an engine process says when it is ready, with the parts that a test is about set by it."""
+"""Builds the message of an engine process that is ready, with the parts that a test sets."""
 
 from __future__ import annotations
 

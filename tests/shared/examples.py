@@ -1,6 +1,6 @@
-"""How many examples property tests draw: as many as they say in `make test-full`, a sample of them in `make test`.
+"""The number of examples of property tests: the declared one in `make test-full`, a sample of it in `make test`.
 
-The profiles are in `tests/conftest.py`; `--hypothesis-profile` names another.
+The profiles are in `tests/conftest.py`; `--hypothesis-profile` selects one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny random models with mixtures of experts that transformers has: configurations, and how they are written."""
+"""Tiny random models with mixtures of experts: configurations of transformers, and how they are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's end of a link, for fake engines: their behaviours answer over it as they answer over HTTP."""
+"""The engine's end of a link, for fake engines: the same behaviours answer over a link and over HTTP."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from pagemill_protocol.link import (
 
 HEAD = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {LINK_PROTOCOL}\r\n\r\n".encode()
 Serve = Callable[[GenerateRequest, Any, Any], Awaitable[Any]]
-"""Answers a request; what it returns is sent where nothing was begun."""
+"""Answers a request; the returned response is sent if none has begun."""
 
 
 class LinkAnswer:
-    """What a behaviour takes for its `web.StreamResponse`, and for the `web.Request` behind it."""
+    """Replaces the `web.StreamResponse` of a behaviour, and the `web.Request` behind it."""
 
     def __init__(self, link: FakeLink, number: int, headers: dict[str, str]) -> None:
         self.headers = headers
@@ -71,7 +71,7 @@ class LinkAnswer:
 
 
 class FakeLink(asyncio.Protocol):
-    """Takes a connection of aiohttp's server over."""
+    """Takes over a connection of aiohttp's server."""
 
     def __init__(
         self,

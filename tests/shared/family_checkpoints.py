@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of families that transformers does not have, under the names that published ones have."""
+"""Tiny random checkpoints of families that transformers does not have, with the names of published ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Weights = dict[str, Tensor]
 
 @dataclass
 class Layer:
-    """Each product as [outputs, inputs] and its bias."""
+    """A layer with each matrix as [outputs, inputs] and its bias."""
 
     query: tuple[Tensor, Tensor | None]
     key: tuple[Tensor, Tensor | None]
@@ -113,7 +113,7 @@ def internlm2_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def internlm2_layer(weights: Weights, index: int) -> Layer:
-    """Two groups, each of two queries, a key and a value."""
+    """Return a layer with two groups of two queries, a key and a value each."""
     name = f"model.layers.{index}"
     grouped = weights[f"{name}.attention.wqkv.weight"].view(2, 4, HEAD_DIM, SIZE)
     query, key, value = (grouped[:, part].reshape(-1, SIZE) for part in (slice(0, 2), 2, 3))

@@ -1,5 +1,6 @@
-"""Hugging Face folders of dense families as GGUF files, as llama.cpp's converters store them: names by the `gguf`
-package's own tables, rows in the order that llama.cpp computes with, norms with their offset added.
+"""Hugging Face folders of dense families as GGUF files, in the format of llama.cpp's converters.
+
+The names come from the `gguf` package's tables, the rows are in llama.cpp's order, and norms have their offset added.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ _AROUND_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 def write_family_gguf(
     path: Path, folder: Path, architecture: str, *, parts: int = 1, tokenizer: str | None = None, **metadata: Any
 ) -> None:
-    """`parts`: files of a split model, the first at `path`. `tokenizer`: its kind, `no_vocab` for llama.cpp to read a
-    file without one. `metadata`: keys beside those of the configuration."""
+    """Write a family as GGUF.
+
+    `parts` is the number of files of a split model, with the first at `path`. `tokenizer` is its kind; with `no_vocab`,
+    llama.cpp can read a file without one. `metadata` are keys in addition to those of the configuration.
+    """
     config: Config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=SPLIT_TENSORS if parts > 1 else 0)
     for key, value in (_common(config, architecture) | _own(config, architecture) | metadata).items():
@@ -175,7 +179,7 @@ def _tensors(folder: Path, config: Config, architecture: str) -> dict[str, Tenso
 
 
 def _stacked_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The matrices of a layer's experts as one tensor."""
+    """Return the matrices of a layer's experts as one tensor."""
     found: dict[str, list[Tensor]] = {}
     for name in sorted(weights, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
         found.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(weights[name])
@@ -195,7 +199,7 @@ def _changed(architecture: str) -> Change:
 
 
 def _rotary_pairs(rows: Tensor, num_heads: int) -> Tensor:
-    """Value i of a head beside the one that turns with it."""
+    """Return the rows with value i of a head next to the one that is rotated with it."""
     return rows.view(num_heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 

@@ -1,6 +1,6 @@
-"""Every family that transformers has, in every shape that its configuration allows: a list of cases.
+"""A list of cases: every family of transformers in every shape that its configuration allows.
 
-Names begin with the family's module in `pagemill_protocol.models`. The vocabulary of all is no multiple of 64.
+Names begin with the family's module in `pagemill_protocol.models`. No vocabulary is a multiple of 64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONTEXT, ORIGINAL = 256, 16
 
 class Case(NamedTuple):
     architecture: str
-    """A class of transformers."""
+    """The name of a class of transformers."""
     overrides: dict[str, Any]
     lengths: tuple[int, ...] = LENGTHS
 
@@ -60,7 +60,7 @@ _WITH_HEAD_DIM = (
     "cohere", "gemma", "gemma2", "gemma3", "gpt_oss", "granite", "llama", "mistral", "mixtral", "nemotron", "phi3",
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
 )  # fmt: skip
-"""Their configurations may name a size of heads that is not hidden size / heads."""
+"""Families whose configurations may set a head size other than hidden size / heads."""
 _ONE_KV_HEAD: dict[str, dict[str, Any]] = {
     **{name: {"num_key_value_heads": 1} for name in BASES if "num_key_value_heads" in BASES[name][1]},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 1},
@@ -88,9 +88,9 @@ _WINDOWS: dict[str, dict[str, Any]] = {
 _ROTARY_DIMS = {"gpt_neox": 8, "phi": 8, "nemotron": 8, "stablelm": 4, "deepseek_v2": 8, "deepseek_v3": 8}
 _SHARES = {"gpt_neox": 0.25, "phi": 0.5, "nemotron": 0.5, "stablelm": 0.25}
 _NOT_ROTATED = ("bloom", "gpt2", "gpt_bigcode", "gptj", "mpt", "opt")
-"""GPT-J rotates, but its class has no scaling."""
+"""Families without rotary scaling; GPT-J rotates, but its class has no scaling."""
 _LONG_ALONE = ("phi3",)
-"""Its class reads no other kind."""
+"""Families whose class supports no other kind."""
 
 
 def _rope(name: str, kind: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _cases() -> dict[str, Case]:
             cases[f"{name}, short window"] = Case(architecture, base | _WINDOWS[name])
         kinds = () if name in _NOT_ROTATED else ("longrope",) if name in _LONG_ALONE else ROPE_KINDS
         for kind in kinds:
-            # Beyond the original context alone: transformers chooses its factors by the length of each sequence.
+            # Only beyond the original context: transformers chooses its factors by the length of each sequence.
             lengths = ROPE_LENGTHS[1:] if kind == "longrope" else ROPE_LENGTHS
             cases[f"{name}, {kind}"] = Case(architecture, base | _rope_overrides(name, kind), lengths)
     return cases

@@ -1,4 +1,4 @@
-"""Tiny random models of families that transformers has: configurations, and how they are written to a folder."""
+"""Tiny random models of transformers' families: configurations, and how they are written to a folder."""
 
 from __future__ import annotations
 
@@ -212,16 +212,16 @@ ODD_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3ForCausalLM", ODD),
 }
-"""One key and value head, head sizes that no native kernel has, all or little of a head rotated, short windows."""
+"""One key and value head, head sizes without a native kernel, all or little of a head rotated, and short windows."""
 
 
 def write_model(
     name: str, overrides: dict[str, Any], folder: Path, vocab_size: int = VOCAB_SIZE, *, tied_experts: bool = False
 ) -> Any:
-    """`tied_experts`: routers whose experts have equal logits by twos."""
+    """Write a model to a folder; with `tied_experts`, pairs of experts have equal logits."""
     model_class = getattr(transformers, name)
     config = model_class.config_class(vocab_size=vocab_size, initializer_range=0.3, **overrides)
-    # The fused attention of torch has no soft caps; Falcon's own formula adds ALiBi's part twice.
+    # torch's fused attention has no soft caps, and Falcon's own formula adds the part of ALiBi twice.
     config._attn_implementation = "sdpa" if name.startswith("Falcon") else "eager"
     torch.manual_seed(1)
     model = model_class(config).eval()

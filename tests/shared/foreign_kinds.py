@@ -1,8 +1,8 @@
-"""Kinds of other projects that we write, as JSON schemas: the parts of them that our manifests use, and nothing beside.
+"""JSON schemas of other projects' kinds that Pagemill writes, restricted to the fields that its manifests use.
 
-Kubernetes' own schemas come in a package; there is none for these. Written by hand from the API references of the
-Prometheus operator (monitoring.coreos.com/v1) and of Gateway API (gateway.networking.k8s.io/v1): names, types, bounds
-and which fields exclude each other. A field that is not here is refused: who begins to use it looks it up and adds it.
+Kubernetes' own schemas come in a package; there is none for these. They are written by hand from the API references of
+the Prometheus operator (monitoring.coreos.com/v1) and of Gateway API (gateway.networking.k8s.io/v1): names, types,
+bounds, and fields that exclude each other. A field that is missing here is refused and must be added when it is used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _one_of(*names: str) -> Schema:
 TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 DURATION = _text(r"^(0|(\d+y)?(\d+w)?(\d+d)?(\d+h)?(\d+m)?(\d+s)?(\d+ms)?)$", at_least=1)
-"""Prometheus' durations: the units once each, from large to small."""
+"""Prometheus' durations: each unit once, from large to small."""
 ROUTE_DURATION = _text(r"^(\d{1,5}(h|m|s|ms)){1,4}$")
 
 OWNER = _record(
@@ -146,8 +146,9 @@ FILTERS = {
         "extensionRef": _record("group", "kind", "name", group=_text(), kind=_text(at_least=1), name=OBJECT_NAME)
     },
 }
-"""By type; each brings the field of its own name and no other. `RequestRedirect` excludes `backendRefs`, which our
-rule always has."""
+"""Filters by type; each has the field of its own name and no other. `RequestRedirect` excludes `backendRefs`, which the
+project's rules always have.
+"""
 ROUTE_RULE = _record(
     matches=_list(
         _record(
@@ -189,4 +190,4 @@ VALIDATORS = {
     schema["properties"]["kind"]["const"]: jsonschema.Draft202012Validator(schema)
     for schema in (POD_MONITOR, SERVICE_MONITOR, PROMETHEUS_RULE, HTTP_ROUTE)
 }
-"""By kind."""
+"""Validators by kind."""

@@ -1,6 +1,6 @@
-"""A scaling policy in a package of its own, installed for one test: found by its entry point like any other package.
+"""A scaling policy in a package of its own that is installed for one test and found by its entry point.
 
-`PerRequest` orders one replica for every four requests that engines run, and never fewer than it has ordered before.
+`PerRequest` requires one replica for every four running requests, and never fewer than before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PerRequest:
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, entries: dict[str, str], module: str = MODULE) -> None:
-    """A package `foreign_policies` whose entry points are `entries`: name -> object."""
+    """Install a package `foreign_policies` with these entry points (name -> object)."""
     (folder / "foreign_policies.py").write_text(module)
     metadata = folder / "foreign_policies-1.0.dist-info"
     metadata.mkdir()

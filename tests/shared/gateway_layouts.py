@@ -1,4 +1,4 @@
-"""Gateways to be looked at: as one process has it, and with head and worker apart, as several processes have it."""
+"""Gateways for tests: in one process, or with control process and worker connected only by a socket."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ async def one_process(config: GatewayConfig) -> AsyncIterator[Gateway]:
 
 @asynccontextmanager
 async def apart(config: GatewayConfig) -> AsyncIterator[Gateway]:
-    """Head and worker have nothing in common but a socket, although both are here to be looked at."""
+    """Run a control process and a worker in this process that share nothing but a socket."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "control.sock")
-        head = ControlProcess(config, keeps_tokenizers=False)
+        control = ControlProcess(config, keeps_tokenizers=False)
         line = ControlProcessClient(path)
         worker = Worker(config, line, line, line)
-        async with serving_workers(head, path):
+        async with serving_workers(control, path):
             line.start(worker)
             await line.wait_connected()
             try:
-                yield Gateway(head, worker)
+                yield Gateway(control, worker)
             finally:
                 await worker.close()
                 await line.close()
-                await head.close()
+                await control.close()
 
 
 LAYOUTS = {"one process": one_process, "apart": apart}

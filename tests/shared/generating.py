@@ -1,4 +1,4 @@
-"""What fake engines answer: given words, or token by token as far as the request and its allowance let them."""
+"""Answers of fake engines: given words, or single tokens up to the limits of request and allowance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK_OBJECTS = {"chat": "chat.completion.chunk", "completions": "text_completio
 class Engine(Protocol):
     max_model_len: int
     allowances: dict[str, int]
-    """Of the requests that it answers now, as far as they have any."""
+    """The allowances of the requests being answered, if they have any."""
     num_generated: int
 
 
@@ -27,7 +27,7 @@ Behaviour = Callable[[Any, GenerateRequest, web.StreamResponse, web.Request], Aw
 
 
 def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[bytes]:
-    """The frames with which an engine answers: every choice says `pieces`, from where a `resume` left it."""
+    """Return the frames of an answer in which every choice is `pieces`, continued from a `resume`."""
     head = render.head(request)
     usage = Usage(len(request.prompt_token_ids), len(pieces) * request.sampling.n)
     frames: list[bytes] = []
@@ -54,8 +54,10 @@ def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[byt
 
 
 def generates(length: int = 10**6, *, gate: asyncio.Event | None = None, step_s: float = 0.0) -> Behaviour:
-    """Generates as engines do: a token a step for each sequence, up to `length`, `max_tokens`, the context or the
-    allowance. With `gate`, only one step before it opens."""
+    """Generate like an engine, one token per step for each sequence, up to `length` and the request's limits.
+
+    With `gate`, only one step runs before it opens.
+    """
 
     async def behave(engine: Engine, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
         await response.prepare(http)
@@ -71,7 +73,7 @@ def generates(length: int = 10**6, *, gate: asyncio.Event | None = None, step_s:
 
 
 class _Sequences:
-    """Of one request that `generates` answers."""
+    """The sequences of one request that `generates` answers."""
 
     def __init__(self, engine: Engine, request: GenerateRequest, length: int) -> None:
         self._engine, self._request = engine, request
@@ -136,7 +138,7 @@ class _Sequences:
 def answer_chunk(
     request: GenerateRequest, head: render.Head, index: int, piece: str, number: int, finish: Any
 ) -> bytes:
-    """The chunk with which a choice reaches `number` + 1 tokens."""
+    """Return the chunk with which a choice reaches `number` + 1 tokens."""
     usage = Usage(len(request.prompt_token_ids), number + 1) if request.continuous_usage else None
     options: dict[str, Any] = {"finish_reason": finish, "include_usage": request.include_usage, "usage": usage}
     if request.dialect == "chat":

@@ -1,4 +1,4 @@
-"""Llama models as GGUF files of any storage type, for tests of what reads them."""
+"""Llama models as GGUF files of any storage type."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ HALVES = {
     "Q5_K": [0, 2],
     "Q6_K": [208],
 }
-"""Where the float16 scales of a block lie, where not at its start."""
+"""The offsets of the float16 scales in a block, if they are not at its start."""
 
 
 def write_gguf(path: Path, model: Any, kinds: dict[str, str]) -> None:
-    """A llama's matrices as a GGUF file; `kinds`: storage type by a part of the tensor's name, else F16.
+    """Write a Llama's matrices as a GGUF file.
 
-    Matrices of quantized types are not the model's: `stored_blocks` says what they are.
+    `kinds` are storage types by a part of the tensor's name, by default F16. Matrices of quantized types are those of
+    `stored_blocks`, not the model's.
     """
-    writer = gguf.GGUFWriter(path, "qwen2")  # its rows are in our order
+    writer = gguf.GGUFWriter(path, "qwen2")  # its rows are in the project's order
     config = model.config
     kv_size = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
     writer.add_block_count(config.num_hidden_layers)
@@ -69,7 +70,7 @@ def write_gguf(path: Path, model: Any, kinds: dict[str, str]) -> None:
 
 
 def stored_blocks(kind: str, name: str, shape: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Random codes of a storage type, others for each name, with scales that keep weights small."""
+    """Return random blocks of a storage type, different for each name, with scales that keep weights small."""
     rows, columns = shape
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     generator = np.random.default_rng(zlib.crc32(name.encode()))

@@ -1,4 +1,4 @@
-"""What a model of transformers answers, greedily and without any cache: what engines are compared with."""
+"""Greedy answers of transformers' models without a cache, as references for engines."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Family:
     expected: list[list[int]]
     """Greedy continuations by transformers."""
     median_gap: float
-    """Between the log probabilities of the two best tokens."""
+    """The median difference between the log probabilities of the two best tokens."""
 
     @cached_property
     def exact(self) -> Any:
-        """The reference in float64."""
+        """Return the reference in float64."""
         model = copy.deepcopy(self.reference).double()
         model.set_experts_implementation("eager")
         return model
 
 
 def family_of(model: Any, folder: Path, vocab_size: int, lengths: tuple[int, ...] = LENGTHS) -> Family:
-    """`model` is already written to `folder`."""
+    """Return the references of `model`, which is already written to `folder`."""
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
     answers = [greedy_reference(model, prompt) for prompt in prompts]
@@ -43,7 +43,7 @@ def family_of(model: Any, folder: Path, vocab_size: int, lengths: tuple[int, ...
 
 @torch.no_grad()
 def greedy_reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """The continuation and all gaps; the whole sequence is computed anew for each token."""
+    """Return the continuation and all differences; the whole sequence is computed for each token."""
     sequence, gaps = torch.tensor([prompt]), []
     for _ in range(NUM_TOKENS):
         best = model(sequence, use_cache=False).logits[0, -1].log_softmax(-1).topk(2)
@@ -54,7 +54,7 @@ def greedy_reference(model: Any, prompt: list[int]) -> tuple[list[int], list[flo
 
 @torch.no_grad()
 def prompt_logprobs(family: Family, prompt: list[int]) -> tuple[torch.Tensor, float]:
-    """Of each token but the first in float64, and by how much at most the reference is off in its own float32."""
+    """Return log probabilities of the tokens after the first in float64, and the largest error of float32."""
     results = []
     for model in (family.reference, family.exact):
         rows = model(torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(-1)

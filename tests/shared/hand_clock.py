@@ -1,10 +1,10 @@
-"""A clock that stands until a test moves it."""
+"""A clock that changes only when a test sets it."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """Called like `time.monotonic`; `now` is its reading in seconds."""
+    """A function like `time.monotonic`; `now` is its value in seconds."""
 
     def __init__(self, now: float = 100.0) -> None:
         self.now = now

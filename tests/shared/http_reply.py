@@ -1,4 +1,4 @@
-"""One response of a gateway to a test's client: its status, headers and body, read as a client would."""
+"""One response of a gateway to a test's client: its status, headers and body."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """What the model said, of a whole body."""
+        """Return the generated text of a body."""
         choice = self.json["choices"][0]
         return choice["message"]["content"] if "message" in choice else choice["text"]
 
     @property
     def events(self) -> list[Any]:
-        """The payloads of a stream's events, without comments; `[DONE]` as that string."""
+        """Return the payloads of a stream's events, without comments; `[DONE]` stays text."""
         assert self.raw.endswith(b"\n\n")
         events = [event for event in self.raw.split(b"\n\n")[:-1] if not event.startswith(b":")]
         datas = [event.removeprefix(b"data: ") for event in events]

@@ -1,7 +1,7 @@
-"""Processes that a test makes hang with SIGSTOP, and their certain end.
+"""Processes that a test suspends with SIGSTOP, and their cleanup.
 
-A stopped process notices neither the end of its parent nor SIGTERM: one that a failed test leaves behind stays until it
-is killed by hand. Tests call `hang`; `tests/conftest.py` calls `end_hung` after every test.
+A suspended process notices neither the end of its parent nor SIGTERM, so one that a failed test leaves behind would
+stay until it is killed by hand. Tests call `hang`; `tests/conftest.py` calls `end_hung` after every test.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _hung: list[psutil.Process] = []
 
 
 def hang(pid: int) -> None:
-    """Stop the process, which may be continued with SIGCONT."""
+    """Suspend the process; SIGCONT resumes it."""
     process = psutil.Process(pid)
     _hung.append(process)
     process.suspend()
 
 
 def end_hung() -> None:
-    """Kill those that are stopped still."""
+    """Kill the processes that are still suspended."""
     while _hung:
         process = _hung.pop()
         with suppress(psutil.NoSuchProcess):

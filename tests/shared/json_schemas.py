@@ -1,4 +1,4 @@
-"""JSON schemas for answers: some written by hand, one for each feature or pitfall, the rest generated from a seed."""
+"""JSON schemas for answers: some written by hand, one for each feature or pitfall, and others generated from a seed."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ BY_HAND: list[Schema] = [
 
 
 def schemas(count: int) -> list[Schema]:
-    """`count` schemas, the same each time: those written by hand first."""
+    """Return `count` schemas, always the same ones, starting with those written by hand."""
     generated = (_generated(random.Random(seed), depth=3) for seed in range(count))
     return [*BY_HAND, *generated][:count]
 
@@ -169,7 +169,7 @@ def _any_of(rng: random.Random, depth: int) -> Schema:
 
 
 def _reference(rng: random.Random, depth: int) -> Schema:
-    """Only at the top may a schema have definitions, so nested ones stand for themselves."""
+    """Return a reference; only the top level may have definitions, so nested schemas refer to themselves."""
     inner = _generated(rng, 1)
     if depth < 3 or "$defs" in inner:
         return inner

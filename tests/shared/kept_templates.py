@@ -1,4 +1,4 @@
-"""Processes that render chats, kept from one gateway of a test to the next: each start takes as long as a test."""
+"""Template processes that are kept between the gateways of different tests, because each start is slow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KeptTemplates:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """What begins to render in the block takes a process that was kept, if there is one for its templates."""
+        """Reuse kept processes for templates that start rendering in the block."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(chat_template, "TemplateProcess", self._take)
             patch.setattr(chat_template, "_close_all", self._keep)
@@ -44,7 +44,7 @@ class KeptTemplates:
         return process
 
     def _keep(self, processes: deque[TemplateProcess]) -> None:
-        """Of a template that is closed: those that render nothing."""
+        """Keep the idle processes of a template that is closed."""
         while processes:
             process = processes.popleft()
             kind = self._kinds.get(process)

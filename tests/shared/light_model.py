@@ -1,7 +1,7 @@
-"""A model that starts in no time, for tests of all but what it computes: a tiny Llama.
+"""A tiny Llama that starts quickly, for tests in which the computed tokens do not matter.
 
-Servers read its tokenizer and its template as any other's: its tokens are bytes and pairs of letters. The weights are
-zeros.
+Servers read its tokenizer and its template like any other model's: its tokens are bytes and pairs of letters. The
+weights are zeros.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SHAPES = {
 
 @cache
 def light_model() -> str:
-    """Its folder, which lies there until this process ends."""
+    """Return the model's folder, which exists until this process ends."""
     kept = tempfile.TemporaryDirectory(prefix="pm-light-")
     _kept.append(kept)
     folder = Path(kept.name, NAME)

@@ -1,4 +1,4 @@
-"""What the stores of limits are compared over: limits of any kind, and steps of a caller's history."""
+"""Inputs for comparisons of limit stores: limits of any kind, and steps of a caller's history."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ step = st.one_of(
     st.tuples(st.just("extend"), st.integers(0, 200)),
     st.tuples(st.just("settle"), st.integers(0, 250)),
 )
-"""Milliseconds; tokens that are asked for; further tokens, after half of what is reserved was used; tokens used."""
+"""Milliseconds; requested tokens; further tokens after half of the reserved ones were used; used tokens."""
 
 
 def sequences_of(tokens: int) -> int:
-    """Of a request that asks for so many tokens: some have several."""
+    """Return the number of sequences of a request for this number of tokens; some have several."""
     return 1 + tokens % 3

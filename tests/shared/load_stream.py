@@ -1,4 +1,4 @@
-"""What a gateway reports on `/internal/load`, frame by frame."""
+"""Reads the frames that a gateway sends on `/internal/load`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill_protocol.load import LoadFrame
 
 
 async def load_frames(response: aiohttp.ClientResponse) -> AsyncIterator[LoadFrame]:
-    """Until the stream ends; fails when it says nothing for long."""
+    """Yield frames until the stream ends; fail if it sends nothing for a long time."""
     decoder = LoadDecoder()
     while data := await asyncio.wait_for(response.content.readany(), WAIT_LIMIT_S):
         for frame in decoder.feed(data):

@@ -1,6 +1,6 @@
-"""An API server in miniature: prunes nulls, refuses unknown fields, fills in defaults, checks schema and CEL rules.
+"""A minimal API server: it prunes nulls, refuses unknown fields, sets defaults, and checks schema and CEL rules.
 
-What a real one does with the same documents is tested in e2e/crd.
+e2e/crd tests the same documents with a real API server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Document = dict[str, Any]
 
 
 def admit(document: Document, schema: Schema) -> list[str]:
-    """Errors of a document; empty when the API server would take it."""
+    """Return the errors of a document; empty if the API server would accept it."""
     value = _prune_nulls(document, schema)
     metadata = value.pop("metadata", {"name": "x"})
     errors = list(_unknown(value, schema, ""))
@@ -28,7 +28,7 @@ def admit(document: Document, schema: Schema) -> list[str]:
 
 
 def stored(document: Document, schema: Schema) -> Document:
-    """What the API server keeps of a document that it takes."""
+    """Return the document as the API server would store it."""
     value: Document = _prune_nulls(copy.deepcopy(document), schema)
     fill_defaults(value, schema)
     return value

@@ -1,4 +1,4 @@
-"""Models with experts as GGUF files, as llama.cpp's converters store them; made from transformers' modules."""
+"""Models with experts as GGUF files in the format of llama.cpp's converters, made from transformers' modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = {
 
 
 def write_moe_gguf(path: Path, model: Any, architecture: str, kind: str) -> None:
-    """Experts are stored as `kind`, all else as floats of 32 bits; the model's experts take the values so stored."""
+    """Write experts as `kind` and all other weights as float32; set the model's experts to the stored values."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -68,7 +68,7 @@ def _add_gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _parts(name: str, tensor: Tensor, architecture: str, config: Any) -> dict[str, Tensor]:
-    """Views of the tensor under their names in the file."""
+    """Return views of the tensor under their names in the file."""
     layer = ".".join(name.replace("model.layers", "blk").split(".")[:2])
     is_gpt_oss = architecture == "gpt-oss"
     if ".experts." in name:

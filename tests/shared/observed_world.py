@@ -1,4 +1,4 @@
-"""What a cluster holds for one deployment, as objects of a real one look: written by hand, read by `observe`.
+"""Objects of a real cluster for one deployment, written by hand, as input of `observe`.
 
 Statuses and messages are those of Kubernetes 1.36 with containerd 2.4, shortened.
 """
@@ -24,7 +24,7 @@ CACHED = {"model__source": "hf://org/name", "model__cache": {"size": "1Gi", "sto
 
 
 class World:
-    """What a cluster holds for one deployment; pods are added as a case needs them."""
+    """The objects of a cluster for one deployment; a case adds its pods."""
 
     def __init__(self, deployment: LLMDeployment) -> None:
         self.plan: Plan = make_plan(deployment, "kubernetes")
@@ -53,7 +53,7 @@ class World:
         template: Manifest | None = None,
         **metadata: Any,
     ) -> World:
-        """`status`: of the main container. `template`: of an earlier Deployment; the newest one when absent."""
+        """Add a pod with the `status` of its main container, from `template` (by default the newest Deployment)."""
         kind = "Deployment" if component == "engine" else "Job"
         owner = next(child for (child_kind, _), child in self.objects.items() if child_kind == kind)
         made_from = template or owner["spec"]["template"]
@@ -89,7 +89,7 @@ class World:
         return {finding.type: finding for finding in find_conditions(observe(self.snapshot, self.plan))}
 
     def at(self, seconds: float) -> tuple[Observation, dict[str, Finding]]:
-        """Seen so many seconds after the year has begun."""
+        """Return the observation this number of seconds after the start of the year."""
         now = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
         seen = observe(self.snapshot, self.plan, now)
         return seen, {finding.type: finding for finding in find_conditions(seen)}

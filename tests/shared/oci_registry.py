@@ -1,7 +1,7 @@
-"""OCI registries for tests: one in this process that asks for tokens and can misbehave, or the one of `crane` if built.
+"""OCI registries for tests: one in this process that requires tokens and can misbehave, and that of `crane` if built.
 
-Both take what `push` uploads through the protocol itself. `crane`'s registry (Go module `github.com/google/
-go-containerregistry`) is used where the program is on the path.
+Both accept what `push` uploads through the protocol. `crane`'s registry (Go module `github.com/google/
+go-containerregistry`) is used if the program is on the path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ USER, PASSWORD, TOKEN = "robot", "secret", "a-token-for-this-repository"
 
 
 class Layer:
-    """`diff_id`: of a layer that a container's file system is made of, its digest without compression."""
+    """A layer; `diff_id` is the digest of a container layer without compression."""
 
     def __init__(self, content: bytes, kind: str, title: str | None = None, diff_id: str | None = None) -> None:
         self.content = content
@@ -45,18 +45,18 @@ class Layer:
 
 
 def artifact(files: dict[str, bytes]) -> list[Layer]:
-    """As ORAS pushes files: each is a layer, whatever its type says."""
+    """Return layers as ORAS pushes files: each file is a layer, whatever its type."""
     return [Layer(content, "application/vnd.oci.image.layer.v1.tar", name) for name, content in files.items()]
 
 
 def image(*layers: dict[str, bytes]) -> list[Layer]:
-    """As an image builder makes them."""
+    """Return layers as an image builder makes them."""
     archives = [_tar(files) for files in layers]
     return [Layer(gzip.compress(each, 1), IMAGE_LAYER, diff_id=digest_of(each)) for each in archives]
 
 
 def push(url: str, repository: str, tag: str, layers: list[Layer], **headers: str) -> str:
-    """Upload a manifest and what it names; returns the manifest's digest."""
+    """Upload a manifest and its blobs; return the manifest's digest."""
     config = _config(layers)
     manifest = {
         "schemaVersion": 2,
@@ -76,7 +76,7 @@ def push(url: str, repository: str, tag: str, layers: list[Layer], **headers: st
 
 
 def _config(layers: list[Layer]) -> Layer:
-    """Container runtimes compare what they unpack with it; of an artifact it is empty."""
+    """Return the config with which container runtimes compare what they unpack; for an artifact it is empty."""
     diff_ids = [layer.diff_id for layer in layers]
     if None in diff_ids:
         return Layer(b"{}", "application/vnd.oci.empty.v1+json")
@@ -90,7 +90,7 @@ def digest_of(content: bytes) -> str:
 
 
 class TokenRegistry(ThreadingHTTPServer):
-    """Pulling asks for a token, which the right password buys; pushing does not."""
+    """A registry whose pulls require a token, which the right password gives; pushes require none."""
 
     daemon_threads = True
 
@@ -101,14 +101,14 @@ class TokenRegistry(ThreadingHTTPServer):
         self.blobs: dict[str, bytes] = {}
         self.manifests: dict[str, bytes] = {}
         self.asked: list[tuple[str, str | None]] = []
-        """Path and range."""
+        """Path and range of each request."""
         self.cuts: list[int] = []
-        """Bytes after which the next answers with blobs end."""
+        """The numbers of bytes after which the next answers with blobs end."""
         self.token_expires = False
         self.knows_ranges = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients end connections as they like."""
+        """Ignore errors of clients that close connections."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -201,10 +201,10 @@ def token_registry(address: str = "127.0.0.1") -> Iterator[TokenRegistry]:
 
 @contextlib.contextmanager
 def crane_registry() -> Iterator[str]:
-    """The host of a registry that other tools use as well."""
+    """Run a registry that other tools use as well; yield its host."""
     program = shutil.which("crane")
     if program is None:
-        pytest.skip("there is no crane on the path: go install github.com/google/go-containerregistry/cmd/crane")
+        pytest.skip("crane is not on the path: go install github.com/google/go-containerregistry/cmd/crane")
     command = [program, "registry", "serve", "--address", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -212,7 +212,7 @@ def crane_registry() -> Iterator[str]:
             host = ""
             while not host:
                 line = process.stderr.readline()
-                assert line, "the registry ended by itself"
+                assert line, "the registry exited"
                 host = f"127.0.0.1:{line.split()[-1]}" if "serving on" in line else ""
             wait_until(lambda: httpx2.get(f"http://{host}/v2/").status_code == 200)
             yield host

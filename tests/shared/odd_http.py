@@ -1,4 +1,4 @@
-"""What no honest client sends: broken framings, and headers that mean something somewhere. For every port there is."""
+"""Invalid HTTP requests for every port: broken framing, and headers that have a meaning for some servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORBIDDEN = {
     "a chunk longer than its size": b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}}\r\n0\r\n\r\n",
     "chunks with bare line feeds": b"Transfer-Encoding: chunked\r\n\r\n2\n{}\n0\n\n",
 }
-"""What follows the first lines of a request, by what is wrong with it: two readers could cut it differently."""
+"""Bytes after the first lines of a request, by their error: two parsers could interpret them differently."""
 NAMES = (
     b"Authorization Content-Type X-Request-Id X-Request-Timeout-S Expect Host Accept-Encoding Content-Encoding Cookie "
     b"Connection Keep-Alive Upgrade TE Transfer-Encoding Content-Length X-Forwarded-For Range X-Pagemill-Gateway"
@@ -41,4 +41,4 @@ HEADER = st.tuples(
     st.sampled_from(NAMES),
     st.one_of(st.sampled_from(VALUES), st.binary(max_size=40).filter(lambda value: not set(value) & set(b"\r\n"))),
 )
-"""One header, with a value that is right or wrong for it."""
+"""One header, with a valid or an invalid value."""

@@ -1,4 +1,4 @@
-"""A receiver of OTLP/HTTP that decodes spans with OpenTelemetry's own classes, in place of a collector."""
+"""An OTLP/HTTP receiver that decodes spans with OpenTelemetry's own classes, in place of a collector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNSAMPLED = {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN}-00"}
 
 
 class Receiver:
-    """Keeps spans as plain values. `statuses`: what it answers first, before it takes them."""
+    """Stores spans as plain values; `statuses` are its first answers, before it accepts spans."""
 
     def __init__(self) -> None:
         self.spans: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Folders of models without their weights: `config.json` and the index of files that are not there."""
+"""Folders of models without weights: `config.json` and the index of files that do not exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill_protocol.safetensors_header import INDEX_FILE, read_header
 
 
 def outline(folder: Path, *, num_shards: int = 2) -> None:
-    """Remove the weights of `folder` and leave an index of so many shards that would have held them."""
+    """Remove the weights of `folder` and write an index of this number of shards that would contain them."""
     files = sorted(folder.glob("*.safetensors"))
     tensors = [tensor for file in files for tensor in read_header(file)]
     shards = [f"model-{number + 1:05}-of-{num_shards:05}.safetensors" for number in range(num_shards)]
@@ -51,11 +51,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-14B-Instruct": QWEN_14B,
     "Qwen/Qwen2.5-14B-Instruct-AWQ": {**QWEN_14B, "torch_dtype": "float16", "quantization_config": AWQ},
 }
-"""What config.json of models that pages name says of their shapes."""
+"""The dimensions of models that documentation pages name, from their config.json."""
 
 
 def write_outline(folder: Path, config: dict[str, Any]) -> Path:
-    """`config.json` and an index as a model of that shape has them: of floats, or with AWQ's packed products."""
+    """Write `config.json` and an index of a model with these dimensions, with floats or with AWQ's packed matrices."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     shapes = decoder_from_config(config, folder / "config.json").shapes()

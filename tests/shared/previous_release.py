@@ -1,7 +1,7 @@
-"""The packages of the release before this one, to run beside today's: from its wheels, else from the history.
+"""The packages of the previous release, which run together with the current ones: from its wheels or from git.
 
-`make previous-wheels` fetches the wheels. Without them the files of the last tag are taken out of git; until a first
-release is tagged, of the commit that stands for it. Kernels are compiled, so those of a checkout stay today's.
+`make previous-wheels` downloads the wheels. Without them, the files of the last tag are taken from git, or, before the
+first tagged release, those of the commit that stands for it. Kernels are compiled, so a checkout uses the current ones.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".uv" / "previous-wheels"
 STANDS_FOR_A_RELEASE = "b33137ab3801c88d71b60c60aaa7f6e76d7d32f7"
-"""The last commit whose LLMDeployments were v1alpha1 only, and whose protocol named no version."""
+"""The last commit whose LLMDeployments were v1alpha1 only and whose protocol had no version."""
 FOLDERS = ("protocol", "crds", "engine", "gateway", "operator", "cli")
 
 
 @dataclass(frozen=True)
 class Release:
-    """One side of a conversation."""
+    """The packages of one release."""
 
     name: str
     paths: tuple[Path, ...] = ()
-    """Where its packages are, before those of the environment; none: today's."""
+    """The folders of its packages, which precede the environment's; none for the current release."""
 
     @property
     def environment(self) -> dict[str, str]:
         return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, self.paths))} if self.paths else {**os.environ}
 
     def run(self, program: str, *arguments: str, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
-        """What a short program prints that imports this release's packages."""
+        """Run a short program that imports this release's packages; return its output."""
         command = [sys.executable, "-c", program, *arguments]
         done = subprocess.run(command, env=self.environment, input=stdin, capture_output=True, timeout=timeout_s)
         assert done.returncode == 0, f"{self.name}: {done.stderr.decode(errors='replace')}"
@@ -50,7 +50,7 @@ TODAY = Release("today")
 
 @pytest.fixture(scope="session")
 def previous_release(request: pytest.FixtureRequest) -> Release:
-    """Skips where neither wheels nor history are there."""
+    """Return the previous release; skip the test if neither wheels nor git history exist."""
     cache: Path = request.config.cache.mkdir("previous-release")  # type: ignore[union-attr]
     if wheels := sorted(WHEELS.glob("*.whl")):
         digest = hashlib.sha256(b"".join(wheel.read_bytes() for wheel in wheels)).hexdigest()
@@ -86,6 +86,6 @@ def _unpacked_commit(commit: str, folder: Path) -> Path:
 
 
 def _git(*arguments: str) -> str:
-    """Empty where git fails."""
+    """Return git's output, or "" if git fails."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else ""

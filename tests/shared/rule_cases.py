@@ -1,4 +1,4 @@
-"""For each recording rule and alert: series that make it speak, and series that leave it silent.
+"""For each recording rule and alert, series with a result and series without one.
 
 Series are in the notation of `promtool test rules`: `0+2x60` is 0, 2, 4, ... once a minute.
 """
@@ -34,16 +34,16 @@ Series = dict[str, str]
 
 
 class RuleCase(NamedTuple):
-    """`value`: what `expr` is after `minutes` with these series; None: nothing."""
+    """A case of a rule: `value` is that of `expr` after `minutes` with these series, or None for no result."""
 
     record: str
     series: Series
     value: float | None
     labels: str = ""
-    """Of the recorded series, besides the model."""
+    """Labels of the recorded series, in addition to the model."""
     minutes: int = 60
     of_series: str = ""
-    """Labels of the recorded series that come from what the rule reads."""
+    """Labels of the recorded series that come from the rule's input."""
 
 
 class AlertCase(NamedTuple):
@@ -59,7 +59,7 @@ DOUBLING = READY | {KV: " ".join(f"{0.45 * 2 ** ((minute - 60) / 20):.15g}" for 
 BUDGET = "variant_le:pagemill_first_token_budget:ratio"
 SLOW_FIRST_TOKENS = {WITHIN: "0+50x60", FIRST_COUNT: "0+100x60"}
 DECLARED = {f'pagemill_deployment_first_token_budget_ratio{{le="0.5",{MODEL},{VARIANT}}}': "0.1x60"}
-"""90 % within half a second; without it 95 % within 2.5 s."""
+"""90 % within half a second; without this declaration, 95 % within 2.5 s."""
 STRICT_FIRST_TOKENS = {SOON: "0+80x60", WITHIN: "0+100x60", FIRST_COUNT: "0+100x60"}
 BATCH = READY | {
     f"vllm:num_requests_running{OF}": "8x60",
@@ -82,12 +82,12 @@ RULE_CASES = [
     RuleCase("model:pagemill_replicas_ceiling:count", READY | {MAX: "8x60"}, 8),
     RuleCase("model:pagemill_replicas_ceiling:count", READY, 1),
     RuleCase("model:pagemill_replicas_ceiling:count", {}, None),
-    # 0.01 a minute: at 0.5 after 50 minutes, so 0.9 of one replica is reached 40 minutes later.
+    # 0.01 per minute: 0.5 after 50 minutes, so 0.9 of one replica is reached 40 minutes later.
     RuleCase("model:pagemill_kv_saturation:minutes", RISING, 40, minutes=50),
-    # With one replica more there are 100 minutes more until 0.9 of both.
+    # With one more replica, 0.9 of both is reached 100 minutes later.
     RuleCase("model:pagemill_kv_saturation:minutes", RISING | {MAX: "2x60"}, 130, minutes=50),
     RuleCase("model:pagemill_kv_saturation:minutes", FALLING, None, minutes=50),
-    # Doubles every 20 minutes: at 0.45 after 60, so 0.9 is reached once it has doubled again.
+    # The value doubles every 20 minutes: it is 0.45 after 60, so 0.9 is reached at the next doubling.
     RuleCase("model:pagemill_kv_saturation:minutes", DOUBLING, 20, minutes=60),
     RuleCase("model:pagemill_kv_used:ln", ASLEEP, None),
     RuleCase("model:pagemill_kv_used:ln", RISING, -0.693, minutes=50),
@@ -114,7 +114,7 @@ RULE_CASES = [
     RuleCase("model:pagemill_cost:per_hour", {GPUS: "4x60"}, None),
     RuleCase("model:pagemill_idle_cost:per_hour", PAID | BATCH, 4),
     RuleCase("model:pagemill_idle_cost:per_hour", BATCH, None),
-    # 8 an hour and 3,600 tokens a minute: 216,000 tokens an hour.
+    # 8 per hour and 3,600 tokens per minute: 216,000 tokens per hour.
     RuleCase("model:pagemill_cost:per_million_tokens", PAID | {TOKENS: "0+3600x60"}, 37.037),
     RuleCase("model:pagemill_cost:per_million_tokens", PAID | {TOKENS: "7x60"}, None),
     *(
@@ -134,7 +134,7 @@ RULE_CASES = [
 ALERT_CASES = [
     AlertCase("PagemillErrorBudgetBurnsFast", {FAILED: "0+10x60", ANSWERED: "0+90x60"}, True),
     AlertCase("PagemillErrorBudgetBurnsFast", SLOW_FIRST_TOKENS, True),
-    # Over, for the short window: a page would come too late to help.
+    # In the short window the incident has ended: a page would come too late.
     AlertCase("PagemillErrorBudgetBurnsFast", {FAILED: "0+10x40 400x60", ANSWERED: "0+90x100"}, False, 90),
     AlertCase("PagemillErrorBudgetBurnsFast", {FAILED: "0+1x60", ANSWERED: "0+99x60"}, False),
     AlertCase("PagemillErrorBudgetBurnsSlowly", {FAILED: "0+1x60", ANSWERED: "0+99x60"}, True),

@@ -1,4 +1,4 @@
-"""A real S3 server (SeaweedFS, from its wheel) for tests, and a connection to it that ends in the middle of answers."""
+"""A real S3 server (SeaweedFS, from its wheel) for tests, and a proxy that ends its answers early."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagemill_operator.backends.local.ports import free_port
 
 KEY, SECRET = "key", "secret"
 LEASED_KEY, LEASED_SECRET = "leased", "until-soon"
-"""Of an account whose credentials end a moment after the server has begun."""
+"""An account whose credentials expire a moment after the server has started."""
 LEASE_S = 2
 PORTS: tuple[str, ...] = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port")
 PORTS += ("volume.port.grpc", "filer.port", "filer.port.grpc")
@@ -38,7 +38,7 @@ IDENTITIES = {
 
 
 class S3Server:
-    """Buckets appear when something is put into them."""
+    """An S3 server; buckets are created with their first object."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -66,7 +66,7 @@ class S3Server:
 
 
 def program() -> str | None:
-    """The server's program; it lies beside the interpreter that the wheel was installed for."""
+    """Return the server's program, which is next to the interpreter of the wheel, or None."""
     import sys
 
     return shutil.which("weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -91,7 +91,8 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
     ports = {name: free_port() for name in PORTS}
     command = [weed, "server", f"-dir={folder / 'data'}", "-s3", f"-s3.config={folder / 's3.json'}"]
     command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=100", "-master.volumeSizeLimitMB=256"]
-    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # catalogs at fixed ports: one server a machine could run
+    # Catalogs use fixed ports, so a machine could run only one server with them.
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += ["-master.volumePreallocate=false", *(f"-{name}={port}" for name, port in ports.items())]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -107,7 +108,7 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
 def _takes_files(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> bool:
     import obstore.exceptions
 
-    assert process.poll() is None, f"the S3 server ended by itself: {log.read_text()[-2000:]}"
+    assert process.poll() is None, f"the S3 server exited: {log.read_text()[-2000:]}"
     try:
         server.put("public", {"there": b"1"})
     except obstore.exceptions.BaseError:
@@ -116,9 +117,9 @@ def _takes_files(server: S3Server, process: subprocess.Popen[bytes], log: Path) 
 
 
 class CuttingProxy:
-    """Forwards connections to a server, and ends `num_cuts` answers after `cut_bytes`, or lets them stall there.
+    """Forwards connections to a server, and ends or stalls `num_cuts` answers after `cut_bytes`.
 
-    `bytes_per_s`: what a connection carries at most, as those of far servers do; `line_bytes_per_s`: all together.
+    `bytes_per_s` limits each connection, as with distant servers; `line_bytes_per_s` limits all together.
     """
 
     def __init__(
@@ -139,12 +140,12 @@ class CuttingProxy:
         self.bytes_per_s = bytes_per_s
         self._line_bytes_per_s = line_bytes_per_s
         self._line_free_s = 0.0
-        """When the line has carried what was given to it."""
+        """The time at which all bytes sent so far have been transferred."""
         self._closed = threading.Event()
         self.num_cuts = num_cuts
         self.sent_bytes = 0
         self.requests: list[bytes] = []
-        """First lines and range headers."""
+        """First lines and range headers of all requests."""
         self._listener = socket.create_server((host, 0))
         self.url = f"http://{host}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A deployment under the autoscaler, on a clock moved by hand: engines of one size, a load that the test sets."""
+"""A deployment under the autoscaler with a clock that the test controls: engines of one size, and the test's load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pagemill_protocol.state import StepTimeParams
 
 BLOCKS, BLOCK_SIZE, SEATS = 1000, 16, 64
 STEP_TIME = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[10.0, 14.0, 60.0], num_steps_observed=1000)
-"""About 7,000 prompt tokens a second."""
+"""About 7,000 prompt tokens per second."""
 LENGTHS = Lengths(
     truth="value",
     prompt=histogram_of([500.0] * 100),
@@ -30,7 +30,7 @@ LENGTHS = Lengths(
 
 
 def engines(replicas: int, *, active: float = 0.0, running: int = 0, waiting: int = 0, **fields: Any) -> EnginesLoad:
-    """`active`: blocks of all together, in replicas' worth."""
+    """Return the engines' load; `active` are the used blocks of all engines, in units of one replica's blocks."""
     known = {
         "truth": "value",
         "num_reporting": replicas,
@@ -69,12 +69,12 @@ def signals(replicas: int, *, at_s: float = 1000.0, **fields: Any) -> Signals:
 
 
 class Scaled:
-    """Replicas that start when they are ordered and are ready after `cold_start_s`; decisions are replayed."""
+    """Replicas that start when they are required and are ready after `cold_start_s`; decisions are replayed."""
 
     def __init__(
         self, settings: ScalingSettings, *, replicas: int = 1, cold_start_s: float = 30.0, lengths: Lengths = LENGTHS
     ) -> None:
-        """`lengths`: without them nothing can be said of how fast what waits is served."""
+        """Create the deployment; without `lengths`, the time in which the queue is served is unknown."""
         self.settings = settings
         self.lengths = lengths
         self.policy = find_policy(settings.policy)
@@ -95,7 +95,7 @@ class Scaled:
         return [(each.replicas_before, each.replicas) for each in self.decisions if each.changes]
 
     def decide(self, **load: Any) -> Decision:
-        """`load`: fields of the signals; `active`, `running`, `waiting` and `rate` for short."""
+        """Decide with these fields of the signals; `active`, `running`, `waiting` and `rate` are abbreviations."""
         starting = len(self.ready_at) - self.ready
         fleet = Fleet(
             wanted=self.wanted,
@@ -119,7 +119,7 @@ class Scaled:
         return decision
 
     def run(self, seconds: float, load: Callable[[float, int], dict[str, Any]], *, step_s: float = 2.0) -> None:
-        """`load`: from the seconds since now and the ready replicas to the fields of the signals."""
+        """Run for some seconds; `load` returns fields of the signals for a time in seconds and the ready replicas."""
         start, end = self.now, self.now + seconds
         while self.now < end:
             self.decide(**load(self.now - start, self.ready))
@@ -127,7 +127,7 @@ class Scaled:
 
     def _replay(self, record: Record) -> None:
         again = replay(decode_record(encode_record(record)))
-        assert msgspec.json.encode(again) == msgspec.json.encode(record.decision), "a record decides the same again"
+        assert msgspec.json.encode(again) == msgspec.json.encode(record.decision), "a record must be replayed equally"
 
     def _order(self, replicas: int) -> None:
         while len(self.ready_at) < replicas:
@@ -137,7 +137,7 @@ class Scaled:
 
 
 def busy(demand: float, ready: int, *, running: int = 8) -> dict[str, Any]:
-    """Work for so many replicas: what does not fit waits in the gateway."""
+    """Return the load for this number of replicas; what exceeds the ready ones waits in the gateway."""
     waiting = max(0.0, demand - ready)
     queue = QueueLoad(num_requests=math.ceil(waiting * 4), num_tokens=round(waiting * BLOCKS * BLOCK_SIZE))
     return {"active": min(demand, ready), "running": running, "queue": queue, "rate": demand}

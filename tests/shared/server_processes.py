@@ -1,4 +1,4 @@
-"""Server processes as strangers see them: started, spoken to byte by byte, watched from outside."""
+"""Server processes for black-box tests: they are started, get raw bytes, and are measured from outside."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from examples import num_examples
 MODEL = "tiny"
 MAX_MODEL_LEN = 512
 ANSWER_TIMEOUT_S = 60.0
-"""Of a machine under load; what must be quick is measured in other ways."""
+"""A timeout for a machine under load; tests measure speed in other ways."""
 HANG_S = 1.0
 NUM_HANGS = 4
-"""What takes so long so often hangs; less often, the machine was busy with something else."""
+"""An operation hangs if it takes this long this often; otherwise the machine was busy."""
 MIB = 2**20
 GOOD = {"model": MODEL, "prompt": "hello", "max_tokens": 2, "ignore_eos": True}
 Pieces = bytes | Iterable[bytes]
@@ -39,25 +39,25 @@ Asked = TypeVar("Asked")
 
 
 def examples(number: int) -> settings:
-    """That many of them; `--hypothesis-profile=thorough` multiplies."""
+    """Return settings with this number of examples, which `--hypothesis-profile=thorough` multiplies."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     return settings(max_examples=num_examples(number), deadline=None, suppress_health_check=checks)
 
 
 @dataclass
 class Answer:
-    """One response as it came off the wire."""
+    """One response as it was received."""
 
     status: int
     headers: dict[str, str]
     body: bytes
 
     def error(self) -> dict[str, Any]:
-        """What an error says in OpenAI's shape, or in that of a dialect; fails when it is anything else."""
+        """Return the error in the format of OpenAI or of a dialect; fail for any other answer."""
         return error_of(self.body)
 
     def check(self) -> Answer:
-        """Served or refused, and refused in shape: no 5xx whatever was asked."""
+        """Check that the answer is a success or a refusal in the error format, and no 5xx."""
         assert self.status < 500, self
         if self.status >= 400:
             self.error()
@@ -90,7 +90,7 @@ def request(
     path: str = "/v1/completions",
     headers: Iterable[tuple[bytes, bytes]] = (),
 ) -> bytes:
-    """A whole HTTP request. `body`: bytes as they are, anything else as JSON; `headers` come before its length."""
+    """Return a whole HTTP request; a `body` of bytes is sent unchanged, any other as JSON after `headers`."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1".encode(), b"Host: server", *(b": ".join(pair) for pair in headers)]
     return b"\r\n".join([*lines, b"Content-Length: %d" % len(raw), b"", raw])
@@ -98,7 +98,7 @@ def request(
 
 @dataclass
 class HttpServer:
-    """A server process and where it listens."""
+    """A server process and its address."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -106,9 +106,9 @@ class HttpServer:
     control_url: str
     log: Path
     headers: dict[str, str] = field(default_factory=dict)
-    """Of every request by `post`, `get` and `serves`: a key, for example."""
+    """Headers of every request by `post`, `get` and `serves`, for example a key."""
     control_token: str = ""
-    """What its control port asks for, where that is configured."""
+    """The token of the control port, if it requires one."""
     client: httpx2.Client = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class HttpServer:
         return connection
 
     def exchange(self, pieces: Pieces) -> Answer | None:
-        """The answer to these bytes on a connection of their own; `None`: hung up on without one."""
+        """Send these bytes over a new connection; return the answer, or None if the server closed without one."""
         with contextlib.closing(self.connect()) as connection:
             with contextlib.suppress(ConnectionError):
                 for piece in [pieces] if isinstance(pieces, bytes) else pieces:
@@ -132,7 +132,7 @@ class HttpServer:
             return read_answer(connection)
 
     def post(self, body: Any, path: str = "/v1/completions", headers: dict[str, str] | None = None) -> Answer:
-        """Over a connection that is kept."""
+        """Send a request over a reused connection."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         response = self.client.post(path, content=raw, headers={"Content-Type": "application/json", **(headers or {})})
         return Answer(response.status_code, dict(response.headers), response.content)
@@ -142,7 +142,7 @@ class HttpServer:
         return Answer(response.status_code, dict(response.headers), response.content)
 
     def serves(self) -> None:
-        """Fails unless a good request is answered well."""
+        """Check that a valid request is answered."""
         answer = self.post(GOOD)
         assert answer.status == 200, answer
         assert json.loads(answer.body)["usage"]["completion_tokens"] == 2
@@ -155,7 +155,7 @@ class HttpServer:
         return float(times.user + times.system)
 
     def metric(self, name: str) -> float:
-        """The sum over all series of that name."""
+        """Return the sum over all series of that name."""
         text = httpx2.get(self.control_url + "/metrics", timeout=ANSWER_TIMEOUT_S).text
         lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
         assert lines, f"{self.name} has no metric {name}"
@@ -172,7 +172,7 @@ class HttpServer:
 
 
 def read_answer(connection: socket.socket, method: str = "GET") -> Answer | None:
-    """The next response on it, to a request of that method, whole; `None` when the server hangs up instead."""
+    """Read the whole next response to a request with that method; return None if the server closes instead."""
     response = http.client.HTTPResponse(connection, method=method)
     try:
         response.begin()
@@ -184,7 +184,7 @@ def read_answer(connection: socket.socket, method: str = "GET") -> Answer | None
 
 
 def read_to_end(connection: socket.socket) -> bytes:
-    """All that the server sends until it hangs up."""
+    """Return everything that the server sends until it closes."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(65536):
@@ -194,9 +194,9 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 @contextmanager
 def costing_little(http_server: HttpServer) -> Iterator[None]:
-    """Fails when the HTTP server spends two seconds of CPU time on the block, which bounds how long others wait for it.
+    """Fail if the HTTP server uses two seconds of CPU time during the block, which limits how long others wait for it.
 
-    Waits themselves say more of what else the machine does; on shared cores CPU time at most doubles.
+    The time of waits depends on other processes of the machine; on shared cores, CPU time at most doubles.
     """
     before = http_server.cpu_s()
     yield
@@ -206,7 +206,7 @@ def costing_little(http_server: HttpServer) -> Iterator[None]:
 
 @contextmanager
 def growing_little(http_server: HttpServer) -> Iterator[None]:
-    """Fails when the HTTP server's memory is 160 MiB larger at any time of the block than before it."""
+    """Fail if the HTTP server's memory grows by 160 MiB or more at any time of the block."""
     before, peak, over = http_server.rss_bytes(), 0, threading.Event()
 
     def watch() -> None:
@@ -225,7 +225,7 @@ def growing_little(http_server: HttpServer) -> Iterator[None]:
 
 
 def without_a_hang(ask: Callable[[], Asked]) -> Asked:
-    """What `ask` gives. Fails when it takes more than a second of one core however often it is tried."""
+    """Return the result of `ask`; fail if it takes more than a second of one core in every attempt."""
     for _ in range(NUM_HANGS):
         began_s = time.monotonic()
         answer = ask()
@@ -245,9 +245,9 @@ def start_http_server(
     good: tuple[str, dict[str, Any]] = ("/v1/completions", GOOD),
     data_limit_bytes: int = 0,
 ) -> HttpServer:
-    """Run the module's server until it answers a good request, sent with `headers`.
+    """Run the module's server until it answers a valid request, sent with `headers`.
 
-    `data_limit_bytes`: an rlimit of each of its processes; more memory of its own than that it does not get.
+    `data_limit_bytes` is an rlimit of the private memory of each of its processes.
     """
     path, log = folder / "settings.json", folder / "log"
     path.write_text(json.dumps(values))
@@ -269,5 +269,5 @@ def start_http_server(
 
 
 def _url(reported: dict[str, Any], url: str, port: str) -> str:
-    """The gateway reports its URLs, the engine its ports."""
+    """Return the URL of a port; the gateway reports URLs and the engine ports."""
     return str(reported.get(url) or f"http://127.0.0.1:{reported[port]}")

@@ -22,7 +22,7 @@ def safetensors(num_bytes: int, seed: int = 0) -> bytes:
 
 
 def gguf_file(num_bytes: int, seed: int = 0) -> bytes:
-    """One tensor of bytes (type 24, I8) and no metadata."""
+    """Return a file with one tensor of bytes (type 24, I8) and no metadata."""
     name = b"token_embd.weight"
     head = b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, len(name)) + name + struct.pack("<IQIQ", 1, num_bytes, 24, 0)
     return head.ljust(-(-len(head) // 32) * 32, b"\0") + random.Random(seed).randbytes(num_bytes)

@@ -10,7 +10,7 @@ import transformers
 
 
 def write_tiny_llama(folder: Path, **overrides: Any) -> Path:
-    """The same weights each time. `overrides`: fields of `LlamaConfig`. Returns `folder`."""
+    """Write a model with fixed weights and `overrides` of `LlamaConfig`; return `folder`."""
     settings = {
         "vocab_size": 64,
         "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""Where tests of the Triton path run: on the NVIDIA device, or in Triton's interpreter: see `tests/conftest.py`."""
+"""The device of the Triton tests: an NVIDIA device, or Triton's interpreter (see `tests/conftest.py`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pagemill_kernels.gpu import launch
 HAS_GPU = not triton.knobs.runtime.interpret
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 NARROW_TYPES = [torch.float16, torch.bfloat16] if HAS_GPU else [torch.float16]
-"""What kernels with products are tested in: the interpreter multiplies bfloat16 by its bits."""
+"""The 16-bit types in which kernels with matmuls are tested; the interpreter multiplies bfloat16 by its bits."""
 NO_FP8 = pytest.mark.skipif(HAS_GPU and launch.why_no_fp8() is not None, reason="this device has no fp8")
 CODE_TYPES = [torch.int8, pytest.param(torch.float8_e4m3fn, marks=NO_FP8)]
-"""What 8-bit codes are kept and multiplied in."""
+"""The types in which 8-bit weights are stored and multiplied."""
 TOLERANCES = {
     torch.float32: {"atol": 2e-5, "rtol": 1e-4},
     torch.float16: {"atol": 4e-3, "rtol": 4e-3},
@@ -28,7 +28,7 @@ TOLERANCES = {
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Standard normal numbers, the same ones on every device."""
+    """Return standard normal numbers, which are equal on every device."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
@@ -37,7 +37,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def sparse(path: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in a file with holes, of any size: what is never touched lies nowhere. Only for the interpreter."""
+    """Return zeros in a sparse file of any size, of which only touched parts use memory. Only for the interpreter."""
     with path.open("wb") as file:
         file.truncate(numel * dtype.itemsize)
     return torch.from_file(str(path), shared=True, size=numel * dtype.itemsize, dtype=torch.uint8).view(dtype)
@@ -48,8 +48,11 @@ patched_modules: set[str] = set()
 
 
 def _called_by_a_kernel(function: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
-    """The interpreter patches its language whenever one function calls another: needed once for each module, and for
-    ours the launch does it."""
+    """Call a function without patching the language again.
+
+    The interpreter patches its language whenever one function calls another. This is needed once for each module, and
+    the launch does it for the kernels.
+    """
     module = function.fn.__module__
     if module.startswith("pagemill_kernels") or module in patched_modules:
         return function.rewrite()(*args, **kwargs)
@@ -58,5 +61,5 @@ def _called_by_a_kernel(function: InterpretedFunction, *args: Any, **kwargs: Any
 
 
 InterpretedFunction.__call__ = _called_by_a_kernel
-# Each sum of integers would be computed three times, as only debug builds of a kernel do.
+# Each sum of integers would be computed three times, which only debug builds of a kernel do.
 interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)

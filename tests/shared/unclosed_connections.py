@@ -1,4 +1,4 @@
-"""Connections of aiohttp clients that a test leaves open: named with that test, as soon as its event loop is closed.
+"""Connections of aiohttp clients that a test leaves open are reported with that test when its event loop is closed.
 
 aiohttp itself warns when the garbage collector finds them, in whichever test runs then. `tests/conftest.py` calls
 `refuse_unclosed` after every test.
@@ -25,7 +25,7 @@ def watch_connections() -> None:
 
 
 def refuse_unclosed() -> None:
-    """Fail where a connection can never be given back any more."""
+    """Fail if a connection can never be released any more."""
     left = [each for each in _opened_by if each._protocol is not None and each._loop.is_closed()]
     named = [f"{each!r} of {_opened_by.pop(each)}" for each in left]
     assert not named, f"responses are not read to their end or closed (use `async with`): {'; '.join(named)}"

@@ -1,6 +1,6 @@
-"""An event loop whose time passes only when everybody waits: minutes of pauses and restarts cost only their work.
+"""An event loop whose time advances only when all tasks wait, so that long pauses cost only their work.
 
-For code that asks its loop, or a clock it is given, what time it is; sockets and threads have no place in it.
+It is for code that uses the time of its loop or a given clock, without sockets and threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class _Selector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("everybody waits for something that will never come")
+            raise RuntimeError("all tasks wait for something that will never happen")
         self.now += max(0.0, timeout)
         return super().select(0)
 

@@ -1,9 +1,9 @@
-"""Waits for what another task, thread or process does: they follow progress, not the clock.
+"""Waits for other tasks, threads or processes; they depend on progress, not on the clock.
 
-A condition is looked at again and again until it holds. A wait fails after `WAIT_LIMIT_S` without progress, which no
-machine takes for one step of these tests however busy it is. Only time in which the test looked counts: where this
-process itself was held up between two looks, others were too. What has a time limit of its own in the code under test
-is asserted by its outcome, not by how long a test waited.
+A condition is polled until it is true. A wait fails after `WAIT_LIMIT_S` without progress, which is longer than any
+step of these tests takes on a busy machine. Only time in which the test polled counts: if this process was delayed
+between two polls, others were too. What has a time limit of its own in the code under test is asserted by its outcome,
+not by how long a test waited.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 WAIT_LIMIT_S = 60.0
-"""Without progress."""
+"""The limit without progress."""
 START_LIMIT_S = 180.0
-"""For a process that imports torch, or starts others that do."""
+"""The limit for a process that imports torch or starts others that do."""
 MOST_PER_LOOK_S = 0.5
-"""What the time from one look to the next counts at most."""
+"""The maximum that the time between two polls counts."""
 
 
 async def eventually(
@@ -33,9 +33,9 @@ async def eventually(
     limit_s: float = WAIT_LIMIT_S,
     every_s: float = 0.01,
 ) -> Any:
-    """The first true value of `condition`, which may be a coroutine function.
+    """Return the first true value of `condition`, which may be a coroutine function.
 
-    `progress`: a value whose every change begins the limit anew, for example how many of many are there.
+    `progress` is a value whose every change restarts the limit, for example the number of completed items.
     """
     wait = _Wait(condition, progress, limit_s)
     while True:
@@ -55,7 +55,7 @@ def wait_until(
     limit_s: float = WAIT_LIMIT_S,
     every_s: float = 0.02,
 ) -> Any:
-    """As `eventually`, where no loop runs."""
+    """Wait like `eventually`, without an event loop."""
     wait = _Wait(condition, progress, limit_s)
     while not (found := condition()):
         wait.looked()
@@ -64,12 +64,12 @@ def wait_until(
 
 
 def event_in(log: Path, name: str, process: subprocess.Popen[Any]) -> dict[str, Any]:
-    """The first event of that name in the log of `process`, as soon as it is there."""
+    """Wait for the first event of that name in the log of `process`; return it."""
 
     def look() -> dict[str, Any] | None:
         has_ended = process.poll() is not None
         found = find_event(log, name)
-        assert found or not has_ended, f"it ended before {name}"
+        assert found or not has_ended, f"the process exited before {name}"
         return found
 
     try:
@@ -80,7 +80,7 @@ def event_in(log: Path, name: str, process: subprocess.Popen[Any]) -> dict[str, 
 
 
 def find_event(log: Path, name: str) -> dict[str, Any] | None:
-    """The first event of that name in a log of JSON lines, among others."""
+    """Return the first event of that name in a log that contains JSON lines, or None."""
     for line in log.read_text().splitlines(keepends=True):
         if line.startswith("{") and line.endswith("\n") and (event := json.loads(line)).get("event") == name:
             return dict(event)
@@ -88,7 +88,7 @@ def find_event(log: Path, name: str) -> dict[str, Any] | None:
 
 
 def busy_factor() -> float:
-    """What a limit for this machine with nothing else to do is multiplied by: how many share a core now."""
+    """Return the load average per core, at least 1: the factor for limits that apply to an idle machine."""
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
@@ -102,7 +102,7 @@ class _Wait:
         self._looked_s = time.monotonic()
 
     def looked(self) -> None:
-        """Count one look that found nothing."""
+        """Count one poll without a result."""
         now, reached = time.monotonic(), self._progress()
         self._spent_s += min(MOST_PER_LOOK_S, now - self._looked_s)
         self._looked_s = now

@@ -1,7 +1,7 @@
-"""The messages between engine, gateway, operator and command, as data, and the rule by which they may change.
+"""Schemas of the messages between engine, gateway, operator and command line, and the rule by which they may change.
 
-`tests/crds/freeze.py` writes them down for a release; tests hold today's against that. The rule is stricter than the
-custom resource's: a message is read by peers of both releases, so what one may say the other must know.
+`tests/crds/freeze.py` stores them for a release, and tests compare the current ones with them. The rule is stricter
+than that of the custom resource: peers of both releases read a message, so both must know its values.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from pagemill_protocol.text.bundle import TokenizerBundle
 RELEASED = Path(__file__).resolve().parents[1] / "protocol" / "released" / "messages.json"
 MESSAGES = (GenerateRequest, AllowanceRaise, FrameMeta, StateFrame, TokenizerBundle, LoadFrame, Catalog, Record)
 SETTINGS = (EngineConfig, ServerConfig)
-"""
-What an operator writes for engines, whose image may be of either release. It writes what is set, so an older engine
-meets a field that it does not know only where a user asked for it, and may refuse it by name.
+"""Settings that an operator writes for engines, whose image may be of either release.
+
+The operator writes only values that are set. So an older engine gets an unknown field only if a user set it, and may
+refuse it by name.
 """
 REMEDY = "peers of the last release would refuse it or read it otherwise; add a field with a default beside it"
 
@@ -34,9 +35,10 @@ Schemas = dict[str, Any]
 
 
 def schemas() -> Schemas:
-    """JSON schemas of the messages and of what they hold, by name, without their words."""
+    """Return JSON schemas of the messages and their parts by name, without descriptions."""
     _, components = msgspec.json.schema_components((*MESSAGES, *SETTINGS), ref_template="{name}")
-    found: Schemas = json.loads(json.dumps(components, sort_keys=True))  # as it is read back: defaults may be tuples
+    # The form after reading, because defaults may be tuples.
+    found: Schemas = json.loads(json.dumps(components, sort_keys=True))
     return {name: _without_words(component) for name, component in found.items()}
 
 
@@ -46,7 +48,7 @@ def freeze() -> None:
 
 
 def breaks(before: Schemas, after: Schemas) -> Iterator[str]:
-    """Every change that a peer of the other release cannot take."""
+    """Yield every change that a peer of the other release cannot accept."""
     for name, old in before.items():
         if name not in after:
             yield f"{name}: the message is gone or has another name here; list the change as reviewed if it is a rename"
@@ -71,7 +73,7 @@ def _object(name: str, old: Schemas, new: Schemas) -> Iterator[str]:
 
 
 def _array(name: str, old: Schemas, new: Schemas) -> Iterator[str]:
-    """Fields by position: new ones come last."""
+    """Yield breaks of arrays, whose fields are identified by position; new ones must come last."""
     before, after = old.get("prefixItems", []), new.get("prefixItems", [])
     if after[: len(before)] != before or old.get("minItems") != new.get("minItems"):
         yield f"{name}: its fields were {before}, are {after}; add new ones at the end, with a default"

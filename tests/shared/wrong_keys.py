@@ -1,4 +1,4 @@
-"""Values of `Authorization` that are not the right one, however near they come."""
+"""Values of `Authorization` that differ from the right one, however similar they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LATIN = st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_chara
 
 
 def wrong_keys(key: str) -> SearchStrategy[bytes]:
-    """All but `Bearer KEY`."""
+    """Return a strategy for all values except `Bearer KEY`."""
     right = key.encode()
     near = [
         b"Bearer",

@@ -1,4 +1,4 @@
-"""Routing policies on a virtual clock: deterministic, complete, and the default never worse than fewest requests."""
+"""Routing policies on a simulated clock: reproducible, complete, and by default never worse than fewest requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def some(kind: str, seed: int, share: float = 0.35) -> list[Conversation]:
 @pytest.mark.sample("hot prefix", "multi-turn chat")
 @pytest.mark.parametrize("kind", TRAFFIC)
 def test_cost_is_never_more_than_five_percent_worse_than_fewest_requests(kind: str) -> None:
-    """A few seeds of it; all 30 with their 95 % interval, and all policies: `python bench/routing.py`."""
+    """A few seeds; `python bench/routing.py` runs all 30, with their 95 % interval, and all policies."""
     ratios = []
     for seed in SEEDS:
         traffic = some(kind, seed)
@@ -48,19 +48,19 @@ def test_cost_is_never_more_than_five_percent_worse_than_fewest_requests(kind: s
     assert statistics.mean(ratios) <= 1.05, ratios
 
 
-def test_large_caches_are_known_to_the_prefix_chunk() -> None:
+def test_large_caches_are_published_as_prefix_chunks() -> None:
     traffic = some("multi-turn chat", 7, 0.2)
     report = simulate_routing(traffic, engines(2, num_kv_blocks=9000), "Cost")
     assert report.num_cached_tokens > 0
     assert report.num_exact >= 0.99 * len(report.ttft_ms)
 
 
-def test_the_same_traffic_gives_the_same_report() -> None:
+def test_equal_traffic_gives_equal_reports() -> None:
     traffic = some("hot prefix", 1, 0.2)
     assert simulate_routing(traffic, engines(3), "PowerOfTwo") == simulate_routing(traffic, engines(3), "PowerOfTwo")
 
 
-def test_a_slow_pod_gets_less_where_speed_is_known() -> None:
+def test_a_slow_pod_gets_fewer_requests_if_step_times_are_known() -> None:
     slow = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[30.0, 40.0, 110.0])
     pods = [*engines(3), *engines(1, step_time=slow)]
     traffic = some("long and short", 5)

@@ -1,4 +1,4 @@
-"""One engine on a virtual clock: deterministic, complete, and plausible."""
+"""One engine on a simulated clock: reproducible, complete, and plausible."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def config(**settings: Any) -> EngineConfig:
 
 
 def drawn(count: int, *, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """As long as Azure's conversations."""
+    """Generate requests with the lengths of Azure's conversations."""
     return Steady(rate=rate_per_s, duration_s=3 * count / rate_per_s).requests(seed)[:count]
 
 
-def test_every_request_ends_once_and_all_tokens_are_made() -> None:
+def test_every_request_ends_once_and_all_tokens_are_generated() -> None:
     trace = drawn(150, rate_per_s=4, seed=1)
     report = simulate(trace, config(), PARAMS)
     assert (report.num_finished, report.num_refused) == (150, 0)
@@ -42,13 +42,13 @@ def test_every_request_ends_once_and_all_tokens_are_made() -> None:
     assert report.num_prompt_tokens == sum(request.num_prompt_tokens for request in trace)
 
 
-def test_the_same_trace_gives_the_same_report() -> None:
+def test_equal_traces_give_equal_reports() -> None:
     trace = drawn(80, rate_per_s=8, seed=2)
     assert simulate(trace, config(), PARAMS) == simulate(trace, config(), PARAMS)
     assert simulate(drawn(80, rate_per_s=8, seed=3), config(), PARAMS) != simulate(trace, config(), PARAMS)
 
 
-def test_a_lone_request_takes_what_its_steps_take() -> None:
+def test_a_single_request_takes_the_time_of_its_steps() -> None:
     report = simulate([SimRequest(3.0, 512, 11)], config(), PARAMS)
     assert report.ttft_s.p50 == pytest.approx(0.022)
     assert report.tpot_ms.p50 == pytest.approx(6.0, rel=0.01)
@@ -57,8 +57,8 @@ def test_a_lone_request_takes_what_its_steps_take() -> None:
     assert report.duration_s == pytest.approx(0.082, rel=0.01)
 
 
-def test_memory_pressure_preempts_and_loses_no_request() -> None:
-    # Many long answers to short prompts: admission cannot foresee the growth.
+def test_a_full_cache_preempts_and_loses_no_request() -> None:
+    # There are many long answers to short prompts, whose growth admission cannot predict.
     trace = [SimRequest(0.0, 30, 400) for _ in range(40)]
     simulation = EngineSimulation(trace, config(num_kv_blocks=400), PARAMS)
     report = simulation.run()
@@ -68,21 +68,21 @@ def test_memory_pressure_preempts_and_loses_no_request() -> None:
     assert simulation.core.load().num_blocks_active == 0
 
 
-def test_more_load_waits_longer() -> None:
+def test_with_more_load_requests_wait_longer() -> None:
     calm, busy = (simulate(drawn(150, rate_per_s=rate, seed=4), config(), PARAMS) for rate in (1, 40))
     assert busy.ttft_s.p90 > calm.ttft_s.p90
     assert busy.tpot_ms.p50 > calm.tpot_ms.p50
     assert busy.busy_share > calm.busy_share
 
 
-def test_what_can_never_fit_is_refused_and_counted() -> None:
+def test_a_request_that_can_never_fit_is_refused_and_counted() -> None:
     trace = [SimRequest(0.0, 20_000, 5), SimRequest(0.0, 10, 5)]
     report = simulate(trace, config(), PARAMS)
     assert (report.num_finished, report.num_refused) == (1, 1)
     assert report.refusals == {"context_length_exceeded": 1}
 
 
-def test_virtual_time_is_cheap() -> None:
+def test_simulated_time_is_cheap() -> None:
     started_s = time.process_time()
     report = simulate([SimRequest(3600.0 * index, 100, 20) for index in range(24)], config(), PARAMS)
     assert report.duration_s > 23 * 3600

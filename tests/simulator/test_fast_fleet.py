@@ -1,4 +1,4 @@
-"""The fleet in fast-forward: close to the exact one, every request ends once, and a seed gives one outcome."""
+"""The fleet in fast-forward is close to the exact one, ends every request once, and is reproducible."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SEATED = msgspec.structs.replace(ENGINE, max_num_seqs=4)
 SMALL = msgspec.structs.replace(ENGINE, num_kv_blocks=700, max_model_len=8000)
 COLD_START = ColdStart(schedule_s=0.5, pull_s=1.0, load_s=4.0, warm_s=0.5)
 CLOSE = 0.03
-"""How far fast-forward may be off."""
+"""The maximum relative error of fast-forward."""
 
 
 def workload(requests: list[SimRequest], duration_s: float = 0.0) -> Workload:
@@ -46,7 +46,7 @@ def workload(requests: list[SimRequest], duration_s: float = 0.0) -> Workload:
 
 
 def traffic(count: int, rate: float, seed: int) -> Workload:
-    """As long as Azure's conversations."""
+    """Generate requests with the lengths of Azure's conversations."""
     return workload(Steady(rate=rate, duration_s=3 * count / rate).requests(seed)[:count])
 
 
@@ -144,7 +144,7 @@ def test_fast_forward_is_close_to_exact(case: str) -> None:
 
 
 def test_requests_go_to_the_same_pods_as_in_the_exact_fleet() -> None:
-    """Reports are as old as the real ones, so that even the errors that come of them are the same."""
+    """Reports have the same age as in the exact fleet, so that routing errors because of it are the same."""
     load = traffic(120, 15.0, 6)
     exact, fast = (each(load, fleet(3, 3), fixed(3)) for each in (simulate_fleet, simulate_fleet_fast))
     pairs = zip(fast.requests, exact.requests, strict=True)
@@ -152,7 +152,7 @@ def test_requests_go_to_the_same_pods_as_in_the_exact_fleet() -> None:
     assert same > 0.9 * len(load.requests)
 
 
-def test_the_policy_sees_what_it_sees_of_the_exact_fleet() -> None:
+def test_the_policy_sees_the_same_state_as_in_the_exact_fleet() -> None:
     load = traffic(100, 10.0, 7)
     policies = Reported(lambda seen: 2), Reported(lambda seen: 2)
     simulate_fleet(load, fleet(2, 2), policies[0])
@@ -181,17 +181,17 @@ def test_the_policy_sees_what_it_sees_of_the_exact_fleet() -> None:
 
 
 @pytest.mark.parametrize("name", ["LeastRequest", "RoundRobin", "PowerOfTwo", "PrefixHash", "Weighted322"])
-def test_other_policies_route_as_they_do(name: PolicyName) -> None:
+def test_other_policies_route_like_in_the_exact_fleet(name: PolicyName) -> None:
     load = traffic(60, 8.0, 8)
     changes = {"routing_policy": name}
     exact, fast = (each(load, fleet(3, 3, **changes), fixed(3)) for each in (simulate_fleet, simulate_fleet_fast))
     assert endings(fast) == endings(exact) == {"served": 60}
-    # Those that draw lots draw others, so that other requests meet.
+    # Policies that draw random numbers draw others, so that other requests run together.
     close = CLOSE if name in ("LeastRequest", "RoundRobin") else 0.5
     assert measures([fast]) == pytest.approx(measures([exact]), rel=close)
 
 
-def test_a_full_queue_refuses_and_so_does_a_long_wait() -> None:
+def test_a_full_queue_and_a_long_wait_refuse_requests() -> None:
     queue = QueueLimits(max_requests=3, max_bytes=10**9, timeout_s=2.0)
     load = workload([SimRequest(0.5, 100, 10)] * 5, 20.0)
     outcome = simulate_fleet_fast(load, fleet(0, 1, queue=queue), Reported(lambda seen: 0))
@@ -199,7 +199,7 @@ def test_a_full_queue_refuses_and_so_does_a_long_wait() -> None:
     assert outcome.duration_s == 20.0
 
 
-def test_the_same_workload_gives_the_same_outcome() -> None:
+def test_equal_workloads_give_equal_outcomes() -> None:
     settings, load = fleet(0, 4, crash_mean_s=30.0, seed=4), sessions(40, 4.0, 9)
     first, second = (simulate_fleet_fast(load, settings, own()) for _ in range(2))
     assert msgspec.structs.replace(first, wall_s=0.0) == msgspec.structs.replace(second, wall_s=0.0)

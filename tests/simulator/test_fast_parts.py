@@ -1,4 +1,4 @@
-"""Runs of steps and counted blocks against the same things done one by one."""
+"""Sequences of steps and counted blocks equal the same operations one by one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ PARAMS = StepTimeParams(
 
 @settings(deadline=None)
 @given(num_rows=st.integers(1, 512), num_context_tokens=st.integers(0, 10**6), num_steps=st.integers(0, 300))
-def test_a_run_of_steps_ends_when_one_after_the_other_does(
-    num_rows: int, num_context_tokens: int, num_steps: int
-) -> None:
+def test_a_sequence_of_steps_ends_when_single_steps_do(num_rows: int, num_context_tokens: int, num_steps: int) -> None:
     model, end_s = StepTimeModel.from_params(PARAMS), 5.0
     for step in range(num_steps):
         end_s += model.predict_ms(num_rows, num_context_tokens + step * num_rows) / 1000
@@ -36,7 +34,7 @@ def test_a_run_of_steps_ends_when_one_after_the_other_does(
     instant_s=st.floats(-1.0, 50.0),
     most=st.integers(0, 400),
 )
-def test_steps_before_an_instant_are_counted_as_if_one_by_one(
+def test_steps_before_an_instant_are_counted_like_single_steps(
     first_s: float, growth_s: float, instant_s: float, most: int
 ) -> None:
     run = Run(1.0, first_s, growth_s)
@@ -46,7 +44,7 @@ def test_steps_before_an_instant_are_counted_as_if_one_by_one(
     assert run.num_ended_before(instant_s, most) == counted
 
 
-def test_a_step_takes_what_the_model_predicts() -> None:
+def test_a_step_takes_the_predicted_time() -> None:
     steps, model = StepTimes(PARAMS, 512), StepTimeModel.from_params(PARAMS)
     for step in [(1, 0, 0), (40, 9000, 0), (512, 4000, 300_000)]:
         assert steps.step_s(*step) == pytest.approx(model.predict_ms(*step) / 1000)
@@ -58,10 +56,10 @@ def test_a_step_takes_what_the_model_predicts() -> None:
     num_steps=st.integers(0, 60),
     num_free=st.integers(0, 60),
 )
-def test_blocks_that_decodes_need_are_counted_as_if_one_by_one(
+def test_blocks_that_decodes_need_are_counted_like_single_ones(
     rows: list[int], step: int, num_steps: int, num_free: int
 ) -> None:
-    """A row's token goes into a new block when it has filled all it has."""
+    """A row's token needs a new block when the row has filled all its blocks."""
     kv = KVCounts(num_free + 100, 16)
     kv.take(100)
     for num_computed_tokens in rows:
@@ -77,13 +75,13 @@ def test_blocks_that_decodes_need_are_counted_as_if_one_by_one(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12), st.integers(0, 15)), max_size=40))
-def test_cached_blocks_go_least_recently_used_first_and_lose_their_end_first(
+def test_cached_blocks_are_evicted_least_recently_used_first_and_from_their_end(
     turns: list[tuple[int, int, int]],
 ) -> None:
-    """Each takes blocks as a row of some session, 5 being no session, and gives them back."""
+    """Each operation takes blocks as a row of a session (5 is no session) and frees them."""
     kv, num_blocks = KVCounts(30, 16), 30
     cached: deque[int] = deque()
-    """The session of each cached block, the next one to go first."""
+    """The session of each cached block, with the next one to be evicted first."""
     for session, count, rest in turns:
         num_blocks_held = count + (rest > 0)
         had = cached.count(session) if session != 5 else 0
@@ -105,7 +103,7 @@ def test_cached_blocks_go_least_recently_used_first_and_lose_their_end_first(
             assert kv.num_cached_of(each) == cached.count(each)
 
 
-def test_without_prefix_caching_nothing_is_found() -> None:
+def test_without_a_prefix_cache_there_are_no_hits() -> None:
     kv = KVCounts(10, 16, caches=False)
     kv.take(4)
     kv.give_back(4, 64, 3)

@@ -1,4 +1,4 @@
-"""One pod in fast-forward makes the decisions of the real scheduler: the same steps, preemptions and times."""
+"""One pod in fast-forward makes the decisions of the real scheduler: equal steps, preemptions and times."""
 
 from __future__ import annotations
 
@@ -68,22 +68,22 @@ def assert_same(trace: Sequence[SimRequest], engine: EngineConfig) -> FastPod:
 
 
 @pytest.mark.parametrize("rate", [1.0, 6.0, 30.0])
-def test_a_trace_takes_what_it_takes_the_scheduler(rate: float) -> None:
+def test_a_trace_takes_the_same_time_as_with_the_scheduler(rate: float) -> None:
     pod = assert_same(Steady(rate=rate, duration_s=200 / rate).requests(int(rate))[:60], config())
     assert pod.kv.num_active == 0
     assert not pod.has_work
 
 
-def test_answers_that_outgrow_the_cache_are_preempted_alike() -> None:
+def test_answers_that_outgrow_the_cache_are_preempted_like_by_the_scheduler() -> None:
     pod = assert_same([SimRequest(0.02 * number, 30, 300) for number in range(20)], config(num_kv_blocks=150))
     assert pod.num_preemptions > 5
 
 
-def test_whoever_finds_no_seat_waits_for_one_alike() -> None:
+def test_requests_wait_for_a_slot_like_in_the_scheduler() -> None:
     assert_same([SimRequest(0.05 * number, 200, 40) for number in range(25)], config(max_num_seqs=3))
 
 
-def test_lines_of_a_batch_leave_their_seats_to_others_alike() -> None:
+def test_batch_lines_give_way_like_in_the_scheduler() -> None:
     lines = [SimRequest(0.001 * number, 60, 200, priority=LINE_PRIORITY) for number in range(8)]
     live = [SimRequest(0.3 + 0.02 * number, 80, 40) for number in range(12)]
     pod = assert_same([*lines, *live], config(max_num_seqs=6))
@@ -92,7 +92,7 @@ def test_lines_of_a_batch_leave_their_seats_to_others_alike() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("policy", ["fcfs", "shortest-prefill-first"])
-def test_loops_and_policies_are_followed(overlap: bool, policy: str) -> None:
+def test_loops_and_scheduling_policies_are_supported(overlap: bool, policy: str) -> None:
     trace = [SimRequest(0.01 * number, 1 + (number * 397) % 900, 1 + (number * 13) % 50) for number in range(40)]
     assert_same(trace, config(overlap=overlap, policy=policy, max_num_seqs=12, num_kv_blocks=600))
 
@@ -106,7 +106,7 @@ requests = st.tuples(
 
 
 TWO_AT_ONCE = [(0.55, 1, 54, LINE_PRIORITY), (0.16, 1, 26, 0), (0.144, 1, 2, 0), (0.0, 1, 1, 0)]
-"""One of them gets the last place, and the other one that of the line, a step later."""
+"""One of them gets the last slot, and the other one that of the batch line, a step later."""
 
 
 @settings(max_examples=num_examples(60), deadline=None)
@@ -120,7 +120,7 @@ TWO_AT_ONCE = [(0.55, 1, 54, LINE_PRIORITY), (0.16, 1, 26, 0), (0.144, 1, 2, 0),
     overlap=st.booleans(),
     caches=st.booleans(),
 )
-def test_any_small_workload_takes_what_it_takes_the_scheduler(
+def test_any_small_workload_takes_the_same_time_as_with_the_scheduler(
     drawn: list[tuple[float, int, int, int]],
     num_blocks: int,
     max_num_seqs: int,
@@ -149,10 +149,10 @@ def test_any_small_workload_takes_what_it_takes_the_scheduler(
     looks=st.lists(st.floats(0.0, 3.0), max_size=30),
     num_blocks=st.sampled_from([60, 1000]),
 )
-def test_when_it_is_looked_at_changes_nothing(
+def test_the_times_at_which_a_pod_is_read_change_nothing(
     drawn: list[tuple[float, int, int, int]], looks: list[float], num_blocks: int
 ) -> None:
-    """Brought up to instants in between, and to each that it names itself."""
+    """The pod is advanced to times in between, and to each time that it names itself."""
     trace = []
     for gap_s, num_prompt_tokens, num_output_tokens, priority in drawn:
         arrival_s = gap_s + (trace[-1].arrival_s if trace else 0.0)
@@ -182,7 +182,7 @@ def test_when_it_is_looked_at_changes_nothing(
         assert mine.end_s == pytest.approx(theirs.end_s, abs=1e-6)
 
 
-def test_a_turn_finds_what_its_session_left_and_computes_the_rest() -> None:
+def test_a_turn_reuses_the_cache_of_its_session_and_computes_the_rest() -> None:
     limits = EngineSimulation([], config()).core.scheduler.limits
     pod = FastPod(limits, StepTimes(STEP_TIME, 512))
     first = Row(0.0, 1000, 25, session=7)
@@ -198,7 +198,7 @@ def test_a_turn_finds_what_its_session_left_and_computes_the_rest() -> None:
     assert second.first_token_s - 10.0 < 0.5 * (stranger.first_token_s - 20.0)
 
 
-def test_a_pod_that_is_cut_off_reports_what_each_has_made() -> None:
+def test_a_pod_that_is_stopped_reports_the_generated_tokens_of_each_request() -> None:
     limits = EngineSimulation([], config()).core.scheduler.limits
     pod = FastPod(limits, StepTimes(STEP_TIME, 512))
     rows = [Row(0.0, 100, 1000), Row(0.0, 100, 3), Row(0.5, 4000, 10)]

@@ -1,4 +1,4 @@
-"""Prompts share what the workload says that they share, and turns wait for the answers before them."""
+"""Prompts share the prefixes that the workload declares, and turns wait for the answers before them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def conversations(*requests: SimRequest) -> Conversations:
     return Conversations(requests, VOCAB_SIZE)
 
 
-def test_prompts_of_no_session_have_no_prefix_in_common() -> None:
+def test_prompts_without_a_session_share_no_prefix() -> None:
     talks = conversations(*(SimRequest(0.0, 5, 1) for _ in range(300)))
     prompts = [talks.prompt(index) for index in range(300)]
     assert {len(prompt) for prompt in prompts} == {5}
@@ -20,11 +20,11 @@ def test_prompts_of_no_session_have_no_prefix_in_common() -> None:
     assert all(0 <= token < VOCAB_SIZE for prompt in prompts for token in prompt)
 
 
-def test_the_shortest_prompt_has_a_token() -> None:
+def test_the_shortest_prompt_has_one_token() -> None:
     assert len(conversations(SimRequest(0.0, 0, 1)).prompt(0)) == 1
 
 
-def test_a_turn_begins_with_everything_that_was_said_before() -> None:
+def test_a_turn_begins_with_the_whole_conversation() -> None:
     talks = conversations(SimRequest(0.0, 6, 3, session=4), SimRequest(1.0, 20, 1, session=4))
     first = talks.prompt(0)
     assert talks.arrives(0)
@@ -34,7 +34,7 @@ def test_a_turn_begins_with_everything_that_was_said_before() -> None:
     assert len(second) == 20
 
 
-def test_a_turn_that_is_shorter_than_what_was_said_is_its_beginning() -> None:
+def test_a_turn_shorter_than_the_conversation_is_its_beginning() -> None:
     talks = conversations(SimRequest(0.0, 6, 3, session=4), SimRequest(1.0, 7, 1, session=4))
     first = talks.prompt(0)
     talks.arrives(0)
@@ -50,7 +50,7 @@ def test_turns_wait_for_their_answers_in_order() -> None:
     assert talks.ended(2, [1], [2]) is None
 
 
-def test_a_turn_that_comes_after_the_answer_waits_for_nothing() -> None:
+def test_a_turn_that_arrives_after_the_answer_does_not_wait() -> None:
     talks = conversations(SimRequest(0.0, 4, 1, session=1), SimRequest(9.0, 4, 1, session=1))
     assert talks.arrives(0)
     assert talks.ended(0, [1], [2]) is None

@@ -1,4 +1,4 @@
-"""The exact fleet: every request ends once, none is lost that could be served, a seed gives one outcome."""
+"""The exact fleet: every request ends once, no servable request is lost, and the seed determines the outcome."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ ENGINE = EngineConfig(
 )
 COLD_START = ColdStart(schedule_s=0.5, pull_s=1.0, load_s=4.0, warm_s=0.5)
 NETWORK_MS = 2.0
-"""There and back."""
+"""Milliseconds of a round trip."""
 
 
 class Reported:
-    """Answers what a test says, and keeps what it saw."""
+    """A policy that returns the test's numbers and records the signals."""
 
     name = "reported"
 
@@ -86,7 +86,7 @@ def timeless(outcome: Outcome) -> Outcome:
     return msgspec.structs.replace(outcome, wall_s=0.0)
 
 
-def test_a_quiet_pod_answers_as_the_engine_alone_does() -> None:
+def test_an_idle_pod_answers_like_a_single_engine() -> None:
     requests = [SimRequest(10.0 * number + 1.0, 50 + 40 * number, 5 + number) for number in range(8)]
     outcome = simulate_fleet(workload(requests), fleet(1, 1), rival(FixedReplicas(), Bounds(1, 1)))
     alone = EngineSimulation(requests, ENGINE)
@@ -97,7 +97,7 @@ def test_a_quiet_pod_answers_as_the_engine_alone_does() -> None:
         assert mine.tpot_ms == pytest.approx(theirs.tpot_ms)
 
 
-def test_answers_are_as_long_as_the_workload_says() -> None:
+def test_answers_have_the_lengths_of_the_workload() -> None:
     load = traffic(60, 8.0)
     outcome = simulate_fleet(load, fleet(2, 2), rival(FixedReplicas(), Bounds(2, 2)))
     assert [(r.arrival_s, r.num_prompt_tokens, r.num_output_tokens) for r in outcome.requests] == [
@@ -107,7 +107,7 @@ def test_answers_are_as_long_as_the_workload_says() -> None:
     assert outcome.is_exact
 
 
-def test_the_same_seed_gives_the_same_outcome_in_any_process() -> None:
+def test_equal_seeds_give_equal_outcomes_in_any_process() -> None:
     settings = fleet(0, 3, crash_mean_s=20.0, seed=5)
     load = traffic(60, 5.0)
     first, second = (timeless(simulate_fleet(load, settings, own(settings))) for _ in range(2))
@@ -115,14 +115,14 @@ def test_the_same_seed_gives_the_same_outcome_in_any_process() -> None:
     other = timeless(simulate_fleet(load, fleet(0, 3, crash_mean_s=20.0, seed=6), own(settings)))
     assert other != first
     code = f"import importlib.util as u; s = u.spec_from_file_location('t', {__file__!r}); m = u.module_from_spec(s); "
-    code += "import sys; sys.modules['t'] = m; s.loader.exec_module(m); m.tell()"
+    code += "import sys; sys.modules['t'] = m; s.loader.exec_module(m); m.write_outcome()"
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     reported = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(reported.stdout) == json.loads(msgspec.json.encode(first))
 
 
-def tell() -> None:
-    """In another process."""
+def write_outcome() -> None:
+    """Write the outcome of the workload to stdout; another process calls this function."""
     settings = fleet(0, 3, crash_mean_s=20.0, seed=5)
     sys.stdout.buffer.write(msgspec.json.encode(timeless(simulate_fleet(traffic(60, 5.0), settings, own(settings)))))
 
@@ -138,7 +138,7 @@ def test_requests_wait_for_the_first_pod_which_is_started_at_once() -> None:
     assert later.requests[0].ttft_ms == pytest.approx(sum(start) * 1000 + 6700, abs=50.0)
 
 
-def test_whoever_waits_too_long_is_refused_and_so_is_who_finds_the_queue_full() -> None:
+def test_a_request_that_waits_too_long_or_finds_a_full_queue_is_refused() -> None:
     impatient = QueueLimits(max_requests=3, max_bytes=10**9, timeout_s=2.0)
     load = workload([SimRequest(0.5, 100, 10)] * 5, 20.0)
     outcome = simulate_fleet(load, fleet(0, 1, queue=impatient), Reported(lambda seen: 0))
@@ -146,14 +146,14 @@ def test_whoever_waits_too_long_is_refused_and_so_is_who_finds_the_queue_full() 
     assert all(each.ttft_ms is None and each.num_output_tokens == 0 for each in outcome.requests)
 
 
-def test_a_prompt_that_no_engine_takes_is_refused() -> None:
+def test_a_prompt_that_no_engine_accepts_is_refused() -> None:
     load = workload([SimRequest(0.1, 5000, 10), SimRequest(0.2, 10, 5000)])
     outcome = simulate_fleet(load, fleet(), rival(FixedReplicas(), Bounds(1, 1)))
     assert [each.ending for each in outcome.requests] == ["refused", "served"]
     assert outcome.requests[1].num_output_tokens == 4096 - 10
 
 
-def test_a_pod_that_is_removed_ends_what_it_runs() -> None:
+def test_a_removed_pod_finishes_its_requests() -> None:
     load = workload([SimRequest(0.1, 50, 300)] * 8, 30.0)
     outcome = simulate_fleet(load, fleet(1, 2, start_replicas=2), Reported(lambda seen: 1))
     alone = simulate_fleet(load, fleet(2, 2), rival(FixedReplicas(), Bounds(2, 2)))
@@ -164,7 +164,7 @@ def test_a_pod_that_is_removed_ends_what_it_runs() -> None:
     assert outcome.pod_seconds < 40.0
 
 
-def test_what_does_not_end_in_time_goes_on_elsewhere() -> None:
+def test_a_request_that_outlasts_the_drain_continues_on_another_pod() -> None:
     load = workload([SimRequest(0.1, 50, 1000)] * 8, 30.0)
     settings = fleet(1, 2, start_replicas=2, drain_timeout_s=2.0)
     outcome = simulate_fleet(load, settings, Reported(lambda seen: 1))
@@ -174,7 +174,7 @@ def test_what_does_not_end_in_time_goes_on_elsewhere() -> None:
     assert gone_s == pytest.approx(3.0)
 
 
-def test_crashes_lose_nothing_while_attempts_remain() -> None:
+def test_crashes_lose_no_request_while_attempts_remain() -> None:
     load = traffic(150, 6.0, most_output=200)
     calm = simulate_fleet(load, fleet(3, 3), rival(FixedReplicas(), Bounds(3, 3)))
     rough = simulate_fleet(load, fleet(3, 3, crash_mean_s=15.0, seed=2), rival(FixedReplicas(), Bounds(3, 3)))
@@ -197,7 +197,7 @@ def test_turns_of_a_session_share_their_prefix_and_wait_for_each_other() -> None
     assert all(each.arrival_s < 0.6 for each in apart)
 
 
-def test_a_policy_sees_what_is_there() -> None:
+def test_a_policy_gets_the_state_of_the_fleet() -> None:
     policy = Reported(lambda seen: 2 if seen.at_s < 15 else 1)
     load = traffic(120, 6.0)
     outcome = simulate_fleet(load, fleet(1, 4), policy)
@@ -222,13 +222,13 @@ def test_a_policy_sees_what_is_there() -> None:
     assert busy[-1].signals.engines.step_time.num_steps_observed > 0
 
 
-def test_answers_out_of_bounds_are_brought_within() -> None:
+def test_numbers_outside_the_bounds_are_corrected() -> None:
     policy = Reported(lambda seen: 100 if seen.at_s < 10 else -3)
     outcome = simulate_fleet(workload([SimRequest(0.1, 10, 5)], 40.0), fleet(1, 3), policy)
     assert {point.wanted for point in outcome.timeline} == {1, 3}
 
 
-def test_the_own_policy_follows_a_ramp_and_goes_to_zero_without_losing_a_request() -> None:
+def test_the_default_policy_follows_a_ramp_and_scales_to_zero_without_losing_a_request() -> None:
     quiet, busy = traffic(10, 1.0).requests, traffic(400, 14.0, seed=2).requests
     begin_s = quiet[-1].arrival_s
     load = workload([*quiet, *(each._replace(arrival_s=each.arrival_s + begin_s) for each in busy)], 200.0)
@@ -242,7 +242,7 @@ def test_the_own_policy_follows_a_ramp_and_goes_to_zero_without_losing_a_request
     assert len(policy.changes) == outcome.num_scale_ups + outcome.num_scale_downs
 
 
-def test_progress_goes_from_nothing_to_all() -> None:
+def test_progress_rises_from_zero_to_one() -> None:
     shares: list[float] = []
     simulate_fleet(traffic(20, 5.0), fleet(), rival(FixedReplicas(), Bounds(1, 1)), progress=shares.append)
     assert shares == sorted(shares)
@@ -264,7 +264,7 @@ def test_a_workload_without_requests_costs_its_pods() -> None:
     low=st.integers(0, 1),
     sessions=st.booleans(),
 )
-def test_whatever_happens_every_request_ends_once(
+def test_every_request_ends_once_whatever_happens(
     seed: int, answers: list[int], crash_mean_s: float, low: int, sessions: bool
 ) -> None:
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The simulated cluster: starts take their phases, pods are paid for from their place on, the right ones go."""
+"""The simulated cluster: starts have phases, pods cost from their scheduling on, and the right pods are removed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINE = EngineConfig(model="sim")
 
 
 class Engines:
-    """Reports what it was reported, and holds what a test says."""
+    """Engines whose load the test sets and which record the orders."""
 
     def __init__(self, events: Events) -> None:
         self.events = events
@@ -77,7 +77,7 @@ def phases(cluster: Cluster) -> list[str]:
     return [pod.phase for pod in cluster.platform.pods.values()]
 
 
-def test_a_start_goes_through_its_phases_and_costs_from_its_place_on() -> None:
+def test_a_start_has_its_phases_and_costs_from_its_scheduling_on() -> None:
     cluster = Cluster()
     cluster.platform.order(1)
     seen = []
@@ -90,7 +90,7 @@ def test_a_start_goes_through_its_phases_and_costs_from_its_place_on() -> None:
     assert cluster.outcome().pod_seconds == pytest.approx(20.0)
 
 
-def test_the_first_replicas_are_there_from_the_beginning() -> None:
+def test_the_initial_replicas_are_ready_from_the_start() -> None:
     cluster = Cluster(start_replicas=3)
     assert phases(cluster) == ["ready"] * 3
     cluster.until(10.0)
@@ -99,7 +99,7 @@ def test_the_first_replicas_are_there_from_the_beginning() -> None:
     assert outcome.num_scale_ups == 0
 
 
-def test_what_is_not_ready_goes_first_and_at_once() -> None:
+def test_an_unready_pod_is_removed_first_and_at_once() -> None:
     cluster = Cluster(start_replicas=1)
     cluster.platform.order(3)
     cluster.until(5.0)
@@ -110,7 +110,7 @@ def test_what_is_not_ready_goes_first_and_at_once() -> None:
     assert cluster.outcome().pod_seconds == pytest.approx(100.0 + 2 * 4.0)
 
 
-def test_of_the_ready_the_emptiest_goes_and_stays_until_it_is_empty() -> None:
+def test_of_ready_pods_the_emptiest_is_removed_once_it_is_empty() -> None:
     cluster = Cluster(start_replicas=3)
     cluster.engines.holding = {"pod-0": 5, "pod-1": 2, "pod-2": 9}
     cluster.platform.order(2)
@@ -122,7 +122,7 @@ def test_of_the_ready_the_emptiest_goes_and_stays_until_it_is_empty() -> None:
     assert cluster.outcome().pod_seconds == pytest.approx(3 * 7.0)
 
 
-def test_a_drain_ends_after_its_time() -> None:
+def test_a_drain_ends_after_its_time_limit() -> None:
     cluster = Cluster(start_replicas=2, drain_timeout_s=30.0)
     cluster.platform.order(1)
     cluster.until(29.0)
@@ -132,7 +132,7 @@ def test_a_drain_ends_after_its_time() -> None:
     assert cluster.engines.reported[-1][:2] == (30.0, "gone")
 
 
-def test_a_crashed_pod_keeps_its_place_and_is_back_after_loading() -> None:
+def test_a_crashed_pod_stays_scheduled_and_returns_after_loading() -> None:
     cluster = Cluster(start_replicas=1, crash_mean_s=1000.0, seed=3)
     while not any(event == "crashed" for _, event, _ in cluster.engines.reported):
         cluster.events.step()
@@ -143,7 +143,7 @@ def test_a_crashed_pod_keeps_its_place_and_is_back_after_loading() -> None:
     assert cluster.outcome().pod_seconds == pytest.approx(crashed_s + 13.5)
 
 
-def test_starts_are_learned_as_the_operator_learns_them() -> None:
+def test_start_times_are_learned_like_in_the_operator() -> None:
     cluster = Cluster()
     assert cluster.platform.fleet().cold_start_s is None
     cluster.platform.order(2)
@@ -154,13 +154,13 @@ def test_starts_are_learned_as_the_operator_learns_them() -> None:
     assert (fleet.wanted, fleet.ready, fleet.starting) == (2, 2, 0)
 
 
-def test_draws_depend_on_the_seed_and_the_pod_alone() -> None:
+def test_random_times_depend_only_on_the_seed_and_the_pod() -> None:
     spread = ColdStart(spread=0.3)
     assert spread.draw(1, 5) == spread.draw(1, 5)
     assert len({spread.draw(1, 5), spread.draw(2, 5), spread.draw(1, 6), spread.draw(1, 5, start=1)}) == 4
 
 
-def test_changes_that_are_taken_back_soon_are_flaps() -> None:
+def test_changes_that_are_soon_reverted_count_as_flaps() -> None:
     assert count_flaps([(0.0, 1), (100.0, -1), (200.0, 1)]) == 2
     assert count_flaps([(0.0, 1), (100.0, 2), (401.0, -1)]) == 0
     assert count_flaps([]) == 0
@@ -188,7 +188,7 @@ def test_a_request_ends_exactly_once() -> None:
         ({"max_attempts": 0}, "max_attempts: 0"),
     ],
 )
-def test_settings_that_make_no_sense_are_named(wrong: dict[str, object], words: str) -> None:
+def test_invalid_settings_are_named(wrong: dict[str, object], words: str) -> None:
     settings = FleetSettings(engine=ENGINE, **{"bounds": Bounds(0, 10), **wrong})
     with pytest.raises(SettingsError, match=words):
         settings.checked()

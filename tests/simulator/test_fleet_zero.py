@@ -1,4 +1,4 @@
-"""To zero and back many times in one simulated fleet: no request is lost, none refused, and nothing stays at zero."""
+"""A simulated fleet scales to zero and back many times: no request is lost, refused, or left waiting at zero."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLD_START = ColdStart(schedule_s=0.2, pull_s=0.5, load_s=2.0, warm_s=0.3, sprea
 
 
 def visits(seed: int, longest_gap_s: float) -> Workload:
-    """Some requests at once, then a gap: shorter than it takes to go, just as long, or longer."""
+    """Generate groups of requests with gaps shorter than, equal to, or longer than scaling to zero takes."""
     source, at_s, requests = random.Random(seed), 0.0, []
     for _ in range(NUM_VISITS):
         at_s += source.uniform(0.5, longest_gap_s)
@@ -59,25 +59,25 @@ def num_wakes(outcome: Outcome) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("longest_gap_s", [8.0, 24.0])
-def test_who_comes_while_the_last_replica_goes_or_is_gone_is_answered_after_one_start(
+def test_requests_while_the_last_replica_stops_or_is_gone_are_answered_after_one_start(
     seed: int, longest_gap_s: float
 ) -> None:
     outcome = serve(seed, longest_gap_s)
     assert Counter(each.ending for each in outcome.requests) == {"served": len(outcome.requests)}
     assert num_wakes(outcome) >= NUM_VISITS // 5
     assert outcome.num_scale_ups == num_wakes(outcome) == outcome.num_scale_downs
-    # One start, ordered at once, and the requests of the same visit beside it.
+    # One start, which is ordered at once, and the other requests of the group.
     longest_ms = max(each.ttft_ms or 0.0 for each in outcome.requests)
     assert longest_ms < 1000 * COLD_START.total_s + 500
 
 
-def test_who_comes_as_the_process_vanishes_under_a_crash_is_answered_too() -> None:
+def test_requests_during_a_crash_of_the_last_replica_are_answered() -> None:
     outcome = serve(7, 16.0, crash_mean_s=20.0)
     assert Counter(each.ending for each in outcome.requests) == {"served": len(outcome.requests)}
     assert min(point.ready for point in outcome.timeline if point.wanted) == 0
 
 
-def test_after_the_last_visit_zero_is_reached_and_kept() -> None:
+def test_after_the_last_group_the_fleet_stays_at_zero() -> None:
     outcome = serve(1, 12.0)
     last = outcome.timeline[-1]
     assert (last.wanted, last.starting, last.ready, last.draining) == (0, 0, 0, 0)

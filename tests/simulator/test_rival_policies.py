@@ -1,7 +1,7 @@
-"""Policies of other platforms: each reproduces a worked example of its own documents, and none ever breaks out.
+"""Policies of other platforms reproduce examples of their documentation and always keep their bounds.
 
-Where a document gives a formula with numbers, the test carries them out; where it only describes a course, the test is
-that course.
+If a document has a formula with numbers, the test computes them; if it only describes a behaviour, the test checks that
+behaviour.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def seen(at_s: float, fleet: Sequence[PodSeen], *, num_held: int = 0, **reported
 
 
 def running(policy: FleetScaler, until_s: float, fleet: Sequence[PodSeen], *, from_s: float = 0.0) -> list[int]:
-    """What it answers at each of its decisions, its replicas being ready at once."""
+    """Return the policy's answer at each of its decisions, with replicas that are ready at once."""
     replicas, answers, at_s = len(fleet), [], from_s
     load = fleet[0]
     total = load.num_running * len(fleet)
@@ -75,7 +75,7 @@ KUBEAI_EXAMPLE = KubeAi(interval_s=15, window_s=600, target_requests=250, scale_
 
 
 def test_kubeai_reaches_a_new_load_after_the_window_of_its_mean() -> None:
-    """1,000 active requests are four replicas of 250; the mean of 40 samples gets there by one sample after another."""
+    """1,000 active requests need four replicas of 250; the mean of 40 samples approaches that sample by sample."""
     policy = rival(KubeAiMean(KUBEAI_EXAMPLE), Bounds(1, 9))
     answers = running(policy, 15.0 * 39, pods(1, num_running=1000))
     assert len(answers) == 40
@@ -83,8 +83,8 @@ def test_kubeai_reaches_a_new_load_after_the_window_of_its_mean() -> None:
     assert answers[-1] == 4
 
 
-def test_kubeai_removes_replicas_after_the_delays_worth_of_lower_ticks() -> None:
-    """45 s are three ticks of 15 s: the fourth removes."""
+def test_kubeai_removes_replicas_after_the_delay_of_lower_decisions() -> None:
+    """45 s are three intervals of 15 s: the fourth decision removes replicas."""
     policy = rival(KubeAiMean(KUBEAI_EXAMPLE), Bounds(1, 9))
     answers = [policy.decide(seen(15.0 * tick, pods(4))) for tick in range(5)]
     assert answers == [4, 4, 4, 1, 1]
@@ -95,7 +95,7 @@ def test_kubeai_stays_within_the_bounds_of_its_example() -> None:
     assert running(policy, 600, pods(1, num_running=100_000))[-1] == 9
 
 
-def test_kubeai_orders_the_first_replica_when_a_request_comes() -> None:
+def test_kubeai_starts_the_first_replica_for_a_request() -> None:
     policy = rival(KubeAiMean(), ANY)
     assert policy.wakes_at_once
     assert policy.decide(seen(0, [])) == 0
@@ -123,12 +123,12 @@ def test_hpa_does_nothing_within_a_tenth_of_the_target() -> None:
     assert external_metric(10.9, 5, current=2, tolerance=0.1) == 2
 
 
-def test_hpa_counts_pods_without_a_metric_as_idle_going_up_and_on_target_going_down() -> None:
-    assert on_pods([20.0], 3, 5, 4) == 4, "20 waiting are what four replicas are meant for"
+def test_hpa_counts_pods_without_a_metric_as_idle_for_growth_and_on_target_for_removal() -> None:
+    assert on_pods([20.0], 3, 5, 4) == 4, "20 waiting requests are the target of four replicas"
     assert on_pods([40.0], 3, 5, 4) == 8
-    assert on_pods([7.0], 3, 5, 4) == 4, "counted as idle they would turn the direction"
+    assert on_pods([7.0], 3, 5, 4) == 4, "counting them as idle would reverse the direction"
     assert on_pods([0.0, 0.0], 2, 5, 4) == 2
-    assert on_pods([], 4, 5, 4) == 4, "without a metric the number stays"
+    assert on_pods([], 4, 5, 4) == 4, "without a metric the number must stay"
 
 
 def course(behavior: Behavior, current: int, desired: Sequence[int], every_s: float) -> list[int]:
@@ -168,13 +168,13 @@ def test_hpa_adds_four_pods_or_as_many_as_there_are_every_fifteen_seconds() -> N
     assert course(Behavior(DEFAULT_UP), 1, [100] * 6, 15) == [5, 10, 20, 40, 80, 100]
 
 
-def test_hpa_removes_nothing_for_five_minutes_and_then_everything() -> None:
+def test_hpa_removes_nothing_for_five_minutes_and_then_all_excess_replicas() -> None:
     answers = course(Behavior(), 8, [8] + [1] * 25, 15)
     assert answers[:20] == [8] * 20
     assert answers[20] == 1
 
 
-def test_hpa_on_the_queue_credits_replicas_that_start() -> None:
+def test_hpa_on_the_queue_counts_starting_replicas() -> None:
     policy = rival(HpaOnQueue(), BOUNDS)
     first = policy.decide(seen(0, pods(1), num_held=20))
     assert first == 4
@@ -182,45 +182,45 @@ def test_hpa_on_the_queue_credits_replicas_that_start() -> None:
     assert policy.decide(seen(30, pods(1, 3), num_held=40)) == 8
 
 
-def test_keda_on_llm_ds_metrics_waits_five_minutes_before_it_adds() -> None:
-    """The guide's reason: replicas take some 240 s, and no policy credits them."""
+def test_keda_with_llm_ds_metrics_waits_five_minutes_before_it_adds() -> None:
+    """The guide's reason is that replicas take some 240 s, and no policy counts starting ones."""
     policy = rival(KedaOnEpp(), BOUNDS)
     answers = [policy.decide(seen(15.0 * tick, pods(2, num_running=40))) for tick in range(22)]
     assert answers[:20] == [2] * 20
-    assert answers[20] == 5, "80 running are five replicas of 16"
+    assert answers[20] == 5, "80 running requests need five replicas of 16"
     assert rival(KedaOnEpp(KedaEpp(up_window_s=0)), BOUNDS).decide(seen(0, pods(2, num_running=1), num_held=3)) == 3
 
 
 # llm-d: docs/saturation-scaling-config.md (how scale-up triggers work) and docs/saturation-analyzer.md.
 
 
-def test_wva_adds_a_replica_when_the_others_spare_too_little_cache() -> None:
-    """65 % and 72 % spare 0.115 of the cache on average and that is enough; a little more than 75 % no longer is."""
+def test_wva_adds_a_replica_if_the_others_have_too_little_free_cache() -> None:
+    """65 % and 72 % leave 0.115 of the cache on average, which is enough; a little more than 75 % is not."""
     assert step([Load(0.65, 0), Load(0.72, 0)], Wva()) == 0
     assert step([Load(0.65, 0), Load(0.751, 0)], Wva()) == 1
 
 
 def test_wva_removes_a_replica_only_if_the_rest_can_take_its_load() -> None:
     assert step([Load(0.3, 0), Load(0.3, 0)], Wva()) == -1
-    assert step([Load(0.375, 0), Load(0.375, 0)], Wva()) == 0, "0.05 to spare, as in the documented log line"
-    assert step([Load(0.1, 2), Load(0.1, 2)], Wva()) == 0, "one waiting request to spare is too few"
-    assert step([Load(0.0, 0)], Wva()) == 0, "two are needed to think of one fewer"
+    assert step([Load(0.375, 0), Load(0.375, 0)], Wva()) == 0, "0.05 free, as in the documented log line"
+    assert step([Load(0.1, 2), Load(0.1, 2)], Wva()) == 0, "one free waiting slot is too few"
+    assert step([Load(0.0, 0)], Wva()) == 0, "two are needed before one replica may be removed"
 
 
 def test_wva_adds_a_replica_when_all_are_saturated() -> None:
     assert step([Load(0.85, 0), Load(0.1, 5)], Wva()) == 1
-    assert step([Load(0.1, 5), Load(0.2, 1)], Wva()) == 0, "who is saturated has no say"
+    assert step([Load(0.1, 5), Load(0.2, 1)], Wva()) == 0, "saturated replicas are not counted"
 
 
 def test_wva_adds_one_replica_at_a_time_and_none_while_one_starts() -> None:
-    """The example of two replicas that report: the target is three."""
+    """The example has two replicas that report: the target is three."""
     policy = rival(WvaSaturation(), BOUNDS)
     assert policy.decide(seen(0, pods(2, kv_usage=0.79))) == 3
     assert policy.decide(seen(30, pods(2, 1, kv_usage=0.79))) == 3
     assert policy.decide(seen(60, pods(3, kv_usage=0.79))) == 4
 
 
-def test_wva_goes_by_the_peak_of_the_last_minute() -> None:
+def test_wva_uses_the_peak_of_the_last_minute() -> None:
     """72 % at 15 s is too much until 75 s have passed; decisions come every 30 s, samples every 15 s."""
     policy = rival(WvaSaturation(), BOUNDS)
     usages = [0.3, 0.72, 0.3, 0.3, 0.3, 0.3, 0.3]
@@ -228,11 +228,11 @@ def test_wva_goes_by_the_peak_of_the_last_minute() -> None:
     assert answers == [1, 2, 3, 2, 3, 2, 1]
 
 
-def test_wva_through_the_autoscaler_of_its_chart_waits_four_minutes_both_ways() -> None:
+def test_wva_with_the_autoscaler_of_its_chart_waits_four_minutes_in_both_directions() -> None:
     policy = rival(WvaThroughHpa(), BOUNDS)
     up = [policy.decide(seen(15.0 * tick, pods(2, kv_usage=0.79))) for tick in range(18)]
     assert up[:16] == [2] * 16
-    assert up[16] == 3, "what was decided is kept until it is applied"
+    assert up[16] == 3, "a decision must be kept until it is applied"
     at_once = rival(WvaThroughHpa(WvaHpa(up_window_s=0, down_window_s=0)), BOUNDS)
     assert at_once.decide(seen(0, pods(2, kv_usage=0.79))) == 3
     policy = rival(WvaThroughHpa(), BOUNDS)
@@ -240,23 +240,23 @@ def test_wva_through_the_autoscaler_of_its_chart_waits_four_minutes_both_ways() 
     assert (down[:16], down[16]) == ([2] * 16, 1)
 
 
-# Knative: samples/autoscale-go of its documents, and the course of a panic in the tests of Serving.
+# Knative: samples/autoscale-go of its documentation, and the panic mode in the tests of Serving.
 
 
-def test_knative_makes_five_pods_of_fifty_requests_with_a_target_of_ten() -> None:
+def test_knative_creates_five_pods_for_fifty_requests_with_a_target_of_ten() -> None:
     policy = rival(KnativeKpa(Knative(target_concurrency=10, target_utilization=1)), BOUNDS)
     answers = running(policy, 120, pods(1, num_running=50))
-    assert set(answers) == {5}, "at once, by panic, and for good"
+    assert set(answers) == {5}, "at once, by panic mode, and permanently"
 
 
-def test_knative_goes_by_the_short_window_in_a_panic_and_returns_after_a_stable_one() -> None:
+def test_knative_uses_the_short_window_in_panic_mode_and_returns_after_a_stable_one() -> None:
     policy = rival(KnativeKpa(Knative(target_concurrency=10, target_utilization=1)), BOUNDS)
     assert set(running(policy, 118, pods(1, num_running=10))) == {1}
     surge = [policy.decide(seen(120 + 2.0 * tick, pods(1, num_running=40))) for tick in range(3)]
-    assert surge == [2, 3, 4], "means of 20, 30 and 40 over six seconds; of the minute they are 1.1 to 1.3"
+    assert surge == [2, 3, 4], "the means over six seconds are 20, 30 and 40, those of the minute 1.1 to 1.3"
     calm = [policy.decide(seen(126 + 2.0 * tick, pods(4, num_running=1))) for tick in range(40)]
-    assert set(calm[:28]) == {4}, "nothing is removed in a panic"
-    assert calm[-1] == 2, "half as many at least"
+    assert set(calm[:28]) == {4}, "in panic mode nothing is removed"
+    assert calm[-1] == 2, "at least half"
 
 
 def test_knative_keeps_the_last_replica_for_the_grace_period() -> None:
@@ -288,7 +288,7 @@ def planner(
     return seen(at_s, fleet, signals=signals, **reported)
 
 
-def test_dynamo_adds_one_replica_when_the_estimates_of_all_engines_are_over_target() -> None:
+def test_dynamo_adds_one_replica_if_the_estimates_of_all_engines_exceed_the_target() -> None:
     """30 prompts of 1,000 tokens wait in each: some 15 steps of 105 ms, three times the 500 ms of the guide."""
     policy = rival(DynamoLoad(), BOUNDS)
     assert policy.decide(planner(pods(2, num_running=20, num_waiting=30, kv_usage=0.3))) == 3
@@ -301,14 +301,14 @@ def test_dynamo_adds_one_replica_for_the_time_between_tokens() -> None:
     assert rival(DynamoLoad(), BOUNDS).decide(planner(pods(2, num_running=20, kv_usage=0.2), engines=slow)) == 3
 
 
-def test_dynamo_keeps_two_workers_whose_load_one_could_not_hold() -> None:
-    """Each at 70 % of its cache and 23 ms a token with a target of 40: below 80 % of it, but 140 % of one cache."""
+def test_dynamo_keeps_two_workers_whose_load_one_could_not_take() -> None:
+    """Each has 70 % of its cache in use and 23 ms per token: below 80 % of the target, but 140 % of one cache."""
     policy = rival(DynamoLoad(Dynamo(itl_ms=40)), BOUNDS)
     assert policy.decide(planner(pods(2, num_running=60, kv_usage=0.7))) == 2
     assert rival(DynamoLoad(Dynamo(itl_ms=40)), BOUNDS).decide(planner(pods(2, num_running=10, kv_usage=0.1))) == 1
 
 
-def test_dynamo_moves_nothing_while_a_replica_starts_or_an_engine_does_not_tell() -> None:
+def test_dynamo_changes_nothing_while_a_replica_starts_or_an_engine_does_not_report() -> None:
     policy = rival(DynamoLoad(), BOUNDS)
     busy = {"num_running": 20, "num_waiting": 30, "kv_usage": 0.3}
     assert policy.decide(planner(pods(2, 1, **busy))) == 3
@@ -318,12 +318,12 @@ def test_dynamo_moves_nothing_while_a_replica_starts_or_an_engine_does_not_tell(
     assert policy.decide(planner(pods(2, **busy), 20)) == 3
 
 
-def test_fixed_stays() -> None:
+def test_fixed_never_changes() -> None:
     assert rival(FixedReplicas(Fixed(replicas=7)), BOUNDS).decide(seen(0, pods(2), num_held=500)) == 7
     assert rival(FixedReplicas(), BOUNDS).decide(seen(0, pods(2), num_held=500)) == 2
 
 
-def test_rivals_are_made_by_name_and_parameters() -> None:
+def test_rival_policies_are_created_by_name_and_parameters() -> None:
     assert list(RIVALS) == ["kubeai", "hpa", "keda-epp", "wva", "wva-hpa", "knative", "dynamo", "fixed"]
     assert rival(make_rival("hpa", {"target_waiting": "2"}), BOUNDS).decide(seen(0, pods(1), num_held=6)) == 3
     assert rival(make_rival("fixed", {"replicas": "7"}), BOUNDS).decide(seen(0, pods(1))) == 7
@@ -334,7 +334,7 @@ def test_rivals_are_made_by_name_and_parameters() -> None:
     assert Hpa().down_window_s == 300
 
 
-# Whatever they see.
+# Properties for any input
 
 numbers = st.integers(0, 10_000)
 usages = st.one_of(st.floats(0, 1), st.sampled_from([math.nan, math.inf, -1.0]))
@@ -357,7 +357,7 @@ bounds_of_users = st.tuples(st.integers(0, 10), st.integers(0, 10)).map(lambda p
 
 @pytest.mark.parametrize("name", RIVALS)
 @given(bounds=bounds_of_users, course=moments)
-def test_no_policy_leaves_its_bounds_whatever_it_sees_and_whenever(
+def test_no_policy_leaves_its_bounds_for_any_input(
     name: str, bounds: Bounds, course: list[tuple[float, list[PodSeen], int, int, StepTimeParams]]
 ) -> None:
     policy, at_s = rival(make_rival(name), bounds), 0.0
@@ -370,8 +370,8 @@ def test_no_policy_leaves_its_bounds_whatever_it_sees_and_whenever(
 
 @pytest.mark.parametrize("name", RIVALS)
 @given(count=st.integers(1, 6), usage=st.sampled_from([math.nan, math.inf]), num_running=st.integers(1, 50))
-def test_what_is_missing_never_scales_to_zero(name: str, count: int, usage: float, num_running: int) -> None:
-    """Requests run, but caches, step times and the load stream tell nothing."""
+def test_missing_signals_never_scale_to_zero(name: str, count: int, usage: float, num_running: int) -> None:
+    """Requests run, but caches, step times and the load stream report nothing."""
     policy = rival(make_rival(name), ANY)
     for tick in range(12):
         fleet = pods(count, num_running=num_running, kv_usage=usage)
@@ -379,8 +379,8 @@ def test_what_is_missing_never_scales_to_zero(name: str, count: int, usage: floa
 
 
 @pytest.mark.parametrize("name", RIVALS)
-def test_a_rival_keeps_nothing_but_its_memory_which_a_record_holds(name: str) -> None:
-    """Two deployments that take turns, with memories read from JSON, are decided as each would be alone."""
+def test_a_rival_policy_keeps_no_state_outside_its_memory(name: str) -> None:
+    """Two deployments that alternate, with memories read from JSON, get the decisions that each would get alone."""
     policy, settings = make_rival(name), ScalingSettings("Active", *BOUNDS)
     loads = [pods(2, num_running=30, num_waiting=9, kv_usage=0.85), pods(3, num_running=1, kv_usage=0.1)]
     alone = [_course(policy, settings, [load]) for load in loads]

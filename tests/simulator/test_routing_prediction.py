@@ -1,4 +1,4 @@
-"""The predicted time to the first token against the one that came, on pods with the real scheduler and loop."""
+"""The predicted TTFT compared with the actual one, on pods with the real scheduler and loop."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def engine(**settings: object) -> EngineConfig:
 @pytest.mark.parametrize("rate", [0.5, 1.0, 1.7], ids=["low", "middle", "high"])
 @pytest.mark.parametrize("kind", TRAFFIC)
 def test_the_median_error_is_at_most_a_tenth_under_any_load(kind: str, rate: float) -> None:
-    """All seeds: `python bench/routing.py`."""
+    """`python bench/routing.py` runs all seeds."""
     traffic = TRAFFIC[kind](11)
     traffic = at_rate(traffic[: len(traffic) * 3 // 5], rate)
     report = simulate_routing(traffic, [engine()] * 4, "Cost", seed=11)
@@ -57,8 +57,8 @@ def test_the_median_error_is_at_most_a_tenth_under_any_load(kind: str, rate: flo
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
 @pytest.mark.parametrize("seed", range(6))
-def test_without_later_requests_the_prediction_is_what_happens(seed: int, overlap: bool) -> None:
-    """A pod with some requests at work; after any of its reports one more comes, and nothing else."""
+def test_without_later_requests_the_prediction_is_exact(seed: int, overlap: bool) -> None:
+    """A pod has some running requests; after any of its reports one more arrives, and nothing else."""
     draw = random.Random(seed)
     events = Events()
     frames: list[StateFrame] = []
@@ -80,7 +80,7 @@ def test_without_later_requests_the_prediction_is_what_happens(seed: int, overla
     ttft_estimator.ttft_ms(-1, Dispatch(1), 0.0)
     ttft_estimator.accepted(-1, 2 * NETWORK_S)
     model = StepTimeModel.from_params(STEP_TIME)
-    # The report came this instant: whatever it does not say has not happened.
+    # The report has just arrived: what it does not contain has not happened.
     ttft_estimator.received(frame.load, frame.load_age_ms, model, 512, None, [], asked_s)
     predicted_ms = ttft_estimator.ttft_ms(0, Dispatch(len(request.prompt_token_ids)), asked_s)
     events.after(NETWORK_S, partial(running.enter, request))

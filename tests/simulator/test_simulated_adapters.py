@@ -1,4 +1,4 @@
-"""Adapters on simulated pods: slots and loads as they are said to be, and what weighing loads does to users."""
+"""Adapters on simulated pods: slots, loads, and the effect of load costs on users."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENGINE = EngineConfig(
 
 
 class World:
-    """A bay whose requests run until they are reported to end."""
+    """The adapters of a pod, with requests that run until the test ends them."""
 
     def __init__(self, num_slots: int) -> None:
         self.events = Events()
@@ -42,7 +42,7 @@ class World:
         )
 
     def enter(self, *names: str) -> None:
-        """`a1`: request 1 for the adapter a."""
+        """Add requests by name: `a1` is request 1 for the adapter a."""
         for name in names:
             sampling = SamplingParams(max_tokens=1)
             self.bay.enter(
@@ -56,7 +56,7 @@ class World:
         return reported.resident, reported.loading
 
 
-def test_loads_come_one_after_the_other_and_whose_adapter_is_there_waits_for_none() -> None:
+def test_loads_are_sequential_and_a_request_for_a_loaded_adapter_waits_for_none() -> None:
     world = World(num_slots=2)
     world.enter("a1", "b1", "a2")
     assert (world.started, world.reported()) == ([], ([], ["a", "b"]))
@@ -69,7 +69,7 @@ def test_loads_come_one_after_the_other_and_whose_adapter_is_there_waits_for_non
     assert world.events.now_s == pytest.approx(0.4)
 
 
-def test_the_idle_adapter_that_was_used_least_recently_makes_room() -> None:
+def test_the_least_recently_used_idle_adapter_is_evicted() -> None:
     world = World(num_slots=2)
     world.enter("a1", "b1")
     world.events.step()
@@ -81,7 +81,7 @@ def test_the_idle_adapter_that_was_used_least_recently_makes_room() -> None:
     assert world.reported() == (["a"], ["c"])
 
 
-def test_where_none_is_idle_one_is_emptied_and_who_came_for_it_meanwhile_waits_for_it_to_come_back() -> None:
+def test_without_an_idle_adapter_one_is_drained_and_new_requests_for_it_wait_for_its_reload() -> None:
     world = World(num_slots=1)
     world.enter("a1")
     world.events.step()
@@ -95,7 +95,7 @@ def test_where_none_is_idle_one_is_emptied_and_who_came_for_it_meanwhile_waits_f
     assert world.bay.num_loads == 3
 
 
-def test_an_adapter_that_need_not_go_after_all_takes_who_waits_for_it() -> None:
+def test_an_adapter_that_is_no_longer_evicted_serves_its_waiting_requests() -> None:
     world = World(num_slots=2)
     world.enter("a1", "b1")
     world.events.step()
@@ -106,7 +106,7 @@ def test_an_adapter_that_need_not_go_after_all_takes_who_waits_for_it() -> None:
     assert (world.started[-1], world.reported()) == ("a2", (["a"], ["c"]))
 
 
-def test_a_pod_that_does_not_tell_what_a_load_takes_reports_the_rest() -> None:
+def test_a_pod_without_a_reported_load_time_reports_everything_else() -> None:
     bay = AdapterBay(AdapterSettings(3, 0.2, False), Events(), start=lambda _: None, changed=lambda: None)
     assert bay.slots() == AdapterSlots(num_slots=3)
 
@@ -119,8 +119,8 @@ def served(
     return traffic, simulate_routing(traffic, [ENGINE] * 4, policy, seed=seed, adapters=adapters)
 
 
-def test_weighing_loads_makes_fewer_of_them_and_first_tokens_come_sooner() -> None:
-    """Few seeds of one mix; more of both: `python bench/adapters.py`."""
+def test_with_load_costs_there_are_fewer_loads_and_a_lower_ttft() -> None:
+    """A few seeds of one mix; `python bench/adapters.py` runs more of both."""
     ratios = []
     for seed in SEEDS:
         traffic, with_term = served(seed, "Cost")
@@ -133,6 +133,6 @@ def test_weighing_loads_makes_fewer_of_them_and_first_tokens_come_sooner() -> No
     assert statistics.mean(ratios) <= 1.05, ratios
 
 
-def test_adapters_that_all_fit_are_loaded_once_a_pod_at_most() -> None:
+def test_adapters_that_all_fit_are_loaded_at_most_once_per_pod() -> None:
     _, report = served(SEEDS[0], "Cost", num_adapters=3, num_slots=3)
     assert 3 <= report.num_adapter_loads <= 12

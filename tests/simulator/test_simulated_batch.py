@@ -1,4 +1,4 @@
-"""Lines of a batch beside live requests: they fill what is free, cost them little, and order no replica."""
+"""Batch lines use capacity that interactive requests leave free, delay them little, and require no replicas."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SLO = Slo(ttft_ms=2000.0, tpot_ms=100.0)
 def run(
     traffic: BesideBatch, scaler: FleetScaler, *, settings: FleetSettings = SETTINGS, fast: bool = True
 ) -> tuple[Figures, int]:
-    """Figures, and the most replicas that were ordered."""
+    """Return the figures, and the largest number of ordered replicas."""
     outcome = simulate_fleet(traffic.workload(3), settings, scaler, fast=fast)
     figures = figures_of(outcome, slo_ttft_ms=SLO.ttft_ms, slo_tpot_ms=SLO.tpot_ms)
     return figures, max(point.wanted for point in outcome.timeline)
@@ -47,7 +47,7 @@ def one() -> FleetScaler:
     return ScheduledReplicas("one", Schedule.constant(1))
 
 
-def test_lines_are_served_beside_the_requests_and_not_counted_as_such() -> None:
+def test_lines_are_served_beside_requests_and_counted_separately() -> None:
     alone, _ = run(msgspec.structs.replace(TRAFFIC, num_lines=1), one())
     beside, _ = run(TRAFFIC, one())
     assert (alone.num_lines, beside.num_lines) == (1, 120)
@@ -58,15 +58,15 @@ def test_lines_are_served_beside_the_requests_and_not_counted_as_such() -> None:
     assert beside.ttft_ms.p95 < 1.5 * alone.ttft_ms.p95
 
 
-def test_fast_forward_starts_the_lines_that_exact_engines_start() -> None:
+def test_fast_forward_starts_the_same_lines_as_exact_engines() -> None:
     traffic = msgspec.structs.replace(TRAFFIC, num_lines=2000)
     (fast, _), (exact, _) = (run(traffic, one(), fast=fast) for fast in (True, False))
-    assert 200 < exact.num_lines < 2000, "as many as fit beside the requests"
+    assert 200 < exact.num_lines < 2000, "as many lines as the free capacity allows"
     assert fast.num_lines == pytest.approx(exact.num_lines, rel=0.03)
     assert fast.ttft_ms.p95 == pytest.approx(exact.ttft_ms.p95, rel=0.1)
 
 
-def test_fewer_lines_fit_where_less_of_an_engine_may_be_filled() -> None:
+def test_fewer_lines_run_if_less_of_an_engine_may_be_used() -> None:
     traffic = msgspec.structs.replace(TRAFFIC, num_lines=2000)
     quarter = msgspec.structs.replace(SETTINGS, batches=BatchesConfig(max_load=0.25))
     few = msgspec.structs.replace(SETTINGS, batches=BatchesConfig(max_concurrency=1))
@@ -74,16 +74,16 @@ def test_fewer_lines_fit_where_less_of_an_engine_may_be_filled() -> None:
     assert numbers == sorted(set(numbers))
 
 
-def test_lines_order_no_replica() -> None:
+def test_lines_require_no_replica() -> None:
     traffic = msgspec.structs.replace(TRAFFIC, num_lines=2000)
     figures, most = run(traffic, own(ScalingSettings("Active", *SETTINGS.bounds, slo=SLO)))
     assert (most, figures.num_scale_ups) == (1, 0)
     hurried = [each._replace(priority=0) for each in traffic.lines(3)[:600]]
     workload = msgspec.structs.replace(traffic.workload(3), lines=hurried)
     counted = simulate_fleet(workload, SETTINGS, own(ScalingSettings("Active", *SETTINGS.bounds, slo=SLO)), fast=True)
-    assert max(point.wanted for point in counted.timeline) > 1, "as live requests they would have"
+    assert max(point.wanted for point in counted.timeline) > 1, "as interactive requests, they would require replicas"
 
 
-def test_lines_carry_the_priority_that_gives_way() -> None:
+def test_lines_have_the_priority_that_gives_way() -> None:
     assert {each.priority for each in TRAFFIC.lines(1)} == {LINE_PRIORITY}
     assert {each.priority for each in TRAFFIC.requests(1)} == {0}

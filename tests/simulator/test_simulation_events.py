@@ -1,4 +1,4 @@
-"""The simulation's event loop: asyncio code waits in virtual time, in an order that never differs, and fails loudly."""
+"""The simulation's event loop: asyncio code waits in simulated time, in a reproducible order, and errors are raised."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loop(events: Events) -> Iterator[EventsLoop]:
 
 
 def run(events: Events, loop: EventsLoop, count: int = 1000) -> None:
-    """Until nothing is due."""
+    """Run until no event is due."""
     loop.run_ready()
     for _ in range(count):
         try:
@@ -31,10 +31,10 @@ def run(events: Events, loop: EventsLoop, count: int = 1000) -> None:
         except IndexError:
             return
         loop.run_ready()
-    raise AssertionError("it never ends")
+    raise AssertionError("the simulation never ends")
 
 
-def test_events_of_one_instant_come_as_they_were_asked_for(events: Events) -> None:
+def test_events_of_one_instant_run_in_the_order_of_their_requests(events: Events) -> None:
     seen: list[object] = []
     events.at(2.0, lambda: seen.append("c"))
     events.at(1.0, lambda: seen.append("a"))
@@ -45,7 +45,7 @@ def test_events_of_one_instant_come_as_they_were_asked_for(events: Events) -> No
     assert events.now_s == 2.0
 
 
-def test_what_is_due_in_the_past_happens_now(events: Events) -> None:
+def test_an_event_in_the_past_runs_now(events: Events) -> None:
     seen: list[object] = []
     events.at(5.0, lambda: events.at(1.0, lambda: seen.append(events.now_s)))
     events.step()
@@ -53,7 +53,7 @@ def test_what_is_due_in_the_past_happens_now(events: Events) -> None:
     assert seen == [5.0]
 
 
-def test_sleeps_and_timeouts_take_virtual_seconds(events: Events, loop: EventsLoop) -> None:
+def test_sleeps_and_timeouts_take_simulated_seconds(events: Events, loop: EventsLoop) -> None:
     seen: list[object] = []
 
     async def sleeps() -> None:
@@ -73,7 +73,7 @@ def test_sleeps_and_timeouts_take_virtual_seconds(events: Events, loop: EventsLo
     assert seen == [("gave up", 60.0), ("slept", 3600.0)]
 
 
-def test_a_cancelled_timer_does_nothing(events: Events, loop: EventsLoop) -> None:
+def test_a_cancelled_timer_does_not_run(events: Events, loop: EventsLoop) -> None:
     seen: list[object] = []
     loop.call_later(1.0, seen.append, "kept")
     loop.call_later(1.0, seen.append, "cancelled").cancel()
@@ -81,7 +81,7 @@ def test_a_cancelled_timer_does_nothing(events: Events, loop: EventsLoop) -> Non
     assert seen == ["kept"]
 
 
-def test_a_task_that_fails_fails_the_simulation(events: Events, loop: EventsLoop) -> None:
+def test_a_failed_task_fails_the_simulation(events: Events, loop: EventsLoop) -> None:
 
     async def fails() -> None:
         await asyncio.sleep(1.0)
@@ -92,7 +92,7 @@ def test_a_task_that_fails_fails_the_simulation(events: Events, loop: EventsLoop
         run(events, loop)
 
 
-def test_closing_ends_those_who_still_wait(events: Events, loop: EventsLoop) -> None:
+def test_closing_cancels_waiting_tasks(events: Events, loop: EventsLoop) -> None:
     seen: list[object] = []
 
     async def waits() -> None:

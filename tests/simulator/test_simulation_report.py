@@ -1,4 +1,4 @@
-"""The report of simulated fleets: the figures, valid HTML that needs nothing else, plots that say what they show."""
+"""The report of simulated fleets: figures, valid self-contained HTML, and charts of what happened."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
 class Page(HTMLParser):
-    """Raises for tags that do not close in order; keeps what the tests ask for."""
+    """An HTML parser that raises for tags that do not close in order and records what the tests need."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Page(HTMLParser):
         self.tags[tag] += 1
         reported = dict(attrs)
         assert len(reported) == len(attrs), f"an attribute twice in {tag}: {attrs}"
-        assert not {"src", "href", "onclick", "onload"}.intersection(reported), f"{tag} needs something from outside"
+        assert not {"src", "href", "onclick", "onload"}.intersection(reported), f"{tag} refers to another file"
         self.ids += [value for name, value in attrs if name == "id" and value is not None]
         self.named += (reported.get("aria-labelledby") or "").split()
         if tag not in VOID:
@@ -67,7 +67,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But where they are the point: they take matplotlib a while."""
+    """Draw no pictures except in the tests of pictures, because matplotlib takes long."""
     monkeypatch.setattr(png, "can_draw", lambda: False)
 
 
@@ -108,21 +108,23 @@ def test_the_table_has_the_figures_of_each_policy(tmp_path: Path) -> None:
     assert row["policy"] == "pagemill"
     assert (row["TTFT p50 (ms)"], row["TTFT p95 (ms)"], row["TTFT p99 (ms)"]) == ("490", "940", "5,000")
     assert (row["TPOT p50 (ms)"], row["TPOT p99 (ms)"]) == ("20.0", "90.0")
-    assert row["SLO met"] == "50.00%", "those that were refused or lost, or too slow, have missed it"
+    assert row["SLO met"] == "50.00%", "refused, lost and slow requests must count as misses"
     assert (row["GPU-seconds"], row["scale-ups"], row["scale-downs"], row["flaps"]) == ("1,234", "5", "2", "1")
     assert (row["refused"], row["lost"], row["most replicas"]) == ("1", "1", "6")
     assert (rival[0], rival[7]) == ("hpa", "100.00%")
     assert "TTFT within 500 ms and TPOT within 50 ms" in " ".join(page.text)
 
 
-def test_the_page_is_whole_and_names_what_it_draws(tmp_path: Path) -> None:
+def test_the_page_is_complete_and_names_its_charts(tmp_path: Path) -> None:
     page = read(write_report([outcome(), outcome("hpa")], tmp_path, slo_ttft_ms=1000, slo_tpot_ms=None))
     for tag in ("html", "head", "title", "style", "main", "h1", "table", "caption"):
         assert page.tags[tag] >= 1, tag
     assert page.tags["script"] == page.tags["link"] == page.tags["img"] == 0
     assert len(page.ids) == len(set(page.ids))
     assert set(page.named) <= set(page.ids)
-    assert page.tags["figure"] == page.tags["desc"] == 5, "arrivals, replicas of each, TTFT over time and its shares"
+    assert page.tags["figure"] == page.tags["desc"] == 5, (
+        "arrivals, replicas of each, TTFT over time and its distribution"
+    )
     text = (tmp_path / "report.html").read_text()
     assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
     assert "prefers-color-scheme: dark" in text
@@ -130,7 +132,7 @@ def test_the_page_is_whole_and_names_what_it_draws(tmp_path: Path) -> None:
     assert not re.search(r"https?://|@import|url\(", text)
 
 
-def test_every_drawing_is_well_formed_and_has_its_lines(tmp_path: Path) -> None:
+def test_every_chart_is_well_formed_and_has_its_lines(tmp_path: Path) -> None:
     runs = [Run("pagemill", outcome(), 0), Run("hpa", outcome("hpa"), 1)]
     for chart in charts_of(runs, slo_ttft_ms=1000):
         root = ElementTree.fromstring(draw(chart, "chart"))
@@ -145,12 +147,12 @@ def test_every_drawing_is_well_formed_and_has_its_lines(tmp_path: Path) -> None:
         assert len(marks) == len(chart.marks) == chart.name.startswith("ttft")
 
 
-def test_what_a_chart_shows_is_what_happened() -> None:
+def test_a_chart_shows_what_happened() -> None:
     arrivals, replicas, ttft, shares = charts_of([Run("pagemill", outcome(), 0)], slo_ttft_ms=None)
     assert sum(rate for _, rate in arrivals.lines[0].points[:-1]) * 3 == pytest.approx(200)
     wanted, ready = (line.points for line in replicas.lines)
     assert wanted[0] == (0.0, 1.0)
-    assert wanted[1] == (50.0, 2.0), "only changes"
+    assert wanted[1] == (50.0, 2.0), "only changes are drawn"
     assert ready[1] == (70.0, 2.0)
     assert wanted[-1] == (300.0, 6.0)
     assert ttft.lines[0].points[0] == (1.5, pytest.approx(0.102))
@@ -158,17 +160,17 @@ def test_what_a_chart_shows_is_what_happened() -> None:
     assert "medians: pagemill 0.20 s" in shares.about
 
 
-def test_names_are_text_and_a_policy_that_comes_again_is_numbered(tmp_path: Path) -> None:
+def test_names_are_escaped_and_repeated_policies_numbered(tmp_path: Path) -> None:
     outcomes = [outcome("hpa"), outcome("hpa"), outcome("<b>&", workload='"><script>')]
     page = read(write_report(outcomes, tmp_path, slo_ttft_ms=None, slo_tpot_ms=None))
     assert [row[0] for row in page.cells if row[0] != "policy"] == ["hpa", "hpa (2)", "<b>&"]
     assert page.tags["script"] == 0
-    assert page.tags["section"] == 2, "one for each workload"
-    assert {row[7] for row in page.cells if row[0] != "policy"} == {"–"}, "without an SLO nothing attains it"
+    assert page.tags["section"] == 2, "one chart for each workload"
+    assert {row[7] for row in page.cells if row[0] != "policy"} == {"–"}, "without an SLO there is no attainment"
 
 
-def test_reports_of_the_same_outcomes_are_the_same(tmp_path: Path) -> None:
-    """But for the time that the machine took, which is not in them."""
+def test_reports_of_equal_outcomes_are_equal(tmp_path: Path) -> None:
+    """The run time of the simulation is not part of them."""
     slow = outcome()
     quick = Outcome(**{name: getattr(slow, name) for name in slow.__struct_fields__} | {"wall_s": 0.1})
     pages = [
@@ -188,7 +190,7 @@ def test_a_run_without_requests_or_first_tokens_is_reported(tmp_path: Path) -> N
         write_report([], tmp_path, slo_ttft_ms=None, slo_tpot_ms=None)
 
 
-def test_a_day_of_points_is_thinned_and_keeps_its_peaks() -> None:
+def test_many_points_are_thinned_out_without_losing_peaks() -> None:
     points = [FleetPoint(5.0 * n, 1 + n % 7, 0, 9 if n == 7777 else 1 + n % 5, 0, 0) for n in range(17_280)]
     requests = [served(8.64 * n, 100.0 + n) for n in range(10_000)]
     whole = outcome(requests=requests)
@@ -202,7 +204,7 @@ def test_a_day_of_points_is_thinned_and_keeps_its_peaks() -> None:
     assert charts[0].x_label == "time (h)"
 
 
-def test_plots_are_written_as_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_charts_are_also_written_as_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason=png.REMEDY)
     monkeypatch.setattr(png, "can_draw", CAN_DRAW)
     write_report([outcome(), outcome("hpa")], tmp_path, slo_ttft_ms=1000, slo_tpot_ms=None)
@@ -214,18 +216,18 @@ def test_plots_are_written_as_pictures(tmp_path: Path, monkeypatch: pytest.Monke
     write_report([idle], tmp_path, slo_ttft_ms=1000, slo_tpot_ms=None)
 
 
-def test_without_matplotlib_the_page_is_written_alone(tmp_path: Path) -> None:
+def test_without_matplotlib_only_the_page_is_written(tmp_path: Path) -> None:
     write_report([outcome()], tmp_path, slo_ttft_ms=None, slo_tpot_ms=None)
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert "pip install 'pagemill[png]'" in png.REMEDY
 
 
-def test_times_are_reported_in_a_unit_that_fits() -> None:
+def test_times_are_reported_in_a_suitable_unit() -> None:
     assert [Clock.of(duration_s).unit for duration_s in (600, 3600, 86_400)] == ["s", "min", "h"]
 
 
 @given(values=st.lists(st.floats(0, 1e9), max_size=8), is_log=st.booleans())
-def test_axes_hold_all_values_and_have_few_rising_ticks(values: list[float], is_log: bool) -> None:
+def test_axes_contain_all_values_and_have_few_rising_ticks(values: list[float], is_log: bool) -> None:
     axis = axis_of(values, is_log=is_log)
     assert all(0 <= axis.place(value) <= 1 for value in values)
     assert axis.place(axis.low) == 0

@@ -1,4 +1,4 @@
-"""Drawn workloads: their rates, their lengths, and the same requests for the same seed."""
+"""Generated workloads: their rates, their lengths, and equal requests for equal seeds."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def rate(workload: Workload, begin_s: float, end_s: float) -> float:
 
 
 def near(expected_per_s: float, over_s: float) -> object:
-    """Within four standard deviations of Poisson arrivals."""
+    """Return an approximation within four standard deviations of Poisson arrivals."""
     return pytest.approx(expected_per_s, abs=4 * math.sqrt(expected_per_s * over_s) / over_s)
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_the_same_seed_gives_the_same_requests_and_another_gives_others(name: str) -> None:
+def test_equal_seeds_give_equal_requests_and_another_seed_gives_others(name: str) -> None:
     parameters = SHORT.get(name, {})
     workload = make_workload(name, parameters, seed=1)
     assert workload == make_workload(name, parameters, seed=1)
@@ -55,20 +55,20 @@ def test_a_ramp_rises_from_one_rate_to_the_other() -> None:
     assert workload.duration_s == 3000
 
 
-def test_a_burst_is_ten_times_as_much_for_a_while() -> None:
+def test_a_burst_is_ten_times_the_rate_for_a_while() -> None:
     workload = Burst(rate=2, at_s=500, for_s=200, duration_s=1200).workload(3)
     assert rate(workload, 0, 500) == near(2, 500)
     assert rate(workload, 500, 700) == near(20, 200)
     assert rate(workload, 700, 1200) == near(2, 500)
 
 
-def test_a_step_stays() -> None:
+def test_a_step_is_permanent() -> None:
     workload = Step(from_rate=1, to_rate=6, at_s=500, duration_s=1000).workload(3)
     assert rate(workload, 0, 500) == near(1, 500)
     assert rate(workload, 500, 1000) == near(6, 500)
 
 
-def test_a_day_is_quiet_at_four_and_busy_at_sixteen_however_long_it_lasts() -> None:
+def test_a_day_has_its_minimum_at_four_and_its_maximum_at_sixteen_however_long_it_lasts() -> None:
     for compress in (1.0, 24.0):
         day = Diurnal(low_rate=0.5, high_rate=10, compress=compress)
         assert day.rate_at(4 * 3600 / compress) == pytest.approx(0.5)
@@ -78,7 +78,7 @@ def test_a_day_is_quiet_at_four_and_busy_at_sixteen_however_long_it_lasts() -> N
     assert rate(hour, 0, 3600) == near(5.25, 3600)
 
 
-def test_a_sine_swings_around_its_mean() -> None:
+def test_a_sine_varies_around_its_mean() -> None:
     workload = Sine(rate=5, swing=0.8, period_s=1000, duration_s=4000).workload(3)
     quarters = [[each.arrival_s % 1000 // 250 for each in workload.requests].count(quarter) for quarter in range(4)]
     assert rate(workload, 0, 4000) == near(5, 4000)
@@ -86,14 +86,14 @@ def test_a_sine_swings_around_its_mean() -> None:
     assert quarters[3] / 1000 == pytest.approx(5 * (1 - 0.8 * 2 / math.pi), rel=0.15)
 
 
-def test_gaps_of_steady_traffic_are_exponential() -> None:
+def test_gaps_of_steady_traffic_are_exponentially_distributed() -> None:
     arrivals = [request.arrival_s for request in Steady(rate=5, duration_s=4000).workload(3).requests]
     gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
     assert statistics.mean(gaps) == pytest.approx(0.2, rel=0.03)
     assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.05)
 
 
-def test_lengths_have_the_moments_of_azures_conversations_unless_others_are_given() -> None:
+def test_by_default_lengths_have_the_moments_of_azures_conversations() -> None:
     requests = Steady(rate=10, duration_s=2000).workload(1).requests
     for tokens, mean, sigma in (
         ([request.num_prompt_tokens for request in requests], 1155, 0.985),
@@ -110,12 +110,12 @@ def test_lengths_have_the_moments_of_azures_conversations_unless_others_are_give
     assert max(request.num_prompt_tokens for request in drawn) == 8000
 
 
-def test_without_a_spread_all_are_of_one_length() -> None:
+def test_without_a_spread_all_lengths_are_equal() -> None:
     requests = Steady(prompt_tokens=100, output_tokens=20, prompt_sigma=0, output_sigma=0).workload(1).requests
     assert {request[1:3] for request in requests} == {(100, 20)}
 
 
-def test_agents_call_again_with_all_that_was_said() -> None:
+def test_agents_send_the_whole_conversation_in_each_call() -> None:
     agents = Agentic(sessions_per_s=0.2, duration_s=3000)
     sessions: dict[int | None, list[SimRequest]] = defaultdict(list)
     for request in agents.workload(5).requests:
@@ -126,7 +126,9 @@ def test_agents_call_again_with_all_that_was_said() -> None:
             assert after.num_prompt_tokens > before.num_prompt_tokens + before.num_output_tokens
             assert after.arrival_s >= before.arrival_s + agents.token_s * before.num_output_tokens
     begun_early = [calls for calls in sessions.values() if calls[0].arrival_s < 1500]
-    assert 4 < statistics.mean(map(len, begun_early)) < agents.turns * agents.calls, "the longest prompt ends some"
+    assert 4 < statistics.mean(map(len, begun_early)) < agents.turns * agents.calls, (
+        "the longest prompt must end some conversations"
+    )
     assert max(request.num_prompt_tokens for calls in sessions.values() for request in calls) <= agents.longest_prompt
 
 
@@ -147,12 +149,12 @@ def test_agents_call_again_with_all_that_was_said() -> None:
         ("agentic", {"longest_prompt": "10"}, "raise longest_prompt"),
     ],
 )
-def test_parameters_that_cannot_be_are_named(name: str, parameters: dict[str, str], message: str) -> None:
+def test_impossible_parameters_are_named(name: str, parameters: dict[str, str], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         make_workload(name, parameters)
 
 
-def test_a_choice_is_a_name_and_its_parameters() -> None:
+def test_a_workload_is_selected_by_name_and_parameters() -> None:
     assert split_choice("ramp") == ("ramp", {})
     assert split_choice("ramp:from_rate=2, to_rate=10") == ("ramp", {"from_rate": "2", "to_rate": "10"})
     for text in ("ramp:from_rate", "ramp:=2", "ramp:from_rate="):
@@ -166,7 +168,7 @@ def test_a_choice_is_a_name_and_its_parameters() -> None:
     slack=st.floats(1, 1e4),
     seed=st.integers(0, 2**32),
 )
-def test_lengths_stay_between_one_and_the_longest(mean: float, sigma: float, slack: float, seed: int) -> None:
+def test_lengths_are_between_one_and_the_maximum(mean: float, sigma: float, slack: float, seed: int) -> None:
     longest = max(1, math.ceil(mean * slack))
     drawn = LogNormal(mean, sigma, longest)
     source = random.Random(seed)
@@ -174,6 +176,6 @@ def test_lengths_stay_between_one_and_the_longest(mean: float, sigma: float, sla
 
 
 @given(kind=st.sampled_from([each for each in GENERATORS.values() if issubclass(each, Shaped)]), share=st.floats(0, 1))
-def test_no_rate_exceeds_the_most(kind: type[Shaped], share: float) -> None:
+def test_no_rate_exceeds_the_maximum(kind: type[Shaped], share: float) -> None:
     shape = kind()
     assert 0 <= shape.rate_at(share * shape.length_s) <= shape.most_per_s * (1 + 1e-12)

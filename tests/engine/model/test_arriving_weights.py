@@ -1,4 +1,4 @@
-"""Weights of a folder whose files are still on their way: what is there is read, what is not is waited for."""
+"""Weights of a folder whose files are still being downloaded: available ones are read, others are waited for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES = {FIRST: np.arange(4096, dtype=np.float32), LATE: np.arange(4096, 9000, 
 
 @pytest.fixture
 def arriving(tmp_path: Path) -> Iterator[ArrivingFiles]:
-    """The first file is whole, of the late one there is the header."""
+    """Create a folder in which the first file is complete and the late one has only its header."""
     for name, values in VALUES.items():
         save_file({name[6]: values}, tmp_path / name)
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"1": FIRST, "2": LATE}}))
@@ -35,7 +35,7 @@ def arriving(tmp_path: Path) -> Iterator[ArrivingFiles]:
     arriving.close()
 
 
-def test_a_tensor_is_read_once_its_file_is_whole(arriving: ArrivingFiles, tmp_path: Path) -> None:
+def test_a_tensor_is_read_once_its_file_is_complete(arriving: ArrivingFiles, tmp_path: Path) -> None:
     weights = SafetensorsFolder(arriving.folder)
     assert weights.shapes == {"1": (4096,), "2": (4904,)}
     first, late = np.empty(4096, np.float32), np.empty(4904, np.float32)
@@ -57,7 +57,7 @@ def test_a_tensor_is_read_once_its_file_is_whole(arriving: ArrivingFiles, tmp_pa
     assert weights.digest() == SafetensorsFolder(whole).digest()
 
 
-def test_a_fetch_that_ended_without_it_is_an_error_with_its_name(arriving: ArrivingFiles) -> None:
+def test_a_download_that_ended_without_the_file_is_an_error_with_its_name(arriving: ArrivingFiles) -> None:
     weights = SafetensorsFolder(arriving.folder)
     arriving.close()
     with pytest.raises(LoadError, match=rf"`{LATE}` has not arrived.*Start again") as error:

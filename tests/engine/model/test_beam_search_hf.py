@@ -1,7 +1,8 @@
-"""Beam search equals Hugging Face's `generate(num_beams=k)` in float32: the same sequences in the same order.
+"""Beam search equals Hugging Face's `generate(num_beams=k)` in float32: equal sequences in equal order.
 
-The tiny models have few tokens, so that beams complete early, cross and come back; several of those tokens end a
-sequence. The same must hold when rows are preempted, computed in pieces, or share steps with other requests.
+The tiny models have few tokens, so that beams complete early and change places often; several of those tokens end a
+sequence. The results must also be equal when rows are preempted, computed in chunks, or share steps with other
+requests.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Tiny(NamedTuple):
     def search(
         self, prompts: list[list[int]], params: list[SamplingParams], eos: list[int], **settings: Any
     ) -> list[list[Any]]:
-        """All answers to each prompt, best first."""
+        """Return all answers to each prompt, best first."""
         answers = self.driver.choices(prompts, params, eos_token_ids=eos, **settings)
         assert all(answer.error is None for found in answers for answer in found)
         return list(answers)
 
     def expected(self, prompt: list[int], width: int, eos: list[int], **settings: Any) -> list[list[int]]:
-        """As `reference`, computed once for all backends: the weights are the same."""
+        """Return the result of `reference`, which is computed once for all backends, since their weights are equal."""
         key = repr((prompt, width, eos, sorted(settings.items())))
         if key not in _expected:
             _expected[key] = reference(self.reference, prompt, width, eos, **settings)
@@ -74,7 +75,7 @@ def tokens_of(found: list[Any]) -> list[list[int]]:
 
 
 def reference(model: Any, prompt: list[int], width: int, eos: list[int], **settings: Any) -> list[list[int]]:
-    """Outputs of transformers, cut behind the token that completed them."""
+    """Return outputs of transformers, truncated after the token that completed them."""
     settings = {"max_new_tokens": MAX_TOKENS, **settings}
     with torch.no_grad():
         sequences = model.generate(
@@ -98,7 +99,7 @@ def beams(width: int, **settings: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
-def test_sequences_and_order_are_those_of_transformers(
+def test_sequences_and_their_order_equal_transformers(
     tiny: Tiny, early_stopping: bool | str, length_penalty: float
 ) -> None:
     settings = {"length_penalty": length_penalty, "early_stopping": early_stopping}
@@ -110,12 +111,12 @@ def test_sequences_and_order_are_those_of_transformers(
 
 @pytest.mark.parametrize("eos", [[], EOS[:1]], ids=["no end", "one end"])
 @pytest.mark.parametrize("width", [1, 2, 8])
-def test_any_width_and_end_equals_transformers(tiny: Tiny, width: int, eos: list[int]) -> None:
+def test_any_width_and_end_condition_equals_transformers(tiny: Tiny, width: int, eos: list[int]) -> None:
     (found,) = tiny.search([PROMPTS[1]], [beams(width)], eos)
     assert tokens_of(found) == tiny.expected(PROMPTS[1], width, eos)
 
 
-def test_fewer_answers_than_beams_are_the_best_ones(tiny: Tiny) -> None:
+def test_with_n_below_the_width_the_best_answers_are_returned(tiny: Tiny) -> None:
     (found,) = tiny.search([PROMPTS[2]], [beams(4, n=2, best_of=4)], EOS)
     assert tokens_of(found) == tiny.expected(PROMPTS[2], 4, EOS, length_penalty=1.0, early_stopping=False)[:2]
 
@@ -126,7 +127,7 @@ def test_no_answer_ends_before_min_tokens(tiny: Tiny) -> None:
     assert min(len(each.token_ids) for each in found) > 15
 
 
-def test_log_probabilities_are_the_models_own(tiny: Tiny) -> None:
+def test_log_probabilities_are_those_of_the_model(tiny: Tiny) -> None:
     (found,) = tiny.search([PROMPTS[2]], [beams(4)], EOS)
     for answer in found:
         with torch.no_grad():
@@ -146,7 +147,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_answers_do_not_depend_on_what_runs_beside(tiny: Tiny, case: str) -> None:
+def test_answers_do_not_depend_on_concurrent_requests(tiny: Tiny, case: str) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     prompts = [PROMPTS[1], *PROMPTS, PROMPTS[2]]
     answers = tiny.search(prompts, [greedy, *[beams(4)] * len(PROMPTS), greedy], EOS, **CASES[case])

@@ -1,7 +1,7 @@
-"""`dtype: bfloat16`: weights of two bytes under float32 arithmetic of our own, or under bfloat16 products.
+"""`dtype: bfloat16`: weights of two bytes, with arithmetic in float32 or with bfloat16 matmuls.
 
-Which of them runs is the processor's matter; here it is forced. Where oneDNN has no bfloat16 torch's product stands
-in for it (tests/kernels/test_onednn_linear.py).
+The processor determines which of them runs; here it is forced. If oneDNN has no bfloat16, torch's matmul replaces it
+(tests/kernels/test_onednn_linear.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SOME_TOKENS = 6
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float32 checkpoint whose values bfloat16 holds exactly."""
+    """Create a float32 checkpoint whose values bfloat16 represents exactly."""
     folder = write_tiny_llama(tmp_path_factory.mktemp("model"), **MODEL, **VARIANTS[request.param])
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     generator = torch.Generator().manual_seed(5)
@@ -61,7 +61,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in (1, 7, 16, 33, 70)]
 
 
-def test_stored_as_bfloat16_the_same_values_give_the_same_answers(
+def test_equal_values_stored_as_bfloat16_give_equal_answers(
     folder: Path, prompts: list[list[int]], runner_loader: Loader, make_driver: Drivers
 ) -> None:
     wide, narrow = (
@@ -76,10 +76,10 @@ def test_stored_as_bfloat16_the_same_values_give_the_same_answers(
     assert narrow.info.weight_bytes < 0.55 * wide.info.weight_bytes
 
 
-def test_a_checkpoint_in_bfloat16_stays_so_and_computes_the_same_bits(
+def test_a_bfloat16_checkpoint_stays_bfloat16_and_gives_the_same_bits(
     folder: Path, prompts: list[list[int]], tmp_path: Path, runner_loader: Loader, make_driver: Drivers
 ) -> None:
-    """float32 as ever, but its matrices take two bytes: the values are the stored ones."""
+    """Arithmetic is in float32, but matrices take two bytes for each of the stored values."""
     transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
     wide, narrow = (runner_loader(path, backend="cpu_native") for path in (folder, tmp_path))
     expected = make_driver(wide).greedy(prompts, NUM_TOKENS)
@@ -93,12 +93,12 @@ def test_a_checkpoint_in_bfloat16_stays_so_and_computes_the_same_bits(
 
 
 def products_of(runner: Any) -> list[Any]:
-    """Those of the decoder layers."""
+    """Return the linear layers of the decoder."""
     layers = [layer for each in runner.model.model.layers for layer in each.layers()]
     return [layer for layer in layers if isinstance(layer, Linear)]
 
 
-def test_bfloat16_products_give_the_same_answers_within_their_rounding(
+def test_bfloat16_matmuls_give_the_same_answers_within_rounding(
     folder: Path, prompts: list[list[int]], runner_loader: Loader, make_driver: Drivers
 ) -> None:
     exact = make_driver(runner_loader(folder)).greedy(prompts, SOME_TOKENS)
@@ -110,8 +110,8 @@ def test_bfloat16_products_give_the_same_answers_within_their_rounding(
         assert a.logprobs == pytest.approx(b.logprobs, abs=0.15)
 
 
-@pytest.mark.skipif(not library.has_bfloat16(), reason="no products of bfloat16 on this processor")
-def test_our_own_bfloat16_products_give_the_same_answers_in_one_call(
+@pytest.mark.skipif(not library.has_bfloat16(), reason="no bfloat16 matmul on this processor")
+def test_native_bfloat16_matmuls_give_the_same_answers_in_one_call(
     folder: Path, prompts: list[list[int]], runner_loader: Loader, make_driver: Drivers
 ) -> None:
     exact = make_driver(runner_loader(folder, dtype="float32")).greedy(prompts, SOME_TOKENS)
@@ -125,11 +125,11 @@ def test_our_own_bfloat16_products_give_the_same_answers_in_one_call(
         same = next((at for at, (one, other) in enumerate(pairs) if one != other), SOME_TOKENS)
         assert a.logprobs[:same] == pytest.approx(b.logprobs[:same], abs=0.15)
         if same < SOME_TOKENS:
-            assert a.logprobs[same] == pytest.approx(b.logprobs[same], abs=0.05), "answers differ only at near ties"
+            assert a.logprobs[same] == pytest.approx(b.logprobs[same], abs=0.05), "answers may differ only at near ties"
 
 
-def test_no_plain_copy_of_a_packed_weight_stays(folder: Path, runner_loader: Loader) -> None:
-    """But the table of a tied embedding: rows cannot be read out of oneDNN's layout."""
+def test_no_unpacked_copy_of_a_packed_weight_remains(folder: Path, runner_loader: Loader) -> None:
+    """The table of a tied embedding is an exception: single rows cannot be read from oneDNN's layout."""
     backends = ("cpu_native", "cpu_onednn")
     ours, onednns = (runner_loader(folder, backend=backend, dtype="bfloat16").info for backend in backends)
     spec = load_model_spec(folder)
@@ -139,7 +139,7 @@ def test_no_plain_copy_of_a_packed_weight_stays(folder: Path, runner_loader: Loa
 
 
 def test_each_weight_is_packed_before_the_next_is_read(folder: Path, runner_loader: Loader) -> None:
-    """The peak of loading is one plain matrix over what stays."""
+    """The peak of loading is one unpacked matrix above the final size."""
     given: list[weakref.ref[torch.Tensor]] = []
 
     def watching(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
@@ -153,7 +153,7 @@ def test_each_weight_is_packed_before_the_next_is_read(folder: Path, runner_load
     assert len(given) == 4 * runner.model.spec.num_layers + 1
 
 
-def test_codes_stay_codes_under_our_own_products(smollm2_path: Path, runner_loader: Loader) -> None:
+def test_quantized_weights_stay_quantized_with_native_matmuls(smollm2_path: Path, runner_loader: Loader) -> None:
     narrow = runner_loader(smollm2_path, backend="cpu_native", dtype="bfloat16", num_kv_blocks=16)
     assert narrow.info.weight_bytes < 115e6
     assert narrow.info.kv_dtype == "bfloat16"
@@ -176,7 +176,7 @@ FEW = ", few rows of codes times 16-bit activations"
     ],
     ids=str,
 )
-def test_on_a_processor_that_multiplies_bfloat16_the_settings_choose(
+def test_on_a_processor_with_bfloat16_matmuls_the_settings_select_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], dtype: str, how: str
 ) -> None:
     monkeypatch.setattr(cpu, "can_pack", lambda dtype: True)
@@ -203,7 +203,7 @@ def test_on_a_processor_that_multiplies_bfloat16_the_settings_choose(
     ],
     ids=str,
 )
-def test_with_products_of_our_own_the_settings_choose(
+def test_with_native_matmuls_the_settings_select_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], dtype: str, how: str
 ) -> None:
     monkeypatch.setattr(library, "has_bfloat16", lambda: True)
@@ -216,5 +216,5 @@ def test_with_products_of_our_own_the_settings_choose(
     assert compute.is_native
 
 
-def test_what_runs_is_reported(folder: Path, runner_loader: Loader) -> None:
+def test_the_selected_arithmetic_is_reported(folder: Path, runner_loader: Loader) -> None:
     assert runner_loader(folder, backend="cpu_onednn", dtype="bfloat16").info.compute == "bfloat16, cpu_onednn"

@@ -1,7 +1,7 @@
-"""What a GPU compiles apart is compiled before the first request: checked without a device, from what is launched.
+"""Everything that a GPU compiles is compiled before the first request; checked by launches, without a device.
 
-In the interpreter alone, which compiles nothing: launches are named as Triton names what it compiles. On a device
-`test_device_runner` watches the compiler itself.
+The interpreter compiles nothing, so launches are identified by what Triton would compile them for. On a device,
+`test_device_runner` observes the compiler itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pagemill_protocol.sampling import SamplingParams
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="the device's own compiler is watched there")
 
 NUM_MULTIPROCESSORS = 8
-"""So few that some steps of a tiny model fill them, and some do not."""
+"""Few enough that some steps of a tiny model use all of them and others do not."""
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
 SMALL_LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
 PROMPTS = ([8, 8, 8, 8], [1, 2, 3, 4], [7], [1], [20, 1, 1], [40, 3, 9, 2], [33, 33])
@@ -35,7 +35,7 @@ FEW_PROMPTS = ([1, 2, 3], [20, 1], [33])
 
 
 def compiled_as(kernel: InterpretedFunction, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """What Triton compiles a kernel for: constants, types, and of pointers and numbers whether 16 divides them."""
+    """Return what Triton specializes a kernel for: constants, types, and divisibility by 16."""
     unspecialized = kernel.kwargs["do_not_specialize"] or []
     parameters = inspect.signature(kernel.fn).parameters
     found = [
@@ -102,7 +102,7 @@ CODES = {"quantization": "int4", "kv_cache_dtype": "int8"}
         pytest.param(CODES, FEW_PROMPTS, SMALL_LIMITS, id="codes, small steps"),
     ],
 )
-def test_requests_launch_nothing_that_was_not_launched_before(
+def test_requests_launch_no_kernel_that_was_not_launched_before(
     tmp_path: Path,
     runner_loader: Callable[..., Any],
     make_driver: Callable[[Any], Any],
@@ -123,10 +123,10 @@ def test_requests_launch_nothing_that_was_not_launched_before(
     assert launched - before == set()
 
 
-def test_recordings_launch_nothing_that_was_not_launched_before(
+def test_cuda_graphs_launch_no_kernel_that_was_not_launched_before(
     tmp_path: Path, runner_loader: Callable[..., Any], launched: set[tuple[Any, ...]]
 ) -> None:
-    """One layer of each kind ran before a capture, with the shape that is captured: here two of three layers."""
+    """One layer of each kind runs before a capture, with the captured shape: here two of three layers."""
     folder = write_tiny_llama(tmp_path, head_dim=16, num_hidden_layers=3)
     runner = runner_loader(folder, device="cuda", max_model_len=64, num_kv_blocks=32, max_num_seqs=4)
     unlike = runner.model.layers[2].residuals[1].branches[0].block
@@ -150,14 +150,14 @@ def test_recordings_launch_nothing_that_was_not_launched_before(
 
 
 @pytest.mark.full
-def test_what_one_shape_leaves_out_is_found(
+def test_a_missing_shape_is_detected(
     tmp_path: Path,
     runner_loader: Callable[..., Any],
     make_driver: Callable[[Any], Any],
     launched: set[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a prompt, attention of more tokens than a decode has is not met."""
+    """Without a prompt, attention of more tokens than a decode has is not launched."""
     folder = write_tiny_llama(tmp_path, head_dim=16, num_hidden_layers=1)
     runner = runner_loader(folder, device="cuda", max_model_len=64, num_kv_blocks=32, max_num_seqs=4)
     monkeypatch.setattr(compiling, "step_shapes", lambda *limits: [(1, 1), (2, 2), (4, 4)])

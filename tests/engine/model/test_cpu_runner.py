@@ -1,4 +1,4 @@
-"""The CPU runner by itself: rows, block copies, failing requests, and what it reports."""
+"""The CPU runner alone: rows, block copies, failing requests, and reports."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_chunk_that_does_not_finish_the_prompt_samples_nothing(runner: Any) ->
     assert list(step(runner, {"a": 4}, ["a"]).token_ids) == ["a"]
 
 
-def test_rows_of_any_order_get_their_own_tokens(runner: Any) -> None:
+def test_rows_in_any_order_get_their_own_tokens(runner: Any) -> None:
     prompts = {"a": [5, 6, 7], "b": [9], "c": list(range(20))}
     blocks = {"a": [3], "b": [1], "c": [8, 2]}
     alone = {
@@ -69,7 +69,7 @@ def test_a_copied_block_continues_like_its_source(runner: Any) -> None:
     assert result.token_ids["a"] == result.token_ids["b"]
 
 
-def test_a_cache_costs_memory_only_where_it_is_written(runner: Any) -> None:
+def test_a_cache_uses_memory_only_where_it_is_written(runner: Any) -> None:
     before = psutil.Process().memory_info().rss
     cache = KVCache(runner.model.spec, num_blocks=1 << 16, block_size=16, kind="bfloat16")
     assert cache.layers[0].nbytes > 32 << 20
@@ -85,7 +85,7 @@ def test_chained_copies_read_every_source_first(runner: Any) -> None:
     assert (float(cache[2].mean()), float(cache[3].mean())) == (1.0, 2.0)
 
 
-def test_a_request_with_values_that_are_not_finite_fails_alone(runner: Any) -> None:
+def test_only_the_request_with_values_that_are_not_finite_fails(runner: Any) -> None:
     good, bad = list(range(1, 18)), list(range(30, 50))
     expected = step(runner, {"g": 17}, ["g"], admitted=[admitted("g", good, [0, 1])]).token_ids["g"]
     step(runner, {"b": 19}, [], admitted=[admitted("b", bad, [6, 7])])
@@ -95,7 +95,7 @@ def test_a_request_with_values_that_are_not_finite_fails_alone(runner: Any) -> N
     assert result.token_ids == {"g": expected}
     assert "not finite" in result.failed["b"]
 
-    # The next owner of the poisoned blocks computes as if nothing had been there.
+    # The next user of the poisoned blocks must compute as if they had never been written.
     result = step(runner, {"n": 17}, ["n"], admitted=[admitted("n", good, [6, 7])], released=["b"])
     assert result.token_ids == {"n": expected}
     assert step(runner, {"n": 1, "g": 1}, ["n", "g"]).token_ids["n"] == step_token(runner, good, expected)
@@ -106,19 +106,19 @@ def step_token(runner: Any, prompt: list[int], first: int) -> int:
     return step(runner, {"fresh": len(prompt) + 1}, ["fresh"], admitted=[row]).token_ids["fresh"]
 
 
-def test_released_rows_are_used_again_and_unknown_ones_ignored(runner: Any) -> None:
+def test_released_rows_are_reused_and_unknown_ones_ignored(runner: Any) -> None:
     for i in range(12):
         row = admitted(f"r{i}", [1, 2, 3], [i])
         step(runner, {f"r{i}": 3}, [f"r{i}"], admitted=[row], released=[f"r{i - 1}", "never seen"])
 
 
-def test_a_step_without_tokens_only_releases(runner: Any) -> None:
+def test_a_step_without_tokens_only_releases_rows(runner: Any) -> None:
     step(runner, {"a": 1}, ["a"], admitted=[admitted("a", [1], [0])])
     assert step(runner, {}, [], released=["a"]).token_ids == {}
     assert len(runner._rows) == 0
 
 
-def test_inputs_are_gathered_with_decodes_first_and_in_order_of_length() -> None:
+def test_inputs_are_sorted_with_decodes_first_and_by_length() -> None:
     rows = RequestRows(max_rows=4, max_model_len=64, block_size=4)
     rows.admit(admitted("prefill", list(range(100, 110)), [7, 8, 9], num_computed_tokens=4))
     rows.admit(admitted("long", list(range(6)), [1, 2], num_computed_tokens=5))
@@ -168,7 +168,7 @@ def test_memory_follows_the_cgroup_limit(tmp_path: Path, monkeypatch: pytest.Mon
     assert memory.available_memory(older) == 2100
 
 
-def test_the_loaded_model_reports_progress_in_order(folder: Path) -> None:
+def test_loading_a_model_reports_progress_in_order(folder: Path) -> None:
     from pagemill_engine.config import EngineConfig
     from pagemill_engine.runner.factory import create_runner
 
@@ -178,7 +178,9 @@ def test_the_loaded_model_reports_progress_in_order(folder: Path) -> None:
     assert phases == ["loading", "allocating"]
 
 
-def test_the_memory_limit_is_the_machines_or_the_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limit_is_that_of_the_machine_or_of_the_cgroup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pagemill_engine.runner import memory
 
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=10_000))

@@ -1,4 +1,4 @@
-"""`deterministic`: the same bits for a request in any batch, in any chunks, with and without prefix hits."""
+"""`deterministic`: a request gets the same bits in any batch, in any chunks, and with and without prefix hits."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Fifty of 1 to 50 tokens; no two begin alike."""
+    """Return fifty prompts of 1 to 50 tokens, of which no two have the same first token."""
     generator = torch.Generator().manual_seed(7)
     return [[i, *torch.randint(0, VOCAB, (i,), generator=generator).tolist()] for i in range(50)]
 
 
 class Recorder:
-    """Runs prompts and counts the bit patterns of all logits that tokens were chosen from."""
+    """Runs prompts and counts the bit patterns of all logits from which tokens were chosen."""
 
     def __init__(self, runner: Any, driver: Any) -> None:
         self._runner, self.driver = runner, driver
@@ -100,8 +100,8 @@ def test_logits_have_the_same_bits_in_any_batch(
 
 
 @needs_native
-def test_drawn_tokens_are_the_same_alone_and_in_a_batch_of_fifty(recorder: Recorder, prompts: list[list[int]]) -> None:
-    """With seeds, filters, penalties and several choices, whose rows share steps and blocks."""
+def test_sampled_tokens_are_equal_alone_and_in_a_batch_of_fifty(recorder: Recorder, prompts: list[list[int]]) -> None:
+    """The requests have seeds, filters, penalties and several choices, whose rows share steps and blocks."""
     params = [
         SamplingParams(
             temperature=0.9,
@@ -143,7 +143,7 @@ def test_logits_have_the_same_bits_after_prefix_hits_and_preemption(
 
 
 @needs_native
-def test_without_the_switch_bits_depend_on_the_batch(
+def test_without_the_setting_bits_depend_on_the_batch(
     folder: Path, prompts: list[list[int]], runner_loader: Loader, make_driver: Callable[[Any], Any]
 ) -> None:
     runner = runner_loader(folder)
@@ -158,7 +158,7 @@ def test_without_the_switch_bits_depend_on_the_batch(
     [({"deterministic": True}, "deterministic"), ({"kv_cache_dtype": "int8"}, "kv_cache_dtype")],
 )
 @pytest.mark.parametrize("cause", [{"dtype": "float16"}, {"backend": "cpu"}], ids=str)
-def test_what_only_the_native_kernels_do_is_refused_elsewhere(
+def test_features_of_the_native_kernels_only_are_refused_on_other_backends(
     folder: Path, runner_loader: Loader, settings: dict[str, Any], field: str, cause: dict[str, str]
 ) -> None:
     with pytest.raises(LoadError, match=f"`{field}` .* needs the native kernels.*[Ss]et ") as error:

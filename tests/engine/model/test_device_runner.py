@@ -1,5 +1,7 @@
-"""The GPU's runner, on the device or in Triton's interpreter: both loops, recorded decodes, failures; nothing is read
-between steps."""
+"""The GPU's runner, on a device or in Triton's interpreter: both loops, CUDA graphs of decodes, and failures.
+
+Nothing is read from the device between steps.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ Answers = dict[tuple[str, int], tuple[list[int], list[float]]]
 
 
 def requests() -> list[GenerateRequest]:
-    """Greedy, drawn, penalised, with a minimum and stops, two choices; more than four blocks hold."""
+    """Return requests with all kinds of sampling, stops and two choices, which need more than four blocks."""
     return [
         GenerateRequest(
             request_id=f"r{index}",
@@ -99,10 +101,10 @@ def runner(load: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(load: Callable[..., Any]) -> Answers:
-    """By the torch backend on the CPU."""
+    """Return the answers of the torch backend on the CPU."""
     answers, core = serve(load(backend="cpu"))
     assert core.scheduler.num_preemptions > 0
-    assert len(answers) == len(KINDS) + 1, "one of them has two choices"
+    assert len(answers) == len(KINDS) + 1, "one of the requests has two choices"
     return answers
 
 
@@ -118,23 +120,23 @@ def plan_of(scheduled: dict[str, int], **fields: Any) -> StepPlan:
 # -- answers -----------------------------------------------------------------------------------------------------
 
 
-def test_it_is_the_runner_of_a_gpu(runner: Any, load: Callable[..., Any]) -> None:
+def test_the_runner_is_that_of_a_gpu(runner: Any, load: Callable[..., Any]) -> None:
     assert isinstance(runner, DeviceRunner)
-    assert isinstance(load(device="cuda", overlap=True), DeviceRunner), "it needs no thread to overlap"
+    assert isinstance(load(device="cuda", overlap=True), DeviceRunner), "the runner needs no thread to overlap"
     assert not isinstance(load(device="cpu"), DeviceRunner)
     assert runner.info.overlaps == (DEVICE.type == "cuda")
 
 
 @pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
-def test_both_loops_answer_as_the_torch_backend_does(runner: Any, expected: Answers, overlap: bool) -> None:
+def test_both_loops_give_the_answers_of_the_torch_backend(runner: Any, expected: Answers, overlap: bool) -> None:
     answers, core = serve(runner, overlap=overlap)
     assert_alike(answers, expected)
     assert core.scheduler.num_preemptions > 0
 
 
-def test_a_step_goes_on_from_tokens_that_were_not_read(runner: Any) -> None:
-    """Three steps are queued before the first one is read; so many tokens come step by step."""
+def test_a_step_uses_tokens_that_were_not_read(runner: Any) -> None:
+    """Three steps are queued before the first one is read; tokens arrive step by step."""
     prompt = list(range(20, 30))
     read_each = [runner.wait(runner.launch(plan_of({"a": 10}, admitted=[admitted("a", prompt, [2])])))]
     read_each += [runner.wait(runner.launch(plan_of({"a": 1}))) for _ in range(2)]
@@ -150,7 +152,7 @@ def test_the_host_keeps_no_token_and_no_block(runner: Any) -> None:
     assert kept == {"num_tokens", "num_prompt_tokens", "num_blocks"}
 
 
-def test_how_many_tokens_a_row_has_generated_is_known_before_they_are_read() -> None:
+def test_the_number_of_generated_tokens_of_a_row_is_known_before_they_are_read() -> None:
     rows, sampling, staging = DeviceRows(RowLayout.of(4, 64, 16)), SamplingRows(4, 64), Staging()
     both = [admitted("a", [1, 2, 3], [0]), admitted("b", [4, 5], [1], num_prompt_tokens=1)]
     plan = plan_of({"a": 2, "b": 2}, samples={"b"}, admitted=both)
@@ -163,7 +165,7 @@ def test_how_many_tokens_a_row_has_generated_is_known_before_they_are_read() -> 
     assert found == [{"b": 1}, {"a": 0, "b": 2}, {"b": 3, "a": 1}]
 
 
-def test_padding_belongs_to_no_request() -> None:
+def test_padding_does_not_affect_requests() -> None:
     rows = DeviceRows(RowLayout.of(4, 64, 16))
     rows.apply(plan_of({}, admitted=[admitted("a", [1], [0])]), SamplingRows(4, 64), Staging())
     step = rows.step(plan_of({"a": 1}))
@@ -173,10 +175,10 @@ def test_padding_belongs_to_no_request() -> None:
     assert (len(padded.sampling), padded.request_ids) == (1, ["a"])
 
 
-def test_a_decode_that_repeats_is_not_uploaded_again(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless something changes: a block, who is in it, or what it is padded to."""
+def test_an_unchanged_decode_is_not_uploaded_again(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is uploaded again if a block, a row, or the padding changes."""
     runner = load(device="cuda")
-    runner.record_steps([Shape(4, 4, True)], Again)
+    runner.record_steps([Shape(4, 4, True)], ReplayRecorder)
     uploaded: list[int] = []
     upload = runner._upload
     monkeypatch.setattr(runner, "_upload", lambda *step: (uploaded.append(len(step[1].rows)), upload(*step))[1])
@@ -201,17 +203,17 @@ def test_a_decode_that_repeats_is_not_uploaded_again(load: Callable[..., Any], m
     runner.wait(runner.launch(plan_of({}, released=["b", "c"])))
 
 
-# -- recorded decodes --------------------------------------------------------------------------------------------
+# -- CUDA graphs of decodes --------------------------------------------------------------------------------------
 
 
-class Again:
-    """Stands in for CUDA graphs where there is no device: what was recorded is run again, on the places it had."""
+class ReplayRecorder:
+    """Replaces CUDA graphs if there is no device: a captured function runs again on the same buffers."""
 
     def __init__(self) -> None:
         self.num_recorded = 0
         self.num_run = 0
         self.errors: list[Exception] = []
-        """What the next ones that are run raise."""
+        """The errors that the next replays raise."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         self.num_recorded += 1
@@ -228,19 +230,19 @@ class Again:
 
 @pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
-def test_padded_decodes_answer_as_those_of_their_own_size(
+def test_padded_decodes_give_the_answers_of_unpadded_ones(
     load: Callable[..., Any], expected: Answers, overlap: bool
 ) -> None:
-    runner, recorder = load(device="cuda"), Again()
+    runner, recorder = load(device="cuda"), ReplayRecorder()
     runner.record_steps(DECODES, lambda: recorder)
     answers, _ = serve(runner, overlap=overlap)
     assert_alike(answers, expected)
     assert recorder.num_recorded == 2
-    assert recorder.num_run >= 8, "decodes run as recorded"
+    assert recorder.num_run >= 8, "decodes must run as CUDA graphs"
     if overlap:
         return
     runner.sleep()
-    assert not runner._graphs.shapes, "what was recorded reads a cache that is gone"
+    assert not runner._graphs.shapes, "a graph must not read a cache that was freed"
     runner.wake()
     assert recorder.num_recorded == 4
     assert_alike(serve(runner)[0], expected)
@@ -248,36 +250,36 @@ def test_padded_decodes_answer_as_those_of_their_own_size(
 
 @pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
-def test_padded_prompts_answer_as_those_of_their_own_size(
+def test_padded_prompts_give_the_answers_of_unpadded_ones(
     load: Callable[..., Any], expected: Answers, overlap: bool
 ) -> None:
-    """Alone, beside decodes, in chunks, and once more behind a preemption: no step is launched piece by piece."""
-    runner, recorder = load(device="cuda"), Again()
+    """Prompts run alone, with decodes, in chunks, and after a preemption: no step launches single kernels."""
+    runner, recorder = load(device="cuda"), ReplayRecorder()
     runner.record_steps(recorded_shapes(4, 24), lambda: recorder)
     recorded = set(runner._graphs.shapes)
     assert recorded == set(recorded_shapes(4, 24))
-    runner._forward.logits = None  # called for what is not recorded
+    runner._forward.logits = None  # called if no graph fits
     answers, core = serve(runner, overlap=overlap)
     assert_alike(answers, expected)
     assert core.scheduler.num_preemptions > 0
     assert recorder.num_run >= core.num_steps
 
 
-def test_only_decodes_of_a_recorded_size_run_as_recorded(load: Callable[..., Any]) -> None:
-    runner, recorder = load(device="cuda"), Again()
+def test_only_decodes_of_a_captured_size_run_as_graphs(load: Callable[..., Any]) -> None:
+    runner, recorder = load(device="cuda"), ReplayRecorder()
     runner.record_steps([Shape(1, 1, True), Shape(2, 2, True), Shape(16, 2, False)], lambda: recorder)
     names = {"a": [0], "b": [1], "c": [2]}
     rows = [admitted(name, [5, 6], blocks) for name, blocks in names.items()]
     runner.wait(runner.launch(plan_of(dict.fromkeys(names, 2), admitted=rows)))
     runner.wait(runner.launch(plan_of(dict.fromkeys(names, 1))))
-    assert recorder.num_run == 0, "more requests than are recorded"
+    assert recorder.num_run == 0, "more requests than any captured size"
     runner.wait(runner.launch(plan_of({"a": 1, "b": 1})))
     assert recorder.num_run == 1
     both = [admitted("a", [7] * 16, [0]), admitted("b", [7] * 16, [1])]
     runner.wait(runner.launch(plan_of({"a": 8, "b": 8}, samples=set(), admitted=both, released=list(names))))
     assert recorder.num_run == 2, "two prompts"
     runner.wait(runner.launch(plan_of({"a": 1, "b": 7}, samples={"b"})))
-    assert recorder.num_run == 2, "eight tokens more would be padding"
+    assert recorder.num_run == 2, "eight more tokens would be padding"
     runner.wait(runner.launch(plan_of({"a": 7})))
     assert recorder.num_run == 3
     runner.wait(runner.launch(plan_of({}, released=["a", "b"])))
@@ -286,7 +288,7 @@ def test_only_decodes_of_a_recorded_size_run_as_recorded(load: Callable[..., Any
 # -- failures ----------------------------------------------------------------------------------------------------
 
 
-def test_a_request_whose_values_are_not_finite_fails_alone(runner: Any) -> None:
+def test_only_the_request_with_values_that_are_not_finite_fails(runner: Any) -> None:
     good, bad = list(range(1, 18)), list(range(30, 50))
     alone = runner.wait(runner.launch(plan_of({"g": 17}, admitted=[admitted("g", good, [0, 1])]))).token_ids["g"]
     runner.wait(runner.launch(plan_of({"b": 19}, samples=set(), admitted=[admitted("b", bad, [3, 4])])))
@@ -300,7 +302,7 @@ def test_a_request_whose_values_are_not_finite_fails_alone(runner: Any) -> None:
 
 
 def tokens_of(runner: Any) -> list[int]:
-    """Of a prompt in two chunks and its decodes, in blocks that it fills one after another."""
+    """Return the tokens of a prompt in two chunks and its decodes, in blocks that it fills one after another."""
     prompt, blocks = list(range(30, 50)), [4, 1, 3]
     first = plan_of({"a": 9}, samples=set(), admitted=[admitted("a", prompt, blocks[:2])])
     runner.wait(runner.launch(first))
@@ -313,10 +315,8 @@ def tokens_of(runner: Any) -> list[int]:
 
 @pytest.mark.sample("int8")
 @pytest.mark.parametrize("kind", ["auto", "int8", pytest.param("fp8", marks=NO_FP8)])
-def test_what_a_request_that_failed_left_in_its_blocks_matters_to_no_later_one(
-    load: Callable[..., Any], kind: str
-) -> None:
-    """No kernel reads a place that its request has not written: so nothing has to be cleaned up."""
+def test_blocks_of_a_failed_request_do_not_affect_later_ones(load: Callable[..., Any], kind: str) -> None:
+    """No kernel reads a slot that its request has not written, so nothing has to be cleared."""
     runner = load(device="cuda", kv_cache_dtype=kind)
     clean = tokens_of(runner)
     assert len(set(clean)) > 3
@@ -328,7 +328,7 @@ def test_what_a_request_that_failed_left_in_its_blocks_matters_to_no_later_one(
 
 @contextmanager
 def failing_once(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The next forward pass raises, recorded or not, as a launch without memory does."""
+    """Make the next forward pass raise, as a graph or as launches, like a launch without memory."""
     errors = [torch.OutOfMemoryError("no memory")]
 
     def fail(*arguments: Any) -> None:
@@ -337,10 +337,10 @@ def failing_once(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
     monkeypatch.setattr(runner, "_logits", fail)
     yield
-    assert not errors, "a forward pass was asked for"
+    assert not errors, "no forward pass was requested"
 
 
-def test_what_is_launched_behind_a_step_that_failed_is_not_run(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_launched_after_a_failed_one_does_not_run(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with failing_once(runner, monkeypatch):
         failed = runner.launch(plan_of({"a": 2}, admitted=[admitted("a", [5, 6], [0])]))
         behind = runner.launch(plan_of({"a": 1}))
@@ -353,8 +353,8 @@ def test_what_is_launched_behind_a_step_that_failed_is_not_run(runner: Any, monk
     runner.wait(runner.launch(plan_of({}, released=["a"])))
 
 
-def test_a_failure_that_was_not_waited_for_costs_one_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after Ctrl-C, which drops what is in flight."""
+def test_a_failure_that_was_not_waited_for_affects_one_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This happens after Ctrl-C, which drops the steps in flight."""
     with failing_once(runner, monkeypatch):
         runner.launch(plan_of({"a": 2}, admitted=[admitted("a", [5, 6], [0])]))
     again = plan_of({"a": 2}, admitted=[admitted("a", [5, 6], [0])])
@@ -364,8 +364,8 @@ def test_a_failure_that_was_not_waited_for_costs_one_step(runner: Any, monkeypat
     runner.wait(runner.launch(plan_of({}, released=["a"])))
 
 
-def test_a_failure_behind_one_that_was_reported_is_reported_too(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that was skipped for the first failure says nothing of the second."""
+def test_a_failure_after_a_reported_one_is_reported_too(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was skipped because of the first failure does not report the second."""
     admission = {"admitted": [admitted("a", [5, 6], [0])]}
     with failing_once(runner, monkeypatch):
         first = runner.launch(plan_of({"a": 2}, **admission))
@@ -383,8 +383,8 @@ def test_a_failure_behind_one_that_was_reported_is_reported_too(runner: Any, mon
     runner.wait(runner.launch(plan_of({}, released=["a"])))
 
 
-def test_a_recorded_step_that_fails_is_reported_as_one_that_is_launched(load: Callable[..., Any]) -> None:
-    runner, recorder = load(device="cuda"), Again()
+def test_a_failure_of_a_cuda_graph_is_reported_like_that_of_a_launch(load: Callable[..., Any]) -> None:
+    runner, recorder = load(device="cuda"), ReplayRecorder()
     runner.record_steps([Shape(1, 1, True), Shape(8, 2, False)], lambda: recorder)
     admission = {"admitted": [admitted("a", [5, 6], [0])]}
     for plan in (plan_of({"a": 2}, **admission), plan_of({"a": 1})):
@@ -400,7 +400,7 @@ def test_a_recorded_step_that_fails_is_reported_as_one_that_is_launched(load: Ca
 
 @pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
-def test_requests_survive_a_step_that_failed(
+def test_requests_survive_a_failed_step(
     runner: Any, expected: Answers, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with failing_once(runner, monkeypatch):
@@ -422,7 +422,7 @@ def test_more_requests_than_rows_are_refused(runner: Any) -> None:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the device raises."""
+    """Raise an error on everything that makes the host wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -451,7 +451,7 @@ def test_launching_never_waits_for_the_device(
 
 
 @pytest.mark.gpu
-def test_cuda_graphs_answer_as_launches_do(load: Callable[..., Any], expected: Answers) -> None:
+def test_cuda_graphs_give_the_answers_of_launches(load: Callable[..., Any], expected: Answers) -> None:
     runner = load(device="cuda")
     assert runner._graphs is not None
     assert_alike(serve(runner, overlap=True)[0], expected)
@@ -463,8 +463,10 @@ def test_cuda_graphs_answer_as_launches_do(load: Callable[..., Any], expected: A
 
 
 def arriving(runner: Any) -> tuple[Answers, EngineCore, list[int], int]:
-    """Prompts of all lengths, some with a beginning that others have too, come one by one while others decode; more
-    than the cache holds. Also the number of tokens of each step, and of those that the prefix cache had."""
+    """Add prompts of all lengths, some with common prefixes, one by one while others decode, beyond the cache's size.
+
+    Return the answers, the core, the number of tokens of each step, and the number of prefix-cached tokens.
+    """
     info = runner.info
     runner.info = info._replace(num_blocks=7, step=None)
     core = EngineCore(EngineConfig(model="m", max_num_seqs=6, max_num_batched_tokens=40, overlap=True), runner)
@@ -501,26 +503,26 @@ def arriving(runner: Any) -> tuple[Answers, EngineCore, list[int], int]:
 
 
 @pytest.mark.gpu
-def test_requests_that_come_while_others_decode_are_answered_as_launched_piece_by_piece(
+def test_requests_that_arrive_during_decodes_get_the_answers_of_single_launches(
     folder: Path, runner_loader: Callable[..., Any]
 ) -> None:
     runner = runner_loader(folder, num_kv_blocks=12, max_model_len=64, max_num_seqs=6, device="cuda")
     runner._graphs = None
     eager, _, _, _ = arriving(runner)
     runner.record_steps(recorded_shapes(6, 40), CudaRecorder)
-    runner._forward.logits = None  # called for what is not recorded
+    runner._forward.logits = None  # called if no graph fits
     recorded, core, sizes, num_cached = arriving(runner)
     assert_alike(recorded, eager)
     assert len(recorded) == 12
     assert {len(token_ids) for token_ids, _ in recorded.values()} == {14, 15, 16, 17, 18}
     assert core.scheduler.num_preemptions > 0
-    assert max(sizes) == 40, "prompts in chunks"
+    assert max(sizes) == 40, "prompts must run in chunks"
     assert num_cached > 0
 
 
 @pytest.mark.gpu
-def test_a_step_of_thousands_of_tokens_runs_as_recorded(tmp_path: Path, runner_loader: Callable[..., Any]) -> None:
-    """Two prompts, then decodes that read what it wrote."""
+def test_a_step_of_thousands_of_tokens_runs_as_a_cuda_graph(tmp_path: Path, runner_loader: Callable[..., Any]) -> None:
+    """Two prompts, then decodes that read what the prompts wrote."""
     folder = write_tiny_llama(tmp_path, head_dim=16, max_position_embeddings=2048)
     runner = runner_loader(folder, num_kv_blocks=160, max_model_len=2048, max_num_seqs=3, device="cuda")
     runner._graphs = None
@@ -536,12 +538,12 @@ def test_a_step_of_thousands_of_tokens_runs_as_recorded(tmp_path: Path, runner_l
 
     launched = answered()
     runner.record_steps(recorded_shapes(3, 4000), CudaRecorder)
-    runner._forward.logits = None  # called for what is not recorded
+    runner._forward.logits = None  # called if no graph fits
     assert answered() == launched
 
 
 @pytest.mark.gpu
-def test_nothing_is_compiled_once_requests_come(load: Callable[..., Any]) -> None:
+def test_nothing_is_compiled_after_the_first_request(load: Callable[..., Any]) -> None:
     import triton
 
     compiled: list[str] = []
@@ -555,8 +557,8 @@ def test_nothing_is_compiled_once_requests_come(load: Callable[..., Any]) -> Non
 
 
 @pytest.mark.gpu
-def test_a_device_that_fails_is_reported_as_lost(tmp_path: Path) -> None:
-    """In a process of its own, which can use the device no more afterwards."""
+def test_a_failing_device_is_reported_as_lost(tmp_path: Path) -> None:
+    """The test runs in a process of its own, which cannot use the device afterwards."""
     import subprocess
     import sys
 
@@ -575,7 +577,7 @@ def test_a_device_that_fails_is_reported_as_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("cores", "sleeps"), [(1, True), (2, False)])
-def test_a_wait_for_the_device_leaves_the_only_core_to_others(
+def test_a_wait_for_the_device_leaves_the_only_core_to_other_threads(
     monkeypatch: pytest.MonkeyPatch, cores: int, sleeps: bool
 ) -> None:
     made: list[bool] = []

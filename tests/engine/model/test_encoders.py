@@ -1,5 +1,7 @@
-"""Vectors and scores equal to transformers on tiny random models: encoders, decoders that are pooled, classifiers;
-alone, in batches, in chunks, after preemption and behind a prefix cache."""
+"""Vectors and scores equal transformers on tiny random encoders, pooled decoders and classifiers.
+
+The tests run prompts alone, in batches, in chunks, after preemption and with a prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import SamplingParams
 
 LENGTHS = (1, 5, 16, 17, 33, 64, 100, 129, 130, 40, 41)
-"""Below, at and beyond the sides of rectangles, the windows of ModernBERT, and the longest that the models take."""
+"""Lengths around the tile sizes, the windows of ModernBERT, and the models' maximum."""
 TOLERANCE = 3e-6
 
 
@@ -41,7 +43,7 @@ def core_of(folder: Path, **settings: Any) -> EngineCore:
 
 
 def pooled(core: EngineCore, prompts: list[list[int]], **params: Any) -> torch.Tensor:
-    """All at once; the vectors in the order of the prompts."""
+    """Run all prompts at once; return the vectors in the order of the prompts."""
     spec = core.runner.info.pooling
     assert spec is not None
     for index, prompt in enumerate(prompts):
@@ -62,7 +64,7 @@ def request_of(prompt: list[int], name: str, pooling: PoolingParams | None) -> G
 
 
 def vectors_of(model: Any, method: str, prompts: list[list[int]] = PROMPTS) -> torch.Tensor:
-    """Of transformers' class, one prompt at a time, normalized."""
+    """Return the normalized vectors of transformers' class, computed for one prompt at a time."""
     base = getattr(model, "model", model)
     pools = {"cls": lambda hidden: hidden[0], "last": lambda hidden: hidden[-1], "mean": lambda hidden: hidden.mean(0)}
     with torch.no_grad():
@@ -78,11 +80,11 @@ def test_encoders_equal_transformers_alone_and_in_a_batch(name: str, tmp_path: P
     together = pooled(core, PROMPTS)
     torch.testing.assert_close(together, vectors_of(model, "mean"), atol=TOLERANCE, rtol=0)
     alone = torch.cat([pooled(core, [prompt]) for prompt in PROMPTS])
-    assert torch.equal(together, alone), "a vector depends on what else is in its step"
+    assert torch.equal(together, alone), "a vector must not depend on other prompts of its step"
 
 
-def test_weights_published_in_bfloat16_give_one_vector_alone_and_in_a_batch(tmp_path: Path) -> None:
-    """In whatever type this processor multiplies them."""
+def test_bfloat16_weights_give_one_vector_alone_and_in_a_batch(tmp_path: Path) -> None:
+    """The processor determines the type in which they are multiplied."""
     model = write_encoder(*ENCODERS["bert"], tmp_path)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     write_modules(tmp_path, "mean")
@@ -109,12 +111,12 @@ def test_pooled_decoders_equal_transformers_in_any_chunks(name: str, method: str
     for settings in ({}, {"max_num_batched_tokens": 7, "max_num_seqs": 4}, {"num_kv_blocks": 16}, {"overlap": True}):
         core = core_of(tmp_path, **settings)
         prompts = [prompt for prompt in PROMPTS if len(prompt) <= core.runner.info.max_model_len]
-        for _ in range(2):  # the second time behind a prefix cache
+        for _ in range(2):  # the second time with a prefix cache
             vectors = pooled(core, prompts)
             torch.testing.assert_close(vectors, expected[: len(prompts)], atol=TOLERANCE, rtol=0)
 
 
-def test_a_preempted_prompt_is_pooled_from_its_beginning(tmp_path: Path) -> None:
+def test_a_preempted_prompt_is_pooled_from_its_start(tmp_path: Path) -> None:
     model = write_encoder(*DECODERS["qwen3"], tmp_path)
     write_modules(tmp_path, "mean")
     core = core_of(tmp_path, num_kv_blocks=9, max_num_batched_tokens=48, max_num_seqs=4, max_model_len=130)
@@ -152,7 +154,7 @@ def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path: Path) -> Non
     assert not torch.allclose(found, pooled(core, [prompt]), atol=1e-4)
 
 
-def test_vectors_are_cut_where_the_model_was_trained_for_it(tmp_path: Path) -> None:
+def test_vectors_can_be_shortened_for_models_trained_for_it(tmp_path: Path) -> None:
     write_encoder(*ENCODERS["bert"], tmp_path)
     write_modules(tmp_path)
     whole = pooled(core_of(tmp_path), PROMPTS)
@@ -181,7 +183,7 @@ def test_requests_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
             core_of(tmp_path / folder).add(request_of(PROMPTS[1], "wrong", pooling))
 
 
-def test_an_encoder_takes_prompts_up_to_its_positions_and_keeps_nothing(tmp_path: Path) -> None:
+def test_an_encoder_accepts_prompts_up_to_its_positions_and_keeps_no_kv(tmp_path: Path) -> None:
     write_encoder(*ENCODERS["roberta"], tmp_path)
     core = core_of(tmp_path)
     assert core.runner.info.max_model_len == 130
@@ -192,7 +194,7 @@ def test_an_encoder_takes_prompts_up_to_its_positions_and_keeps_nothing(tmp_path
         core.add(request_of(prompts_of((131,))[0], "long", PoolingParams()))
 
 
-def test_a_step_of_whole_prompts_is_never_larger_than_its_budget(tmp_path: Path) -> None:
+def test_a_step_of_whole_prompts_never_exceeds_the_token_budget(tmp_path: Path) -> None:
     model = write_encoder(*ENCODERS["bert"], tmp_path)
     write_modules(tmp_path)
     core = core_of(tmp_path, max_num_batched_tokens=150)
@@ -214,7 +216,7 @@ def test_int8_weights_and_determinism_stay_close(tmp_path: Path) -> None:
         assert (ours * expected).sum(1).min() > 0.995
 
 
-def test_the_files_say_how_to_pool(tmp_path: Path) -> None:
+def test_pooling_is_determined_by_the_models_files(tmp_path: Path) -> None:
     write_encoder(*ENCODERS["bert"], tmp_path)
     plain = load_model_spec(tmp_path).pooling
     assert plain is not None
@@ -245,7 +247,7 @@ def test_the_files_say_how_to_pool(tmp_path: Path) -> None:
         ("modules.json", '{"type": 1}', "not a list of modules"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(file: str, content: str, message: str, tmp_path: Path) -> None:
+def test_an_unsupported_encoder_is_refused_by_name(file: str, content: str, message: str, tmp_path: Path) -> None:
     write_encoder(*ENCODERS["bert"], tmp_path)
     write_modules(tmp_path)
     (tmp_path / file).write_text(content)

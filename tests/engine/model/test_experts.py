@@ -1,5 +1,7 @@
-"""Mixtures of experts: greedy answers equal to Hugging Face transformers on tiny random models, alone, in batches and
-in chunks, on every backend of the CPU. Planted faults must break it."""
+"""Mixtures of experts give the greedy answers of Hugging Face transformers on tiny random models.
+
+The tests run prompts alone, in batches and in chunks, on every backend of the CPU. Planted faults must be detected.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def driver(family: Family, any_backend: str, runner_loader: Loader, make_driver:
     return make_driver(runner_loader(family.folder, backend=any_backend))
 
 
-def test_the_best_tokens_are_clearly_apart(family: Family) -> None:
+def test_the_two_best_tokens_differ_clearly(family: Family) -> None:
     assert family.median_gap > 0.5
 
 
@@ -86,10 +88,10 @@ def test_variants_equal_transformers(name: str, tmp_path: Path, runner_loader: L
         assert tokens_of(results) == variant.expected
 
 
-def test_experts_whose_logits_are_equal_are_chosen_as_transformers_does(
+def test_of_experts_with_equal_logits_transformers_choice_is_taken(
     tmp_path: Path, runner_loader: Loader, make_driver: Drivers
 ) -> None:
-    """Of the two experts of a pair with one row of the router, the third place goes to one."""
+    """Two experts of a pair have equal rows of the router, and the third place goes to one of them."""
     family = make_family(*MODELS["qwen3-moe"], tmp_path, tied_experts=True)
     results = make_driver(runner_loader(family.folder)).greedy(family.prompts, NUM_TOKENS)
     assert tokens_of(results) == family.expected
@@ -136,7 +138,7 @@ def test_a_fault_in_the_routing_changes_the_answers(
     assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) != qwen2.expected
 
 
-def test_without_its_shared_expert_the_answers_are_others(
+def test_without_its_shared_expert_the_answers_differ(
     qwen2: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     runner = runner_loader(qwen2.folder)
@@ -147,7 +149,7 @@ def test_without_its_shared_expert_the_answers_are_others(
 
 @pytest.mark.sample("sinks")
 @pytest.mark.parametrize("fault", ["sinks", "limit"])
-def test_without_sinks_or_limits_the_answers_are_others(
+def test_without_sinks_or_limits_the_answers_differ(
     fault: str, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     runner = runner_loader(gpt_oss.folder, by_torch=True)
@@ -177,17 +179,17 @@ def test_a_deterministic_engine_gives_the_same_bits_in_every_batch(
         assert [each.logprobs for each in together] == [each.logprobs for each in alone]
 
 
-def test_products_of_codes_on_a_gpu_are_refused_by_name(qwen2: Family, runner_loader: Loader) -> None:
+def test_quantized_matmuls_of_experts_on_a_gpu_are_refused_by_name(qwen2: Family, runner_loader: Loader) -> None:
     with pytest.raises(LoadError, match="`quantization` w8a8 has no kernel for mixtures of experts"):
         runner_loader(qwen2.folder, device="cuda", quantization="w8a8")
 
 
 @pytest.mark.sample("int4")
 @pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_the_triton_backend_answers_as_transformers_does(
+def test_the_triton_backend_gives_the_answers_of_transformers(
     quantization: str, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
-    """In the interpreter where there is no device."""
+    """Without a device, the test runs in the interpreter."""
     prompts = gpt_oss.prompts[:3]
     results = make_driver(runner_loader(gpt_oss.folder, device="cuda", quantization=quantization)).greedy(prompts, 3)
     expected = [tokens[:3] for tokens in gpt_oss.expected[:3]]
@@ -197,6 +199,6 @@ def test_the_triton_backend_answers_as_transformers_does(
     assert tokens_of(results) == expected
 
 
-def test_experts_count_in_the_planned_memory(qwen2: Family, runner_loader: Loader) -> None:
+def test_experts_are_included_in_the_planned_memory(qwen2: Family, runner_loader: Loader) -> None:
     runner = runner_loader(qwen2.folder, backend="cpu_native")
     assert runner.info.weight_bytes == pytest.approx(4 * load_model_spec(qwen2.folder).num_parameters, rel=0.15)

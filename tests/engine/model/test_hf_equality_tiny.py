@@ -1,8 +1,8 @@
-"""Exact greedy equality with Hugging Face transformers on tiny random models of every supported architecture, alone and
-under everything that must not change tokens: batches, chunks, prefix hits, preemption. Planted faults must break it.
+"""Greedy answers of tiny random models of every supported architecture equal Hugging Face transformers exactly.
 
-The models are scaled so that the two best tokens are clearly apart: a wrong computation cannot hide in near ties. In
-bfloat16 tokens may differ, but only where the reference sees a near tie.
+The tests run prompts alone and with everything that must not change tokens: batches, chunks, prefix hits and
+preemption. Planted faults must be detected. The models are scaled so that the two best tokens differ clearly: a wrong
+computation cannot hide in near ties. In bfloat16, tokens may differ, but only where the reference has a near tie.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TinyModel:
     expected: list[list[int]]
     """Greedy continuations by transformers."""
     median_gap: float
-    """Between the log probabilities of the two best tokens."""
+    """The median difference between the log probabilities of the two best tokens."""
 
 
 def reference_model(kind: str, overrides: dict[str, Any]) -> Any:
@@ -87,7 +87,7 @@ def reference_model(kind: str, overrides: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def greedy_reference(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[float]]:
-    """Continuations and all gaps; the whole sequence is computed anew for each token, without any cache."""
+    """Return continuations and all differences; the whole sequence is computed for each token, without a cache."""
     sequences = torch.tensor(prompts)
     gaps: list[float] = []
     for _ in range(NUM_TOKENS):
@@ -130,7 +130,7 @@ def tokens_of(results: list[Any]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-def test_the_best_tokens_are_clearly_apart(tiny: TinyModel) -> None:
+def test_the_two_best_tokens_differ_clearly(tiny: TinyModel) -> None:
     assert tiny.median_gap > 0.5
 
 
@@ -158,7 +158,7 @@ def test_a_prefix_hit_changes_nothing(tiny: TinyModel, driver: Any) -> None:
     assert sum(hits) >= 2 * (16 + 32 + 64)
 
 
-def test_a_prefix_hit_on_work_of_the_same_step_changes_nothing(tiny: TinyModel, driver: Any) -> None:
+def test_a_prefix_hit_on_blocks_of_the_same_step_changes_nothing(tiny: TinyModel, driver: Any) -> None:
     prompts = [tiny.prompts[-1]] * 4
     assert tokens_of(driver.greedy(prompts, NUM_TOKENS)) == [tiny.expected[-1]] * 4
 
@@ -170,8 +170,8 @@ def test_preemption_changes_nothing(tiny: TinyModel, driver: Any) -> None:
 
 
 @pytest.mark.parametrize("oversubscription", [pytest.param(2.0, marks=pytest.mark.full), 4.0])
-def test_any_pressure_on_the_cache_changes_nothing(tiny: TinyModel, driver: Any, oversubscription: float) -> None:
-    """So many times the blocks that there are would be needed to run all fifty at once."""
+def test_a_cache_of_any_size_changes_nothing(tiny: TinyModel, driver: Any, oversubscription: float) -> None:
+    """Running all fifty requests at once would need this many times the available blocks."""
     prompts = tiny.prompts * 5
     wanted_blocks = sum(-(-(len(prompt) + NUM_TOKENS) // driver.runner.info.block_size) for prompt in prompts)
     num_blocks = int(wanted_blocks / oversubscription)
@@ -200,7 +200,7 @@ FAULTS = ["rope theta", "rope rotation", "slot off by one", "position off by one
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_noticed(
+def test_a_planted_fault_is_detected(
     tiny: TinyModel,
     fault: str,
     runner_loader: Callable[..., Any],
@@ -230,14 +230,14 @@ def plant(fault: str, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     elif fault == "rope rotation":
         model._rotations.tables = [(cos, -sin) for cos, sin in model._rotations.tables]
     elif fault == "position off by one":
-        # All positions shifted alike would be no fault of a relative embedding: shift from the 10th on.
+        # A relative embedding does not change if all positions are shifted, so shift from the 10th on.
         for table in model._rotations.tables[0]:
             table[10:] = table[[*range(11, len(table)), 10]]
     elif fault == "slot off by one":
         gather = runner._rows.gather
         monkeypatch.setattr(runner._rows, "gather", lambda plan: shifted(gather(plan)))
     elif fault == "window off by eight":
-        # A model without a window: give it one, which is as wrong.
+        # The model has no window; adding one is an equivalent fault.
         if isinstance(model, NativeDecoder):
             plan = model._plan_attention
             model._plan_attention = lambda batch, window: plan(batch, (window or 40) - 8)
@@ -258,18 +258,18 @@ ROUNDED = [
     *(("cpu_native", architecture) for architecture in ("llama", "mistral-window")),
     *(("cpu", architecture) for architecture in ("llama", "qwen2", "qwen3-wide-heads")),
 ]
-"""What is unlike the others on each path that computes bfloat16: products alone, nothing, everything."""
+"""Models that cover each path of bfloat16: matmuls alone, no bfloat16, and everything in bfloat16."""
 SAMPLE = (("cpu_onednn", "qwen3-wide-heads"), ("cpu_native", "mistral-window"), ("cpu", "llama"))
 
 
 @dataclass
 class RoundedModel:
-    """A model in bfloat16 on one backend and how its runner answers each prompt alone."""
+    """A bfloat16 model on one backend, with the answers of its runner to each prompt alone."""
 
     load: Callable[[], Any]
     driver: Any
     reference: Any
-    """transformers on the same rounded weights, computing in float32."""
+    """transformers with the same rounded weights and float32 arithmetic."""
     prompts: list[list[int]]
     alone: list[list[int]]
 
@@ -293,7 +293,7 @@ def rounded(
         pytest.skip(f"no native kernels: {library.why_absent()}")
     folder = tmp_path_factory.mktemp("rounded")
     kind, overrides = ARCHITECTURES[architecture]
-    # Logits of a size that bfloat16, with its 8 bits, resolves to much less than a near tie.
+    # The logits are so large that bfloat16, with its 8 bits, resolves differences far smaller than a near tie.
     model = reference_model(kind, {**overrides, "initializer_range": 0.15})
     with torch.no_grad():
         model.lm_head.weight.div_(8)
@@ -316,7 +316,10 @@ def logprobs_after(model: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 def widest_divergence_from_alone(rounded: RoundedModel, results: list[Any]) -> float:
-    """In nats, by the reference, between the two tokens where an answer first leaves the one its prompt gets alone."""
+    """Return the largest difference in nats, by the reference, between an answer and that of its prompt alone.
+
+    The difference is that of the two tokens at which they first differ.
+    """
     gaps = [0.0]
     num_prompts = len(rounded.prompts)
     for index, result in enumerate(results):
@@ -331,7 +334,7 @@ def widest_divergence_from_alone(rounded: RoundedModel, results: list[Any]) -> f
 
 
 @torch.no_grad()
-def test_bfloat16_alone_leaves_transformers_only_at_near_ties(rounded: RoundedModel) -> None:
+def test_bfloat16_alone_differs_from_transformers_only_at_near_ties(rounded: RoundedModel) -> None:
     for prompt, alone in zip(rounded.prompts, rounded.alone, strict=True):
         logits = rounded.reference(torch.tensor([prompt + alone[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
         logprobs = logits.log_softmax(-1)
@@ -356,7 +359,7 @@ IN_FULL = ("batch of 50", "chunks of 7", "chunks of 33")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.full] * (case in IN_FULL)) for case in BF16_CASES]
 )
-def test_bfloat16_leaves_the_answer_alone_only_at_near_ties(rounded: RoundedModel, case: str) -> None:
+def test_bfloat16_in_a_batch_differs_from_alone_only_at_near_ties(rounded: RoundedModel, case: str) -> None:
     copies, settings = BF16_CASES[case]
     results = rounded.greedy(rounded.prompts * copies, **settings)
     assert widest_divergence_from_alone(rounded, results) < NEAR_TIE_NATS
@@ -364,9 +367,9 @@ def test_bfloat16_leaves_the_answer_alone_only_at_near_ties(rounded: RoundedMode
     assert (sum(result.num_preemptions for result in results) > 0) == (case == "preemption")
 
 
-# A rope base wrong by a tenth moves little within 100 tokens: that one is for float32 to notice.
+# A rope base that is wrong by a tenth changes little within 100 tokens; the float32 test detects it.
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "rope theta"])
-def test_a_planted_fault_is_no_near_tie(
+def test_the_divergence_of_a_planted_fault_exceeds_a_near_tie(
     rounded: RoundedModel, fault: str, make_driver: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = make_driver(faulty_runner(fault, rounded.load, monkeypatch))

@@ -1,4 +1,4 @@
-"""Where a KV cache's blocks lie: what kernels are given is what block ids mean, and few blocks touch little memory."""
+"""The layout of KV cache blocks: kernels get the memory that block ids mean, and few blocks use little memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def cache_of(num_blocks: int) -> KVCache:
     return KVCache(SPEC, num_blocks, BLOCK, "float32")
 
 
-def test_rows_and_layers_are_the_same_memory() -> None:
+def test_views_by_row_and_by_layer_are_the_same_memory() -> None:
     cache = cache_of(5)
     blocks = np.array([3, 0, 4], dtype=np.int32)
     for number, layer in enumerate(cache.layers):
@@ -31,7 +31,7 @@ def test_rows_and_layers_are_the_same_memory() -> None:
         assert not rows[cache.padding_row].any()
 
 
-def test_a_slot_is_its_blocks_row_and_its_offset() -> None:
+def test_a_slot_is_block_number_times_block_size_plus_offset() -> None:
     cache = cache_of(5)
     blocks, offsets = np.array([0, 2, 4], dtype=np.int32), np.array([15, 0, 7])
     expected = cache.rows_of(blocks).astype(np.int64) * BLOCK + offsets
@@ -43,10 +43,10 @@ def test_one_block_does_not_touch_a_huge_page_in_every_layer() -> None:
     before = psutil.Process().memory_info().rss
     for layer in cache.layers:
         layer[0] = 1.0
-    assert psutil.Process().memory_info().rss - before < 10 << 20, "thirty huge pages take 60 MiB"
+    assert psutil.Process().memory_info().rss - before < 10 << 20, "thirty huge pages would take 60 MiB"
 
 
-def test_the_memory_goes_back_with_the_cache() -> None:
+def test_the_memory_is_released_with_the_cache() -> None:
     cache = cache_of(500)
     for layer in cache.layers:
         layer[:] = 1.0

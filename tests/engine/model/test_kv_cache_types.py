@@ -1,4 +1,4 @@
-"""`kv_cache_dtype`: what the cache of a runner takes, copies and forgets when its values are rounded."""
+"""`kv_cache_dtype`: size, copies and clearing of a runner's cache with rounded values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def spec(folder: Path) -> ModelSpec:
 
 
 @pytest.mark.parametrize("kind", BYTES)
-def test_the_memory_that_is_granted_holds_more_tokens(folder: Path, runner_loader: Loader, kind: str) -> None:
+def test_the_same_memory_holds_more_tokens(folder: Path, runner_loader: Loader, kind: str) -> None:
     memory_bytes = 10 * BLOCK * 2 * NUM_LAYERS * NUM_KV_HEADS * BYTES["float32"]
     runner = runner_loader(
         folder, kv_cache_dtype=kind, num_kv_blocks=None, kv_cache_memory_bytes=memory_bytes, max_model_len=128
@@ -89,7 +89,7 @@ def test_prefix_hits_and_preemption_change_no_token(
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_copies_take_scales_along(spec: ModelSpec, kind: KVType, on_device: bool) -> None:
+def test_copies_include_the_scales(spec: ModelSpec, kind: KVType, on_device: bool) -> None:
     cache: Any = (
         DeviceKVCache(spec, 4, BLOCK, kind, torch.device("cpu")) if on_device else KVCache(spec, 4, BLOCK, kind)
     )
@@ -102,9 +102,9 @@ def test_copies_take_scales_along(spec: ModelSpec, kind: KVType, on_device: bool
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-def test_scrubbed_blocks_hold_finite_values_and_others_are_left(spec: ModelSpec, kind: KVType) -> None:
+def test_cleared_blocks_have_finite_values_and_others_are_unchanged(spec: ModelSpec, kind: KVType) -> None:
     cache = KVCache(spec, 4, BLOCK, kind)
-    # The same memory as tensors, so that the layout is read as torch's side writes it down.
+    # The same memory as tensors, so that torch's definition of the layout is used to read it.
     pool = to_torch(cache.rows[0]).view(5, spec.num_layers, *cache.rows[0].shape[1:])
     layers = [pool[:, layer] for layer in range(spec.num_layers)]
     for layer in layers:

@@ -1,5 +1,7 @@
-"""DeepSeek's latent attention keeps one compressed vector for each token; planted faults in it and in the choice of
-experts change the answers, and what has no kernel for it is refused by name. Equality: `test_experts`."""
+"""DeepSeek's latent attention keeps one compressed vector per token, and unsupported variants are refused by name.
+
+Planted faults in the attention and in the choice of experts change the answers. `test_experts` checks equality.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from pagemill_protocol.sources import SourceError
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
 CACHED = 24 + 8
-"""Values that one layer keeps of a token: `kv_lora_rank` + `qk_rope_head_dim`."""
+"""The number of values of a token in one layer's cache: `kv_lora_rank` + `qk_rope_head_dim`."""
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +41,7 @@ def latent_attentions(runner: Any) -> list[LatentAttention]:
 
 
 @pytest.mark.parametrize("backend", ["cpu_native", "reference"])
-def test_a_token_takes_its_latent_and_its_shared_key_and_no_more(
-    backend: str, v3: Family, runner_loader: Loader
-) -> None:
+def test_the_cache_of_a_token_is_its_latent_and_its_shared_key(backend: str, v3: Family, runner_loader: Loader) -> None:
     if backend == "cpu_native" and library.load() is None:
         pytest.skip(f"no native kernels: {library.why_absent()}")
     runner = runner_loader(v3.folder, backend=backend, num_kv_blocks=32)
@@ -100,7 +100,7 @@ def test_a_fault_in_latent_attention_changes_the_answers(
 @pytest.mark.parametrize(
     "change", [{"scores": "softmax"}, {"top_groups": 4}, {"best_of_group": 1}, {"scale": 1.0}, {}], ids=str
 )
-def test_a_fault_in_the_choice_by_groups_changes_the_answers(
+def test_a_fault_in_the_choice_of_expert_groups_changes_the_answers(
     change: dict[str, Any], v3: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     runner = runner_loader(v3.folder)
@@ -112,12 +112,12 @@ def test_a_fault_in_the_choice_by_groups_changes_the_answers(
     assert tokens_of(make_driver(runner).greedy(v3.prompts, NUM_TOKENS)) != v3.expected
 
 
-def test_the_magnitude_of_yarn_is_in_the_scale_of_the_scores(v3: Family) -> None:
+def test_the_magnitude_of_yarn_scales_the_scores(v3: Family) -> None:
     attention = next(load_model_spec(v3.folder).decoder.attentions())
     assert attention.scale == pytest.approx((1 + 0.1 * 1.2 * torch.tensor(4.0).log().item()) ** 2 / 24**0.5)
 
 
-def test_layers_that_draft_further_tokens_are_left_in_the_file(
+def test_layers_for_multi_token_prediction_are_not_loaded(
     v3: Family, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     tensors = load_file(v3.folder / "model.safetensors")
@@ -135,7 +135,7 @@ def test_layers_that_draft_further_tokens_are_left_in_the_file(
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"dtype": "auto"}, {"quantization": "int8"}], ids=str)
-def test_smaller_types_stay_close(
+def test_smaller_cache_types_stay_close(
     settings: dict[str, str], v3: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     exact = make_driver(runner_loader(v3.folder)).greedy(v3.prompts, 1)
@@ -152,7 +152,7 @@ def test_smaller_types_stay_close(
         ({"deterministic": True}, "`deterministic` true needs the native attention kernels, which have no latent"),
     ],
 )
-def test_what_has_no_kernel_for_latents_is_refused_by_name(
+def test_a_backend_without_a_kernel_for_latents_is_refused_by_name(
     settings: dict[str, Any], message: str, v3: Family, runner_loader: Loader
 ) -> None:
     if "device" not in settings and library.load() is None:
@@ -173,7 +173,7 @@ def test_what_has_no_kernel_for_latents_is_refused_by_name(
         ({"kv_lora_rank": 0}, "declares kv_lora_rank = 0"),
     ],
 )
-def test_a_configuration_that_is_not_computed_is_refused_by_its_header(
+def test_an_unsupported_configuration_is_refused_by_its_header(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write_model("DeepseekV2ForCausalLM", DEEPSEEK_V2, tmp_path)
@@ -183,10 +183,10 @@ def test_a_configuration_that_is_not_computed_is_refused_by_its_header(
         load_model_spec(tmp_path)
 
 
-def test_a_checkpoint_in_fp8_answers_as_the_values_that_it_holds(
+def test_a_checkpoint_in_fp8_gives_the_answers_of_its_values(
     v3: Family, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
 ) -> None:
-    """As DeepSeek-V3 is published: matrices in E4M3 with a factor for each square, the rest and routers in floats."""
+    """DeepSeek-V3 has E4M3 matrices with a scale for each square, and its other weights are floats."""
     block, config = 16, json.loads((v3.folder / "config.json").read_text())
     packed, decoded = {}, {}
     for name, tensor in load_file(v3.folder / "model.safetensors").items():

@@ -1,7 +1,7 @@
-"""A step is queued without a look at the device: checked without one, on tensors that have shapes and no values.
+"""A step is queued without reading from the device; checked without a device, on tensors that have only shapes.
 
-Whatever reads a value of such a tensor raises, as `torch.cuda.set_sync_debug_mode` does on a device
-(`test_device_runner`). So no launch and no grid can depend on what rows, lengths and tokens are.
+Reading a value of such a tensor raises, as `torch.cuda.set_sync_debug_mode` does on a device (`test_device_runner`). So
+no launch and no grid can depend on rows, lengths and tokens.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def upload(array: NDArray[Any], to: torch.device, dtype: torch.dtype | None = No
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What is launched, with its grid; nothing runs."""
+    """Record the launches with their grids; nothing runs."""
     found: list[Launch] = []
 
     def noted(kernel: InterpretedFunction, *arguments: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> None:
-        assert not arguments, "by keywords alone"
+        assert not arguments, "kernels must be launched with keyword arguments only"
         found.append((kernel.fn.__name__, grid))
 
     monkeypatch.setattr(InterpretedFunction, "run", noted)
@@ -55,7 +55,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 def runner(
     tmp_path: Path, runner_loader: Callable[..., Any], launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    """One whose device has no values. What may be asked of a device without waiting is answered for it."""
+    """Return a runner whose device has no values; queries that need no wait are answered."""
     ops_for.cache_clear()
     monkeypatch.setattr(launch, "device", lambda: META)
     monkeypatch.setattr(launch, "num_multiprocessors", lambda: 8)
@@ -89,7 +89,7 @@ def plan(scheduled: dict[str, int], **fields: Any) -> StepPlan:
 def queued(runner: Any, wanted: StepPlan) -> None:
     handle = runner.launch(wanted)
     assert handle.error is None, handle.error
-    assert handle.read is not None, "only who waits reads"
+    assert handle.read is not None, "only `wait` may read"
 
 
 def prompts(num_tokens: int) -> StepPlan:
@@ -102,14 +102,14 @@ def prompts(num_tokens: int) -> StepPlan:
     )
 
 
-def test_a_look_at_such_a_device_raises() -> None:
+def test_reading_from_such_a_device_raises() -> None:
     for look in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, bool):
         with pytest.raises((NotImplementedError, RuntimeError)):
             look(torch.ones(1, device=META))
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
-def test_steps_are_queued_unread_and_decodes_are_launched_alike_at_any_length(
+def test_steps_are_queued_without_reads_and_decodes_are_launched_alike_at_any_length(
     runner: Any, launches: list[Launch], recorded: bool
 ) -> None:
     if recorded:
@@ -126,7 +126,7 @@ def test_steps_are_queued_unread_and_decodes_are_launched_alike_at_any_length(
     assert found[2] == found[0]
 
 
-def test_a_mixed_step_reads_nothing_either(runner: Any, launches: list[Launch]) -> None:
+def test_a_step_of_prompts_and_decodes_reads_nothing(runner: Any, launches: list[Launch]) -> None:
     queued(runner, plan({"a": 5, "b": 3}, admitted=[admitted("a", 5, 0), admitted("b", 9, 4)], samples={"a"}))
     queued(runner, plan({"a": 1, "b": 6, "c": 7}, admitted=[admitted("c", 20, 8)], samples={"a", "b"}))
     assert {"write", "build", "attend", "rope_and_store", "draw", "advance"} <= {name for name, _ in launches}

@@ -1,4 +1,4 @@
-"""GGUF weights: dequantization against the `gguf` package, names, row order, and files that are damaged."""
+"""GGUF weights: dequantization equal to the `gguf` package, names, order of rows, and damaged files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pagemill_protocol.models.registry import find_gguf_family
 
 
 def random_bytes(kind: str, rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Arbitrary stored bytes: every bit pattern of the quants, halves that are finite."""
+    """Return arbitrary stored bytes: every bit pattern of quantized values, and finite half-precision scales."""
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     generator = np.random.default_rng(3)
     data = generator.integers(0, 256, (rows, columns // block_elements, block_bytes), dtype=np.uint8)
@@ -48,7 +48,7 @@ def test_dequantized_values_equal_the_gguf_package(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CODE_KINDS)
-def test_codes_are_the_dequantized_values(kind: str) -> None:
+def test_quantized_weights_equal_the_dequantized_values(kind: str) -> None:
     data = random_bytes(kind, 5, 512).reshape(-1)
     expected = np.empty((5, 512), dtype=np.float32)
     dequantize_into(kind, data, expected)
@@ -63,7 +63,7 @@ def test_codes_are_the_dequantized_values(kind: str) -> None:
 @pytest.mark.parametrize("kinds", [("Q4_0",), ("Q4_1",), ("Q8_0",), ("Q4_1", "Q4_1", "Q4_1"), ("Q8_0", "Q8_0")])
 @pytest.mark.parametrize("rows", [1, 16, 37])
 @pytest.mark.parametrize("for_dots", [False, True])
-def test_blocks_are_packed_to_the_same_bytes_as_the_codes_taken_out_of_them(
+def test_packed_blocks_equal_the_packed_values_taken_out_of_them(
     kinds: tuple[str, ...], rows: int, for_dots: bool
 ) -> None:
     stored = [random_bytes(kind, rows, 512).reshape(-1) for kind in kinds]
@@ -88,7 +88,7 @@ def test_blocks_are_packed_to_the_same_bytes_as_the_codes_taken_out_of_them(
     assert torch.equal(packed(x), others(x))
 
 
-def test_blocks_of_several_kinds_or_of_other_types_are_taken_apart() -> None:
+def test_blocks_of_several_or_other_types_are_taken_apart() -> None:
     parts = [read_blocks(kind, random_bytes(kind, 2, 512).reshape(-1), (2, 512)) for kind in
              ("Q4_0", "Q4_1")]  # fmt: skip
     assert groups.stack_blocks([part for part in parts if part is not None]) is None
@@ -97,7 +97,7 @@ def test_blocks_of_several_kinds_or_of_other_types_are_taken_apart() -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
-def test_plain_types_are_converted(kind: str, dtype: torch.dtype) -> None:
+def test_float_types_are_converted(kind: str, dtype: torch.dtype) -> None:
     values = torch.randn(3, 64).to(dtype)
     for wanted in (torch.float32, torch.float16, torch.bfloat16):
         out = torch.empty(3, 64, dtype=wanted)
@@ -116,7 +116,7 @@ def test_large_tensors_are_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     assert np.array_equal(read_codes("Q4_K", data, (17, 512)).dequantize(), codes.dequantize())
 
 
-def test_a_digest_taken_early_is_the_loader_s(smollm2_path: Path, tmp_path: Path) -> None:
+def test_the_early_digest_equals_that_of_the_loader(smollm2_path: Path, tmp_path: Path) -> None:
     early = EarlyDigest(lambda: smollm2_path)
     digest = open_weights(smollm2_path).digest()
     assert early.of(smollm2_path) == digest
@@ -125,12 +125,12 @@ def test_a_digest_taken_early_is_the_loader_s(smollm2_path: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["absent.gguf", "damaged.gguf", "."])
-def test_where_there_is_no_early_digest_the_loader_has_the_last_word(tmp_path: Path, name: str) -> None:
+def test_without_an_early_digest_the_loader_provides_it(tmp_path: Path, name: str) -> None:
     (tmp_path / "damaged.gguf").write_bytes(b"GGUFxxxx")
     assert EarlyDigest(lambda: tmp_path / name).of(tmp_path / name) is None
 
 
-def test_names_are_those_of_hugging_face() -> None:
+def test_names_are_translated_to_those_of_hugging_face() -> None:
     names = find_gguf_family("llama", Path("m.gguf")).family.gguf_names
     assert names is not None
     assert names.hugging_face_name("blk.11.attn_output.weight") == "model.layers.11.self_attn.o_proj.weight"
@@ -144,7 +144,10 @@ def test_names_are_those_of_hugging_face() -> None:
 def llama_file(
     path: Path, kind: str = "llama", num_kv_heads: int | list[int] = 2, **changes: Any
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """A GGUF file of one layer; returns the tensors written. `changes`: tensors replaced, or left out when `None`."""
+    """Write a GGUF file of one layer; return the written tensors.
+
+    `changes` replaces tensors, or leaves them out if None.
+    """
     generator = np.random.default_rng(0)
     shapes = {
         "token_embd.weight": (64, 32),
@@ -188,29 +191,29 @@ def read(path: Path, name: str) -> torch.Tensor:
     return out
 
 
-def test_llama_query_rows_are_brought_back_into_half_order(tmp_path: Path) -> None:
+def test_llamas_query_rows_are_restored_to_half_order(tmp_path: Path) -> None:
     tensors = llama_file(tmp_path / "m.gguf")
     stored = torch.from_numpy(tensors["blk.0.attn_q.weight"])
-    # Head 1 owns rows 8 to 15; its rows are pairs (i, i + half).
+    # Head 1 has rows 8 to 15; its rows are pairs (i, i + half).
     query = read(tmp_path / "m.gguf", "model.layers.0.self_attn.q_proj.weight")
     assert torch.equal(query[8:16], stored[[8, 10, 12, 14, 9, 11, 13, 15]])
     value = read(tmp_path / "m.gguf", "model.layers.0.self_attn.v_proj.weight")
     assert torch.equal(value, torch.from_numpy(tensors["blk.0.attn_v.weight"]))
 
 
-def test_head_counts_given_by_layer_count_as_one(tmp_path: Path) -> None:
+def test_equal_head_counts_by_layer_count_as_one(tmp_path: Path) -> None:
     stored = torch.from_numpy(llama_file(tmp_path / "m.gguf", num_kv_heads=[2])["blk.0.attn_k.weight"])
     key = read(tmp_path / "m.gguf", "model.layers.0.self_attn.k_proj.weight")
     assert torch.equal(key[8:16], stored[[8, 10, 12, 14, 9, 11, 13, 15]])
 
 
-def test_other_architectures_keep_their_rows(tmp_path: Path) -> None:
+def test_rows_of_other_architectures_are_unchanged(tmp_path: Path) -> None:
     tensors = llama_file(tmp_path / "m.gguf", kind="qwen3")
     query = read(tmp_path / "m.gguf", "model.layers.0.self_attn.q_proj.weight")
     assert torch.equal(query, torch.from_numpy(tensors["blk.0.attn_q.weight"]))
 
 
-def test_the_digest_follows_the_content(tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_content(tmp_path: Path) -> None:
     llama_file(tmp_path / "a.gguf")
     llama_file(tmp_path / "same.gguf")
     llama_file(tmp_path / "b.gguf", output_norm__weight=np.ones(32, dtype=np.float32))
@@ -218,7 +221,7 @@ def test_the_digest_follows_the_content(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_sampled_digests_still_see_the_ends_and_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_digests_cover_the_ends_and_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     from pagemill_engine.loading import digest
 
     monkeypatch.setattr(digest, "WHOLE_MODEL_BYTES", 0)
@@ -290,8 +293,8 @@ def test_a_missing_file_is_refused(tmp_path: Path, runner_loader: Loader) -> Non
 
 @pytest.mark.model
 @pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
-def test_the_embedded_model_stays_in_its_codes(smollm2_runner: Any, smollm2_path: Path) -> None:
-    """4-bit codes take 6 bits with their scales, 8-bit ones 9; a tied embedding is in memory once."""
+def test_the_embedded_model_stays_quantized(smollm2_runner: Any, smollm2_path: Path) -> None:
+    """4-bit weights take 6 bits with their scales, 8-bit ones 9; a tied embedding is in memory once."""
     assert isinstance(smollm2_runner.model, NativeDecoder)
     quantized = smollm2_runner.info.weight_bytes
     assert quantized < 1.35 * smollm2_path.stat().st_size

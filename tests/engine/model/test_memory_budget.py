@@ -1,4 +1,4 @@
-"""What a model will take is planned before it is read, refused with the setting to change, and what it then takes."""
+"""A model's memory is planned before it is loaded; a plan that does not fit is refused with the setting to change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def spec(smollm2_path: Path) -> ModelSpec:
     max_num_batched_tokens=st.integers(1, 100_000),
     gathers=st.booleans(),
 )
-def test_a_plan_fits_and_its_parts_are_the_limit_or_it_is_refused(
+def test_the_parts_of_a_plan_add_up_to_the_limit_or_it_is_refused(
     spec: ModelSpec, available_bytes: int, used_bytes: int, kv_bytes: int | None, gathers: bool, **step: int
 ) -> None:
     config = EngineConfig(model="m", kv_cache_memory_bytes=kv_bytes, **step)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def refusal(spec: ModelSpec, available_bytes: int, **engine: Any) -> LoadError:
     return caught.value
 
 
-def test_weights_that_do_not_fit_name_need_room_and_remedy(spec: ModelSpec) -> None:
+def test_an_error_for_weights_that_do_not_fit_names_need_limit_and_remedy(spec: ModelSpec) -> None:
     error = refusal(spec, 50 * MIB)
     assert error.reason == "ModelTooLarge"
     assert "0.11 GiB" in error.message
@@ -86,7 +86,7 @@ def test_weights_that_do_not_fit_name_need_room_and_remedy(spec: ModelSpec) -> N
         ({"num_kv_blocks": 3000}, "num_kv_blocks 3000 asks for 2.06 GiB"),
     ],
 )
-def test_a_cache_that_does_not_fit_beside_the_weights_names_the_setting(
+def test_an_error_for_a_cache_that_does_not_fit_names_the_setting(
     spec: ModelSpec, engine: dict[str, int], asked: str
 ) -> None:
     error = refusal(spec, GIB, **engine)
@@ -95,7 +95,7 @@ def test_a_cache_that_does_not_fit_beside_the_weights_names_the_setting(
     assert "Lower kvCacheMemory" in error.message
 
 
-def test_a_step_that_does_not_fit_beside_weights_and_cache_names_its_settings(spec: ModelSpec) -> None:
+def test_an_error_for_a_step_that_does_not_fit_names_its_settings(spec: ModelSpec) -> None:
     settings: dict[str, Any] = {"kv_cache_memory_bytes": 512 * MIB, "max_num_batched_tokens": 1024}
     error = refusal(spec, GIB, max_num_seqs=256, **settings)
     assert error.reason == "StepTooLarge"
@@ -104,7 +104,7 @@ def test_a_step_that_does_not_fit_beside_weights_and_cache_names_its_settings(sp
     plan_memory(EngineConfig(model="m", max_num_seqs=32, **settings), spec, SIZES, state(GIB))
 
 
-def test_the_container_s_limit_counts_and_what_this_process_wrote(
+def test_the_containers_limit_and_the_memory_of_this_process_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "memory.max").write_text(f"{4096 * MIB}\n")
@@ -121,11 +121,11 @@ def test_the_container_s_limit_counts_and_what_this_process_wrote(
     assert 0.8 * 64 * MIB < grown < 2.5 * 64 * MIB
 
 
-# -- the figure for the largest step, beside what a step takes ---------------------------------------------------------
+# -- the planned memory of the largest step, compared with its use ----------------------------------------------------
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The most that arrays, and torch's tensors, took at a time while it ran."""
+    """Return the peak memory of arrays and torch's tensors during `run`."""
     tracemalloc.start()
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, torch.inference_mode():
@@ -151,19 +151,19 @@ def peak_bytes(run: Callable[[], object]) -> int:
         {"temperature": 1.0, "top_p": 0.95, "min_p": 1e-6, "logprobs": 5, "presence_penalty": 1.0},
     ],
 )
-def test_sampling_takes_no_more_than_its_share_of_the_budget(sampling: dict[str, Any]) -> None:
+def test_sampling_uses_no_more_than_its_share_of_the_plan(sampling: dict[str, Any]) -> None:
     num_rows, vocab_size = 8, 5000
     rows = SamplingRows(num_rows, vocab_size)
     for row in range(num_rows):
         rows.admit(row, AdmittedSequence(str(row), [1, 2], 2, 0, [0], SamplingParams(**sampling), 0, row))
     flat = np.zeros(
         (num_rows, vocab_size), dtype=np.float32
-    )  # no cut lies among the best tokens: the whole vocabulary is sorted
+    )  # no limit is among the best tokens: the whole vocabulary is sorted
     taken = peak_bytes(lambda: sample(flat, rows, np.arange(num_rows), np.zeros(num_rows, dtype=np.int64)))
     assert flat.nbytes + taken <= num_rows * vocab_size * 4 * SAMPLER_FLOATS
 
 
-def test_a_largest_step_takes_what_was_computed_for_it(
+def test_the_largest_step_uses_the_planned_memory(
     tmp_path: Path, runner_loader: Callable[..., Any], backend: str
 ) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 128, "num_attention_heads": 4}
@@ -176,10 +176,10 @@ def test_a_largest_step_takes_what_was_computed_for_it(
     row = AdmittedSequence("a", tokens, 1024, 0, list(range(64)), SamplingParams(temperature=0.0), 0, 0)
     taken = peak_bytes(lambda: runner.launch(StepPlan(1, {"a": 1024}, admitted=[row], samples={"a"})))
     assert taken <= budget.activation_bytes
-    assert taken >= 0.25 * budget.activation_bytes, "of the right size, not merely large"
+    assert taken >= 0.25 * budget.activation_bytes, "the plan must have the right size, not merely be large"
 
 
-def test_what_attention_gathers_counts_where_it_gathers(spec: ModelSpec) -> None:
+def test_memory_of_gathering_attention_is_planned(spec: ModelSpec) -> None:
     config = EngineConfig(model="m", max_num_batched_tokens=4096, max_num_seqs=4)
     in_place, gathered = (
         activation_bytes(config, spec, SIZES._replace(gathers=gathers), 100_000) for gathers in (False, True)

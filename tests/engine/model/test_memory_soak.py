@@ -1,6 +1,7 @@
-"""An engine's memory does not grow with the number of requests, on the torch path as well (heads of 24 values).
+"""An engine's memory does not grow with the number of requests, also on the torch path (heads of 24 values).
 
-In a process of its own: what is measured is the resident memory, and the libraries' caches are set before they load.
+The test runs in a process of its own: it measures resident memory, and the caches of libraries are configured before
+they are loaded.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ print(json.dumps([memory[warm], memory[num_requests]]))
     ("num_requests", "warm"),
     [pytest.param(2000, 500, marks=pytest.mark.full, id="2000"), pytest.param(400, 100, id="400")],
 )
-def test_memory_stays_the_same_over_requests_of_all_lengths(tmp_path: Path, num_requests: int, warm: int) -> None:
+def test_memory_does_not_grow_with_requests_of_all_lengths(tmp_path: Path, num_requests: int, warm: int) -> None:
     write_tiny_llama(
         tmp_path,
         hidden_size=192,

@@ -1,11 +1,12 @@
-"""Families of other kinds than Llama's: greedy answers equal to Hugging Face transformers on tiny random models, alone,
-in batches and in chunks, on every backend of the CPU. Planted faults must break it.
+"""Families of other kinds than Llama's give the greedy answers of Hugging Face transformers on tiny random models.
 
-What is unlike Llama in each: GPT-2 learned positions, Conv1D matrices and a tied head; BLOOM ALiBi and a norm behind
-the embedding; GPT-NeoX partial rotary embedding and parallel blocks; GPT-J interleaved rotary embedding; Phi-3 fused
-matrices and a partial rotary embedding; Gemma 2 soft caps, windows in every second layer and norms behind its blocks;
-OPT positions with an offset; Falcon one key and value head; Gemma 3 two rotary embeddings. Variants, and families that
-differ in less, run as one batch.
+The tests run prompts alone, in batches and in chunks, on every backend of the CPU. Planted faults must be detected.
+
+The differences from Llama: GPT-2 has learned positions, Conv1D matrices and a tied head; BLOOM has ALiBi and a norm
+after the embedding; GPT-NeoX has a partial rotary embedding and parallel blocks; GPT-J has an interleaved rotary
+embedding; Phi-3 has fused matrices and a partial rotary embedding; Gemma 2 has soft caps, windows in every second layer
+and norms after its blocks; OPT has positions with an offset; Falcon has one key and value head; Gemma 3 has two rotary
+embeddings. Variants, and families with smaller differences, run as one batch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
-    """By name, for tests of one of them."""
+    """Return a function that makes a family by its name."""
     made: dict[str, Family] = {}
 
     def get(name: str) -> Family:
@@ -64,7 +65,7 @@ def driver(family: Family, any_backend: str, runner_loader: Loader, make_driver:
     return make_driver(runner_loader(family.folder, backend=any_backend))
 
 
-def test_the_best_tokens_are_clearly_apart(family: Family) -> None:
+def test_the_two_best_tokens_differ_clearly(family: Family) -> None:
     assert family.median_gap > 0.5
 
 
@@ -117,8 +118,10 @@ def test_variants_equal_transformers(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ODD_SHAPES)
-def test_odd_shapes_equal_transformers(name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers) -> None:
-    """On the backend that the engine takes for the shape."""
+def test_unusual_shapes_equal_transformers(
+    name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    """The test uses the backend that the engine selects for the shape."""
     odd = make_family(*ODD_SHAPES[name], tmp_path)
     driver = make_driver(runner_loader(tmp_path))
     for settings in ({"max_num_batched_tokens": 29}, {"num_blocks": 16, "enable_prefix_caching": False}):
@@ -126,7 +129,7 @@ def test_odd_shapes_equal_transformers(name: str, tmp_path: Path, runner_loader:
         assert tokens_of(results) == odd.expected
 
 
-def test_gemma_3_that_looks_ahead_is_refused(tmp_path: Path, runner_loader: Loader) -> None:
+def test_bidirectional_gemma_3_is_refused(tmp_path: Path, runner_loader: Loader) -> None:
     write_model("Gemma3ForCausalLM", {**GEMMA3, "use_bidirectional_attention": True}, tmp_path)
     with pytest.raises(LoadError, match="`use_bidirectional_attention`"):
         runner_loader(tmp_path)

@@ -1,4 +1,4 @@
-"""The model of docs/how-to/add-a-model.md, installed as a package of its own, answers as its reference does."""
+"""The model of docs/how-to/add-a-model.md, installed as a package of its own, gives the answers of its reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = {
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's package, as an installer leaves it."""
+    """Install the page's package as an installer does."""
     text, site = PAGE.read_text(), tmp_path / "site"
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (group, name, target) = re.findall(r'entry-points\."([^"]+)"\]\n(\w+) = "([^"]+)"', text)[0]
@@ -43,7 +43,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_checkpoint(folder: Path) -> Any:
-    """GPT-2 under Quill's names is its reference."""
+    """Write a checkpoint with Quill's names; return GPT-2, which is its reference."""
     config = transformers.GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_embd=SIZE,
@@ -78,7 +78,7 @@ def named(name: str, weight: torch.Tensor, bias: torch.Tensor) -> dict[str, torc
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_model_of_another_package_answers_as_its_reference(
+def test_a_model_of_another_package_gives_the_answers_of_its_reference(
     tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     reference = write_checkpoint(tmp_path)
@@ -96,7 +96,7 @@ def test_a_model_of_another_package_answers_as_its_reference(
     assert [result.token_ids for result in driver.greedy(prompts, NUM_TOKENS)] == expected
 
 
-def test_without_the_package_the_model_is_refused_with_what_is_known(
+def test_without_the_package_the_model_is_refused_with_the_supported_ones(
     tmp_path: Path, runner_loader: Callable[..., Any]
 ) -> None:
     write_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""The native decoder: the same bits as torch's executor over the same kernels, and few calls a step."""
+"""The native decoder gives the bits of torch's executor with the same kernels, in few calls per step."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.sample("*-float32", "llama*", "*wide heads*")
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_it_has_the_bits_of_all_operations_one_by_one(
+def test_the_native_decoder_gives_the_bits_of_single_operations(
     folder: Path, prompts: list[list[int]], settings: str, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     asked = {"backend": "cpu_native", **SETTINGS[settings]}
@@ -106,7 +106,7 @@ def test_it_has_the_bits_of_all_operations_one_by_one(
 
 
 class Counting:
-    """The library, each call counted by its name."""
+    """The library, with a counter for each function."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -129,7 +129,7 @@ def test_a_decode_step_makes_one_native_call_for_all_layers(
     monkeypatch.setattr(launch, "native", lambda: counting)
     runner = runner_loader(folder, backend="cpu_native")
     decoder = runner.model.spec.decoder
-    # The norm and the head behind the last layer, and the sampler; an embedding that is tied to the head is read from
+    # The norm and the head after the last layer, and the sampler; an embedding that is tied to the head is read from
     # its packed rows.
     around = 3 + decoder.head.tied
     assert calls_per_step(runner, counting, make_driver) == 1 + around
@@ -141,17 +141,17 @@ def test_a_decode_step_makes_one_native_call_for_all_layers(
 
 
 def calls_of(layer: LayerSpec) -> int:
-    """The operations of one layer: norms, products, rotation with store, attention, activation or experts."""
+    """Return the number of operations of one layer: its norms, four of attention and three of the MLP."""
     attention, mlp = layer.blocks()
     assert isinstance(attention, AttentionSpec)
     norms = {norm.name for norm in (*layer.norms(), attention.query_norm, attention.key_norm) if norm is not None}
-    in_mlp = 3  # two products and what is between them; or router, choice and experts
+    in_mlp = 3  # two matmuls and the activation between them; or router, choice and experts
     assert isinstance(mlp, MLPSpec | MoESpec)
     return len(norms) + 4 + in_mlp
 
 
 def calls_per_step(runner: Any, counting: Counting, make_driver: Drivers) -> float:
-    """Of a decode: what five more tokens cost."""
+    """Return the number of calls of one decode step, measured over five tokens."""
     driver, totals = make_driver(runner), []
     for num_tokens in (2, 7):
         counting.calls.clear()
@@ -191,7 +191,7 @@ def test_hidden_states_that_the_kernel_cannot_read_are_refused(hidden: Any) -> N
         NativeLayers([parts()])(hidden, {}, [], CacheAddresses.of([NOTHING]), NOTHING)
 
 
-def test_each_layer_has_its_cache() -> None:
+def test_each_layer_has_a_cache_of_its_own() -> None:
     hidden = np.zeros((2, 32), np.float32)
     with pytest.raises(ValueError, match="1 caches for 2 layers"):
         NativeLayers([parts(), parts()])(hidden, {}, [], CacheAddresses.of([NOTHING]), NOTHING)

@@ -1,4 +1,4 @@
-"""The CPU runner on a thread of its own: the overlapped loop answers what the plain one does, whatever is sampled."""
+"""The CPU runner in a thread of its own: the overlapped loop gives the answers of the plain one for all parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requests() -> list[GenerateRequest]:
-    """Greedy, drawn, penalised, with a minimum, with stops, several choices; more than the cache holds."""
+    """Return requests with all kinds of sampling, stops and several choices, beyond the cache's size."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "top_p": 0.9},
@@ -59,7 +59,7 @@ def serve(runner: Any, overlap: bool) -> tuple[dict[tuple[str, int], list[int]],
     return answers, core
 
 
-def test_both_loops_answer_alike_on_a_real_model(folder: Path, runner_loader: Callable[..., Any]) -> None:
+def test_both_loops_give_equal_answers_on_a_real_model(folder: Path, runner_loader: Callable[..., Any]) -> None:
     answers = {}
     for overlap in (False, True):
         runner = runner_loader(folder, num_kv_blocks=20, block_size=4, max_model_len=64, overlap=overlap)
@@ -69,13 +69,13 @@ def test_both_loops_answer_alike_on_a_real_model(folder: Path, runner_loader: Ca
         runner.close()
     assert answers[True] == answers[False]
     assert len(answers[True]) == 16
-    assert any(len(token_ids) < 10 for token_ids in answers[True].values()), "a stop token ended an answer"
+    assert any(len(token_ids) < 10 for token_ids in answers[True].values()), "no answer was ended by a stop token"
 
 
-def test_the_thread_computes_with_as_many_threads_as_it_was_given(
+def test_the_thread_computes_with_the_configured_number_of_threads(
     folder: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OpenMP's setting holds for one thread: without care, the new one would take all cores."""
+    """OpenMP's setting applies to one thread: without further code, the new one would use all cores."""
     seen: list[tuple[int, int]] = []
     sound = EagerRunner.launch
 

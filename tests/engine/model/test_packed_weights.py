@@ -1,7 +1,7 @@
-"""Quantized checkpoints as other projects write them: their values, what they are in memory, and what is refused.
+"""Quantized checkpoints of other projects: their values, their form in memory, and refusals.
 
-`packed_by_others.json` holds small matrices written by AutoAWQ 0.2.9, AutoGPTQ 0.7.1, compressed-tensors 0.20.0,
-bitsandbytes 0.50.2 and transformers 5.23.0 (FP8 in blocks), beside the integers, scales and zeros that they were given,
+`packed_by_others.json` contains small matrices written by AutoAWQ 0.2.9, AutoGPTQ 0.7.1, compressed-tensors 0.20.0,
+bitsandbytes 0.50.2 and transformers 5.23.0 (FP8 in blocks), with the integers, scales and zeros that they were given,
 or the values that they read back.
 """
 
@@ -50,7 +50,7 @@ DTYPES = {"I8": torch.int8, "I32": torch.int32, **SMALL_FLOATS}
 
 
 class Folder:
-    """Stored tensors in memory."""
+    """A checkpoint whose tensors are in memory."""
 
     where = "`folder`"
 
@@ -79,7 +79,7 @@ def matrix_of(settings: dict[str, Any], tensors: dict[str, Tensor]) -> PackedMat
     named = {f"m.{name}": tensor for name, tensor in tensors.items()}
     found = FORMATS[settings["quant_method"]].matrices(settings, Folder(named))
     assert set(found) == {"m.weight"}
-    assert set(found["m.weight"].parts) == set(named), "nothing is left over that no model asks for"
+    assert set(found["m.weight"].parts) == set(named), "every stored tensor must be used"
     return found["m.weight"]
 
 
@@ -106,7 +106,7 @@ def values_of(record: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_what_others_packed_has_the_values_that_they_were_given(name: str) -> None:
+def test_matrices_packed_by_others_have_the_values_that_they_were_given(name: str) -> None:
     record = RECORDS[name]
     matrix = matrix_of(record["settings"], tensors_of(record))
     wanted = values_of(record)
@@ -137,12 +137,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_integers_in_runs_stay_codes_and_all_else_is_floats(name: str) -> None:
+def test_groups_of_consecutive_integers_stay_quantized_and_others_become_floats(name: str) -> None:
     record = RECORDS[name]
     assert matrix_of(record["settings"], tensors_of(record)).kind == KINDS[name]
 
 
-def test_every_method_that_is_promised_has_its_file() -> None:
+def test_every_documented_method_has_a_sample() -> None:
     assert {*FORMATS, "mxfp4"} == set(READ_QUANTIZATIONS)
 
 
@@ -150,7 +150,7 @@ def test_every_method_that_is_promised_has_its_file() -> None:
 
 
 def words(integers: Tensor, bits: int) -> Tensor:
-    """[n, m] to int32 [n, m * bits / 32], the first in the lowest bits."""
+    """Pack [n, m] into int32 [n, m * bits / 32], with the first value in the lowest bits."""
     grouped = integers.long().view(integers.shape[0], -1, 32 // bits)
     packed = (grouped << torch.arange(0, 32, bits)).sum(-1)
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
@@ -195,7 +195,7 @@ def gptq(shape: tuple[int, int]) -> Packed:
 
 
 def gptq_act_order(shape: tuple[int, int]) -> Packed:
-    """The groups of each input as `desc_act` scatters them; matrices of the same inputs have the same."""
+    """Return a matrix whose groups `desc_act` scatters over the inputs, equally for equal inputs."""
     tensors, _ = gptq(shape)
     order = torch.randperm(shape[1], generator=torch.Generator().manual_seed(shape[1]))
     integers, scales, zeros = drawn(shape, 4, 32)
@@ -239,7 +239,7 @@ LEVELS = [-1.0, -0.7, -0.53, -0.4, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0
 
 
 def bnb_nf4(shape: tuple[int, int]) -> Packed:
-    """Blocks of 64 values, wherever rows end; the first of two codes in the high bits."""
+    """Return blocks of 64 values that ignore the ends of rows; the first of two values is in the high bits."""
     codes = torch.randint(0, 16, (shape[0] * shape[1],))
     largest, levels = torch.rand(len(codes) // 64) * 0.5 + 0.3, torch.tensor(LEVELS)
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(shape)}
@@ -267,7 +267,7 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int]], Packed]]] = 
 
 
 def write(folder: Path, name: str) -> Any:
-    """A folder as it is published; returns the model of transformers that has the same values."""
+    """Write a folder in the published format; return the model of transformers with the same values."""
     settings, pack = MODELS[name]
     torch.manual_seed(1)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
@@ -298,7 +298,7 @@ def expected(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_packed_checkpoint_answers_as_its_values_do(
+def test_a_packed_checkpoint_gives_the_answers_of_its_values(
     name: str, tmp_path: Path, backend: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     model = write(tmp_path / "model", name)
@@ -308,7 +308,7 @@ def test_a_packed_checkpoint_answers_as_its_values_do(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_packed_checkpoint_takes_is_known_from_its_index(name: str, tmp_path: Path) -> None:
+def test_the_memory_of_a_packed_checkpoint_is_known_from_its_index(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write(folder, name)
     config = EngineConfig(model=str(folder), dtype="float32")
@@ -320,7 +320,7 @@ def test_what_a_packed_checkpoint_takes_is_known_from_its_index(name: str, tmp_p
     assert [each(config, folder, outlined) for each in (sizes_on_gpu, sizes_here)] == sizes
 
 
-def test_the_start_says_what_was_found_and_what_it_becomes(tmp_path: Path) -> None:
+def test_the_log_says_which_format_was_found_and_what_it_becomes(tmp_path: Path) -> None:
     for name, said in {
         "gptq act-order": "gptq (4 bits, groups of 32, act-order) as 4-bit codes of 6 bits a weight",
         "fp8 tensor": "fp8 (e4m3, activations static: not rounded here) as ",
@@ -349,7 +349,7 @@ def test_the_start_says_what_was_found_and_what_it_becomes(tmp_path: Path) -> No
         ("bitsandbytes int8", "SCB", lambda largest: largest[:9], r"SCB` has the shape \[9\]; \[64\] is wanted"),
     ],
 )
-def test_scales_and_zeros_that_do_not_fit_are_named(
+def test_scales_and_zeros_of_the_wrong_shape_are_named(
     name: str, ending: str, change: Any, message: str, tmp_path: Path, runner_loader: Callable[..., Any]
 ) -> None:
     write(tmp_path / "model", name)
@@ -374,7 +374,7 @@ def test_scales_and_zeros_that_do_not_fit_are_named(
         ("fp8 tensor", {"quant_method": "gptq", "bits": 4}, r"gptq and the folder no tensor in that form"),
     ],
 )
-def test_what_is_not_read_is_refused_with_a_remedy(
+def test_an_unsupported_format_is_refused_with_a_remedy(
     name: str, settings: dict[str, Any], message: str, tmp_path: Path, runner_loader: Callable[..., Any]
 ) -> None:
     write(tmp_path / "model", name)

@@ -1,5 +1,7 @@
-"""Log probabilities of prompts equal transformers' within 1e-4 in float32, under everything that must not change them,
-and each comes once."""
+"""Log probabilities of prompts equal those of transformers within 1e-4 in float32, and each is reported once.
+
+Batches, chunks, prefix hits and preemption must not change them.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ class Answered:
 
 
 def serve(runner: Any, requests: list[GenerateRequest], *, num_blocks: int | None = None, **settings: Any) -> Answered:
-    """`requests`, all at once."""
+    """Serve `requests` concurrently."""
     info = runner.info
     runner.info = info._replace(num_blocks=num_blocks or info.num_blocks, step=None)
     answered = Answered()
@@ -123,19 +125,19 @@ def test_a_batch_in_chunks_equals_transformers(model: Any, runner: Any, chunk: i
         assert_as_transformers(model, prompt_of(length), answered.prompts[f"r{length}"])
 
 
-def test_a_prompt_of_one_token_has_none(runner: Any) -> None:
+def test_a_prompt_of_one_token_has_no_log_probability(runner: Any) -> None:
     answered = serve(runner, [request_of([5])])
     assert answered.prompts == {"r": []}
     assert len(answered.tokens["r", 0]) == ASKS.max_tokens
 
 
-def test_the_tokens_are_those_of_a_request_that_asks_for_nothing(runner: Any) -> None:
+def test_prompt_logprobs_do_not_change_the_generated_tokens(runner: Any) -> None:
     plain = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     asked, unasked = (serve(runner, [request_of(prompt_of(33), sampling=each)]).tokens for each in (ASKS, plain))
     assert asked == unasked
 
 
-def test_what_is_cached_is_computed_again(model: Any, runner: Any) -> None:
+def test_cached_tokens_are_computed_again(model: Any, runner: Any) -> None:
     plain = SamplingParams(temperature=0.0, max_tokens=1)
     answered = serve(runner, [request_of(prompt_of(90), "first", sampling=plain)])
     run(answered.core, [request_of(prompt_of(90), "second", sampling=plain)], answered)
@@ -145,10 +147,10 @@ def test_what_is_cached_is_computed_again(model: Any, runner: Any) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
-def test_a_preemption_amid_the_prompt_repeats_and_loses_nothing(
+def test_a_preemption_within_the_prompt_neither_repeats_nor_loses_values(
     model: Any, folder: Path, runner_loader: Callable[..., Any], overlap: bool
 ) -> None:
-    """An answer grows until the blocks of the prompt behind it are taken."""
+    """An answer grows until the blocks of the next prompt are taken."""
     runner = runner_loader(folder, block_size=4, overlap=overlap)
     assert isinstance(runner, ThreadedRunner) == overlap
     plans: list[StepPlan] = []
@@ -161,20 +163,22 @@ def test_a_preemption_amid_the_prompt_repeats_and_loses_nothing(
     starts = [each for plan in plans for each in plan.admitted if each.request_id == "asks/0"]
     before = [plan for plan in plans if "asks/0" not in plan.samples and "asks/0" in plan.num_scheduled_tokens]
     assert len(starts) > 1
-    assert len(starts[-1].token_ids) == 40, "no token of its answer was known when it started over"
-    assert sum(plan.num_scheduled_tokens["asks/0"] for plan in before) > 40, "it computed some of its prompt twice"
+    assert len(starts[-1].token_ids) == 40, "no token of the answer must be known when the request starts over"
+    assert sum(plan.num_scheduled_tokens["asks/0"] for plan in before) > 40, (
+        "a part of the prompt must be computed twice"
+    )
     assert_as_transformers(model, prompt_of(40), answered.prompts["asks"])
     runner.close()
 
 
-def test_several_choices_report_their_prompt_once(model: Any, runner: Any) -> None:
+def test_of_several_choices_only_one_reports_the_prompt(model: Any, runner: Any) -> None:
     sampling = SamplingParams(n=3, max_tokens=3, seed=1, ignore_eos=True, prompt_logprobs=NUM_TOP)
     answered = serve(runner, [request_of(prompt_of(33), sampling=sampling)], max_num_batched_tokens=16)
     assert_as_transformers(model, prompt_of(33), answered.prompts["r"])
     assert [len(answered.tokens["r", choice]) for choice in range(3)] == [3, 3, 3]
 
 
-def test_a_choice_that_takes_over_goes_on_reporting(model: Any, runner: Any) -> None:
+def test_a_choice_that_takes_over_continues_the_report(model: Any, runner: Any) -> None:
     sampling = SamplingParams(n=2, max_tokens=3, seed=1, ignore_eos=True, prompt_logprobs=NUM_TOP)
     answered = serve(runner, [], max_num_batched_tokens=16)
     answered.core.add(request_of(prompt_of(90), sampling=sampling))
@@ -187,10 +191,10 @@ def test_a_choice_that_takes_over_goes_on_reporting(model: Any, runner: Any) -> 
 
 
 @pytest.mark.parametrize(("stream", "expects"), [(True, False), (False, True)], ids=["stream", "body"])
-def test_a_continued_answer_reports_only_what_the_client_lacks(
+def test_a_continued_answer_reports_only_the_values_that_the_client_lacks(
     model: Any, runner: Any, stream: bool, expects: bool
 ) -> None:
-    """A stream has had them with its first chunk; a body is made as a whole by the last engine."""
+    """A stream has sent them with its first chunk; the last engine makes the whole body."""
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=NUM_TOP)
     begun = serve(runner, [request_of(prompt_of(33), sampling=sampling)]).tokens["r", 0]
     resume = [ChoiceResume(0, begun[:2], 3)]
@@ -202,8 +206,8 @@ def test_a_continued_answer_reports_only_what_the_client_lacks(
         assert answered.prompts["r"] == []
 
 
-def test_a_gpu_reports_them_too(model: Any, folder: Path, runner_loader: Callable[..., Any]) -> None:
-    """By Triton, interpreted where there is no GPU: chunks, and a wait that reads two steps later."""
+def test_a_gpu_reports_prompt_logprobs(model: Any, folder: Path, runner_loader: Callable[..., Any]) -> None:
+    """Triton runs in the interpreter without a GPU: chunks, and a wait that reads two steps later."""
     runner = runner_loader(folder, device="cuda", num_kv_blocks=16, max_model_len=64, max_num_seqs=4)
     assert isinstance(runner, DeviceRunner)
     requests = [request_of(prompt_of(length), f"r{length}") for length in (2, 17, 33)]
@@ -213,7 +217,7 @@ def test_a_gpu_reports_them_too(model: Any, folder: Path, runner_loader: Callabl
     assert answered.core.runner.info.device in ("cuda", DEVICE.type)
 
 
-def test_logits_are_computed_for_a_bounded_number_of_rows(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_rows_with_logits_is_bounded(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     sound = type(runner.model).logits
 
@@ -225,10 +229,10 @@ def test_logits_are_computed_for_a_bounded_number_of_rows(runner: Any, monkeypat
     monkeypatch.setattr(runner, "_piece_rows", MIN_PIECE)
     serve(runner, [request_of(prompt_of(90))])
     assert max(rows) == MIN_PIECE
-    assert sum(rows) == 89 + 4, "a row for each of the prompt's tokens and of the answer's"
+    assert sum(rows) == 89 + 4, "one row for each of the prompt's and the answer's tokens"
 
 
-def test_a_wrong_row_is_found(model: Any, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_row_is_detected(model: Any, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = PromptRows.of.__func__  # type: ignore[attr-defined]
     shifted = classmethod(lambda cls, *given: (found := sound(cls, *given))._replace(rows=found.rows.clip(1) - 1))
     monkeypatch.setattr(PromptRows, "of", shifted)

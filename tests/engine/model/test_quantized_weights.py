@@ -1,4 +1,4 @@
-"""`quantization`: weights become codes while they are loaded, whatever file they lie in; codes of so few bits stay."""
+"""`quantization`: weights of any file format are quantized while they are loaded; stored ones of few bits are kept."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_value_is_never_further_than_half_a_step_or_its_clipped_range_away(bits: Any) -> None:
+def test_the_error_of_a_value_is_at_most_half_a_step_or_its_clipped_range(bits: Any) -> None:
     weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(0))
     codes = quantize(weight.numpy(), bits)
     error = (to_torch(codes.dequantize()) - weight).abs().view(7, 3, 32)
@@ -67,7 +67,7 @@ def test_a_value_is_never_further_than_half_a_step_or_its_clipped_range_away(bit
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_groups_of_equal_values_and_codes_of_their_own_are_exact(bits: Any) -> None:
+def test_groups_of_equal_values_and_of_exact_multiples_are_exact(bits: Any) -> None:
     equal = np.full((3, 32), 1.5, dtype=np.float32)
     assert np.array_equal(quantize(equal, 4).dequantize(), equal)
     assert not quantize(np.zeros((3, 32), dtype=np.float32), bits).dequantize().any()
@@ -75,8 +75,8 @@ def test_groups_of_equal_values_and_codes_of_their_own_are_exact(bits: Any) -> N
     np.testing.assert_allclose(quantize(once, bits).dequantize(), once, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_made_of_4_bits_lose_nothing_in_4_bits_and_something_in_8() -> None:
-    """Why int8 shows a larger error than int4 on a checkpoint that was decoded from 4-bit codes, and on no other."""
+def test_weights_decoded_from_4_bits_are_exact_in_4_bits_and_not_in_8() -> None:
+    """This is why int8 has a larger error than int4 on a checkpoint decoded from 4-bit weights, and on no other."""
     generator = torch.Generator().manual_seed(6)
     random = torch.randn(32, 256, generator=generator).numpy()
     on_grid = quantize(random, 4).dequantize()
@@ -101,7 +101,7 @@ def rounded_weights(path: Path, mode: Any) -> QuantizedWeights:
 
 
 def rounded_reference(folder: Path, mode: Any) -> Any:
-    """transformers on the values that our codes stand for."""
+    """Return transformers with the values that the quantized weights represent."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     weights = rounded_weights(folder, mode)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def rounded_reference(folder: Path, mode: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_answers_are_those_of_the_rounded_weights(
+def test_answers_equal_those_of_the_rounded_weights(
     folder: Path, mode: str, backend: str, runner_loader: Loader, make_driver: Callable[[Any], Any]
 ) -> None:
     reference = rounded_reference(folder, mode)
@@ -128,7 +128,9 @@ def test_answers_are_those_of_the_rounded_weights(
 
 
 @needs_native
-def test_codes_take_the_promised_memory_and_embedding_and_head_eight_bits(folder: Path, runner_loader: Loader) -> None:
+def test_quantized_weights_use_the_documented_memory_and_embedding_and_head_eight_bits(
+    folder: Path, runner_loader: Loader
+) -> None:
     runners = {mode: runner_loader(folder, quantization=mode) for mode in ("none", *MODES)}
     for mode in MODES:
         runner, planned = runners[mode], rounded_weights(folder, mode)
@@ -139,12 +141,12 @@ def test_codes_take_the_promised_memory_and_embedding_and_head_eight_bits(folder
     assert runners["int4"].info.weight_bytes < runners["int8"].info.weight_bytes
 
 
-def test_other_numbers_are_other_weights(folder: Path, runner_loader: Loader) -> None:
+def test_the_quantization_is_part_of_the_weights_digest(folder: Path, runner_loader: Loader) -> None:
     digests = {runner_loader(folder, quantization=mode).info.weights_digest for mode in ("none", *MODES)}
     assert len(digests) == 3
 
 
-def test_one_float_matrix_is_in_memory_at_a_time(
+def test_at_most_one_float_matrix_is_in_memory(
     folder: Path, runner_loader: Loader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
@@ -174,7 +176,7 @@ def test_a_float_gguf_file_is_quantized(tmp_path: Path, runner_loader: Loader) -
 
 
 @pytest.mark.parametrize(("stored", "mode"), [("Q8_0", "int8"), ("Q5_1", "int8"), ("Q4_1", "int8"), ("Q4_0", "int4")])
-def test_codes_of_so_few_bits_are_left_and_the_log_says_so(
+def test_stored_weights_of_few_bits_are_kept_and_the_log_says_so(
     tmp_path: Path, runner_loader: Loader, caplog: pytest.LogCaptureFixture, stored: str, mode: str
 ) -> None:
     write_gguf(tmp_path / "codes.gguf", llama(), {"": stored})
@@ -184,10 +186,10 @@ def test_codes_of_so_few_bits_are_left_and_the_log_says_so(
 
 
 @pytest.mark.parametrize("stored", ["Q8_0", "Q5_0"])
-def test_codes_of_more_bits_are_rounded(
+def test_stored_weights_of_more_bits_are_rounded(
     tmp_path: Path, runner_loader: Loader, make_driver: Callable[[Any], Any], backend: str, stored: str
 ) -> None:
-    """The embedding and the head keep the eight bits they have, and what is stored in four stays."""
+    """The embedding and the head keep their eight bits, and weights stored in four bits are kept."""
     path = tmp_path / "codes.gguf"
     write_gguf(path, llama(), {"attn_v": "Q4_1", "": stored})
     source, rounded = open_weights(path), rounded_weights(path, "int4")
@@ -214,10 +216,10 @@ def test_codes_of_more_bits_are_rounded(
 
 
 @needs_native
-def test_a_file_of_many_types_stays_in_codes_and_computes_their_values(
+def test_a_file_of_many_types_stays_quantized_and_gives_the_answers_of_its_values(
     tmp_path: Path, runner_loader: Loader, make_driver: Callable[[Any], Any]
 ) -> None:
-    """As in Q4_K_M files, the three parts of one fused projection are of three types."""
+    """As in Q4_K_M files, the three parts of one fused projection have three types."""
     kinds = {"attn_q": "Q4_K", "attn_k": "Q5_K", "attn_v": "Q6_K", "ffn_gate": "Q5_1", "ffn_up": "Q4_K"}
     path = tmp_path / "mixed.gguf"
     write_gguf(path, llama(), {**kinds, "attn_output": "Q5_1", "ffn_down": "Q5_0"})

@@ -1,4 +1,4 @@
-"""What steps are padded to where they run as recorded: little is padding, and recording takes seconds."""
+"""The shapes to which steps are padded for CUDA graphs: little padding, and a short time for capturing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill_engine.runner.graphs import decode_shapes, mixed_shapes, recorded_
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 100, 256, 1024])
-def test_every_decode_up_to_the_largest_has_a_size_that_wastes_little(max_num_seqs: int) -> None:
+def test_every_decode_up_to_the_largest_has_a_size_with_little_padding(max_num_seqs: int) -> None:
     sizes = [shape.num_requests for shape in decode_shapes(max_num_seqs)]
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == min(max_num_seqs, 512)
@@ -41,18 +41,22 @@ def test_every_step_with_prompts_up_to_the_largest_has_a_shape(max_num_seqs: int
             assert fitting[0].num_tokens - num_tokens < max(32, num_tokens * share + 1)
 
 
-def test_no_step_is_recorded_that_takes_longer_than_its_launches() -> None:
+def test_no_graph_is_captured_for_steps_longer_than_their_launches() -> None:
     sizes = {shape.num_tokens for shape in mixed_shapes(256, 8192, 2345)}
     assert (max(sizes), {1024, 1152} <= sizes) == (2304, True)
-    assert max(shape.num_tokens for shape in mixed_shapes(256, 8192, 10)) == 1024, "those cost next to nothing"
+    assert max(shape.num_tokens for shape in mixed_shapes(256, 8192, 10)) == 1024, (
+        "launches of larger steps cost next to nothing"
+    )
     assert mixed_shapes(256, 700, 10)[-1].num_tokens == 700
-    assert len(recorded_shapes(256, 8192)) < 90, "recorded in seconds"
+    assert len(recorded_shapes(256, 8192)) < 90, "capturing must take seconds"
 
 
 @given(
     counts=st.lists(st.integers(1, 9), max_size=4), padding=st.integers(0, 40), num_padding=st.integers(0, 6),
 )  # fmt: skip
-def test_padding_tokens_are_shared_out_to_padding_requests(counts: list[int], padding: int, num_padding: int) -> None:
+def test_padding_tokens_are_distributed_over_padding_requests(
+    counts: list[int], padding: int, num_padding: int
+) -> None:
     assume(num_padding > 0 or padding == 0)
     starts = np.cumsum([0, *counts]).astype(np.int32)
     rows = np.arange(len(counts), dtype=np.int32)

@@ -1,5 +1,4 @@
-"""Allowed tokens, bad words and tokens whose log probabilities are asked for by name: on the CPU and by Triton, in both
-loops."""
+"""Allowed tokens, bad words, and log probabilities of named tokens, on the CPU and with Triton, in both loops."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"])
 def runner(folder: Path, request: pytest.FixtureRequest, runner_loader: Callable[..., Any]) -> Iterator[Any]:
-    """cuda: in Triton's interpreter where there is no GPU."""
+    """Return a runner; without a GPU, `cuda` runs in Triton's interpreter."""
     runner = runner_loader(folder, num_kv_blocks=12, max_model_len=64, max_num_seqs=4, device=request.param)
     assert isinstance(runner, DeviceRunner) == (request.param == "cuda")
     yield runner
@@ -66,7 +65,7 @@ def contains(token_ids: list[int], word: list[int]) -> bool:
 
 @pytest.mark.sample("cpu-*", "cuda-1.5")
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_only_allowed_tokens_are_drawn_and_other_rows_draw_what_they_did(runner: Any, temperature: float) -> None:
+def test_only_allowed_tokens_are_sampled_and_other_rows_are_unaffected(runner: Any, temperature: float) -> None:
     plain = params(temperature=temperature)
     alone, _ = serve(runner, plain)[0]
     allowed = sorted(set(range(VOCAB_SIZE)) - set(alone))[:9]
@@ -75,7 +74,7 @@ def test_only_allowed_tokens_are_drawn_and_other_rows_draw_what_they_did(runner:
     assert beside == alone
 
 
-def test_a_bias_counts_among_allowed_tokens(runner: Any) -> None:
+def test_a_bias_applies_among_allowed_tokens(runner: Any) -> None:
     answer, _ = serve(runner, params(allowed_token_ids=[3, 40, 41], logit_bias={41: 100.0, 5: 100.0}))[0]
     assert answer == [41] * NUM_TOKENS
 
@@ -90,11 +89,11 @@ def test_a_bad_word_is_never_completed(runner: Any, overlap: bool, length: int) 
     assert contains(alone, word)
     assert not contains(answer, word)
     first = next(at for at in range(NUM_TOKENS) if alone[at : at + length] == word) + length - 1
-    assert answer[:first] == alone[:first], "nothing changes before"
+    assert answer[:first] == alone[:first], "tokens before the word must not change"
     assert beside == alone
 
 
-def test_a_word_that_began_at_another_engine_is_not_completed(runner: Any) -> None:
+def test_a_word_that_began_on_another_engine_is_not_completed(runner: Any) -> None:
     alone, _ = serve(runner, params())[0]
     word = alone[3:6]
     sampling = params(bad_word_token_ids=[word])
@@ -103,14 +102,14 @@ def test_a_word_that_began_at_another_engine_is_not_completed(runner: Any) -> No
     assert not contains([*alone[:5], *rest], word)
 
 
-def test_words_of_the_prompt_are_not_looked_at(runner: Any) -> None:
+def test_words_in_the_prompt_do_not_count(runner: Any) -> None:
     alone, _ = serve(runner, params())[0]
     across = [PROMPT[-1], alone[0]]
     answer, _ = serve(runner, params(bad_word_token_ids=[across]))[0]
     assert answer[0] == alone[0]
 
 
-def test_named_tokens_are_reported_in_place_of_the_most_likely(runner: Any) -> None:
+def test_named_tokens_are_reported_instead_of_the_most_likely(runner: Any) -> None:
     (alone, top), (_, plain_top) = serve(runner, params(logprobs=20), params(logprobs=2))
     named = [*top[0].token_ids[15:18], top[0].token_ids[1]]
     (answer, entries), (beside, beside_entries) = serve(
@@ -124,7 +123,7 @@ def test_named_tokens_are_reported_in_place_of_the_most_likely(runner: Any) -> N
     assert [entry.token_ids for entry in beside_entries] == [entry.token_ids for entry in plain_top]
 
 
-def test_an_end_is_not_all_that_is_allowed_before_the_minimum(runner: Any) -> None:
+def test_before_the_minimum_an_end_token_is_not_the_only_allowed_one(runner: Any) -> None:
     core = EngineCore(EngineConfig(model="m", eos_token_ids=[2]), runner)
     sampling = SamplingParams(allowed_token_ids=[2], min_tokens=1)
     with pytest.raises(PagemillError, match=r"leave no token that may follow\. Remove one of them") as refused:
@@ -132,13 +131,13 @@ def test_an_end_is_not_all_that_is_allowed_before_the_minimum(runner: Any) -> No
     assert refused.value.param == "allowed_token_ids"
 
 
-def test_allowed_tokens_and_bad_words_hold_together(runner: Any) -> None:
+def test_allowed_tokens_and_bad_words_apply_together(runner: Any) -> None:
     sampling = params(allowed_token_ids=[3, 40, 41], bad_word_token_ids=[[41], [3, 3], [40, 40]])
     answer, _ = serve(runner, sampling)[0]
     assert answer in ([3, 40] * (NUM_TOKENS // 2), [40, 3] * (NUM_TOKENS // 2))
 
 
-def test_an_answer_that_nothing_may_follow_ends_with_the_reason(runner: Any) -> None:
+def test_an_answer_without_a_possible_next_token_ends_with_the_reason(runner: Any) -> None:
     core = EngineCore(EngineConfig(model="m", max_num_seqs=4), runner)
     sampling = params(allowed_token_ids=[3], bad_word_token_ids=[[3, 3, 3]])
     core.add(GenerateRequest(request_id="r", model="m", prompt_token_ids=PROMPT, sampling=sampling))
@@ -151,7 +150,7 @@ def test_an_answer_that_nothing_may_follow_ends_with_the_reason(runner: Any) -> 
 
 
 @pytest.mark.parametrize("fields", [{"allowed_token_ids": [3], "bad_words": ["x"]}, {"allowed_token_ids": [2]}])
-def test_an_answer_that_cannot_begin_is_refused(runner: Any, fields: dict[str, Any]) -> None:
+def test_an_answer_without_a_possible_first_token_is_refused(runner: Any, fields: dict[str, Any]) -> None:
     core = EngineCore(EngineConfig(model="m", eos_token_ids=[2]), runner)
     sampling = SamplingParams(min_tokens=1, bad_word_token_ids=[[3]] if "bad_words" in fields else [], **fields)
     with pytest.raises(PagemillError, match="leave no token") as refused:
@@ -162,5 +161,5 @@ def test_an_answer_that_cannot_begin_is_refused(runner: Any, fields: dict[str, A
 
 @pytest.mark.sample("*-31", "*-63")
 @pytest.mark.parametrize("token_id", [0, 31, 32, 63])
-def test_masks_end_where_the_vocabulary_does(runner: Any, token_id: int) -> None:
+def test_masks_have_the_size_of_the_vocabulary(runner: Any, token_id: int) -> None:
     assert serve(runner, params(allowed_token_ids=[token_id]))[0][0] == [token_id] * NUM_TOKENS

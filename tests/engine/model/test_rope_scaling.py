@@ -1,4 +1,4 @@
-"""Rotary tables from a config.json equal those of transformers, for usual and odd settings; no settings give NaN."""
+"""Rotary tables of a config.json equal those of transformers for usual and unusual settings, and are never NaN."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_tables_equal_those_of_transformers(config: dict[str, Any]) -> None:
     sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
     reference = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(sizes | copies))
     cos, sin = reference(torch.zeros(1), torch.arange(CONTEXT)[None])
-    # torch's powers may be wrong in the last bit of a period, numpy's are not: so much may an angle differ.
+    # torch's powers may be wrong in the last bit of a period, unlike numpy's; an angle may differ by that.
     allowed = 1e-6 + 2**-22 * torch.arange(CONTEXT)[:, None] * reference.inv_freq
     for ours, theirs in zip(our_tables(config), (cos, sin), strict=True):
         assert bool(((ours - theirs[0, :, : HEAD_DIM // 2]).abs() <= allowed).all())
@@ -113,6 +113,6 @@ def test_any_settings_give_finite_tables_or_are_refused(scaling: dict[str, Any])
     except RopeError:
         return
     if not 0 < rope.theta < math.inf:
-        return  # refused with the other numbers of the header
+        return  # refused together with other values of the header
     for table in rope_tables(8, 4, rope.theta, rope.scaling):
         assert np.isfinite(table).all()

@@ -1,4 +1,4 @@
-"""What each sampling parameter does to a batch, against plain definitions, and that rows never touch each other."""
+"""The effect of each sampling parameter on a batch equals its plain definition, and rows are independent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(logits: torch.Tensor, rows: SamplingRows, num_generated: int = 0) -> Sam
 
 
 def draw(logits: list[float], params: SamplingParams, num_draws: int = 400, **kinds: Any) -> list[int]:
-    """Tokens drawn at positions 0, 1, 2... of one request."""
+    """Return the tokens sampled at positions 0, 1, 2... of one request."""
     rows = rows_for([params], vocab_size=len(logits), **kinds)
     batch = np.array([logits] * num_draws, dtype=np.float32)
     result = sample(batch, rows, np.zeros(num_draws, dtype=np.int64), np.arange(num_draws))
@@ -64,7 +64,7 @@ def logits_of(seed: int, rows: int) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def test_greedy_takes_the_best_token() -> None:
+def test_greedy_decoding_takes_the_best_token() -> None:
     logits = logits_of(0, 4)
     result = run(logits, rows_for([SamplingParams(temperature=0)] * 4))
     assert result.token_ids.tolist() == logits.argmax(-1).tolist()
@@ -73,7 +73,7 @@ def test_greedy_takes_the_best_token() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_is_named_and_the_others_go_on(bad: float, temperature: float) -> None:
+def test_a_row_that_is_not_finite_is_reported_and_the_others_continue(bad: float, temperature: float) -> None:
     logits = logits_of(0, 3)
     clean = run(logits, rows_for([SamplingParams(temperature=temperature, seed=1, logprobs=1)] * 3))
     logits[1, 7] = bad
@@ -95,14 +95,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     assert set(draw(logits, SamplingParams(top_p=1e-9))) == {0}
 
 
-def test_top_p_counts_what_top_k_left() -> None:
+def test_top_p_applies_to_the_tokens_that_top_k_keeps() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()
-    # Of the two best, 0.4 is 57 %: enough for 0.55, while of all four it would not be.
+    # Of the two best, 0.4 is 57 %, which is enough for 0.55; of all four it would not be.
     assert set(draw(logits, SamplingParams(top_p=0.55, top_k=2))) == {0}
     assert set(draw(logits, SamplingParams(top_p=0.55))) == {0, 1}
 
 
-def test_min_p_is_relative_to_the_best() -> None:
+def test_min_p_is_relative_to_the_best_token() -> None:
     logits = torch.tensor([0.5, 0.26, 0.2, 0.04]).log().tolist()
     assert set(draw(logits, SamplingParams(min_p=0.5))) == {0, 1}
 
@@ -112,7 +112,7 @@ def test_a_tiny_temperature_is_greedy() -> None:
     assert set(draw([0.0, 0.001], SamplingParams(temperature=1e-40))) == {1}
 
 
-def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
+def test_equal_seeds_sample_equal_tokens_and_another_seed_others() -> None:
     logits = [0.0] * VOCAB
     first = draw(logits, SamplingParams(seed=5))
     assert first == draw(logits, SamplingParams(seed=5))
@@ -120,7 +120,7 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
     assert first != draw(logits, SamplingParams(seed=-5))
 
 
-def test_draws_do_not_depend_on_the_batch() -> None:
+def test_sampled_tokens_do_not_depend_on_the_batch() -> None:
     params = [SamplingParams(seed=i, temperature=1.5, top_p=0.9 if i % 2 else 1.0) for i in range(20)]
     logits = logits_of(3, 20)
     together = run(logits, rows_for(params), num_generated=4).token_ids.tolist()
@@ -136,7 +136,7 @@ def test_logit_bias_is_added() -> None:
     assert result.token_ids.tolist() == [11, int(logits[1].argmax())]
 
 
-def test_no_end_before_min_tokens() -> None:
+def test_no_end_of_sequence_before_min_tokens() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [2, 3, 4]] = torch.tensor([9.0, 8.0, 7.0])
     rows = rows_for([SamplingParams(temperature=0, min_tokens=3, stop_token_ids=[3])], eos=[2])
@@ -145,7 +145,7 @@ def test_no_end_before_min_tokens() -> None:
 
 
 def penalised(logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """The definition, token by token."""
+    """Apply penalties by their definition, token by token."""
     result = logits.clone()
     for token in set(prompt + output):
         factor = params.repetition_penalty
@@ -171,7 +171,7 @@ def test_penalties_follow_their_definition(
         temperature=0, presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition
     )
     logits = logits_of(seed, 1)
-    # Half of the output is counted at admission, half as it is generated.
+    # Half of the output is counted at admission, the other half during generation.
     half = len(output) // 2
     rows = rows_for([SamplingParams(temperature=0), params], [[1], prompt], [[], output[:half]])
     for token in output[half:]:
@@ -183,7 +183,7 @@ def test_penalties_follow_their_definition(
     assert result.token_ids.tolist() == [int(logits[0].argmax()), expected]
 
 
-def test_a_reused_row_forgets_the_request_before() -> None:
+def test_a_reused_row_has_no_state_of_its_last_request() -> None:
     heavy = SamplingParams(temperature=0, presence_penalty=2.0, logit_bias={1: 50.0}, min_tokens=5, stop_token_ids=[0])
     rows = rows_for([heavy], outputs=[[9, 9]])
     light = rows_for([SamplingParams(temperature=0)])
@@ -192,7 +192,7 @@ def test_a_reused_row_forgets_the_request_before() -> None:
     assert run(logits, rows).token_ids.tolist() == run(logits, light).token_ids.tolist()
 
 
-def test_logprobs_are_those_of_the_model_before_any_change() -> None:
+def test_logprobs_are_those_of_the_model_before_any_parameter() -> None:
     logits = logits_of(2, 2)
     params = SamplingParams(temperature=0, logprobs=3, logit_bias={int(logits[0].argmin()): 100.0})
     result = run(logits, rows_for([params, SamplingParams(temperature=0.7, logprobs=0, seed=1)]))
@@ -219,7 +219,7 @@ def test_filters_on_a_large_vocabulary_equal_a_full_sort(shape: str, top_k: int,
         actual.numpy(), np.full(3, top_k or vocab_size, dtype=np.int64), np.full(3, top_p, dtype=np.float32)
     )
     differing = (actual.isfinite() != expected.isfinite()).sum(-1)
-    # float32 sums in another order may move the border by a token of a flat distribution.
+    # Sums of float32 in another order may move the limit by one token of a flat distribution.
     assert int(differing.max()) <= 2
     kept = actual.isfinite()
     assert torch.equal(actual[kept], logits[kept])

@@ -1,4 +1,4 @@
-"""The specified randomness: fixed values, uniformity, independence, and drawn frequencies against the softmax."""
+"""The specified random numbers: fixed values, uniformity, independence, and sampled frequencies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mix32(x: int) -> int:
 
 
 def specified_gumbel(seed: int, choice: int, position: int, token_id: int) -> float:
-    """The specification in plain integers."""
+    """Compute the specification with plain integers."""
     golden = 0x9E3779B97F4A7C15
     key = mix64((seed + golden) & MASK64)
     key = mix64((key + choice + golden) & MASK64)
@@ -56,7 +56,7 @@ def test_the_noise_follows_the_specification() -> None:
 
 
 def test_the_specification_never_changes() -> None:
-    # A resumed stream continues on another version of the engine: these values are part of the protocol.
+    # Another version of the engine may continue a stream, so these values are part of the protocol.
     values = noise(42, 1, 7, np.arange(4))
     np.testing.assert_allclose(values, [specified_gumbel(42, 1, 7, token) for token in range(4)], rtol=2e-5)
     assert mix64(1) == 0x5692161D100B05E5
@@ -85,12 +85,12 @@ def test_neighbouring_tokens_positions_seeds_and_choices_are_uncorrelated() -> N
         assert abs(correlation) < 5 / math.sqrt(len(tokens))
 
 
-def test_noise_stays_within_reach() -> None:
+def test_noise_is_bounded() -> None:
     extremes = [-math.log(-math.log1p(-u)) for u in (0.5 * 2.0**-32, 1 - 2.0**-24)]
     assert abs(extremes[0]) + abs(extremes[1]) < arithmetic.REACH
 
 
-def test_drawn_frequencies_are_the_softmax() -> None:
+def test_sampled_frequencies_equal_the_softmax() -> None:
     num_draws, temperature = 40_000, 0.8
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0, 1.5, 0.3, -0.2])
     rows = SamplingRows(1, len(logits))

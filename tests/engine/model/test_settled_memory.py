@@ -1,4 +1,4 @@
-"""A GPU's KV cache gets what steps leave that were really run; what does not fit names the setting to lower."""
+"""A GPU's KV cache gets the memory that measured steps leave; what does not fit names the setting to lower."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def spec(folder: Path) -> ModelSpec:
     held=st.integers(0, 4 * GIB), step=st.integers(0, 70 * GIB), recording=st.integers(0, GIB),
     kv_bytes=st.none() | st.integers(1, 90 * GIB),
 )  # fmt: skip
-def test_parts_and_what_is_free_are_the_device_or_it_is_refused(
+def test_the_parts_and_the_free_memory_add_up_to_the_device_or_the_plan_is_refused(
     spec: ModelSpec, held: int, step: int, recording: int, kv_bytes: int | None
 ) -> None:
     config = EngineConfig(model="m", kv_cache_memory_bytes=kv_bytes)
@@ -61,10 +61,10 @@ def test_parts_and_what_is_free_are_the_device_or_it_is_refused(
     assert budget.activation_bytes >= held + step + recording
     assert budget.measured
     if kv_bytes is None:
-        assert budget.free_bytes >= int((1 - GPU_SHARE) * BEFORE.available_bytes), "a share stays free"
+        assert budget.free_bytes >= int((1 - GPU_SHARE) * BEFORE.available_bytes), "a share must stay free"
 
 
-def test_what_steps_take_is_not_the_caches(spec: ModelSpec) -> None:
+def test_memory_of_steps_is_not_given_to_the_cache(spec: ModelSpec) -> None:
     free = BEFORE.available_bytes - SIZES.weight_bytes
     small, large = (plan_measured(CONFIG, spec, SIZES, BEFORE, Measured(free, step, 0)) for step in (GIB, 3 * GIB))
     lost = (small.num_blocks - large.num_blocks) * CONFIG.block_size * SIZES.kv_bytes_per_token
@@ -79,7 +79,7 @@ def test_what_steps_take_is_not_the_caches(spec: ModelSpec) -> None:
         ({"num_kv_blocks": 40_000}, "KVCacheTooLarge", "num_kv_blocks 40000 asks for"),
     ],
 )
-def test_what_does_not_fit_names_its_setting(
+def test_an_error_for_what_does_not_fit_names_its_setting(
     spec: ModelSpec, settings: dict[str, int], reason: str, words: str
 ) -> None:
     config = EngineConfig(model="test", max_num_seqs=256, max_num_batched_tokens=8192, **settings)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_what_does_not_fit_names_its_setting(
     ("weight_bytes", "kv_bytes", "reason"),
     [(18 * GIB, None, "ModelTooLarge"), (8 * GIB, 20 * GIB, "KVCacheTooLarge"), (31 * GIB // 2, None, "StepTooLarge")],
 )
-def test_no_setting_of_a_pod_makes_a_gpu_larger(
+def test_the_remedy_for_a_gpu_is_a_larger_gpu_not_a_larger_pod(
     spec: ModelSpec, weight_bytes: int, kv_bytes: int | None, reason: str
 ) -> None:
     state = MemoryState(18 * GIB, 17 * GIB, 0, is_gpu=True)
@@ -103,13 +103,13 @@ def test_no_setting_of_a_pod_makes_a_gpu_larger(
     assert "resources.memory" not in caught.value.message
 
 
-def test_a_gpu_without_room_for_a_block_names_what_takes_it(spec: ModelSpec) -> None:
+def test_an_error_for_a_gpu_too_small_for_one_block_names_the_use_of_its_memory(spec: ModelSpec) -> None:
     state = MemoryState(18 * GIB, 17 * GIB, 0, is_gpu=True)
     with pytest.raises(LoadError, match="Lower maxNumSeqs"):
         plan_memory(CONFIG, spec, SIZES, state)
 
 
-def test_an_engine_on_a_gpu_steps_as_its_memory_allows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_size_of_a_gpu_engine_depends_on_its_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_device, "measure_device", lambda device: BEFORE)
     runner = create_runner(EngineConfig(model=str(folder), device="cuda", num_kv_blocks=64), lambda phase, detail: None)
     assert runner.info.step == (256, 8192)
@@ -119,15 +119,15 @@ def test_an_engine_on_a_gpu_steps_as_its_memory_allows(folder: Path, monkeypatch
     runner.close()
 
 
-class Once:
-    """Stands in for CUDA graphs where there is no device."""
+class PlainRecorder:
+    """Replaces CUDA graphs if there is no device."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         return run
 
 
-class Scale:
-    """A device's memory in place of the interpreter's host: notes what is run between two looks."""
+class SimulatedMemory:
+    """A simulated device memory instead of the host's; records what runs between two measurements."""
 
     def __init__(self, free_bytes: int, peaks_bytes: list[int]) -> None:
         self._free_bytes, self._peaks_bytes = free_bytes, peaks_bytes
@@ -140,36 +140,36 @@ class Scale:
         return self._peaks_bytes.pop(0)
 
 
-def test_the_cache_is_sized_by_steps_that_were_run(
+def test_the_cache_is_sized_by_measured_steps(
     folder: Path, spec: ModelSpec, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     config = EngineConfig(model="test", max_num_seqs=2, max_num_batched_tokens=5)
     runner = runner_loader(folder, device="cuda", num_kv_blocks=40, max_num_seqs=2)
-    runner.record_steps(recorded_shapes(2, 5), Once)
+    runner.record_steps(recorded_shapes(2, 5), PlainRecorder)
     before = make_driver(runner).greedy([[3, 5, 7]], 3, max_num_seqs=2)
     shapes: list[tuple[int, int]] = []
     warm_up = runner.warm_up
     runner.warm_up = lambda *shape: (shapes.append(shape), warm_up(*shape))
     sizes = Sizes(0, runner.info.kv_bytes_per_token, 4, gathers=False)
     state = MemoryState(40 * MIB, 40 * MIB, 0, is_gpu=True)
-    settle(runner, config, spec, sizes, state, Scale(20 * MIB, [8 * MIB, 4 * MIB]))
+    settle(runner, config, spec, sizes, state, SimulatedMemory(20 * MIB, [8 * MIB, 4 * MIB]))
     assert {(2, 2), (1, 5), (2, 5)} <= set(shapes)
-    assert shapes[-3:-1] == [(2, 2), (2, 5)], "the largest of what is recorded"
-    assert shapes[-1] == (2, 5), "the largest once more, beside the cache"
+    assert shapes[-3:-1] == [(2, 2), (2, 5)], "the largest captured shape"
+    assert shapes[-1] == (2, 5), "the largest step once more, with the cache"
     memory = runner.info.memory
     assert memory.measured
     assert memory.kv_bytes == runner.kv_cache.num_bytes <= 36 * MIB - 32 * MIB
     assert memory.kv_bytes > 3 * MIB
     assert runner.info.num_blocks == runner.kv_cache.num_blocks == len(runner.kv_cache.layers[0]) - 1
     assert runner._state.tables[runner._rows.layout.padding_row].eq(runner.kv_cache.num_blocks).all()
-    assert not runner._graphs.shapes, "what was recorded reads the cache that is gone"
+    assert not runner._graphs.shapes, "the graph reads a cache that was freed"
     assert make_driver(runner).greedy([[3, 5, 7]], 3, max_num_seqs=2) == before
 
 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")], ids=["allocator", "driver"]
 )
-def test_a_device_without_memory_for_recordings_names_the_setting(
+def test_an_error_for_a_device_without_memory_for_cuda_graphs_names_the_setting(
     folder: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     runner = runner_loader(folder, device="cuda", num_kv_blocks=16, max_num_seqs=2)
@@ -187,10 +187,10 @@ def test_a_device_without_memory_for_recordings_names_the_setting(
 
 @pytest.mark.sample("True")
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_start_measures_then_allocates_then_records(
+def test_a_start_measures_then_allocates_then_captures(
     folder: Path, make_driver: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, recorded: bool
 ) -> None:
-    """As on a device, but for its memory and its recordings."""
+    """Memory and CUDA graphs are simulated; everything else runs as on a device."""
     reported: list[str] = []
     recordings: list[Callable[[], None]] = []
 
@@ -200,7 +200,7 @@ def test_a_start_measures_then_allocates_then_records(
             return run
 
     monkeypatch.setattr(load_device, "settles_on", lambda device: True)
-    monkeypatch.setattr(load_device, "CudaMeter", lambda: Scale(2 * GIB, [8 * MIB, 4 * MIB]))
+    monkeypatch.setattr(load_device, "CudaMeter", lambda: SimulatedMemory(2 * GIB, [8 * MIB, 4 * MIB]))
     monkeypatch.setattr(compiling, "CudaRecorder", Recorder)
     config = EngineConfig(
         model=str(folder), device="cuda", dtype="float32", max_num_seqs=3, max_num_batched_tokens=4, num_threads=1,
@@ -218,7 +218,7 @@ def test_a_start_measures_then_allocates_then_records(
 
 
 @pytest.mark.gpu
-def test_a_devices_meter_finds_what_a_step_takes() -> None:
+def test_the_meter_of_a_device_measures_the_peak_of_a_step() -> None:
     meter = CudaMeter()
     free_bytes = meter.free_bytes()
     held = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""What is known of a model's size before it is loaded is what it then takes, here and on a device that is not there."""
+"""The size of a model that is computed before loading equals its size in memory, on this machine and on a GPU."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ pytestmark = [pytest.mark.model]
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}, {"dtype": "float32"}], ids=str)
-def test_here_it_is_what_the_engine_then_has(smollm2_path: Path, settings: dict[str, Any]) -> None:
+def test_the_computed_sizes_equal_those_of_the_engine(smollm2_path: Path, settings: dict[str, Any]) -> None:
     config = EngineConfig(model=str(smollm2_path), kv_cache_memory_bytes=8 * 1024**2, num_threads=1, **settings)
     sizes = sizes_here(config, smollm2_path, load_model_spec(smollm2_path))
     runner = create_runner(config, lambda phase, detail: None)
     try:
         assert runner.info.memory is not None
         assert sizes.kv_bytes_per_token == runner.info.kv_bytes_per_token
-        # Packing rounds matrices up to whole tiles.
+        # Packing pads matrices to whole tiles.
         assert sizes.weight_bytes == pytest.approx(runner.info.weight_bytes, rel=0.05)
     finally:
         runner.close()
 
 
-def test_the_triton_kernels_hold_weights_as_is_assumed_without_them() -> None:
+def test_the_assumed_weight_formats_equal_those_of_the_triton_kernels() -> None:
     ops, holding = ops_for("triton"), held_by_gpu(EngineConfig(model="m"))
     assert holding.weights == ops.holds
 
 
-def test_on_a_gpu_floats_are_two_bytes_and_codes_stay_codes(tmp_path: Path, smollm2_path: Path) -> None:
+def test_on_a_gpu_floats_take_two_bytes_and_quantized_weights_stay_quantized(
+    tmp_path: Path, smollm2_path: Path
+) -> None:
     write_tiny_llama(tmp_path)
     spec = load_model_spec(tmp_path)
     config = EngineConfig(model=str(tmp_path))
@@ -56,7 +58,7 @@ def test_on_a_gpu_floats_are_two_bytes_and_codes_stay_codes(tmp_path: Path, smol
 
 
 @pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
-def test_an_index_suffices_to_know_what_a_model_takes(name: str, tmp_path: Path) -> None:
+def test_an_index_suffices_to_compute_a_models_size(name: str, tmp_path: Path) -> None:
     write_model(*{**MODELS, **EXPERTS}[name], tmp_path)
     spec, config = load_model_spec(tmp_path), EngineConfig(model=str(tmp_path))
     sizes = sizes_here(config, tmp_path, spec)

@@ -1,4 +1,4 @@
-"""Memory that goes and comes back: the pages of a cache, and what lies under weights that stay the tensors they are."""
+"""Memory that sleep releases and wake restores: the pages of a cache, and the storage of weights."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def resident() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def test_a_cache_gives_its_pages_back_however_small_its_layers_are() -> None:
-    """Layers of 4 MiB: the C library would keep such pieces for later once it has seen them."""
+def test_a_cache_releases_its_pages_however_small_its_layers_are() -> None:
+    """With layers of 4 MiB, the C library would keep such allocations for later."""
     cache = KVCache(SPEC, num_blocks=512, block_size=16, kind="float32")
     for _ in range(3):
         for layer in cache.layers:
@@ -46,11 +46,11 @@ def test_a_cache_gives_its_pages_back_however_small_its_layers_are() -> None:
         assert full - resident() > 0.8 * cache.num_bytes
         empty = resident()
         cache.allocate()
-        assert resident() - empty < 0.2 * cache.num_bytes, "it takes memory only as it is written"
+        assert resident() - empty < 0.2 * cache.num_bytes, "memory must be used only as it is written"
         assert all(not layer.any() for layer in cache.layers)
 
 
-def test_a_runner_that_slept_computes_the_same(
+def test_a_runner_gives_the_same_answers_after_sleep(
     folder: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     driver = make_driver(runner_loader(folder, num_kv_blocks=32, max_num_seqs=4))
@@ -61,7 +61,7 @@ def test_a_runner_that_slept_computes_the_same(
     assert after == before
 
 
-def test_a_runner_on_a_thread_of_its_own_sleeps_there(folder: Path, runner_loader: Callable[..., Any]) -> None:
+def test_a_threaded_runner_sleeps_in_its_thread(folder: Path, runner_loader: Callable[..., Any]) -> None:
     inner = runner_loader(folder, num_kv_blocks=32, max_num_seqs=4)
     runner = ThreadedRunner(inner)
     runner.sleep()
@@ -71,11 +71,11 @@ def test_a_runner_on_a_thread_of_its_own_sleeps_there(folder: Path, runner_loade
     runner.close()
 
 
-def test_weights_keep_their_identity_and_lose_their_memory() -> None:
+def test_weights_keep_their_identity_and_release_their_memory() -> None:
     table = torch.arange(12.0).reshape(3, 4)
     part, twice = table[1:], table
     weights = HostWeights.of([table, part, twice, torch.empty(0)])
-    assert weights.num_bytes == table.nbytes, "views of one storage count once"
+    assert weights.num_bytes == table.nbytes, "views of one storage must count once"
     weights.offload()
     assert table.untyped_storage().nbytes() == 0
     weights.restore()
@@ -83,8 +83,8 @@ def test_weights_keep_their_identity_and_lose_their_memory() -> None:
     assert torch.equal(part, table[1:])
 
 
-def test_pinned_memory_is_given_back_to_the_machine_once_all_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: torch keeps pinned memory that nothing uses until its cache is emptied."""
+def test_pinned_memory_is_released_once_everything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, torch keeps unused pinned memory until its cache is emptied."""
     calls: list[str] = []
     monkeypatch.setattr(host_weights, "_bytes", lambda storage: torch.empty(4, dtype=torch.uint8))
     monkeypatch.setattr(host_weights, "_copy", lambda storage: torch.empty(4, dtype=torch.uint8))
@@ -98,7 +98,7 @@ def test_pinned_memory_is_given_back_to_the_machine_once_all_is_read(monkeypatch
     assert calls == ["read", "0 held, given back"]
 
 
-def test_a_host_without_room_leaves_weights_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_host_memory_weights_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(storage: Any) -> Any:
         raise RuntimeError("cannot pin")
 
@@ -110,10 +110,10 @@ def test_a_host_without_room_leaves_weights_where_they_are(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_every_weight_of_the_gpus_layers_goes_and_comes_back(
+def test_every_weight_of_the_gpus_layers_is_offloaded_and_restored(
     folder: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any], quantization: str
 ) -> None:
-    """On the device, or with Triton's interpreter, whose weights lie in the host's memory and move all the same."""
+    """In Triton's interpreter, the weights are in host memory and are moved like on a device."""
     driver = make_driver(runner_loader(folder, device="cuda", num_kv_blocks=64, quantization=quantization))
     (before,) = driver.greedy([PROMPT], 2)
     if HAS_GPU:

@@ -1,4 +1,4 @@
-"""Answers have the form that their requests prescribe, whatever a model of random weights would rather say."""
+"""Answers have the form that their requests specify, even with random weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pagemill_protocol.text.tokenizer import Tokenizer
 
 ENDS = ['"', "}", "]", '",', '"}', "},", "],", ","]
 FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "uuid"])
-"""Those that the library checks as their standards say."""
+"""The formats that the library checks by their standards."""
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
@@ -44,7 +44,7 @@ PERSON = {
 
 
 class Engine:
-    """A model of random weights with the vocabulary of the embedded one."""
+    """A model of random weights with the embedded model's vocabulary."""
 
     def __init__(self, runner: Any, tokenizer: Tokenizer) -> None:
         self.runner, self.tokenizer = runner, tokenizer
@@ -84,7 +84,7 @@ class Engine:
         )
 
     def steps(self) -> Iterator[None]:
-        """After each step."""
+        """Run the engine; yield after each step."""
         while self.core.has_work:
             for out in self.core.step().outputs:
                 answer = self.outputs.setdefault((out.request_id, out.choice), Answer())
@@ -106,7 +106,7 @@ class Engine:
         return self.tokenizer.decode(token_ids)
 
     def use(self, **settings: Any) -> None:
-        """Start with an empty scheduler."""
+        """Start with an empty scheduler and these settings."""
         self.runner._rows.release(list(self.runner._rows._row_of))
         self.core = self.make_core(**settings)
         self.outputs = {}
@@ -147,7 +147,7 @@ def json_form(schema: Any) -> StructuredOutputs:
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full, id="300"), pytest.param(30, id="10")])
-def test_answers_are_valid_for_their_schemas_at_temperature_1(engine: Engine, every: int) -> None:
+def test_answers_match_their_schemas_at_temperature_1(engine: Engine, every: int) -> None:
     chosen = dict(list(enumerate(schemas(300)))[::every])
     checks = FormChecks()
     for index, schema in chosen.items():
@@ -170,20 +170,20 @@ def test_answers_are_valid_for_their_schemas_at_temperature_1(engine: Engine, ev
         ({"grammar": 'root ::= "yes" | "no" [0-9]'}, "yes|no[0-9]"),
     ],
 )
-def test_an_answer_has_the_form_of_its_regex_choice_or_grammar(engine: Engine, form: Any, expected: str) -> None:
+def test_an_answer_matches_its_regex_choice_or_grammar(engine: Engine, form: Any, expected: str) -> None:
     engine.add("r", StructuredOutputsParams(**form), n=4)
     engine.run()
     for choice in range(4):
         assert re.fullmatch(expected, engine.text("r", choice))
 
 
-def test_any_json_object_is_an_object(engine: Engine) -> None:
+def test_json_object_gives_an_object(engine: Engine) -> None:
     engine.add("r", StructuredOutputs(json_object=True), logit_bias={**engine.bias, **dict.fromkeys(engine.ends, 15.0)})
     engine.run()
     assert isinstance(json.loads(engine.text("r")), dict)
 
 
-def test_a_tag_holds_its_schema_and_text_around_it_is_free(engine: Engine) -> None:
+def test_a_tag_constrains_its_content_and_text_around_it_is_free(engine: Engine) -> None:
     tag = {
         "structures": [{"begin": "<call=get>", "schema": PERSON, "end": "</call>"}],
         "triggers": ["<call="],
@@ -206,7 +206,7 @@ def test_every_choice_has_the_form_and_may_differ(engine: Engine) -> None:
         jsonschema.validate(json.loads(text), PERSON)
 
 
-def test_a_form_goes_with_penalties_minimum_and_logprobs(engine: Engine) -> None:
+def test_a_form_works_with_penalties_minimum_and_logprobs(engine: Engine) -> None:
     engine.add(
         "r", json_form(PERSON), presence_penalty=2.0, repetition_penalty=1.5, min_tokens=8, logprobs=3, top_p=0.9
     )
@@ -215,20 +215,20 @@ def test_a_form_goes_with_penalties_minimum_and_logprobs(engine: Engine) -> None
     assert answer.num_logprobs == len(answer.token_ids)
 
 
-def test_min_tokens_ask_for_no_more_than_the_form_allows(engine: Engine) -> None:
+def test_min_tokens_requires_no_more_than_the_form_allows(engine: Engine) -> None:
     engine.add("r", StructuredOutputs(choice=("yes", "no")), min_tokens=50)
     answer = engine.run()["r", 0]
     assert answer.finish_reason == "stop"
     assert engine.text("r") in ("yes", "no")
 
 
-def test_an_ignored_end_of_sequence_is_taken_only_where_nothing_else_fits(engine: Engine) -> None:
+def test_an_ignored_end_of_sequence_is_generated_only_if_nothing_else_fits(engine: Engine) -> None:
     engine.add("r", StructuredOutputs(regex="(ab){1,9}"), ignore_eos=True)
     answer = engine.run()["r", 0]
     assert (engine.text("r"), answer.finish_reason) == ("ab" * 9, "stop")
 
 
-def test_rows_without_a_form_are_as_they_would_be_alone(engine: Engine) -> None:
+def test_rows_without_a_form_get_the_answers_that_they_get_alone(engine: Engine) -> None:
     engine.add("free", None, max_tokens=20, ignore_eos=True)
     alone = list(engine.run()["free", 0].token_ids)
     engine.use()
@@ -245,7 +245,7 @@ def test_rows_without_a_form_are_as_they_would_be_alone(engine: Engine) -> None:
         pytest.param({"enable_prefix_caching": False}, id="no prefix cache"),
     ],
 )
-def test_the_answer_is_the_same_however_the_engine_steps(engine: Engine, settings: Any) -> None:
+def test_the_answer_does_not_depend_on_how_the_engine_steps(engine: Engine, settings: Any) -> None:
     def answers() -> dict[tuple[str, int], list[int]]:
         for name in "abc":
             engine.add(name, json_form(PERSON), n=2, prompt=range(1, 30), seed=ord(name))
@@ -270,7 +270,7 @@ CROWD = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
         pytest.param(6, {"enable_prefix_caching": False, "overlap": True}, id="preempted, overlap"),
     ],
 )
-def test_tokens_without_a_choice_are_taken_at_once_and_are_those_that_steps_would_sample(
+def test_forced_tokens_are_added_at_once_and_equal_the_sampled_ones(
     engine: Engine, num_blocks: int, settings: Any
 ) -> None:
     info = engine.runner.info
@@ -291,7 +291,7 @@ def test_tokens_without_a_choice_are_taken_at_once_and_are_those_that_steps_woul
     assert counts[1] < counts[0]
 
 
-def test_each_token_of_a_constant_is_its_own_only_choice(engine: Engine) -> None:
+def test_each_token_of_a_constant_is_forced(engine: Engine) -> None:
     grammar = GrammarCompiler(lambda: engine.tokenizer, engine.tokenizer.eos_token_ids, engine.tokenizer.vocab_size)
     state = grammar.submit(json_form({"const": "unité, lorem ipsum " * 20})).result().state((), keeps_on=False)
     forced = list(state.forced)
@@ -302,13 +302,13 @@ def test_each_token_of_a_constant_is_its_own_only_choice(engine: Engine) -> None
         assert state.advance(token_id) == ""
 
 
-def test_log_probabilities_are_reported_of_tokens_without_a_choice_as_well(engine: Engine) -> None:
+def test_log_probabilities_of_forced_tokens_are_reported(engine: Engine) -> None:
     engine.add("r", json_form({"const": "lorem ipsum dolor sit amet"}), logprobs=0)
     answer = engine.run()["r", 0]
     assert answer.num_logprobs == len(answer.token_ids) > 5
 
 
-def test_a_preempted_answer_goes_on_in_its_form(engine: Engine) -> None:
+def test_a_preempted_answer_continues_in_its_form(engine: Engine) -> None:
     crowd = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
     info = engine.runner.info
     engine.runner.info = info._replace(num_blocks=6, step=None)
@@ -336,7 +336,7 @@ def test_another_engine_continues_an_answer_at_any_token(engine: Engine, every: 
 
 
 @pytest.mark.parametrize("every", [pytest.param(5, marks=pytest.mark.full), 15])
-def test_another_engine_continues_a_forced_call_behind_reasoning_at_any_token(engine: Engine, every: int) -> None:
+def test_another_engine_continues_a_forced_call_after_reasoning_at_any_token(engine: Engine, every: int) -> None:
     call = calls_only(HERMES, [Function("get", JsonSchema(json_schema=PERSON))], parallel=False)
     form = behind_reasoning("<think>", "</think>", call, is_open=True)
     outputs = StructuredOutputs(structural_tag=write_tag(form))
@@ -359,7 +359,7 @@ def budget(num_tokens: int, *, is_open: bool = True) -> AnswerFormat:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
-def test_reasoning_ends_at_its_budget_and_the_answer_goes_on(engine: Engine, num_tokens: int) -> None:
+def test_reasoning_ends_at_its_budget_and_the_answer_continues(engine: Engine, num_tokens: int) -> None:
     engine.add("r", None, answer_format=budget(num_tokens), max_tokens=30, ignore_eos=True, logit_bias=None, n=3)
     answers = engine.run()
     end = engine.tokenizer.encode("</think>")
@@ -369,7 +369,7 @@ def test_reasoning_ends_at_its_budget_and_the_answer_goes_on(engine: Engine, num
         assert len(token_ids) == 30
 
 
-def test_reasoning_that_ends_by_itself_is_left_alone(engine: Engine) -> None:
+def test_reasoning_that_ends_below_its_budget_is_unchanged(engine: Engine) -> None:
     ended = engine.tokenizer.encode("Yes.</think>Paris", add_special_tokens=False)
     resume = [ChoiceResume(0, ended, 0)]
     engine.add("r", None, resume=resume, max_tokens=30, ignore_eos=True)
@@ -379,7 +379,7 @@ def test_reasoning_that_ends_by_itself_is_left_alone(engine: Engine) -> None:
     assert engine.run()["r", 0].token_ids == expected
 
 
-def test_an_answer_that_does_not_begin_with_reasoning_has_no_budget(engine: Engine) -> None:
+def test_an_answer_that_does_not_start_with_reasoning_has_no_budget(engine: Engine) -> None:
     begun = [ChoiceResume(0, engine.tokenizer.encode("Paris"), 0)]
     engine.add("r", None, resume=begun, answer_format=budget(0, is_open=False), max_tokens=20, ignore_eos=True)
     assert "</think>" not in engine.tokenizer.decode(engine.run()["r", 0].token_ids)
@@ -391,7 +391,7 @@ def test_an_answer_that_does_not_begin_with_reasoning_has_no_budget(engine: Engi
 
 @pytest.mark.sample("True")
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_form_follows_reasoning_that_ended_at_its_budget_on_any_engine(engine: Engine, overlap: bool) -> None:
+def test_the_form_applies_after_reasoning_that_ended_at_its_budget_on_any_engine(engine: Engine, overlap: bool) -> None:
     form = behind_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True)
     outputs = StructuredOutputs(structural_tag=write_tag(form))
     engine.use(overlap=overlap)
@@ -406,7 +406,7 @@ def test_a_form_follows_reasoning_that_ended_at_its_budget_on_any_engine(engine:
         assert whole[:cut] + engine.run()["r", 0].token_ids == whole
 
 
-def test_a_character_is_completed_before_its_reasoning_is_ended(engine: Engine) -> None:
+def test_a_character_is_completed_before_reasoning_is_ended(engine: Engine) -> None:
     pieces = next(ids for letter in "🜚𐍈𒀀🂡" if len(ids := engine.tokenizer.encode(letter, add_special_tokens=False)) > 2)
     outputs = StructuredOutputs(
         structural_tag=write_tag(behind_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True))
@@ -423,9 +423,7 @@ def test_tokens_that_do_not_fit_the_form_are_not_continued(engine: Engine) -> No
     assert "cannot be continued" in str(answer.error)
 
 
-def test_a_token_that_slips_through_the_mask_breaks_the_answer_off(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_violates_the_mask_fails_the_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def everything(*_: Any) -> None:
         return None
 
@@ -438,7 +436,7 @@ def test_a_token_that_slips_through_the_mask_breaks_the_answer_off(
     assert answers["free", 0].finish_reason == "length"
 
 
-def test_others_go_on_while_a_form_is_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_continue_while_a_form_is_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.add("free", None, max_tokens=30, ignore_eos=True)
     engine.add("r", json_form(PERSON))
     steps = engine.steps()
@@ -449,14 +447,14 @@ def test_others_go_on_while_a_form_is_compiled(engine: Engine, monkeypatch: pyte
     assert engine.outputs["r", 0].finish_reason == "stop"
 
 
-def test_an_abort_while_the_form_is_compiled_ends_every_choice(engine: Engine) -> None:
+def test_an_abort_during_compilation_ends_every_choice(engine: Engine) -> None:
     engine.add("r", json_form(PERSON), n=3)
     engine.core.abort("r")
     answers = engine.run()
     assert [answers["r", choice].finish_reason for choice in range(3)] == ["abort"] * 3
 
 
-def test_an_allowance_that_is_raised_while_the_form_is_compiled_counts(engine: Engine) -> None:
+def test_an_allowance_raised_during_compilation_applies(engine: Engine) -> None:
     sampling = SamplingParams(max_tokens=50, structured_outputs=StructuredOutputs(regex="a{40}"))
     engine.core.add(
         GenerateRequest(request_id="r", model="test", prompt_token_ids=[1], sampling=sampling, token_allowance=1)
@@ -466,7 +464,7 @@ def test_an_allowance_that_is_raised_while_the_form_is_compiled_counts(engine: E
     assert engine.text("r") == "a" * 40
 
 
-def test_a_form_that_cannot_be_compiled_refuses_its_request_alone(engine: Engine) -> None:
+def test_a_form_that_cannot_be_compiled_fails_only_its_own_request(engine: Engine) -> None:
     engine.add("bad", StructuredOutputs(json_schema='{"type": "nonsense"}'))
     engine.add("good", json_form(PERSON))
     answers = engine.run()
@@ -475,12 +473,12 @@ def test_a_form_that_cannot_be_compiled_refuses_its_request_alone(engine: Engine
     assert answers["good", 0].finish_reason == "stop"
 
 
-def test_beams_are_refused_by_name(engine: Engine) -> None:
+def test_beam_search_with_a_form_is_refused_by_name(engine: Engine) -> None:
     with pytest.raises(PagemillError, match="structured_outputs does not go with use_beam_search"):
         engine.add("r", json_form(PERSON), use_beam_search=True, n=2, temperature=0, logit_bias=None)
 
 
-def test_masks_that_are_computed_beside_the_step_are_the_same(engine: Engine) -> None:
+def test_masks_computed_in_parallel_with_the_step_are_the_same(engine: Engine) -> None:
     compiler = GrammarCompiler(lambda: engine.tokenizer, engine.tokenizer.eos_token_ids, engine.tokenizer.vocab_size)
     forms = [json_form(PERSON), StructuredOutputs(regex="[0-9]+!"), StructuredOutputs(choice=("yes", "no"))]
     texts = ['{"name": "Ada", "age": 36}', "12345!", "yes"]
@@ -496,7 +494,7 @@ def test_masks_that_are_computed_beside_the_step_are_the_same(engine: Engine) ->
     assert all(state.ended for state in (*beside, *alone))
 
 
-def test_masks_forbid_what_has_no_bit() -> None:
+def test_tokens_without_a_bit_in_the_mask_are_forbidden() -> None:
     from pagemill_kernels.sampling import reference
     from pagemill_kernels.sampling.batch import SamplingBatch, TokenMasks
 

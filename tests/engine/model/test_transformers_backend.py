@@ -1,5 +1,7 @@
-"""Decoders that no family declares run by their classes in transformers over the paged cache: greedy answers are those
-of `generate()`, whatever the batch, and what keeps other state is refused before anything is served."""
+"""Decoders without a declared family run by their transformers classes with the paged cache.
+
+Their greedy answers equal `generate()` in any batch; models with other state are refused before they are served.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def generated(model: Any) -> list[list[int]]:
 
 @pytest.mark.sample("*-HeliumForCausalLM", "*-Ernie4_5ForCausalLM")
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_are_those_of_generate(
+def test_answers_equal_those_of_generate(
     name: str, tmp_path: Path, backend: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     assert name not in known_architectures()
@@ -83,7 +85,7 @@ def test_answers_are_those_of_generate(
     assert sum(result.num_cached_tokens for result in again) > 0
 
 
-def test_it_announces_itself_and_counts_its_memory(tmp_path: Path) -> None:
+def test_the_backend_is_logged_and_its_memory_counted(tmp_path: Path) -> None:
     model = write(tmp_path, "HeliumForCausalLM")
     progress: list[str] = []
     settings = EngineConfig(model=str(tmp_path), dtype="float32", num_kv_blocks=32, max_model_len=64)
@@ -95,7 +97,7 @@ def test_it_announces_itself_and_counts_its_memory(tmp_path: Path) -> None:
     assert runner.info.weight_bytes == sum(each.nbytes for each in model.parameters())
 
 
-def test_a_planted_fault_in_the_order_of_heads_is_seen(
+def test_a_planted_fault_in_the_order_of_heads_is_detected(
     tmp_path: Path,
     runner_loader: Callable[..., Any],
     make_driver: Callable[[Any], Any],
@@ -130,7 +132,7 @@ def test_a_planted_fault_in_the_order_of_heads_is_seen(
         ("MiniCPM3ForCausalLM", {"kv_lora_rank": 16}, "`kv_lora_rank`"),
     ],
 )
-def test_other_state_than_keys_and_values_is_refused_by_the_header(
+def test_models_with_other_state_than_keys_and_values_are_refused_by_their_header(
     name: str, overrides: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     config_class = getattr(transformers, name).config_class
@@ -141,7 +143,7 @@ def test_other_state_than_keys_and_values_is_refused_by_the_header(
         load_model_spec(tmp_path)
 
 
-def test_attention_with_arguments_that_are_not_computed_is_refused_before_ready(
+def test_unsupported_arguments_of_attention_are_refused_before_ready(
     tmp_path: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pagemill_engine.transformers_backend import attention
@@ -152,7 +154,7 @@ def test_attention_with_arguments_that_are_not_computed_is_refused_before_ready(
         runner_loader(tmp_path)
 
 
-def test_a_class_that_fails_at_a_first_token_is_refused_before_ready(
+def test_a_class_that_fails_at_the_first_token_is_refused_before_ready(
     tmp_path: Path, runner_loader: Callable[..., Any]
 ) -> None:
     write(tmp_path, "VaultGemmaForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3)
@@ -161,7 +163,7 @@ def test_a_class_that_fails_at_a_first_token_is_refused_before_ready(
 
 
 @pytest.mark.parametrize(("setting", "value"), [("quantization", "int8"), ("deterministic", True)])
-def test_settings_that_it_does_not_follow_are_refused(
+def test_settings_that_the_backend_does_not_support_are_refused(
     setting: str, value: Any, tmp_path: Path, runner_loader: Callable[..., Any]
 ) -> None:
     write(tmp_path, "HeliumForCausalLM")
@@ -170,7 +172,9 @@ def test_settings_that_it_does_not_follow_are_refused(
 
 
 @pytest.mark.parametrize("model_type", ["unheard_of", "../../etc", "Helium", None])
-def test_what_transformers_has_no_class_for_is_refused_with_the_list(model_type: str | None, tmp_path: Path) -> None:
+def test_an_architecture_that_transformers_does_not_have_is_refused_with_the_list(
+    model_type: str | None, tmp_path: Path
+) -> None:
     config = {**SHAPE, "architectures": ["StrangeForCausalLM"], "model_type": model_type}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelArchitecture, match="Supported: Aquila"):

@@ -1,4 +1,4 @@
-"""The whole engine on the Triton backend: tokens equal to the torch backend's, on the device or in the interpreter."""
+"""The whole engine on the Triton backend gives the torch backend's tokens, on a device or in the interpreter."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def triton_driver(folder: Path, runner_loader: Callable[..., Any], make_driver: 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]) -> list[list[int]]:
-    """By the torch backend on the CPU."""
+    """Return the tokens of the torch backend on the CPU."""
     results = make_driver(runner_loader(folder, backend="cpu")).greedy(PROMPTS, NUM_TOKENS)
     return [result.token_ids for result in results]
 
 
-def test_it_says_what_computes(triton_driver: Any) -> None:
+def test_the_engine_reports_its_backend(triton_driver: Any) -> None:
     assert "Triton" in triton_driver.runner.info.compute
     assert triton_driver.runner.kv_cache.layers[0].device.type == DEVICE.type
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 15}], ids=["batch", "chunks"])
-def test_tokens_equal_the_torch_backends(
+def test_tokens_equal_those_of_the_torch_backend(
     triton_driver: Any, expected: list[list[int]], settings: dict[str, int]
 ) -> None:
     results = triton_driver.greedy(PROMPTS, NUM_TOKENS, **settings)
@@ -73,7 +73,7 @@ def test_a_prefix_hit_changes_no_token(triton_driver: Any, expected: list[list[i
     assert results[1].num_cached_tokens == 16
 
 
-def test_a_request_that_starts_over_ends_the_same(triton_driver: Any, expected: list[list[int]]) -> None:
+def test_a_request_that_starts_over_gives_the_same_answer(triton_driver: Any, expected: list[list[int]]) -> None:
     prompts = [PROMPTS[1]] * 2
     results = triton_driver.greedy(prompts, NUM_TOKENS, num_blocks=3, enable_prefix_caching=False)
     assert [result.token_ids for result in results] == [expected[1]] * 2
@@ -81,7 +81,7 @@ def test_a_request_that_starts_over_ends_the_same(triton_driver: Any, expected: 
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_rounded_weights_answer_like_the_native_kernels_codes(
+def test_quantized_weights_give_the_answers_of_the_native_kernels(
     folder: Path, quantization: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     answers = [
@@ -94,7 +94,7 @@ def test_rounded_weights_answer_like_the_native_kernels_codes(
 
 @pytest.mark.sample("w8a8")
 @pytest.mark.parametrize("quantization", ["w8a8", pytest.param("fp8", marks=NO_FP8)])
-def test_products_of_codes_answer_like_the_formula(
+def test_quantized_matmuls_give_the_answers_of_the_formula(
     folder: Path,
     quantization: str,
     runner_loader: Callable[..., Any],
@@ -105,7 +105,7 @@ def test_products_of_codes_answer_like_the_formula(
     assert "int8 weights" in runner.info.compute or "fp8 weights" in runner.info.compute
     linears = [layer for layer in runner.model.layers[0].layers() if isinstance(layer, Linear)]
     assert [type(linear.packed) for linear in linears] == [ScaledLinear] * 4
-    assert isinstance(runner.model.lm_head.packed, CodesLinear), "the head keeps codes of 8 bits in groups"
+    assert isinstance(runner.model.lm_head.packed, CodesLinear), "the head must keep 8-bit groups"
     weights = QuantizedWeights(open_weights(folder), quantization, runner.model.spec.decoder)
     planned = weights.num_bytes("float32", keep_stored=True)
     assert runner.info.weight_bytes == planned
@@ -121,7 +121,7 @@ def test_products_of_codes_answer_like_the_formula(
     assert isinstance(formula.model.layers[0].blocks()[1].output.packed, ScaledReference)
     theirs = make_driver(formula).greedy(PROMPTS, NUM_TOKENS)
     assert [result.token_ids for result in ours] == [result.token_ids for result in theirs]
-    # Matrix units add up e4m3 products in fewer bits than float32 has.
+    # Matrix units add e4m3 products with fewer bits than float32 has.
     nearly = 0.05 if HAS_GPU and quantization == "fp8" else 1e-4
     for a, b in zip(ours, theirs, strict=True):
         assert a.logprobs == pytest.approx(b.logprobs, abs=nearly)
@@ -129,7 +129,7 @@ def test_products_of_codes_answer_like_the_formula(
 
 @pytest.mark.sample("fp8")
 @pytest.mark.parametrize("quantization", ["w8a8", pytest.param("fp8", marks=NO_FP8)])
-def test_products_of_codes_stay_close_to_those_of_floats(
+def test_quantized_matmuls_stay_close_to_those_of_floats(
     folder: Path, quantization: str, triton_driver: Any, runner_loader: Any, make_driver: Any
 ) -> None:
     exact = triton_driver.greedy(PROMPTS, 1)
@@ -142,10 +142,10 @@ def test_products_of_codes_stay_close_to_those_of_floats(
 
 @pytest.mark.sample("w8a8")
 @pytest.mark.parametrize("quantization", ["w8a8", pytest.param("fp8", marks=NO_FP8)])
-def test_floats_of_a_file_that_has_codes_too_are_multiplied_as_asked(
+def test_float_matrices_of_a_partly_quantized_file_follow_the_setting(
     tmp_path: Path, quantization: str, runner_loader: Any, make_driver: Any
 ) -> None:
-    """What is stored in codes stays so; what is planned for is what is loaded."""
+    """Stored quantized weights stay as they are, and the planned memory is that of the loaded weights."""
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.4, dtype="float32",
@@ -174,7 +174,9 @@ SAMPLED = {
 }
 
 
-def test_sampled_answers_are_the_seeds(folder: Path, triton_driver: Any, runner_loader: Any, make_driver: Any) -> None:
+def test_sampled_answers_are_determined_by_the_seeds(
+    folder: Path, triton_driver: Any, runner_loader: Any, make_driver: Any
+) -> None:
     params = [
         SamplingParams(temperature=1.2, seed=seed, max_tokens=3, ignore_eos=True, **fields)
         for seed, fields in enumerate(SAMPLED.values())
@@ -185,7 +187,7 @@ def test_sampled_answers_are_the_seeds(folder: Path, triton_driver: Any, runner_
     assert ours[2].logprobs == pytest.approx(on_cpu[2].logprobs, abs=1e-4)
 
 
-def test_logits_are_sampled_where_they_lie(triton_driver: Any) -> None:
+def test_logits_are_sampled_without_a_copy(triton_driver: Any) -> None:
     runner = triton_driver.runner
     assert runner._ops.sample_tokens is sampling.sample_tokens
     counts = runner._sampling.counts
@@ -194,7 +196,7 @@ def test_logits_are_sampled_where_they_lie(triton_driver: Any) -> None:
 
 @pytest.mark.sample("int8")
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=NO_FP8)])
-def test_a_cache_of_codes_keeps_its_answers_close(
+def test_a_quantized_cache_keeps_answers_close(
     folder: Path, kind: str, triton_driver: Any, runner_loader: Any, make_driver: Any
 ) -> None:
     runner = runner_loader(folder, device="cuda", kv_cache_dtype=kind)
@@ -209,7 +211,7 @@ def test_a_cache_of_codes_keeps_its_answers_close(
 @pytest.mark.parametrize(
     ("settings", "kept"), [({"kv_cache_dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float16"}, "float16")], ids=str
 )
-def test_a_cache_of_16_bits_keeps_its_answers_close(
+def test_a_cache_of_16_bits_keeps_answers_close(
     folder: Path, settings: dict[str, str], kept: str, triton_driver: Any, runner_loader: Any, make_driver: Any
 ) -> None:
     runner = runner_loader(folder, device="cuda", **settings)
@@ -222,14 +224,14 @@ def test_a_cache_of_16_bits_keeps_its_answers_close(
 
 @pytest.mark.sample("fp8")
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=NO_FP8)])
-def test_a_prefix_of_codes_is_read_again(folder: Path, kind: str, runner_loader: Any, make_driver: Any) -> None:
+def test_a_prefix_in_a_quantized_cache_is_reused(folder: Path, kind: str, runner_loader: Any, make_driver: Any) -> None:
     driver = make_driver(runner_loader(folder, device="cuda", kv_cache_dtype=kind))
     first, second = driver.greedy([PROMPTS[2]] * 2, NUM_TOKENS, waves=True)
     assert second.num_cached_tokens == 16
     assert second.token_ids == first.token_ids
 
 
-def test_steps_that_only_compile_leave_nothing_behind(triton_driver: Any, expected: list[list[int]]) -> None:
+def test_compilation_steps_leave_no_state(triton_driver: Any, expected: list[list[int]]) -> None:
     runner = triton_driver.runner
     compile_kernels(runner, EngineConfig(model="test", max_num_seqs=2, max_num_batched_tokens=5))
     assert not any(cache[runner.kv_cache.padding_block].any() for cache in runner.kv_cache.layers)
@@ -241,12 +243,12 @@ def test_every_tile_size_is_compiled_before_the_first_request() -> None:
     shapes = step_shapes(config, max_model_len=512)
     assert (100, 100) in shapes
     assert (1, 512) in shapes
-    assert (100, 600) in shapes, "the largest step: all tokens, of as many requests as there may be"
+    assert (100, 600) in shapes, "the largest step has all tokens and the maximum number of requests"
     compiled = {linear.choose_tiles(num_tokens, 32) for _, num_tokens in shapes}
     assert compiled == {linear.choose_tiles(num_rows, 32) for num_rows in range(1, 601)}
 
 
-def test_a_step_that_does_not_fit_into_the_device_names_its_settings(
+def test_an_error_for_a_step_too_large_for_the_device_names_its_settings(
     triton_driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*shape: int) -> None:
@@ -259,7 +261,7 @@ def test_a_step_that_does_not_fit_into_the_device_names_its_settings(
         assert caught.value.reason == "StepTooLarge"
 
 
-def test_a_kernel_that_is_too_large_for_the_device_is_refused_with_an_alternative(
+def test_a_kernel_too_large_for_the_device_is_refused_with_an_alternative(
     triton_driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_large(*shape: int) -> None:
@@ -274,7 +276,7 @@ def test_a_kernel_that_is_too_large_for_the_device_is_refused_with_an_alternativ
 
 
 @pytest.mark.parametrize("place", ["pack_linear", "decoder_tables", "RowState"])
-def test_a_device_that_is_full_while_a_model_is_loaded_names_what_to_lower(
+def test_an_error_for_a_device_that_is_full_during_loading_names_what_to_lower(
     folder: Path, place: str, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any, **named: Any) -> None:
@@ -289,7 +291,7 @@ def test_a_device_that_is_full_while_a_model_is_loaded_names_what_to_lower(
     assert e.value.reason == "ModelTooLarge"
 
 
-def test_settings_and_models_that_kernels_do_not_know_are_refused(
+def test_settings_and_models_without_kernels_are_refused(
     folder: Path, tmp_path: Path, runner_loader: Callable[..., Any]
 ) -> None:
     with pytest.raises(LoadError, match="deterministic"):
@@ -312,7 +314,7 @@ def test_settings_and_models_that_kernels_do_not_know_are_refused(
     ],
     ids=str,
 )
-def test_fp8_is_refused_where_the_device_has_none(
+def test_fp8_is_refused_if_the_device_does_not_support_it(
     folder: Path, settings: dict[str, str], remedy: str, runner_loader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = "A10 has compute capability 8.6, fp8 needs 8.9 (L4, H100 and later)"
@@ -323,7 +325,7 @@ def test_fp8_is_refused_where_the_device_has_none(
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a device")
-def test_without_a_device_it_is_refused_and_auto_takes_the_cpu(
+def test_without_a_device_cuda_is_refused_and_auto_selects_the_cpu(
     folder: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import triton
@@ -351,7 +353,7 @@ def test_without_a_device_it_is_refused_and_auto_takes_the_cpu(
         ((8, 6), {"device": "cuda", "kv_cache_dtype": "fp8"}, r"SettingsUnsupported: .* 8\.6, fp8 .* Set it to int8"),
     ],
 )
-def test_a_device_that_is_too_old_for_what_is_asked_is_refused_with_what_to_do(
+def test_a_device_that_is_too_old_is_refused_with_the_remedy(
     folder: Path,
     capability: tuple[int, int],
     settings: dict[str, Any],
@@ -368,7 +370,7 @@ def test_a_device_that_is_too_old_for_what_is_asked_is_refused_with_what_to_do(
         runner_loader(folder, **settings)
 
 
-def test_a_gpus_memory_is_the_caches_when_weights_and_the_largest_step_have_theirs(folder: Path) -> None:
+def test_the_cache_gets_a_gpus_memory_after_weights_and_the_largest_step(folder: Path) -> None:
     sizes = budget.Sizes(weight_bytes=16 << 30, kv_bytes_per_token=131072, item_bytes=2, gathers=False)
     state = MemoryState(limit_bytes=80 << 30, available_bytes=78 << 30, process_bytes=0, is_gpu=True)
     plan = budget.plan_memory(EngineConfig(model="test"), load_model_spec(folder), sizes, state)

@@ -1,4 +1,4 @@
-"""Real server processes for the tests of output and server, and a tokenizer small enough to build in no time."""
+"""Real server processes for the tests of output and server, and a small tokenizer that is quickly built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKEN = "internal-secret"
 
 @dataclass
 class ServerProcess:
-    """`python -m pagemill_engine.server` with its settings, and what it said so far."""
+    """`python -m pagemill_engine.server` with its settings, and its messages so far."""
 
     process: subprocess.Popen[str]
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -52,13 +52,13 @@ class ServerProcess:
         return {"Authorization": f"Bearer {self.token}"}
 
     def wait_for(self, event: str, timeout_s: float = START_LIMIT_S, **fields: Any) -> dict[str, Any]:
-        """The first message of that kind; fails the test when the process ends or is silent for too long."""
+        """Return the first message of that kind; fail the test if the process ends or sends nothing for too long."""
         return self.wait_until(lambda said: said["event"] == event and fields.items() <= said.items(), event, timeout_s)
 
     def wait_until(
         self, holds: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = START_LIMIT_S
     ) -> dict[str, Any]:
-        """As `wait_for`, for any condition on a message; `what` it is, in words."""
+        """Return the first message that satisfies the condition, like `wait_for`; `what` describes the condition."""
         deadline_s = time.monotonic() + timeout_s
         seen = 0
         while True:
@@ -122,14 +122,14 @@ NULL_ENGINE = {"null_runner": True, "num_kv_blocks": 512, "max_model_len": 4096}
 
 
 def with_model(engine: dict[str, Any]) -> dict[str, Any]:
-    """Those that compute nothing have a model that starts in no time."""
+    """Set a model that starts quickly for engines without computation."""
     model = light_model() if engine.get("null_runner") else SMOLLM2
     return {"model": model, "served_names": [MODEL_NAME], **engine}
 
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
-    """`start_server(engine={...}, server={...})`: a server of its own, with a simulated device by default."""
+    """Return `start_server(engine={...}, server={...})`, which starts a server, by default with a simulated device."""
     started: list[ServerProcess] = []
 
     def _start(engine: dict[str, Any] | None = None, server: dict[str, Any] | None = None) -> ServerProcess:
@@ -145,7 +145,7 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 
 @pytest.fixture(scope="session")
 def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A ready server with the real scheduler, a simulated device and a real vocabulary, shared by all tests."""
+    """Return a ready server with the real scheduler, a simulated device and a real vocabulary, shared by all tests."""
     server = start(tmp_path_factory.mktemp("null"), {"model": SMOLLM2, **NULL_ENGINE}, {})
     server.wait_for("ready")
     yield server
@@ -154,7 +154,7 @@ def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
 
 @pytest.fixture(scope="session")
 def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A ready server of the embedded model, shared by all tests."""
+    """Return a ready server of the embedded model, shared by all tests."""
     engine = {"max_model_len": 1024, "num_kv_blocks": 512, "dtype": "float32", "num_threads": 1}
     server = start(tmp_path_factory.mktemp("model"), engine, {})
     server.wait_for("ready")
@@ -164,7 +164,7 @@ def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, so that any cut may fall inside a character."""
+    """Return a tokenizer with one token per byte, so that any cut may fall inside a character."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,4 +1,4 @@
-"""The real `anthropic` Python client against a real engine server with the embedded model."""
+"""The real `anthropic` Python client with a real engine server and the embedded model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TOOL: Any = {"name": "weather", "description": "The weather in a city.", "input_
 
 @pytest.fixture(scope="module")
 def client(model_server: Any) -> Iterator[anthropic.Anthropic]:
-    import anthropic  # takes a second, which only the worker that runs this needs to spend
+    import anthropic  # the import takes a second, which only the worker that runs this file needs
 
     with anthropic.Anthropic(base_url=model_server.url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
-def test_a_message_answers_the_question(client: anthropic.Anthropic) -> None:
+def test_a_message_gets_an_answer(client: anthropic.Anthropic) -> None:
     answer = client.messages.create(**ASK)
     (block,) = answer.content
     assert block.type == "text"
@@ -48,7 +48,7 @@ def test_a_stream_is_the_same_message(client: anthropic.Anthropic) -> None:
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_the_limit_and_a_history_with_tools_are_taken(client: anthropic.Anthropic) -> None:
+def test_a_token_limit_and_a_history_with_tools_are_accepted(client: anthropic.Anthropic) -> None:
     history: list[Any] = [
         *FRANCE,
         {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "weather", "input": {"a": 1}}]},
@@ -59,7 +59,7 @@ def test_the_limit_and_a_history_with_tools_are_taken(client: anthropic.Anthropi
     assert answer.usage.output_tokens <= 4
 
 
-def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
+def test_errors_have_the_clients_classes(client: anthropic.Anthropic) -> None:
     import anthropic
 
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
@@ -69,7 +69,7 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
         client.messages.create(**{**ASK, "messages": [image]})
 
 
-def test_a_schema_forms_the_answer(client: anthropic.Anthropic) -> None:
+def test_a_schema_constrains_the_answer(client: anthropic.Anthropic) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 12}},
@@ -87,13 +87,13 @@ def test_a_schema_forms_the_answer(client: anthropic.Anthropic) -> None:
     jsonschema.validate(json.loads(block.text), schema)
 
 
-def test_tokens_are_counted_before_they_are_sent(client: anthropic.Anthropic) -> None:
+def test_tokens_can_be_counted_in_advance(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=FRANCE, system="Be brief.").input_tokens
     answer = client.messages.create(model=MODEL, messages=FRANCE, system="Be brief.", max_tokens=1)
     assert counted == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
 
 
-def test_a_refused_body_has_the_shape_of_anthropics_errors(client: anthropic.Anthropic) -> None:
+def test_a_refused_body_has_anthropics_error_format(client: anthropic.Anthropic) -> None:
     import anthropic
 
     with pytest.raises(anthropic.BadRequestError) as caught:

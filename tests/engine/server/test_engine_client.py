@@ -1,4 +1,4 @@
-"""The HTTP process's half of the engine, on a channel that only records: refusals, names, late words."""
+"""The HTTP process's client of the engine, with a channel that only records: refusals, ids, and late messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = EngineConfig(model="m", max_num_waiting=8)
 
 
 class Inside:
-    """A client that believes its engine is ready; `sent` is what the engine process would have got."""
+    """A client whose engine is ready; `sent` contains the messages to the engine process."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.sent: list[Any] = []
@@ -63,7 +63,7 @@ def request(name: str = "a", **sampling: Any) -> GenerateRequest:
     )
 
 
-async def test_a_request_id_may_come_again_right_after_its_abort(inside: Inside) -> None:
+async def test_a_request_id_can_be_reused_right_after_its_abort(inside: Inside) -> None:
     first = inside.submit(request())
     inside.client.abort(first)
     second = inside.submit(request())
@@ -80,7 +80,7 @@ async def test_a_request_id_may_come_again_right_after_its_abort(inside: Inside)
     assert all(name.encode() not in frame.payload for frame in frames for name in names)
 
 
-async def test_a_request_id_that_is_running_is_refused(inside: Inside) -> None:
+async def test_the_id_of_a_running_request_is_refused(inside: Inside) -> None:
     inside.submit(request())
     with pytest.raises(PagemillError) as caught:
         inside.submit(request())
@@ -88,7 +88,7 @@ async def test_a_request_id_that_is_running_is_refused(inside: Inside) -> None:
     assert inside.client.num_requests == 1
 
 
-async def test_a_refusal_builds_no_rows(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_request_creates_no_sequences(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Admission, "admit")
     inside.submit(request("first", n=8))
     with pytest.raises(PagemillError) as caught:
@@ -96,7 +96,7 @@ async def test_a_refusal_builds_no_rows(inside: Inside, monkeypatch: pytest.Monk
     assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
 
 
-async def test_a_request_wider_than_the_queue_is_refused_without_a_retry(inside: Inside) -> None:
+async def test_a_request_with_more_sequences_than_the_queue_is_refused_without_retry_after(inside: Inside) -> None:
     with pytest.raises(PagemillError, match="at most 8") as caught:
         inside.submit(request(n=9))
     assert (caught.value.status, caught.value.param) == (400, "n")
@@ -107,10 +107,10 @@ async def test_a_request_wider_than_the_queue_is_refused_without_a_retry(inside:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_only_a_stream_that_is_not_read_ends_when_too_much_of_it_waits(
+async def test_only_an_unread_stream_ends_when_too_many_bytes_wait(
     inside: Inside, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """A whole body is one piece, as large as it is."""
+    """A whole body is one piece of any size."""
     monkeypatch.setattr("pagemill_engine.server.answer.MAX_UNREAD_BYTES", 2000)
     asked = msgspec.structs.replace(request("a", max_tokens=100, ignore_eos=True), stream=stream)
     read, unread = inside.submit(msgspec.structs.replace(asked, request_id="b")), inside.submit(asked)
@@ -131,8 +131,8 @@ async def test_only_a_stream_that_is_not_read_ends_when_too_much_of_it_waits(
     assert sum(len(frame.payload) for frame in frames) < 4000
 
 
-async def test_others_have_their_turn_while_messages_wait(inside: Inside) -> None:
-    """Else a server whose engine is ahead of it would answer no probe and hear of no client that leaves."""
+async def test_other_tasks_run_while_messages_wait(inside: Inside) -> None:
+    """Otherwise a server with a fast engine would answer no probe and notice no disconnect."""
     num_received = 0
 
     async def recv() -> StepOutputs:

@@ -1,4 +1,4 @@
-"""An engine without a gateway exports its own traces: the server's span, and the phases of its answer in it."""
+"""An engine without a gateway exports its own traces: the server's span with the phases of its answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def ready(start_server: Any, receiver: Receiver) -> Any:
 
 
 async def ended(server: Any) -> None:
-    """An engine sends its last spans before it ends."""
+    """Wait until the engine has ended, because it sends its last spans before that."""
     server.process.terminate()
     async with asyncio.timeout(WAIT_LIMIT_S):
         assert await asyncio.to_thread(server.wait_exit) == 0
@@ -80,9 +80,7 @@ async def test_a_request_to_an_engine_is_a_server_span_with_the_phases_of_its_an
     assert "secret" not in str(receiver.spans)
 
 
-async def test_an_engine_traces_refusals_with_their_error_and_nothing_that_the_client_does_not_sample(
-    start_server, receiver
-) -> None:
+async def test_refusals_are_traced_with_their_error_and_unsampled_requests_are_not(start_server, receiver) -> None:
     server = await ready(start_server, receiver)
     assert await ask(server, UNSAMPLED) == 200
     assert await ask(server, {}, max_tokens=-1) == 400
@@ -94,7 +92,7 @@ async def test_an_engine_traces_refusals_with_their_error_and_nothing_that_the_c
     assert root["attributes"]["error.type"]
 
 
-def test_an_engine_refuses_a_receiver_that_is_no_url(start_server) -> None:
+def test_a_receiver_that_is_not_a_url_is_refused(start_server) -> None:
     server = start_server(server={"tracing": {"endpoint": "collector:4317"}})
     assert server.wait_exit() == 1
     assert "tracing.endpoint: 'collector:4317' does not begin with http://" in server.stderr()

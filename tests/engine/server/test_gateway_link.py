@@ -31,7 +31,7 @@ MODEL = "SmolLM2-135M-Instruct"
 
 
 class Link:
-    """A gateway's end."""
+    """The gateway's end of a link."""
 
     def __init__(self, server: Any, *, token: str | None = None) -> None:
         url = httpx.URL(server.url)
@@ -53,14 +53,14 @@ class Link:
         self.socket.sendall(encode_record(Kind.REQUEST, number))
 
     def read_until(self, *ended: int) -> None:
-        """These streams are over."""
+        """Read until these streams have ended."""
         while not set(ended) <= {number for kind, number, _ in self.records if kind in (Kind.END, Kind.REFUSED)}:
             data = self.socket.recv(1 << 20)
-            assert data, "the engine hung up"
+            assert data, "the engine closed the connection"
             self.records += self._decoder.feed(data)
 
     def read_now(self, limit_s: float) -> None:
-        """What comes without a pause of `limit_s`."""
+        """Read everything that arrives without a pause of `limit_s` seconds."""
         self.socket.settimeout(limit_s)
         try:
             while data := self.socket.recv(1 << 20):
@@ -103,7 +103,7 @@ def a_request(request_id: str, **fields: Any) -> GenerateRequest:
     return GenerateRequest(request_id=request_id, model=MODEL, **{**defaults, **fields})
 
 
-def test_answers_over_a_link_are_those_over_http(link: Link, null_server: Any) -> None:
+def test_answers_over_a_link_equal_those_over_http(link: Link, null_server: Any) -> None:
     for number in (1, 2, 3):
         link.send(number, a_request(f"link-{number}", response_id="same"))
     link.read_until(1, 2, 3)
@@ -119,7 +119,7 @@ def test_answers_over_a_link_are_those_over_http(link: Link, null_server: Any) -
         assert frames[-1][0].last
 
 
-def test_a_link_needs_the_token_and_the_offer(null_server: Any) -> None:
+def test_a_link_requires_the_token_and_the_upgrade_header(null_server: Any) -> None:
     stranger = Link(null_server, token="wrong")
     stranger.socket.close()
     assert stranger.status == 401
@@ -128,12 +128,12 @@ def test_a_link_needs_the_token_and_the_offer(null_server: Any) -> None:
     assert LINK_PROTOCOL in without_offer.json()["error"]["message"]
 
 
-def test_another_protocol_is_not_taken_over(null_server: Any) -> None:
+def test_another_protocol_is_not_accepted(null_server: Any) -> None:
     offer = {"Connection": "Upgrade", "Upgrade": "websocket"}
     assert httpx.get(null_server.url + LINK_PATH, headers={**null_server.auth, **offer}).status_code == 426
 
 
-def test_a_request_is_refused_as_over_http_and_the_link_goes_on(link: Link) -> None:
+def test_a_request_is_refused_like_over_http_and_the_link_continues(link: Link) -> None:
     link.socket.sendall(encode_record(Kind.REQUEST, 1, b"no msgpack"))
     link.send(2, a_request("too-long", prompt_token_ids=list(range(100_000))))
     link.send(3, a_request("other", weights_digest="other"))
@@ -144,7 +144,7 @@ def test_a_request_is_refused_as_over_http_and_the_link_goes_on(link: Link) -> N
     assert link.kinds(4)[-1] == Kind.END
 
 
-def test_a_large_request_comes_in_parts_and_one_beyond_the_limit_is_refused(link: Link) -> None:
+def test_a_large_request_arrives_in_parts_and_one_beyond_the_limit_is_refused(link: Link) -> None:
     raw = msgspec.msgpack.encode(a_request("parts"))
     for piece in (raw[:10], raw[10:20]):
         link.socket.sendall(encode_record(Kind.REQUEST_PART, 1, piece))
@@ -169,7 +169,7 @@ def test_a_cancelled_request_and_those_of_a_closed_link_are_aborted(null_server:
     wait_until(lambda: httpx.get(null_server.url + "/load", headers=null_server.auth).json()["server_load"] == 0)
 
 
-def test_what_is_not_credited_is_not_sent_and_other_streams_go_on(link: Link) -> None:
+def test_bytes_beyond_the_credit_are_not_sent_and_other_streams_continue(link: Link) -> None:
     large = SamplingParams(max_tokens=400, seed=1, ignore_eos=True, logprobs=20)
     link.send(1, a_request("large", sampling=large))
     wait_until(lambda: (link.read_now(0.5), link.num_bytes(1) == WINDOW_BYTES)[1])
@@ -181,7 +181,7 @@ def test_what_is_not_credited_is_not_sent_and_other_streams_go_on(link: Link) ->
     assert link.frames(1)[-1][0].last
 
 
-def test_a_stopped_engine_ends_its_streams_with_an_error_and_closes_its_links(start_server: Any) -> None:
+def test_an_engine_that_stops_ends_its_streams_with_an_error_and_closes_its_links(start_server: Any) -> None:
     server = start_server(server={"drain_timeout_s": 0.2})
     server.wait_for("ready")
     link = Link(server)

@@ -1,5 +1,4 @@
-"""`LLM` and `AsyncLLM` of a model in several files that comes over a network: loaded while it is fetched, and one clear
-error, of the fetch, where it does not come."""
+"""`LLM` and `AsyncLLM` load a model of several files during its download, or report the error of the download."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def origin(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
-    """With nothing slow about it."""
+    """Return an origin without delays."""
     with from_registry(folder, tmp_path, monkeypatch) as origin:
         origin.proxy.bytes_per_s = float("inf")
         yield origin
@@ -46,7 +45,7 @@ def published(origin: Origin) -> list[Path]:
     return list(origin.cache.glob("[!.]*/config.json"))
 
 
-def test_weights_are_read_while_the_rest_is_fetched(
+def test_weights_are_read_while_the_rest_is_downloaded(
     origin: Origin, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
@@ -67,7 +66,7 @@ def test_weights_are_read_while_the_rest_is_fetched(
     assert text == text_of(str(folder))
 
 
-def test_content_of_another_digest_is_the_fetchs_error_and_only_that_file_comes_again(
+def test_a_wrong_digest_is_an_error_of_the_download_and_only_that_file_is_downloaded_again(
     origin: Origin, folder: Path
 ) -> None:
     mend = damage(origin.server, folder, FILES[2])
@@ -81,7 +80,7 @@ def test_content_of_another_digest_is_the_fetchs_error_and_only_that_file_comes_
     assert origin.proxy.sent_bytes - before < weight_bytes(folder)
 
 
-def test_a_disk_that_fills_while_weights_arrive_is_named(
+def test_a_disk_that_becomes_full_during_the_download_is_reported(
     origin: Origin, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = PartFile.write
@@ -98,14 +97,14 @@ def test_a_disk_that_fills_while_weights_arrive_is_named(
     assert not published(origin)
 
 
-def test_a_download_that_is_cut_goes_on_where_it_stopped(origin: Origin, folder: Path) -> None:
+def test_a_download_that_is_interrupted_is_resumed(origin: Origin, folder: Path) -> None:
     origin.server.cuts = [200_000] * 3
     assert text_of(origin.source) == text_of(str(folder))
     assert origin.server.cuts == []
     assert origin.proxy.sent_bytes < weight_bytes(folder) * 1.3
 
 
-async def test_async_llm_loads_what_is_there_and_says_why_the_rest_does_not_come(origin: Origin, folder: Path) -> None:
+async def test_async_llm_loads_available_files_and_reports_why_others_are_missing(origin: Origin, folder: Path) -> None:
     mend = damage(origin.server, folder, FILES[-1])
     async with AsyncLLM(origin.source, **SETTINGS) as llm:
         with pytest.raises(SourceError, match=f"`{FILES[-1]}` arrived damaged"):

@@ -1,4 +1,4 @@
-"""`LLM.embed` and `LLM.score`: vLLM's names, equal to transformers, refusals by name."""
+"""`LLM.embed` and `LLM.score` have vLLM's names, equal transformers, and refuse unsupported arguments by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_embeddings_equal_transformers_and_scores_are_their_cosines(tmp_path: Pa
     torch.testing.assert_close(cosines, expected[1:] @ expected[0], atol=3e-6, rtol=0)
 
 
-def test_a_cross_encoder_scores_pairs_and_cuts_the_longer_text(tmp_path: Path) -> None:
+def test_a_cross_encoder_scores_pairs_and_truncates_the_longer_text(tmp_path: Path) -> None:
     model = write_encoder(*CLASSIFIERS["bert"], tmp_path)
     write_wordpiece(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The offline API: the names vLLM users know, in this process, on the embedded model."""
+"""The offline API with vLLM's names, in this process, with the embedded model."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ def test_generate_returns_one_output_per_prompt_in_order(llm: LLM, capfd: pytest
     assert (first.logprobs, first.cumulative_logprob) == (None, None)
     assert outputs[0].finished
     tokenizer = llm.get_tokenizer()
-    assert isinstance(tokenizer, PreTrainedTokenizerBase), "Hugging Face's own, where transformers is installed"
+    assert isinstance(tokenizer, PreTrainedTokenizerBase), (
+        "the text must be that of Hugging Face, if transformers is installed"
+    )
     assert tokenizer.decode(first.token_ids) == first.text
     assert "Processed prompts" in capfd.readouterr().err
 
 
-def test_a_single_prompt_as_text_or_ids_gives_the_same(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_single_prompt_as_text_or_as_ids_gives_the_same_output(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     (as_text,) = llm.generate("The capital of France is", GREEDY, use_tqdm=False)
     token_ids = as_text.prompt_token_ids
     for prompt in (token_ids, [token_ids], {"prompt_token_ids": token_ids}, {"prompt": as_text.prompt}):
@@ -64,7 +66,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
         llm.generate(["One"], params)
 
 
-def test_logprobs_come_with_ranks_and_add_up(llm: LLM) -> None:
+def test_logprobs_have_ranks_and_add_up(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3)
     choice = llm.generate("The capital of France is", params, use_tqdm=False)[0].outputs[0]
     assert choice.logprobs is not None
@@ -76,14 +78,14 @@ def test_logprobs_come_with_ranks_and_add_up(llm: LLM) -> None:
     assert all(len(position) == 3 for position in choice.logprobs)
 
 
-def test_a_stop_string_cuts_text_and_tokens(llm: LLM) -> None:
+def test_a_stop_string_truncates_text_and_tokens(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, stop=[" 9,"])
     choice = llm.generate("1, 2, 3, 4, 5, 6,", params, use_tqdm=False)[0].outputs[0]
     assert (choice.text, choice.finish_reason, choice.stop_reason) == (" 7, 8,", "stop", " 9,")
     assert len(choice.token_ids) < 40
 
 
-def test_one_stop_string_is_not_taken_as_its_letters(llm: LLM) -> None:
+def test_a_single_stop_string_is_not_split_into_letters(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, stop=" 9,")  # type: ignore[arg-type]
     choice = llm.generate("1, 2, 3, 4, 5, 6,", params, use_tqdm=False)[0].outputs[0]
     assert (choice.text, choice.finish_reason, choice.stop_reason) == (" 7, 8,", "stop", " 9,")
@@ -144,7 +146,7 @@ def test_beam_search_returns_its_beams_best_first(llm: LLM) -> None:
     assert one.sequences[0].tokens == greedy.prompt_token_ids + greedy.outputs[0].token_ids
 
 
-def test_best_of_returns_the_likeliest_candidates(llm: LLM) -> None:
+def test_best_of_returns_the_most_likely_candidates(llm: LLM) -> None:
     params = SamplingParams(n=6, max_tokens=6, temperature=1.0, seed=3, logprobs=0, ignore_eos=True)
     (all_six,) = llm.generate("The sky", params, use_tqdm=False)
     ranked = sorted(all_six.outputs, key=lambda choice: -(choice.cumulative_logprob or 0.0))
@@ -165,14 +167,14 @@ def test_a_refused_prompt_leaves_the_model_usable(llm: LLM) -> None:
         cpu_s = time.process_time()
         with pytest.raises(PagemillError, match=r"2000\d* bytes of text and at most"):
             ask()
-        assert time.process_time() - cpu_s < 1.0, "it takes three seconds to tokenize"
+        assert time.process_time() - cpu_s < 1.0, "tokenizing the prompt would take three seconds"
     with pytest.raises(PagemillError) as wrong:
         llm.generate("fine", SamplingParams(temperature=float("nan")), use_tqdm=False)
     assert wrong.value.param == "temperature"
     assert llm.generate("The capital of France is", GREEDY, use_tqdm=False)[0].outputs[0].text.startswith(" Paris")
 
 
-def test_unknown_and_wrong_settings_are_named() -> None:
+def test_unknown_and_invalid_settings_are_named() -> None:
     with pytest.raises(TypeError, match="max_modle_len"):
         LLM(model=SMOLLM2, max_modle_len=512)
     with pytest.raises(TypeError, match="block_size"):
@@ -181,7 +183,7 @@ def test_unknown_and_wrong_settings_are_named() -> None:
         LLM(model=SMOLLM2, max_num_seqs=0)
 
 
-def test_a_closed_model_says_so() -> None:
+def test_a_closed_model_raises_an_error_that_says_so() -> None:
     llm = LLM(model=SMOLLM2, null_runner=True)
     llm.close()
     llm.close()
@@ -189,7 +191,7 @@ def test_a_closed_model_says_so() -> None:
         llm.generate("x", use_tqdm=False)
 
 
-def test_importing_pagemill_and_its_llm_imports_no_torch() -> None:
+def test_importing_pagemill_and_its_llm_class_imports_no_torch() -> None:
     code = "import sys; from pagemill import LLM, SamplingParams; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
@@ -206,7 +208,7 @@ def test_prompt_logprobs_are_those_of_the_prompts_tokens(llm: LLM) -> None:
     assert last is not None
     chosen = last[output.prompt_token_ids[-1]]
     assert (chosen.rank, chosen.decoded_token) == (1, " Paris")
-    assert len(last) == 2, "the token itself is one of the two most likely"
+    assert len(last) == 2, "the token is one of the two most likely"
     (plain,) = llm.generate("The capital of France is Paris", GREEDY, use_tqdm=False)
     assert plain.prompt_logprobs is None
 
@@ -225,7 +227,7 @@ def test_bad_words_allowed_and_named_tokens_work_offline(llm: LLM) -> None:
         answer(logprob_token_ids=[49152])
 
 
-def test_structured_outputs_hold_each_answer_to_its_form(llm: LLM) -> None:
+def test_structured_outputs_constrain_each_answer(llm: LLM) -> None:
     forms = [{"choice": ["red", "green"]}, {"regex": "[0-9]{4}"}, {"json": {"const": {"a": 1}}}]
     params = [SamplingParams(max_tokens=200, seed=1, structured_outputs=StructuredOutputsParams(**f)) for f in forms]
     outputs = llm.generate(["Say"] * 3, params, use_tqdm=False)
@@ -235,7 +237,7 @@ def test_structured_outputs_hold_each_answer_to_its_form(llm: LLM) -> None:
     assert json.loads(texts[2]) == {"a": 1}
 
 
-def test_bad_words_hold_within_a_form(llm: LLM) -> None:
+def test_bad_words_apply_within_a_form(llm: LLM) -> None:
     def answer(**fields: Any) -> str:
         form = StructuredOutputsParams(choice=["red", "green"])
         sampling = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=form, **fields)
@@ -244,14 +246,16 @@ def test_bad_words_hold_within_a_form(llm: LLM) -> None:
 
     first = answer()
     other = "green" if first == "red" else "red"
-    assert answer(bad_words=[first[: end + 1] for end in range(len(first))]) == other, "however it is spelled"
+    assert answer(bad_words=[first[: end + 1] for end in range(len(first))]) == other, (
+        "no spelling of the word may appear"
+    )
     form = StructuredOutputsParams(choice=["red", "green"])
     (refused,) = llm.generate("Say", SamplingParams(structured_outputs=form, allowed_token_ids=[28]), use_tqdm=False)
     assert refused.outputs[0].finish_reason == "error"
     assert "leave no token that may follow" in str(refused.outputs[0].stop_reason)
 
 
-def test_a_form_that_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM) -> None:
+def test_a_form_that_cannot_be_compiled_is_refused_before_any_request_runs(llm: LLM) -> None:
     for form, reason in (({"json": {"type": "nonsense"}}, "nonsense"), ({"regex": "(?=a)"}, "look-ahead")):
         with pytest.raises(PagemillError, match=reason):
             llm.generate("Say", SamplingParams(structured_outputs=StructuredOutputsParams(**form)), use_tqdm=False)
@@ -259,7 +263,7 @@ def test_a_form_that_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM
         StructuredOutputsParams(regex="a", choice=["b"])
 
 
-def test_without_parameters_the_models_own_values_are_used(tmp_path: Path) -> None:
+def test_without_parameters_the_models_sampling_defaults_are_used(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path, vocab_size=256)
     (tmp_path / "tokenizer.json").write_text(byte_bundle().tokenizer_json)
     (tmp_path / "generation_config.json").write_text(
@@ -271,7 +275,9 @@ def test_without_parameters_the_models_own_values_are_used(tmp_path: Path) -> No
         assert first == second
         assert len(first) == 3 or first[-1] in (7, 9)
         given = SamplingParams(max_tokens=5, ignore_eos=True)
-        assert len(own.generate("ab", given, use_tqdm=False)[0].outputs[0].token_ids) == 5, "exactly as given"
+        assert len(own.generate("ab", given, use_tqdm=False)[0].outputs[0].token_ids) == 5, (
+            "parameters must be used exactly as given"
+        )
     with LLM(tmp_path, num_kv_blocks=16, generation_config="vllm", generation_defaults={"top_k": 2}) as plain:
         assert plain.get_default_sampling_params() == SamplingParams(top_k=2)
     with pytest.raises(TypeError, match="generation_config"):

@@ -1,4 +1,4 @@
-"""What an engine exports before its first request: tools look for vLLM's names once, at their start."""
+"""Metrics that an engine exports before its first request, because tools look for vLLM's names once, at their start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pagemill_engine.server.metrics import ServerMetrics
         "vllm:num_requests_running",
     ],
 )
-def test_vllms_series_begin_at_zero(series: str) -> None:
+def test_vllms_series_start_at_zero(series: str) -> None:
     lines = ServerMetrics("m", EngineConfig(model="m")).scrape("").body.decode().splitlines()
     (line,) = [each for each in lines if each.startswith(series)]
     assert line.endswith(" 0.0")

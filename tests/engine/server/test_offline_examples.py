@@ -1,4 +1,4 @@
-"""Every script in examples/offline runs as it is written. All `LLM`s are one, so that the model loads once."""
+"""Every script in examples/offline runs unchanged. All scripts share one `LLM`, so that the model is loaded once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PRINTS = {
     "structured_regex": ("@example.",),
     "tokenizer": ("Paris",),
 }
-"""Parts of what a script prints, by its name; each prints something."""
+"""Parts of a script's output, by its name; each script prints something."""
 
 pytestmark = pytest.mark.model
 
@@ -50,7 +50,7 @@ def test_the_script_runs(
     script: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shared(model: str, **settings: Any) -> LLM:
-        config_of(model, settings)  # arguments are checked as they would be
+        config_of(model, settings)  # arguments are checked like those of a new `LLM`
         return llm
 
     monkeypatch.setattr(pagemill, "LLM", shared)

@@ -1,4 +1,4 @@
-"""The real `openai` Python client against a real engine server with the embedded model."""
+"""The real `openai` Python client with a real engine server and the embedded model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-def test_a_chat_answers_the_question(client: openai.OpenAI) -> None:
+def test_a_chat_gets_an_answer(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=24)
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
@@ -37,7 +37,7 @@ def test_a_chat_answers_the_question(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_a_stream_is_the_same_text_and_ends_with_usage(client: openai.OpenAI) -> None:
+def test_a_stream_has_the_same_text_and_ends_with_usage(client: openai.OpenAI) -> None:
     arguments: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 24}
     whole = client.chat.completions.create(**arguments)
     chunks = list(client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
@@ -51,7 +51,7 @@ def test_a_stream_is_the_same_text_and_ends_with_usage(client: openai.OpenAI) ->
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_a_repeated_prompt_is_found_in_the_prefix_cache(client: openai.OpenAI) -> None:
+def test_a_repeated_prompt_uses_the_prefix_cache(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "Remember these words: " + "apple pear plum " * 10}]
     usages = [
         client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, temperature=0).usage
@@ -63,7 +63,7 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(client: openai.OpenAI) -
     )
 
 
-def test_a_completion_continues_and_echoes(client: openai.OpenAI) -> None:
+def test_a_completion_continues_and_echoes_its_prompt(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=4, echo=True
     )
@@ -71,7 +71,7 @@ def test_a_completion_continues_and_echoes(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_four_choices_differ_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
+def test_four_choices_differ_and_a_seed_reproduces_them(client: openai.OpenAI) -> None:
     def sample(seed: int) -> list[str]:
         answer = client.completions.create(
             model=MODEL, prompt="Once upon a time", n=4, seed=seed, temperature=1.0, max_tokens=8
@@ -85,7 +85,7 @@ def test_four_choices_differ_and_a_seed_repeats_them(client: openai.OpenAI) -> N
     assert sample(8) != first
 
 
-def test_four_choices_stream_side_by_side(client: openai.OpenAI) -> None:
+def test_four_choices_are_streamed_concurrently(client: openai.OpenAI) -> None:
     texts = dict.fromkeys(range(4), "")
     reasons = {}
     stream = client.chat.completions.create(
@@ -110,7 +110,7 @@ def test_chat_logprobs_are_log_probabilities_of_the_answer(client: openai.OpenAI
     for entry in logprobs.content:
         assert entry.logprob <= 0
         assert [top.logprob for top in entry.top_logprobs] == sorted(top.logprob for top in entry.top_logprobs)[::-1]
-        assert entry.top_logprobs[0].token == entry.token  # greedy
+        assert entry.top_logprobs[0].token == entry.token  # greedy decoding
         assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + 1e-5
 
 
@@ -126,10 +126,10 @@ def test_completion_logprobs_have_offsets_into_the_text(client: openai.OpenAI) -
         assert text[offset:].startswith(token)
 
 
-def test_an_echo_with_logprobs_scores_the_prompt_as_prompt_logprobs_do(client: openai.OpenAI) -> None:
+def test_an_echo_with_logprobs_scores_the_prompt_like_prompt_logprobs(client: openai.OpenAI) -> None:
     prompt = "The capital of France is Paris"
     extra = {"prompt_logprobs": 1, "return_token_ids": True}
-    for _ in range(2):  # the second time the prompt is cached
+    for _ in range(2):  # the second time, the prompt is cached
         answer = client.completions.create(
             model=MODEL, prompt=prompt, echo=True, logprobs=1, max_tokens=0, extra_body=extra
         )
@@ -144,7 +144,7 @@ def test_an_echo_with_logprobs_scores_the_prompt_as_prompt_logprobs_do(client: o
     assert choice.model_extra["token_ids"] == []
     scored = [None, *(at[str(token_id)]["logprob"] for token_id, at in zip(ids[1:], entries[1:], strict=True))]
     assert choice.logprobs.token_logprobs == scored
-    assert entries[-1][str(ids[-1])]["rank"] == 1, "Paris is the most likely"
+    assert entries[-1][str(ids[-1])]["rank"] == 1, "Paris must be the most likely answer"
     assert entries[-1][str(ids[-1])]["decoded_token"] == " Paris"
 
 
@@ -152,7 +152,7 @@ def test_an_echo_with_logprobs_scores_the_prompt_as_prompt_logprobs_do(client: o
 def test_an_evaluation_reads_the_likelihood_of_a_continuation_from_an_echo(
     client: openai.OpenAI, max_tokens: int
 ) -> None:
-    """As lm-eval does: token ids of context and continuation, and what stands behind the context."""
+    """lm-eval sends token ids of context and continuation, and reads the positions after the context."""
     capital = client.completions.create(
         model=MODEL,
         prompt="The capital of France is",
@@ -215,7 +215,7 @@ def test_named_tokens_are_scored_at_each_position(client: openai.OpenAI) -> None
 
 @pytest.mark.sample("*True")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_text_before_itself(client: openai.OpenAI, stream: bool) -> None:
+def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, stream: bool) -> None:
     arguments: dict[str, Any] = {"model": MODEL, "prompt": "1, 2, 3, 4, 5, 6,", "temperature": 0, "max_tokens": 40}
     whole = client.completions.create(**arguments).choices[0].text
     assert " 9," in whole
@@ -258,7 +258,7 @@ def test_internal_routes_raise_authentication_errors(model_server: Any) -> None:
         stranger.post("/internal/generate", body={}, cast_to=object)
 
 
-async def test_many_clients_at_once_get_the_answers_they_would_get_alone(model_server: Any) -> None:
+async def test_concurrent_clients_get_the_answers_that_they_get_alone(model_server: Any) -> None:
     import asyncio
 
     prompts = [f"{count} plus {count} is" for count in range(12)]
@@ -275,7 +275,7 @@ async def test_many_clients_at_once_get_the_answers_they_would_get_alone(model_s
 
 @pytest.mark.sample("*True")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_format_holds_the_answer_to_its_schema(client: openai.OpenAI, stream: bool) -> None:
+def test_a_response_format_constrains_the_answer_to_its_schema(client: openai.OpenAI, stream: bool) -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -308,7 +308,9 @@ def test_a_response_format_holds_the_answer_to_its_schema(client: openai.OpenAI,
 @pytest.mark.parametrize(
     ("fields", "expected"), [({"stop": ["Paris"]}, "Paris"), ({"stop_token_ids": [7042]}, 7042), ({}, None)]
 )
-def test_the_answer_says_which_stop_ended_it(client: openai.OpenAI, stream: bool, fields: Any, expected: Any) -> None:
+def test_the_answer_names_the_stop_condition_that_ended_it(
+    client: openai.OpenAI, stream: bool, fields: Any, expected: Any
+) -> None:
     arguments: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24, "extra_body": fields}
     for create, prompt in (
         (client.chat.completions.create, {"messages": FRANCE}),
@@ -321,7 +323,7 @@ def test_the_answer_says_which_stop_ended_it(client: openai.OpenAI, stream: bool
         assert not any(hasattr(choice, "stop_reason") for choice in choices[:-1])
 
 
-def test_an_engine_alone_forces_a_call(client: openai.OpenAI) -> None:
+def test_an_engine_without_a_gateway_supports_forced_calls(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"const": 1}}}}}
     answer = client.chat.completions.create(
         model=MODEL,
@@ -355,14 +357,14 @@ def test_a_pydantic_model_is_parsed_from_the_answer(client: openai.OpenAI) -> No
         ({"guided_json": {"const": 5}}, "5"),
     ],
 )
-def test_the_forms_of_vllm_are_held_in_both_dialects(client: openai.OpenAI, form: Any, expected: str) -> None:
+def test_the_forms_of_vllm_apply_in_both_dialects(client: openai.OpenAI, form: Any, expected: str) -> None:
     completion = client.completions.create(model=MODEL, prompt="Say", max_tokens=20, extra_body=form)
     assert re.fullmatch(expected, completion.choices[0].text)
     chat = client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=20, extra_body=form)
     assert re.fullmatch(expected, chat.choices[0].message.content or "")
 
 
-def test_a_response_answers_the_question_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_a_response_is_returned_as_body_and_as_stream(client: openai.OpenAI) -> None:
     arguments: dict[str, Any] = {"model": MODEL, "input": FRANCE, "temperature": 0, "max_output_tokens": 24}
     whole = client.responses.create(**arguments)
     assert "Paris" in whole.output_text
@@ -385,8 +387,8 @@ def test_a_response_is_parsed_into_the_clients_own_class(client: openai.OpenAI) 
     assert isinstance(parsed.output_parsed, City)
 
 
-def test_a_response_that_the_limit_ends_is_incomplete(client: openai.OpenAI) -> None:
-    goes_on = {"ignore_eos": True}  # by chance the third token ends the text
+def test_a_response_that_reaches_the_limit_is_incomplete(client: openai.OpenAI) -> None:
+    goes_on = {"ignore_eos": True}  # the third token happens to end the text
     answer = client.responses.create(
         model=MODEL, input="Count from one to ninety.", max_output_tokens=3, extra_body=goes_on
     )

@@ -1,4 +1,4 @@
-"""One choice from tokens to text: any chunking gives the same, overshoot is dropped, a resume loses nothing."""
+"""One choice from tokens to text: independent of chunks, without overshoot, and resumed without loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chunks(token_ids: Sequence[int], sizes: list[int]) -> list[Sequence[int]]:
 
 
 def run(choice: ChoiceOutput, pieces: list[Sequence[int]]) -> tuple[str, list[int]]:
-    """Push all pieces, the last one with the engine's "length"."""
+    """Push all pieces, the last one with the engine's finish reason "length"; return text and tokens."""
     text, token_ids = "", []
     for index, piece in enumerate(pieces):
         delta = choice.push(piece, None, "length" if index == len(pieces) - 1 else None)
@@ -61,7 +61,7 @@ def test_any_chunking_gives_the_same_text_tokens_and_reason(
 
 
 @given(TEXT, STOPS, st.integers(0, 60), CUTS)
-def test_a_resumed_choice_continues_without_a_gap_or_a_repeat(
+def test_a_resumed_choice_continues_without_gaps_or_repeats(
     byte_tokenizer: Tokenizer, text: str, stops: list[str], broken_after: int, sizes: list[int]
 ) -> None:
     token_ids = byte_tokenizer.encode(text) if text else []
@@ -79,7 +79,7 @@ def test_a_resumed_choice_continues_without_a_gap_or_a_repeat(
     assert second.num_text_chars == len(uninterrupted)
 
 
-def test_overshoot_reaches_neither_text_nor_tokens_nor_logprobs(byte_tokenizer: Tokenizer) -> None:
+def test_overshoot_appears_neither_in_text_nor_in_tokens_nor_in_logprobs(byte_tokenizer: Tokenizer) -> None:
     choice = ChoiceOutput(byte_tokenizer, [], params(["END"], logprobs=0))
     token_ids = byte_tokenizer.encode("one END two")
     logprobs = [LogprobsOut([token_id], [-1.0], 1) for token_id in token_ids]
@@ -90,7 +90,7 @@ def test_overshoot_reaches_neither_text_nor_tokens_nor_logprobs(byte_tokenizer: 
     assert choice.push(byte_tokenizer.encode("more"), None, "length").text == ""
 
 
-def test_the_stop_string_stays_when_the_client_asked_for_it(byte_tokenizer: Tokenizer) -> None:
+def test_the_stop_string_is_included_if_the_client_asked_for_it(byte_tokenizer: Tokenizer) -> None:
     choice = ChoiceOutput(byte_tokenizer, [], params(["END"], include_stop_str_in_output=True))
     assert choice.push(byte_tokenizer.encode("one END two")).text == "one END"
 
@@ -110,7 +110,7 @@ def test_a_stop_token_is_counted_and_named_but_not_shown(byte_tokenizer: Tokeniz
     assert shown.push(byte_tokenizer.encode("hi!"), None, "stop").text == "hi!"
 
 
-def test_half_a_character_is_held_until_it_is_whole_or_the_choice_ends(byte_tokenizer: Tokenizer) -> None:
+def test_half_a_character_is_held_until_it_is_complete_or_the_choice_ends(byte_tokenizer: Tokenizer) -> None:
     choice = ChoiceOutput(byte_tokenizer, [], params())
     euro = byte_tokenizer.encode("€")
     assert choice.push(euro[:2]).text == ""
@@ -118,14 +118,14 @@ def test_half_a_character_is_held_until_it_is_whole_or_the_choice_ends(byte_toke
     assert choice.push(euro[:1], None, "length").text == "�"
 
 
-def test_a_stop_string_that_the_last_flush_completes_still_stops(byte_tokenizer: Tokenizer) -> None:
+def test_a_stop_string_completed_by_the_last_flush_still_stops(byte_tokenizer: Tokenizer) -> None:
     choice = ChoiceOutput(byte_tokenizer, [], params(["�"]))
     delta = choice.push([*byte_tokenizer.encode("a"), byte_tokenizer.encode("€")[0]], None, "length")
     assert (delta.text, choice.finish_reason) == ("a", "stop")
-    assert not choice.stopped_by_text  # the engine has ended it already
+    assert not choice.stopped_by_text  # the engine has already ended the choice
 
 
-def test_a_resume_that_already_holds_the_stop_string_ends_at_the_next_output(byte_tokenizer: Tokenizer) -> None:
+def test_a_resumed_choice_that_contains_the_stop_string_ends_at_the_next_output(byte_tokenizer: Tokenizer) -> None:
     resume = ChoiceResume(0, byte_tokenizer.encode("one END"), num_text_chars=2)
     choice = ChoiceOutput(byte_tokenizer, [], params(["END"]), resume)
     delta = choice.push(byte_tokenizer.encode("x"))
@@ -133,7 +133,7 @@ def test_a_resume_that_already_holds_the_stop_string_ends_at_the_next_output(byt
     assert choice.stopped_by_text
 
 
-def test_a_resume_behind_a_stop_token_does_not_show_it(byte_tokenizer: Tokenizer) -> None:
+def test_a_choice_resumed_after_a_stop_token_does_not_show_it(byte_tokenizer: Tokenizer) -> None:
     (stop_id,) = byte_tokenizer.encode("!")
     resume = ChoiceResume(0, byte_tokenizer.encode("hi!"), num_text_chars=1)
     choice = ChoiceOutput(byte_tokenizer, [], params(stop_token_ids=[stop_id]), resume)
@@ -147,7 +147,7 @@ def test_a_resume_behind_a_stop_token_does_not_show_it(byte_tokenizer: Tokenizer
     assert early.push(byte_tokenizer.encode("x"), None, "length").text == "i!x"
 
 
-def test_a_finished_choice_of_a_resume_counts_its_tokens_and_says_nothing(byte_tokenizer: Tokenizer) -> None:
+def test_a_finished_choice_of_a_resumed_answer_counts_its_tokens_and_sends_nothing(byte_tokenizer: Tokenizer) -> None:
     resume = ChoiceResume(0, byte_tokenizer.encode("done"), num_text_chars=4, finished=True)
     choice = ChoiceOutput(byte_tokenizer, [], params(), resume)
     assert (choice.finish_reason, choice.num_tokens) == ("stop", 4)

@@ -1,4 +1,4 @@
-"""One request's way out: events, bodies and the meta a gateway keeps."""
+"""One request's output: events, bodies, and the metadata that a gateway keeps."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def out(tokenizer: Tokenizer, text: str, choice: int = 0, finish: Any = None, **
 
 
 def events(frames: list[Frame]) -> list[Any]:
-    """The JSON of each SSE event; `[DONE]` stays text."""
+    """Return the JSON of each SSE event; `[DONE]` stays text."""
     payload = b"".join(frame.payload for frame in frames).decode()
     assert payload == "" or payload.endswith("\n\n")
     lines = [event.removeprefix("data: ") for event in payload.split("\n\n") if event]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-def test_a_streamed_chat_has_a_role_once_a_reason_once_and_a_lone_end(byte_tokenizer: Tokenizer) -> None:
+def test_a_streamed_chat_has_one_role_one_finish_reason_and_a_separate_end(byte_tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(make_request(include_usage=True), byte_tokenizer)
     progress = [
         processor.push(out(byte_tokenizer, "Hel", num_cached_tokens=2, queue_s=0.25)),
@@ -79,7 +79,7 @@ def test_continuous_usage_counts_the_tokens_of_each_choice_in_every_chunk(
     assert (last["choices"], last["usage"]["completion_tokens"], done) == ([], 6, "[DONE]")
 
 
-def test_text_that_may_become_a_stop_string_is_a_frame_without_an_event(byte_tokenizer: Tokenizer) -> None:
+def test_text_that_may_become_a_stop_string_gives_a_frame_without_an_event(byte_tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(make_request(SamplingParams(stop=["</s>"], max_tokens=None)), byte_tokenizer)
     held = processor.push(out(byte_tokenizer, "</"))
     assert (held.frames[0].payload, held.frames[0].meta.position, held.frames[0].meta.num_text_chars) == (b"", 2, 0)
@@ -91,7 +91,7 @@ def test_text_that_may_become_a_stop_string_is_a_frame_without_an_event(byte_tok
     assert not processor.push(out(byte_tokenizer, "", finish="abort")).frames
 
 
-def test_choices_are_counted_from_the_prompts_own_index(byte_tokenizer: Tokenizer) -> None:
+def test_choice_indices_start_at_the_prompts_own_index(byte_tokenizer: Tokenizer) -> None:
     request = make_request(SamplingParams(n=2, max_tokens=None), dialect="completions", prompt_index=3, stream=False)
     processor = OutputProcessor(request, byte_tokenizer)
     assert not processor.push(out(byte_tokenizer, "b", choice=7, finish="length")).done
@@ -102,7 +102,7 @@ def test_choices_are_counted_from_the_prompts_own_index(byte_tokenizer: Tokenize
     assert body["usage"]["completion_tokens"] == 2
 
 
-def test_echo_comes_before_the_text_once(byte_tokenizer: Tokenizer) -> None:
+def test_an_echo_comes_once_before_the_text(byte_tokenizer: Tokenizer) -> None:
     request = make_request(dialect="completions", prompt_text="Say: ")
     processor = OutputProcessor(request, byte_tokenizer)
     chunks = events(processor.push(out(byte_tokenizer, "a")).frames + processor.push(out(byte_tokenizer, "b")).frames)
@@ -130,7 +130,7 @@ def test_a_resumed_stream_sends_no_second_role_and_no_text_twice(byte_tokenizer:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_failure_is_an_error_in_the_clients_form(byte_tokenizer: Tokenizer, stream: bool) -> None:
+def test_a_failure_is_an_error_in_the_clients_format(byte_tokenizer: Tokenizer, stream: bool) -> None:
     processor = OutputProcessor(make_request(stream=stream), byte_tokenizer)
     frame = processor.failure(unavailable("no room"))
     body = frame.payload.removeprefix(b"data: ") if stream else frame.payload
@@ -153,11 +153,11 @@ def scored(tokenizer: Tokenizer, text: str, choice: int, *logprobs: float, **fie
     return out(tokenizer, text, choice, logprobs=entries, **fields)
 
 
-def test_best_of_returns_the_most_likely_by_the_token_and_counts_all(byte_tokenizer: Tokenizer) -> None:
+def test_best_of_returns_the_most_likely_per_token_and_counts_all(byte_tokenizer: Tokenizer) -> None:
     sampling = SamplingParams(n=2, best_of=3, max_tokens=None, stop=["!"])
     request = make_request(sampling, dialect="completions", prompt_index=2, stream=False)
     processor = OutputProcessor(request, byte_tokenizer)
-    # Engine choices 6 to 8; by sums 8 would be the best, by means it is the worst.
+    # Engine choices 6 to 8: by their sums 8 would be the best, by their means it is the worst.
     progress = processor.push(scored(byte_tokenizer, "abc!x", 6, -1.0, -1.0, -0.5, -0.5, -90.0))
     assert (progress.stopped_choices, progress.frames, progress.done) == ([6], [], False)
     processor.push(scored(byte_tokenizer, "long", 7, -0.5, -0.5, -0.5, -0.5, finish="length"))
@@ -173,7 +173,7 @@ CALLS = 'Hm.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_cal
 AGENT = AnswerFormat(tools="hermes", reasoning="think", starts_in_reasoning=True)
 
 
-def test_streamed_calls_begin_with_id_and_name_and_go_on_with_arguments(byte_tokenizer: Tokenizer) -> None:
+def test_streamed_calls_begin_with_id_and_name_followed_by_arguments(byte_tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(make_request(answer_format=AGENT), byte_tokenizer)
     frames = [
         frame
@@ -196,12 +196,12 @@ def test_streamed_calls_begin_with_id_and_name_and_go_on_with_arguments(byte_tok
     assert begins[0]["id"] != begins[1]["id"]
     arguments = ["".join(call["function"]["arguments"] for call in calls if call["index"] == index) for index in (0, 1)]
     assert arguments == ['{"a": 1}', "{}"]
-    assert len([call for call in calls if call["index"] == 0]) > 3, "arguments come in pieces"
+    assert len([call for call in calls if call["index"] == 0]) > 3, "arguments must arrive in pieces"
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + ["tool_calls"]
 
 
-def test_a_body_with_calls_has_the_ids_of_its_stream_and_counts_the_reasoning(byte_tokenizer: Tokenizer) -> None:
+def test_a_body_with_calls_has_the_ids_of_its_stream_and_counts_reasoning_tokens(byte_tokenizer: Tokenizer) -> None:
     text = "why?</think>" + CALLS
     bodies = [
         OutputProcessor(make_request(answer_format=AGENT, stream=stream), byte_tokenizer).push(
@@ -228,7 +228,7 @@ def test_a_body_with_calls_has_the_ids_of_its_stream_and_counts_the_reasoning(by
     assert [call["id"] for call in message["tool_calls"]] == streamed
 
 
-def test_an_answer_that_calls_and_says_nothing_has_null_as_content(byte_tokenizer: Tokenizer) -> None:
+def test_an_answer_of_calls_without_text_has_null_content(byte_tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(make_request(answer_format=AnswerFormat(tools="hermes"), stream=False), byte_tokenizer)
     body = json.loads(processor.push(out(byte_tokenizer, CALLS[3:], finish="length")).frames[-1].payload)
     assert body["choices"][0]["message"]["content"] is None
@@ -240,14 +240,14 @@ def test_an_answer_that_calls_and_says_nothing_has_null_as_content(byte_tokenize
 
 
 def of_prompt(tokenizer: Tokenizer, text: str) -> list[LogprobsOut]:
-    """Each character but the first: second most likely, behind an "x"."""
+    """Return the log probabilities of each character after the first: second most likely, after an "x"."""
     (x,) = tokenizer.encode("x")
     return [LogprobsOut([token_id, x], [-1.5, -0.5], 2) for token_id in tokenizer.encode(text)[1:]]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("dialect", ["chat", "completions"])
-def test_prompt_logprobs_come_once_in_vllms_shape(byte_tokenizer: Tokenizer, dialect: str, stream: bool) -> None:
+def test_prompt_logprobs_are_sent_once_in_vllms_format(byte_tokenizer: Tokenizer, dialect: str, stream: bool) -> None:
     sampling = SamplingParams(max_tokens=None, prompt_logprobs=1)
     prompt = byte_tokenizer.encode("abc")
     processor = OutputProcessor(
@@ -275,7 +275,7 @@ def test_prompt_logprobs_come_once_in_vllms_shape(byte_tokenizer: Tokenizer, dia
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_echo_with_logprobs_begins_with_the_prompts_tokens(byte_tokenizer: Tokenizer, stream: bool) -> None:
+def test_an_echo_with_logprobs_starts_with_the_prompts_tokens(byte_tokenizer: Tokenizer, stream: bool) -> None:
     sampling = SamplingParams(max_tokens=None, logprobs=1)
     request = make_request(
         sampling,
@@ -299,10 +299,10 @@ def test_an_echo_with_logprobs_begins_with_the_prompts_tokens(byte_tokenizer: To
     assert values == [None, -1.5, -1.5, -0.25, -0.25]
     tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
     assert tops[:2] == [None, {"x": -0.5, "b": -1.5}]
-    assert not any("prompt_logprobs" in choice for choice in choices), "it was not asked for by name"
+    assert not any("prompt_logprobs" in choice for choice in choices), "prompt_logprobs was not requested by name"
 
 
-def test_offsets_point_into_the_text_where_the_prompt_begins_with_a_token_that_it_lacks(
+def test_offsets_point_into_the_text_if_the_prompt_starts_with_a_token_without_text(
     byte_tokenizer: Tokenizer,
 ) -> None:
     sampling = SamplingParams(max_tokens=None, logprobs=0)
@@ -324,7 +324,7 @@ def test_offsets_point_into_the_text_where_the_prompt_begins_with_a_token_that_i
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("dialect", ["chat", "completions"])
-def test_token_ids_come_each_once_and_the_prompts_with_the_first(
+def test_each_token_id_is_sent_once_and_the_prompts_with_the_first(
     byte_tokenizer: Tokenizer, dialect: str, stream: bool
 ) -> None:
     request = make_request(
@@ -343,7 +343,7 @@ def test_token_ids_come_each_once_and_the_prompts_with_the_first(
     assert [place.get("prompt_token_ids") for place in places] == [[1, 2, 3], *[None] * (len(places) - 1)]
 
 
-def test_named_tokens_are_shown_in_place_of_the_most_likely(byte_tokenizer: Tokenizer) -> None:
+def test_named_tokens_are_shown_instead_of_the_most_likely(byte_tokenizer: Tokenizer) -> None:
     sampling = SamplingParams(max_tokens=None, logprobs=0, logprob_token_ids=byte_tokenizer.encode("yz"))
     processor = OutputProcessor(make_request(sampling, dialect="completions", stream=False), byte_tokenizer)
     h, y, z = byte_tokenizer.encode("Hyz")
@@ -353,7 +353,7 @@ def test_named_tokens_are_shown_in_place_of_the_most_likely(byte_tokenizer: Toke
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_of_the_prompt_alone_has_no_token_of_its_own(byte_tokenizer: Tokenizer, stream: bool) -> None:
+def test_an_answer_of_the_prompt_alone_has_no_generated_token(byte_tokenizer: Tokenizer, stream: bool) -> None:
     request = make_request(
         SamplingParams(max_tokens=1, logprobs=1),
         dialect="completions",

@@ -1,4 +1,4 @@
-"""An answer continued by another engine: its frames are, byte by byte, those the first engine would have sent."""
+"""An answer that another engine continues has exactly the frames that the first engine would have sent."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SIZES = st.lists(st.integers(1, 4), max_size=40)
 
 
 class Script(NamedTuple):
-    """What engines generate for a request: outputs of all choices in the order in which they come."""
+    """The engine's outputs for a request: those of all choices in the order in which they arrive."""
 
     outputs: list[TokensOut]
     num_cached_tokens: int
 
 
 def write_script(tokenizer: Tokenizer, request: GenerateRequest, texts: list[str], sizes: list[int]) -> Script:
-    """Every choice says its text in pieces of these sizes, in turns, and ends by "length"."""
+    """Return a script in which all choices in turn send their text in pieces of these sizes and end by "length"."""
     pieces: list[list[TokensOut]] = []
     first = request.prompt_index * request.sampling.n
     for choice, text in enumerate(texts, start=first):
@@ -56,7 +56,7 @@ def write_script(tokenizer: Tokenizer, request: GenerateRequest, texts: list[str
 
 
 def with_prompt(request: GenerateRequest, outputs: list[TokensOut]) -> list[TokensOut]:
-    """The first output has the log probabilities of the prompt, if some of the answer still needs them."""
+    """Add the prompt's log probabilities to the first output if a part of the answer still needs them."""
     if not needs_prompt_logprobs(request) or not outputs:
         return outputs
     entries = [LogprobsOut([token_id, 97], [-0.25, -0.5], 2) for token_id in request.prompt_token_ids[1:]]
@@ -80,7 +80,7 @@ def make_output(
 
 
 def rest_of(request: GenerateRequest, script: Script) -> list[TokensOut]:
-    """What an engine generates that continues `request`; its own prefix cache holds something else."""
+    """Return the outputs of an engine that continues `request` and whose prefix cache has other contents."""
     given_tokens = {resume.index: len(resume.token_ids) for resume in request.resume}
     over = {resume.index for resume in request.resume if resume.finished}
     rest: list[TokensOut] = []
@@ -104,7 +104,7 @@ def play(tokenizer: Tokenizer, request: GenerateRequest, outputs: list[TokensOut
 
 
 def continued(request: GenerateRequest, frames: list[Frame]) -> GenerateRequest:
-    """As a gateway asks the next engine when these frames have arrived."""
+    """Return the request that a gateway sends to the next engine after these frames."""
     resumes: dict[int, ChoiceResume] = {}
     cached: int | None = None
     for meta, _ in frames:
@@ -138,7 +138,7 @@ def make_request(n: int, **fields: Any) -> GenerateRequest:
 
 @settings(deadline=None)
 @given(TEXTS, STOPS, SIZES, st.sampled_from([None, 0, 1]), DIALECTS, st.data())
-def test_a_stream_cut_after_any_frame_goes_on_byte_by_byte(
+def test_a_stream_cut_after_any_frame_continues_byte_by_byte(
     byte_tokenizer: Tokenizer,
     texts: list[str],
     stop: list[str],
@@ -165,7 +165,7 @@ def test_a_stream_cut_after_any_frame_goes_on_byte_by_byte(
         num_frames = data.draw(st.integers(0, len(whole) - 1), "frames that arrived")
         second = continued(request, whole[:num_frames])
         rest = play(byte_tokenizer, second, rest_of(second, script))
-        if second.cached_tokens is None:  # the first engine said nothing of its cache: this is the second one's
+        if second.cached_tokens is None:  # the first engine did not report its cache, so this is the second one's
             rest[-1] = whole[-1]
         whole_bytes = b"".join(frame.payload for frame in whole)
         assert b"".join(frame.payload for frame in [*whole[:num_frames], *rest]) == whole_bytes
@@ -174,10 +174,10 @@ def test_a_stream_cut_after_any_frame_goes_on_byte_by_byte(
 
 @settings(deadline=None)
 @given(TEXTS, STOPS, SIZES, st.data())
-def test_a_body_whose_engine_was_lost_after_any_frame_is_the_same(
+def test_a_body_whose_engine_is_lost_after_any_frame_is_the_same(
     byte_tokenizer: Tokenizer, texts: list[str], stop: list[str], sizes: list[int], data: st.DataObject
 ) -> None:
-    texts = [text * 2 for text in texts]  # long enough for frames before the last one
+    texts = [text * 2 for text in texts]  # long enough for several frames
     fields: dict[str, Any] = {"dialect": "completions", "prompt_text": "abc"}
     if data.draw(st.booleans(), "chat"):
         fields = {"answer_format": data.draw(FORMATS)}
@@ -195,7 +195,7 @@ def test_a_body_whose_engine_was_lost_after_any_frame_is_the_same(
     assert got["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
 
 
-def test_a_body_reports_its_tokens_in_groups_and_each_once(byte_tokenizer: Tokenizer) -> None:
+def test_a_body_reports_its_tokens_in_groups_and_each_token_once(byte_tokenizer: Tokenizer) -> None:
     request = make_request(1, stop=[], logprobs=None)
     text = "x" * (2 * PROGRESS_TOKENS + 3)
     frames = play(byte_tokenizer, request, write_script(byte_tokenizer, request, [text], []).outputs)

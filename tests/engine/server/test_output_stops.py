@@ -1,4 +1,4 @@
-"""Stop strings: the result depends on the text alone, never on how it was cut."""
+"""Stop strings: the result depends on the text alone, never on how it is cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def scan(pieces: list[str], stops: list[str], include_stop: bool = False) -> tup
 
 
 def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """The slow oracle: the smallest end, then the longest stop string."""
+    """Return the match with the smallest end, then the longest stop string, by a slow search."""
     ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     return (min(ends)[0], min(ends)[2]) if ends else None
 
@@ -51,7 +51,7 @@ def test_any_chunking_equals_a_search_in_the_whole_text(
 
 
 @given(TEXT, STOPS)
-def test_what_is_held_is_exactly_the_start_of_a_stop_string(text: str, stops: list[str]) -> None:
+def test_exactly_a_possible_start_of_a_stop_string_is_held(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     delivered = ""
     for char in text:
@@ -71,13 +71,13 @@ def test_text_is_held_only_while_it_may_become_a_stop_string() -> None:
     assert matcher.push("> more") == ("", "</end>")
 
 
-def test_without_stop_strings_everything_passes_at_once() -> None:
+def test_without_stop_strings_all_text_passes_at_once() -> None:
     matcher = StopMatcher([])
     assert matcher.push("anything") == ("anything", None)
     assert matcher.flush() == ""
 
 
-def test_a_long_stop_string_costs_no_quadratic_search() -> None:
+def test_a_long_stop_string_causes_no_quadratic_search() -> None:
     matcher = StopMatcher(["a" * 1023 + "b"] * 16)
     released = "".join(matcher.push("a").text for _ in range(3000))
     assert len(released) + len(matcher.held) == 3000

@@ -1,4 +1,4 @@
-"""Packed checkpoints that cannot be computed: the server's process ends before ready with tensor, value and remedy."""
+"""Packed checkpoints that cannot be computed end the server's process before ready with tensor, value and remedy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def packed(rows: int, columns: int) -> Arrays:
 
 
 def write(folder: Path, settings: dict[str, Any], pack: Callable[[int, int], Arrays], changes: Arrays) -> None:
-    """A model of zeros; `changes`: tensors of one matrix in place of its own."""
+    """Write a model of zeros; `changes` replaces tensors of one matrix."""
     config = CONFIG | {"quantization_config": settings}
     (folder / "config.json").write_text(json.dumps(config))
     stored: Arrays = {}
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Arrays], Arrays, str
 
 @pytest.mark.sample("scales*", "a method*")
 @pytest.mark.parametrize("case", CASES)
-def test_what_does_not_fit_ends_the_process_with_tensor_value_and_remedy(
+def test_an_invalid_tensor_ends_the_process_with_tensor_value_and_remedy(
     case: str, start_server: Callable[..., Any], tmp_path: Path, byte_tokenizer: Any
 ) -> None:
     settings, pack, changes, reason, words = CASES[case]

@@ -1,5 +1,7 @@
-"""A server whose model comes over a network in several files: it loads what is there while the rest is fetched, answers
-as it would from a folder, and ends with the fetch's own error where the rest does not come."""
+"""A server loads a model of several files during its download, and ends with the error of a failed download.
+
+Its answers equal those of a model in a folder.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,13 @@ def answer(server: Any) -> Any:
 
 
 def weights_are_planned(server: Any) -> None:
-    """The engine process has read all headers, and begins with the weights."""
+    """Wait until the engine process has read all headers and starts to load the weights."""
     server.wait_until(lambda said: "parameters" in str(said.get("detail")), "its weights")
 
 
 @pytest.mark.sample("hub")
 @pytest.mark.parametrize("origin", ORIGINS.values(), ids=ORIGINS.keys())
-def test_an_engine_loads_while_its_model_is_fetched(
+def test_an_engine_loads_while_its_model_is_downloaded(
     start_server: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: Any
 ) -> None:
     with origin(folder, tmp_path, monkeypatch) as (source, proxy, cache, _):
@@ -67,10 +69,11 @@ def test_an_engine_loads_while_its_model_is_fetched(
         proxy.bytes_per_s = float("inf")
         served = answer(server)
         assert not list((cache / ".arriving").iterdir())
-        wait_until(lambda: bool(list(cache.glob("[!.]*/config.json"))))  # it is published, to be found again
+        # Once the model is published, it can be found again.
+        wait_until(lambda: bool(list(cache.glob("[!.]*/config.json"))))
         server.stop()
         proxy.close()
-        assert served == answer(start_server(engine=engine(source))), "it is there now"
+        assert served == answer(start_server(engine=engine(source))), "the model must be published now"
     assert served == answer(start_server(engine=engine(str(folder))))
 
 
@@ -81,7 +84,7 @@ def fault(server: Any) -> Any:
     return json.loads(lines[-1])
 
 
-def test_a_fetch_that_fails_ends_the_server_with_its_own_error(
+def test_a_failed_download_ends_the_server_with_its_error(
     start_server: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with from_s3(folder, tmp_path, monkeypatch) as (source, proxy, _, bucket):
@@ -94,7 +97,7 @@ def test_a_fetch_that_fails_ends_the_server_with_its_own_error(
     assert f"`{FILES[-1]}`" in message["message"]
 
 
-def test_content_of_another_digest_ends_the_server_before_it_is_ready(
+def test_a_wrong_digest_ends_the_server_before_it_is_ready(
     start_server: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with from_registry(folder, tmp_path, monkeypatch) as (source, proxy, _, registry):

@@ -1,4 +1,4 @@
-"""An engine's own API keys (`pagemill serve --api-keys-file`): what they open and what they do not; their changes."""
+"""An engine's own API keys (`pagemill serve --api-keys-file`): the routes that require them, and their changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_the_openai_routes_ask_for_a_key_that_may_change_while_the_server_runs(
+def test_openai_routes_require_a_key_and_the_file_may_change_while_the_server_runs(
     start_server: Any, tmp_path: Path
 ) -> None:
     (path := tmp_path / "keys").write_text(f"# team keys\n{hash_key('one')} tenant=team-a\n")
@@ -50,10 +50,12 @@ def test_the_openai_routes_ask_for_a_key_that_may_change_while_the_server_runs(
         deadline_s = time.monotonic() + PATIENCE_S
         while client.post("/v1/chat/completions", json=CHAT, headers=bearer("two")).status_code != 200:
             assert time.monotonic() < deadline_s
-        assert client.post("/v1/chat/completions", json=CHAT, headers=bearer("one")).status_code == 401, "revoked"
+        assert client.post("/v1/chat/completions", json=CHAT, headers=bearer("one")).status_code == 401, (
+            "the key is revoked"
+        )
 
 
-def test_a_tenant_sees_its_own_prompts_in_the_cache_and_no_others(start_server: Any, tmp_path: Path) -> None:
+def test_a_tenants_cached_tokens_are_those_of_its_own_prompts(start_server: Any, tmp_path: Path) -> None:
     lines = [f"{hash_key('one')} tenant=a", f"{hash_key('two')} tenant=a", f"{hash_key('three')} tenant=b"]
     (path := tmp_path / "keys").write_text("\n".join(lines))
     server = start_server(server={"api_keys_file": str(path)})
@@ -67,7 +69,7 @@ def test_a_tenant_sees_its_own_prompts_in_the_cache_and_no_others(start_server: 
     assert [cached_tokens(key) for key in ("one", "three", "two", "three")] == [0, 0, 96, 96]
 
 
-def test_without_a_file_no_key_is_asked(null_server: Any) -> None:
+def test_without_a_file_no_key_is_required(null_server: Any) -> None:
     assert httpx.get(f"{null_server.url}/v1/models").status_code == 200
 
 
@@ -80,7 +82,7 @@ def test_without_a_file_no_key_is_asked(null_server: Any) -> None:
         (f"{hash_key('one')} priority=low", "`priority`"),
     ],
 )
-def test_what_the_server_would_not_keep_is_no_entry(line: str, named: str, tmp_path: Path) -> None:
+def test_an_entry_that_is_no_hash_or_has_unsupported_fields_is_refused(line: str, named: str, tmp_path: Path) -> None:
     (path := tmp_path / "keys").write_text(f"{line}\n")
     with pytest.raises(StartupError, match=named) as caught:
         open_keys(ServerConfig(api_keys_file=str(path)))

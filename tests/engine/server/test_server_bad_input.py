@@ -1,7 +1,6 @@
-"""Values that cannot be served: refused by the engine's HTTP server by the field's name, in both dialects; the
-engine goes on.
+"""The engine's HTTP server refuses values that cannot be served by the field's name, in both dialects, and continues.
 
-Quick means under 50 ms of wall clock; the best of three tries counts, since other processes share the machine.
+A refusal must take less than 50 ms; the fastest of three attempts counts, since other processes share the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from waiting import WAIT_LIMIT_S, busy_factor
 MODEL = "SmolLM2-135M-Instruct"
 VOCAB_SIZE = 49152
 MOST_MS = 50.0
-"""Of a core that nothing else has."""
+"""The time limit in milliseconds on a core without other processes."""
 DIALECTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "hi"},
@@ -147,7 +146,7 @@ def test_more_log_probabilities_than_the_limit_are_refused_by_name(
 
 
 @pytest.mark.parametrize("path", DIALECTS)
-def test_none_of_them_leaves_anything_in_the_engine(client: httpx.Client, path: str) -> None:
+def test_refused_values_leave_nothing_in_the_engine(client: httpx.Client, path: str) -> None:
     for fields, _ in CASES.values():
         client.post(path, json=body(path, **fields))
     lines = client.get("/metrics").text.splitlines()

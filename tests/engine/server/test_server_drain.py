@@ -1,4 +1,4 @@
-"""The way out: unready at once, still serving until the gateways know, and the program that a pod's preStop runs."""
+"""Shutdown: unready at once, serving until the gateways know, and the program that a pod's preStop hook runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BODY = {"model": "SmolLM2-135M-Instruct", "prompt": "hi", "max_tokens": 2}
 
 
 class Reader:
-    """A gateway: follows the state stream in the background, acknowledges when ordered to."""
+    """A gateway that follows the state stream in the background and acknowledges on demand."""
 
     def __init__(self, server: Any, name: str) -> None:
         self.draining = threading.Event()
@@ -57,7 +57,7 @@ class Reader:
                     self._connected.set()
                     if frame.draining:
                         self.draining.set()
-                if self._closed.is_set():  # the stream says something every second
+                if self._closed.is_set():  # the stream sends a frame every second
                     return
 
 
@@ -79,7 +79,7 @@ def test_requests_are_served_until_every_gateway_has_acknowledged(start_server: 
     readers[0].acknowledge()
     assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=WAIT_LIMIT_S).status_code == 200
     readers[1].acknowledge()
-    draining.join(30)  # half of what it waits without an acknowledgement
+    draining.join(30)  # half of the timeout without an acknowledgement
     assert not draining.is_alive()
     assert answers[0].json() == {"draining": True, "num_requests": 0, "connected": 2, "acknowledged": 2}
     refused = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=WAIT_LIMIT_S)
@@ -95,7 +95,7 @@ class Scene:
         self.draining = Draining(self.lifecycle, StatePublisher(["m"]))
 
 
-async def test_unready_at_once_and_refusing_only_after_the_last_word() -> None:
+async def test_the_server_is_unready_at_once_and_refuses_only_after_the_last_acknowledgement() -> None:
     scene = Scene()
     scene.draining.reader_came("a")
     scene.draining.reader_came("b")
@@ -111,10 +111,10 @@ async def test_unready_at_once_and_refusing_only_after_the_last_word() -> None:
     assert not scene.lifecycle.takes_requests
 
 
-async def test_a_reader_that_leaves_is_not_waited_for() -> None:
+async def test_a_reader_that_disconnects_is_not_waited_for() -> None:
     scene = Scene()
     scene.draining.reader_came("a")
-    scene.draining.reader_came("a")  # connected again before the old stream was seen to be dead
+    scene.draining.reader_came("a")  # reconnected before the old stream was found to be closed
     scene.draining.announce(0)
     settled = asyncio.create_task(scene.draining.settle(300))
     scene.draining.reader_left("a")
@@ -124,7 +124,7 @@ async def test_a_reader_that_leaves_is_not_waited_for() -> None:
     await asyncio.wait_for(settled, WAIT_LIMIT_S)
 
 
-async def test_a_gateway_that_never_answers_costs_the_timeout_and_no_more() -> None:
+async def test_a_gateway_that_never_acknowledges_costs_no_more_than_the_timeout() -> None:
     scene = Scene()
     scene.draining.reader_came("old version")
     scene.draining.announce(0)
@@ -132,7 +132,7 @@ async def test_a_gateway_that_never_answers_costs_the_timeout_and_no_more() -> N
     assert not scene.lifecycle.takes_requests
 
 
-async def test_an_acknowledgement_before_the_drain_means_nothing() -> None:
+async def test_an_acknowledgement_before_the_drain_has_no_effect() -> None:
     scene = Scene()
     scene.draining.reader_came("a")
     scene.draining.acknowledge("a")
@@ -140,7 +140,7 @@ async def test_an_acknowledgement_before_the_drain_means_nothing() -> None:
     assert scene.draining.gateways == (1, 0)
 
 
-async def test_a_server_that_never_was_ready_refuses_while_it_drains() -> None:
+async def test_a_server_that_was_never_ready_refuses_requests_while_it_drains() -> None:
     lifecycle = Lifecycle()
     Draining(lifecycle, StatePublisher(["m"])).announce(0)
     assert not lifecycle.takes_requests
@@ -148,7 +148,7 @@ async def test_a_server_that_never_was_ready_refuses_while_it_drains() -> None:
     assert not lifecycle.takes_requests
 
 
-# -- the program -------------------------------------------------------------------------------------------------------
+# -- the preStop program -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -194,10 +194,10 @@ def test_rotated_tokens_are_accepted_without_a_restart(start_server: Callable[..
     tokens.write_text("two\none\n")
     wait_until(lambda: status() != 401)
     tokens.write_text("")
-    wait_until(lambda: status() == 401)  # an empty file must let no client in, not every one on this machine
+    wait_until(lambda: status() == 401)  # with an empty file, no client may be accepted, not even on this machine
 
 
-def test_the_program_finds_the_token_that_the_server_made(
+def test_the_program_finds_the_token_that_the_server_created(
     start_server: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -210,7 +210,7 @@ def test_the_program_finds_the_token_that_the_server_made(
     assert httpx.get(f"{server.control_url}/readyz").json()["phase"] == "draining"
 
 
-def test_where_nothing_listens_there_is_nothing_to_drain(tmp_path: Path) -> None:
+def test_without_a_listening_server_there_is_nothing_to_drain(tmp_path: Path) -> None:
     with settings_file(tmp_path, {"control_port": 9}) as path:
         assert drain_program.main(["--settings", str(path)]) == 0
 
@@ -220,8 +220,8 @@ def test_unreadable_settings_are_a_failure(tmp_path: Path, capsys: pytest.Captur
     assert "none.json" in capsys.readouterr().err
 
 
-def test_the_program_imports_little() -> None:
-    """It runs while the pod's processors are busy with answers."""
+def test_the_program_imports_few_modules() -> None:
+    """The program runs while the pod's processors are busy with requests."""
     code = (
         "import sys; before = set(sys.modules); import pagemill_engine.drain\n"
         "heavy = {'asyncio', 'msgspec', 'http', 'email', 'ssl', 'uvicorn', 'numpy', 'torch', 'pagemill_protocol'}\n"

@@ -1,4 +1,4 @@
-"""Models that cannot fit are refused from their headers, with the figures and what to do."""
+"""Models that do not fit are refused from their headers, with the sizes and the remedy."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def verdict(monkeypatch: pytest.MonkeyPatch, limit_bytes: int, **engine: Any) ->
     return None
 
 
-def test_a_model_within_the_limit_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_within_the_limit_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(monkeypatch, 512 * MIB) is None
     assert verdict(monkeypatch, 512 * MIB, kv_cache_memory_bytes=64 * MIB) is None
 
 
-def test_a_model_above_the_limit_names_need_limit_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_for_a_model_above_the_limit_names_need_limit_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     error = verdict(monkeypatch, 256 * MIB)
     assert error is not None
     assert error.termination.reason == "ModelTooLarge"
@@ -47,7 +47,7 @@ def test_a_model_above_the_limit_names_need_limit_and_remedy(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("engine", [{"kv_cache_memory_bytes": 400 * MIB}, {"num_kv_blocks": 2000}])
-def test_a_cache_that_does_not_fit_beside_the_weights_is_another_reason(
+def test_a_cache_that_does_not_fit_beside_the_weights_has_its_own_reason(
     monkeypatch: pytest.MonkeyPatch, engine: dict[str, int]
 ) -> None:
     error = verdict(monkeypatch, 600 * MIB, **engine)
@@ -56,15 +56,17 @@ def test_a_cache_that_does_not_fit_beside_the_weights_is_another_reason(
     assert "kvCacheMemory" in error.termination.message
 
 
-def test_a_devices_own_memory_is_not_the_containers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The engine process, which sees the device, decides."""
+def test_a_gpus_memory_is_not_compared_with_the_containers_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The engine process, which has access to the device, decides."""
     assert verdict(monkeypatch, MIB, device="cuda") is None
     monkeypatch.setattr(fit, "NVIDIA_DRIVER", tmp_path)
     assert verdict(monkeypatch, MIB, device="auto") is None
     assert verdict(monkeypatch, MIB, device="cpu") is not None
 
 
-# -- what a container allows -------------------------------------------------------------------------------------------
+# -- the limits of a container -----------------------------------------------------------------------------------------
 
 
 def write(folder: Path, **files: str) -> None:
@@ -74,26 +76,26 @@ def write(folder: Path, **files: str) -> None:
         path.write_text(content + "\n")
 
 
-def test_the_limits_of_cgroup_v2(tmp_path: Path) -> None:
+def test_the_limits_of_cgroup_v2_are_read(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{300 * MIB}\n")
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert memory.memory_limit(tmp_path) == 300 * MIB
     assert usable_cores(tmp_path) == 1
 
 
-def test_the_limits_of_cgroup_v1(tmp_path: Path) -> None:
+def test_the_limits_of_cgroup_v1_are_read(tmp_path: Path) -> None:
     write(tmp_path, **{"memory__memory.limit_in_bytes": str(300 * MIB)})
     write(tmp_path, **{"cpu__cpu.cfs_quota_us": "100000", "cpu__cpu.cfs_period_us": "100000"})
     assert memory.memory_limit(tmp_path) == 300 * MIB
     assert usable_cores(tmp_path) == 1
 
 
-def test_the_limits_of_cgroup_v1_where_controllers_share_a_folder(tmp_path: Path) -> None:
+def test_the_limits_of_cgroup_v1_are_read_if_controllers_share_a_folder(tmp_path: Path) -> None:
     write(tmp_path, **{"cpu,cpuacct__cpu.cfs_quota_us": "100000", "cpu,cpuacct__cpu.cfs_period_us": "100000"})
     assert usable_cores(tmp_path) == 1
 
 
-def test_no_limit_is_the_whole_machine(tmp_path: Path) -> None:
+def test_without_a_limit_the_whole_machine_counts(tmp_path: Path) -> None:
     assert memory.memory_limit(tmp_path) == memory.psutil.virtual_memory().total
     write(tmp_path, **{"memory__memory.limit_in_bytes": "9223372036854771712", "cpu__cpu.cfs_quota_us": "-1"})
     write(tmp_path, **{"cpu__cpu.cfs_period_us": "100000"})
@@ -101,8 +103,8 @@ def test_no_limit_is_the_whole_machine(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
 
 
-def test_the_limits_of_every_group_above_this_process_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service of systemd is some levels below the root, where nothing is limited."""
+def test_the_limits_of_every_ancestor_group_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A systemd service is some levels below the root, which has no limit."""
     write(tmp_path / "system.slice", **{"memory.max": str(500 * MIB), "memory.current": str(100 * MIB)})
     write(tmp_path / "system.slice/pagemill.service", **{"memory.max": str(900 * MIB), "memory.current": "0"})
     membership = tmp_path / "membership"
@@ -112,13 +114,13 @@ def test_the_limits_of_every_group_above_this_process_count(tmp_path: Path, monk
     assert memory.available_memory(tmp_path) == 400 * MIB
 
 
-def test_used_memory_counts_without_the_page_cache(tmp_path: Path) -> None:
+def test_used_memory_excludes_the_page_cache(tmp_path: Path) -> None:
     write(tmp_path, **{"memory.max": str(1000 * MIB), "memory.current": str(600 * MIB)})
     (tmp_path / "memory.stat").write_text(f"anon {100 * MIB}\ninactive_file {300 * MIB}\nactive_file {100 * MIB}\n")
     assert memory.available_memory(tmp_path) == 800 * MIB
 
 
-def test_a_folder_of_safetensors_counts_in_the_type_that_is_asked_for(
+def test_a_folder_of_safetensors_is_counted_in_the_requested_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {

@@ -1,8 +1,8 @@
-"""Forms, tools and histories that cost far more than their size are refused by the engine's HTTP server within
-bounded time.
+"""The engine's HTTP server refuses forms, tools and histories of excessive cost within a bounded time.
 
-The goal is 50 ms. The fastest of some tries counts, each with other contents since verdicts are kept; more are made
-where other processes take the machine's time, and the assertion leaves a factor. `pytest -s` prints the figures.
+The goal is 50 ms. The fastest of some attempts counts, each with different contents because verdicts are cached. There
+are more attempts if other processes use the machine, and the assertion allows for a factor. `pytest -s` prints the
+times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tools(number: int, name: str = "f", **function: Any) -> list[dict[str, Any]]
 
 
 def chain(number: int, try_: int) -> dict[str, Any]:
-    """Objects that each require the next one, the last one the first."""
+    """Return objects that each require the next one, and the last one the first."""
 
     def link(index: int) -> dict[str, Any]:
         return {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{index % number}"}}, "required": ["a"]}
@@ -119,7 +119,7 @@ BOMBS: dict[str, tuple[Callable[[int], dict[str, Any]], int, str]] = {
 
 
 LONGEST = ("remainders of several numbers", "intersections of expressions")
-"""Checked until the time for it is over: `make test` has another one of each family."""
+"""Forms that are checked until the time limit; `make test` has another one of each family."""
 
 
 def schema_of_remainders(try_: int) -> dict[str, Any]:
@@ -159,13 +159,13 @@ def fastest_ms(client: httpx.Client, make: Callable[[int], dict[str, Any]], stat
 @pytest.mark.parametrize(
     "bomb", [pytest.param(each, marks=pytest.mark.full if each in LONGEST else ()) for each in BOMBS]
 )
-def test_a_bomb_is_refused_by_its_field_within_bounded_time(client: httpx.Client, bomb: str) -> None:
+def test_an_expensive_form_is_refused_by_its_field_within_a_bounded_time(client: httpx.Client, bomb: str) -> None:
     took_ms = fastest_ms(client, *BOMBS[bomb])
     print(f"{bomb}: {took_ms:.1f} ms (goal {GOAL_MS:g})")
     assert took_ms < GOAL_MS * FACTOR
 
 
-def test_other_requests_are_answered_while_bombs_are_checked(client: httpx.Client) -> None:
+def test_other_requests_are_answered_while_expensive_forms_are_checked(client: httpx.Client) -> None:
     make, status, param = BOMBS["remainders of several numbers"]
     done = threading.Event()
 

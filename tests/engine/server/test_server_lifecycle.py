@@ -1,4 +1,4 @@
-"""A server from start to end: reasons for every wait, clear failures, drains, and nothing left behind."""
+"""A server from start to end: reasons for every wait, clear errors, drains, and no remaining processes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def engine_pid(server: Any) -> int:
 
 
 def termination(server: Any) -> dict[str, Any]:
-    """The last line on stderr of a server that failed."""
+    """Return the last line on stderr of a server that failed."""
     assert server.wait_exit() == 1
     lines = server.stderr().strip().splitlines()
     assert not any("Traceback" in line for line in lines)
@@ -99,7 +99,7 @@ def wait_gone(pid: int) -> None:
 
 
 @pytest.mark.model
-def test_while_the_model_loads_the_control_port_says_why(start_server: Callable[..., Any]) -> None:
+def test_while_the_model_loads_the_control_port_reports_the_phase(start_server: Callable[..., Any]) -> None:
     server = start_server(engine={"null_runner": False, "max_model_len": 256, "num_kv_blocks": 32})
     control = httpx.Client(base_url=server.control_url, timeout=WAIT_LIMIT_S)
     waiting = control.get("/readyz")
@@ -138,7 +138,7 @@ def test_a_port_in_use_ends_the_process_with_field_and_remedy(start_server: Call
     assert json.loads(log.read_text()) == message
 
 
-def test_an_unsupported_architecture_is_the_engines_own_reason(
+def test_an_unsupported_architecture_is_reported_with_the_engines_reason(
     start_server: Callable[..., Any], tmp_path: Path, byte_tokenizer: Any
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(byte_tokenizer.bundle.tokenizer_json)
@@ -149,7 +149,7 @@ def test_an_unsupported_architecture_is_the_engines_own_reason(
 
 
 def failure(engine: dict[str, Any] | None = None, server: dict[str, Any] | None = None) -> Termination:
-    """Why a server with these settings does not start."""
+    """Return the reason why a server with these settings does not start."""
     config = EngineConfig(**{"model": "/no/such.gguf", "null_runner": True, **(engine or {})})
     ports: dict[str, Any] = {"port": 0, "control_port": 0, **(server or {})}
     with EngineProcess.launch(config) as process, pytest.raises(StartupError) as caught:
@@ -157,7 +157,7 @@ def failure(engine: dict[str, Any] | None = None, server: dict[str, Any] | None 
     return caught.value.termination
 
 
-def test_a_missing_model_names_value_and_field() -> None:
+def test_an_error_for_a_missing_model_names_value_and_field() -> None:
     found = failure()
     assert (found.reason, found.field) == ("ModelNotFound", "model")
     assert "/no/such.gguf" in found.message
@@ -172,7 +172,7 @@ def test_a_broken_model_file_is_unreadable(tmp_path: Path, content: bytes) -> No
     assert "broken.gguf" in found.message
 
 
-def test_a_fault_of_the_servers_own_becomes_a_termination_message_too(
+def test_an_internal_error_of_the_server_is_a_termination_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     too_long_for_a_socket = tmp_path / ("x" * 120)
@@ -183,7 +183,7 @@ def test_a_fault_of_the_servers_own_becomes_a_termination_message_too(
     assert list(too_long_for_a_socket.iterdir()) == []
 
 
-def test_a_full_temporary_folder_is_named_with_the_remedy(
+def test_a_full_temporary_folder_is_reported_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def full(**_: Any) -> str:
@@ -207,7 +207,7 @@ def test_a_state_stream_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPat
     assert (found.reason, found.message) == ("ServerFailed", "ZeroDivisionError: sequence")
 
 
-def test_a_host_that_is_not_here_names_the_field() -> None:
+def test_an_error_for_a_host_of_another_machine_names_the_field() -> None:
     found = failure(server={"host": "192.0.2.1"})
     assert (found.reason, found.field) == ("AddressInvalid", "host")
     assert failure(server={"control_host": "no such host"}).field == "control_host"
@@ -216,7 +216,7 @@ def test_a_host_that_is_not_here_names_the_field() -> None:
 @pytest.mark.parametrize(
     "text", ["{", '{"engine": {}}', '{"engine": {"model": 1}}', '{"engine": {"model": "m"}, "x": 1}']
 )
-def test_wrong_settings_name_the_file(tmp_path: Path, text: str) -> None:
+def test_an_error_in_the_settings_names_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "settings.json"
     path.write_text(text)
     with pytest.raises(StartupError, match=r"settings\.json") as caught:
@@ -225,7 +225,7 @@ def test_wrong_settings_name_the_file(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])
-def test_a_number_that_is_no_port_is_refused(port: int) -> None:
+def test_an_invalid_port_is_refused(port: int) -> None:
     with pytest.raises(ValueError, match=f"control_port: {port} is not a port"):
         ServerConfig(control_port=port)
 
@@ -249,11 +249,10 @@ def test_the_http_process_never_imports_torch(null_server: Any) -> None:
         ("failed", True, 0.0, 503, "DeviceLost"),
     ],
 )
-async def test_an_engine_process_that_hangs_or_failed_fails_liveness(
+async def test_an_engine_process_that_hangs_or_has_failed_fails_liveness(
     phase: str, is_ready: bool, silence_s: float, status: int, detail: str
 ) -> None:
-    """A step that never ends, on a device that hangs, is silence; a start may take long, for that there is a probe of
-    its own."""
+    """A step that never ends on a hung device sends no messages; a start may take long and has a probe of its own."""
     lifecycle = Lifecycle()
     lifecycle.enter(phase, detail if phase == "failed" else "")
     last_message_s = time.monotonic() - silence_s
@@ -287,7 +286,7 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(start_server: Ca
 
 
 @pytest.mark.parametrize("how", ["timeout", "second signal"])
-def test_what_does_not_finish_in_time_ends_with_an_error_event(start_server: Callable[..., Any], how: str) -> None:
+def test_requests_that_outlast_the_drain_end_with_an_error_event(start_server: Callable[..., Any], how: str) -> None:
     server = start_server(engine=SLOW_STEPS, server={"drain_timeout_s": 0.3 if how == "timeout" else 300})
     server.wait_for("ready")
     stream = Streaming(server.url, max_tokens=3000)
@@ -303,12 +302,12 @@ def test_what_does_not_finish_in_time_ends_with_an_error_event(start_server: Cal
 @pytest.mark.parametrize(
     "what", ["a step of a minute", "a stopped process", pytest.param("a prompt", marks=pytest.mark.model)]
 )
-def test_a_second_signal_ends_a_server_within_a_second_in_the_middle_of_a_step(
+def test_a_second_signal_ends_a_server_within_a_second_during_a_step(
     start_server: Callable[..., Any], what: str
 ) -> None:
     num_tokens = 4000
     minute = {"step_time": {"knots_tokens": [1, 15, 512], "knot_ms": [1.0, 1.0, 60_000.0]}}
-    # Seconds of native code that no signal handler of Python interrupts.
+    # Native code runs for seconds, and no signal handler of Python interrupts it.
     model = {"null_runner": False, "max_num_batched_tokens": 8192}
     server = start_server(engine=model if what == "a prompt" else minute, server={"drain_timeout_s": 300})
     server.wait_for("ready")
@@ -349,7 +348,7 @@ def test_a_dead_engine_process_fails_its_requests_and_ends_the_server(start_serv
     assert message["reason"] == "EngineDied"
 
 
-def test_an_engine_process_that_dies_by_itself_says_so_to_its_requests(start_server: Callable[..., Any]) -> None:
+def test_an_engine_process_that_exits_fails_its_requests_with_the_reason(start_server: Callable[..., Any]) -> None:
     server = start_server(engine=SLOW_STEPS)
     server.wait_for("ready")
     stream = Streaming(server.url, max_tokens=3000)
@@ -359,13 +358,13 @@ def test_an_engine_process_that_dies_by_itself_says_so_to_its_requests(start_ser
     assert (error["code"], termination(server)["reason"]) == ("engine_crashed", "EngineDied")
 
 
-def test_drain_by_request_keeps_the_process_and_a_kill_leaves_nothing(start_server: Callable[..., Any]) -> None:
+def test_a_drain_by_request_keeps_the_process_and_a_kill_leaves_none(start_server: Callable[..., Any]) -> None:
     server = start_server()
     server.wait_for("ready")
     control = httpx.Client(base_url=server.control_url, timeout=WAIT_LIMIT_S, headers=server.auth)
     refused = control.post("/internal/drain?wait_s=long")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "wait_s")
-    assert control.get("/readyz").status_code == 200, "who asks in the wrong way must not drain"
+    assert control.get("/readyz").status_code == 200, "an invalid request must not drain"
     answer = control.post("/internal/drain").json()
     assert answer == {"draining": True, "num_requests": 0, "connected": 0, "acknowledged": 0}
     assert control.get("/readyz").json()["phase"] == "draining"

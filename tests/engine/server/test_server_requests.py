@@ -1,4 +1,4 @@
-"""The engine's HTTP process with a simulated device: bad input, disconnects, the routes of gateways."""
+"""The engine's HTTP process with a simulated device: invalid input, disconnects, and the routes for gateways."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def text_of(frames: list[tuple[FrameMeta, bytes]]) -> str:
     return "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"])
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------
+# -- invalid input -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def text_of(frames: list[tuple[FrameMeta, bytes]]) -> str:
         (b'{"a":' * 2000, 400, None),
     ],
 )
-def test_a_bad_request_names_its_field_and_others_go_on(
+def test_an_invalid_request_is_refused_by_field_and_others_continue(
     client: httpx.Client, raw: bytes, status: int, param: str | None
 ) -> None:
     response = client.post("/v1/chat/completions", content=raw, headers={"content-type": "application/json"})
@@ -100,7 +100,7 @@ def test_a_bad_request_names_its_field_and_others_go_on(
     assert client.post("/v1/chat/completions", json=chat()).status_code == 200
 
 
-def test_a_search_and_best_of_return_n_choices(client: httpx.Client) -> None:
+def test_a_beam_search_and_best_of_return_n_choices(client: httpx.Client) -> None:
     for fields in ({"use_beam_search": True, "beam_width": 5}, {"best_of": 5, "temperature": 1.0}):
         body = {"model": MODEL, "prompt": ["a b", "c"], "n": 2, "max_tokens": 3, "ignore_eos": True, **fields}
         answer = client.post("/v1/completions", json=body).json()
@@ -121,7 +121,7 @@ def test_a_search_and_best_of_return_n_choices(client: httpx.Client) -> None:
         ),
     ],
 )
-def test_what_is_chosen_at_its_end_is_neither_streamed_nor_continued(
+def test_best_of_answers_are_neither_streamed_nor_continued(
     client: httpx.Client, null_server: Any, fields: dict[str, Any], param: str
 ) -> None:
     response = post_generate(client, null_server.auth, generate_request("whole", **fields))
@@ -139,13 +139,13 @@ def test_endless_headers_get_431(client: httpx.Client) -> None:
     assert response.status_code == 431
 
 
-def test_unknown_routes_and_methods_answer_in_openais_shape(client: httpx.Client) -> None:
+def test_unknown_routes_and_methods_get_openais_error_format(client: httpx.Client) -> None:
     assert client.get("/v3/nothing").json()["error"]["code"] == "not_found"
     assert client.get("/v1/chat/completions").status_code == 405
     assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
 
 
-def test_every_answer_has_a_request_id_and_keeps_the_clients(client: httpx.Client) -> None:
+def test_every_answer_has_a_request_id_and_a_clients_id_is_kept(client: httpx.Client) -> None:
     assert client.get("/v1/models", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     assert len(client.get("/v1/models").headers["x-request-id"]) >= 16
 
@@ -161,7 +161,7 @@ def test_tokenize_and_detokenize_are_inverse(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_prompts_are_one_answer(client: httpx.Client, stream: bool) -> None:
+def test_several_prompts_get_one_answer(client: httpx.Client, stream: bool) -> None:
     body = {"model": MODEL, "prompt": ["a b", "c d e"], "n": 2, "max_tokens": 3, "ignore_eos": True, "stream": stream}
     if not stream:
         answer = client.post("/v1/completions", json=body).json()
@@ -179,7 +179,7 @@ def test_several_prompts_are_one_answer(client: httpx.Client, stream: bool) -> N
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_stream_has_the_usage_so_far_in_every_chunk_where_it_is_asked_for(client: httpx.Client, path: str) -> None:
+def test_a_stream_has_usage_in_every_chunk_if_requested(client: httpx.Client, path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = chat(n=2, ignore_eos=True, stream=True, stream_options=options)
     body |= {"prompt": ["a b", "c d e"]} if path == "/v1/completions" else {}
@@ -214,7 +214,9 @@ def raise_allowance(client: httpx.Client, auth: dict[str, str], request_id: str,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_ends_at_its_allowance_as_at_any_length(client: httpx.Client, null_server: Any, stream: bool) -> None:
+def test_an_answer_ends_at_its_allowance_with_reason_length(
+    client: httpx.Client, null_server: Any, stream: bool
+) -> None:
     request = generate_request(f"allowed-{stream}", token_allowance=3, stream=stream)
     frames = frames_of(post_generate(client, null_server.auth, request))
     assert frames[-1][0].usage is not None
@@ -235,10 +237,10 @@ def test_an_allowance_is_raised_while_the_answer_streams(client: httpx.Client, n
                 allowed += 400
                 assert raise_allowance(client, auth, "raised", allowed) == 204
     assert num_tokens == most
-    assert raise_allowance(client, auth, "raised", 5) == 404, "it is over"
+    assert raise_allowance(client, auth, "raised", 5) == 404, "the answer has ended"
 
 
-def test_an_allowance_is_raised_by_gateways_only(client: httpx.Client, null_server: Any) -> None:
+def test_only_gateways_may_raise_an_allowance(client: httpx.Client, null_server: Any) -> None:
     assert raise_allowance(client, {}, "any", 5) == 401
     assert client.post("/internal/allowance", content=b"\xff", headers=null_server.auth).status_code == 400
 
@@ -247,7 +249,9 @@ def test_an_allowance_is_raised_by_gateways_only(client: httpx.Client, null_serv
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_blocks_at_once(client: httpx.Client, null_server: Any, stream: bool) -> None:
+def test_the_blocks_of_a_client_that_leaves_are_freed_at_once(
+    client: httpx.Client, null_server: Any, stream: bool
+) -> None:
     wait_until(lambda: metric(client, "vllm:kv_cache_usage_perc") == 0)
     aborted = metric(client, "pagemill_engine_requests_aborted_total")
     body = chat(max_tokens=3000, ignore_eos=True, stream=stream)
@@ -271,7 +275,7 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(client: httpx.Client, nul
     assert metric(client, "pagemill_engine_requests_aborted_total") == aborted + 1
 
 
-def test_a_stop_string_ends_the_choice_in_the_engine_too(client: httpx.Client) -> None:
+def test_a_stop_string_also_ends_the_choice_in_the_engine(client: httpx.Client) -> None:
     body = {"model": MODEL, "prompt": "x", "seed": 5, "ignore_eos": True}
     whole = client.post("/v1/completions", json={**body, "max_tokens": 40}).json()["choices"][0]["text"]
     stop = whole[60:64]
@@ -288,7 +292,7 @@ def test_a_stop_string_ends_the_choice_in_the_engine_too(client: httpx.Client) -
 # -- gateways ----------------------------------------------------------------------------------------------------------
 
 
-def test_internal_routes_ask_for_the_token(client: httpx.Client, null_server: Any) -> None:
+def test_internal_routes_require_the_token(client: httpx.Client, null_server: Any) -> None:
     assert post_generate(client, {}, generate_request("no")).status_code == 401
     assert post_generate(client, {"Authorization": "Bearer wrong"}, generate_request("no")).status_code == 401
     for path in ("/internal/state", "/internal/bundle"):
@@ -296,7 +300,7 @@ def test_internal_routes_ask_for_the_token(client: httpx.Client, null_server: An
     assert httpx.post(null_server.control_url + "/internal/drain", timeout=WAIT_LIMIT_S).status_code == 401
 
 
-def test_generate_answers_frames_whose_meta_accounts_for_everything(client: httpx.Client, null_server: Any) -> None:
+def test_generate_streams_frames_whose_metadata_covers_all_tokens(client: httpx.Client, null_server: Any) -> None:
     frames = frames_of(post_generate(client, null_server.auth, generate_request("frames")))
     metas = [meta for meta, _ in frames]
     assert sum(len(meta.token_ids) for meta in metas) == 5
@@ -317,7 +321,7 @@ def test_generate_without_streaming_is_one_frame_with_the_body(client: httpx.Cli
 
 
 @pytest.mark.parametrize("broken_after", [1, 3, 4])
-def test_a_stream_resumed_elsewhere_continues_exactly(
+def test_a_stream_resumed_on_another_engine_continues_exactly(
     client: httpx.Client, null_server: Any, broken_after: int
 ) -> None:
     whole = frames_of(post_generate(client, null_server.auth, generate_request(f"whole-{broken_after}")))
@@ -332,7 +336,7 @@ def test_a_stream_resumed_elsewhere_continues_exactly(
     assert text_of(delivered) + text_of(rest) == text_of(whole)
     assert [meta.position for meta, _ in rest[:-1]] == list(range(broken_after + 1, 6))
     resumed, expected = rest[-1][0].usage, whole[-1][0].usage
-    # What is cached is each engine's own matter.
+    # The cached tokens depend on the engine.
     assert (resumed.prompt_tokens, resumed.completion_tokens) == (expected.prompt_tokens, expected.completion_tokens)
 
 
@@ -347,9 +351,7 @@ def test_an_answer_begun_with_other_weights_is_refused(client: httpx.Client, nul
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_of_which_only_the_end_was_lost_gets_its_end(
-    client: httpx.Client, null_server: Any, stream: bool
-) -> None:
+def test_a_resumed_answer_that_only_lacks_its_end_gets_it(client: httpx.Client, null_server: Any, stream: bool) -> None:
     fields: dict[str, Any] = {"stream": stream, "include_usage": stream, "created_unix_s": 7, "response_id": "x"}
     whole = frames_of(post_generate(client, null_server.auth, generate_request("whole", **fields)))
     tokens = [70, 71, 72, 73, 74]
@@ -381,7 +383,7 @@ def test_an_answer_of_which_only_the_end_was_lost_gets_its_end(
         ({"sampling": SamplingParams(best_of=2**62)}, "best_of"),
     ],
 )
-def test_a_request_that_can_never_run_is_refused_by_its_status(
+def test_a_request_that_can_never_run_is_refused_with_its_status(
     client: httpx.Client, null_server: Any, fields: dict[str, Any], param: str
 ) -> None:
     response = post_generate(client, null_server.auth, generate_request("never", **fields))
@@ -389,12 +391,12 @@ def test_a_request_that_can_never_run_is_refused_by_its_status(
     assert response.json()["error"]["param"] in (param, "prompt")
 
 
-def test_garbage_is_no_generate_request(client: httpx.Client, null_server: Any) -> None:
+def test_garbage_is_not_a_generate_request(client: httpx.Client, null_server: Any) -> None:
     for raw in (b"", b"\xc1", b"{}", msgspec.msgpack.encode({"request_id": 1})):
         assert client.post("/internal/generate", content=raw, headers=null_server.auth).status_code == 400
 
 
-def test_the_bundle_comes_with_its_digest(null_server: Any) -> None:
+def test_the_tokenizer_bundle_is_served_with_its_digest(null_server: Any) -> None:
     response = httpx.get(null_server.control_url + "/internal/bundle", headers=null_server.auth, timeout=WAIT_LIMIT_S)
     assert TokenizerBundle.from_bytes(response.content).digest == response.headers["x-pagemill-digest"]
 

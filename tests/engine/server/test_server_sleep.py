@@ -1,4 +1,4 @@
-"""Sleep through HTTP, on real processes: nothing is cut off, memory goes back, and what is answered stays the same."""
+"""Sleep over HTTP with real processes: no request is cut off, memory is released, and answers stay the same."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Frames:
                         self.prefixes -= set(frame.prefixes_removed)
                         self._frames.append(frame)
                         self._news.notify_all()
-                if self._closed:  # the stream says something every second
+                if self._closed:  # the stream sends a frame every second
                     return
 
 
@@ -90,7 +90,7 @@ def metric(server: Any, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
 
-def test_an_idle_engine_sleeps_refuses_and_answers_again_after_waking(start_server: Callable[..., Any]) -> None:
+def test_an_idle_engine_sleeps_refuses_requests_and_answers_after_waking(start_server: Callable[..., Any]) -> None:
     server = start_server(engine={"seed": 5})
     server.wait_for("ready")
     with following(server) as frames:
@@ -105,7 +105,7 @@ def test_an_idle_engine_sleeps_refuses_and_answers_again_after_waking(start_serv
         assert httpx.get(f"{server.control_url}/livez", timeout=WAIT_LIMIT_S).status_code == 200
         refused = complete(server, SHORT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
-        assert control(server, "sleep").json()["state"] == "asleep", "asked twice is no fault"
+        assert control(server, "sleep").json()["state"] == "asleep", "a repeated request must not fail"
         assert metric(server, "pagemill_engine_sleeping") == 1
         assert metric(server, "pagemill_engine_ready") == 0
 
@@ -114,16 +114,16 @@ def test_an_idle_engine_sleeps_refuses_and_answers_again_after_waking(start_serv
         assert readyz(server) == (200, "ready")
         reported = frames.wait_for(lambda frame: not frame.sleeping and frame.num_wakes == 1)
         assert reported.start_s["wake"] > 0
-        assert reported.start_s.keys() >= {"load", "warm", "first_token"}, "the start stays known"
+        assert reported.start_s.keys() >= {"load", "warm", "first_token"}, "the times of the start must stay known"
         assert text(server, LONG_PROMPT) == before
-        assert control(server, "wake_up").json()["state"] == "awake", "nothing is done to who is awake"
+        assert control(server, "wake_up").json()["state"] == "awake", "an engine that is awake must not change"
         assert metric(server, "pagemill_engine_wake_seconds_count") == 1
         assert metric(server, "pagemill_engine_sleeping") == 0
         phases = httpx.get(f"{server.control_url}/metrics", timeout=WAIT_LIMIT_S).text
-        assert 'phase="sleeping"' not in phases, "sleep is no part of the start"
+        assert 'phase="sleeping"' not in phases, "the time of a sleep is no part of the start"
 
 
-def test_what_runs_is_finished_before_the_engine_sleeps(start_server: Callable[..., Any]) -> None:
+def test_running_requests_are_finished_before_the_engine_sleeps(start_server: Callable[..., Any]) -> None:
     server = start_server(engine=SLOW)
     server.wait_for("ready")
     body = {**SHORT, "max_tokens": 60, "stream": True, "ignore_eos": True}
@@ -142,7 +142,7 @@ def test_what_runs_is_finished_before_the_engine_sleeps(start_server: Callable[.
     assert complete(server, SHORT).status_code == 200
 
 
-def test_waking_takes_back_a_sleep_that_has_not_come(start_server: Callable[..., Any]) -> None:
+def test_waking_cancels_a_pending_sleep(start_server: Callable[..., Any]) -> None:
     server = start_server(engine=SLOW)
     server.wait_for("ready")
     body = {**SHORT, "max_tokens": 500, "stream": True, "ignore_eos": True}
@@ -165,13 +165,13 @@ def test_waking_takes_back_a_sleep_that_has_not_come(start_server: Callable[...,
         ("wake_up", {"wait_s": -1}, "wait_s"),
     ],
 )
-def test_bad_questions_name_the_field(null_server: Any, path: str, query: dict[str, Any], param: str) -> None:
+def test_an_invalid_request_names_the_field(null_server: Any, path: str, query: dict[str, Any], param: str) -> None:
     answer = control(null_server, path, **query)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert readyz(null_server)[0] == 200
 
 
-def test_only_the_internal_token_opens_it(null_server: Any) -> None:
+def test_sleep_requires_the_internal_token(null_server: Any) -> None:
     for method, path in (("POST", "sleep"), ("POST", "wake_up"), ("GET", "is_sleeping")):
         unguarded = httpx.request(method, f"{null_server.control_url}/{path}", timeout=WAIT_LIMIT_S)
         assert unguarded.status_code in (401, 403)
@@ -190,7 +190,7 @@ def test_a_sleeping_engine_ends_when_it_is_stopped(start_server: Callable[..., A
 
 
 def _engine_process_of(pid: int) -> psutil.Process:
-    """Servers have other children too, some of them for a moment."""
+    """Return the engine process; servers have other children too, some of them for a moment."""
     for child in psutil.Process(pid).children():
         with suppress(psutil.NoSuchProcess):
             if "pagemill_engine.loop.process" in child.cmdline():
@@ -198,7 +198,7 @@ def _engine_process_of(pid: int) -> psutil.Process:
     raise AssertionError(f"the server {pid} has no engine process")
 
 
-def test_the_memory_of_the_kv_cache_goes_back_and_answers_stay_the_same(start_server: Callable[..., Any]) -> None:
+def test_the_kv_caches_memory_is_released_and_answers_stay_the_same(start_server: Callable[..., Any]) -> None:
     num_tokens, bytes_per_token = 800, 2 * 30 * 3 * 64 * 4
     engine = {"null_runner": False, "num_kv_blocks": 256, "max_model_len": 1024, "dtype": "float32", "num_threads": 1}
     server = start_server(engine=engine)
@@ -218,5 +218,5 @@ def test_the_memory_of_the_kv_cache_goes_back_and_answers_stay_the_same(start_se
 
     filled = num_tokens * bytes_per_token
     assert rss_before - rss_asleep > 0.8 * filled, (rss_before, rss_asleep, filled)
-    assert rss_asleep <= rss_awake < rss_before, "memory is taken as it is used, in pages of up to 2 MiB a layer"
+    assert rss_asleep <= rss_awake < rss_before, "memory must be used on demand, in pages of up to 2 MiB per layer"
     assert after == before

@@ -1,4 +1,4 @@
-"""The state stream: snapshot first, numbered changes, heartbeats, and no unbounded buffer."""
+"""The state stream: a snapshot first, numbered changes, heartbeats, and a bounded buffer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def step(publisher: StatePublisher, running: int, added: list[bytes] = [], remov
     publisher.report(EngineLoad(num_requests_running=running), None, events)
 
 
-async def test_the_first_frame_is_a_snapshot_of_everything(publisher: StatePublisher) -> None:
+async def test_the_first_frame_is_a_complete_snapshot(publisher: StatePublisher) -> None:
     early = Reader(publisher)
     await early.next()
     step(publisher, 1, added=[b"a", b"b"])
@@ -59,7 +59,7 @@ async def test_the_first_frame_is_a_snapshot_of_everything(publisher: StatePubli
     assert late.models == ["tiny"]
 
 
-async def test_the_frame_that_says_what_the_engine_is_says_what_it_has_room_for(publisher: StatePublisher) -> None:
+async def test_the_frame_with_the_engines_identity_contains_its_capacity(publisher: StatePublisher) -> None:
     reader = Reader(publisher)
     await reader.next()
     publisher.describe(READY)
@@ -69,7 +69,7 @@ async def test_the_frame_that_says_what_the_engine_is_says_what_it_has_room_for(
 
 
 @pytest.mark.parametrize(("caches_prefixes", "hash_version"), [(True, HASH_VERSION), (False, NO_HASHES)])
-async def test_an_engine_that_keeps_no_prefixes_says_so(
+async def test_an_engine_without_a_prefix_cache_reports_so(
     publisher: StatePublisher, caches_prefixes: bool, hash_version: int
 ) -> None:
     reader = Reader(publisher)
@@ -80,7 +80,7 @@ async def test_an_engine_that_keeps_no_prefixes_says_so(
     assert (await reader.next()).digests.hash_version == hash_version
 
 
-async def test_the_tokenizer_is_announced_before_the_engine_is_ready_and_stays(publisher: StatePublisher) -> None:
+async def test_the_tokenizer_is_announced_before_the_engine_is_ready_and_kept(publisher: StatePublisher) -> None:
     reader = Reader(publisher)
     await reader.next()
     publisher.announce_bundle("bundle")
@@ -114,7 +114,7 @@ async def test_an_idle_engine_still_sends_heartbeats(publisher: StatePublisher) 
     assert not second.snapshot
 
 
-async def test_a_frame_says_how_long_ago_the_engine_reported_its_load(publisher: StatePublisher) -> None:
+async def test_a_frame_contains_the_age_of_the_engines_report(publisher: StatePublisher) -> None:
     reader = Reader(publisher)
     assert (await reader.next()).load_age_ms == 0.0
     step(publisher, 1)
@@ -154,7 +154,7 @@ async def test_draining_is_reported_and_closing_ends_the_stream(publisher: State
         await reader.next()
 
 
-async def test_a_silent_engine_process_is_reported_once_it_is_news(
+async def test_a_silent_engine_process_is_reported_after_a_second(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.3)
@@ -171,7 +171,7 @@ async def test_a_silent_engine_process_is_reported_once_it_is_news(
     assert frame.silent_s == 0.0
 
 
-async def test_heartbeats_in_a_long_step_say_that_the_engine_process_runs(
+async def test_heartbeats_during_a_long_step_report_a_running_engine_process(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.3)
@@ -185,7 +185,7 @@ async def test_heartbeats_in_a_long_step_say_that_the_engine_process_runs(
     assert 0.3 <= frame.frozen_s < frame.silent_s
 
 
-async def test_time_in_which_the_server_itself_did_not_run_does_not_count_against_the_engine_process(
+async def test_time_in_which_the_server_did_not_run_is_not_counted_as_silence_of_the_engine(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.1)
@@ -198,10 +198,10 @@ async def test_time_in_which_the_server_itself_did_not_run_does_not_count_agains
     assert (await reader.next()).frozen_s <= 1.0
 
 
-async def test_an_engine_that_sends_no_heartbeats_is_not_taken_for_stopped(
+async def test_an_engine_without_heartbeats_yet_does_not_count_as_suspended(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the model loads there are none."""
+    """While the model is loaded, the engine sends none."""
     monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.1)
     reader = Reader(publisher)
     step(publisher, 1)
@@ -220,10 +220,11 @@ def chat(num_tokens: int, predicted_cached_tokens: int = 0, n: int = 1) -> Gener
     )
 
 
-async def test_several_gateways_hear_of_a_request_before_the_engine_process_does(
+async def test_with_several_gateways_an_arrival_is_reported_before_the_engine_processes_it(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_stream, "MIN_INTERVAL_S", 60.0)  # so that only the arrival can bring the next frame
+    # The interval is so long that only the arrival can cause the next frame.
+    monkeypatch.setattr(state_stream, "MIN_INTERVAL_S", 60.0)
     one, other = Reader(publisher), Reader(publisher)
     for reader in (one, other):
         await reader.next()
@@ -236,7 +237,7 @@ async def test_several_gateways_hear_of_a_request_before_the_engine_process_does
         assert (load.num_requests_running, load.num_requests_waiting, load.num_tokens_waiting) == (3, 2, 36)
 
 
-async def test_a_request_counts_once_whoever_reports_it(publisher: StatePublisher) -> None:
+async def test_a_request_counts_once_whichever_process_reports_it(publisher: StatePublisher) -> None:
     one, _ = Reader(publisher), Reader(publisher)
     await one.next()
     publisher.arrived(1, chat(100))
@@ -253,7 +254,7 @@ async def test_a_request_counts_once_whoever_reports_it(publisher: StatePublishe
     assert frames[-1].load == EngineLoad(num_requests_running=2)
 
 
-async def test_a_gateway_alone_receives_what_the_engine_process_says(publisher: StatePublisher) -> None:
+async def test_a_single_gateway_gets_the_engine_processs_reports_only(publisher: StatePublisher) -> None:
     reader = Reader(publisher)
     await reader.next()
     publisher.arrived(1, chat(100))

@@ -1,5 +1,4 @@
-"""An engine of a fusable family never loads torch, whatever it is asked; one that needs torch says so where it is not
-installed."""
+"""An engine that can run the native decoder never imports torch; one that needs torch reports its absence."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def libraries_of(process: psutil.Process) -> set[str]:
 
 
 @pytest.mark.skipif(find_driver() is not None, reason="with an NVIDIA driver the engine imports torch ahead")
-def test_no_process_loads_torch_for_any_answer(start_server: Callable[..., Any]) -> None:
+def test_no_process_imports_torch_for_any_answer(start_server: Callable[..., Any]) -> None:
     server = start_server(engine={"null_runner": False, "model": SMOLLM2, "num_kv_blocks": 128, "max_model_len": 512})
     server.wait_for("ready")
     with httpx.Client(base_url=server.url, timeout=60) as client:
@@ -52,7 +51,9 @@ def test_no_process_loads_torch_for_any_answer(start_server: Callable[..., Any])
     assert any(name.startswith("libpagemill_cpu") for names in loaded for name in names)
     assert not [name for names in loaded for name in names if "torch" in name]
     served_by, *_ = loaded
-    assert not [name for name in served_by if name.startswith("_multiarray_umath")], "the HTTP process needs no numpy"
+    assert not [name for name in served_by if name.startswith("_multiarray_umath")], (
+        "the HTTP process must not import numpy"
+    )
 
 
 def test_without_torch_a_model_that_needs_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

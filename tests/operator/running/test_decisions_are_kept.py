@@ -1,4 +1,4 @@
-"""Decisions stand in a ConfigMap beside their LLMDeployment, whoever leads, and `pagemill why` reads them there."""
+"""Decisions are stored in a ConfigMap of each LLMDeployment, and `pagemill why` reads them under any leader."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def kept(api: Any) -> list[Record]:
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written at most every ten seconds is written at once."""
+    """Write at once what is otherwise written at most every ten seconds."""
     monkeypatch.setattr(decision_records, "INTERVAL_S", 0.05)
     monkeypatch.setattr(decision_records, "RETRY_S", 0.05)
 
 
-async def test_each_decision_is_kept_and_decides_the_same_again(api: Any, run_operator: Any) -> None:
+async def test_each_decision_is_stored_and_can_be_replayed(api: Any, run_operator: Any) -> None:
     api.change("LLMDeployment", scaled())
     run_operator()
     await api.until(lambda: [record.decision.reason for record in kept(api)] == ["SignalsMissing"])
@@ -50,10 +50,12 @@ async def test_each_decision_is_kept_and_decides_the_same_again(api: Any, run_op
     assert [replay(record) for record in kept(api)] == [record.decision for record in kept(api)]
     metadata = api.get("ConfigMap", NAME)["metadata"]
     uid = api.get("LLMDeployment", "chat")["metadata"]["uid"]
-    assert [each["uid"] for each in metadata["ownerReferences"]] == [uid], "it goes with its owner"
+    assert [each["uid"] for each in metadata["ownerReferences"]] == [uid], (
+        "the ConfigMap must be deleted with its owner"
+    )
 
 
-async def test_records_name_the_policy_and_another_one_takes_over_at_an_edit(api: Any, run_operator: Any) -> None:
+async def test_records_name_the_policy_and_an_edit_selects_another_one(api: Any, run_operator: Any) -> None:
     api.change("LLMDeployment", scaled(policy="TargetTracking"))
     run_operator()
     await api.until(lambda: [record.settings.policy for record in kept(api)] == ["TargetTracking"])
@@ -65,7 +67,7 @@ async def test_records_name_the_policy_and_another_one_takes_over_at_an_edit(api
     assert [replay(record) for record in kept(api)] == [record.decision for record in kept(api)]
 
 
-async def test_it_wakes_no_reconcile_and_is_not_taken_away(api: Any, run_operator: Any) -> None:
+async def test_the_config_map_triggers_no_reconcile_and_is_not_deleted(api: Any, run_operator: Any) -> None:
     api.change("LLMDeployment", scaled())
     operator = run_operator()
     await api.until(lambda: kept(api))
@@ -76,7 +78,7 @@ async def test_it_wakes_no_reconcile_and_is_not_taken_away(api: Any, run_operato
     assert len(written) <= len(kept(api))
 
 
-async def test_another_leader_goes_on_where_the_first_one_ended(api: Any, run_operator: Any) -> None:
+async def test_another_leader_continues_the_records(api: Any, run_operator: Any) -> None:
     api.change("LLMDeployment", scaled())
     first = run_operator("a")
     await api.until(lambda: len(kept(api)) == 1)
@@ -87,7 +89,7 @@ async def test_another_leader_goes_on_where_the_first_one_ended(api: Any, run_op
     assert kept(api)[:1] == before
 
 
-async def test_records_of_another_version_are_left_out_by_the_next_leader(api: Any, run_operator: Any) -> None:
+async def test_the_next_leader_drops_records_of_another_version(api: Any, run_operator: Any) -> None:
     api.change("LLMDeployment", scaled())
     first = run_operator("a")
     await api.until(lambda: len(kept(api)) == 1)
@@ -102,7 +104,7 @@ async def test_records_of_another_version_are_left_out_by_the_next_leader(api: A
     assert len(kept(api)) == 2
 
 
-async def test_another_owners_config_map_is_left_alone_and_reported_once(
+async def test_another_owners_config_map_is_not_changed_and_reported_once(
     api: Any, run_operator: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = {"metadata": {"name": NAME, "namespace": "default"}, "data": {"theirs": "1"}}
@@ -117,7 +119,7 @@ async def test_another_owners_config_map_is_left_alone_and_reported_once(
     assert caplog.text.count("does not belong to this LLMDeployment") == 1
 
 
-async def test_a_refused_write_is_tried_again_and_delays_no_decision(api: Any, run_operator: Any) -> None:
+async def test_a_refused_write_is_retried_and_delays_no_decision(api: Any, run_operator: Any) -> None:
     refused = (403, "Forbidden", "no config maps today")
     api.refuse = lambda write: refused if write.name == NAME else None
     api.change("LLMDeployment", scaled(minReplicas=2))
@@ -128,13 +130,13 @@ async def test_a_refused_write_is_tried_again_and_delays_no_decision(api: Any, r
     await api.until(lambda: kept(api))
 
 
-def test_only_as_much_is_kept_as_a_config_map_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_never_exceed_the_size_of_a_config_map(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision_records, "MAX_BYTES", 10)
     assert decision_records._newest(["aaaa", "bbbb", "cccc"]) == ["bbbb", "cccc"]
     assert decision_records._newest(["a" * 20]) == []
 
 
-# `pagemill why`
+# The command `pagemill why`
 
 
 @pytest.fixture
@@ -159,7 +161,9 @@ async def why(*arguments: Any) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, ["why", *map(str, arguments)])
 
 
-async def test_the_command_reads_them_with_the_users_own_rights(api: Any, run_operator: Any, kubeconfig: Path) -> None:
+async def test_the_command_reads_the_records_with_the_users_own_rights(
+    api: Any, run_operator: Any, kubeconfig: Path
+) -> None:
     api.change("LLMDeployment", scaled())
     run_operator()
     await api.until(lambda: kept(api))
@@ -181,7 +185,7 @@ async def test_the_command_reads_them_with_the_users_own_rights(api: Any, run_op
     ],
     ids=["absent", "fixed", "external", "too early"],
 )
-async def test_where_there_is_none_it_says_why(
+async def test_without_records_the_command_says_why(
     api: Any, kubeconfig: Path, spec: dict[str, Any] | None, words: str
 ) -> None:
     if spec is not None:
@@ -200,7 +204,7 @@ async def test_the_contexts_namespace_is_the_default(api: Any, kubeconfig: Path)
     assert "--context none: the kubeconfig has no context none; it has here, prod" in result.stderr
 
 
-async def test_a_server_that_is_away_is_reported(api: Any, kubeconfig: Path) -> None:
+async def test_an_unreachable_server_is_reported(api: Any, kubeconfig: Path) -> None:
     api.is_down = True
     result = await why("chat", "--kubeconfig", kubeconfig)
     assert result.exit_code == 2

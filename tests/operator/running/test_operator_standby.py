@@ -1,4 +1,4 @@
-"""Pods that sleep and are woken: a running operator, a gateway that reports who sleeps, engines that follow."""
+"""Pods that sleep and wake: a running operator, a gateway that reports sleeping engines, and engines that follow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REST = "pagemill.dev/rest"
 
 
 class World:
-    """A gateway and the control port of every engine, in one server; and the cluster's part, played by hand."""
+    """A gateway and the control ports of all engines in one server; the test acts as the cluster."""
 
     def __init__(self, api: Any) -> None:
         self.api = api
@@ -46,7 +46,7 @@ class World:
         )
         self._news = asyncio.Event()
 
-    def tell(self, **fields: Any) -> None:
+    def set_load(self, **fields: Any) -> None:
         self.load = msgspec.structs.replace(self.load, **fields)
         self._news.set()
 
@@ -72,7 +72,7 @@ class World:
         self.api.change("Pod", {"metadata": metadata, "spec": {"containers": []}, "status": status})
 
     def pods(self, **ready: bool) -> None:
-        """Engine pods by name; those that are not ready were so before."""
+        """Create engine pods by name; those that are not ready were ready before."""
         template = self.api.get("Deployment", "chat-engine")["spec"]["template"]["metadata"]
         for name, is_ready in ready.items():
             known = (self.api.get("Pod", name) or {}).get("metadata", {})
@@ -135,7 +135,7 @@ def waiting(num_requests: int, **fields: Any) -> QueueLoad:
     return QueueLoad(num_requests=num_requests, num_tokens=10, **fields)
 
 
-async def test_one_stands_by_and_is_woken_before_another_one_could_be_started(
+async def test_one_replica_stands_by_and_is_woken_before_another_one_could_start(
     api: Any, world: World, run_operator: Any
 ) -> None:
     api.change("LLMDeployment", resource())
@@ -143,65 +143,63 @@ async def test_one_stands_by_and_is_woken_before_another_one_could_be_started(
     await api.until(lambda: world.replicas() == 2)
     assert api.get("Deployment", "chat-engine")["metadata"]["annotations"]["pagemill.dev/awake"] == "1"
     world.pods(a=True, b=True)
-    world.tell(held=[EngineHeld("uid-a", 9, 1), EngineHeld("uid-b", 0, 0)], pods=PodsSeen(ready=2))
+    world.set_load(held=[EngineHeld("uid-a", 9, 1), EngineHeld("uid-b", 0, 0)], pods=PodsSeen(ready=2))
     await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 2)
-    assert world.calls == [], "Kubernetes waits for both of them to be ready"
+    assert world.calls == [], "Kubernetes must wait for both of them to be ready"
     world.rolled_out()
     await api.until(lambda: world.calls == ["sleep"] and world.reported("b") == "asleep")
     assert world.reported("a") is None
-    world.tell(asleep=["uid-b"], pods=PodsSeen(ready=1, asleep=1))
+    world.set_load(asleep=["uid-b"], pods=PodsSeen(ready=1, asleep=1))
     world.pods(b=False)
     await api.until(lambda: world.status().get("standbyReplicas") == 1)
     assert (world.status()["readyReplicas"], world.status()["desiredReplicas"]) == (1, 1)
-    assert world.reason("Ready") == "AllReplicasReady", "who sleeps is no fault"
+    assert world.reason("Ready") == "AllReplicasReady", "a sleeping replica is no fault"
 
-    world.tell(queue=waiting(4))
+    world.set_load(queue=waiting(4))
     await api.until(lambda: world.calls == ["sleep", "wake_up"] and world.reported("b") == "waking")
     await api.until(lambda: world.replicas() == 3)
-    world.tell(queue=waiting(0), asleep=[], pods=PodsSeen(ready=2))
+    world.set_load(queue=waiting(0), asleep=[], pods=PodsSeen(ready=2))
     world.pods(b=True)
     await api.until(lambda: world.reported("b") is None)
     keys = running.operator.leader.keys.keys.keys
     assert world.tokens == {f"Bearer {keys.sent('default', 'chat')}"}
-    assert world.calls == ["sleep", "wake_up"], "with an unchanged number nothing goes to and fro"
+    assert world.calls == ["sleep", "wake_up"], "with an unchanged number, no replica may sleep or wake"
 
 
-async def test_the_next_leader_goes_on_with_what_sleeps(api: Any, world: World, run_operator: Any) -> None:
+async def test_the_next_leader_continues_with_the_sleeping_replicas(api: Any, world: World, run_operator: Any) -> None:
     api.change("LLMDeployment", resource(0, minReplicas=0, maxReplicas=1))
     first = run_operator(gateway_control_port=world.port, engine_control_port=world.port)
     await api.until(lambda: world.replicas() == 1)
     assert api.get("Deployment", "chat-engine")["metadata"]["annotations"]["pagemill.dev/awake"] == "0"
     world.pods(a=True)
     world.rolled_out()
-    world.tell(pods=PodsSeen(ready=1))
+    world.set_load(pods=PodsSeen(ready=1))
     await api.until(lambda: world.calls == ["sleep"] and world.reported("a") == "asleep")
-    world.tell(asleep=["uid-a"], engines=EnginesLoad(truth="value"), pods=PodsSeen(asleep=1))
+    world.set_load(asleep=["uid-a"], engines=EnginesLoad(truth="value"), pods=PodsSeen(asleep=1))
     world.pods(a=False)
     await api.until(lambda: world.reason("Ready") == "ScaledToZero" and world.status().get("standbyReplicas") == 1)
     await first.stop()
 
     transitions = {each["type"]: each["lastTransitionTime"] for each in world.status()["conditions"]}
-    world.tell(asleep=[], pods=PodsSeen())  # it has just come as well and hears no engine yet
+    world.set_load(asleep=[], pods=PodsSeen())  # the leader has just started and has no report of an engine yet
     second = run_operator("b", gateway_control_port=world.port, engine_control_port=world.port)
     await second.leads()
     await second.settled()
     await api.until(lambda: second.operator.leader.loads.measured("default/chat") is not None)
-    assert world.status()["standbyReplicas"] == 1, "its annotation says so"
+    assert world.status()["standbyReplicas"] == 1, "the annotation must say so"
     assert {each["type"]: each["lastTransitionTime"] for each in world.status()["conditions"]} == transitions
-    world.tell(asleep=["uid-a"], pods=PodsSeen(asleep=1), queue=waiting(1, needs_engine=True))
+    world.set_load(asleep=["uid-a"], pods=PodsSeen(asleep=1), queue=waiting(1, needs_engine=True))
     await api.until(lambda: world.calls == ["sleep", "wake_up"])
     assert world.replicas() == 1
 
 
-async def test_while_a_new_template_is_rolled_out_no_engine_is_put_to_sleep(
-    api: Any, world: World, run_operator: Any
-) -> None:
+async def test_during_a_rollout_no_engine_is_put_to_sleep(api: Any, world: World, run_operator: Any) -> None:
     api.change("LLMDeployment", resource())
     running = run_operator(gateway_control_port=world.port, engine_control_port=world.port)
     await api.until(lambda: world.replicas() == 2)
     world.pods(a=True, b=True)
     world.rolled_out("ReplicaSetUpdated")
-    world.tell(pods=PodsSeen(ready=2))
+    world.set_load(pods=PodsSeen(ready=2))
     await api.until(lambda: len(running.operator.leader.scaler.records()) > 0)
     await asyncio.gather(*(running.operator.leader.autoscaling.look("default/chat") for _ in range(3)))
     assert world.calls == []
@@ -209,29 +207,29 @@ async def test_while_a_new_template_is_rolled_out_no_engine_is_put_to_sleep(
     await api.until(lambda: world.calls == ["sleep"])
 
 
-async def test_an_engine_that_does_not_follow_goes_on_serving(api: Any, world: World, run_operator: Any) -> None:
+async def test_an_engine_that_refuses_to_sleep_keeps_serving(api: Any, world: World, run_operator: Any) -> None:
     world.refuses = True
     api.change("LLMDeployment", resource())
     running = run_operator(gateway_control_port=world.port, engine_control_port=world.port)
     await api.until(lambda: world.replicas() == 2)
     world.pods(a=True, b=True)
     world.rolled_out()
-    world.tell(pods=PodsSeen(ready=2))
+    world.set_load(pods=PodsSeen(ready=2))
     await api.until(lambda: world.calls == ["sleep"])
     await api.until(lambda: world.status().get("readyReplicas") == 2)
     assert world.reason("Ready") == "AllReplicasReady"
     await running.operator.leader.autoscaling.look("default/chat")
-    assert world.calls == ["sleep"], "not again at once"
+    assert world.calls == ["sleep"], "the order must not be repeated at once"
 
 
-async def test_how_long_it_took_to_wake_up_is_measured(api: Any, world: World, run_operator: Any) -> None:
+async def test_the_time_of_a_wake_is_measured(api: Any, world: World, run_operator: Any) -> None:
     api.change("LLMDeployment", resource())
     running = run_operator(gateway_control_port=world.port, engine_control_port=world.port)
     await api.until(lambda: world.replicas() == 2)
     world.pods(a=True)
-    world.tell(starts=[EngineStart("uid-a", {"load": 1.0})], pods=PodsSeen(ready=1))
+    world.set_load(starts=[EngineStart("uid-a", {"load": 1.0})], pods=PodsSeen(ready=1))
     await api.until(lambda: world.status().get("readyReplicas") == 1)
-    world.tell(starts=[EngineStart("uid-a", {"load": 1.0, "wake": 0.2}, 1)], queue=waiting(1))
+    world.set_load(starts=[EngineStart("uid-a", {"load": 1.0, "wake": 0.2}, 1)], queue=waiting(1))
 
     count = 'pagemill_cold_start_phase_seconds_count{phase="wake"} 1.0'
     await api.until(lambda: count in running.operator.metrics.scrape().body.decode())

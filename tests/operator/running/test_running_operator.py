@@ -1,4 +1,4 @@
-"""The operator as a whole, with real watches and requests against a small API server."""
+"""The whole operator, with real watches and requests to a small API server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reason(api: Any, name: str = "chat") -> str:
     return str(condition(api, "Ready", name).get("reason", ""))
 
 
-async def test_a_deployment_costs_few_writes_and_then_none(ready: Any, run_operator: Any) -> None:
+async def test_a_deployment_needs_few_writes_and_then_none(ready: Any, run_operator: Any) -> None:
     operator = run_operator()
     ready.change("LLMDeployment", llm_deployment(replicas=2))
     await ready.until(lambda: reason(ready))
@@ -59,7 +59,7 @@ async def test_a_deployment_costs_few_writes_and_then_none(ready: Any, run_opera
     assert len(ready.writes) == before
 
 
-async def test_a_new_operator_finds_everything_done(ready: Any, run_operator: Any) -> None:
+async def test_a_new_operator_finds_nothing_to_do(ready: Any, run_operator: Any) -> None:
     first = run_operator()
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready))
@@ -71,7 +71,7 @@ async def test_a_new_operator_finds_everything_done(ready: Any, run_operator: An
     assert len(ready.writes) == before
 
 
-async def test_drift_is_undone(ready: Any, run_operator: Any) -> None:
+async def test_drift_is_corrected(ready: Any, run_operator: Any) -> None:
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready))
@@ -94,7 +94,7 @@ async def test_scaling_changes_the_replicas_of_the_deployment(ready: Any, run_op
     assert "PodDisruptionBudget/chat-engine" in ready.names("apply")
 
 
-async def test_what_vanished_while_no_watch_was_open_is_noticed_by_the_next_listing(
+async def test_an_object_deleted_while_no_watch_was_open_is_noticed_by_the_next_listing(
     ready: Any, run_operator: Any
 ) -> None:
     run_operator()
@@ -105,7 +105,7 @@ async def test_what_vanished_while_no_watch_was_open_is_noticed_by_the_next_list
     await ready.until(lambda: ready.get("Secret", "chat-engine-token"))
 
 
-async def test_an_outage_is_survived_and_then_caught_up(ready: Any, run_operator: Any) -> None:
+async def test_after_an_outage_the_operator_catches_up(ready: Any, run_operator: Any) -> None:
     operator = run_operator()
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready))
@@ -122,7 +122,9 @@ async def test_an_outage_is_survived_and_then_caught_up(ready: Any, run_operator
     assert not operator.lost.is_set()
 
 
-async def test_a_younger_claim_of_a_name_starts_nothing_until_the_older_goes(ready: Any, run_operator: Any) -> None:
+async def test_a_younger_deployment_of_a_name_starts_nothing_until_the_older_is_deleted(
+    ready: Any, run_operator: Any
+) -> None:
     run_operator()
     ready.change("LLMDeployment", llm_deployment("old", model={"name": "m"}))
     young = llm_deployment("young", model={"name": "m"})
@@ -134,7 +136,7 @@ async def test_a_younger_claim_of_a_name_starts_nothing_until_the_older_goes(rea
     await ready.until(lambda: ready.get("Deployment", "young-engine"))
 
 
-async def test_a_refused_child_is_reported_and_tried_again(ready: Any, run_operator: Any) -> None:
+async def test_a_refused_child_is_reported_and_retried(ready: Any, run_operator: Any) -> None:
     message = 'deployments "chat-engine" is forbidden: exceeded quota: few'
     ready.refuse = lambda write: (403, "Forbidden", message) if write.kind == "Deployment" else None
     run_operator()
@@ -147,7 +149,7 @@ async def test_a_refused_child_is_reported_and_tried_again(ready: Any, run_opera
     await ready.until(lambda: ready.get("Deployment", "chat-engine"))
 
 
-async def test_one_broken_object_harms_no_other(ready: Any, run_operator: Any) -> None:
+async def test_an_invalid_object_does_not_affect_others(ready: Any, run_operator: Any) -> None:
     broken = llm_deployment("broken", engine={"noSuchField": 1})
     ready.change("LLMDeployment", broken)
     ready.change("LLMDeployment", llm_deployment())
@@ -167,7 +169,7 @@ async def test_another_owners_object_is_not_taken_over(ready: Any, run_operator:
     assert ready.get("Service", "chat-engine")["metadata"]["labels"] == {"app": "theirs"}
 
 
-async def test_children_of_an_earlier_namesake_are_replaced(ready: Any, run_operator: Any) -> None:
+async def test_children_of_an_earlier_object_of_the_same_name_are_replaced(ready: Any, run_operator: Any) -> None:
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready))
@@ -201,7 +203,7 @@ async def test_of_two_operators_one_writes_and_the_other_takes_over(ready: Any, 
     await ready.until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 2)
 
 
-async def test_a_leader_that_lost_its_lease_writes_nothing_more(ready: Any, run_operator: Any) -> None:
+async def test_a_leader_that_lost_its_lease_writes_nothing(ready: Any, run_operator: Any) -> None:
     operator = run_operator("a")
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready))
@@ -214,7 +216,7 @@ async def test_a_leader_that_lost_its_lease_writes_nothing_more(ready: Any, run_
     assert len(ready.writes) == before
 
 
-async def test_a_write_takes_no_longer_than_the_right_to_write(ready: Any, run_operator: Any) -> None:
+async def test_a_write_ends_before_the_lease_does(ready: Any, run_operator: Any) -> None:
     operator = run_operator("a")
     await operator.leads()
     hanging = asyncio.Event()
@@ -230,7 +232,7 @@ async def test_a_write_takes_no_longer_than_the_right_to_write(ready: Any, run_o
     await ready.until(lambda: reason(ready))
 
 
-async def test_pod_monitors_come_with_their_kind(ready: Any, run_operator: Any) -> None:
+async def test_pod_monitors_are_created_once_their_kind_exists(ready: Any, run_operator: Any) -> None:
     operator = run_operator(resync_s=1.0)
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready))
@@ -241,7 +243,7 @@ async def test_pod_monitors_come_with_their_kind(ready: Any, run_operator: Any) 
     assert ready.names("apply").count("PodMonitor/chat-engine") == 1
 
 
-async def test_a_missing_definition_is_waited_for(ready: Any, run_operator: Any) -> None:
+async def test_the_operator_waits_for_a_missing_definition(ready: Any, run_operator: Any) -> None:
     llmd = next(kind for kind in ready.kinds if kind.name == "LLMDeployment")
     ready.kinds.remove(llmd)
     operator = run_operator()
@@ -254,7 +256,7 @@ async def test_a_missing_definition_is_waited_for(ready: Any, run_operator: Any)
     assert status == 200
 
 
-async def test_the_metrics_have_the_names_that_dashboards_know(ready: Any, run_operator: Any) -> None:
+async def test_the_metrics_have_the_names_of_common_dashboards(ready: Any, run_operator: Any) -> None:
     operator = run_operator()
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready))
@@ -275,7 +277,7 @@ async def test_the_metrics_have_the_names_that_dashboards_know(ready: Any, run_o
         assert series in text
 
 
-async def test_a_namespaced_operator_serves_its_namespaces_only(ready: Any, run_operator: Any) -> None:
+async def test_a_namespaced_operator_serves_only_its_namespaces(ready: Any, run_operator: Any) -> None:
     run_operator(watch_namespaces=["default"])
     elsewhere = llm_deployment()
     elsewhere["metadata"]["namespace"] = "pagemill-system"
@@ -286,7 +288,7 @@ async def test_a_namespaced_operator_serves_its_namespaces_only(ready: Any, run_
     assert ready.get("Deployment", "chat-engine", "pagemill-system") is None
 
 
-async def test_a_definition_that_goes_and_comes_back_ends_nothing(ready: Any, run_operator: Any) -> None:
+async def test_a_definition_that_is_deleted_and_recreated_ends_nothing(ready: Any, run_operator: Any) -> None:
     operator = run_operator()
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready))
@@ -302,7 +304,7 @@ async def test_a_definition_that_goes_and_comes_back_ends_nothing(ready: Any, ru
     assert not operator.task.done()
 
 
-async def test_a_standby_queues_nothing(ready: Any, run_operator: Any) -> None:
+async def test_an_operator_without_the_lease_queues_nothing(ready: Any, run_operator: Any) -> None:
     first = run_operator("a")
     await first.leads()
     second = run_operator("b")
@@ -312,7 +314,7 @@ async def test_a_standby_queues_nothing(ready: Any, run_operator: Any) -> None:
     assert b'workqueue_depth{name="llmdeployment"} 0.0' in second.operator.metrics.scrape().body
 
 
-async def test_keys_that_are_deleted_are_written_back_at_once_as_they_were(ready: Any, run_operator: Any) -> None:
+async def test_deleted_keys_are_restored_at_once(ready: Any, run_operator: Any) -> None:
     operator = run_operator()
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready))
@@ -325,7 +327,7 @@ async def test_keys_that_are_deleted_are_written_back_at_once_as_they_were(ready
     assert ready.get("Secret", "chat-engine-token")["data"] == tokens
 
 
-async def test_a_webhook_that_does_not_answer_is_reported_and_waited_for(ready: Any, run_operator: Any) -> None:
+async def test_a_webhook_that_does_not_answer_is_reported_and_retried(ready: Any, run_operator: Any) -> None:
     message = 'Internal error occurred: failed calling webhook "policy.corp": refused'
     ready.refuse = lambda write: (500, "InternalError", message) if write.kind == "Deployment" else None
     run_operator()
