@@ -227,40 +227,41 @@ def rate(now: Signals, memory: Memory) -> float:
     return expected_load(now, memory).requests_per_s
 
 
-def test_a_rise_is_extrapolated_over_the_learned_cold_start() -> None:
-    rising = Memory(rates=(Rate(970.0, 2.0),))
-    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
-    now = signals(1, arrivals=arrivals(5.0, burst=8.0), fleet=fleet)
-    assert rate(now, rising) == pytest.approx(5.0 + 0.1 * (30 + 60))
-    assert rate(now, Memory()) == 5.0
-    steep = Memory(rates=(Rate(970.0, 0.1),))
-    long = signals(1, arrivals=arrivals(5.0, burst=9.5), fleet=Fleet(wanted=1, ready=1, cold_start_s=6000.0))
-    assert rate(long, steep) == 15.0, "the extrapolation must be limited"
-    assert rate(signals(1, arrivals=arrivals(5.0)), Memory(rates=(Rate(970.0, 4.5),))) == 5.0, "noise is not a rise"
+def counted(rates: list[float]) -> Memory:
+    """Return a memory of past windows of six seconds."""
+    ages = range(len(rates) - 1, -1, -1)
+    return Memory(
+        shape=SHAPE, counts=tuple(Rate(1000.0 - 6 * age, each) for age, each in zip(ages, rates, strict=True))
+    )
 
 
-def test_a_step_that_has_ended_is_not_extrapolated() -> None:
-    """Half a minute ago the rate was 2, and the last seconds bring no more than the latest minute."""
-    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
-    assert rate(signals(1, arrivals=arrivals(5.0, burst=5.5), fleet=fleet), Memory(rates=(Rate(970.0, 2.0),))) == 5.5
+def starting_in(cold_start_s: float) -> Fleet:
+    return Fleet(wanted=1, ready=1, cold_start_s=cold_start_s)
 
 
-def test_a_few_more_arrivals_are_not_a_rise() -> None:
-    """Nine of fifteen arrivals within ten seconds may be chance."""
-    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
-    assert rate(signals(1, arrivals=arrivals(0.25, burst=0.5), fleet=fleet), Memory(rates=(Rate(990.0, 0.1),))) == 0.25
-    many = signals(1, arrivals=arrivals(2.5, burst=5.0), fleet=fleet)
-    assert rate(many, Memory(rates=(Rate(990.0, 1.0),))) > 2.5
+def test_a_rise_is_extrapolated_over_a_start_and_no_longer_than_it_has_lasted() -> None:
+    """The rate has risen for two minutes by 0.05 requests/s each second, to 9 requests/s."""
+    rising = counted([3.0] * 20 + [3.0 + 0.3 * index for index in range(1, 21)])
+    now, soon, later = (
+        rate(signals(1, arrivals=arrivals(7.5), fleet=starting_in(each)), rising) for each in (0.0, 60.0, 6000.0)
+    )
+    assert now == pytest.approx(9.0, rel=0.05)
+    assert soon == pytest.approx(now + 60 * 0.05, rel=0.1)
+    assert later == pytest.approx(now + 120 * 0.05, rel=0.1)
+    steep = counted([0.1] * 45 + [1.0, 2.0, 4.0, 6.0, 9.0])
+    present = rate(signals(1, arrivals=arrivals(4.0), fleet=starting_in(0.0)), steep)
+    assert rate(signals(1, arrivals=arrivals(4.0), fleet=starting_in(600.0)), steep) <= 3 * present
 
 
-def test_minutes_that_differ_only_by_chance_are_combined() -> None:
-    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
-    now = signals(1, arrivals=arrivals(5.0), fleet=fleet)
-    minutes = (Rate(760.0, 9.0), Rate(820.0, 4.6), Rate(880.0, 5.2), Rate(940.0, 4.8))
-    assert rate(now, Memory(rates=minutes)) == pytest.approx((5.0 + 4.8 + 5.2 + 4.6) / 4, rel=0.01)
-    few = expected_load(now, Memory(shape=SHAPE)).sure_per_s
-    many = expected_load(now, Memory(shape=SHAPE, rates=minutes)).sure_per_s
-    assert few < many < 5.0, "more arrivals must give a more certain rate"
+def test_more_arrivals_give_a_more_certain_rate() -> None:
+    now = signals(1, arrivals=arrivals(5.0), fleet=starting_in(60.0))
+    few, many = (expected_load(now, counted([5.0] * number)) for number in (4, 40))
+    assert few.arrivals_per_s == pytest.approx(many.arrivals_per_s) == pytest.approx(5.0)
+    assert few.sure_arrivals_per_s < many.sure_arrivals_per_s < 5.0
+
+
+def test_before_there_are_counts_the_latest_minute_is_the_rate() -> None:
+    assert rate(signals(1, arrivals=arrivals(5.0), fleet=starting_in(60.0)), Memory(shape=SHAPE)) == 5.0
 
 
 def test_the_lengths_of_a_single_answer_add_nothing() -> None:
@@ -283,27 +284,14 @@ def test_before_a_request_is_known_at_most_twice_the_replicas_run() -> None:
     assert decision.replicas == 2
 
 
-def test_a_slow_rise_is_significant_over_minutes() -> None:
-    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
-    now, steeper = (signals(1, arrivals=arrivals(5.0, burst=burst), fleet=fleet) for burst in (5.4, 8.0))
-    half_a_minute = Rate(970.0, 4.8)
-    assert rate(now, Memory(rates=(Rate(850.0, 4.6), half_a_minute))) == pytest.approx(4.8), "may be chance"
-    assert rate(now, Memory(rates=(Rate(700.0, 2.0), Rate(850.0, 4.6), half_a_minute))) == pytest.approx(5.9)
-    steep = (Rate(700.0, 4.0), Rate(970.0, 2.0))
-    assert rate(steeper, Memory(rates=steep)) == pytest.approx(14.0), "the latest significant rise must be used"
-
-
-def test_rates_of_past_minutes_are_kept_at_a_lower_resolution() -> None:
+def test_counts_of_the_past_minutes_are_kept_without_gaps_or_overlap() -> None:
     memory = Memory()
     for second in range(0, 1000, 2):
         now = msgspec.structs.replace(signals(1, arrivals=arrivals(5.0)), at_s=float(second))
-        memory = memory.with_rate(now)
-    ages = [998.0 - rate.at_s for rate in memory.rates]
-    assert ages == sorted(ages, reverse=True)
-    assert 285 <= ages[0] <= 300
-    assert [age for age in ages if age <= 30] == list(range(30, -2, -2))
-    older = [age for age in ages if age > 30]
-    assert all(15 <= before - after <= 17 for before, after in itertools.pairwise(older))
+        memory = memory.with_count(now)
+    ages = [998.0 - count.at_s for count in memory.counts]
+    assert 290 <= ages[0] <= 306
+    assert all(before - after == 6 for before, after in itertools.pairwise(ages))
 
 
 @pytest.mark.parametrize(
@@ -312,11 +300,6 @@ def test_rates_of_past_minutes_are_kept_at_a_lower_resolution() -> None:
 )
 def test_a_burst_is_a_significant_doubling_of_the_rate(rate: float, burst: float, expected: bool) -> None:
     assert is_burst(signals(1, arrivals=arrivals(rate, burst=burst)), Memory()) is expected
-
-
-def counted(rates: list[float]) -> Memory:
-    """Return a memory of past windows of six seconds."""
-    return Memory(counts=tuple(Rate(1000.0 - 6 * age, rate) for age, rate in enumerate(reversed(rates))))
 
 
 def test_clustered_arrivals_alone_are_neither_a_burst_nor_a_rise() -> None:
@@ -328,10 +311,9 @@ def test_clustered_arrivals_alone_are_neither_a_burst_nor_a_rise() -> None:
     assert is_burst(signals(1, arrivals=arrivals(4.0, burst=40.0), fleet=fleet), counted(clusters)), (
         "more than clusters explain"
     )
-    now, before = signals(1, arrivals=arrivals(5.0, burst=8.0), fleet=fleet), (Rate(970.0, 2.0),)
-    assert rate(now, msgspec.structs.replace(counted(clusters), rates=before)) < 6.0 < rate(now, Memory(rates=before))
-    lone, together = (expected_load(now, each) for each in (Memory(), counted(clusters)))
-    assert together.sure_arrivals_per_s < lone.sure_arrivals_per_s, "clustered arrivals give a less certain rate"
+    lone, together = (expected_load(burst, each) for each in (counted([4.0] * 30), counted(clusters)))
+    assert lone.arrivals_per_s == 10.0
+    assert together.arrivals_per_s == pytest.approx(3.8, rel=0.01)
 
 
 @settings(max_examples=num_examples(60))
@@ -347,12 +329,19 @@ def test_clustered_prompts_wait_longer_and_more_replicas_shorten_the_wait(
     assert predictor.predict(uneven, replicas + 1).ttft_ms <= found.ttft_ms * 1.0001
 
 
-def test_the_queue_is_predicted_from_the_significant_rate_of_arrivals() -> None:
-    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
-    fields = {"fleet": fleet, "queue": QueueLoad(num_requests=2000)}
-    seen, remembered = signals(1, **fields, arrivals=arrivals(1.0, burst=6.0)), Memory(shape=SHAPE)
-    assert is_burst(seen, remembered)
-    few = expected_load(seen, remembered)
-    assert 0 < few.sure_waiting < few.num_waiting, "36 arrivals"
-    minute = expected_load(signals(1, **fields, arrivals=arrivals(6.0)), remembered)
-    assert minute.sure_waiting == minute.num_waiting > 0, "the rate of a minute"
+def test_replicas_for_the_queue_are_worth_what_they_cost() -> None:
+    """One replica serves the arrivals, and a long queue will wait when another one could be ready."""
+
+    def ordered(waiting: int, cold_start_s: float) -> int:
+        fleet = Fleet(wanted=2, ready=2, cold_start_s=cold_start_s)
+        queue = QueueLoad(num_requests=waiting, num_tokens=waiting * 500)
+        now = signals(2, arrivals=arrivals(2.0), fleet=fleet, queue=queue)
+        remembered = counted([2.0] * 50)
+        assert SLO.slo is not None
+        return slo_target(SLO, SLO.slo, now, remembered, expected_load(now, remembered)).goal.needed
+
+    assert ordered(0, 60.0) == ordered(20, 60.0), "a queue that is served by then adds nothing"
+    numbers = [ordered(waiting, 60.0) for waiting in (3000, 6000, 20_000)]
+    assert numbers == sorted(numbers)
+    assert ordered(0, 60.0) < numbers[0] < numbers[-1]
+    assert ordered(6000, 600.0) <= ordered(6000, 60.0), "a replica that starts slowly is worth less"

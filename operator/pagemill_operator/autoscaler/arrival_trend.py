@@ -23,6 +23,8 @@ LEAST_COUNTS = 3
 """The fewest counts that a trend is computed from."""
 LEAST_ON_LINE = 5
 """The fewest counts that a line is fitted to."""
+LEAST_VARIANCE = 0.5
+"""The least variance of a count about a line, since few arrivals do not determine it."""
 RECENT = 5
 """The latest counts that a line is compared with."""
 
@@ -83,7 +85,7 @@ def _corrected(n: Vector, x: Vector, level: float, slope: float, dispersion: flo
     if distance**2 <= variance:
         return level, slope
     ended = slope > 0 > distance
-    return level + distance * (1 - variance / distance**2), 0.0 if ended else slope
+    return level + distance * float(1 - variance / distance**2), 0.0 if ended else slope
 
 
 def _sums(n: Vector, x: Vector) -> _Sums:
@@ -108,8 +110,8 @@ def _hypotheses(sums: _Sums, x: Vector, dispersion: float) -> tuple[Vector, Vect
     spread_xn = sums.xn - sums.x * mean
     is_line = (sums.m >= LEAST_ON_LINE) & (spread_xx > 0) & (mean > 0)
     slope = np.divide(spread_xn, spread_xx, out=zero.copy(), where=is_line)
-    gain = np.divide(slope * spread_xn, mean, out=zero.copy(), where=is_line)
-    line = np.where(is_line, constant - gain / dispersion + penalty, np.inf)
+    squares = sums.nn - sums.n * mean - slope * spread_xn
+    line = np.where(is_line, before + squares / np.maximum(mean, LEAST_VARIANCE) / dispersion + penalty, np.inf)
     line_level = mean - slope * sums.x / sums.m
 
     # A line that begins at the earlier rate.
@@ -120,8 +122,7 @@ def _hypotheses(sums: _Sums, x: Vector, dispersion: float) -> tuple[Vector, Vect
     bend_xn = sums.xn - at * sums.n - start * (sums.x - at * sums.m)
     bend = np.divide(bend_xn, bend_xx, out=zero.copy(), where=is_bend)
     squares = sums.nn - 2 * start * sums.n + sums.m * start**2 - bend * bend_xn
-    chi2 = np.divide(squares, np.maximum(mean, 0.5), out=zero.copy(), where=is_bend)
-    bent = np.where(is_bend, before + chi2 / dispersion, np.inf)
+    bent = np.where(is_bend, before + squares / np.maximum(mean, LEAST_VARIANCE) / dispersion, np.inf)
 
     costs = np.concatenate([constant, line, bent])
     levels = np.concatenate([mean, line_level, start - bend * at])

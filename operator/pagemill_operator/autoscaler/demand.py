@@ -46,13 +46,21 @@ class DemandPolicy:
 
     def decide(self, settings: ScalingSettings, signals: Signals, memory: Memory) -> tuple[Decision, Memory]:
         now, before = signals.at_s, signals.fleet.wanted
-        memory = memory.at(now).with_shape(signals).with_rate(signals).with_waiting(signals).decayed(now, settings)
+        memory = (
+            memory.at(now)
+            .with_shape(signals)
+            .with_count(signals)
+            .with_waiting(signals)
+            .decayed(now, settings, signals.fleet.cold_start_s)
+        )
         if is_burst(signals, memory):
             memory = msgspec.structs.replace(memory, panic_until_s=now + PANIC_S)
         demand = _demand(settings, signals, memory)
         # Without all signals the demand is a lower bound, and a window of lower bounds allows no removal.
         least = before if demand.missing else 0
-        memory = memory.demanded(now, max(least, demand.replicas), max(least, demand.ample), settings)
+        memory = memory.demanded(
+            now, max(least, demand.replicas), max(least, demand.ample), settings, signals.fleet.cold_start_s
+        )
         step = _step(settings, signals, memory, demand)
         decision = Decision(
             replicas_before=before,
@@ -152,14 +160,14 @@ def _down(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _
     idle_s = memory.idle_window_s(settings, signals.fleet.cold_start_s)
     needed = min(needed, stabilized(wanted, demand.ample, memory.ample, signals.at_s, up_s=0.0, down_s=idle_s))
     if needed == wanted:
-        held = f"scaling down when that has held for {memory.down_window_s(settings):.0f} s"
+        held = f"scaling down when that has held for {memory.down_window_s(settings, signals.fleet.cold_start_s):.0f} s"
         return _Step(wanted, "Stabilizing", f"the load needs {replicas_of(demand.replicas)}; {held}")
     # The last replica is removed by its own window.
     return _allowed(settings, signals, memory, demand, max(1, needed))
 
 
 def _stabilized(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> int:
-    up_s, down_s = settings.up.window_s, memory.down_window_s(settings)
+    up_s, down_s = settings.up.window_s, memory.down_window_s(settings, signals.fleet.cold_start_s)
     wanted = signals.fleet.wanted
     return stabilized(wanted, demand.replicas, memory.history, signals.at_s, up_s=up_s, down_s=down_s)
 

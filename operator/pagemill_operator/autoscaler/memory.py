@@ -16,12 +16,12 @@ MAX_FLAPS = 3
 IDLE_STARTS = 2.0
 """A replica is kept idle for this many starts: by then it has cost as much as an unneeded removal would have."""
 LEAST_IDLE_S = 60.0
+DOWN_STARTS = 6.0
+LEAST_DOWN_S = 60.0
 UNLEARNED_COLD_START_S = 60.0
 """The duration of a start that is assumed until one was seen."""
-TREND_S, LONGEST_TREND_S = 30.0, 300.0
-"""The time between the two rates that a trend is measured from; a gentle rise is found over the longer times only."""
-TREND_STEP_S = 15.0
-"""The time between two rates that are kept for longer than `TREND_S`."""
+LONGEST_TREND_S = 300.0
+"""The time over which the trend of the arrivals is found."""
 
 
 class Rate(msgspec.Struct, frozen=True, array_like=True):
@@ -38,8 +38,6 @@ class Memory(msgspec.Struct, frozen=True):
     """Earlier demands and changes."""
     ample: History = History()
     """Earlier demands of 1.5 times the load."""
-    rates: tuple[Rate, ...] = ()
-    """Arrival rates, each over a minute: all of the past `TREND_S`, and some of the past minutes."""
     counts: tuple[Rate, ...] = ()
     """Arrival rates of the past minutes, each over the burst window; the windows do not overlap."""
     waiting_since_s: float | None = None
@@ -65,20 +63,11 @@ class Memory(msgspec.Struct, frozen=True):
             return self
         return Memory(self.history.at(now), self.ample.at(now), shape=self.shape)
 
-    def with_rate(self, signals: Signals) -> Memory:
-        """Return the memory with the present rate of arrivals, or without any rates where it is not known."""
+    def with_count(self, signals: Signals) -> Memory:
+        """Return the memory with the latest count of arrivals, or without any where they are not known."""
         arrivals, now = signals.arrivals, signals.at_s
         if arrivals.truth != "value":
-            return msgspec.structs.replace(self, rates=(), counts=())
-        kept: list[Rate] = []
-        for rate in self.rates:
-            age_s = now - rate.at_s
-            if age_s <= TREND_S or (age_s <= LONGEST_TREND_S and _is_next(kept, rate)):
-                kept.append(rate)
-        memory = msgspec.structs.replace(self, rates=(*kept, Rate(now, arrivals.requests_per_s)))
-        return memory._with_count(now, arrivals)
-
-    def _with_count(self, now: float, arrivals: Arrivals) -> Memory:
+            return msgspec.structs.replace(self, counts=())
         apart_s = arrivals.burst_window_s
         if apart_s <= 0 or (self.counts and now - self.counts[-1].at_s < apart_s):
             return self
@@ -99,9 +88,11 @@ class Memory(msgspec.Struct, frozen=True):
         """Return the memory with the capacity of a replica, where the engines report it."""
         return msgspec.structs.replace(self, shape=shape_of(signals.engines) or self.shape)
 
-    def demanded(self, now: float, replicas: int, ample: int, settings: ScalingSettings) -> Memory:
+    def demanded(
+        self, now: float, replicas: int, ample: int, settings: ScalingSettings, cold_start_s: float | None
+    ) -> Memory:
         """Return the memory with the present demands, of the load and of 1.5 times the load."""
-        keep_s = max(settings.up.window_s, self.down_window_s(settings))
+        keep_s = max(settings.up.window_s, self.down_window_s(settings, cold_start_s))
         return msgspec.structs.replace(
             self, history=self.history.demanded(now, replicas, keep_s), ample=self.ample.demanded(now, ample, keep_s)
         )
@@ -111,7 +102,7 @@ class Memory(msgspec.Struct, frozen=True):
 
         It is the duration of two starts, or the stabilization window where that is shorter or the resource sets it.
         """
-        window_s = self.down_window_s(settings)
+        window_s = self.down_window_s(settings, cold_start_s)
         if settings.down.is_own_window:
             return window_s
         start_s = UNLEARNED_COLD_START_S if cold_start_s is None else cold_start_s
@@ -128,11 +119,16 @@ class Memory(msgspec.Struct, frozen=True):
         start_s = UNLEARNED_COLD_START_S if cold_start_s is None else cold_start_s
         return min(DEFAULT_IDLE_S, max(LEAST_IDLE_S, IDLE_STARTS * start_s) * 2.0**self.returns)
 
-    def down_window_s(self, settings: ScalingSettings) -> float:
-        """Return the stabilization window for removals: doubled for each flap, unless the resource sets it."""
+    def down_window_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
+        """Return the stabilization window for removals, unless the resource sets it.
+
+        It is the duration of six starts, and doubled for each flap.
+        """
         if settings.down.is_own_window:
             return settings.down.window_s
-        return min(LONGEST_WINDOW_S, settings.down.window_s * 2.0**self.flaps)
+        start_s = UNLEARNED_COLD_START_S if cold_start_s is None else cold_start_s
+        window_s = min(settings.down.window_s, max(LEAST_DOWN_S, DOWN_STARTS * start_s))
+        return min(LONGEST_WINDOW_S, window_s * 2.0**self.flaps)
 
     def changed(
         self, now: float, before: int, after: int, settings: ScalingSettings, cold_start_s: float | None
@@ -151,7 +147,7 @@ class Memory(msgspec.Struct, frozen=True):
             returns = self._returns(now, self.idle_s(settings, cold_start_s))
             return msgspec.structs.replace(self, history=history, returns=returns)
         removed_at_s = self.removed_at_s
-        if removed_at_s is None or now - removed_at_s > 2 * self.down_window_s(settings):
+        if removed_at_s is None or now - removed_at_s > 2 * self.down_window_s(settings, cold_start_s):
             return msgspec.structs.replace(self, history=history)
         flaps = min(MAX_FLAPS, self.flaps + 1)
         return msgspec.structs.replace(self, history=history, removed_at_s=None, flaps=flaps, flapped_at_s=now)
@@ -166,14 +162,10 @@ class Memory(msgspec.Struct, frozen=True):
             return max(0, self.returns - 1)
         return min(MAX_FLAPS, self.returns + 1)
 
-    def decayed(self, now: float, settings: ScalingSettings) -> Memory:
+    def decayed(self, now: float, settings: ScalingSettings, cold_start_s: float | None) -> Memory:
         """Return the memory with one flap less after a long time without a flap."""
         if not self.flaps or self.flapped_at_s is None:
             return self
-        if now - self.flapped_at_s < DECAY_WINDOWS * self.down_window_s(settings):
+        if now - self.flapped_at_s < DECAY_WINDOWS * self.down_window_s(settings, cold_start_s):
             return self
         return msgspec.structs.replace(self, flaps=self.flaps - 1, flapped_at_s=now)
-
-
-def _is_next(kept: list[Rate], rate: Rate) -> bool:
-    return not kept or rate.at_s - kept[-1].at_s >= TREND_STEP_S

@@ -119,7 +119,7 @@ class Predictor:
 
         0 where no rate does.
         """
-        low, high = 0.0, load.requests_per_s
+        low, high = 0.0, max(LEAST_RATE, load.requests_per_s)
         while high < MOST_RATE and meets(self.predict(msgspec.structs.replace(load, requests_per_s=high), replicas)):
             low, high = high, 2 * high
         while high - low > precision * high and high > LEAST_RATE:

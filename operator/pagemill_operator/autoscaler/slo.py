@@ -7,6 +7,7 @@ how many requests per minute would miss the SLO without it.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,6 +21,10 @@ from pagemill_operator.autoscaler.targets import AMPLE, MARGIN
 
 SHORTAGE = 0.02
 """No replica is ordered for a shortage of at most this share of the arrivals, as no rate is known more precisely."""
+
+MISS_COST = 3.0
+"""The cost of a request that misses the SLO, as a multiple of the cost of serving one on fully used replicas."""
+LONGEST_DRAIN_S = 3600.0
 
 
 class SloTarget(msgspec.Struct, frozen=True):
@@ -49,13 +54,14 @@ def slo_target(
     weighed: dict[int, Candidate] = {}
 
     most, wanted = settings.max_replicas, signals.fleet.wanted
-    sure = msgspec.structs.replace(load, requests_per_s=expected.sure_per_s)
+    sure = msgspec.structs.replace(load, requests_per_s=expected.sure_arrivals_per_s)
     needed = fewest(predictor, sure, slo, most, weighed)
     seen = tuple(weighed[number] for number in sorted(weighed))
     offered = f"{sure.requests_per_s:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
     if needed > most:
         unreachable = _unreachable(settings, slo, weighed[max(weighed)])
         return SloTarget(Goal("slo", most, most, offered, unreachable=unreachable), seen)
+    queue = _for_queue(predictor, sure, slo, expected, needed, most, memory.idle_window_s(settings, expected.horizon_s))
     enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
     reason = f"{offered} need {replicas_of(needed)}"
     if needed > wanted > 0:
@@ -67,7 +73,54 @@ def slo_target(
             needed, reason = wanted, f"{offered}: with {wanted}, no more than {missed}, too few to measure"
         else:
             reason += f"; with {wanted}, {missed}"
+    if queue.replicas:
+        needed, reason = needed + queue.replicas, f"{reason}; {queue.reason}"
     return SloTarget(Goal("slo", needed, max(needed, enough), reason, ample=ample), seen)
+
+
+class _ForQueue(NamedTuple):
+    """Replicas beyond those that the arrivals need, because requests will wait."""
+
+    replicas: int = 0
+    reason: str = ""
+
+
+def _for_queue(
+    predictor: Predictor,
+    load: OfferedLoad,
+    slo: Slo,
+    expected: ExpectedLoad,
+    needed: int,
+    most: int,
+    keep_s: float,
+) -> _ForQueue:
+    """Return the replicas that cost least, together with the requests that would miss the SLO until the queue is short.
+
+    Requests miss it while those before them take longer than the SLO's time to first token. A replica that is ordered
+    for the queue costs its start, the time until the queue is short, and `keep_s` until it is removed.
+    """
+    if expected.num_waiting <= 0:
+        return _ForQueue()
+    held = predictor.highest_rate(load, needed, lambda found: meets(found, slo))
+    late = expected.sure_of_lengths * expected.num_waiting - held * (slo.ttft_ms or 0.0) / 1000
+    if late <= 0 or held <= 0:
+        return _ForQueue()
+    spare = max(0.0, held - load.requests_per_s)
+
+    def drain_s(extra: int) -> float:
+        drained_per_s = spare + extra * held / needed
+        return min(LONGEST_DRAIN_S, late / drained_per_s) if drained_per_s > 0 else LONGEST_DRAIN_S
+
+    def cost(extra: int) -> float:
+        """Return the cost in pod-seconds."""
+        return MISS_COST * needed * drain_s(extra) + extra * (expected.horizon_s + drain_s(extra) + keep_s)
+
+    extra = min(range(most - needed + 1), key=cost)
+    reason = (
+        f"{_number(late)} requests too many will wait in {expected.horizon_s:.0f} s: {extra} more serve them within "
+        f"{drain_s(extra):.0f} s instead of {drain_s(0):.0f} s"
+    )
+    return _ForQueue(extra, reason)
 
 
 def fewest(predictor: Predictor, load: OfferedLoad, slo: Slo, most: int, weighed: dict[int, Candidate]) -> int:
