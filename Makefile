@@ -42,8 +42,8 @@ ACTIONLINT_VERSION := v1.7.12
 OLDER_TRITON := 3.6.0
 
 # Tests of one file stay in one process, which shares their engines; most tests wait for processes of their own, so that
-# twice as many workers as a small machine has cores leave no core idle.
-TEST_WORKERS ?= -n 4 --dist loadfile
+# more than twice as many workers as a small machine has cores leave no core idle.
+TEST_WORKERS ?= -n 5 --dist loadfile
 
 .PHONY: help
 help: ## Show this list

@@ -35,36 +35,62 @@ settings.load_profile("sample")
 SHARED = ("tests/http_servers/", "tests/engine/server/")
 """Folders whose files share servers."""
 LONGEST = (
-    "engine/model/test_device_runner.py",
-    "engine/model/test_experts.py",
     "cli/test_up_session.py",
-    "bench/test_gpu_bench.py",
-    "operator/test_local_backend.py",
-    "engine/model/test_hf_equality_tiny.py",
-    "gateway/test_gateway_engines.py",
-    "engine/model/test_compiled_before_ready.py",
     "house/test_docs_commands.py",
-    "gateway/test_worker_processes.py",
-    "engine/model/test_model_families.py",
-    "engine/model/test_structured_output.py",
+    "gateway/test_gateway_engines.py",
+    "operator/test_local_backend.py",
+    "engine/model/test_experts.py",
+    "engine/model/test_hf_equality_tiny.py",
     "gateway/test_gateway_tools.py",
-    "gateway/test_embedding_engines.py",
-    "engine/model/test_hf_equality_smollm2.py",
     "operator/test_local_scaling.py",
+    "bench/test_gpu_bench.py",
+    "engine/model/test_hf_equality_smollm2.py",
+    "gateway/test_worker_processes.py",
+    "gateway/test_embedding_engines.py",
+    "engine/model/test_structured_output.py",
     "gateway/test_rolling_engines.py",
+    "engine/model/test_model_families.py",
     "cli/test_plan_command.py",
+    "engine/model/test_device_runner.py",
     "cli/test_plan_comparisons.py",
     "cli/test_serve_command.py",
     "kernels/test_triton_compiled.py",
     "cli/test_plan_from_headers.py",
     "gateway/test_gateway_faults.py",
     "gateway/test_stream_migration.py",
+    "engine/model/test_compiled_before_ready.py",
     "engine/model/test_triton_engine.py",
     "kernels/test_triton_attention.py",
     "engine/model/test_restricted_sampling.py",
     "house/test_house_rules.py",
 )
 """Files below `tests` in order of the CPU time of their processes; they start after those of `SHARED`."""
+LONG_OF_FEW_TESTS = (
+    "charts/test_rules.py",
+    "gateway/test_previous_release.py",
+    "simulator/test_scaling_bounds.py",
+    "operator/running/test_operator_standby.py",
+    "gateway/test_outlier_engines.py",
+    "bench/test_gateway_budget.py",
+    "bench/test_local_scaling_bench.py",
+    "bench/test_gateway_pods_bench.py",
+    "cli/test_up_dashboards.py",
+    "cli/test_live_metrics.py",
+    "cli/test_serve_from_bucket.py",
+    "bench/test_speed_gate.py",
+    "operator/test_local_standby.py",
+    "simulator/test_simulated_adapters.py",
+    "operator/test_autoscaler_properties.py",
+    "simulator/test_cluster_routing.py",
+    "cli/test_unprivileged_user.py",
+    "gateway/test_gateway_tls.py",
+    "cli/test_full_temporary_folder.py",
+    "simulator/test_fleet_zero.py",
+    "engine/model/test_family_matrix.py",
+    "house/test_bench_command.py",
+    "bench/test_step_overhead_bench.py",
+)
+"""Files of up to eight tests that take seconds, much of it waiting: by their number of tests they would begin last."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -89,7 +115,7 @@ def _scope(nodeid: str) -> str:
 
 def _from_longest(items: list[pytest.Item]) -> None:
     """Sort the tests from the longest to the shortest, so that workers do not wait for a long one at the end."""
-    order = [*SHARED, *(f"tests/{file}" for file in LONGEST)]
+    order = [*SHARED, *(f"tests/{file}" for file in (*LONGEST, *LONG_OF_FEW_TESTS))]
     rank = {scope: position for position, scope in enumerate(order)}
     scopes = {item.nodeid: _scope(item.nodeid) for item in items}
     sizes = Counter(scopes.values())

@@ -35,6 +35,7 @@ class Bare:
         stand_ins = [folder for folder in sys.path if folder.endswith("stand_ins")]
         return importlib.machinery.PathFinder.find_spec(name, stand_ins)
 sys.meta_path[:] = map(Bare, sys.meta_path)
+runpy.run_path({quick!r})["speed_up_interpreter"]()
 sys.argv = {argv!r}
 runpy.run_path({folder!r}, run_name="__main__")
 """
@@ -103,7 +104,8 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     assert {"msgspec", "psutil", "transformers", "pytest"} <= banned
     assert not banned & {"torch", "triton", "numpy", "safetensors", "sympy"}
     argv = ["bench/gpu", "--sizes", "tiny", "--out", str(out), "--sections", *request.param]
-    code = RUN.format(banned=banned | NOT_IN_PYTHON_3_12, argv=argv, folder=str(GPU))
+    quick = str(ROOT / "tests" / "shared" / "quick_interpreter.py")
+    code = RUN.format(banned=banned | NOT_IN_PYTHON_3_12, argv=argv, quick=quick, folder=str(GPU))
     argv = [sys.executable, "-c", code]
     values = environment(TRITON_INTERPRET="1")
     done = subprocess.run(argv, cwd=out, env=values, capture_output=True, text=True, timeout=280)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import triton
-from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
+from quick_interpreter import speed_up_interpreter
 
 from pagemill_kernels.gpu import launch
 
@@ -43,23 +41,5 @@ def sparse(path: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_file(str(path), shared=True, size=numel * dtype.itemsize, dtype=torch.uint8).view(dtype)
 
 
-call_and_patch = InterpretedFunction.__call__
-patched_modules: set[str] = set()
-
-
-def _called_by_a_kernel(function: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
-    """Call a function without patching the language again.
-
-    The interpreter patches its language whenever one function calls another. This is needed once for each module, and
-    the launch does it for the kernels.
-    """
-    module = function.fn.__module__
-    if module.startswith("pagemill_kernels") or module in patched_modules:
-        return function.rewrite()(*args, **kwargs)
-    patched_modules.add(module)
-    return call_and_patch(function, *args, **kwargs)
-
-
-InterpretedFunction.__call__ = _called_by_a_kernel
-# Each sum of integers would be computed three times, which only debug builds of a kernel do.
-interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+if not HAS_GPU:
+    speed_up_interpreter()
