@@ -37,7 +37,7 @@ LOW_PRIORITY = 50_000
 """From this priority on, a request is low-priority and yields to all others, as the lines of batches do."""
 
 
-def gives_way(priority: int) -> bool:
+def is_low_priority(priority: int) -> bool:
     """Whether a request of this priority is low-priority, that is, yields to all more urgent requests."""
     return priority >= LOW_PRIORITY
 

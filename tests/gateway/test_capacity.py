@@ -40,7 +40,7 @@ class Engine:
             load=EngineLoad(num_blocks_total=self.blocks, num_blocks_free=free, num_blocks_active=active, **load),
         )
         reserved = self.record.reserved
-        self.record.reports.accept(frame, reserved.num_sequences, self.now, reserved.num_sequences_giving_way)
+        self.record.reports.accept(frame, reserved.num_sequences, self.now, reserved.num_low_priority_sequences)
         self.record.reserved.reported()
 
     def fits(self, need: Need) -> bool:
@@ -81,7 +81,7 @@ def test_each_sequence_takes_a_seat_and_one_request_always_fits_an_idle_engine()
 
 
 def test_slots_of_sequences_that_give_way_are_free_to_all_that_do_not() -> None:
-    engine, line = Engine(max_num_seqs=4), need()._replace(gives_way=True)
+    engine, line = Engine(max_num_seqs=4), need()._replace(is_low_priority=True)
     engine.report()
     assert engine.fill(line) == 4
     assert engine.fill(need()) == 4
@@ -89,11 +89,11 @@ def test_slots_of_sequences_that_give_way_are_free_to_all_that_do_not() -> None:
 
 
 def test_lines_of_another_gateway_give_way_too_while_the_report_is_believed() -> None:
-    engine, line = Engine(max_num_seqs=8), need()._replace(gives_way=True)
+    engine, line = Engine(max_num_seqs=8), need()._replace(is_low_priority=True)
     engine.send(line)
     for _ in range(4):
-        engine.report(num_requests_running=8, num_requests_giving_way=6)
-    assert engine.record.reports.external_giving_way() == 5
+        engine.report(num_requests_running=8, num_low_priority_requests=6)
+    assert engine.record.reports.external_low_priority() == 5
     assert not engine.fits(line)
     assert engine.fill(need()) == 6
     engine.record.reports.disconnected()
@@ -183,7 +183,9 @@ def test_every_reservation_is_given_back_in_full(data: st.DataObject) -> None:
         action = data.draw(st.sampled_from(["reserve", "accepted", "reported", "release"]))
         if action == "reserve":
             prompt, output = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 99))
-            wanted = need(prompt, output, data.draw(st.integers(1, 4)))._replace(gives_way=data.draw(st.booleans()))
+            wanted = need(prompt, output, data.draw(st.integers(1, 4)))._replace(
+                is_low_priority=data.draw(st.booleans())
+            )
             reserved.reserve(decision, wanted, 16)
             open_decisions.add(decision)
         elif action == "accepted" and open_decisions:
@@ -196,13 +198,13 @@ def test_every_reservation_is_given_back_in_full(data: st.DataObject) -> None:
             assert reserved.release(gone) is not None
             assert reserved.release(gone) is None
         assert 0 <= reserved.num_unseen_blocks <= reserved.num_blocks
-        assert 0 <= reserved.num_sequences_giving_way <= reserved.num_sequences
+        assert 0 <= reserved.num_low_priority_sequences <= reserved.num_sequences
         assert len(reserved) == len(open_decisions)
     for decision in open_decisions:
         reserved.release(decision)
     counts = (
         reserved.num_sequences,
-        reserved.num_sequences_giving_way,
+        reserved.num_low_priority_sequences,
         reserved.num_blocks,
         reserved.num_unseen_blocks,
         reserved.num_seen_sequences,

@@ -40,8 +40,8 @@ from pagemill_engine.scheduler.sorted_sequences import (
     LOW_PRIORITY_SERVING,
     LOW_PRIORITY_WAITING,
     SortedSequences,
+    low_priority_last,
     serving_key,
-    unhurried_last,
 )
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_engine.scheduler.token_masks import advance, take_forced
@@ -63,7 +63,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._clock = clock
         self._admission = Admission(limits)
-        self._rank = unhurried_last(POLICIES[limits.policy])
+        self._rank = low_priority_last(POLICIES[limits.policy])
         self._waiting = SortedSequences(self._rank)
         self._running = SortedSequences(serving_key)
         self._held = HeldChoices()
@@ -153,7 +153,7 @@ class Scheduler:
             if not self._in_flight:
                 self._schedule_alone(self._probing[0], step)
         else:
-            self._make_way()
+            self._preempt_low_priority()
             preemptions = self.num_preemptions
             prefills = self._schedule_decodes(step)
             self._schedule_prefills(prefills, step, preemptions)
@@ -238,15 +238,15 @@ class Scheduler:
             else:
                 return
 
-    def _make_way(self) -> None:
+    def _preempt_low_priority(self) -> None:
         """Preempt low-priority sequences for waiting ones of higher priority if the batch is full. Their computed
         tokens stay in the prefix cache as long as there is space. They start again after all others."""
         most = self.limits.max_num_seqs
-        if len(self._running) < most or not self._running.last_except(None).is_unhurried:
+        if len(self._running) < most or not self._running.last_except(None).is_low_priority:
             return
-        num_higher = sum(1 for seq in islice(self._waiting, most) if not seq.is_unhurried)
+        num_higher = sum(1 for seq in islice(self._waiting, most) if not seq.is_low_priority)
         for _ in range(num_higher):
-            if not (self._running and (last := self._running.last_except(None)).is_unhurried):
+            if not (self._running and (last := self._running.last_except(None)).is_low_priority):
                 return
             self._preempt(last)
 
@@ -579,5 +579,5 @@ class Scheduler:
     def load(self, step_ms: float = 0.0) -> EngineLoad:
         running = (*self._running, *self._beams.between_steps())
         counts = self.num_waiting, self._num_queued_tokens + self._held.num_held, self.num_preemptions
-        num_giving_way = self._running.num_from(LOW_PRIORITY_SERVING) + self._waiting.num_from(LOW_PRIORITY_WAITING)
-        return engine_load(self.kv.pool, running, *counts, num_giving_way, step_ms)
+        num_low_priority = self._running.num_from(LOW_PRIORITY_SERVING) + self._waiting.num_from(LOW_PRIORITY_WAITING)
+        return engine_load(self.kv.pool, running, *counts, num_low_priority, step_ms)

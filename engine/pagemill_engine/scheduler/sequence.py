@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pagemill_engine.scheduler.beams import BeamSearch
 from pagemill_engine.scheduler.prompt_report import PromptReport
 from pagemill_protocol.pooling import PoolingParams
-from pagemill_protocol.sampling import SamplingParams, gives_way
+from pagemill_protocol.sampling import SamplingParams, is_low_priority
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenState
@@ -93,9 +93,9 @@ class Sequence:
     """Whether every prompt token must be computed for it, whatever the prefix cache contains."""
 
     @property
-    def is_unhurried(self) -> bool:
+    def is_low_priority(self) -> bool:
         """Whether every sequence of higher priority goes before it."""
-        return gives_way(self.priority)
+        return is_low_priority(self.priority)
 
     @property
     def num_tokens(self) -> int:

@@ -25,7 +25,7 @@ class Need(NamedTuple):
     """The expected output tokens of each sequence."""
     num_sequences: int = 1
     max_tokens: int | None = None
-    gives_way: bool = False
+    is_low_priority: bool = False
     """Whether it leaves sequence slots to more urgent requests, as lines of batches do."""
 
     @property
@@ -57,7 +57,7 @@ class Reservations:
         """The accepted requests that do not count as reported yet."""
         self.num_sequences = 0
         """The sequences of all requests at the engine."""
-        self.num_sequences_giving_way = 0
+        self.num_low_priority_sequences = 0
         self.num_blocks = 0
         """The blocks of all requests at the engine, expected output included."""
         self.num_unseen_blocks = 0
@@ -74,7 +74,7 @@ class Reservations:
     def reserve(self, decision: int, need: Need, block_size: int) -> None:
         reservation = self._open[decision] = _Reservation(need, need.num_blocks(block_size))
         self.num_sequences += need.num_sequences
-        self.num_sequences_giving_way += need.num_sequences * need.gives_way
+        self.num_low_priority_sequences += need.num_sequences * need.is_low_priority
         self.num_blocks += reservation.num_blocks
         self.num_unseen_blocks += reservation.num_blocks
 
@@ -102,7 +102,7 @@ class Reservations:
             return None
         self._accepted.pop(decision, None)
         self.num_sequences -= reservation.need.num_sequences
-        self.num_sequences_giving_way -= reservation.need.num_sequences * reservation.need.gives_way
+        self.num_low_priority_sequences -= reservation.need.num_sequences * reservation.need.is_low_priority
         self.num_blocks -= reservation.num_blocks
         if reservation.reports_left == 0:
             self._see(reservation, -1)

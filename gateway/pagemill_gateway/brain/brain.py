@@ -121,7 +121,7 @@ class LocalBrain:
         num_identities = record.reports.num_identities
         # Before `accept`, because the record changes also if the frame leaves a gap.
         self.placement.changed(record)
-        record.reports.accept(frame, record.reserved.num_sequences, now, record.reserved.num_sequences_giving_way)
+        record.reports.accept(frame, record.reserved.num_sequences, now, record.reserved.num_low_priority_sequences)
         record.reserved.reported()
         self.placement.observe(record, frame, now)
         record.unreachable = False
@@ -274,7 +274,7 @@ class LocalBrain:
             self.registry.deployments.get(key), target, tried, request, ticket, retry, probe
         )
         outage = Outage()
-        if retry is None and not (ticket.paid or ticket.num_refusals or tried or ticket.gives_way):
+        if retry is None and not (ticket.paid or ticket.num_refusals or tried or ticket.is_low_priority):
             num_new = 0 if target.queued_s else 1
             self.traffic.arrived(key, request.num_prompt_tokens, ticket.arrived_at, num_new)
         if ticket.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):

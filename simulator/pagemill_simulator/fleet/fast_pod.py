@@ -23,7 +23,7 @@ import msgspec
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.policies import POLICIES
-from pagemill_engine.scheduler.sorted_sequences import unhurried_last
+from pagemill_engine.scheduler.sorted_sequences import low_priority_last
 from pagemill_protocol.state import EngineLoad
 from pagemill_simulator.fleet.fast_kv import KVCounts
 from pagemill_simulator.fleet.fast_row import Place, Row
@@ -46,7 +46,7 @@ class FastPod:
         """Rows whose last step was launched, in the order of its end; the reader removes them."""
         self._steps = steps
         self._overlaps = overlaps
-        self._rank = unhurried_last(POLICIES[limits.policy])
+        self._rank = low_priority_last(POLICIES[limits.policy])
         self._budget = limits.max_num_batched_tokens
         self._num_arrivals = 0
         self._launch_s = 0.0
@@ -76,9 +76,9 @@ class FastPod:
         self._known_run: tuple[Run, int] | None = None
         """None: a step was launched, or blocks were freed, since it was computed."""
         self._is_starting = False
-        self._num_new = self._num_new_tokens = self._num_new_unhurried = 0
+        self._num_new = self._num_new_tokens = self._num_new_low_priority = 0
         """Requests, prompt tokens, and low-priority requests that arrived since the last launch of a step."""
-        self._num_unhurried = 0
+        self._num_low_priority = 0
         """Number of low-priority rows, in any place."""
 
     # -- arrivals -------------------------------------------------------------------------------------------------
@@ -92,8 +92,8 @@ class FastPod:
         row.num_tokens, row.num_left = row.num_prompt_tokens, row.num_output_tokens
         row.owner = row.session
         self._num_new, self._num_new_tokens = self._num_new + 1, self._num_new_tokens + row.num_tokens
-        self._num_unhurried += row.is_unhurried
-        self._num_new_unhurried += row.is_unhurried
+        self._num_low_priority += row.is_low_priority
+        self._num_new_low_priority += row.is_low_priority
         self._queue(row)
 
     @property
@@ -139,7 +139,7 @@ class FastPod:
             num_requests_prefilling=len(self._prefilling),
             num_tokens_prefilling=num_tokens_prefilling,
             num_tokens_prefilled=num_tokens_prefilled,
-            num_requests_giving_way=self._num_unhurried - self._num_new_unhurried,
+            num_low_priority_requests=self._num_low_priority - self._num_new_low_priority,
         )
 
     def report_age_s(self, now_s: float) -> float:
@@ -201,7 +201,7 @@ class FastPod:
                 self._last_report = None
                 self._last_report = self.report()
                 self._is_starting = self._end_s is None and self._overlaps
-                self._num_new = self._num_new_tokens = self._num_new_unhurried = 0
+                self._num_new = self._num_new_tokens = self._num_new_low_priority = 0
                 self._iterate()
         self._release(until_s)
 
@@ -273,8 +273,8 @@ class FastPod:
 
     def _launch(self, begin_s: float) -> float | None:
         """Decide a step that begins at `begin_s`; return its end, or None if nothing can run before another is read."""
-        if self._num_unhurried:
-            self._make_way()
+        if self._num_low_priority:
+            self._preempt_low_priority()
         num_preemptions = self.num_preemptions
         kv = self.kv
         while kv.needed_at(self.num_steps) > kv.num_free:
@@ -313,26 +313,26 @@ class FastPod:
                 if row.place is Place.PREFILLING:
                     self._continue(row, step)
             else:
-                self._is_stuck = self.num_preemptions == num_preemptions and not self._makes_way_next()
+                self._is_stuck = self.num_preemptions == num_preemptions and not self._preempts_next()
                 return
 
-    def _make_way(self) -> None:
-        """See `Scheduler._make_way`."""
+    def _preempt_low_priority(self) -> None:
+        """See `Scheduler._preempt_low_priority`."""
         most = self.limits.max_num_seqs
         if self.num_running < most:
             return
-        num_hurried = sum(1 for _, row in self._waiting if not row.is_unhurried)
+        num_hurried = sum(1 for _, row in self._waiting if not row.is_low_priority)
         for _ in range(min(num_hurried, most)):
             last = self._newest()
-            if not last.is_unhurried:
+            if not last.is_low_priority:
                 return
             self._preempt(last)
 
-    def _makes_way_next(self) -> bool:
+    def _preempts_next(self) -> bool:
         """Whether the next step preempts a low-priority row: all sequence slots are taken and another request waits."""
-        if not self._num_unhurried or not self._waiting or self.num_running < self.limits.max_num_seqs:
+        if not self._num_low_priority or not self._waiting or self.num_running < self.limits.max_num_seqs:
             return False
-        return not self._waiting[0][1].is_unhurried and self._newest().is_unhurried
+        return not self._waiting[0][1].is_low_priority and self._newest().is_low_priority
 
     def _start(self, row: Row, step: _Step) -> bool:
         """See `Scheduler._start`."""
@@ -458,7 +458,7 @@ class FastPod:
         while leaving and leaving[0].end_s <= now_s:
             row = leaving.popleft()
             row.place = Place.GONE
-            self._num_unhurried -= row.is_unhurried
+            self._num_low_priority -= row.is_low_priority
             self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
             self._is_stuck, self._last_report, self._known_run = False, None, None
 
@@ -497,7 +497,7 @@ class FastPod:
             self._leaving.remove(row)
             self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
             row.place = Place.GONE
-            self._num_unhurried -= row.is_unhurried
+            self._num_low_priority -= row.is_low_priority
             return
         if row.place is Place.DECODING:
             self._decoding = [each for each in self._decoding if each[2] is not row]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
-from pagemill_protocol.sampling import gives_way
+from pagemill_protocol.sampling import is_low_priority
 from pagemill_simulator.fleet.fast_kv import Owner
 
 
@@ -60,9 +60,9 @@ class Row:
     """End of the step that samples its last token."""
 
     @property
-    def is_unhurried(self) -> bool:
+    def is_low_priority(self) -> bool:
         """Whether the row is low-priority, as in `pagemill_engine.scheduler.sequence.Sequence`."""
-        return gives_way(self.priority)
+        return is_low_priority(self.priority)
 
     @property
     def num_due_tokens(self) -> int:

@@ -30,7 +30,7 @@ from pagemill_gateway.relay.relay import LEAST_TIMED_TOKENS
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.hashes import token_bytes
-from pagemill_protocol.sampling import SamplingParams, gives_way
+from pagemill_protocol.sampling import SamplingParams, is_low_priority
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.engines import Delivery, Engine
 from pagemill_simulator.fleet.outcome import Ending, Served
@@ -264,7 +264,7 @@ class Relay:
     def _finished(self, course: Course, choice: Assignment, target: Target) -> None:
         num_tokens = len(course.output)
         self._brain.finished(choice, CompletedRequest(num_tokens, _pace_ms(course)))
-        if gives_way(course.priority):
+        if is_low_priority(course.priority):
             return
         served = course.served("served")
         self._brain.record_outcome(

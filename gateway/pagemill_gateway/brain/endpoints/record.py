@@ -158,8 +158,10 @@ def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
     num_there = record.reserved.num_sequences + (record.reports.external if fresh else 0)
     if not num_there:
         return True
-    if not need.gives_way:
-        num_there -= record.reserved.num_sequences_giving_way + (record.reports.external_giving_way() if fresh else 0)
+    if not need.is_low_priority:
+        num_there -= record.reserved.num_low_priority_sequences + (
+            record.reports.external_low_priority() if fresh else 0
+        )
     if 0 < frame.max_num_seqs < num_there + need.num_sequences:
         return False
     total = frame.load.num_blocks_total

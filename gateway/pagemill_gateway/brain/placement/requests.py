@@ -88,6 +88,6 @@ def make_placement_request(
         num_output_tokens,
         ticket.num_sequences,
         ticket.max_tokens,
-        ticket.gives_way,
+        ticket.is_low_priority,
     )
     return PlacementRequest(target, tried, request, ticket, retry, need, probe)
