@@ -34,7 +34,7 @@ from pagemill_protocol.errors import unavailable
 from pagemill_protocol.http.tls import EngineTrust
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.metrics import Scrape
-from pagemill_protocol.token_file import MadeTokens
+from pagemill_protocol.token_file import GeneratedTokens
 
 logger = logging.getLogger("pagemill.gateway")
 
@@ -74,14 +74,14 @@ class ControlProcess:
         self.metrics = ControlProcessMetrics()
         self.metrics.control_process_restarted(num_before)
         self.brain = LocalBrain(
-            config, first_decision=num_before * DECISIONS_OF_ONE_PROCESS, made_token=MadeTokens().find
+            config, first_decision=num_before * DECISIONS_OF_ONE_PROCESS, generated_token=GeneratedTokens().find
         )
         self._workers: list[WorkerPort] = []
         self.recount = Recount(config.workers if num_before else 0)
         self._shared_keys: list[Caller] | None = None
         self._templates: frozenset[str] = frozenset()
         self.sharing: Sharing = open_sharing(
-            config.redis, on_fallback=self.metrics.decided_alone, on_keys=self._publish_keys
+            config.redis, on_fallback=self.metrics.decided_without_redis, on_keys=self._publish_keys
         )
         self._responses = open_responses(config.stored_responses, self.sharing.link)
         trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)

@@ -14,7 +14,7 @@ import msgspec
 
 from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_protocol.http.guard import ControlTokens
-from pagemill_protocol.token_file import TokenFileError, made_token_file
+from pagemill_protocol.token_file import TokenFileError, generated_token_file
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def with_control_token(config: GatewayConfig, listener: socket.socket) -> Iterat
         return
     address, port = listener.getsockname()[:2]
     try:
-        with made_token_file(address, port) as path:
+        with generated_token_file(address, port) as path:
             yield msgspec.structs.replace(config, control_token_file=str(path))
     except TokenFileError as error:
         raise SettingsError(f"control_token: {error}.") from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from pagemill_gateway.config import GatewayConfig, SettingsError, load_config
 from pagemill_gateway.control_token import control_tokens
 from pagemill_gateway.discovery.last_known import read_last_known
-from pagemill_protocol.token_file import read_made_token
+from pagemill_protocol.token_file import read_generated_token
 
 CHART_SETTINGS = Path("/etc/pagemill/gateway.json")
 TIMEOUT_S = 10.0
@@ -61,7 +61,7 @@ def token_of(config: GatewayConfig) -> str:
     host = f"[{config.control_host}]" if ":" in config.control_host else config.control_host
     known = read_last_known(Path(config.kubernetes.last_known_file)) if config.discovery == "kubernetes" else None
     tokens = control_tokens(config, lambda: known.control_tokens if known is not None else ()).accepted()
-    return tokens[0] if tokens else read_made_token(f"http://{host}:{config.control_port}")
+    return tokens[0] if tokens else read_generated_token(f"http://{host}:{config.control_port}")
 
 
 if __name__ == "__main__":

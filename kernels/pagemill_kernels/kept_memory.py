@@ -30,7 +30,7 @@ PIECE_BYTES = 8 * 1024**2
 MADV_COLLAPSE = 25
 """Constant of Linux 6.1 and later."""
 LOWEST_PRIORITY = 19
-_PASSING = frozenset({errno.ENOMEM, errno.EAGAIN, errno.EBUSY})
+_TRANSIENT = frozenset({errno.ENOMEM, errno.EAGAIN, errno.EBUSY})
 """Errors of one piece only: no huge page is available, or the pages are in use."""
 
 _kept: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
@@ -70,5 +70,5 @@ def _join(pages: mmap.mmap) -> None:
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for start in range(0, len(memory), PIECE_BYTES):
         piece = memory[start : start + PIECE_BYTES]
-        if advise(address(piece), len(piece), MADV_COLLAPSE) and ctypes.get_errno() not in _PASSING:
+        if advise(address(piece), len(piece), MADV_COLLAPSE) and ctypes.get_errno() not in _TRANSIENT:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

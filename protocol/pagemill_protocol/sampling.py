@@ -202,7 +202,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         """Number of choices that an engine's scheduler reports: all candidates, or the results of a beam search."""
         return self.n if self.use_beam_search else self.num_sequences
 
-    def cut_prompt(self, token_ids: list[int], max_model_len: int) -> list[int]:
+    def truncate_prompt(self, token_ids: list[int], max_model_len: int) -> list[int]:
         """Return the part of a prompt that `truncate_prompt_tokens` keeps: its last tokens.
 
         -1 keeps the tokens that fit beside `max_tokens`. `max_model_len` 0: not known, nothing is removed.

@@ -17,7 +17,7 @@ from pagemill_operator.backends.kubernetes.snapshot import RenderContext
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.plan.types import Problem
-from pagemill_protocol.load import EngineHeld
+from pagemill_protocol.load import EngineWork
 
 Manifest = dict[str, Any]
 KEY = "default/chat"
@@ -76,7 +76,7 @@ class World:
         self.tokens = ("one",)
         self.image = "engine:1"
         client: Any = self.api
-        self.held: dict[str, EngineHeld] = {}
+        self.held: dict[str, EngineWork] = {}
         self.cluster = KubernetesCluster(client, self.cache, self._context, held=lambda key: self.held)
         self.own("uid-1")
 
@@ -121,7 +121,7 @@ class World:
             pod = {"kind": "Pod", "metadata": metadata, "spec": {"containers": []}, "status": status}
             self.api.objects["Pod", name] = pod
             self.cache.put("Pod", pod)
-            self.held[name] = EngineHeld(name, count)
+            self.held[name] = EngineWork(name, count)
 
     def remove(self, kind: str) -> None:
         """Another client deletes it; the watch reports."""

@@ -22,7 +22,7 @@ from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.status.conditions import find_conditions
 from pagemill_operator.status.observation import Observation, ReplicaObservation
-from pagemill_protocol.load import DeploymentLoad, EngineHeld, Lengths, QueueLoad
+from pagemill_protocol.load import DeploymentLoad, EngineWork, Lengths, QueueLoad
 
 KEY = "default/chat"
 Install = Callable[..., None]
@@ -74,8 +74,8 @@ def plan(deployment: Any) -> Callable[..., Plan]:
     return make
 
 
-def held(*running: int) -> list[EngineHeld]:
-    return [EngineHeld(f"engine-{n}", 10 * count, count, 0, 1000) for n, count in enumerate(running)]
+def held(*running: int) -> list[EngineWork]:
+    return [EngineWork(f"engine-{n}", 10 * count, count, 0, 1000) for n, count in enumerate(running)]
 
 
 # Names
@@ -178,12 +178,12 @@ def test_only_a_policy_that_asks_for_it_is_given_each_replica(plan: Callable[...
 
 
 def test_each_replica_is_reported_once_by_the_gateway_that_reports_most() -> None:
-    def view(*engines_held: EngineHeld) -> View:
+    def view(*engines_held: EngineWork) -> View:
         return View(DeploymentLoad(namespace="default", name="chat", held=list(engines_held)))
 
     views = [
-        view(EngineHeld("b", 5, 3, 1, 10), EngineHeld("a", 0, 0)),
-        view(EngineHeld("b", 2, 1, 0, 10), EngineHeld("a", 4, 2, 9, 0)),
+        view(EngineWork("b", 5, 3, 1, 10), EngineWork("a", 0, 0)),
+        view(EngineWork("b", 2, 1, 0, 10), EngineWork("a", 4, 2, 9, 0)),
     ]
     signals = merge(views, Fleet(wanted=2), num_gateways=2, at_s=0.0, has_replicas=True)
     assert signals.replicas == (ReplicaLoad("a", 0, 2, None), ReplicaLoad("b", 2, 1, 0.5))
@@ -191,7 +191,7 @@ def test_each_replica_is_reported_once_by_the_gateway_that_reports_most() -> Non
 
 def test_gateways_of_the_version_before_report_engines_without_their_queues() -> None:
     before = msgspec.msgpack.encode(["engine", 7, 3])
-    assert msgspec.msgpack.decode(before, type=EngineHeld) == EngineHeld("engine", 7, 3, 0, 0)
+    assert msgspec.msgpack.decode(before, type=EngineWork) == EngineWork("engine", 7, 3, 0, 0)
 
 
 @pytest.mark.usefixtures("foreign")

@@ -20,7 +20,7 @@ from pagemill_operator.backends.rollout import next_actions
 from pagemill_operator.backends.standby import next_orders
 from pagemill_operator.plan import Group, Plan, Process
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineHeld, Lengths, QueueLoad
+from pagemill_protocol.load import EngineWork, Lengths, QueueLoad
 
 PROCESS = Process("module", {})
 WAKING: Phase = "waking"
@@ -66,7 +66,7 @@ def test_one_that_wakes_up_counts_so_no_second_one_is_woken_for_it() -> None:
 
 
 def test_the_emptiest_beyond_the_wanted_number_sleeps() -> None:
-    held = {"a": EngineHeld("a", 0, 0), "b": EngineHeld("b", 9, 1), "c": EngineHeld("c", 3, 1)}
+    held = {"a": EngineWork("a", 0, 0), "b": EngineWork("b", 9, 1), "c": EngineWork("c", 3, 1)}
     assert next_orders(plan(2), replicas(a="ready", b="ready", c="ready"), held) == ([], ["a"])
     assert next_orders(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
     assert next_orders(plan(0), replicas(b="ready")) == ([], ["b"])
@@ -76,14 +76,14 @@ def test_of_equally_empty_replicas_the_one_that_became_ready_last_sleeps() -> No
     """After a crash: the one that was woken serves, the one that crashed is ready again and the older one."""
     started_anew = ReplicaObservation("a", "ready", "new", ready_at=20.0)
     woken = ReplicaObservation("b", "ready", "new", ready_at=10.0)
-    empty = {name: EngineHeld(name, 0, 0) for name in "ab"}
+    empty = {name: EngineWork(name, 0, 0) for name in "ab"}
     for held in ({}, empty, {"b": empty["b"]}):
         assert next_orders(plan(1), [started_anew, woken], held) == ([], ["a"])
         assert next_orders(plan(1), [woken, started_anew], held) == ([], ["a"])
 
 
 def test_a_replica_that_no_gateway_knows_yet_sleeps_before_one_that_serves() -> None:
-    held = {"b": EngineHeld("b", 9, 1)}
+    held = {"b": EngineWork("b", 9, 1)}
     assert next_orders(plan(1), replicas(a="ready", b="ready"), held) == ([], ["a"])
     assert next_orders(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
 
@@ -138,7 +138,7 @@ class World:
         """One turn of the operator; who was woken and put to sleep."""
         target = plan(wanted, self.warm, self.most)
         seen = [ReplicaObservation(name, phase, "new") for name, phase in self.seen.items()]
-        held = {name: EngineHeld(name, self.served.get(name, 0), 1) for name in self.seen}
+        held = {name: EngineWork(name, self.served.get(name, 0), 1) for name in self.seen}
         actions = next_actions(target.groups[0], seen, held, target.standby)
         self.check_removed(actions.drain)
         staying = [replica for replica in seen if replica.name not in actions.drain]

@@ -287,11 +287,11 @@ async def stream_held(scope: Scope, receive: Receive, send: Send) -> None:
     """Two chunks: the first with the head, the last one with the end."""
     direct = direct_response(scope)
     assert direct is not None
-    direct.hold()
+    direct.cork()
     await send({"type": "http.response.start", "status": 200, "headers": []})
     assert direct.write_now(b"first")
-    direct.release()
-    direct.hold()
+    direct.uncork()
+    direct.cork()
     assert direct.write_now(b"last")
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -313,7 +313,7 @@ async def test_what_is_held_is_sent_soon_though_nothing_releases_it() -> None:
     async def hold_on(scope: Scope, receive: Receive, send: Send) -> None:
         direct = direct_response(scope)
         assert direct is not None
-        direct.hold()
+        direct.cork()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         assert direct.write_now(b"first")
         await got_it.wait()

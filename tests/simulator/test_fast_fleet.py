@@ -166,7 +166,7 @@ def test_the_policy_sees_what_it_sees_of_the_exact_fleet() -> None:
         )
         assert mine.concurrency == pytest.approx(theirs.concurrency, abs=2)
         assert mine.num_output_tokens_made == pytest.approx(theirs.num_output_tokens_made, abs=20)
-        assert mine.signals.is_whole
+        assert mine.signals.is_complete
         assert mine.signals.fleet == theirs.signals.fleet
         assert mine.signals.arrivals == theirs.signals.arrivals
         engines, other = mine.signals.engines, theirs.signals.engines

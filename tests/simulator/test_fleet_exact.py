@@ -212,7 +212,7 @@ def test_a_policy_sees_what_is_there() -> None:
     assert learned == pytest.approx(sum(COLD_START.draw(0, 1)), abs=1.0)
     for seen in policy.seen:
         signals = seen.signals
-        assert signals.is_whole
+        assert signals.is_complete
         assert signals.at_s == seen.at_s
         assert (signals.fleet.ready, signals.fleet.wanted) == (seen.ready, seen.wanted)
         assert 0 <= seen.concurrency <= 120

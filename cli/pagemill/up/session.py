@@ -32,7 +32,7 @@ logger = logging.getLogger("pagemill.up")
 
 MAX_FIRST_CRASHES = 3
 """After this many crashes of a process that was never ready, `pagemill up` gives up."""
-LASTING_REASONS = frozenset(
+PERMANENT_REASONS = frozenset(
     {
         "DeviceUnavailable",
         "GraphsTooLarge",
@@ -202,7 +202,7 @@ class Session:
         for process in processes:
             if process.phase != "crashed" or process.was_ready:
                 continue
-            if process.reason in LASTING_REASONS or process.num_crashes >= MAX_FIRST_CRASHES:
+            if process.reason in PERMANENT_REASONS or process.num_crashes >= MAX_FIRST_CRASHES:
                 raise GivenUp(f"{process.name}: {process.reason}: {process.message}")
 
     def _show_urls(self) -> None:

@@ -24,7 +24,7 @@ from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.registry import has_torch
 from pagemill_protocol.cgroup import usable_cores
-from pagemill_protocol.malloc import give_back
+from pagemill_protocol.malloc import trim_heap
 from pagemill_protocol.model_spec import ModelSpec
 
 
@@ -65,7 +65,7 @@ def _runner(files: ModelFiles, prepared: Prepared) -> Runner:
 
         return load_encoder(prepared, spec, max_model_len)
     model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)
-    give_back()
+    trim_heap()
     files.progress("allocating", cache_in_words(num_blocks, config.block_size, spec, compute.kv_dtype))
     info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu")
     kv_cache = KVCache(spec, num_blocks, config.block_size, compute.kv_dtype)

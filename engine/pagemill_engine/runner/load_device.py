@@ -27,7 +27,7 @@ from pagemill_kernels.cpu import launch
 from pagemill_kernels.gpu.kept import keep_compiled
 from pagemill_kernels.torch_arrays import TORCH_TYPES
 from pagemill_protocol.cgroup import usable_cores
-from pagemill_protocol.malloc import give_back
+from pagemill_protocol.malloc import trim_heap
 
 ANY_NUMBER = 1 << 40
 """Placeholder for the number of blocks until it is known."""
@@ -56,7 +56,7 @@ def _load(files: ModelFiles, compute: Compute) -> Runner:
         config = prepared.config
         model = Decoder(spec, ops, dtype)
         load_weights(model, prepared.weights)
-        give_back()
+        trim_heap()
         max_model_len = max_model_len_for(config, spec, ANY_NUMBER if settles else prepared.num_blocks)
         tables = decoder_tables(spec.decoder, max_model_len, prepared.weights)
     if not settles:

@@ -17,7 +17,7 @@ from pagemill_engine.loading.declared import DeclaredWeights
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import WeightSource
-from pagemill_engine.loading.weights import open_weights, outline_weights
+from pagemill_engine.loading.weights import open_weights, shape_only_weights
 from pagemill_engine.runner.budget import Sizes
 from pagemill_engine.runner.compute import (
     Compute,
@@ -90,7 +90,7 @@ def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
 def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, holding: Holding) -> Sizes:
     small_floats = holding.weights.small_floats
     if path.is_dir() and lacks_weights(path):
-        weights = _rounded(config, path, spec, outline_weights(path, spec, small_floats))
+        weights = _rounded(config, path, spec, shape_only_weights(path, spec, small_floats))
     else:
         weights = weights_of(config, path, spec, small_floats)
     return sizes_of(config, weights, spec, holding)

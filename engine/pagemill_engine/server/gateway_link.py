@@ -21,7 +21,7 @@ from pagemill_engine.server.openai_routes import abort, submit
 from pagemill_protocol.errors import PagemillError, body_too_large, internal_error, invalid_field
 from pagemill_protocol.frames import FrameError, encode_frame
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.direct import Successor
+from pagemill_protocol.http.direct import UpgradedProtocol
 from pagemill_protocol.http.guard import require_token
 from pagemill_protocol.link import (
     WINDOW_BYTES,
@@ -93,7 +93,7 @@ class _Stream:
         return not self.rest and self.answer.is_read
 
 
-class GatewayLink(Successor):
+class GatewayLink(UpgradedProtocol):
     def __init__(self, context: ServerContext, scope: Scope) -> None:
         """Serve a link. `scope`: the ASGI scope of the request that opened it, with the gateway's token."""
         self._context = context

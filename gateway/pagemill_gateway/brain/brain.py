@@ -63,11 +63,11 @@ class LocalBrain:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         first_decision: int = 0,
-        made_token: Callable[[str], str] = lambda control_url: "",
+        generated_token: Callable[[str], str] = lambda control_url: "",
     ) -> None:
-        """`made_token` returns the token that the engine at a control URL generated, or an empty text if unknown."""
+        """`generated_token` returns the token that the engine at a control URL generated; empty if unknown."""
         self._clock = clock
-        self._made_token = made_token
+        self._generated_token = generated_token
         rng = rng or random.Random()
         self._policies = RoutingPolicies(config.routing_policy, config.routing_session_ms)
         self.placement = Placement(rng, config.decision_log_size)
@@ -223,9 +223,9 @@ class LocalBrain:
             return ""
         if deployment.model.engine_token:
             return deployment.model.engine_token
-        if record.made_token is None or not record.reports.connected:
-            record.made_token = self._made_token(record.endpoint.control_url)
-        return record.made_token
+        if record.generated_token is None or not record.reports.connected:
+            record.generated_token = self._generated_token(record.endpoint.control_url)
+        return record.generated_token
 
     # Calls of relays.
 

@@ -71,7 +71,7 @@ class Reserved:
         self._spare -= taken
         return taken
 
-    def give_back(self, tokens: int) -> None:
+    def release(self, tokens: int) -> None:
         self._spare += tokens
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Allowance:
 
     def begin_anew(self) -> None:
         """Discard what was generated, because the answer is restarted."""
-        self._reserved.give_back(sum(self._finished.values()) - len(self._finished) * self.tokens)
+        self._reserved.release(sum(self._finished.values()) - len(self._finished) * self.tokens)
         self._running.clear()
         self._finished.clear()
 
@@ -145,7 +145,7 @@ class Allowance:
                 return self.tokens < self._most and self.low
             self._running.pop(choice, None)
             self._finished[choice] = count
-            self._reserved.give_back(self.tokens - count)
+            self._reserved.release(self.tokens - count)
         self.ended_answer = self.ended_answer or (meta.finish_reason == "length" and self.tokens < self._most)
         return self.low
 
@@ -155,6 +155,6 @@ class Allowance:
         taken = await self._reserved.take(each * self._num_running)
         # Sequences may have ended during the reservation.
         each = min(each, taken // self._num_running) if self._num_running else 0
-        self._reserved.give_back(taken - each * self._num_running)
+        self._reserved.release(taken - each * self._num_running)
         self.tokens += each
         return each > 0

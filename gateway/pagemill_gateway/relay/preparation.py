@@ -138,7 +138,7 @@ class Preparation:
             target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=target.parsers
         )
         session = session_key(target, caller.key_hash, place.header)
-        text = await body.render_soon(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
+        text = await body.render_inline(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
         def job() -> Prepared:
             requests = body.prepare(tokenizer, preparation, sampling, text)

@@ -73,15 +73,15 @@ class Upstream:
                 return await link.send(body, request_id, liveness, on_accepted)
         origin, connection = await self._ask(assignment, body, request_id, liveness)
         # The pool keeps the connection only if the response was read to its end.
-        give_back = partial(self._pool.give_back, origin, connection)
+        release = partial(self._pool.release, origin, connection)
         try:
             await _check_accepted(connection)
         except BaseException:
-            give_back()
+            release()
             raise
         weights_digest = connection.header(WEIGHTS_HEADER.encode())[:MAX_DIGEST_CHARS]
         on_accepted()
-        return FrameStream(connection, weights_digest, self._silence_timeout_s, liveness, give_back)
+        return FrameStream(connection, weights_digest, self._silence_timeout_s, liveness, release)
 
     async def raise_allowance(self, choice: Assignment, request_id: str, tokens: int) -> bool:
         """Raise the allowance of a request at its engine. Return whether the engine received it."""
@@ -96,7 +96,7 @@ class Upstream:
                     await _bounded_body(connection)
                     return connection.status == HTTPStatus.NO_CONTENT
                 finally:
-                    self._pool.give_back(origin, connection)
+                    self._pool.release(origin, connection)
         except (CannotConnect, OSError, ValueError):  # OSError includes timeouts
             return False
 

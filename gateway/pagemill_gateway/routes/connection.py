@@ -30,8 +30,8 @@ async def while_connected(work: Awaitable[None], receive: Receive, direct: Direc
         departing = asyncio.ensure_future(departure(receive))
         departing.add_done_callback(leave)
     else:
-        direct.on_leave = leave
-        if direct.has_left:
+        direct.on_disconnect = leave
+        if direct.is_disconnected:
             leave()
     try:
         await work

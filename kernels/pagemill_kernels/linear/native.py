@@ -199,9 +199,9 @@ def _integers_format(bits: int) -> int:
 def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_rows: int = 0) -> NativeLinear:
     out_features, in_features = weight.codes.shape
     has_offsets = weight.offsets is not None
-    is_whole = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
+    is_complete = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
     needs_offsets = weight.bits == 4 and weight.table is None
-    if in_features % GROUP_SIZE or not is_whole or (needs_offsets and not has_offsets):
+    if in_features % GROUP_SIZE or not is_complete or (needs_offsets and not has_offsets):
         raise ValueError(
             f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} are not packed; "
             f"groups of multiples of {GROUP_SIZE} are, or of 16 for 8-bit codes, and integers of 4 bits need offsets"

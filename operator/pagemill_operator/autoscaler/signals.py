@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from pagemill_protocol.histogram import merged
-from pagemill_protocol.load import Arrivals, DeploymentLoad, EngineHeld, EnginesLoad, Latencies, Lengths, QueueLoad
+from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, EngineWork, Latencies, Lengths, QueueLoad
 from pagemill_protocol.state import StepTimeParams
 
 
@@ -85,14 +85,14 @@ class Signals(msgspec.Struct, frozen=True):
     """The load of each engine, for policies whose `sees_replicas` is True."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every gateway reports; otherwise sums over gateways are lower bounds."""
         return 0 < self.num_gateways <= self.num_reporting
 
     @property
     def missing(self) -> str:
         """What is not known and may hide load. Empty: nothing."""
-        if not self.is_whole:
+        if not self.is_complete:
             return f"{self.num_reporting} of {self.num_gateways} gateways report"
         if self.engines.truth != "value":
             return f"the engines' reports are {self.engines.truth}"
@@ -156,24 +156,24 @@ def shape_of(engines: EnginesLoad) -> Shape | None:
     )
 
 
-def most_held(loads: Iterable[DeploymentLoad]) -> dict[str, EngineHeld]:
+def most_in_flight(loads: Iterable[DeploymentLoad]) -> dict[str, EngineWork]:
     """Return for each engine the report of the gateway that sees most on it, by the engine's id."""
-    held: dict[str, EngineHeld] = {}
+    held: dict[str, EngineWork] = {}
     for engine in (engine for load in loads for engine in load.held):
         held[engine.id] = max(held.get(engine.id, engine), engine, key=weight)
     return held
 
 
-def weight(engine: EngineHeld) -> tuple[int, int]:
+def weight(engine: EngineWork) -> tuple[int, int]:
     """Return the sort key of an engine's work: its KV blocks, which another engine would compute again, come first."""
     return engine.num_blocks_active, engine.num_requests
 
 
 def _replicas(loads: Sequence[DeploymentLoad]) -> tuple[ReplicaLoad, ...]:
-    return tuple(_replica(engine) for _, engine in sorted(most_held(loads).items()))
+    return tuple(_replica(engine) for _, engine in sorted(most_in_flight(loads).items()))
 
 
-def _replica(engine: EngineHeld) -> ReplicaLoad:
+def _replica(engine: EngineWork) -> ReplicaLoad:
     waiting = min(max(0, engine.num_requests_waiting), max(0, engine.num_requests))
     total, active = engine.num_blocks_total, max(0, engine.num_blocks_active)
     usage = min(1.0, active / total) if total > 0 else None
@@ -191,7 +191,7 @@ def _engines(views: Sequence[View], fleet: Fleet) -> EnginesLoad:
     engines = msgspec.structs.replace(
         reported, age_s=round(best.age_s + _age(best.load), 3), step_time=_readable(reported.step_time)
     )
-    if not is_sound(engines):
+    if not is_valid(engines):
         return EnginesLoad()
     # Engines that the platform calls ready may be busy although they report to no gateway.
     if engines.truth == "value" and engines.num_reporting < fleet.ready:
@@ -200,7 +200,7 @@ def _engines(views: Sequence[View], fleet: Fleet) -> EnginesLoad:
     return engines
 
 
-def is_sound(engines: EnginesLoad) -> bool:
+def is_valid(engines: EnginesLoad) -> bool:
     """Whether all counts are 0 or more and the age is finite."""
     counts = (
         engines.num_blocks_total,

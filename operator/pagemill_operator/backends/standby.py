@@ -16,7 +16,7 @@ import aiohttp
 from pagemill_operator.autoscaler.signals import weight
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineHeld
+from pagemill_protocol.load import EngineWork
 
 Call = Literal["sleep", "wake_up"]
 """Both calls may be repeated."""
@@ -34,11 +34,11 @@ class Orders(NamedTuple):
 
 
 NONE = Orders([], [])
-NOTHING_KNOWN: Mapping[str, EngineHeld] = {}
+NOTHING_KNOWN: Mapping[str, EngineWork] = {}
 
 
 def next_orders(
-    plan: Plan, replicas: Sequence[ReplicaObservation], held: Mapping[str, EngineHeld] = NOTHING_KNOWN
+    plan: Plan, replicas: Sequence[ReplicaObservation], held: Mapping[str, EngineWork] = NOTHING_KNOWN
 ) -> Orders:
     """Return the calls to make. `replicas` come oldest first; `held` is each replica's known load by name."""
     if plan.autoscaling is None or plan.autoscaling.mode != "Active":
@@ -57,7 +57,7 @@ def next_orders(
     return Orders([], [replica.name for replica in least_missed[: max(0, num_surplus)]])
 
 
-def _loss(replica: ReplicaObservation, held: Mapping[str, EngineHeld]) -> tuple[bool, tuple[int, int], float]:
+def _loss(replica: ReplicaObservation, held: Mapping[str, EngineWork]) -> tuple[bool, tuple[int, int], float]:
     """Return the sort key of what putting a replica to sleep costs.
 
     A replica to which no gateway sends requests sleeps first, as it has just started; then the emptiest; among equals

@@ -110,7 +110,7 @@ class Reconciler:
         written_again_s = await self._write_status_and_events(key)
         return soonest_s(written_again_s, self._cluster.observe(key).look_again_s)
 
-    def has_lasting_errors(self, key: str) -> bool:
+    def has_permanent_errors(self, key: str) -> bool:
         """Whether there is an error that only a change in the cluster repairs, such as an exceeded quota."""
         return self._cluster.has_apply_errors(key)
 

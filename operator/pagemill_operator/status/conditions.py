@@ -16,7 +16,7 @@ from pagemill_operator.status.observation import Fault, Observation, Phase, Repl
 
 __all__ = ["Finding", "Observation", "Phase", "ReplicaObservation", "find_conditions", "merge_conditions"]
 
-Truth = Literal["True", "False", "Unknown"]
+ConditionStatus = Literal["True", "False", "Unknown"]
 
 PROGRESS = frozenset(
     {"Starting", "Loading", "Downloading", "NoReplicas", "NoReadyReplica", "ScaledToZero", "Progressing"}
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
     """One condition without its times."""
 
     type: str
-    status: Truth
+    status: ConditionStatus
     reason: str
     message: str
 

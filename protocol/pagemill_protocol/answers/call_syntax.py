@@ -96,7 +96,7 @@ def with_opening(syntax: CallSyntax | None, form: Format) -> Format:
     return InOrder(elements=[ConstString(value=syntax.text_opening), form])
 
 
-def behind_reasoning(begin: str, end: str, form: Format, *, is_open: bool) -> Format:
+def after_reasoning(begin: str, end: str, form: Format, *, is_open: bool) -> Format:
     """Return `form` after reasoning between two markers.
 
     `is_open`: the prompt already ends with `begin`, so the end marker must follow.

@@ -112,10 +112,10 @@ class PythonicParser(MarkupParser):
         self._raw += self._buffer[:end]
         self._buffer = self._buffer[end:]
         if self._scanner.done:
-            self._give()
+            self._emit()
         return bool(self._buffer)
 
-    def _give(self) -> None:
+    def _emit(self) -> None:
         call = _parsed(self._raw)
         if call is None:
             self._content(self._raw)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
+from pagemill_protocol.dialects.transport import NO_REQUEST, Place, Transport
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai.logprobs import PositionLogprobs
@@ -125,7 +125,7 @@ class ParsedBody(Protocol):
 
     @property
     def renders(self) -> bool:
-        """Whether `prepare` runs a chat template: then `render_soon` may render it without a thread."""
+        """Whether `prepare` runs a chat template: then `render_inline` may render it without a thread."""
         ...
 
     def prompt_texts(self, max_chars: int) -> list[str]:
@@ -143,7 +143,7 @@ class ParsedBody(Protocol):
         """Refuse a form of answers that cannot be compiled. Blocks while it is compiled. Raises `PagemillError` 400."""
         ...
 
-    async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+    async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         """Render the prompt of a short body on the event loop, or return None: then `prepare` renders it."""
         ...
 
@@ -171,7 +171,7 @@ class Dialect(Protocol):
     """Value of `GenerateRequest.dialect`."""
     path: str
     """The route, for example `/v1/chat/completions`; may have parameters, written as in Starlette. Further routes are
-    in the attribute `more_paths`, which most dialects do not have."""
+    in the attribute `alias_paths`, which most dialects do not have."""
     transport: Transport
     operation: str
     """`gen_ai.operation.name` of traces (OpenTelemetry semantic conventions)."""
@@ -180,7 +180,7 @@ class Dialect(Protocol):
 
     def new_request_id(self) -> str: ...
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> ParsedBody:
+    def parse(self, raw: bytes, place: Place = NO_REQUEST) -> ParsedBody:
         """Parse and check a body. Raises `PagemillError` 400."""
         ...
 

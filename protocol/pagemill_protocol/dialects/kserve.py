@@ -16,7 +16,7 @@ from pagemill_protocol.dialects.open_inference import render
 from pagemill_protocol.dialects.open_inference.request import INPUTS, GenerateBody, InferBody
 from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.translation import TranslatedCompletion, TranslatedDialect, as_request
-from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
+from pagemill_protocol.dialects.transport import NO_REQUEST, Place, Transport
 from pagemill_protocol.errors import invalid_field, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
@@ -34,7 +34,7 @@ HEADER_LENGTH = "inference-header-content-length"
 class KserveGenerateDialect(TranslatedDialect):
     name = "kserve-generate"
     path = f"{MODEL}/generate"
-    more_paths: tuple[str, ...] = (f"{MODEL}/generate_stream",)
+    alias_paths: tuple[str, ...] = (f"{MODEL}/generate_stream",)
     operation = "text_completion"
     prompt_field = "text_input"
     error_body = staticmethod(render.error_body)
@@ -43,7 +43,7 @@ class KserveGenerateDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"infer-{new_id()}"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedCompletion:
+    def parse(self, raw: bytes, place: Place = NO_REQUEST) -> TranslatedCompletion:
         body = parse_body(raw, GenerateBody)
         stream = place.path.endswith("/generate_stream")
 
@@ -62,10 +62,10 @@ class KserveGenerateDialect(TranslatedDialect):
 class KserveInferDialect(KserveGenerateDialect):
     name = "kserve-infer"
     path = f"{MODEL}/infer"
-    more_paths = ()
+    alias_paths = ()
     transport = Transport(body_headers=render.body_headers, media_types=("application/octet-stream",))
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedCompletion:
+    def parse(self, raw: bytes, place: Place = NO_REQUEST) -> TranslatedCompletion:
         length = _header_length(place.header(HEADER_LENGTH), len(raw))
         infer = parse_body(raw[:length], InferBody)
         found: list[GenerateBody] = []

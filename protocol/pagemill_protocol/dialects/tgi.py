@@ -12,7 +12,7 @@ from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.text_generation import render
 from pagemill_protocol.dialects.text_generation.request import TgiRequest
 from pagemill_protocol.dialects.translation import Renamed, TranslatedCompletion, TranslatedDialect, as_request
-from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
+from pagemill_protocol.dialects.transport import NO_REQUEST, Place, Transport
 from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
@@ -32,7 +32,7 @@ RENAMED: Sequence[Renamed] = (
 class TgiDialect(TranslatedDialect):
     name = "tgi"
     path = "/generate"
-    more_paths = ("/generate_stream", "/")
+    alias_paths = ("/generate_stream", "/")
     operation = "text_completion"
     prompt_field = "inputs"
     transport = Transport(may_omit_model=True)
@@ -42,7 +42,7 @@ class TgiDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"tgi-{new_id()}"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> TgiBody:
+    def parse(self, raw: bytes, place: Place = NO_REQUEST) -> TgiBody:
         request = parse_body(raw, TgiRequest)
         stream = place.path == "/generate_stream" or (request.stream and place.path != "/generate")
         completion = as_request(

@@ -23,10 +23,10 @@ class Place(NamedTuple):
     """The only model that the caller may use, if there is one; set for a `Transport.may_omit_model`."""
 
 
-NOWHERE = Place()
+NO_REQUEST = Place()
 
 
-def _whole_events(payload: bytes) -> bool:
+def _complete_events(payload: bytes) -> bool:
     return payload.startswith(EVENT_STARTS) and payload.endswith(b"\n\n")
 
 
@@ -36,7 +36,7 @@ def _json_headers(body: bytes) -> Mapping[str, str]:
 
 class Transport(NamedTuple):
     stream_type: str = SSE_CONTENT_TYPE
-    is_whole: Callable[[bytes], bool] = _whole_events
+    is_complete: Callable[[bytes], bool] = _complete_events
     """Whether the payload of a frame ends where an event does."""
     has_comments: bool = True
     """Whether a stream may contain comments, which clients skip."""

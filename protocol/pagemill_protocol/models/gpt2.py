@@ -128,7 +128,7 @@ GGUF_NAMES = GGUFNames(
         "ffn_up": "mlp.c_fc",
         "ffn_down": "mlp.c_proj",
     },
-    elsewhere={
+    outside_layers={
         "token_embd.weight": "transformer.wte.weight",
         "position_embd.weight": "transformer.wpe.weight",
         "output_norm.weight": "transformer.ln_f.weight",

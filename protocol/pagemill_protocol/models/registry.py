@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.known import BUILT_IN, GGUF_GROUP, GROUP, RECURRENT, RECURRENT_GGUF, outside, unsupported
+from pagemill_protocol.models.known import (
+    BUILT_IN,
+    GGUF_GROUP,
+    GROUP,
+    RECURRENT,
+    RECURRENT_GGUF,
+    entry_points_of,
+    unsupported,
+)
 
 
 class Found(NamedTuple):
@@ -29,7 +37,7 @@ def find_family(names: Iterable[str], path: Path) -> Found:
         for module, known in BUILT_IN.items():
             if name in (*known.architectures, known.model_type):
                 return Found(known.architectures[0], _built_in(module))
-    added = outside(GROUP)
+    added = entry_points_of(GROUP)
     for name in names:
         if name in added:
             return Found(name, _load(added[name]))
@@ -41,7 +49,7 @@ def find_gguf_family(name: str, path: Path) -> Found:
     for module, known in BUILT_IN.items():
         if name in known.gguf:
             return Found(known.architectures[0], _built_in(module))
-    added = outside(GGUF_GROUP)
+    added = entry_points_of(GGUF_GROUP)
     if name in added:
         return Found(name, _load(added[name]))
     raise unsupported(name, path, f" with {RECURRENT}" if name in RECURRENT_GGUF else "")

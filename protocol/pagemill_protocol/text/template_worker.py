@@ -24,8 +24,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pagemill_protocol.text.confinement import confine, read_frame, timed, write_frame
 from pagemill_protocol.text.plain_program import plain_program
+from pagemill_protocol.text.sandbox import enter_sandbox, read_frame, timed, write_frame
 
 MAX_MESSAGE_CHARS = 500
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -161,9 +161,9 @@ def _describe(error: BaseException) -> str:
     return _ADDRESS.sub("", f"{type(error).__name__}: {error}{line}")[:MAX_MESSAGE_CHARS]
 
 
-def _confine(memory_bytes: int) -> None:
+def _enter_sandbox(memory_bytes: int) -> None:
     make_environment().from_string("{{ strftime_now('%d %b %Y') }}{{ x | tojson }}").render(x={"warm": 1})
-    confine(memory_bytes)
+    enter_sandbox(memory_bytes)
 
 
 def main() -> None:
@@ -171,7 +171,7 @@ def main() -> None:
     setup = read_frame(requests)
     if setup is None:
         return
-    _confine(setup["memory_bytes"])
+    _enter_sandbox(setup["memory_bytes"])
     worker = Worker(setup)
     with worker.timed():
         errors = worker.compile(setup["templates"])

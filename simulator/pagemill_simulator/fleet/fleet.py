@@ -22,7 +22,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.garbage import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
 from pagemill_operator.autoscaler.signals import View, merge
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.load import DeploymentLoad, EngineHeld
+from pagemill_protocol.load import DeploymentLoad, EngineWork
 from pagemill_protocol.state import StateFrame
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.batch_lines import BatchLines
@@ -180,7 +180,7 @@ class _Fleet:
     def gone(self, pod: Pod) -> None:
         self._end(pod, "declined")
 
-    def held(self) -> Mapping[str, EngineHeld]:
+    def held(self) -> Mapping[str, EngineWork]:
         return {each.id: each for each in self._load().held}
 
     def num_in_system(self) -> int:

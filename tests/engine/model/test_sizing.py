@@ -16,7 +16,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.runner.sizing import held_by_gpu, sizes_here, sizes_on_gpu
 from pagemill_kernels.registry import ops_for
-from pagemill_protocol.model_files import load_model_spec, load_outlined_spec
+from pagemill_protocol.model_files import load_model_spec, load_spec_without_weights
 
 pytestmark = [pytest.mark.model]
 
@@ -61,6 +61,6 @@ def test_an_index_suffices_to_know_what_a_model_takes(name: str, tmp_path: Path)
     spec, config = load_model_spec(tmp_path), EngineConfig(model=str(tmp_path))
     sizes = sizes_here(config, tmp_path, spec)
     outline(tmp_path)
-    outlined = load_outlined_spec(tmp_path)
+    outlined = load_spec_without_weights(tmp_path)
     assert (outlined.num_parameters, outlined.decoder) == (spec.num_parameters, spec.decoder)
     assert sizes_here(config, tmp_path, outlined) == sizes

@@ -19,7 +19,7 @@ from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.grammar.masks import begin_masks
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner import eager
-from pagemill_protocol.answers.call_syntax import Function, behind_reasoning, calls_only
+from pagemill_protocol.answers.call_syntax import Function, after_reasoning, calls_only
 from pagemill_protocol.answers.events import AnswerFormat
 from pagemill_protocol.answers.hermes import SYNTAX as HERMES
 from pagemill_protocol.errors import PagemillError
@@ -338,7 +338,7 @@ def test_another_engine_continues_an_answer_at_any_token(engine: Engine, every: 
 @pytest.mark.parametrize("every", [pytest.param(5, marks=pytest.mark.full), 15])
 def test_another_engine_continues_a_forced_call_behind_reasoning_at_any_token(engine: Engine, every: int) -> None:
     call = calls_only(HERMES, [Function("get", JsonSchema(json_schema=PERSON))], parallel=False)
-    form = behind_reasoning("<think>", "</think>", call, is_open=True)
+    form = after_reasoning("<think>", "</think>", call, is_open=True)
     outputs = StructuredOutputs(structural_tag=write_tag(form))
     thought = engine.tokenizer.encode("I think.</think>", add_special_tokens=False)
     engine.add("r", outputs, resume=[ChoiceResume(0, thought, 0)])
@@ -392,7 +392,7 @@ def test_an_answer_that_does_not_begin_with_reasoning_has_no_budget(engine: Engi
 @pytest.mark.sample("True")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_form_follows_reasoning_that_ended_at_its_budget_on_any_engine(engine: Engine, overlap: bool) -> None:
-    form = behind_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True)
+    form = after_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True)
     outputs = StructuredOutputs(structural_tag=write_tag(form))
     engine.use(overlap=overlap)
     engine.add("r", outputs, answer_format=budget(12), logit_bias=engine.bias)
@@ -409,7 +409,7 @@ def test_a_form_follows_reasoning_that_ended_at_its_budget_on_any_engine(engine:
 def test_a_character_is_completed_before_its_reasoning_is_ended(engine: Engine) -> None:
     pieces = next(ids for letter in "🜚𐍈𒀀🂡" if len(ids := engine.tokenizer.encode(letter, add_special_tokens=False)) > 2)
     outputs = StructuredOutputs(
-        structural_tag=write_tag(behind_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True))
+        structural_tag=write_tag(after_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True))
     )
     engine.add("r", outputs, answer_format=budget(1), resume=[ChoiceResume(0, pieces, 0)])
     answer = engine.run()["r", 0]

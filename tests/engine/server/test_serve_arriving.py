@@ -66,7 +66,7 @@ def test_an_engine_loads_while_its_model_is_fetched(
         assert proxy.sent_bytes < weight_bytes(folder)
         proxy.bytes_per_s = float("inf")
         served = answer(server)
-        assert not list((cache / ".arriving").iterdir())
+        assert not list((cache / ".partial").iterdir())
         wait_until(lambda: bool(list(cache.glob("[!.]*/config.json"))))  # it is published, to be found again
         server.stop()
         proxy.close()

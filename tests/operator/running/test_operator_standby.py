@@ -16,11 +16,11 @@ from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import (
     Arrivals,
     DeploymentLoad,
-    EngineHeld,
     EnginesLoad,
     EngineStart,
+    EngineWork,
     LoadFrame,
-    PodsSeen,
+    PodCounts,
     QueueLoad,
 )
 
@@ -143,13 +143,13 @@ async def test_one_stands_by_and_is_woken_before_another_one_could_be_started(
     await api.until(lambda: world.replicas() == 2)
     assert api.get("Deployment", "chat-engine")["metadata"]["annotations"]["pagemill.dev/awake"] == "1"
     world.pods(a=True, b=True)
-    world.tell(held=[EngineHeld("uid-a", 9, 1), EngineHeld("uid-b", 0, 0)], pods=PodsSeen(ready=2))
+    world.tell(held=[EngineWork("uid-a", 9, 1), EngineWork("uid-b", 0, 0)], pods=PodCounts(ready=2))
     await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 2)
     assert world.calls == [], "Kubernetes waits for both of them to be ready"
     world.rolled_out()
     await api.until(lambda: world.calls == ["sleep"] and world.reported("b") == "asleep")
     assert world.reported("a") is None
-    world.tell(asleep=["uid-b"], pods=PodsSeen(ready=1, asleep=1))
+    world.tell(asleep=["uid-b"], pods=PodCounts(ready=1, asleep=1))
     world.pods(b=False)
     await api.until(lambda: world.status().get("standbyReplicas") == 1)
     assert (world.status()["readyReplicas"], world.status()["desiredReplicas"]) == (1, 1)
@@ -158,7 +158,7 @@ async def test_one_stands_by_and_is_woken_before_another_one_could_be_started(
     world.tell(queue=waiting(4))
     await api.until(lambda: world.calls == ["sleep", "wake_up"] and world.reported("b") == "waking")
     await api.until(lambda: world.replicas() == 3)
-    world.tell(queue=waiting(0), asleep=[], pods=PodsSeen(ready=2))
+    world.tell(queue=waiting(0), asleep=[], pods=PodCounts(ready=2))
     world.pods(b=True)
     await api.until(lambda: world.reported("b") is None)
     keys = running.operator.leader.keys.keys.keys
@@ -173,22 +173,22 @@ async def test_the_next_leader_goes_on_with_what_sleeps(api: Any, world: World, 
     assert api.get("Deployment", "chat-engine")["metadata"]["annotations"]["pagemill.dev/awake"] == "0"
     world.pods(a=True)
     world.rolled_out()
-    world.tell(pods=PodsSeen(ready=1))
+    world.tell(pods=PodCounts(ready=1))
     await api.until(lambda: world.calls == ["sleep"] and world.reported("a") == "asleep")
-    world.tell(asleep=["uid-a"], engines=EnginesLoad(truth="value"), pods=PodsSeen(asleep=1))
+    world.tell(asleep=["uid-a"], engines=EnginesLoad(truth="value"), pods=PodCounts(asleep=1))
     world.pods(a=False)
     await api.until(lambda: world.reason("Ready") == "ScaledToZero" and world.status().get("standbyReplicas") == 1)
     await first.stop()
 
     transitions = {each["type"]: each["lastTransitionTime"] for each in world.status()["conditions"]}
-    world.tell(asleep=[], pods=PodsSeen())  # it has just come as well and hears no engine yet
+    world.tell(asleep=[], pods=PodCounts())  # it has just come as well and hears no engine yet
     second = run_operator("b", gateway_control_port=world.port, engine_control_port=world.port)
     await second.leads()
     await second.settled()
     await api.until(lambda: second.operator.leader.loads.measured("default/chat") is not None)
     assert world.status()["standbyReplicas"] == 1, "its annotation says so"
     assert {each["type"]: each["lastTransitionTime"] for each in world.status()["conditions"]} == transitions
-    world.tell(asleep=["uid-a"], pods=PodsSeen(asleep=1), queue=waiting(1, needs_engine=True))
+    world.tell(asleep=["uid-a"], pods=PodCounts(asleep=1), queue=waiting(1, needs_engine=True))
     await api.until(lambda: world.calls == ["sleep", "wake_up"])
     assert world.replicas() == 1
 
@@ -201,7 +201,7 @@ async def test_while_a_new_template_is_rolled_out_no_engine_is_put_to_sleep(
     await api.until(lambda: world.replicas() == 2)
     world.pods(a=True, b=True)
     world.rolled_out("ReplicaSetUpdated")
-    world.tell(pods=PodsSeen(ready=2))
+    world.tell(pods=PodCounts(ready=2))
     await api.until(lambda: len(running.operator.leader.scaler.records()) > 0)
     await asyncio.gather(*(running.operator.leader.autoscaling.look("default/chat") for _ in range(3)))
     assert world.calls == []
@@ -216,7 +216,7 @@ async def test_an_engine_that_does_not_follow_goes_on_serving(api: Any, world: W
     await api.until(lambda: world.replicas() == 2)
     world.pods(a=True, b=True)
     world.rolled_out()
-    world.tell(pods=PodsSeen(ready=2))
+    world.tell(pods=PodCounts(ready=2))
     await api.until(lambda: world.calls == ["sleep"])
     await api.until(lambda: world.status().get("readyReplicas") == 2)
     assert world.reason("Ready") == "AllReplicasReady"
@@ -229,7 +229,7 @@ async def test_how_long_it_took_to_wake_up_is_measured(api: Any, world: World, r
     running = run_operator(gateway_control_port=world.port, engine_control_port=world.port)
     await api.until(lambda: world.replicas() == 2)
     world.pods(a=True)
-    world.tell(starts=[EngineStart("uid-a", {"load": 1.0})], pods=PodsSeen(ready=1))
+    world.tell(starts=[EngineStart("uid-a", {"load": 1.0})], pods=PodCounts(ready=1))
     await api.until(lambda: world.status().get("readyReplicas") == 1)
     world.tell(starts=[EngineStart("uid-a", {"load": 1.0, "wake": 0.2}, 1)], queue=waiting(1))
 

@@ -45,7 +45,7 @@ class EndpointRecord:
     """Whether the gateway sends it no requests, because it declined one or drains, until it restarts or wakes up."""
     readmitted_at: int = 0
     """The latest decision when `draining` ended; refusals of earlier decisions are ignored."""
-    made_token: str | None = None
+    generated_token: str | None = None
     """The token that the engine generated for itself, read when its stream was opened; `None` if not read yet."""
     drain_acknowledged: bool = False
     """Whether it has received the confirmation that this gateway sends no more requests."""

@@ -17,10 +17,10 @@ from pagemill_gateway.brain.queue.queues import Queues, QueueState
 from pagemill_protocol.load import (
     Arrivals,
     DeploymentLoad,
-    EngineHeld,
     EnginesLoad,
     EngineStart,
-    PodsSeen,
+    EngineWork,
+    PodCounts,
     QueueLoad,
 )
 from pagemill_protocol.state import EngineLoad, StateFrame
@@ -93,9 +93,9 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
         return EnginesLoad(truth="stale" if silent else "unknown" if expected else "value")
     ages = [age for record in fresh if (age := record.reports.age_s(now)) is not None]
     loads = [frame.load for frame in frames]
-    is_whole = all(record.reports.fresh(now) for record in published if record.usable)
+    is_complete = all(record.reports.fresh(now) for record in published if record.usable)
     return EnginesLoad(
-        truth="value" if is_whole else "stale",
+        truth="value" if is_complete else "stale",
         age_s=round(max(ages, default=0.0), 3),
         num_reporting=len(frames),
         num_blocks_total=sum(load.num_blocks_total for load in loads),
@@ -111,10 +111,10 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
     )
 
 
-def _held(record: EndpointRecord) -> EngineHeld:
+def _held(record: EndpointRecord) -> EngineWork:
     load = record.reports.latest.load if record.reports.latest is not None else EngineLoad()
     num_reported = load.num_requests_running + load.num_requests_waiting
-    return EngineHeld(
+    return EngineWork(
         record.endpoint.id,
         load.num_blocks_active,
         max(num_reported, record.in_flight),
@@ -134,12 +134,12 @@ def _most_experienced(frames: list[StateFrame]) -> StateFrame:
     return max(frames, key=lambda frame: frame.step_time.num_steps_observed)
 
 
-def _pods(records: list[EndpointRecord]) -> PodsSeen:
+def _pods(records: list[EndpointRecord]) -> PodCounts:
     leaving = sum(record.leaving or (record.draining and not record.sleeping) for record in records)
     ready = sum(record.usable and record.reports.connected for record in records)
     asleep = sum(_is_asleep(record) for record in records)
     loading = max(0, len(records) - leaving - ready - asleep)
-    return PodsSeen(loading=loading, ready=ready, leaving=leaving, asleep=asleep)
+    return PodCounts(loading=loading, ready=ready, leaving=leaving, asleep=asleep)
 
 
 def _is_asleep(record: EndpointRecord) -> bool:

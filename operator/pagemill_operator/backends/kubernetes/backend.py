@@ -41,7 +41,7 @@ from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite,
 from pagemill_operator.load.store import MeasuredLoad
 from pagemill_operator.plan.types import Plan, Problem
 from pagemill_operator.status.observation import Observation, Scaling
-from pagemill_protocol.load import EngineHeld
+from pagemill_protocol.load import EngineWork
 
 logger = logging.getLogger("pagemill.operator.kubernetes")
 
@@ -78,7 +78,7 @@ class KubernetesCluster(Cluster):
         *,
         load: Callable[[str], MeasuredLoad | None] = lambda key: None,
         scaling: Callable[[str], Scaling | None] = lambda key: None,
-        held: Callable[[str], Mapping[str, EngineHeld]] = lambda key: {},
+        held: Callable[[str], Mapping[str, EngineWork]] = lambda key: {},
         asleep: Callable[[str], frozenset[str]] = lambda key: frozenset(),
         progress: Callable[[str], str] = lambda key: "",
         on_write: OnWrite = lambda kind, verb: None,
@@ -212,11 +212,11 @@ class KubernetesCluster(Cluster):
 
     def _note(self, key: str, writes: Writes) -> None:
         """Record the errors of the turn. Raise a temporary one."""
-        failures = self._failures[key] = self._failures.get(key, 0) + 1 if writes.passing else 0
-        lasting = writes.passing_errors if failures >= TRIES else []
+        failures = self._failures[key] = self._failures.get(key, 0) + 1 if writes.transient_error else 0
+        lasting = writes.transient_errors if failures >= TRIES else []
         self._apply_errors[key] = (*writes.errors, *lasting)
-        if writes.passing:
-            raise writes.passing
+        if writes.transient_error:
+            raise writes.transient_error
 
     def _kept(self, owner: Manifest, live: Children) -> list[Manifest]:
         """Return the manifests that are maintained without a plan: the token Secret, as tokens rotate whatever the spec

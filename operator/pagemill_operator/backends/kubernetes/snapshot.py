@@ -87,7 +87,7 @@ class ApplyError:
     reason: str
     """The API's reason, such as `Forbidden` or `Invalid`."""
     message: str
-    is_passing: bool = False
+    is_transient: bool = False
     """Whether the error may pass by itself; it is reported only if it lasts."""
 
 

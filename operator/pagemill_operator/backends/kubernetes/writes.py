@@ -45,15 +45,15 @@ class Writes:
         self._answers = answers
         self._on_write = on_write
         self.errors: list[ApplyError] = []
-        self.passing_errors: list[ApplyError] = []
+        self.transient_errors: list[ApplyError] = []
         """Errors of the turn that may not recur."""
-        self.passing: ApiError | Unreachable | None = None
+        self.transient_error: ApiError | Unreachable | None = None
         """The last temporary error."""
         self.has_written = False
 
     def has_failed(self, kinds: Iterable[str]) -> bool:
         """Whether an object of `kinds` was not written, or a temporary error occurred."""
-        return self.passing is not None or any(error.kind in kinds for error in self.errors)
+        return self.transient_error is not None or any(error.kind in kinds for error in self.errors)
 
     async def apply(self, manifests: Iterable[Manifest], live: Children) -> None:
         await asyncio.gather(*(self._apply(manifest, live) for manifest in manifests))
@@ -95,8 +95,8 @@ class Writes:
         except ApiError as error:
             self._add_error(kind, name, error)
         except Unreachable as error:
-            self.passing = error
-            self.passing_errors.append(ApplyError(kind, name, 0, "Unreachable", str(error), is_passing=True))
+            self.transient_error = error
+            self.transient_errors.append(ApplyError(kind, name, 0, "Unreachable", str(error), is_transient=True))
         except _Taken:
             message = (
                 f"a {kind} named {name} exists and belongs to something else: "
@@ -105,10 +105,10 @@ class Writes:
             self.errors.append(ApplyError(kind, name, 409, "AlreadyExists", message))
 
     def _add_error(self, kind: str, name: str, error: ApiError) -> None:
-        met = ApplyError(kind, name, error.status, error.reason, error.message, is_passing=error.is_passing)
-        if error.is_passing:
-            self.passing = error
-            self.passing_errors.append(met)
+        met = ApplyError(kind, name, error.status, error.reason, error.message, is_transient=error.is_transient)
+        if error.is_transient:
+            self.transient_error = error
+            self.transient_errors.append(met)
         else:
             self.errors.append(met)
 

@@ -37,14 +37,14 @@ class Record(msgspec.Struct, frozen=True):
         return sum(file.num_bytes for file in self.files)
 
 
-class Holds:
+class SharedLocks:
     """Shared locks of this process, kept until it ends."""
 
     def __init__(self) -> None:
         self._held: dict[Path, BinaryIO] = {}
         self._lock = threading.Lock()
 
-    def hold(self, folder: Path) -> None:
+    def acquire(self, folder: Path) -> None:
         """Lock a folder; does nothing without a record or on a file system without locks."""
         with self._lock, suppress(OSError):
             if folder in self._held:
@@ -65,8 +65,8 @@ class Holds:
             self._held.clear()
 
 
-HOLDS = Holds()
-atexit.register(HOLDS.release)
+SHARED_LOCKS = SharedLocks()
+atexit.register(SHARED_LOCKS.release)
 # Made at import by one thread: msgspec 0.22 crashes when several threads are the first to decode the type.
 _decoder = msgspec.json.Decoder(Record)
 

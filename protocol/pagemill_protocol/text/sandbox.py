@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 
-def confine(memory_bytes: int) -> None:
+def enter_sandbox(memory_bytes: int) -> None:
     """Confine this process: timers end it, signals to the terminal's group do not; no files, no processes, limited
     memory."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
