@@ -47,7 +47,7 @@ from pagemill_engine.output.results import (
 )
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.factory import create_runner
-from pagemill_kernels.kept_memory import join_when_idle
+from pagemill_kernels.huge_pages import collapse_when_idle
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
@@ -76,8 +76,8 @@ class LLM:
         self._encoder = PromptEncoder(config_of(model, settings))
         config = self._encoder.config
         self._core = EngineCore(config, self._load(config))
-        join_when_idle()
-        self._core.forming.load_tokenizer = lambda: self._encoder.tokenizer
+        collapse_when_idle()
+        self._core.grammar_requests.load_tokenizer = lambda: self._encoder.tokenizer
         self._encoder.max_model_len = self._core.runner.info.max_model_len
         self._num_requests = 0
         self._closed = False

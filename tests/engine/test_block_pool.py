@@ -108,6 +108,6 @@ def test_dropped_content_makes_a_free_block_the_next_to_go() -> None:
     cache(blocks)
     pool.release(blocks)
     blocks[2].block_hash = None
-    pool.content_dropped(blocks[2])
+    pool.move_to_front(blocks[2])
     assert pool.num_evictable == 2
     assert ids(pool.allocate(1)) == [blocks[2].block_id]

@@ -330,7 +330,7 @@ def test_larger_steps_are_measured_once_nothing_is_asked_until_a_request_came(ch
     calibration = Calibration(core)
     calibration.begin(limit_s=0)
     before = core.num_steps
-    assert calibration.go_on(), "one more size"
+    assert calibration.measure_next(), "one more size"
     assert core.num_steps > before
     assert not core.has_work
     assert core.prefix_snapshot() == []
@@ -338,7 +338,7 @@ def test_larger_steps_are_measured_once_nothing_is_asked_until_a_request_came(ch
     while core.has_work:
         core.step()
     after = core.num_steps
-    assert not calibration.go_on(), "requests teach the model from here"
+    assert not calibration.measure_next(), "requests teach the model from here"
     assert core.num_steps == after
 
 
@@ -346,7 +346,7 @@ def test_measuring_ends_with_the_largest_step(checking_runner: Make) -> None:
     core = make_core(checking_runner, max_num_batched_tokens=100)
     calibration = Calibration(core)
     calibration.begin(limit_s=0)
-    found = [calibration.go_on() for _ in range(8)]  # 16 decodes, and prompts of 8, 9, 32, 64 and 100 tokens
+    found = [calibration.measure_next() for _ in range(8)]  # 16 decodes, and prompts of 8, 9, 32, 64 and 100 tokens
     assert found == [True] * 6 + [False] * 2
 
 

@@ -17,7 +17,7 @@ from pagemill_engine.ipc.messages import AddRequest, Awake, Ready, Sleep, Slept,
 from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.process import EngineFault, EngineLoop
-from pagemill_engine.loop.sleep import fall_asleep
+from pagemill_engine.loop.sleep import release_memory
 from pagemill_engine.runner.null import NullRunner, PlanError
 from pagemill_engine.runner.sleep import SleepError
 from pagemill_engine.scheduler.step import StepPlan
@@ -61,7 +61,7 @@ def test_after_sleep_nothing_is_cached_and_every_answer_is_the_same(core: Engine
     assert num_cached > 0
     cached = set(core.prefix_snapshot())
     core.step()  # the news of what was cached
-    _, news = fall_asleep(core)
+    _, news = release_memory(core)
     assert news.prefixes is not None
     assert set(news.prefixes.removed) == cached
     assert core.prefix_snapshot() == []
@@ -81,7 +81,7 @@ def test_sleep_between_requests_is_never_seen_in_answers(rounds: list[tuple[int,
         tokens, _ = generate(core, f"r{number}", prompts[which])
         assert expected.setdefault(which, tokens) == tokens
         if sleeps:
-            fall_asleep(core)
+            release_memory(core)
             core.runner.wake()
         core.check_integrity()
 

@@ -21,7 +21,7 @@ from pagemill_kernels.norm import reference as norm_reference
 
 SHAPES = ((96, 64), (1, 32), (65, 37), (331, 288), (7, 1))
 ROWS = (*range(1, 20), 31, 32, 33, 63, 64, 127, 129, 200)
-needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

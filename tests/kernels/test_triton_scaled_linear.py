@@ -174,7 +174,7 @@ def test_a_device_without_fp8_is_refused_with_an_alternative(monkeypatch: pytest
     with pytest.raises(ValueError, match=r"A10 has compute capability 8.6, fp8 needs 8.9 .*; int8 is multiplied there"):
         triton_launch.pack_fp8(random(8, 32), None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    assert launch.why_no_fp8() is None
+    assert launch.fp8_problem() is None
 
 
 @pytest.mark.gpu

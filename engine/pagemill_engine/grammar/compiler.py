@@ -35,13 +35,13 @@ class Grammar:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
 
-    def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> TokenState:
+    def state(self, token_ids: Sequence[int], *, forbids_end: bool) -> TokenState:
         from pagemill_engine.grammar.state import (
             GrammarState,
         )  # imports llguidance, which only forms need
 
         return _advanced(
-            GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self._vocab_size, keeps_on), token_ids
+            GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self._vocab_size, forbids_end), token_ids
         )
 
 
@@ -51,8 +51,8 @@ class Limited(NamedTuple):
     limit: ReasoningLimit
     grammar: TokenStates | None
 
-    def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> TokenState:
-        form = None if self.grammar is None else self.grammar.state((), keeps_on=keeps_on)
+    def state(self, token_ids: Sequence[int], *, forbids_end: bool) -> TokenState:
+        form = None if self.grammar is None else self.grammar.state((), forbids_end=forbids_end)
         return _advanced(LimitedReasoning(self.limit, form), token_ids)
 
 
@@ -124,7 +124,7 @@ class GrammarCompiler:
             self._compile = self._prepare()
         try:
             grammar = Grammar(self._compile(outputs), self._eos_token_ids, self._vocab_size)
-            if grammar.state((), keeps_on=False).ended:
+            if grammar.state((), forbids_end=False).ended:
                 raise ValueError("nothing but an empty answer fits it")
         except ValueError as error:
             raise invalid_field(

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.gguf_weights import GGUFWeights
 from pagemill_engine.loading.packed.folder import PackedFolder
-from pagemill_engine.loading.packed.formats import FORMATS, in_words
+from pagemill_engine.loading.packed.formats import FORMATS, describe_format
 from pagemill_engine.loading.packed.matrix import Settings
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 from pagemill_engine.loading.shape_only import ShapeOnlyWeights
@@ -43,7 +43,7 @@ def shape_only_weights(folder: Path, spec: ModelSpec, keeps_small_floats: bool =
 def stored_as(path: Path, quantization: str) -> str:
     """Return a description of the stored weights. `quantization`: as in `ModelSpec`."""
     settings = _settings(path) if path.is_dir() else {}
-    return in_words(settings) if settings.get("quant_method") else quantization
+    return describe_format(settings) if settings.get("quant_method") else quantization
 
 
 def _settings(folder: Path) -> Settings:

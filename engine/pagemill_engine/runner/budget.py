@@ -52,7 +52,7 @@ class Measured(NamedTuple):
     """Free memory while nothing runs."""
     step_bytes: int
     """The most memory that a step took in addition."""
-    recording_bytes: int
+    graph_bytes: int
     """Memory that recorded decodes will keep."""
 
 
@@ -94,7 +94,7 @@ def plan_measured(
     """
     held = before.available_bytes - measured.free_bytes - sizes.weight_bytes
     penalties = config.step.max_num_seqs * spec.vocab_size * (COUNT_BYTES + LOGIT_BYTES)
-    activations = max(0, held) + measured.step_bytes + measured.recording_bytes + penalties
+    activations = max(0, held) + measured.step_bytes + measured.graph_bytes + penalties
     block_bytes = sizes.kv_bytes_per_token * config.block_size
     num_blocks = config.num_kv_blocks
     if num_blocks is None:

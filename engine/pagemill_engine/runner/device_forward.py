@@ -93,4 +93,4 @@ class DeviceForward:
                 for window in self._windows
             },
         )
-        return self._model.through(self._layers, inputs.token_ids, context)
+        return self._model.forward_layers(self._layers, inputs.token_ids, context)

@@ -3,7 +3,7 @@
 Decodes are recorded by padded numbers of requests, steps with prompts by padded numbers of tokens and of requests. A
 recorded pass always reads and writes the same buffers: `StepGraphs` owns the buffers and knows the shapes. A decode is
 recorded up to the logits; in other steps few tokens sample, and their logits are launched behind the recording.
-`CudaRecorder` alone records. `device_runner` decides when a recording is used.
+`CudaGraphCapturer` alone records. `device_runner` decides when a recording is used.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: in
     return found
 
 
-def recorded_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int = MOST_TOKENS) -> list[Shape]:
+def shapes_to_capture(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int = MOST_TOKENS) -> list[Shape]:
     """Return all shapes to record. `most_tokens`: the largest step with prompts."""
     decodes = decode_shapes(min(max_num_seqs, max_num_batched_tokens))
     return [*decodes, *mixed_shapes(max_num_seqs, max_num_batched_tokens, most_tokens)]
 
 
-class Recorder(Protocol):
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+class GraphCapturer(Protocol):
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record `run` and return a function that replays it on the same buffers.
 
         `run` must not wait for the device, and everything in it must be compiled and tuned.
         """
 
 
-class CudaRecorder:
+class CudaGraphCapturer:
     """Records CUDA graphs that share one memory pool, since no two of them run at a time.
 
     The pool's memory is freed with the last graph.
@@ -88,7 +88,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
@@ -96,7 +96,7 @@ class CudaRecorder:
 
 
 @dataclass(slots=True, frozen=True)
-class Recording:
+class CapturedGraph:
     """One recorded shape."""
 
     shape: Shape
@@ -117,7 +117,7 @@ class Recording:
 
 class StepGraphs:
     def __init__(self, forward: DeviceForward, shapes: Iterable[Shape], table_width: int, max_model_len: int) -> None:
-        """Allocate buffers only; `record` captures the graphs."""
+        """Allocate buffers only; `capture` captures the graphs."""
         self._forward, self._max_model_len = forward, max_model_len
         shapes = sorted(shapes)
         # No padding request has more tokens than a row.
@@ -127,9 +127,9 @@ class StepGraphs:
         self._inputs = forward.empty_inputs(most_tokens, most_requests, table_width)
         self._logits = forward.empty_logits(_most_tokens(shapes, decodes=True))
         self._hidden = forward.empty_hidden(_most_tokens(shapes, decodes=False))
-        self._recordings: dict[Shape, Recording] = {}
+        self._captured: dict[Shape, CapturedGraph] = {}
 
-    def record(self, recorder: Recorder, prepare: Callable[[Shape, StepInputs], None]) -> None:
+    def capture(self, capturer: GraphCapturer, prepare: Callable[[Shape, StepInputs], None]) -> None:
         """Capture all shapes, the largest first, whose memory the others reuse.
 
         `prepare` fills the inputs with padding requests.
@@ -138,30 +138,30 @@ class StepGraphs:
             inputs = self._inputs.first(shape.num_tokens, shape.num_requests)
             out = (self._logits if shape.is_decode else self._hidden)[: shape.num_tokens]
             run = self._forward.decode_into if shape.is_decode else self._forward.hidden_into
-            record = partial(run, out, inputs)
+            capture = partial(run, out, inputs)
             prepare(shape, inputs)
             # One-time compilation, loading and tuning cannot be recorded.
             with self._forward.abbreviated():
-                record()
-            self._recordings[shape] = Recording(shape, inputs, out, recorder.record(record))
+                capture()
+            self._captured[shape] = CapturedGraph(shape, inputs, out, capturer.capture(capture))
 
     def forget(self) -> None:
         """Drop the recordings, because the buffers that they read will be replaced."""
-        self._recordings.clear()
+        self._captured.clear()
 
     @property
     def shapes(self) -> list[Shape]:
         """Shapes that are recorded now."""
-        return list(self._recordings)
+        return list(self._captured)
 
-    def recording_of(self, step: DeviceStep) -> Recording | None:
+    def graph_for(self, step: DeviceStep) -> CapturedGraph | None:
         """Return the smallest recording that the step can be padded to, or None."""
         num_tokens, num_requests = step.num_tokens, len(step.rows)
         shapes = self._decodes if step.is_decode else self._mixed
         for shape in shapes[bisect_left(shapes, (num_tokens,)) :] if num_tokens else ():
             padding, spare = shape.num_tokens - num_tokens, shape.num_requests - num_requests
             if spare >= 0 and padding <= spare * self._max_model_len:
-                return self._recordings.get(shape)
+                return self._captured.get(shape)
         return None
 
 

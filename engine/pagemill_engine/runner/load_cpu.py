@@ -19,7 +19,7 @@ from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for
 from pagemill_engine.runner.memory import measure_memory
 from pagemill_engine.runner.pooling import Pooler
 from pagemill_engine.runner.pooling_runner import PoolingRunner
-from pagemill_engine.runner.preparing import ModelFiles, Prepared, cache_in_words, prepare, refusals, runner_info
+from pagemill_engine.runner.preparing import ModelFiles, Prepared, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.registry import has_torch
@@ -66,7 +66,7 @@ def _runner(files: ModelFiles, prepared: Prepared) -> Runner:
         return load_encoder(prepared, spec, max_model_len)
     model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)
     trim_heap()
-    files.progress("allocating", cache_in_words(num_blocks, config.block_size, spec, compute.kv_dtype))
+    files.progress("allocating", describe_cache(num_blocks, config.block_size, spec, compute.kv_dtype))
     info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu")
     kv_cache = KVCache(spec, num_blocks, config.block_size, compute.kv_dtype)
     if spec.pooling is None:

@@ -70,7 +70,8 @@ class Continuation(NamedTuple, Generic[S]):
 
 
 class BeamSearch(Generic[S]):
-    """One search. The scheduler calls `report` for each sequence, `decide` when all have reported, then `go_on`."""
+    """One search. The scheduler calls `report` for each sequence, `decide` when all have reported, then
+    `continue_with`."""
 
     def __init__(self, root: S, sampling: SamplingParams, first_choice: int) -> None:
         """Start a search with the sequence `root`.
@@ -95,7 +96,7 @@ class BeamSearch(Generic[S]):
     def sequences(self) -> list[S]:
         return [beam.sequence for beam in self.beams]
 
-    def waits_for_others(self, sequence: S) -> bool:
+    def has_pending_beams(self, sequence: S) -> bool:
         return any(beam.sequence is sequence and beam.candidates is not None for beam in self.beams)
 
     def report(self, sequence: S, candidates: TokenLogprobs) -> bool:
@@ -124,7 +125,7 @@ class BeamSearch(Generic[S]):
         del self.pool[self._width :]
         return [] if self._over(going_on, num_tokens) else going_on
 
-    def go_on(self, continuations: Collection[Continuation[S]], sequences: Collection[S]) -> None:
+    def continue_with(self, continuations: Collection[Continuation[S]], sequences: Collection[S]) -> None:
         """Replace the running beams by `sequences`, to which the continuations' tokens were appended."""
         self.beams = [
             Beam(sequence, each.score, [*each.beam.logprobs, *self._client_logprobs(each)])

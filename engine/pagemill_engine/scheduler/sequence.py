@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SequenceState(IntEnum):
-    HELD = 0
+    WAITING_FOR_FORK = 0
     """A further choice that waits until the first one has computed their common prompt."""
     WAITING = 1
     RUNNING = 2

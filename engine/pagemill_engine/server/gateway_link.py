@@ -77,7 +77,7 @@ class _Stream:
         records: list[bytes] = []
         while self.credit > 0:
             if not self.rest:
-                frames = self.answer.take_now()
+                frames = self.answer.get_nowait()
                 if not frames:
                     break
                 self.rest = memoryview(b"".join(encode_frame(frame.meta, frame.payload) for frame in frames))

@@ -136,7 +136,7 @@ class StateResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         publisher: StatePublisher = self._context.publisher
         gateway = _gateway_of(scope)
-        self._context.draining.reader_came(gateway)
+        self._context.draining.reader_connected(gateway)
         subscription = publisher.subscribe()
         watcher = asyncio.create_task(_call_on_disconnect(receive, subscription.close))
         self._context.metrics.state_streams(+1)
@@ -149,7 +149,7 @@ class StateResponse:
         finally:
             watcher.cancel()
             publisher.unsubscribe(subscription)
-            self._context.draining.reader_left(gateway)
+            self._context.draining.reader_disconnected(gateway)
             self._context.metrics.state_streams(-1)
 
 

@@ -143,8 +143,8 @@ class Server:
         async with contextlib.AsyncExitStack() as stack:
             if self._tls is not None:
                 certificate = await stack.enter_async_context(self._tls.followed())
-                data.speak_tls(certificate)
-                control.speak_tls(certificate)
+                data.enable_tls(certificate)
+                control.enable_tls(certificate)
             stack.enter_context(self._signals())
             http = [
                 asyncio.create_task(data.serve(sockets=[data_socket])),
@@ -342,7 +342,7 @@ class _HttpServer(uvicorn.Server):
             )
         )
 
-    def speak_tls(self, certificate: ssl.SSLContext) -> None:
+    def enable_tls(self, certificate: ssl.SSLContext) -> None:
         self.config.load()
         self.config.ssl = certificate
 

@@ -103,7 +103,7 @@ def submit(context: ServerContext, requests: list[GenerateRequest]) -> Answer:
     system_fingerprint = context.system_fingerprint()
     answer = Answer(len(requests))
     try:
-        client.check_room(requests)
+        client.check_capacity(requests)
         for request in requests:
             client.submit(request, processor_of(request, tokenizer, system_fingerprint), answer)
     except PagemillError as error:

@@ -41,7 +41,7 @@ class AnswerResponse:
             await self._respond(send)
         finally:
             watcher.cancel()
-            self._leave()
+            self._release()
 
     async def _respond(self, send: Send) -> None:
         raise NotImplementedError
@@ -49,9 +49,9 @@ class AnswerResponse:
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._leave()
+        self._release()
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         """Release the answer after a disconnect. After a complete answer this does nothing."""
         self.answer.close()
         self._on_disconnect()

@@ -22,7 +22,7 @@ WITHOUT_EFFECT = ("dropout", "is_causal", "position_ids", "cache_position", "use
 """Arguments without effect: positions are in the queries, and every context is causal."""
 
 
-class Seen(NamedTuple):
+class AttentionCall(NamedTuple):
     """Properties of one layer's attention call."""
 
     layer: int
@@ -38,7 +38,7 @@ class Step:
     ops: Ops
     context: ForwardContext | None = None
     """Context of the running step; None during the trial, in which layers only record their calls."""
-    seen: list[Seen] | None = None
+    seen: list[AttentionCall] | None = None
 
 
 def register() -> None:
@@ -63,7 +63,7 @@ def attend(
     if step.context is None:
         assert step.seen is not None
         asked = tuple(name for name, each in extras.items() if each is not None and name not in WITHOUT_EFFECT)
-        step.seen.append(Seen(layer, num_heads, key.shape[1], head_dim, asked))
+        step.seen.append(AttentionCall(layer, num_heads, key.shape[1], head_dim, asked))
         return query.transpose(1, 2), None
     heads = torch.cat([each[0].transpose(0, 1) for each in (query, key, value)], dim=1)
     cache = step.context.kv_caches[layer]

@@ -14,7 +14,7 @@ import numpy as np
 from pagemill_kernels import arrays
 from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library, processor
-from pagemill_kernels.kept_memory import kept
+from pagemill_kernels.huge_pages import empty_weights
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
 
 BFLOAT16_ROWS = 9
@@ -132,7 +132,7 @@ def pack_linear(weight: Array, bias: Array | None) -> NativeLinear:
         raise ValueError(f"linear: weights of {weight.dtype} are not packed; float32 or bfloat16 (uint16) are")
     out_features, in_features = weight.shape
     weight = np.ascontiguousarray(weight)
-    packed = kept(_panels(out_features) * in_features * library.PANEL, weight.dtype)
+    packed = empty_weights(_panels(out_features) * in_features * library.PANEL, weight.dtype)
     launch.native().pagemill_pack_plain(
         address(weight), out_features, in_features, weight.itemsize, address(packed), launch.num_threads()
     )
@@ -155,7 +155,7 @@ def pack_pairs(weight: Array, bias: Array | None) -> NativeLinear:
         return pack_linear(weight, bias)
     out_features, in_features = weight.shape
     weight = np.ascontiguousarray(weight)
-    packed = kept(_panels(out_features) * -(-in_features // 2) * 2 * library.PANEL, weight.dtype)
+    packed = empty_weights(_panels(out_features) * -(-in_features // 2) * 2 * library.PANEL, weight.dtype)
     launch.native().pagemill_pack_pairs(
         address(weight), out_features, in_features, address(packed), launch.num_threads()
     )
@@ -209,8 +209,8 @@ def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_ro
     codes, scales = np.ascontiguousarray(weight.codes), np.ascontiguousarray(weight.scales)
     offsets = None if weight.offsets is None else np.ascontiguousarray(weight.offsets)
     num_weights = _panels(out_features) * library.PANEL * in_features
-    packed = kept(num_weights * weight.bits // 8, np.uint8)
-    packed_scales = kept(num_weights // weight.group_size * (1 + has_offsets))
+    packed = empty_weights(num_weights * weight.bits // 8, np.uint8)
+    packed_scales = empty_weights(num_weights // weight.group_size * (1 + has_offsets))
     launch.native().pagemill_pack_codes(
         address(codes),
         address(scales),
@@ -274,8 +274,8 @@ def _pack_blocks(weight: CodeBlocks, bias: Array | None, format: int, bfloat16_r
         raise ValueError(f"linear: {block_bytes} bytes are no block of {weight.bits}-bit codes that is packed")
     data = np.ascontiguousarray(weight.data)
     num_weights = _panels(out_features) * library.PANEL * in_features
-    packed = kept(num_weights * weight.bits // 8, np.uint8)
-    packed_scales = kept(num_weights // GROUP_SIZE * (1 + has_offsets))
+    packed = empty_weights(num_weights * weight.bits // 8, np.uint8)
+    packed_scales = empty_weights(num_weights // GROUP_SIZE * (1 + has_offsets))
     launch.native().pagemill_pack_blocks(
         address(data),
         out_features,

@@ -129,7 +129,7 @@ def pack_w8a8(weight: Tensor, bias: Tensor | None) -> ScaledLinear:
 
 def pack_fp8(weight: Tensor, bias: Tensor | None) -> ScaledLinear:
     """Pack a layer of e4m3 weights and activations. Raises ValueError on a device without e4m3."""
-    problem = launch.why_no_fp8()
+    problem = launch.fp8_problem()
     if problem is not None:
         raise ValueError(f"scaled linear: {problem}; int8 is multiplied there")
     return _pack(weight, bias, torch.float8_e4m3fn)

@@ -159,7 +159,7 @@ class Standby:
         token, address = self._token(plan.namespace, plan.name), pod.get("status", {}).get("podIP")
         if self._session is None or not token or not address:
             return "its address or its token is not known"
-        control_url = engine_url(address, TLS_CONTROL_PORT if _speaks_tls(pod) else self._port)
+        control_url = engine_url(address, TLS_CONTROL_PORT if _uses_tls(pod) else self._port)
         return await call_engine(self._session, control_url, token, call)
 
     async def _annotate(self, pod: Manifest, rest: Rest | None) -> str:
@@ -180,7 +180,7 @@ class Standby:
         task.add_done_callback(self._calls.discard)
 
 
-def _speaks_tls(pod: Manifest) -> bool:
+def _uses_tls(pod: Manifest) -> bool:
     ports = [port for container in pod["spec"].get("containers", []) for port in container.get("ports", [])]
     return any(port["containerPort"] == TLS_CONTROL_PORT for port in ports)
 

@@ -20,7 +20,7 @@ from pagemill_engine.runner import device_runner
 from pagemill_engine.runner.device_rows import DeviceRows
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.errors import StepSkippedError
-from pagemill_engine.runner.graphs import CudaRecorder, Shape, recorded_shapes
+from pagemill_engine.runner.graphs import CudaGraphCapturer, Shape, shapes_to_capture
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_kernels.kv_store import storage
@@ -176,7 +176,7 @@ def test_padding_belongs_to_no_request() -> None:
 def test_a_decode_that_repeats_is_not_uploaded_again(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless something changes: a block, who is in it, or what it is padded to."""
     runner = load(device="cuda")
-    runner.record_steps([Shape(4, 4, True)], Again)
+    runner.capture_graphs([Shape(4, 4, True)], Again)
     uploaded: list[int] = []
     upload = runner._upload
     monkeypatch.setattr(runner, "_upload", lambda *step: (uploaded.append(len(step[1].rows)), upload(*step))[1])
@@ -213,7 +213,7 @@ class Again:
         self.errors: list[Exception] = []
         """What the next ones that are run raise."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         self.num_recorded += 1
         run()
 
@@ -232,7 +232,7 @@ def test_padded_decodes_answer_as_those_of_their_own_size(
     load: Callable[..., Any], expected: Answers, overlap: bool
 ) -> None:
     runner, recorder = load(device="cuda"), Again()
-    runner.record_steps(DECODES, lambda: recorder)
+    runner.capture_graphs(DECODES, lambda: recorder)
     answers, _ = serve(runner, overlap=overlap)
     assert_alike(answers, expected)
     assert recorder.num_recorded == 2
@@ -253,9 +253,9 @@ def test_padded_prompts_answer_as_those_of_their_own_size(
 ) -> None:
     """Alone, beside decodes, in chunks, and once more behind a preemption: no step is launched piece by piece."""
     runner, recorder = load(device="cuda"), Again()
-    runner.record_steps(recorded_shapes(4, 24), lambda: recorder)
+    runner.capture_graphs(shapes_to_capture(4, 24), lambda: recorder)
     recorded = set(runner._graphs.shapes)
-    assert recorded == set(recorded_shapes(4, 24))
+    assert recorded == set(shapes_to_capture(4, 24))
     runner._forward.logits = None  # called for what is not recorded
     answers, core = serve(runner, overlap=overlap)
     assert_alike(answers, expected)
@@ -265,7 +265,7 @@ def test_padded_prompts_answer_as_those_of_their_own_size(
 
 def test_only_decodes_of_a_recorded_size_run_as_recorded(load: Callable[..., Any]) -> None:
     runner, recorder = load(device="cuda"), Again()
-    runner.record_steps([Shape(1, 1, True), Shape(2, 2, True), Shape(16, 2, False)], lambda: recorder)
+    runner.capture_graphs([Shape(1, 1, True), Shape(2, 2, True), Shape(16, 2, False)], lambda: recorder)
     names = {"a": [0], "b": [1], "c": [2]}
     rows = [admitted(name, [5, 6], blocks) for name, blocks in names.items()]
     runner.wait(runner.launch(plan_of(dict.fromkeys(names, 2), admitted=rows)))
@@ -385,7 +385,7 @@ def test_a_failure_behind_one_that_was_reported_is_reported_too(runner: Any, mon
 
 def test_a_recorded_step_that_fails_is_reported_as_one_that_is_launched(load: Callable[..., Any]) -> None:
     runner, recorder = load(device="cuda"), Again()
-    runner.record_steps([Shape(1, 1, True), Shape(8, 2, False)], lambda: recorder)
+    runner.capture_graphs([Shape(1, 1, True), Shape(8, 2, False)], lambda: recorder)
     admission = {"admitted": [admitted("a", [5, 6], [0])]}
     for plan in (plan_of({"a": 2}, **admission), plan_of({"a": 1})):
         recorder.errors.append(torch.OutOfMemoryError("no memory"))
@@ -458,7 +458,7 @@ def test_cuda_graphs_answer_as_launches_do(load: Callable[..., Any], expected: A
     runner.sleep()
     runner.wake()
     assert_alike(serve(runner, overlap=True)[0], expected)
-    runner.record_steps([Shape(2, 2, True), Shape(4, 4, True)], CudaRecorder)
+    runner.capture_graphs([Shape(2, 2, True), Shape(4, 4, True)], CudaGraphCapturer)
     assert_alike(serve(runner)[0], expected)
 
 
@@ -507,7 +507,7 @@ def test_requests_that_come_while_others_decode_are_answered_as_launched_piece_b
     runner = runner_loader(folder, num_kv_blocks=12, max_model_len=64, max_num_seqs=6, device="cuda")
     runner._graphs = None
     eager, _, _, _ = arriving(runner)
-    runner.record_steps(recorded_shapes(6, 40), CudaRecorder)
+    runner.capture_graphs(shapes_to_capture(6, 40), CudaGraphCapturer)
     runner._forward.logits = None  # called for what is not recorded
     recorded, core, sizes, num_cached = arriving(runner)
     assert_alike(recorded, eager)
@@ -535,7 +535,7 @@ def test_a_step_of_thousands_of_tokens_runs_as_recorded(tmp_path: Path, runner_l
         return found
 
     launched = answered()
-    runner.record_steps(recorded_shapes(3, 4000), CudaRecorder)
+    runner.capture_graphs(shapes_to_capture(3, 4000), CudaGraphCapturer)
     runner._forward.logits = None  # called for what is not recorded
     assert answered() == launched
 

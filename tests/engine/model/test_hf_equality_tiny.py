@@ -290,7 +290,7 @@ def rounded(
 ) -> RoundedModel:
     backend, architecture = request.param
     if backend != "cpu" and library.load() is None:
-        pytest.skip(f"no native kernels: {library.why_absent()}")
+        pytest.skip(f"no native kernels: {library.unavailable_reason()}")
     folder = tmp_path_factory.mktemp("rounded")
     kind, overrides = ARCHITECTURES[architecture]
     # Logits of a size that bfloat16, with its 8 bits, resolves to much less than a near tie.

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagemill_engine.runner.device_rows import DeviceStep
-from pagemill_engine.runner.graphs import decode_shapes, mixed_shapes, recorded_shapes
+from pagemill_engine.runner.graphs import decode_shapes, mixed_shapes, shapes_to_capture
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 100, 256, 1024])
@@ -46,7 +46,7 @@ def test_no_step_is_recorded_that_takes_longer_than_its_launches() -> None:
     assert (max(sizes), {1024, 1152} <= sizes) == (2304, True)
     assert max(shape.num_tokens for shape in mixed_shapes(256, 8192, 10)) == 1024, "those cost next to nothing"
     assert mixed_shapes(256, 700, 10)[-1].num_tokens == 700
-    assert len(recorded_shapes(256, 8192)) < 90, "recorded in seconds"
+    assert len(shapes_to_capture(256, 8192)) < 90, "recorded in seconds"
 
 
 @given(

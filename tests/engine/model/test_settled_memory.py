@@ -18,9 +18,9 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner import compiling, load_device
 from pagemill_engine.runner.budget import GPU_SHARE, Measured, Sizes, plan_measured, plan_memory
 from pagemill_engine.runner.factory import create_runner
-from pagemill_engine.runner.graphs import recorded_shapes
+from pagemill_engine.runner.graphs import shapes_to_capture
 from pagemill_engine.runner.memory import MemoryState
-from pagemill_engine.runner.settling import CudaMeter, settle
+from pagemill_engine.runner.memory_profiling import CudaMeter, profile_memory
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import ModelSpec
 
@@ -122,7 +122,7 @@ def test_an_engine_on_a_gpu_steps_as_its_memory_allows(folder: Path, monkeypatch
 class Once:
     """Stands in for CUDA graphs where there is no device."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         return run
 
 
@@ -145,14 +145,14 @@ def test_the_cache_is_sized_by_steps_that_were_run(
 ) -> None:
     config = EngineConfig(model="test", max_num_seqs=2, max_num_batched_tokens=5)
     runner = runner_loader(folder, device="cuda", num_kv_blocks=40, max_num_seqs=2)
-    runner.record_steps(recorded_shapes(2, 5), Once)
+    runner.capture_graphs(shapes_to_capture(2, 5), Once)
     before = make_driver(runner).greedy([[3, 5, 7]], 3, max_num_seqs=2)
     shapes: list[tuple[int, int]] = []
     warm_up = runner.warm_up
     runner.warm_up = lambda *shape: (shapes.append(shape), warm_up(*shape))
     sizes = Sizes(0, runner.info.kv_bytes_per_token, 4, gathers=False)
     state = MemoryState(40 * MIB, 40 * MIB, 0, is_gpu=True)
-    settle(runner, config, spec, sizes, state, Scale(20 * MIB, [8 * MIB, 4 * MIB]))
+    profile_memory(runner, config, spec, sizes, state, Scale(20 * MIB, [8 * MIB, 4 * MIB]))
     assert {(2, 2), (1, 5), (2, 5)} <= set(shapes)
     assert shapes[-3:-1] == [(2, 2), (2, 5)], "the largest of what is recorded"
     assert shapes[-1] == (2, 5), "the largest once more, beside the cache"
@@ -177,11 +177,11 @@ def test_a_device_without_memory_for_recordings_names_the_setting(
     def full(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr(runner, "record_steps", full)
+    monkeypatch.setattr(runner, "capture_graphs", full)
     with pytest.raises(
         LoadError, match=r"up to 2 requests and 512 tokens .* Lower maxNumSeqs \(now 2\) or kvCacheMemory"
     ) as caught:
-        compiling.record_steps(runner, EngineConfig(model="test", max_num_seqs=2))
+        compiling.capture_graphs(runner, EngineConfig(model="test", max_num_seqs=2))
     assert caught.value.reason == "GraphsTooLarge"
 
 
@@ -195,13 +195,13 @@ def test_a_start_measures_then_allocates_then_records(
     recordings: list[Callable[[], None]] = []
 
     class Recorder:
-        def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        def capture(self, run: Callable[[], None]) -> Callable[[], None]:
             recordings.append(run)
             return run
 
-    monkeypatch.setattr(load_device, "settles_on", lambda device: True)
+    monkeypatch.setattr(load_device, "compiles_ahead", lambda device: True)
     monkeypatch.setattr(load_device, "CudaMeter", lambda: Scale(2 * GIB, [8 * MIB, 4 * MIB]))
-    monkeypatch.setattr(compiling, "CudaRecorder", Recorder)
+    monkeypatch.setattr(compiling, "CudaGraphCapturer", Recorder)
     config = EngineConfig(
         model=str(folder), device="cuda", dtype="float32", max_num_seqs=3, max_num_batched_tokens=4, num_threads=1,
         kv_cache_memory_bytes=MIB, cuda_graphs=recorded,

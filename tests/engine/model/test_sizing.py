@@ -14,7 +14,7 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.factory import create_runner
-from pagemill_engine.runner.sizing import held_by_gpu, sizes_here, sizes_on_gpu
+from pagemill_engine.runner.sizing import gpu_storage_forms, sizes_here, sizes_on_gpu
 from pagemill_kernels.registry import ops_for
 from pagemill_protocol.model_files import load_model_spec, load_spec_without_weights
 
@@ -36,8 +36,8 @@ def test_here_it_is_what_the_engine_then_has(smollm2_path: Path, settings: dict[
 
 
 def test_the_triton_kernels_hold_weights_as_is_assumed_without_them() -> None:
-    ops, holding = ops_for("triton"), held_by_gpu(EngineConfig(model="m"))
-    assert holding.weights == ops.holds
+    ops, holding = ops_for("triton"), gpu_storage_forms(EngineConfig(model="m"))
+    assert holding.weights == ops.weight_forms
 
 
 def test_on_a_gpu_floats_are_two_bytes_and_codes_stay_codes(tmp_path: Path, smollm2_path: Path) -> None:

@@ -58,7 +58,7 @@ class Engine:
             model="test", block_size=self.runner.info.block_size, eos_token_ids=self.tokenizer.eos_token_ids, **settings
         )
         core = EngineCore(config, self.runner)
-        core.forming.load_tokenizer = lambda: self.tokenizer
+        core.grammar_requests.load_tokenizer = lambda: self.tokenizer
         return core
 
     def add(
@@ -293,7 +293,7 @@ def test_tokens_without_a_choice_are_taken_at_once_and_are_those_that_steps_woul
 
 def test_each_token_of_a_constant_is_its_own_only_choice(engine: Engine) -> None:
     grammar = GrammarCompiler(lambda: engine.tokenizer, engine.tokenizer.eos_token_ids, engine.tokenizer.vocab_size)
-    state = grammar.submit(json_form({"const": "unité, lorem ipsum " * 20})).result().state((), keeps_on=False)
+    state = grammar.submit(json_form({"const": "unité, lorem ipsum " * 20})).result().state((), forbids_end=False)
     forced = list(state.forced)
     assert len(forced) > 100
     for token_id in forced:
@@ -461,7 +461,7 @@ def test_an_allowance_that_is_raised_while_the_form_is_compiled_counts(engine: E
     engine.core.add(
         GenerateRequest(request_id="r", model="test", prompt_token_ids=[1], sampling=sampling, token_allowance=1)
     )
-    engine.core.forming.raise_allowance("r", 50)
+    engine.core.grammar_requests.raise_allowance("r", 50)
     engine.run()
     assert engine.text("r") == "a" * 40
 
@@ -484,7 +484,7 @@ def test_masks_that_are_computed_beside_the_step_are_the_same(engine: Engine) ->
     compiler = GrammarCompiler(lambda: engine.tokenizer, engine.tokenizer.eos_token_ids, engine.tokenizer.vocab_size)
     forms = [json_form(PERSON), StructuredOutputs(regex="[0-9]+!"), StructuredOutputs(choice=("yes", "no"))]
     texts = ['{"name": "Ada", "age": 36}', "12345!", "yes"]
-    beside, alone = ([compiler.submit(form).result().state((), keeps_on=False) for form in forms] for _ in range(2))
+    beside, alone = ([compiler.submit(form).result().state((), forbids_end=False) for form in forms] for _ in range(2))
     spelled = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     for position in range(max(map(len, spelled))):
         running = [at for at, token_ids in enumerate(spelled) if position < len(token_ids)]

@@ -157,7 +157,7 @@ async def test_draining_is_reported_and_closing_ends_the_stream(publisher: State
 async def test_a_silent_engine_process_is_reported_once_it_is_news(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.3)
+    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.3)
     reader = Reader(publisher)
     await reader.next()
     step(publisher, 1)
@@ -174,7 +174,7 @@ async def test_a_silent_engine_process_is_reported_once_it_is_news(
 async def test_heartbeats_in_a_long_step_say_that_the_engine_process_runs(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.3)
+    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.3)
     reader = Reader(publisher)
     step(publisher, 1)
     while (frame := await reader.next()).silent_s < 0.6:
@@ -188,7 +188,7 @@ async def test_heartbeats_in_a_long_step_say_that_the_engine_process_runs(
 async def test_time_in_which_the_server_itself_did_not_run_does_not_count_against_the_engine_process(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.1)
+    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.1)
     monkeypatch.setattr(state_stream, "MAX_PAUSE_S", 0.5)
     reader = Reader(publisher)
     await reader.next()
@@ -202,7 +202,7 @@ async def test_an_engine_that_sends_no_heartbeats_is_not_taken_for_stopped(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the model loads there are none."""
-    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.1)
+    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.1)
     reader = Reader(publisher)
     step(publisher, 1)
     while (frame := await reader.next()).silent_s < 0.5:
