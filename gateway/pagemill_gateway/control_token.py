@@ -41,7 +41,7 @@ def control_tokens(config: GatewayConfig, derived: Callable[[], Sequence[str]]) 
     """
     file, secret = config.control_token_file, config.kubernetes.keys_secret
     of_cluster = f"the Secret {secret.namespace}/{secret.name}; in the gateway's container, `python -m "
-    of_cluster += "pagemill_gateway.look PATH` asks with it"
+    of_cluster += "pagemill_gateway.query PATH` asks with it"
     try:
         return ControlTokens(
             config.control_token,

@@ -135,7 +135,7 @@ class RequestRecord:
     def duration_s(self) -> float:
         return time.monotonic() - self.started_at
 
-    def saw(self, meta: FrameMeta, attempt: AttemptRecord) -> None:
+    def count(self, meta: FrameMeta, attempt: AttemptRecord) -> None:
         if attempt.first_token_at is None and meta.token_ids:
             attempt.first_token_at = time.monotonic()
             if self.stream and self.first_frame_at is None:

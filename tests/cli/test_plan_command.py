@@ -22,9 +22,9 @@ from pagemill.main import app
 from pagemill.planning.accelerators import ACCELERATORS, find_accelerator
 from pagemill.planning.errors import PlanError
 from pagemill.planning.forecast import Workload, forecast
-from pagemill.planning.rehearsal import rehearse
 from pagemill.planning.replica import Replica
 from pagemill.planning.roofline import COMPUTE_SHARE, MEMORY_SHARE, STEP_OVERHEAD_MS, step_time
+from pagemill.planning.simulated_latencies import simulate_latencies
 from pagemill_engine.runner.budget import Sizes
 from pagemill_operator.autoscaler.expected_load import expected_load
 from pagemill_operator.autoscaler.memory import Memory
@@ -145,15 +145,15 @@ def test_a_request_that_is_too_long_is_refused() -> None:
 
 def test_a_request_alone_takes_its_own_steps() -> None:
     """512 prompt tokens are one full step of 60 ms; then 10 ms for each token."""
-    felt = rehearse(SHAPE, 512, 100, 1e-3, 0.95)
+    felt = simulate_latencies(SHAPE, 512, 100, 1e-3, 0.95)
     assert felt.ttft_ms == pytest.approx(60.0, rel=0.02)
     assert felt.tpot_ms == pytest.approx(10.0, rel=0.02)
-    assert rehearse(SHAPE, 512, 1, 1e-3, 0.95).tpot_ms is None
+    assert simulate_latencies(SHAPE, 512, 1, 1e-3, 0.95).tpot_ms is None
 
 
 def test_the_same_plan_is_rehearsed_the_same_and_more_load_is_felt() -> None:
-    low, high = (rehearse(SHAPE, 256, 64, rate, 0.95) for rate in (1.0, 12.0))
-    assert rehearse(SHAPE, 256, 64, 12.0, 0.95) == high
+    low, high = (simulate_latencies(SHAPE, 256, 64, rate, 0.95) for rate in (1.0, 12.0))
+    assert simulate_latencies(SHAPE, 256, 64, 12.0, 0.95) == high
     assert high.ttft_ms > low.ttft_ms
     assert (high.tpot_ms or 0) > (low.tpot_ms or 0)
 
@@ -172,7 +172,7 @@ def test_the_autoscaler_predicts_what_the_scheduler_then_does(
     workload = Workload(1.0, input_tokens, output_tokens)
     rate = share_of_capacity * forecast(roomy, workload, Slo(), 50, None).capacity
     predicted = forecast(roomy, workload.at(rate), Slo(), 1, None).chosen
-    felt = rehearse(roomy.shape, input_tokens, output_tokens, rate, 0.95)
+    felt = simulate_latencies(roomy.shape, input_tokens, output_tokens, rate, 0.95)
     assert predicted.ttft_ms is not None
     assert predicted.tpot_ms is not None
     assert felt.tpot_ms is not None

@@ -194,10 +194,10 @@ def test_the_fewest_replicas_of_users_are_the_fewest() -> None:
     cycles = Cycles(REPLICA, LENGTHS.offered, users)
     found = cycles.fewest(SLO, 50)
     assert found is not None
-    needed, asking = found
-    assert forecast(REPLICA, LENGTHS.at(asking.requests_per_s), SLO, 50, None).needed == needed
+    needed, steady_load = found
+    assert forecast(REPLICA, LENGTHS.at(steady_load.requests_per_s), SLO, 50, None).needed == needed
     for fewer in range(1, needed):
-        less = cycles.asking(fewer)
+        less = cycles.steady_load(fewer)
         assert less is None or not forecast(REPLICA, LENGTHS.at(less.requests_per_s), SLO, fewer, None).needed
 
 

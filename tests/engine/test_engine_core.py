@@ -165,7 +165,7 @@ def test_an_interrupted_step_leaves_nothing_in_flight(checking_runner: Make) -> 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 7])
 @pytest.mark.parametrize(
-    ("place", "name"), [("kv", "commit"), ("_outputs", "tokens"), ("", "_leave"), ("", "_fork_choices")]
+    ("place", "name"), [("kv", "commit"), ("_outputs", "tokens"), ("", "_free_sequence"), ("", "_fork_choices")]
 )
 def test_a_fault_while_a_step_is_booked_fails_its_requests_and_the_next_ones_are_served(
     checking_runner: Make, monkeypatch: pytest.MonkeyPatch, place: str, name: str, call: int
@@ -187,7 +187,7 @@ def test_a_fault_while_a_step_is_booked_fails_its_requests_and_the_next_ones_are
     assert len(ends) == 12
     failed = [out for out in ends if out.finish_reason == "error"]
     assert len(failed) <= 6
-    assert failed or name == "_leave"
+    assert failed or name == "_free_sequence"
     assert all(out.error is not None and "ZeroDivisionError" in out.error for out in failed)
     assert all(out.finish_reason == "length" for out in ends if out not in failed)
     assert (core.load().num_blocks_active, core.num_failed_steps_in_a_row) == (0, 0)

@@ -136,7 +136,7 @@ class Part:
         if not metas:
             return
         for meta in metas:
-            self.growth.saw(meta)
+            self.growth.count(meta)
         self.num_reported += sum(len(meta.token_ids) for meta in metas)
         if metas[-1].last:
             self.usage = metas[-1].usage
@@ -229,20 +229,20 @@ class World:
 
     async def leave(self, request: Request) -> None:
         self.num_left += 1
-        await self._end(request, request.num_used, cut_off=True)
+        await self._end(request, request.num_used, was_cut_short=True)
 
     async def fail(self, request: Request) -> None:
         """By the platform: what was not delivered is not charged, and nothing is when nothing was."""
         delivered = sum(part.num_reported for part in request.parts)
         await self._end(request, request.record.prompt_tokens + delivered if delivered else 0)
 
-    async def _end(self, request: Request, num_used: int, *, cut_off: bool = False) -> None:
+    async def _end(self, request: Request, num_used: int, *, was_cut_short: bool = False) -> None:
         self.running.remove(request)
         self.num_used += num_used
         for part in request.parts:
             await part.growth.close()
         request.record.num_delivered = sum(part.num_reported for part in request.parts)
-        request.reservation.settle(request.record, cut_off=cut_off)
+        request.reservation.settle(request.record, was_cut_short=was_cut_short)
 
     def check(self) -> None:
         used = self.num_used + sum(request.num_used for request in self.running)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill_gateway.limits.allowance import LEAST_GROWTH_TOKENS, MARGIN_TOKENS, Allowance, Need, Reserved
+from pagemill_gateway.limits.allowance import LEAST_GROWTH_TOKENS, MARGIN_TOKENS, Allowance, Reserved, TokenNeed
 from pagemill_gateway.limits.store import Answer, Ask, More
 from pagemill_protocol.generate import FrameMeta, GenerateRequest
 from pagemill_protocol.keys.caller import Limits
@@ -36,7 +36,7 @@ class FullStore:
     async def close(self) -> None: ...
 
 
-def reserve(store: FullStore, granted: int, *needs: Need) -> tuple[Reserved, list[Allowance]]:
+def reserve(store: FullStore, granted: int, *needs: TokenNeed) -> tuple[Reserved, list[Allowance]]:
     num_sequences = sum(need.request.sampling.num_sequences for need in needs)
     num_prompt_tokens = PROMPT * len(needs)
     ask = Ask("a", "lease", granted, Limits(tokens_per_minute=1000), num_sequences)
@@ -44,7 +44,7 @@ def reserve(store: FullStore, granted: int, *needs: Need) -> tuple[Reserved, lis
     return reserved, reserved.allowances
 
 
-def need(first: int, most: int, *, stream: bool = True, **sampling: Any) -> Need:
+def need(first: int, most: int, *, stream: bool = True, **sampling: Any) -> TokenNeed:
     request = GenerateRequest(
         request_id="r",
         model="m",
@@ -52,7 +52,7 @@ def need(first: int, most: int, *, stream: bool = True, **sampling: Any) -> Need
         sampling=SamplingParams(**sampling),
         stream=stream,
     )
-    return Need(request, first, most)
+    return TokenNeed(request, first, most)
 
 
 def tokens(count: int, choice: int = 0, finish_reason: Any = None) -> FrameMeta:
@@ -71,9 +71,9 @@ def test_what_is_expected_is_allowed_at_first_and_less_where_a_limit_gives_less(
 async def test_more_is_reserved_before_a_sequence_is_at_its_allowance() -> None:
     store = FullStore()
     _, (allowance,) = reserve(store, PROMPT + 2 * 300, need(300, 2000, n=2))
-    allowance.saw(tokens(300 - MARGIN_TOKENS))
+    allowance.count(tokens(300 - MARGIN_TOKENS))
     assert not allowance.low
-    allowance.saw(tokens(1))
+    allowance.count(tokens(1))
     assert allowance.low
     assert await allowance.grow()
     assert allowance.tokens == 300 + LEAST_GROWTH_TOKENS
@@ -90,7 +90,7 @@ async def test_a_long_answer_reserves_larger_parts_and_never_more_than_it_may_ta
     assert allowance.tokens == 1500
     assert await allowance.grow()
     assert allowance.tokens == 1600
-    allowance.saw(tokens(1599))
+    allowance.count(tokens(1599))
     assert not allowance.low, "it may not take more"
 
 
@@ -108,8 +108,8 @@ async def test_of_what_is_left_every_sequence_gets_the_same() -> None:
 async def test_what_a_finished_sequence_did_not_need_is_used_by_others_first() -> None:
     store = FullStore()
     reserved, (one, two) = reserve(store, 2 * PROMPT + 3 * 300, need(300, 2000, n=2), need(300, 2000))
-    one.saw(tokens(100, 0, "stop"))
-    two.saw(tokens(250))
+    one.count(tokens(100, 0, "stop"))
+    two.count(tokens(250))
     assert await two.grow()
     assert two.tokens == 300 + LEAST_GROWTH_TOKENS
     (more,) = store.asked
@@ -120,11 +120,11 @@ async def test_what_a_finished_sequence_did_not_need_is_used_by_others_first() -
 async def test_an_answer_begun_anew_takes_back_what_it_gave() -> None:
     store = FullStore(left=0)
     reserved, (allowance,) = reserve(store, PROMPT + 2 * 300, need(300, 2000, n=2, stream=False))
-    allowance.saw(tokens(100, 0, "stop"))
+    allowance.count(tokens(100, 0, "stop"))
     allowance.begin_anew()
     assert reserved.used == PROMPT
     assert not await allowance.grow(), "all of it is needed for the first part again"
-    allowance.saw(tokens(100, 0, "stop"))
+    allowance.count(tokens(100, 0, "stop"))
     assert await allowance.grow()
     assert allowance.tokens == 500
 
@@ -132,7 +132,7 @@ async def test_an_answer_begun_anew_takes_back_what_it_gave() -> None:
 async def test_what_was_given_away_before_an_answer_is_begun_anew_is_reserved_again() -> None:
     store = FullStore(left=0)
     _, (one, two) = reserve(store, 2 * PROMPT + 2 * 300, need(300, 400, stream=False), need(300, 2000))
-    one.saw(tokens(100, 0, "stop"))
+    one.count(tokens(100, 0, "stop"))
     assert await two.grow()
     assert two.tokens == 500
     one.begin_anew()
@@ -153,21 +153,21 @@ def test_an_answer_that_is_reported_at_its_end_only_counts_as_all_that_it_may_be
 def test_tokens_that_are_not_reported_yet_count_as_possible() -> None:
     reserved, (allowance,) = reserve(FullStore(), PROMPT + 3 * 60, need(60, 60, n=3, stream=False))
     allowance.begin()
-    allowance.saw(tokens(16, 0))
-    allowance.saw(tokens(48, 1))
-    allowance.saw(tokens(20, 2, "stop"))
+    allowance.count(tokens(16, 0))
+    allowance.count(tokens(48, 1))
+    allowance.count(tokens(20, 2, "stop"))
     assert reserved.num_possible == (16 + 15) + 60 + 20
     reserved, (streamed,) = reserve(FullStore(), PROMPT + 60, need(60, 60))
     streamed.begin()
-    streamed.saw(tokens(16))
+    streamed.count(tokens(16))
     assert reserved.num_possible == 16
 
 
 def test_a_limit_has_ended_an_answer_that_stopped_at_its_allowance_below_its_own_length() -> None:
     for first, most, ended in ((50, 100, True), (50, 50, False)):
         reserved, (allowance,) = reserve(FullStore(), PROMPT + first, need(first, most))
-        allowance.saw(tokens(50, 0, "length"))
+        allowance.count(tokens(50, 0, "length"))
         assert reserved.ended_answer == ended
     reserved, (allowance,) = reserve(FullStore(), PROMPT + 50, need(50, 100))
-    allowance.saw(tokens(50, 0, "stop"))
+    allowance.count(tokens(50, 0, "stop"))
     assert not reserved.ended_answer

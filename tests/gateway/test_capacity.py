@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_gateway.admission.output_tokens import PRIOR_TOKENS, OutputTokens
-from pagemill_gateway.admission.reservations import BASE_PAUSE_S, MAX_PAUSE_S, Need, RefusalBackoff, Reservations
+from pagemill_gateway.admission.reservations import (
+    BASE_PAUSE_S,
+    MAX_PAUSE_S,
+    CapacityNeed,
+    RefusalBackoff,
+    Reservations,
+)
 from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
 from pagemill_gateway.brain.endpoints.reports import EndpointReports
 from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S, DrainRate
@@ -43,16 +49,16 @@ class Engine:
         self.record.reports.accept(frame, reserved.num_sequences, self.now, reserved.num_low_priority_sequences)
         self.record.reserved.reported()
 
-    def fits(self, need: Need) -> bool:
+    def fits(self, need: CapacityNeed) -> bool:
         return has_capacity(self.record, need, self.now)
 
-    def send(self, need: Need) -> int:
+    def send(self, need: CapacityNeed) -> int:
         self._decision += 1
         self.record.in_flight += 1
         self.record.reserved.reserve(self._decision, need, 10)
         return self._decision
 
-    def fill(self, need: Need) -> int:
+    def fill(self, need: CapacityNeed) -> int:
         """How many such requests find capacity, one after the other."""
         count = 0
         while self.fits(need):
@@ -61,8 +67,8 @@ class Engine:
         return count
 
 
-def need(prompt: int = 20, output: int = 30, sequences: int = 1) -> Need:
-    return Need(prompt, prompt, output, sequences)
+def need(prompt: int = 20, output: int = 30, sequences: int = 1) -> CapacityNeed:
+    return CapacityNeed(prompt, prompt, output, sequences)
 
 
 def test_seats_are_counted_until_the_engine_has_no_more() -> None:
@@ -156,12 +162,12 @@ def test_once_reported_twice_after_its_acceptance_only_growth_is_reserved() -> N
     engine.report()
     decision = engine.send(need(prompt=100, output=200))
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unseen_blocks == 30, "the engine has not accepted it"
+    assert engine.record.reserved.num_unreported_blocks == 30, "the engine has not accepted it"
     engine.record.reserved.accepted(decision)
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unseen_blocks == 30, "that report may have been under way"
+    assert engine.record.reserved.num_unreported_blocks == 30, "that report may have been under way"
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unseen_blocks == 0
+    assert engine.record.reserved.num_unreported_blocks == 0
     free = 100 - 10 - 20 - 1  # one for a last block that is not full
     assert engine.fits(need(prompt=10 * free, output=0))
     assert not engine.fits(need(prompt=10 * free + 1, output=0))
@@ -197,7 +203,7 @@ def test_every_reservation_is_given_back_in_full(data: st.DataObject) -> None:
             open_decisions.remove(gone)
             assert reserved.release(gone) is not None
             assert reserved.release(gone) is None
-        assert 0 <= reserved.num_unseen_blocks <= reserved.num_blocks
+        assert 0 <= reserved.num_unreported_blocks <= reserved.num_blocks
         assert 0 <= reserved.num_low_priority_sequences <= reserved.num_sequences
         assert len(reserved) == len(open_decisions)
     for decision in open_decisions:
@@ -206,10 +212,10 @@ def test_every_reservation_is_given_back_in_full(data: st.DataObject) -> None:
         reserved.num_sequences,
         reserved.num_low_priority_sequences,
         reserved.num_blocks,
-        reserved.num_unseen_blocks,
-        reserved.num_seen_sequences,
-        reserved.num_seen_prompt_tokens,
-        reserved.num_seen_output_tokens,
+        reserved.num_unreported_blocks,
+        reserved.num_reported_sequences,
+        reserved.num_reported_prompt_tokens,
+        reserved.num_reported_output_tokens,
     )
     assert counts == (0,) * 7
 

@@ -28,7 +28,7 @@ from pagemill_gateway.brain.interface import (
 )
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.control_process import ControlProcess
-from pagemill_gateway.discovery.last_known import Known, write_last_known
+from pagemill_gateway.discovery.last_known import LastKnown, write_last_known
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.control_process_client import ControlProcessClient
 from pagemill_gateway.ipc.worker_connection import WorkerConnection, serving_workers
@@ -377,7 +377,7 @@ async def test_a_head_that_took_over_has_nothing_forgotten_before_it_asked_the_e
     tmp_path: Path, fake: SimpleNamespace
 ) -> None:
     """And requests that come before wait for them."""
-    write_last_known(tmp_path / "catalog.json", Known(CATALOG, []))
+    write_last_known(tmp_path / "catalog.json", LastKnown(CATALOG, []))
     head = ControlProcess(GatewayConfig(), catalog_file=tmp_path / "catalog.json", num_before=1)
     try:
         head.attach(stub := WorkerStub())

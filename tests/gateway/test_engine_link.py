@@ -15,7 +15,7 @@ from waiting import WAIT_LIMIT_S, eventually
 from pagemill_gateway.brain.interface import Liveness
 from pagemill_gateway.relay.answer_stream import Frame
 from pagemill_gateway.relay.attempt_failures import UpstreamFailure
-from pagemill_gateway.relay.engine_link import RECORDS_A_TURN, Backlog, EngineLink, LinkStream, Patience
+from pagemill_gateway.relay.engine_link import RECORDS_PER_ITERATION, Backlog, EngineLink, LinkStream, LinkTimeouts
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.generate import FrameMeta, Usage
@@ -32,7 +32,7 @@ from pagemill_protocol.link import (
 )
 
 LAST = encode_frame(FrameMeta(last=True, usage=Usage(1, 2)), b"data: [DONE]\n\n")
-PATIENT = Patience(60.0, 60.0)
+PATIENT = LinkTimeouts(60.0, 60.0)
 SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"
 
 
@@ -70,11 +70,11 @@ class Engine(asyncio.Transport):
 
     def send(self, kind: Kind, number: int, data: bytes = b"") -> None:
         self.link.data_received(encode_record(kind, number, data))
-        self.backlog.work_off()
+        self.backlog.process_all()
 
     def send_frame(self, number: int, payload: bytes) -> None:
         self.link.data_received(b"".join(encode_pieces(Kind.DATA, number, token(payload))))
-        self.backlog.work_off()
+        self.backlog.process_all()
 
     async def stream(self, body: bytes = b"body", accepted: Callable[[], None] = lambda: None) -> LinkStream:
         return await self.link.send(body, "r-1", self.ask, accepted)
@@ -84,10 +84,10 @@ def token(payload: bytes) -> bytes:
     return encode_frame(FrameMeta(token_ids=[1]), payload)
 
 
-def run(scenario: Callable[[Engine], Awaitable[None]], patience: Patience = PATIENT) -> None:
+def run(scenario: Callable[[Engine], Awaitable[None]], timeouts: LinkTimeouts = PATIENT) -> None:
     async def main() -> None:
         engine = Engine()
-        engine.link = EngineLink(patience, 60.0, engine.backlog)
+        engine.link = EngineLink(timeouts, 60.0, engine.backlog)
         engine.link.connection_made(engine)
         async with asyncio.timeout(WAIT_LIMIT_S):
             assert await engine.link.begin(b"GET /internal/link HTTP/1.1\r\n\r\n")
@@ -164,14 +164,14 @@ def test_a_first_frame_does_not_wait_for_later_ones_of_other_streams() -> None:
         reading = [asyncio.create_task((await engine.stream()).read(take)) for _ in range(2)]
         await asyncio.sleep(0)
         accepted = [encode_record(Kind.ACCEPTED, number) for number in (1, 2)]
-        later = [encode_record(Kind.DATA, 1, token(b"%d" % number)) for number in range(2 * RECORDS_A_TURN)]
+        later = [encode_record(Kind.DATA, 1, token(b"%d" % number)) for number in range(2 * RECORDS_PER_ITERATION)]
         first = encode_record(Kind.DATA, 2, token(b"first"))
         engine.link.data_received(b"".join([accepted[0], later[0], *later[1:], accepted[1], first]))
         assert order == [b"0", b"first"]
         await asyncio.sleep(0)
-        assert len(order) == 2 + RECORDS_A_TURN, "a few in each turn"
+        assert len(order) == 2 + RECORDS_PER_ITERATION, "a few in each turn"
         await asyncio.sleep(0)
-        assert order == [b"0", b"first", *(b"%d" % number for number in range(1, 2 * RECORDS_A_TURN))]
+        assert order == [b"0", b"first", *(b"%d" % number for number in range(1, 2 * RECORDS_PER_ITERATION))]
         for task in reading:
             task.cancel()
 
@@ -374,7 +374,7 @@ def test_a_silent_engine_is_asked_about_and_left_when_it_is_stuck(is_accepted: b
         assert not engine.link.is_usable
         assert engine.closed
 
-    run(scenario, Patience(60.0, 0.05))
+    run(scenario, LinkTimeouts(60.0, 0.05))
 
 
 def test_an_engine_that_never_accepts_is_left_in_time() -> None:
@@ -383,7 +383,7 @@ def test_an_engine_that_never_accepts_is_left_in_time() -> None:
             await (await engine.stream()).read()
         assert stalled.value.kind == "stalled"
 
-    run(scenario, Patience(0.05, 60.0))
+    run(scenario, LinkTimeouts(0.05, 60.0))
 
 
 async def test_an_engine_that_refuses_the_link_gets_its_requests_over_http(gateways: Any, engines: Any) -> None:

@@ -15,7 +15,7 @@ from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.deployment import LAPSE_S, Starts
+from pagemill_gateway.brain.endpoints.deployment import START_TIMING_LIMIT_S, StartEstimator
 from pagemill_gateway.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.keep_alive import KeepAlive
@@ -26,14 +26,14 @@ from pagemill_protocol.state import Digests, StateFrame
 # -- starts ------------------------------------------------------------------------------------------------------------
 
 
-def start(starts: Starts, at: float, took_s: float, *, from_zero: bool = True) -> None:
+def start(starts: StartEstimator, at: float, took_s: float, *, from_zero: bool = True) -> None:
     starts.requested(at, from_zero=from_zero)
     starts.requested(at + took_s, from_zero=from_zero)
     starts.served(at + took_s)
 
 
 def test_the_next_start_takes_what_the_latest_ones_took() -> None:
-    starts = Starts()
+    starts = StartEstimator()
     assert starts.left_s(0.0) is None
     for number, took_s in enumerate((10.0, 30.0, 50.0, 60.0, 250.0, 45.0)):
         start(starts, number * 1e6, took_s)
@@ -45,7 +45,7 @@ def test_the_next_start_takes_what_the_latest_ones_took() -> None:
 
 
 def test_coming_back_is_learned_apart_from_coming_from_nothing() -> None:
-    starts = Starts()
+    starts = StartEstimator()
     start(starts, 0.0, 90.0)
     start(starts, 1e6, 5.0, from_zero=False)
     starts.requested(2e6, from_zero=True)
@@ -56,7 +56,7 @@ def test_coming_back_is_learned_apart_from_coming_from_nothing() -> None:
 
 
 def test_what_engines_tell_of_their_starts_has_to_do_until_one_was_seen() -> None:
-    starts = Starts()
+    starts = StartEstimator()
     starts.engine_reported({})
     assert starts.left_s(0.0) is None
     starts.engine_reported({"load": 8.0, "warm": 3.0, "first_token": 1.0})
@@ -67,7 +67,7 @@ def test_what_engines_tell_of_their_starts_has_to_do_until_one_was_seen() -> Non
 
 
 def test_requests_wait_for_a_start_twice_as_long_as_one_takes() -> None:
-    starts = Starts()
+    starts = StartEstimator()
     assert starts.waits_until(0.0) == -math.inf
     starts.requested(10.0, from_zero=True)
     assert starts.waits_until(10.0) == -math.inf, "how long it takes is not known yet"
@@ -83,13 +83,13 @@ def test_requests_wait_for_a_start_twice_as_long_as_one_takes() -> None:
 
 
 def test_a_start_that_no_request_waits_for_is_forgotten() -> None:
-    starts = Starts()
+    starts = StartEstimator()
     starts.requested(0.0, from_zero=True)
-    starts.served(LAPSE_S * 2)
-    assert starts.left_s(LAPSE_S * 2) is None, "when it was ordered is not known"
+    starts.served(START_TIMING_LIMIT_S * 2)
+    assert starts.left_s(START_TIMING_LIMIT_S * 2) is None, "when it was ordered is not known"
     starts.requested(1e6, from_zero=True)
-    starts.requested(1e6 + LAPSE_S * 2, from_zero=True)
-    starts.served(1e6 + LAPSE_S * 2 + 7.0)
+    starts.requested(1e6 + START_TIMING_LIMIT_S * 2, from_zero=True)
+    starts.served(1e6 + START_TIMING_LIMIT_S * 2 + 7.0)
     assert starts.left_s(2e6) == 7.0
 
 

@@ -334,7 +334,7 @@ def test_readers_of_any_name_get_the_state_and_leave_nothing_behind(
     ],
 )
 def test_a_reader_whose_own_body_never_ends_gets_no_stream(control: HttpServer, framing: bytes, status: int) -> None:
-    """Its departure would not be noticed, and a drain would wait for it."""
+    """Its wait_until_disconnected would not be noticed, and a drain would wait for it."""
     with contextlib.closing(control.connect()) as connection:
         connection.sendall(head_of("GET", RIGHT) + framing)
         answer = read_answer(connection)

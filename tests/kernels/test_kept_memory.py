@@ -17,7 +17,7 @@ ROWS, COLUMNS = 1024, LEAST_BYTES // 1024
 
 @pytest.fixture(autouse=True)
 def nothing_else_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_kept", type(huge_pages._mapped)())
+    monkeypatch.setattr(huge_pages, "_mapped", type(huge_pages._mapped)())
 
 
 def huge_kib() -> int:

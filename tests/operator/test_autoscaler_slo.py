@@ -204,8 +204,8 @@ def test_minutes_that_differ_by_chance_alone_count_together() -> None:
     now = signals(1, arrivals=arrivals(5.0), fleet=fleet)
     minutes = (Rate(760.0, 9.0), Rate(820.0, 4.6), Rate(880.0, 5.2), Rate(940.0, 4.8))
     assert rate(now, Memory(rates=minutes)) == pytest.approx((5.0 + 4.8 + 5.2 + 4.6) / 4, rel=0.01)
-    few = expected_load(now, Memory(shape=SHAPE)).sure_per_s
-    many = expected_load(now, Memory(shape=SHAPE, rates=minutes)).sure_per_s
+    few = expected_load(now, Memory(shape=SHAPE)).lower_bound_per_s
+    many = expected_load(now, Memory(shape=SHAPE, rates=minutes)).lower_bound_per_s
     assert few < many < 5.0, "the more are known, the less of them is chance"
 
 
@@ -275,7 +275,7 @@ def test_who_comes_in_clusters_makes_no_burst_and_no_rise_by_that() -> None:
     now, before = signals(1, arrivals=arrivals(5.0, burst=8.0), fleet=fleet), (Rate(970.0, 2.0),)
     assert rate(now, msgspec.structs.replace(counted(clusters), rates=before)) < 6.0 < rate(now, Memory(rates=before))
     lone, together = (expected_load(now, each) for each in (Memory(), counted(clusters)))
-    assert together.sure_arrivals_per_s < lone.sure_arrivals_per_s, "as many say less of the rate"
+    assert together.arrivals_lower_bound_per_s < lone.arrivals_lower_bound_per_s, "as many say less of the rate"
 
 
 @settings(max_examples=num_examples(60))
@@ -297,6 +297,6 @@ def test_the_queue_that_orders_replicas_is_that_of_arrivals_that_are_no_chance()
     seen, remembered = signals(1, **fields, arrivals=arrivals(1.0, burst=6.0)), Memory(shape=SHAPE)
     assert is_burst(seen, remembered)
     few = expected_load(seen, remembered)
-    assert 0 < few.sure_waiting < few.num_waiting, "36 arrivals"
+    assert 0 < few.waiting_lower_bound < few.num_waiting, "36 arrivals"
     minute = expected_load(signals(1, **fields, arrivals=arrivals(6.0)), remembered)
-    assert minute.sure_waiting == minute.num_waiting > 0, "the rate of a minute"
+    assert minute.waiting_lower_bound == minute.num_waiting > 0, "the rate of a minute"

@@ -75,4 +75,4 @@ def test_the_condition_has_the_bytes_and_is_looked_at_again(deployment: Callable
     seen, found = world.at(60.0)
     assert found["ModelLoaded"].reason == "Downloading"
     assert found["ModelLoaded"].message == "the loader fills the model's volume: 1.2 of 4.0 GiB"
-    assert seen.look_again_s is not None
+    assert seen.requeue_after_s is not None

@@ -61,7 +61,7 @@ def frame(running: int = 2, *, age_s: float = 0.0, ready: int = 1, queued: int =
 
 
 def signals(loads: LoadStore, *, ready: int = 1, num_gateways: int = 1) -> Signals:
-    return merge(loads.views(KEY), Fleet(wanted=1, ready=ready), num_gateways=num_gateways, at_s=0.0)
+    return merge(loads.reports(KEY), Fleet(wanted=1, ready=ready), num_gateways=num_gateways, at_s=0.0)
 
 
 def test_no_report_is_not_zero(loads: LoadStore) -> None:

@@ -33,29 +33,29 @@ def test_who_makes_progress_is_alive(world: World) -> None:
     world.watch_s = STALLED_WATCH_S
     world.reconcile_s = STALLED_RECONCILE_S
     world.now = STALLED_LOOP_S
-    assert world.health.troubles() == []
+    assert world.health.problems() == []
 
 
 def test_a_silent_watch_is_a_trouble(world: World) -> None:
     world.watch_s = STALLED_WATCH_S + 1
-    assert world.health.troubles() == ["a watch has received nothing for 151 s"]
+    assert world.health.problems() == ["a watch has received nothing for 151 s"]
 
 
 def test_nothing_is_watched_before_the_kind_is_there(world: World) -> None:
     world.health.starting = "the definition is not installed"
     world.watch_s = 10_000
-    assert world.health.troubles() == []
+    assert world.health.problems() == []
     assert world.health.waits() == ["the definition is not installed"]
 
 
 def test_a_reconcile_that_hangs_is_a_trouble(world: World) -> None:
     world.reconcile_s = STALLED_RECONCILE_S + 1
-    assert "hangs" in world.health.troubles()[0]
+    assert "hangs" in world.health.problems()[0]
 
 
 def test_a_loop_that_does_not_turn_is_a_trouble(world: World) -> None:
     world.now = STALLED_LOOP_S + 1
-    assert "event loop" in world.health.troubles()[0]
+    assert "event loop" in world.health.problems()[0]
 
 
 def test_ready_is_who_has_seen_everything(world: World) -> None:

@@ -17,7 +17,7 @@ from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.settings import ScalingSettings, settings_of
 from pagemill_operator.autoscaler.signals import Fleet
 from pagemill_operator.backends.rollout import next_actions
-from pagemill_operator.backends.standby import next_orders
+from pagemill_operator.backends.standby import next_standby_actions
 from pagemill_operator.plan import Group, Plan, Process
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
 from pagemill_protocol.load import EngineWork, Lengths, QueueLoad
@@ -55,21 +55,21 @@ def test_nothing_stands_by_where_the_operator_does_not_act(mode: str) -> None:
 
 def test_who_sleeps_is_woken_before_anything_else_could_serve() -> None:
     seen = replicas(a="ready", b="asleep", c="asleep", d="loading")
-    assert next_orders(plan(2, warm=2), seen) == (["b"], [])
-    assert next_orders(plan(9, warm=2), seen) == (["b", "c"], [])
-    assert next_orders(plan(0), replicas(a="asleep")) == ([], [])
-    assert next_orders(plan(1), replicas(a="asleep")) == (["a"], [])
+    assert next_standby_actions(plan(2, warm=2), seen) == (["b"], [])
+    assert next_standby_actions(plan(9, warm=2), seen) == (["b", "c"], [])
+    assert next_standby_actions(plan(0), replicas(a="asleep")) == ([], [])
+    assert next_standby_actions(plan(1), replicas(a="asleep")) == (["a"], [])
 
 
 def test_one_that_wakes_up_counts_so_no_second_one_is_woken_for_it() -> None:
-    assert next_orders(plan(1, warm=2), replicas(a="waking", b="asleep")) == ([], [])
+    assert next_standby_actions(plan(1, warm=2), replicas(a="waking", b="asleep")) == ([], [])
 
 
 def test_the_emptiest_beyond_the_wanted_number_sleeps() -> None:
     held = {"a": EngineWork("a", 0, 0), "b": EngineWork("b", 9, 1), "c": EngineWork("c", 3, 1)}
-    assert next_orders(plan(2), replicas(a="ready", b="ready", c="ready"), held) == ([], ["a"])
-    assert next_orders(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
-    assert next_orders(plan(0), replicas(b="ready")) == ([], ["b"])
+    assert next_standby_actions(plan(2), replicas(a="ready", b="ready", c="ready"), held) == ([], ["a"])
+    assert next_standby_actions(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
+    assert next_standby_actions(plan(0), replicas(b="ready")) == ([], ["b"])
 
 
 def test_of_equally_empty_replicas_the_one_that_became_ready_last_sleeps() -> None:
@@ -78,34 +78,34 @@ def test_of_equally_empty_replicas_the_one_that_became_ready_last_sleeps() -> No
     woken = ReplicaObservation("b", "ready", "new", ready_at=10.0)
     empty = {name: EngineWork(name, 0, 0) for name in "ab"}
     for held in ({}, empty, {"b": empty["b"]}):
-        assert next_orders(plan(1), [started_anew, woken], held) == ([], ["a"])
-        assert next_orders(plan(1), [woken, started_anew], held) == ([], ["a"])
+        assert next_standby_actions(plan(1), [started_anew, woken], held) == ([], ["a"])
+        assert next_standby_actions(plan(1), [woken, started_anew], held) == ([], ["a"])
 
 
 def test_a_replica_that_no_gateway_knows_yet_sleeps_before_one_that_serves() -> None:
     held = {"b": EngineWork("b", 9, 1)}
-    assert next_orders(plan(1), replicas(a="ready", b="ready"), held) == ([], ["a"])
-    assert next_orders(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
+    assert next_standby_actions(plan(1), replicas(a="ready", b="ready"), held) == ([], ["a"])
+    assert next_standby_actions(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
 
 
 def test_a_replica_that_wakes_up_is_no_reason_to_put_a_ready_one_to_sleep() -> None:
-    assert next_orders(plan(1), replicas(a="ready", b="waking")) == ([], [])
+    assert next_standby_actions(plan(1), replicas(a="ready", b="waking")) == ([], [])
 
 
 def test_no_more_sleep_than_shall_stand_by() -> None:
-    assert next_orders(plan(1, warm=0), replicas(a="ready", b="ready")) == ([], [])
-    assert next_orders(plan(1), replicas(a="ready", b="ready", c="asleep")) == ([], [])
+    assert next_standby_actions(plan(1, warm=0), replicas(a="ready", b="ready")) == ([], [])
+    assert next_standby_actions(plan(1), replicas(a="ready", b="ready", c="asleep")) == ([], [])
 
 
 def test_while_replicas_are_replaced_no_engine_is_put_to_sleep_but_one_may_be_woken() -> None:
     seen = [*replicas(a="ready", b="ready"), ReplicaObservation("old", "asleep", "old")]
-    assert next_orders(plan(1), seen) == ([], [])
-    assert next_orders(plan(3), seen) == (["old"], [])
+    assert next_standby_actions(plan(1), seen) == ([], [])
+    assert next_standby_actions(plan(3), seen) == (["old"], [])
 
 
 def test_an_engine_that_sleeps_without_a_scaler_was_put_to_sleep_by_a_person() -> None:
     fixed = Plan("default", "g", 1, ("g",), "m", (Group("g", 1, PROCESS, digest="new"),))
-    assert next_orders(fixed, replicas(a="asleep")) == ([], [])
+    assert next_standby_actions(fixed, replicas(a="asleep")) == ([], [])
 
 
 def test_of_replicas_that_are_too_many_sleepers_go_before_starts_and_both_before_those_that_serve() -> None:
@@ -142,7 +142,7 @@ class World:
         actions = next_actions(target.groups[0], seen, held, target.standby)
         self.check_removed(actions.drain)
         staying = [replica for replica in seen if replica.name not in actions.drain]
-        orders = next_orders(target, staying, held)
+        orders = next_standby_actions(target, staying, held)
         self.check(target, {replica.name: replica.phase for replica in staying}, orders.wake, orders.sleep)
         for name in actions.drain:
             del self.seen[name]

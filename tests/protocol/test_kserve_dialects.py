@@ -15,7 +15,7 @@ from pagemill_protocol.dialects.kserve import HEADER_LENGTH, PAGES, KserveGenera
 from pagemill_protocol.dialects.open_inference.request import InferBody
 from pagemill_protocol.dialects.open_inference.tensors import packed, unpacked
 from pagemill_protocol.dialects.pages import PageRequest
-from pagemill_protocol.dialects.transport import Place
+from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai.parse import parse_body
@@ -27,8 +27,8 @@ GENERATE, INFER = KserveGenerateDialect(), KserveInferDialect()
 TEXT: dict[str, Any] = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hi"]}
 
 
-def place(route: str, model: str = "m", header: str | None = None) -> Place:
-    return Place(f"/v2/models/{model}/{route}", {"model": model}, {HEADER_LENGTH: header}.get)
+def place(route: str, model: str = "m", header: str | None = None) -> RequestInfo:
+    return RequestInfo(f"/v2/models/{model}/{route}", {"model": model}, {HEADER_LENGTH: header}.get)
 
 
 def generate(route: str = "generate", model: str = "m", **fields: Any) -> CompletionRequest:

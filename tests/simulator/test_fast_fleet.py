@@ -23,7 +23,7 @@ from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling import simulated
 from pagemill_simulator.scaling.fixed import FixedReplicas
-from pagemill_simulator.scaling.policy import Bounds, FleetScaler, Seen
+from pagemill_simulator.scaling.policy import Bounds, FleetScaler, FleetSnapshot
 from pagemill_simulator.scaling.simulated import SimulatedPolicy, rival
 from pagemill_simulator.workloads.request import SimRequest, Workload
 from pagemill_simulator.workloads.shapes import Steady
@@ -74,11 +74,11 @@ def own() -> SimulatedPolicy:
 class Reported:
     name, interval_s, wakes_at_once = "reported", 1.0, True
 
-    def __init__(self, answer: Callable[[Seen], int]) -> None:
+    def __init__(self, answer: Callable[[FleetSnapshot], int]) -> None:
         self._answer = answer
-        self.seen: list[Seen] = []
+        self.seen: list[FleetSnapshot] = []
 
-    def decide(self, seen: Seen) -> int:
+    def decide(self, seen: FleetSnapshot) -> int:
         self.seen.append(seen)
         return self._answer(seen)
 

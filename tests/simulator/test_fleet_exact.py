@@ -26,7 +26,7 @@ from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling import simulated
 from pagemill_simulator.scaling.fixed import FixedReplicas
-from pagemill_simulator.scaling.policy import Bounds, Seen
+from pagemill_simulator.scaling.policy import Bounds, FleetSnapshot
 from pagemill_simulator.scaling.simulated import SimulatedPolicy, rival
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
@@ -44,12 +44,14 @@ class Reported:
 
     name = "reported"
 
-    def __init__(self, answer: Callable[[Seen], int], *, interval_s: float = 1.0, wakes_at_once: bool = True) -> None:
+    def __init__(
+        self, answer: Callable[[FleetSnapshot], int], *, interval_s: float = 1.0, wakes_at_once: bool = True
+    ) -> None:
         self._answer = answer
         self.interval_s, self.wakes_at_once = interval_s, wakes_at_once
-        self.seen: list[Seen] = []
+        self.seen: list[FleetSnapshot] = []
 
-    def decide(self, seen: Seen) -> int:
+    def decide(self, seen: FleetSnapshot) -> int:
         self.seen.append(seen)
         return self._answer(seen)
 

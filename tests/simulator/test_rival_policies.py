@@ -28,7 +28,7 @@ from pagemill_simulator.scaling.hpa import Hpa, HpaOnQueue, KedaEpp, KedaOnEpp
 from pagemill_simulator.scaling.hpa_behavior import Behavior, BehaviorMemory, Direction, Rule
 from pagemill_simulator.scaling.knative import Knative, KnativeKpa
 from pagemill_simulator.scaling.kubeai import KubeAi, KubeAiMean
-from pagemill_simulator.scaling.policy import Bounds, FleetScaler, PodSeen, Seen
+from pagemill_simulator.scaling.policy import Bounds, FleetScaler, FleetSnapshot, PodSnapshot
 from pagemill_simulator.scaling.rival import Rival
 from pagemill_simulator.scaling.rivals import RIVALS, make_rival
 from pagemill_simulator.scaling.simulated import rival, scraped
@@ -39,13 +39,13 @@ ANY = Bounds(0, 100)
 DEFAULT_UP = Direction(0.0, (Rule("percent", 100.0, 15.0), Rule("pods", 4.0, 15.0)))
 
 
-def pods(ready: int, starting: int = 0, **load: Any) -> list[PodSeen]:
-    return [PodSeen(f"pod-{number}", number < ready, **load) for number in range(ready + starting)]
+def pods(ready: int, starting: int = 0, **load: Any) -> list[PodSnapshot]:
+    return [PodSnapshot(f"pod-{number}", number < ready, **load) for number in range(ready + starting)]
 
 
-def seen(at_s: float, fleet: Sequence[PodSeen], *, num_held: int = 0, **reported: Any) -> Seen:
+def seen(at_s: float, fleet: Sequence[PodSnapshot], *, num_held: int = 0, **reported: Any) -> FleetSnapshot:
     reported = {"wanted": len(fleet), "num_arrived": 100, "num_prompt_tokens_arrived": 100_000, **reported}
-    return Seen(
+    return FleetSnapshot(
         at_s=at_s,
         pods=tuple(fleet),
         num_held=num_held,
@@ -55,13 +55,13 @@ def seen(at_s: float, fleet: Sequence[PodSeen], *, num_held: int = 0, **reported
     )
 
 
-def running(policy: FleetScaler, until_s: float, fleet: Sequence[PodSeen], *, from_s: float = 0.0) -> list[int]:
+def running(policy: FleetScaler, until_s: float, fleet: Sequence[PodSnapshot], *, from_s: float = 0.0) -> list[int]:
     """What it answers at each of its decisions, its replicas being ready at once."""
     replicas, answers, at_s = len(fleet), [], from_s
     load = fleet[0]
     total = load.num_running * len(fleet)
     while at_s <= until_s:
-        each = [PodSeen(f"pod-{number}", True, total // max(1, replicas)) for number in range(replicas)]
+        each = [PodSnapshot(f"pod-{number}", True, total // max(1, replicas)) for number in range(replicas)]
         rest = total - sum(pod.num_running for pod in each)
         replicas = policy.decide(seen(at_s, each, num_held=rest))
         answers.append(replicas)
@@ -278,8 +278,8 @@ def engines_reported(count: int, **reported: Any) -> EnginesLoad:
 
 
 def planner(
-    fleet: Sequence[PodSeen], at_s: float = 0.0, *, engines: EnginesLoad | None = None, **reported: Any
-) -> Seen:
+    fleet: Sequence[PodSnapshot], at_s: float = 0.0, *, engines: EnginesLoad | None = None, **reported: Any
+) -> FleetSnapshot:
     ready = sum(pod.is_ready for pod in fleet)
     lengths = Lengths(truth="value", computed=histogram_of([1000.0] * 100))
     signals = Signals(
@@ -292,7 +292,7 @@ def test_dynamo_adds_one_replica_when_the_estimates_of_all_engines_are_over_targ
     """30 prompts of 1,000 tokens wait in each: some 15 steps of 105 ms, three times the 500 ms of the guide."""
     policy = rival(DynamoLoad(), BOUNDS)
     assert policy.decide(planner(pods(2, num_running=20, num_waiting=30, kv_usage=0.3))) == 3
-    one_is_free = [*pods(1, num_running=20, num_waiting=30, kv_usage=0.3), PodSeen("free", True)]
+    one_is_free = [*pods(1, num_running=20, num_waiting=30, kv_usage=0.3), PodSnapshot("free", True)]
     assert rival(DynamoLoad(), BOUNDS).decide(planner(one_is_free)) == 2
 
 
@@ -339,7 +339,7 @@ def test_rivals_are_made_by_name_and_parameters() -> None:
 numbers = st.integers(0, 10_000)
 usages = st.one_of(st.floats(0, 1), st.sampled_from([math.nan, math.inf, -1.0]))
 pods_seen = st.lists(st.tuples(st.booleans(), numbers, numbers, usages), max_size=4).map(
-    lambda each: [PodSeen(f"pod-{number}", *fields) for number, fields in enumerate(each)]
+    lambda each: [PodSnapshot(f"pod-{number}", *fields) for number, fields in enumerate(each)]
 )
 step_times = st.sampled_from(
     [
@@ -358,7 +358,7 @@ bounds_of_users = st.tuples(st.integers(0, 10), st.integers(0, 10)).map(lambda p
 @pytest.mark.parametrize("name", RIVALS)
 @given(bounds=bounds_of_users, course=moments)
 def test_no_policy_leaves_its_bounds_whatever_it_sees_and_whenever(
-    name: str, bounds: Bounds, course: list[tuple[float, list[PodSeen], int, int, StepTimeParams]]
+    name: str, bounds: Bounds, course: list[tuple[float, list[PodSnapshot], int, int, StepTimeParams]]
 ) -> None:
     policy, at_s = rival(make_rival(name), bounds), 0.0
     for gap_s, fleet, num_held, wanted, step_time in course:
@@ -387,7 +387,7 @@ def test_a_rival_keeps_nothing_but_its_memory_which_a_record_holds(name: str) ->
     assert [answers for each in alone for answers in each] == _course(policy, settings, loads)
 
 
-def _course(policy: Rival[Any], settings: ScalingSettings, loads: Sequence[Sequence[PodSeen]]) -> list[list[int]]:
+def _course(policy: Rival[Any], settings: ScalingSettings, loads: Sequence[Sequence[PodSnapshot]]) -> list[list[int]]:
     memories = [policy.memory_type() for _ in loads]
     answers: list[list[int]] = [[] for _ in loads]
     for tick in range(40):

@@ -12,7 +12,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.bounds.capacity import SHARE, SteadyCapacity
-from pagemill_simulator.bounds.clairvoyant import TOLERANCE, cheapest_course, search
+from pagemill_simulator.bounds.clairvoyant import TOLERANCE, cheapest_schedule, search
 from pagemill_simulator.bounds.informed import Informed
 from pagemill_simulator.bounds.schedule import GRID_S, Order, Schedule
 from pagemill_simulator.bounds.schedule_cost import least_pod_seconds
@@ -159,7 +159,7 @@ def test_the_course_is_the_cheapest_of_all(missed: list[list[int]], price: float
         kept = sum(price * numbers[number][place] + number * window_s for place, number in enumerate(course))
         return kept + loading * sum(max(0, after - before) for before, after in itertools.pairwise(course))
 
-    found = cheapest_course(numbers, window_s, price, COLD_START)
+    found = cheapest_schedule(numbers, window_s, price, COLD_START)
     least = min(map(cost, itertools.product(numbers, repeat=5)))
     assert cost(tuple(found)) == pytest.approx(least)
 

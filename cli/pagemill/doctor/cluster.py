@@ -13,7 +13,7 @@ from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
 
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-OURS = "app.kubernetes.io/part-of=pagemill"
+PART_OF_SELECTOR = "app.kubernetes.io/part-of=pagemill"
 COMPONENT = "app.kubernetes.io/component"
 GPU = "nvidia.com/gpu"
 DRIVER_LABELS = ("nvidia.com/cuda.driver-version.full", "nvidia.com/cuda.driver.major")
@@ -86,7 +86,7 @@ async def rights(client: Client) -> AsyncIterator[Finding]:
         yield Finding("note", "RBAC", f"you may not {names}", "ask for it; `pagemill why` and `pagemill top` need it")
     else:
         yield ok("RBAC", "you may do what `pagemill why` and `pagemill top` need")
-    for deployment in await _ours(client, "operator"):
+    for deployment in await _deployments_of(client, "operator"):
         namespace = deployment["metadata"]["namespace"]
         account = deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
         user = {"user": f"system:serviceaccount:{namespace}:{account}"}
@@ -135,12 +135,12 @@ async def gpus(client: Client) -> AsyncIterator[Finding]:
 async def programs(client: Client) -> AsyncIterator[Finding]:
     """Check operator and gateway, whose absence is an error, and the chart's Redis."""
     for component in ("operator", "gateway"):
-        found = await _ours(client, component)
+        found = await _deployments_of(client, component)
         if not found:
             yield Finding("error", component, "is not installed", INSTALL)
         for deployment in found:
             yield _program(deployment, component)
-    stateful = await _list(client, "/apis/apps/v1/statefulsets", f"{OURS},{COMPONENT}=redis")
+    stateful = await _list(client, "/apis/apps/v1/statefulsets", f"{PART_OF_SELECTOR},{COMPONENT}=redis")
     for redis in stateful:
         yield _program(redis, "Redis")
     if not stateful:
@@ -166,7 +166,7 @@ async def prometheus(client: Client) -> AsyncIterator[Finding]:
         yield Finding("note", "Prometheus", "the Prometheus operator is not installed (no kind PodMonitor)", remedy)
         return
     servers = await _list(client, "/apis/monitoring.coreos.com/v1/prometheuses")
-    rules = await _list(client, "/apis/monitoring.coreos.com/v1/prometheusrules", OURS)
+    rules = await _list(client, "/apis/monitoring.coreos.com/v1/prometheusrules", PART_OF_SELECTOR)
     if not servers:
         yield Finding("note", "Prometheus", "there is no Prometheus object", f"create one: {MONITORING}")
     elif not rules:
@@ -181,7 +181,9 @@ async def grafana(client: Client) -> AsyncIterator[Finding]:
     sidecars = [
         container["name"] for pod in pods for container in pod["spec"]["containers"] if "dashboard" in container["name"]
     ]
-    dashboards = [each for each in await _list(client, "/api/v1/configmaps", OURS) if "-dashboard-" in _name(each)]
+    dashboards = [
+        each for each in await _list(client, "/api/v1/configmaps", PART_OF_SELECTOR) if "-dashboard-" in _name(each)
+    ]
     if not pods:
         remedy = f"install Grafana, or import the dashboard files: {MONITORING}"
         yield Finding("note", "Grafana", "no pods of its chart are running", remedy)
@@ -196,8 +198,8 @@ async def grafana(client: Client) -> AsyncIterator[Finding]:
         yield ok("Grafana", f"a sidecar and {len(dashboards)} ConfigMaps with dashboards are installed")
 
 
-async def _ours(client: Client, component: str) -> list[dict[str, Any]]:
-    return await _list(client, "/apis/apps/v1/deployments", f"{OURS},{COMPONENT}={component}")
+async def _deployments_of(client: Client, component: str) -> list[dict[str, Any]]:
+    return await _list(client, "/apis/apps/v1/deployments", f"{PART_OF_SELECTOR},{COMPONENT}={component}")
 
 
 async def _list(client: Client, path: str, labels: str = "") -> list[dict[str, Any]]:

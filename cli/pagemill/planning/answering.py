@@ -15,8 +15,8 @@ from pagemill.planning.errors import PlanError
 from pagemill.planning.forecast import Forecast, Workload, forecast, is_positive, of_users
 from pagemill.planning.placement import note_of
 from pagemill.planning.prices import Prices, price_of
-from pagemill.planning.rehearsal import Rehearsed, rehearse
 from pagemill.planning.replica import Replica, ReplicaOptions, replica_of
+from pagemill.planning.simulated_latencies import SimulatedLatencies, simulate_latencies
 from pagemill.planning.users import Users
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan.types import Plan
@@ -43,7 +43,7 @@ class Answer(NamedTuple):
     workload: Workload
     slo: Slo
     forecast: Forecast
-    rehearsed: Rehearsed | None
+    simulated: SimulatedLatencies | None
     gpus: int
     """The GPUs of one replica; 0 if it computes on CPUs."""
     note: str | None = None
@@ -81,17 +81,17 @@ def answer(question: Question, subject: Subject, *, simulates: bool = True) -> A
     most = spec.autoscaling.max_replicas if spec.autoscaling else MOST_REPLICAS
     workload = load if question.users is None else of_users(replica, load, question.users, slo, most)
     result = forecast(replica, workload, slo, most, price_of(subject, question.prices))
-    rehearsed = None
+    simulated = None
     # The latency of an overloaded replica has no bound, and the simulation knows no partly cached prompts.
     if simulates and result.chosen.ttft_ms is not None and not workload.cached_tokens:
         rate = workload.requests_per_s / result.chosen.replicas
-        rehearsed = rehearse(
+        simulated = simulate_latencies(
             replica.shape, workload.input_tokens, workload.output_tokens, rate, slo.share, overlaps=replica.overlaps
         )
     on_device = subject.accelerator is not None
     gpus = found.groups[0].process.gpus or int(on_device)
     note = note_of(subject.accelerator) if subject.accelerator is not None else None
-    return Answer(found, replica, workload, slo, result, rehearsed, gpus, note, subject.is_of_file)
+    return Answer(found, replica, workload, slo, result, simulated, gpus, note, subject.is_of_file)
 
 
 def load_of(

@@ -17,7 +17,7 @@ import msgspec
 from pagemill.planning.accelerators import Accelerator
 from pagemill.planning.errors import PlanError
 from pagemill.planning.headers import Header, header_of
-from pagemill.planning.measuring import Alone, measure
+from pagemill.planning.measuring import SingleRequestLatency, measure
 from pagemill.planning.placement import place
 from pagemill.planning.roofline import step_time
 from pagemill_engine.config import EngineConfig
@@ -88,7 +88,7 @@ class Replica(NamedTuple):
     """The source of the step times, as shown in the output."""
     overlaps: bool = False
     """Whether a step is launched before the tokens of the last one are read."""
-    alone: Alone | None = None
+    alone: SingleRequestLatency | None = None
     """The latencies of one request alone; `None` unless measured on this machine."""
 
 

@@ -10,7 +10,7 @@ import msgspec
 from pagemill.columns import columns
 from pagemill.planning.answering import Answer
 from pagemill.planning.forecast import Forecast, Row, Workload
-from pagemill.planning.rehearsal import Rehearsed
+from pagemill.planning.simulated_latencies import SimulatedLatencies
 from pagemill.planning.users import Users
 from pagemill.printable import printable
 from pagemill_operator.autoscaler.settings import Slo
@@ -51,7 +51,7 @@ def body_of(answer: Answer) -> dict[str, Any]:
         "replicasKept": forecast.kept,
         "utilization": forecast.utilization,
         "idle": msgspec.to_builtins(forecast.idle),
-        "simulated": None if answer.rehearsed is None else answer.rehearsed._asdict(),
+        "simulated": None if answer.simulated is None else answer.simulated._asdict(),
         "candidates": [_candidate(row) for row in forecast.rows],
         "stepTimeFrom": replica.step_time_from,
         "stepTime": msgspec.to_builtins(shape.step_time),
@@ -79,8 +79,8 @@ def as_table(answer: Answer) -> str:
     lines += [f"  {line}" for line in columns(_properties(answer))]
     lines += ["", *columns([_head(slo, forecast), *(_row(row) for row in forecast.rows)]), ""]
     lines += _conclusion(answer)
-    if answer.rehearsed is not None:
-        lines.append(_simulation(answer.rehearsed, slo, forecast))
+    if answer.simulated is not None:
+        lines.append(_simulation(answer.simulated, slo, forecast))
     return printable("\n".join(lines))
 
 
@@ -165,10 +165,10 @@ def _conclusion(answer: Answer) -> list[str]:
     return lines
 
 
-def _simulation(rehearsed: Rehearsed, slo: Slo, forecast: Forecast) -> str:
-    tpot = "" if rehearsed.tpot_ms is None else f", TPOT {milliseconds(rehearsed.tpot_ms)}"
+def _simulation(simulated: SimulatedLatencies, slo: Slo, forecast: Forecast) -> str:
+    tpot = "" if simulated.tpot_ms is None else f", TPOT {milliseconds(simulated.tpot_ms)}"
     latencies = (
-        f"TTFT {milliseconds(rehearsed.ttft_ms)}{tpot} at P{slo.share * 100:.0f} of {rehearsed.num_requests} requests"
+        f"TTFT {milliseconds(simulated.ttft_ms)}{tpot} at P{slo.share * 100:.0f} of {simulated.num_requests} requests"
     )
     return f"Simulation of one of {forecast.chosen.replicas} replicas with the engine's scheduler: {latencies}."
 

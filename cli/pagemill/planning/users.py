@@ -29,7 +29,7 @@ class Users(NamedTuple):
     """Time from the end of an answer to the user's next request."""
 
 
-class Asking(NamedTuple):
+class UserLoad(NamedTuple):
     """The load of all users in the steady state."""
 
     requests_per_s: float
@@ -46,7 +46,7 @@ class Cycles:
         self._lengths = lengths
         self._users = users
 
-    def asking(self, replicas: int) -> Asking | None:
+    def steady_load(self, replicas: int) -> UserLoad | None:
         """Return the load in the steady state; `None` if the replicas are saturated."""
         low, high = 0.0, self._users.num_users / max(1e-9, self._cycle_s(0.0, replicas))
         for _ in range(ROUNDS):
@@ -54,26 +54,26 @@ class Cycles:
             low, high = (middle, high) if self._busy_users(middle, replicas) <= self._users.num_users else (low, middle)
         if self._busy_users(low, replicas) < SATURATED * self._users.num_users:
             return None
-        return Asking(low, max(0.0, self._users.num_users - low * self._users.think_s))
+        return UserLoad(low, max(0.0, self._users.num_users - low * self._users.think_s))
 
-    def fewest(self, slo: Slo, most: int) -> tuple[int, Asking] | None:
+    def fewest(self, slo: Slo, most: int) -> tuple[int, UserLoad] | None:
         """Return the smallest number of replicas that meets the SLO, and its load; `None` if more than `most`."""
         predictor = Predictor(self._shape, slo.share)
         low, high = 1, most + 1
-        found: Asking | None = None
+        found: UserLoad | None = None
         while low < high:
             middle = (low + high) // 2
-            asking = self.asking(middle)
-            if asking is not None and weigh(predictor, self._at(asking.requests_per_s), slo, middle).meets:
-                high, found = middle, asking
+            each = self.steady_load(middle)
+            if each is not None and weigh(predictor, self._at(each.requests_per_s), slo, middle).meets:
+                high, found = middle, each
             else:
                 low = middle + 1
         return None if found is None else (low, found)
 
-    def at_most(self) -> Asking:
+    def at_most(self) -> UserLoad:
         """Return the load if every answer were as fast as on an idle replica: the upper bound."""
         rate = self._users.num_users / self._cycle_s(0.0, 1)
-        return Asking(rate, max(0.0, self._users.num_users - rate * self._users.think_s))
+        return UserLoad(rate, max(0.0, self._users.num_users - rate * self._users.think_s))
 
     def supported(self, requests_per_s: float) -> int:
         """Return the number of users whose requests have this rate on one replica."""

@@ -36,7 +36,7 @@ from pagemill_kernels.registry import Ops
 from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowLayout, RowState, StepInputs, StepRows
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_kernels.sampling.batch import Reports, SampledTokens, SamplingBatch, TokenMasks
-from pagemill_kernels.sampling.device_sample import Drawn, Report, download_report, read_report
+from pagemill_kernels.sampling.device_sample import DeviceSample, Report, download_report, read_report
 from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.sampling import SamplingParams
 
@@ -339,7 +339,7 @@ def _has_one_core() -> bool:
     return usable_cores() < 2
 
 
-def _read(drawn: Drawn, done: torch.cuda.Event | None) -> SampledTokens:
+def _read(drawn: DeviceSample, done: torch.cuda.Event | None) -> SampledTokens:
     if done is not None:
         done.synchronize()
     return drawn.read()

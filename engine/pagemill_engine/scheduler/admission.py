@@ -131,7 +131,7 @@ class Admission:
         resumed = sequence.token_ids[sequence.num_prompt_tokens :]
         if resumed and resumed[-1] in sequence.stop_ids:
             resumed.pop()
-        sequence.grammar = grammar.state(resumed, keeps_on=sequence.sampling.ignore_eos)
+        sequence.grammar = grammar.state(resumed, forbids_end=sequence.sampling.ignore_eos)
 
     def _max_total_tokens(self, request: GenerateRequest) -> int:
         return self._most_tokens(len(request.prompt_token_ids), request.sampling, request.token_allowance)

@@ -551,7 +551,7 @@ class Scheduler:
         del mine[seq.choice]
         if not mine:
             del self._clients[seq.client_request_id]
-        self._beams.left(seq)
+        self._beams.on_freed(seq)
         successor = self._waiting_choices.successor(seq)
         if successor is not None:
             self._queue(successor)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from pagemill_gateway.batches.asking import Asker, Reply
 from pagemill_gateway.batches.idle import IdleCapacity
+from pagemill_gateway.batches.line_sender import LineSender, Reply
 from pagemill_gateway.batches.lines import BrokenLine, Line, LineChecker, raw_lines
 from pagemill_gateway.batches.objects import FINAL, Batch, LineFault, StoredFile
 from pagemill_gateway.batches.store import BatchStore, Lease
@@ -38,7 +38,7 @@ class BatchJob:
         store: BatchStore,
         lease: Lease,
         config: BatchesConfig,
-        asker: Asker,
+        sender: LineSender,
         idle: IdleCapacity,
         places: asyncio.Semaphore,
         max_line_bytes: int,
@@ -48,7 +48,7 @@ class BatchJob:
         self._store = store
         self._lease = lease
         self._config = config
-        self._asker = asker
+        self._sender = sender
         self._idle = idle
         self._places = places
         self._max_line_bytes = max_line_bytes
@@ -155,7 +155,7 @@ class BatchJob:
         while True:
             # Released between attempts, so that a line that waits for a rate limit takes no place from others.
             async with self._places:
-                reply = await self._asker.ask(batch.endpoint, line.body, batch.key_hash, self._line_id(line.number))
+                reply = await self._sender.send(batch.endpoint, line.body, batch.key_hash, self._line_id(line.number))
             pause_s = reply.pause_s
             if not reply.waits:
                 num_failures += 1

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from pagemill_gateway.batches.store import Kind, Lease, LeaseLost
 from pagemill_gateway.config import RedisConfig
-from pagemill_gateway.limits.redis.link import Away, Link, Script
+from pagemill_gateway.limits.redis.link import Link, RedisUnavailable, Script
 from pagemill_protocol.errors import unavailable
 
 LEASE_MS = 15_000
@@ -78,7 +78,7 @@ class RedisBatchStore:
     async def _ask(self, command: Callable[[Redis], Awaitable[Any] | Any]) -> Any:
         try:
             return await self._link.call_or_probe(command)
-        except Away as away:
+        except RedisUnavailable as away:
             raise unavailable(
                 "Files and batches lie in Redis, which does not answer. Try again.", code="store_unavailable"
             ) from away

@@ -19,7 +19,7 @@ from pagemill_gateway.brain.interface import (
     DEFAULT_TICKET,
     MAX_REROUTES,
     NOT_READY,
-    UNSERVED,
+    UNSERVED_FAILURES,
     Assignment,
     CompletedRequest,
     FailureKind,
@@ -100,7 +100,7 @@ class LocalBrain:
     def apply_catalog(self, catalog: Catalog) -> None:
         known, before = self.registry.endpoints, set(self.registry.deployments)
         self.registry.apply(catalog, self._clock())
-        self.recovery.know(self.registry.deployments, self.registry.endpoints)
+        self.recovery.keep_only(self.registry.deployments, self.registry.endpoints)
         for endpoint_id, record in known.items():
             if self.registry.endpoints.get(endpoint_id) is not record:
                 self.placement.forget(endpoint_id)
@@ -294,7 +294,7 @@ class LocalBrain:
             cost_tokens=cost_tokens,
             undo=self.withdrawn,
             kept=retry is not None
-            and (retry.kind not in UNSERVED or bool(retry.engine_failures) or retry.num_tokens > 0),
+            and (retry.kind not in UNSERVED_FAILURES or bool(retry.engine_failures) or retry.num_tokens > 0),
         )
         return placed._replace(queued_s=queued_s)
 
@@ -423,7 +423,7 @@ class LocalBrain:
         def fits(record: EndpointRecord, num_cached_tokens: int) -> bool:
             return has_capacity(record, need.with_cached(num_cached_tokens), now)
 
-        pool = self._eligible.best(self._eligible.able(usable, to_place, now), to_place.tried, now)
+        pool = self._eligible.best(self._eligible.with_capability(usable, to_place, now), to_place.tried, now)
         if to_place.charged_tokens is not None:
             # A waiting request is tried with every report, usually in vain, so full engines are left out first.
             pool = [record for record in pool if fits(record, need.num_prompt_tokens)]

@@ -21,7 +21,7 @@ reported that its own work failed. `broken`: it sent invalid frames, or fails ev
 but failed this request.
 """
 
-UNSERVED: frozenset[FailureKind] = frozenset({"refused", "declined", "unreachable"})
+UNSERVED_FAILURES: frozenset[FailureKind] = frozenset({"refused", "declined", "unreachable"})
 """The failures after which no engine has worked on the request."""
 
 Probe = Literal["none", "shared", "alone"]

@@ -27,7 +27,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 Value = TypeVar("Value")
 Incoming = TypeVar("Incoming")
-Asked = Callable[[Any], Coroutine[Any, Any, object]]
+QuestionHandler = Callable[[Any], Coroutine[Any, Any, object]]
 """Returns the answer to a call of the peer."""
 
 
@@ -48,7 +48,7 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
         self,
         decoder: msgspec.msgpack.Decoder[Incoming],
         *,
-        on_question: Asked,
+        on_question: QuestionHandler,
         on_note: Callable[[Any], None],
         on_lost: Callable[[], None],
         on_made: Callable[[], None] = lambda: None,

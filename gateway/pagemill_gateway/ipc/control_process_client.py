@@ -36,9 +36,9 @@ from pagemill_gateway.ports import GatewayStatus, LocalWorkerPort
 from pagemill_protocol.errors import PagemillError, unavailable
 
 CONNECT_INTERVAL_S = 0.05
-AWAY_TIMEOUT_S = 30.0
+REPLACEMENT_TIMEOUT_S = 30.0
 """How long a call waits for a control process."""
-AWAY = "the control process is being replaced"
+REPLACED_MESSAGE = "the control process is being replaced"
 
 MEASURES_INTERVAL_S = 1.0
 """Interval of sending measurements; a worker that dies loses only those since the last one."""
@@ -76,7 +76,7 @@ class ControlProcessClient:
         self._num_published = -1
         """The worker's number of measurements when they were last sent to this control process."""
         self._reserved: dict[str, store.Ask] = {}
-        self._status = GatewayStatus(False, False, AWAY, 0)
+        self._status = GatewayStatus(False, False, REPLACED_MESSAGE, 0)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, worker: LocalWorkerPort) -> None:
@@ -189,7 +189,7 @@ class ControlProcessClient:
             with suppress(IpcConnectionLost):
                 self._status = await self._connection.ask(messages.GetStatus(), _status)
                 return self._status
-        return self._status._replace(detail=AWAY)
+        return self._status._replace(detail=REPLACED_MESSAGE)
 
     async def bundle(self, digest: str) -> bytes:
         return await self._ask(messages.GetBundle(digest), _bytes)
@@ -220,7 +220,7 @@ class ControlProcessClient:
 
     async def _any_connection(self) -> _Connection:
         try:
-            async with asyncio.timeout(AWAY_TIMEOUT_S):
+            async with asyncio.timeout(REPLACEMENT_TIMEOUT_S):
                 while self._connection is None:
                     await self._connected.wait()
         except TimeoutError:

@@ -19,7 +19,7 @@ MARGIN_TOKENS = 128
 LEAST_GROWTH_TOKENS = 256
 
 
-class Need(NamedTuple):
+class TokenNeed(NamedTuple):
     """The tokens that each sequence of one engine request needs."""
 
     request: GenerateRequest
@@ -32,7 +32,9 @@ class Need(NamedTuple):
 class Reserved:
     """The tokens of one reservation: the spare ones, which no engine request may use yet, and the allowances."""
 
-    def __init__(self, store: Store, ask: Ask, num_prompt_tokens: int, granted: int, needs: Sequence[Need]) -> None:
+    def __init__(
+        self, store: Store, ask: Ask, num_prompt_tokens: int, granted: int, needs: Sequence[TokenNeed]
+    ) -> None:
         """`granted` tokens were reserved for `ask`: the prompts and at least one token for each sequence."""
         self._store = store
         self._ask = ask
@@ -82,7 +84,7 @@ class Reserved:
 class Allowance:
     """The number of tokens that each sequence of one engine request may generate."""
 
-    def __init__(self, reserved: Reserved, need: Need, tokens: int) -> None:
+    def __init__(self, reserved: Reserved, need: TokenNeed, tokens: int) -> None:
         self.tokens = tokens
         self.num_sequences = need.request.sampling.num_sequences
         self.ended_answer = False
@@ -133,7 +135,7 @@ class Allowance:
         self._running.clear()
         self._finished.clear()
 
-    def saw(self, meta: FrameMeta) -> bool:
+    def count(self, meta: FrameMeta) -> bool:
         """Count the tokens of a frame. Return whether few reserved tokens are left."""
         choice = meta.choice
         if not meta.last:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from pagemill_gateway.brain.interface import Target
-from pagemill_gateway.limits.allowance import Allowance, Need, Reserved
+from pagemill_gateway.limits.allowance import Allowance, Reserved, TokenNeed
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
 from pagemill_gateway.limits.store import Answer, Ask, Store, amount_of, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
@@ -77,9 +77,9 @@ class Reservation:
         self.allowances = allowances
         """The allowance of each engine request; `None` if the caller has no token limits."""
 
-    def settle(self, record: RequestRecord, *, cut_off: bool) -> None:
-        """End the reservation and charge the use. `cut_off`: the client ended the request early."""
-        self._settle(record, cut_off)
+    def settle(self, record: RequestRecord, *, was_cut_short: bool) -> None:
+        """End the reservation and charge the use. `was_cut_short`: the client ended the request early."""
+        self._settle(record, was_cut_short)
 
 
 class Counted:
@@ -120,7 +120,9 @@ class Limiter:
         num_sequences = sum(request.sampling.num_sequences for request in requests)
         if caller.limits.none:
             return Reservation(
-                lambda record, cut_off: self._note(caller, record, used_tokens(record, cut_off), num_sequences),
+                lambda record, was_cut_short: self._note(
+                    caller, record, used_tokens(record, was_cut_short), num_sequences
+                ),
                 {},
                 [None] * len(requests),
             )
@@ -135,8 +137,8 @@ class Limiter:
         if token_limits(caller.limits):
             reserved = Reserved(self._store, ask, num_prompt_tokens, answer.granted, needs)
 
-        def settle(record: RequestRecord, cut_off: bool) -> None:
-            used = used_tokens(record, cut_off, reserved.num_possible if reserved is not None else 0)
+        def settle(record: RequestRecord, was_cut_short: bool) -> None:
+            used = used_tokens(record, was_cut_short, reserved.num_possible if reserved is not None else 0)
             ended = reserved is not None and reserved.ended_answer
             self._store.settle(ask.lease, self._note(caller, record, used, num_sequences, ended_by_limit=ended))
             if reserved is not None:
@@ -181,16 +183,16 @@ class Limiter:
             self._metrics.limited(reason)
             raise error
 
-    def _need(self, caller: Caller, target: Target, request: GenerateRequest) -> Need:
+    def _need(self, caller: Caller, target: Target, request: GenerateRequest) -> TokenNeed:
         """Return the request's need. An answer without progress reports gets all its tokens at once."""
         sampling = request.sampling
         most = max(1, target.max_model_len - len(request.prompt_token_ids))
         if sampling.max_tokens is not None:
             most = min(most, sampling.max_tokens)
         if not can_be_continued(request):
-            return Need(request, most, most)
+            return TokenNeed(request, most, most)
         expected = max(self._lengths.expected(caller.account, target.model), sampling.min_tokens)
-        return Need(request, min(most, expected), most)
+        return TokenNeed(request, min(most, expected), most)
 
     def _note(
         self,
@@ -213,7 +215,7 @@ class Limiter:
         return prompt + completion
 
 
-def used_tokens(record: RequestRecord, cut_off: bool, num_possible: int = 0) -> tuple[int, int]:
+def used_tokens(record: RequestRecord, was_cut_short: bool, num_possible: int = 0) -> tuple[int, int]:
     """Return the used tokens of prompt and answer. `num_possible` is the upper bound of the generated tokens, or 0.
 
     An answer that ended early counts with its delivered tokens or, if the client ended it, with all that engines may
@@ -222,7 +224,7 @@ def used_tokens(record: RequestRecord, cut_off: bool, num_possible: int = 0) -> 
     """
     if record.finished:
         return record.usage.prompt_tokens, record.usage.completion_tokens
-    if cut_off and record.endpoints:
+    if was_cut_short and record.endpoints:
         return record.prompt_tokens, max(record.num_delivered, num_possible)
     if record.num_delivered:
         return record.prompt_tokens, record.num_delivered

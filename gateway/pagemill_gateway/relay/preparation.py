@@ -23,7 +23,7 @@ from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.dialects import base
 from pagemill_protocol.dialects.base import Dialect, ParsedBody
-from pagemill_protocol.dialects.transport import Place
+from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
@@ -115,14 +115,14 @@ class Preparation:
             raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
 
     async def prepare(
-        self, raw: bytes, dialect: Dialect, caller: Caller, place: Place, ticket: QueueTicket, write: Write
+        self, raw: bytes, dialect: Dialect, caller: Caller, info: RequestInfo, ticket: QueueTicket, write: Write
     ) -> Prepared:
         """Return the engine requests for a body. Raises `PagemillError` for a body that no engine can serve.
 
         `write` is for comments while a streaming client waits for an engine. Sampling parameters are checked first, so
         that an invalid request neither waits nor wakes an engine.
         """
-        body = await self._inline_or_in_thread(partial(dialect.parse, raw, place), len(raw))
+        body = await self._inline_or_in_thread(partial(dialect.parse, raw, info), len(raw))
         sampling = body.sampling()
         if needs_check(body.fields):
             await self.in_thread(body.check_form, len(raw))
@@ -137,7 +137,7 @@ class Preparation:
         preparation = base.Preparation(
             target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=target.parsers
         )
-        session = session_key(target, caller.key_hash, place.header)
+        session = session_key(target, caller.key_hash, info.header)
         text = await body.render_inline(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
         def job() -> Prepared:

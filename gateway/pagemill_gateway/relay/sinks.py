@@ -47,7 +47,7 @@ class Sink(Protocol):
         """
         ...
 
-    def take_now(self, payloads: list[bytes]) -> bool:
+    def take_nowait(self, payloads: list[bytes]) -> bool:
         """Take at least one payload like `take`, without waiting. Return false and do nothing if the client is slow."""
         ...
 
@@ -85,7 +85,7 @@ class StreamSink:
                 self._direct.cork()  # the end of the response follows
             await self._write(events[0] if len(events) == 1 else b"".join(events))
 
-    def take_now(self, payloads: list[bytes]) -> bool:
+    def take_nowait(self, payloads: list[bytes]) -> bool:
         if self._direct is None:
             return False
         for event in payloads:
@@ -116,6 +116,6 @@ class BodySink:
             raise UpstreamFailure("broken", "The engine sent something else than a JSON body.")
         self.body = closing
 
-    def take_now(self, payloads: list[bytes]) -> bool:
+    def take_nowait(self, payloads: list[bytes]) -> bool:
         """Ignore payloads, because the body is the closing one."""
         return True

@@ -22,7 +22,7 @@ from pagemill_gateway.engine_http.engine_connection import EngineConnection
 from pagemill_gateway.engine_http.engine_pool import EnginePool
 from pagemill_gateway.relay.answer_stream import SILENCE_CHECKS, AnswerStream, AskLiveness, FrameStream
 from pagemill_gateway.relay.attempt_failures import BROKE, MAX_ERROR_BYTES, SILENT, UpstreamFailure, refusal
-from pagemill_gateway.relay.engine_link import MAX_DIGEST_CHARS, Patience
+from pagemill_gateway.relay.engine_link import MAX_DIGEST_CHARS, LinkTimeouts
 from pagemill_gateway.relay.links import Links
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, WEIGHTS_HEADER
 from pagemill_protocol.generate import AllowanceRaise
@@ -40,8 +40,8 @@ class Upstream:
     def __init__(self, config: GatewayConfig, idle_s: float) -> None:
         """`idle_s`: the time after which an unused HTTP connection is closed."""
         trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
-        patience = Patience(config.accept_timeout_s, config.silence_timeout_s)
-        self._links = Links(config.connect_timeout_s, trust, patience)
+        timeouts = LinkTimeouts(config.accept_timeout_s, config.silence_timeout_s)
+        self._links = Links(config.connect_timeout_s, trust, timeouts)
         self._pool = EnginePool(config.connect_timeout_s, idle_s, trust)
         self._accept_timeout_s = config.accept_timeout_s
         self._silence_timeout_s = config.silence_timeout_s

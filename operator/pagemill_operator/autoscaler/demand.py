@@ -52,7 +52,7 @@ class DemandPolicy:
         demand = _demand(settings, signals, memory)
         # Without all signals the demand is a lower bound, and a window of lower bounds allows no removal.
         least = before if demand.missing else 0
-        memory = memory.demanded(now, max(least, demand.replicas), max(least, demand.ample), settings)
+        memory = memory.with_demand(now, max(least, demand.replicas), max(least, demand.ample), settings)
         step = _step(settings, signals, memory, demand)
         decision = Decision(
             replicas_before=before,

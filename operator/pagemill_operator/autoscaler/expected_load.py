@@ -1,9 +1,9 @@
 """The load at the time when a replica that is ordered now could serve: arrivals, and what is left of the queue.
 
 A rise of the rate that is significant and not over is extrapolated over the cold start. Replicas are ordered for the
-lower bound that chance leaves of the estimates (`sure_per_s`), and kept for the estimates themselves. Requests that
-wait now are served by ready and starting replicas at the rate that the step-time model predicts; those that will be
-served by then are no reason for another replica. Neighbours: `targets` and `slo` compute the replicas that the load
+lower bound that chance leaves of the estimates (`lower_bound_per_s`), and kept for the estimates themselves. Requests
+that wait now are served by ready and starting replicas at the rate that the step-time model predicts; those that will
+be served by then are no reason for another replica. Neighbours: `targets` and `slo` compute the replicas that the load
 needs, and `prediction` has the capacity of a replica.
 """
 
@@ -27,7 +27,7 @@ TREND_SPREADS = 3.5
 LEAST_TREND_S = 10.0
 MOST_GROWTH = 3.0
 """A rise is extrapolated to at most this many times the present rate."""
-SURE_SPREADS = 1.645
+LOWER_BOUND_SPREADS = 1.645
 """Standard deviations between an estimate and its lower bound, which holds in 19 of 20 cases."""
 CAPACITY_SHARE = 0.5
 """The percentile at which the capacity of a replica is predicted."""
@@ -40,13 +40,13 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     """The time until a replica that is ordered now is ready."""
     arrivals_per_s: float
     """Arriving requests per second."""
-    sure_arrivals_per_s: float
+    arrivals_lower_bound_per_s: float
     """The lower bound of `arrivals_per_s`, scaled down where few answers determine the work of a request."""
-    sure_of_lengths: float
+    lengths_confidence: float
     """The lower bound of the work of a request as a share of its estimate, 0 to 1."""
     num_waiting: float
     """Requests of the queue that will still wait; where the capacity is not known, those that wait now."""
-    sure_waiting: float
+    waiting_lower_bound: float
     """The lower bound of `num_waiting`."""
     capacity_per_s: float | None = None
     """Requests per second that one replica can serve; None: not known, contradicted by a long wait, or not needed."""
@@ -57,12 +57,12 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
         return self.arrivals_per_s + self.num_waiting / max(LEAST_DRAIN_S, self.horizon_s)
 
     @property
-    def sure_per_s(self) -> float:
+    def lower_bound_per_s(self) -> float:
         """The lower bound of `requests_per_s`, for which replicas are ordered."""
-        waiting = self.sure_waiting / max(LEAST_DRAIN_S, self.horizon_s)
-        return self.sure_arrivals_per_s + self.sure_of_lengths * waiting
+        waiting = self.waiting_lower_bound / max(LEAST_DRAIN_S, self.horizon_s)
+        return self.arrivals_lower_bound_per_s + self.lengths_confidence * waiting
 
-    def to_serve(self, factor: float = 1.0) -> int | None:
+    def replicas_to_serve(self, factor: float = 1.0) -> int | None:
         """Return the replicas that serve `factor` times the arrivals and the queue; None where not known."""
         if self.capacity_per_s is None:
             return None
@@ -76,23 +76,25 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     if fleet.asleep:
         horizon_s = 0.0  # a replica that sleeps is awake at once
     num_answers = signals.lengths.output.total
-    rate, sure = _arrivals_per_s(signals, memory, horizon_s), _sure_arrivals_per_s(signals, memory, horizon_s)
-    sure_of_lengths = _sure(num_answers)
+    rate, sure = _arrivals_per_s(signals, memory, horizon_s), _arrivals_lower_bound_per_s(signals, memory, horizon_s)
+    lengths_confidence = _confidence(num_answers)
     waiting = float(signals.num_waiting)
     load = offered_load(signals, max(rate, 1.0), CAPACITY_SHARE) if waiting else None
-    capacity = None if load is None or _is_refuted(signals, memory, horizon_s) else _capacity_per_s(load, memory.shape)
+    capacity = (
+        None if load is None or _is_contradicted(signals, memory, horizon_s) else _capacity_per_s(load, memory.shape)
+    )
     if load is None or capacity is None:
-        return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, waiting, waiting)
+        return ExpectedLoad(horizon_s, rate, sure, lengths_confidence, waiting, waiting)
     served = capacity * (fleet.ready * horizon_s + fleet.starting * min(fleet.starting_s, horizon_s))
     # A prompt that is longer than usual counts as several requests.
     tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
     waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
-    joining, sure_joining = _arrivals_per_s(signals, memory, 0.0), _sure_to_join_per_s(signals, memory)
+    joining, sure_joining = _arrivals_per_s(signals, memory, 0.0), _joining_lower_bound_per_s(signals, memory)
     left, sure_left = (max(0.0, waiting + joined * horizon_s - served) for joined in (joining, sure_joining))
-    return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, left, sure_left, capacity)
+    return ExpectedLoad(horizon_s, rate, sure, lengths_confidence, left, sure_left, capacity)
 
 
-def _is_refuted(signals: Signals, memory: Memory, horizon_s: float) -> bool:
+def _is_contradicted(signals: Signals, memory: Memory, horizon_s: float) -> bool:
     """Whether requests have waited for a whole cold start, so that replicas may serve less than is predicted."""
     since_s = memory.waiting_since_s
     return since_s is not None and signals.at_s - since_s >= horizon_s
@@ -141,30 +143,30 @@ def _arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> float
     return max(rate, burst) if slope or is_burst(signals, memory) else rate
 
 
-def _sure_arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> float:
+def _arrivals_lower_bound_per_s(signals: Signals, memory: Memory, horizon_s: float) -> float:
     """Return the lower bound of the arrivals: each number in the estimate is as low as chance allows."""
     arrivals, num_answers = signals.arrivals, signals.lengths.output.total
     if arrivals.truth != "value":
         return 0.0
     rate, window_s = arrivals.requests_per_s, arrivals.window_s
-    slope, together = _slope(signals, memory, SURE_SPREADS), memory.dispersion(arrivals)
+    slope, together = _slope(signals, memory, LOWER_BOUND_SPREADS), memory.dispersion(arrivals)
     if not slope:
         rate, window_s = _settled(arrivals, memory, signals.at_s)
     # Requests that arrive together determine the rate no better than one request.
-    rate *= _sure(rate * window_s / together, num_answers)
+    rate *= _confidence(rate * window_s / together, num_answers)
     if slope and _still_rises(arrivals, slope):
-        rate = _grown(arrivals, rate, _sure(num_answers) * slope, horizon_s)
+        rate = _grown(arrivals, rate, _confidence(num_answers) * slope, horizon_s)
     burst, burst_s = arrivals.burst_requests_per_s, arrivals.burst_window_s
     if not slope and not is_burst(signals, memory):
         return rate
-    return max(rate, burst * _sure(burst * burst_s / together, num_answers))
+    return max(rate, burst * _confidence(burst * burst_s / together, num_answers))
 
 
-def _sure_to_join_per_s(signals: Signals, memory: Memory) -> float:
+def _joining_lower_bound_per_s(signals: Signals, memory: Memory) -> float:
     """Return the rate at which requests join the queue: that of past minutes, or the lower bound of a rise or burst."""
     if signals.arrivals.truth != "value":
         return 0.0
-    return max(_settled(signals.arrivals, memory, signals.at_s)[0], _sure_arrivals_per_s(signals, memory, 0.0))
+    return max(_settled(signals.arrivals, memory, signals.at_s)[0], _arrivals_lower_bound_per_s(signals, memory, 0.0))
 
 
 def _still_rises(arrivals: Arrivals, slope: float) -> bool:
@@ -179,14 +181,14 @@ def _grown(arrivals: Arrivals, rate: float, slope: float, horizon_s: float) -> f
     return min(rate * MOST_GROWTH, rate + slope * ahead_s)
 
 
-def _sure(*samples: float) -> float:
+def _confidence(*samples: float) -> float:
     """Return the lower bound of a product of means as a share of it, where each mean has this many samples.
 
     A sample's standard deviation is taken to be its mean, as for counts of requests and for lengths of answers.
     """
     if min(samples) <= 0:
         return 0.0
-    return max(0.0, 1.0 - SURE_SPREADS * math.sqrt(sum(1.0 / each for each in samples)))
+    return max(0.0, 1.0 - LOWER_BOUND_SPREADS * math.sqrt(sum(1.0 / each for each in samples)))
 
 
 def _settled(arrivals: Arrivals, memory: Memory, now: float) -> tuple[float, float]:

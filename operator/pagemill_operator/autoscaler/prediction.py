@@ -25,7 +25,7 @@ LEAST_RATE, MOST_RATE = 1e-3, 1e6
 """The range of requests per second that is searched."""
 RATE_PRECISION = 0.02
 """The relative precision of `highest_rate` by default."""
-FULLEST = 0.95
+MAX_KV_USAGE = 0.95
 """The share of the KV cache, of concurrent requests and of a step's tokens beyond which requests wait."""
 
 
@@ -152,12 +152,12 @@ class Predictor:
 
     def _exhausted(self, load: OfferedLoad, decoding: float, prefill: float) -> str:
         shape = self._shape
-        if decoding + prefill > FULLEST * self._max_step_tokens:
+        if decoding + prefill > MAX_KV_USAGE * self._max_step_tokens:
             return "tokens"
-        if shape.max_num_seqs and decoding > FULLEST * max(2, shape.max_num_seqs):
+        if shape.max_num_seqs and decoding > MAX_KV_USAGE * max(2, shape.max_num_seqs):
             return "maxNumSeqs"
         per_request = load.prompt_tokens + load.output_tokens / 2 + shape.block_size / 2
-        return "blocks" if decoding * per_request > FULLEST * shape.num_tokens else ""
+        return "blocks" if decoding * per_request > MAX_KV_USAGE * shape.num_tokens else ""
 
     def _tpot_s(self, load: OfferedLoad, rate: float, decoding: float, prefill: float) -> float:
         """Return the least fixed point of the time per token, since a longer decode shares steps with more prompts."""
@@ -182,7 +182,7 @@ class Predictor:
         budget = max(1.0, self._max_step_tokens - decoding)
         service_s = load.computed_tokens / budget * self._step_s(load, decoding, budget)
         busy = min(1.0, rate * service_s)
-        if busy >= FULLEST:
+        if busy >= MAX_KV_USAGE:
             return math.inf
         # Pollaczek and Khinchine with exponential service, and Allen and Cunneen for the dispersion of arrivals; the
         # tail of the wait is exponential too.

@@ -107,7 +107,7 @@ class Signals(msgspec.Struct, frozen=True):
         return engines.num_requests_running + engines.num_requests_waiting + self.queue.num_requests
 
     @property
-    def is_still(self) -> bool:
+    def has_no_traffic(self) -> bool:
         """Whether no request runs or waits and none has arrived within the window of the arrivals."""
         return self.num_requests == 0 and self.arrivals.requests_per_s <= 0
 
@@ -117,7 +117,7 @@ class Signals(msgspec.Struct, frozen=True):
         return self.engines.num_requests_waiting + self.queue.num_requests
 
 
-class View(msgspec.Struct, frozen=True):
+class GatewayReport(msgspec.Struct, frozen=True):
     """The report of one gateway and its age."""
 
     load: DeploymentLoad
@@ -125,16 +125,16 @@ class View(msgspec.Struct, frozen=True):
 
 
 def merge(
-    views: Sequence[View], fleet: Fleet, *, num_gateways: int, at_s: float, has_replicas: bool = False
+    reports: Sequence[GatewayReport], fleet: Fleet, *, num_gateways: int, at_s: float, has_replicas: bool = False
 ) -> Signals:
     """Combine the reports of gateways. `num_gateways`: gateways that serve. `has_replicas`: fill `Signals.replicas`."""
-    loads = [view.load for view in views]
+    loads = [view.load for view in reports]
     return Signals(
         at_s=at_s,
         fleet=fleet,
         num_gateways=num_gateways,
-        num_reporting=len(views),
-        engines=_engines(views, fleet),
+        num_reporting=len(reports),
+        engines=_engines(reports, fleet),
         queue=_queue([load.queue for load in loads]),
         arrivals=_arrivals([load.arrivals for load in loads]),
         latencies=_latencies([load.latencies for load in loads]),
@@ -180,12 +180,12 @@ def _replica(engine: EngineWork) -> ReplicaLoad:
     return ReplicaLoad(engine.id, max(0, engine.num_requests) - waiting, waiting, usage)
 
 
-def _engines(views: Sequence[View], fleet: Fleet) -> EnginesLoad:
-    if not views:
+def _engines(reports: Sequence[GatewayReport], fleet: Fleet) -> EnginesLoad:
+    if not reports:
         return EnginesLoad()
     order = {"unknown": 0, "stale": 1, "value": 2}
     best = max(
-        views, key=lambda v: (order[v.load.engines.truth], v.load.engines.num_reporting, -v.age_s - _age(v.load))
+        reports, key=lambda v: (order[v.load.engines.truth], v.load.engines.num_reporting, -v.age_s - _age(v.load))
     )
     reported = best.load.engines
     engines = msgspec.structs.replace(

@@ -36,10 +36,10 @@ def slo_target(
     if signals.arrivals.truth != "value":
         return SloTarget(Goal("slo", missing=f"the arrivals are {signals.arrivals.truth}"))
     rate = expected.requests_per_s
-    if rate <= 0 or signals.is_still:
+    if rate <= 0 or signals.has_no_traffic:
         return SloTarget(Goal("slo", reason="nothing arrives"))
     load = offered_load(signals, rate, slo.share)
-    if load is None or not expected.sure_of_lengths:
+    if load is None or not expected.lengths_confidence:
         number = "no answer has" if load is None else "too few answers have"
         return SloTarget(Goal("slo", missing=f"{number} ended yet, so lengths are not known"))
     load = msgspec.structs.replace(load, dispersion=memory.dispersion(signals.arrivals))
@@ -49,7 +49,7 @@ def slo_target(
     weighed: dict[int, Candidate] = {}
 
     most, wanted = settings.max_replicas, signals.fleet.wanted
-    sure = msgspec.structs.replace(load, requests_per_s=expected.sure_per_s)
+    sure = msgspec.structs.replace(load, requests_per_s=expected.lower_bound_per_s)
     needed = fewest(predictor, sure, slo, most, weighed)
     seen = tuple(weighed[number] for number in sorted(weighed))
     offered = f"{sure.requests_per_s:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
@@ -62,7 +62,7 @@ def slo_target(
         short = sure.requests_per_s - predictor.highest_rate(
             load, wanted, lambda found: meets(found, slo), SHORTAGE / 10
         )
-        missed = f"{_number(60 * short)} requests/min would miss {_aim(slo)} from {expected.horizon_s:.0f} s on"
+        missed = f"{_number(60 * short)} requests/min would miss {_slo_text(slo)} from {expected.horizon_s:.0f} s on"
         if short <= SHORTAGE * sure.requests_per_s:
             needed, reason = wanted, f"{offered}: with {wanted}, no more than {missed}, too few to measure"
         else:
@@ -112,7 +112,7 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 1 else f"{value:.1g}"
 
 
-def _aim(slo: Slo) -> str:
+def _slo_text(slo: Slo) -> str:
     named = [f"ttft {slo.ttft_ms:.0f} ms" if slo.ttft_ms else "", f"tpot {slo.tpot_ms:.0f} ms" if slo.tpot_ms else ""]
     return " and ".join(filter(None, named))
 
@@ -123,4 +123,4 @@ def _unreachable(settings: ScalingSettings, slo: Slo, best: Candidate) -> str:
         if best.ttft_ms is not None and best.tpot_ms is not None
         else f"even those run out of {best.limit or 'steps'}"
     )
-    return f"{settings.max_replicas} replicas do not reach {_aim(slo)}: {reach}; raise maxReplicas or the SLO"
+    return f"{settings.max_replicas} replicas do not reach {_slo_text(slo)}: {reach}; raise maxReplicas or the SLO"

@@ -88,13 +88,13 @@ class Autoscaling:
         if plan is None or plan.autoscaling is None or self._cache.owner(key) is None:
             return
         seen = self._cluster.observe(key)
-        if not seen.carried_out:
+        if not seen.is_in_effect:
             return
         record = self._scaler.decide(
             key,
             plan.autoscaling,
             seen,
-            self._loads.views(key),
+            self._loads.reports(key),
             start=self._start(plan),
             num_gateways=self._cache.num_gateways_ready(),
         )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from pagemill_operator.autoscaler.signals import View, most_in_flight, weight
+from pagemill_operator.autoscaler.signals import GatewayReport, most_in_flight, weight
 from pagemill_protocol.load import DeploymentLoad, EngineStart, EngineWork, LoadFrame
 
 Item = TypeVar("Item")
@@ -58,10 +58,10 @@ class LoadStore:
         """Remove the reports of a gateway whose stream has ended: they may be outdated."""
         self._reports.pop(gateway, None)
 
-    def views(self, key: str) -> list[View]:
+    def reports(self, key: str) -> list[GatewayReport]:
         """Return the latest report of each gateway that knows the deployment."""
         now = self._clock()
-        return [View(report.load, now - report.at_s) for report in self._of(key)]
+        return [GatewayReport(report.load, now - report.at_s) for report in self._of(key)]
 
     def held(self, key: str) -> dict[str, EngineWork]:
         """Return each engine's load, the highest that any gateway reports."""

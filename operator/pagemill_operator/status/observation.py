@@ -109,11 +109,11 @@ class Observation:
     """None if no start was measured."""
     progress: str = ""
     """The loader's progress, such as `1.2 of 4.0 GiB`; empty if no loader runs or it is unknown."""
-    look_again_s: float | None = None
+    requeue_after_s: float | None = None
     """Seconds after which time alone may change the observation; None: never."""
 
     @property
-    def carried_out(self) -> bool:
+    def is_in_effect(self) -> bool:
         """Whether the plan runs or is on its way to."""
         refused = self.fault is not None and self.fault.stage == "Planned"
         return self.plan is not None and not self.plan.problems and self.conflict is None and not refused

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.dialects.transport import NO_REQUEST, Place, Transport
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo, Transport
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai.logprobs import PositionLogprobs
@@ -160,9 +160,9 @@ class ParsedBody(Protocol):
 def check_kind(body: ParsedBody, tokenizer: Tokenizer) -> None:
     """Refuse a body for text at a model that pools, and the reverse. Raises `PagemillError` 400.
 
-    Bodies for vectors have a method `wanted`, which other bodies do not have.
+    Bodies for vectors have a method `pooling_params`, which other bodies do not have.
     """
-    wanted, model = getattr(body, "wanted", None), tokenizer.bundle.pooling
+    wanted, model = getattr(body, "pooling_params", None), tokenizer.bundle.pooling
     check_task(None if wanted is None else wanted(model), model)
 
 
@@ -180,7 +180,7 @@ class Dialect(Protocol):
 
     def new_request_id(self) -> str: ...
 
-    def parse(self, raw: bytes, place: Place = NO_REQUEST) -> ParsedBody:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ParsedBody:
         """Parse and check a body. Raises `PagemillError` 400."""
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from pagemill_protocol.dialects.transport import NO_REQUEST, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_protocol.dialects.vectors.parts import Part, PartRequest, VectorBody, VectorDialect, usage_of
 from pagemill_protocol.dialects.vectors.request import EmbeddingRequest
 from pagemill_protocol.dialects.vectors.texts import TextEncoder
@@ -21,7 +21,7 @@ class EmbeddingsDialect(VectorDialect):
     prompt_field = "input"
     id_prefix = "embd"
 
-    def parse(self, raw: bytes, place: Place = NO_REQUEST) -> EmbeddingsBody:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> EmbeddingsBody:
         return EmbeddingsBody(parse_body(raw, EmbeddingRequest), self)
 
     def finish(self, parts: Sequence[Part]) -> bytes:

@@ -16,7 +16,7 @@ from pagemill_protocol.dialects.ollama_api import render
 from pagemill_protocol.dialects.ollama_api.request import LATEST, OllamaChatRequest, OllamaGenerateRequest
 from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.translation import Renamed, TranslatedChat, TranslatedDialect, as_request
-from pagemill_protocol.dialects.transport import NDJSON, NO_REQUEST, Place
+from pagemill_protocol.dialects.transport import NDJSON, NO_REQUEST, RequestInfo
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.fields import Name, RequestModel
@@ -49,7 +49,7 @@ class OllamaChatDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"ollama-{new_id()}"
 
-    def parse(self, raw: bytes, place: Place = NO_REQUEST) -> TranslatedChat:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedChat:
         request = parse_body(raw, OllamaChatRequest)
         chat = as_request(request.for_chat, RENAMED, ChatCompletionRequest)
         return TranslatedChat(chat, self.name, RENAMED, request.model)
@@ -64,7 +64,7 @@ class OllamaGenerateDialect(OllamaChatDialect):
     operation = "text_completion"
     prompt_field = "prompt"
 
-    def parse(self, raw: bytes, place: Place = NO_REQUEST) -> TranslatedChat:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedChat:
         request = parse_body(raw, OllamaGenerateRequest)
         chat = as_request(request.for_chat, RENAMED, ChatCompletionRequest)
         renamed = (*RENAMED, ("messages", "prompt"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from pagemill_protocol.dialects.transport import NO_REQUEST, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_protocol.dialects.vectors.parts import (
     Part,
     PartRequest,
@@ -35,7 +35,7 @@ class RerankDialect(VectorDialect):
     prompt_field = "documents"
     id_prefix = "rerank"
 
-    def parse(self, raw: bytes, place: Place = NO_REQUEST) -> RerankBody:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> RerankBody:
         return RerankBody(parse_body(raw, RerankRequest), self)
 
     def finish(self, parts: Sequence[Part]) -> bytes:

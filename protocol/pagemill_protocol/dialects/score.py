@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from pagemill_protocol.dialects.transport import NO_REQUEST, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_protocol.dialects.vectors.parts import (
     Part,
     PartRequest,
@@ -28,7 +28,7 @@ class ScoreDialect(VectorDialect):
     prompt_field = "text_2"
     id_prefix = "score"
 
-    def parse(self, raw: bytes, place: Place = NO_REQUEST) -> ScoreBody:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ScoreBody:
         return ScoreBody(parse_body(raw, ScoreRequest), self)
 
     def finish(self, parts: Sequence[Part]) -> bytes:

@@ -11,7 +11,7 @@ EVENT_STARTS = (b"data:", b"event:", b"id:", b":")
 """Fields of server-sent events, and comments (WHATWG HTML, section 9.2)."""
 
 
-class Place(NamedTuple):
+class RequestInfo(NamedTuple):
     """The HTTP request of a body."""
 
     path: str = ""
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     """The only model that the caller may use, if there is one; set for a `Transport.may_omit_model`."""
 
 
-NO_REQUEST = Place()
+NO_REQUEST = RequestInfo()
 
 
 def _complete_events(payload: bytes) -> bool:

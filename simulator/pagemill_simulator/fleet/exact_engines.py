@@ -73,7 +73,7 @@ class ExactEngine:
 
     def drain(self) -> None:
         self._pod.drain()
-        self._running.tell()
+        self._running.request_frame()
 
     def _delivered(self, outputs: StepOutputs) -> None:
         self.num_output_tokens += sum(len(each.token_ids) for each in outputs.outputs)

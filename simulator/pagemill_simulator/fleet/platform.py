@@ -109,7 +109,7 @@ class Platform:
         for _ in range(replicas - len(live)):
             self._start(self._make())
         if len(live) > replicas:
-            for pod in self._first_to_go(live)[: len(live) - replicas]:
+            for pod in self._removal_order(live)[: len(live) - replicas]:
                 self._remove(pod)
         self.note()
 
@@ -204,7 +204,7 @@ class Platform:
         self._events.after(again.restart_s, partial(self._loaded, pod, pod.num_starts))
         self.note()
 
-    def _first_to_go(self, live: list[Pod]) -> list[Pod]:
+    def _removal_order(self, live: list[Pod]) -> list[Pod]:
         """Return the pods in Kubernetes's order of removal with the operator's deletion costs: unready, then emptiest
         first.
         """

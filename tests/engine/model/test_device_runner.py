@@ -251,7 +251,8 @@ def test_padded_decodes_answer_as_those_of_their_own_size(
 def test_padded_prompts_answer_as_those_of_their_own_size(
     load: Callable[..., Any], expected: Answers, overlap: bool
 ) -> None:
-    """Alone, beside decodes, in chunks, and once more behind a preemption: no step is launched piece by piece."""
+    """SingleRequestLatency, beside decodes, in chunks, and once more behind a preemption: no step is launched piece by
+    piece."""
     runner, recorder = load(device="cuda"), Again()
     runner.capture_graphs(shapes_to_capture(4, 24), lambda: recorder)
     recorded = set(runner._graphs.shapes)

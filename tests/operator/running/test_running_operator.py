@@ -136,14 +136,14 @@ async def test_a_younger_claim_of_a_name_starts_nothing_until_the_older_goes(rea
 
 async def test_a_refused_child_is_reported_and_tried_again(ready: Any, run_operator: Any) -> None:
     message = 'deployments "chat-engine" is forbidden: exceeded quota: few'
-    ready.refuse = lambda write: (403, "Forbidden", message) if write.kind == "Deployment" else None
+    ready.report_invalid = lambda write: (403, "Forbidden", message) if write.kind == "Deployment" else None
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
     ready.change("LLMDeployment", llm_deployment("other"))
     await ready.until(lambda: reason(ready))
     assert condition(ready, "Ready")["status"] == "False"
     assert "quota" in condition(ready, "Ready")["message"]
-    ready.refuse = lambda write: None
+    ready.report_invalid = lambda write: None
     await ready.until(lambda: ready.get("Deployment", "chat-engine"))
 
 
@@ -327,10 +327,10 @@ async def test_keys_that_are_deleted_are_written_back_at_once_as_they_were(ready
 
 async def test_a_webhook_that_does_not_answer_is_reported_and_waited_for(ready: Any, run_operator: Any) -> None:
     message = 'Internal error occurred: failed calling webhook "policy.corp": refused'
-    ready.refuse = lambda write: (500, "InternalError", message) if write.kind == "Deployment" else None
+    ready.report_invalid = lambda write: (500, "InternalError", message) if write.kind == "Deployment" else None
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready) == "WebhookFailed")
-    ready.refuse = lambda write: None
+    ready.report_invalid = lambda write: None
     await ready.until(lambda: ready.get("Deployment", "chat-engine"))
     await ready.until(lambda: reason(ready) != "WebhookFailed")

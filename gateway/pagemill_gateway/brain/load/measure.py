@@ -37,12 +37,12 @@ def measure_load(registry: Registry, queues: Queues, traffic: TrafficMeter, now:
     ]
 
 
-def same_but_older(load: DeploymentLoad, published: DeploymentLoad) -> bool:
+def differs_only_in_age(load: DeploymentLoad, published: DeploymentLoad) -> bool:
     """Whether only rates and ages differ, which change constantly."""
-    return _ageless(load) == _ageless(published)
+    return _without_ages(load) == _without_ages(published)
 
 
-def _ageless(load: DeploymentLoad) -> DeploymentLoad:
+def _without_ages(load: DeploymentLoad) -> DeploymentLoad:
     return msgspec.structs.replace(
         load,
         engines=msgspec.structs.replace(load.engines, age_s=0.0),
@@ -70,19 +70,19 @@ def _of_deployment(
             oldest_s=round(queue.oldest_age_s, 3) if queue.num_requests else None,
             needs_engine=queue.num_requests > 0 and pods.ready + pods.loading == 0,
         ),
-        arrivals=traffic.arrivals(deployment.key, busy=queue.num_requests > 0 or _is_asked(deployment)),
+        arrivals=traffic.arrivals(deployment.key, busy=queue.num_requests > 0 or _has_requests(deployment)),
         latencies=traffic.latencies(deployment.key),
         lengths=traffic.lengths(deployment.key),
     )
 
 
-def _is_asked(deployment: DeploymentRecord) -> bool:
+def _has_requests(deployment: DeploymentRecord) -> bool:
     """Whether this gateway has requests at its engines, whose reports may not show them yet."""
     return any(record.in_flight for record in deployment.records)
 
 
 def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
-    published = [record for record in records if record.max_model_len > 0 and not _rests(record)]
+    published = [record for record in records if record.max_model_len > 0 and not _sleeps_idle(record)]
     fresh = [record for record in published if record.reports.fresh(now)]
     frames = [record.reports.latest for record in fresh if record.reports.latest is not None]
     if not frames:
@@ -107,7 +107,7 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
         block_size=min(frame.block_size for frame in frames),
         max_num_seqs=min(frame.max_num_seqs for frame in frames),
         max_step_tokens=min(frame.max_num_batched_tokens for frame in frames),
-        step_time=_most_experienced(frames).step_time,
+        step_time=_with_most_steps(frames).step_time,
     )
 
 
@@ -130,7 +130,7 @@ def _starts(records: list[EndpointRecord], now: float) -> Iterator[EngineStart]:
             yield EngineStart(record.endpoint.id, frame.start_s, frame.num_wakes)
 
 
-def _most_experienced(frames: list[StateFrame]) -> StateFrame:
+def _with_most_steps(frames: list[StateFrame]) -> StateFrame:
     return max(frames, key=lambda frame: frame.step_time.num_steps_observed)
 
 
@@ -147,7 +147,7 @@ def _is_asleep(record: EndpointRecord) -> bool:
     return record.sleeping and record.reports.connected and not record.leaving
 
 
-def _rests(record: EndpointRecord) -> bool:
+def _sleeps_idle(record: EndpointRecord) -> bool:
     """Whether the engine sleeps and nothing runs on it, so that it is no capacity."""
     state = record.reports.latest
     return record.sleeping and (state is None or not state.load.num_requests_running + state.load.num_requests_waiting)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from pagemill_gateway.limits.redis.link import Away, Link
+from pagemill_gateway.limits.redis.link import Link, RedisUnavailable
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.keys.entries import EntryError, parse_entry
 
@@ -43,7 +43,7 @@ class SharedKeys:
     async def read(self) -> None:
         try:
             entries = await self._link.hash_of(f"{self._link.prefix}:keys")
-        except Away:
+        except RedisUnavailable:
             return
         if entries != self._known:
             self._known = entries

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pagemill_gateway.limits.memory import MemoryStore, monotonic_ms
 from pagemill_gateway.limits.periods import Calendar, Periods
-from pagemill_gateway.limits.redis.link import Away, Link, Script
+from pagemill_gateway.limits.redis.link import Link, RedisUnavailable, Script
 from pagemill_gateway.limits.redis.shares import share_of, with_whole_limits
 from pagemill_gateway.limits.store import Answer, Ask, Level, More, amount_of
 
@@ -79,9 +79,9 @@ class RedisStore:
         self.local = MemoryStore(now_ms or monotonic_ms, now_unix_s)
         self._open: dict[str, _Open] = {}
         self._ended: deque[_Ended] = deque()
-        self._owed: defaultdict[str, int] = defaultdict(int)
+        self._queued_usage: defaultdict[str, int] = defaultdict(int)
         """The tokens of requests unknown to Redis, by budget counter."""
-        self._num_telling = 0
+        self._num_publishing = 0
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -97,11 +97,11 @@ class RedisStore:
     @property
     def num_unpublished(self) -> int:
         """The number of settlements and charges that Redis does not know yet."""
-        return self._num_telling + len(self._ended) + len(self._owed)
+        return self._num_publishing + len(self._ended) + len(self._queued_usage)
 
     def start(self) -> None:
         self._tasks = [
-            asyncio.create_task(each) for each in (self._beat_for_ever(), self._renew_for_ever(), self._tell())
+            asyncio.create_task(each) for each in (self._heartbeat_for_ever(), self._renew_for_ever(), self._publish())
         ]
 
     async def close(self) -> None:
@@ -112,7 +112,7 @@ class RedisStore:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.flush()
                 await self._link.remove(self._key("gateways"), [self._name])
-        except (Away, TimeoutError):
+        except (RedisUnavailable, TimeoutError):
             logger.warning("the gateway stops, and Redis does not know that %d requests have ended", len(self._ended))
         await self._link.close()
 
@@ -122,7 +122,7 @@ class RedisStore:
         reservation = self._opened(ask)
         try:
             raw = await self._link.run(RESERVE, self._keys(reservation), self._reserve_arguments(ask, reservation))
-        except Away as away:
+        except RedisUnavailable as away:
             return self._reserve_here(ask, reservation._replace(known=away.in_doubt, in_doubt=away.in_doubt))
         except asyncio.CancelledError:
             self._end(_Ended(ask.lease, 0, reservation._replace(in_doubt=True)))
@@ -142,7 +142,7 @@ class RedisStore:
             now = reservation._replace(periods=periods)
             _, tokens, _, held, *booked = self._keys(reservation)
             keys = [tokens, held, *booked, *self._keys(now)[4:]]
-            with suppress(Away):
+            with suppress(RedisUnavailable):
                 granted = int(await self._link.run(EXTEND, keys, self._extend_arguments(more, periods)))
                 if granted >= 0:
                     return self._extended(more._replace(tokens=granted), now)
@@ -170,7 +170,7 @@ class RedisStore:
         if reservation.known:
             self._end(_Ended(lease, tokens, reservation))
         else:
-            self._owe(reservation, tokens)
+            self._queue_usage(reservation, tokens)
 
     # -- without Redis ------------------------------------------------------------------------------------------------
 
@@ -184,10 +184,10 @@ class RedisStore:
             self._end(_Ended(ask.lease, 0, reservation))
         return answer
 
-    def _owe(self, reservation: _Open, tokens: int) -> None:
+    def _queue_usage(self, reservation: _Open, tokens: int) -> None:
         if tokens:
             for key in self._keys(reservation)[4:]:
-                self._owed[key] += tokens
+                self._queued_usage[key] += tokens
             self._wake.set()
 
     # -- publication to Redis ----------------------------------------------------------------------------------------
@@ -196,40 +196,40 @@ class RedisStore:
         self._ended.append(ended)
         self._wake.set()
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
             try:
                 await self.flush()
-            except Away:
+            except RedisUnavailable:
                 continue  # the next successful heartbeat wakes this task
 
     async def flush(self) -> None:
-        """Publish all settlements and charges. Raises `Away`; unpublished ones are kept."""
-        while self._ended or self._owed:
+        """Publish all settlements and charges. Raises `RedisUnavailable`; unpublished ones are kept."""
+        while self._ended or self._queued_usage:
             batch = [self._ended.popleft() for _ in range(min(MAX_BATCH, len(self._ended)))]
-            owed, self._owed = self._owed, defaultdict(int)
-            self._num_telling += len(batch) + len(owed)
+            owed, self._queued_usage = self._queued_usage, defaultdict(int)
+            self._num_publishing += len(batch) + len(owed)
             try:
-                await self._tell_of(batch, owed)
+                await self._publish_usage(batch, owed)
             finally:
-                self._num_telling -= len(batch) + len(owed)
+                self._num_publishing -= len(batch) + len(owed)
 
-    async def _tell_of(self, batch: list[_Ended], owed: dict[str, int]) -> None:
+    async def _publish_usage(self, batch: list[_Ended], owed: dict[str, int]) -> None:
         """Publish a batch, and put back what could not be published."""
         try:
             settled = await self._link.run_all(SETTLE, [self._settlement(each) for each in batch]) if batch else []
             batch, published = [], batch
             for each, was_open in zip(published, settled, strict=True):
                 if each.reservation.in_doubt and not was_open:
-                    self._owe(each.reservation, each.tokens)
+                    self._queue_usage(each.reservation, each.tokens)
             if owed:
                 await self._link.add(owed, BUDGET_EXPIRE_S)
         except BaseException:
             self._ended.extendleft(reversed(batch))
             for key, tokens in owed.items():
-                self._owed[key] += tokens
+                self._queued_usage[key] += tokens
             raise
 
     def _settlement(self, ended: _Ended) -> tuple[list[str], list[str | int]]:
@@ -243,7 +243,7 @@ class RedisStore:
             await asyncio.sleep(RENEW_S)
             try:
                 await self._renew()
-            except Away:
+            except RedisUnavailable:
                 continue
 
     async def _renew(self) -> None:
@@ -258,15 +258,15 @@ class RedisStore:
             if gone:  # they ended during the call, which may have added them again
                 await self._link.remove(keys[0], gone)
 
-    async def _beat_for_ever(self) -> None:
+    async def _heartbeat_for_ever(self) -> None:
         while True:
-            await self._beat()
+            await self._heartbeat()
             await asyncio.sleep(BEAT_S if self.up else PROBE_S)
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         try:
             alive = await self._link.probe(BEAT, [self._key("gateways")], [self._name, ALIVE_S * 1000])
-        except Away:
+        except RedisUnavailable:
             return
         self.num_gateways = max(1, int(alive))
         self._link.breaker.probed()

@@ -108,7 +108,7 @@ class KubernetesCluster(Cluster):
         self._rendered: OrderedDict[str, tuple[tuple[Plan, Owner, RenderContext], list[Manifest]]] = OrderedDict()
         """The manifests rendered last by key, with their inputs: events of one deployment come in bursts."""
 
-    async def carry_out(self, plan: Plan) -> bool:
+    async def apply_plan(self, plan: Plan) -> bool:
         """Write what differs from the plan; return whether anything was written.
 
         Raise `ApiError` or `Unreachable` for temporary errors, so that the caller tries again; other errors appear in
@@ -119,8 +119,8 @@ class KubernetesCluster(Cluster):
         is_refused = plan.problems or self._known.conflict(plan.key)
         return await self._turn(plan.key, None if is_refused else plan)
 
-    async def refuse(self, key: str, problems: Sequence[Problem]) -> bool:
-        """Do what `carry_out` does for a spec that cannot be read; return whether anything was written."""
+    async def report_invalid(self, key: str, problems: Sequence[Problem]) -> bool:
+        """Do what `apply_plan` does for a spec that cannot be read; return whether anything was written."""
         self._plans[key], self._invalid[key] = None, tuple(problems)
         return await self._turn(key, None)
 

@@ -31,7 +31,7 @@ class KnownChildren(Protocol):
     def remove(self, kind: str, namespace: str, name: str, uid: str | None = None) -> set[str]: ...
 
 
-class _Taken(Exception):
+class _NotOwned(Exception):
     """Raised if an object that the operator does not own has the name."""
 
 
@@ -97,7 +97,7 @@ class Writes:
         except Unreachable as error:
             self.transient_error = error
             self.transient_errors.append(ApplyError(kind, name, 0, "Unreachable", str(error), is_transient=True))
-        except _Taken:
+        except _NotOwned:
             message = (
                 f"a {kind} named {name} exists and belongs to something else: "
                 "delete or rename it, or give the LLMDeployment another name"
@@ -114,13 +114,13 @@ class Writes:
 
     async def _applied(self, manifest: Manifest, *, is_known: bool) -> None:
         kind = BY_NAME[manifest["kind"]]
-        force = is_known or await self._may_take(kind, manifest)
+        force = is_known or await self._may_update(kind, manifest)
         answer = await self._client.apply(kind, manifest, force=force)
         self._answers.note(manifest, slim(kind.name, answer))
         self._known.put(kind.name, answer)
 
-    async def _may_take(self, kind: Kind, manifest: Manifest) -> bool:
-        """Whether the object exists and may be updated. Raise `_Taken` if it is not the operator's."""
+    async def _may_update(self, kind: Kind, manifest: Manifest) -> bool:
+        """Whether the object exists and may be updated. Raise `_NotOwned` if it is not the operator's."""
         metadata = manifest["metadata"]
         found = await self._client.find(kind, metadata["namespace"], metadata["name"])
         if found is None:
@@ -128,7 +128,7 @@ class Writes:
         if is_ending(found):
             raise ApiError(409, "AlreadyExists", f"{kind.name} {metadata['name']} is still being deleted")
         if not is_own(found, self._owner):
-            raise _Taken
+            raise _NotOwned
         return True
 
     async def _deleted(self, manifest: Manifest) -> None:

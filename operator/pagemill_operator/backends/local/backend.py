@@ -29,7 +29,7 @@ from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir, Target
 from pagemill_operator.backends.local.supervisor import Supervisor
 from pagemill_operator.backends.rollout import Actions, next_actions
-from pagemill_operator.backends.standby import next_orders
+from pagemill_operator.backends.standby import next_standby_actions
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import Observation
@@ -239,12 +239,14 @@ class LocalBackend(Cluster):
         self._write_targets()
 
     def _reconcile_deployment(self, deployment: Deployment) -> None:
-        if deployment.carried_out:
+        if deployment.is_in_effect:
             plan, held = self._plan(deployment), self._held(deployment)
             seen = [replica.observation for replica in deployment.replicas]
             actions = next_actions(plan.groups[0], seen, held, plan.standby)
             staying = [replica for replica in seen if replica.name not in actions.drain]
-            self._sleep_calls.carry_out(next_orders(plan, staying, held), deployment.replicas, deployment.token)
+            self._sleep_calls.start_calls(
+                next_standby_actions(plan, staying, held), deployment.replicas, deployment.token
+            )
         else:
             actions = Actions(0, [replica.name for replica in deployment.replicas if replica.ending is None])
         num_starts, names = actions
@@ -310,7 +312,7 @@ class LocalBackend(Cluster):
         return least_used(self._settings.gpus, [replica.gpu for replica in self._all_replicas()])
 
     def _threads_per_engine(self) -> int:
-        wanted = sum(self._plan(each).replicas for each in self._deployments.values() if each.carried_out)
+        wanted = sum(self._plan(each).replicas for each in self._deployments.values() if each.is_in_effect)
         return threads_per_engine(self._settings.cores, wanted)
 
     def _write_targets(self) -> None:
@@ -329,7 +331,7 @@ class LocalBackend(Cluster):
             logger.warning("the targets of Prometheus and `pagemill top` could not be updated: %s", error)
 
     def _catalog(self) -> Catalog:
-        served = (each for each in self._deployments.values() if each.replicas or each.carried_out)
+        served = (each for each in self._deployments.values() if each.replicas or each.is_in_effect)
         return Catalog([deployment.catalog_model for deployment in served])
 
 

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from pagemill_operator.backends.base import Event
-from pagemill_operator.backends.local.ports import kept_port
+from pagemill_operator.backends.local.ports import port_or_free_one
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Launch, Supervisor
@@ -110,7 +110,7 @@ class Gateway:
         await self.supervisor.end(timeout_s)
 
     def _prepare(self) -> Launch:
-        control_port = self._control_port = kept_port(self._control_port, LOOPBACK)
+        control_port = self._control_port = port_or_free_one(self._control_port, LOOPBACK)
         content: dict[str, object] = {
             "host": self._settings.host,
             "port": self._port,

@@ -106,11 +106,11 @@ class LocalScaling:
         self._scaler.keep(key for key, seen in observed.items() if seen.plan is not None and seen.plan.autoscaling)
         for key, seen in observed.items():
             plan = seen.plan
-            if plan is None or plan.autoscaling is None or not seen.carried_out:
+            if plan is None or plan.autoscaling is None or not seen.is_in_effect:
                 continue
-            views = self._loads.views(key)
+            reports = self._loads.reports(key)
             record = self._scaler.decide(
-                key, plan.autoscaling, seen, views, start=plan.spec_replicas, num_gateways=int(seen.gateway_ready)
+                key, plan.autoscaling, seen, reports, start=plan.spec_replicas, num_gateways=int(seen.gateway_ready)
             )
             if record is not None:
                 logger.info("%s", log_line(record))

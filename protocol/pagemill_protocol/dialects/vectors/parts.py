@@ -16,7 +16,7 @@ import msgspec
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece, Preparation
-from pagemill_protocol.dialects.transport import NO_REQUEST, SSE, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, SSE, RequestInfo
 from pagemill_protocol.dialects.vectors.request import VectorRequest
 from pagemill_protocol.dialects.vectors.texts import TextEncoder
 from pagemill_protocol.errors import PagemillError, invalid_field
@@ -88,7 +88,7 @@ class VectorDialect(ABC):
     id_prefix: str
 
     @abstractmethod
-    def parse(self, raw: bytes, place: Place = NO_REQUEST) -> VectorBody: ...
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> VectorBody: ...
 
     @abstractmethod
     def finish(self, parts: Sequence[Part]) -> bytes:

@@ -41,13 +41,13 @@ class Reply(NamedTuple):
         return min(float(given), MAX_PAUSE_S) if given.isdigit() else DEFAULT_PAUSE_S
 
 
-class Asker:
+class LineSender:
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         """`app` has the generating routes and the access log."""
         self._app = app
         self._keys = keys
 
-    async def ask(self, path: str, body: bytes, key_hash: str, request_id: str) -> Reply:
+    async def send(self, path: str, body: bytes, key_hash: str, request_id: str) -> Reply:
         caller = self._keys.by_hash(key_hash)
         if caller is None:
             return _refused(unauthorized("The API key that made this batch is not accepted any more."))

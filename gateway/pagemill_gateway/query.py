@@ -1,4 +1,4 @@
-"""`python -m pagemill_gateway.look PATH`: sends a GET request to the control port of the gateway on this machine.
+"""`python -m pagemill_gateway.query PATH`: sends a GET request to the control port of the gateway on this machine.
 
 It is for a gateway's container, where curl is missing and the token is derived from the cluster's keys. Paths are, for
 example, `/status` and `/debug/decisions?limit=3`. It reads the gateway's settings, finds the token, and writes the
@@ -26,19 +26,19 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0 for status 200 and 1 for other statuses and errors; 2 for wrong arguments."""
-    parser = argparse.ArgumentParser(prog="python -m pagemill_gateway.look", description="Ask the gateway here.")
+    parser = argparse.ArgumentParser(prog="python -m pagemill_gateway.query", description="Ask the gateway here.")
     parser.add_argument("path", metavar="PATH", help="such as /status or /debug/decisions?limit=3")
     parser.add_argument("--settings", type=Path, default=CHART_SETTINGS, help="the gateway's (default: the chart's)")
     arguments = parser.parse_args(argv)
     try:
-        status = look(load_config(arguments.settings), arguments.path)
+        status = query(load_config(arguments.settings), arguments.path)
     except (SettingsError, OSError, ValueError, http.client.HTTPException) as error:
         sys.stderr.write(f"look: {type(error).__name__}: {error}\n")
         return 1
     return 0 if status == 200 else 1
 
 
-def look(config: GatewayConfig, path: str) -> int:
+def query(config: GatewayConfig, path: str) -> int:
     """Send the request, write the response's body to standard output, and return its status.
 
     Raises `SettingsError`, `OSError` and `http.client.HTTPException`.

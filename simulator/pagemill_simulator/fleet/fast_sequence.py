@@ -10,7 +10,7 @@ from pagemill_protocol.sampling import is_low_priority
 from pagemill_simulator.fleet.fast_kv import Owner
 
 
-class Place(IntEnum):
+class SequencePhase(IntEnum):
     WAITING = 0
     PREFILLING = 1
     DECODING = 2
@@ -20,7 +20,7 @@ class Place(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class FastSequence:
     arrival_s: float
     num_prompt_tokens: int
     """Includes the part of an answer that was generated elsewhere."""
@@ -51,7 +51,7 @@ class Row:
     num_cached_tokens: int = 0
     """Tokens found in the cache when it first started."""
     num_preemptions: int = 0
-    place: Place = Place.WAITING
+    phase: SequencePhase = SequencePhase.WAITING
     started: bool = False
     num_delivered: int = 0
     """Tokens that the sender has received."""
