@@ -23,7 +23,7 @@ from gateway_layouts import LAYOUTS
 from generating import answer_frames, generates
 from http_reply import Reply
 from kept_templates import KeptTemplates
-from killable_server import serve, was_cut_short
+from killable_server import cut_off, serve
 from real_cluster import real, simulated, start_cluster  # noqa: F401 - fixtures
 from waiting import eventually
 
@@ -140,7 +140,7 @@ class FakeEngine:
         runner, self._runner = self._runner, None
         if self._heartbeat is not None:
             self._heartbeat.cancel()
-        await was_cut_short(runner)
+        await cut_off(runner)
         self._streams.clear()
 
     async def push_state(self, *, skip: int = 0, raw: bytes | None = None, **fields: Any) -> None:
@@ -355,7 +355,7 @@ class ApiServer:
         if self._runner is None:
             return
         runner, self._runner = self._runner, None
-        await was_cut_short(runner)
+        await cut_off(runner)
 
     async def apply(self, kind: str, name: str, **content: Any) -> None:
         event = "MODIFIED" if name in self.objects[kind] else "ADDED"

@@ -212,7 +212,7 @@ def ended(
     return {"engine_failures": tuple(EngineFailure(each.decision, kind, each.probe, progressed) for each in choices)}
 
 
-async def cancel_all(brain: LocalBrain, name: str, choices: list[Assignment], kind: FailureKind) -> None:
+async def end_all(brain: LocalBrain, name: str, choices: list[Assignment], kind: FailureKind) -> None:
     """The engine ended with all of them, and everybody knows."""
     for choice in choices:
         brain.failed(choice, kind)
@@ -223,7 +223,7 @@ async def cancel_all(brain: LocalBrain, name: str, choices: list[Assignment], ki
 async def test_a_probe_waits_until_another_one_is_cleared(brain: LocalBrain) -> None:
     know(brain, "abc")
     crashed = [await place_at(brain, "a", "abc") for _ in range(3)]
-    await cancel_all(brain, "a", crashed, "crashed")
+    await end_all(brain, "a", crashed, "crashed")
     agains = [after(each, "crashed", **ended(each, kind="crashed")) for each in crashed]
     first, second = [await place(brain, "a", retry=each) for each in agains[:2]]
     assert {first.endpoint_id, second.endpoint_id} == {"b", "c"}
@@ -245,10 +245,10 @@ async def test_who_crashes_an_engine_on_which_no_other_request_began_is_blamed(b
     beside = await place_at(brain, "b", "abc")
     brain.started(beside)
     first = await place_at(brain, "a", "abc")
-    await cancel_all(brain, "a", [first], "crashed")
+    await end_all(brain, "a", [first], "crashed")
     second = await place(brain, *"ac", retry=after(first, "crashed", **ended(first, kind="crashed")))
     assert second.endpoint_id == beside.endpoint_id == "b"
-    await cancel_all(brain, "b", [second, beside], "crashed")
+    await end_all(brain, "b", [second, beside], "crashed")
     with pytest.raises(PagemillError) as blamed:
         await place(brain, retry=after(second, "crashed", **ended(first, second, kind="crashed")))
     assert (blamed.value.status, blamed.value.code) == (500, "request_crashed_engine")
@@ -259,11 +259,11 @@ async def test_who_crashes_an_engine_on_which_no_other_request_began_is_blamed(b
 async def test_who_crashed_an_engine_beside_newcomers_is_tried_alone_and_no_request_follows(brain: LocalBrain) -> None:
     know(brain, "abc")
     first = await place_at(brain, "a", "abc")
-    await cancel_all(brain, "a", [first], "crashed")
+    await end_all(brain, "a", [first], "crashed")
     second = await place(brain, *"ac", retry=after(first, "crashed", **ended(first, kind="crashed")))
     newcomer = await place_at(brain, "b", "abc")
     assert newcomer.endpoint_id == second.endpoint_id
-    await cancel_all(brain, "b", [newcomer, second], "crashed")
+    await end_all(brain, "b", [newcomer, second], "crashed")
     waiting = await place(brain)
     retry = after(second, "crashed", **ended(first, second, kind="crashed"))
     third = asyncio.create_task(place(brain, retry=retry))
@@ -324,12 +324,12 @@ async def test_chance_is_what_ends_engines_without_the_request_as_well(brain: Lo
 
     async def lose(probe: str, name: str) -> EngineFailure:
         choice = await place_at(brain, name, names)
-        await cancel_all(brain, name, [choice], "lost")
+        await end_all(brain, name, [choice], "lost")
         clock.now += 1.0
         return EngineFailure(choice.decision, "lost", "shared" if probe == "shared" else "alone" if probe else "none")
 
     engine_failures = [await lose("", "a"), await lose("", "b"), await lose("shared", "c")]
-    await cancel_all(brain, "d", [], "lost")
+    await end_all(brain, "d", [], "lost")
     engine_failures.append(await lose("alone", "e"))
     latest = Assignment(engine_failures[-1].decision, "e", "", "")
     choice = await place(brain, retry=after(latest, "lost", engine_failures=tuple(engine_failures)))
