@@ -36,7 +36,7 @@ from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_simulator.fleet.figures import Figures, Quantiles, figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.scaling.simulated import own
 from pagemill_simulator.workloads.request import SimRequest, Workload
 from pagemill_simulator.workloads.shapes import Burst, Steady
@@ -235,7 +235,7 @@ def simulated(workload: Workload, records: Sequence[Record]) -> Figures | None:
     )
     settings = FleetSettings(
         engine=engine,
-        bounds=Bounds(last.settings.min_replicas, last.settings.max_replicas),
+        bounds=ReplicaBounds(last.settings.min_replicas, last.settings.max_replicas),
         cold_start=_cold_start(starts[-1] if starts else None),
         drain_timeout_s=20.0,
     )

@@ -139,7 +139,7 @@ def engine(clock: ProcessorClock) -> EngineCore:
     self_test(core)
     calibration = Calibration(core)
     calibration.begin()
-    while calibration.go_on():  # as while no request has come
+    while calibration.measure_next():  # as while no request has come
         pass
     return core
 

@@ -21,7 +21,7 @@ RULES_ERROR = "rules"
 
 
 @dataclass(frozen=True)
-class Rule:
+class SectionRule:
     """One condition between fields of a section."""
 
     field: str
@@ -51,7 +51,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = ()
+    rules: ClassVar[tuple[SectionRule, ...]] = ()
     immutable: ClassVar[dict[str, str]] = {}
     """Fields that cannot change once they are set: camelCase name to remedy."""
 

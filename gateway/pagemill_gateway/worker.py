@@ -28,7 +28,7 @@ from pagemill_gateway.limits.store import Store
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.ports import ControlProcessPort, WorkerMeasurements
 from pagemill_gateway.relay.keep_alive import KeepAlive
-from pagemill_gateway.relay.preparation import Preparation
+from pagemill_gateway.relay.preparation import RequestPreparation
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_protocol.errors import PagemillError
@@ -84,7 +84,7 @@ class Worker:
         self.bundles = bundles if bundles is not None else Bundles(None, source=control.bundle)
         self._loading: set[asyncio.Task[None]] = set()
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
-        self.preparation = Preparation(brain, self.bundles, self._keep_alive, config.remembered_prefix_chunks)
+        self.preparation = RequestPreparation(brain, self.bundles, self._keep_alive, config.remembered_prefix_chunks)
         self._upstream = Upstream(config, UPSTREAM_KEEPALIVE_S)
         self.relay = Relay(
             brain,

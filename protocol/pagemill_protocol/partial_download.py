@@ -33,7 +33,7 @@ def partial_folder(target: Path) -> Path:
     return target.parent / PARENT / target.name
 
 
-class Link(NamedTuple):
+class FileLink(NamedTuple):
     place: Path
     """Path of the linked file, on the same file system."""
     num_bytes: int
@@ -44,7 +44,7 @@ class Link(NamedTuple):
 class PartialDownload:
     """The fetching side: makes the folder of links and marks files as whole."""
 
-    def __init__(self, target: Path, links: Mapping[str, Link]) -> None:
+    def __init__(self, target: Path, links: Mapping[str, FileLink]) -> None:
         """Link the files. Raises `OSError` where the file system has no hard links."""
         self.folder = partial_folder(target)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from pagemill.main import app
 from pagemill.planning.accelerators import ACCELERATORS, find_accelerator
 from pagemill.planning.errors import PlanError
-from pagemill.planning.forecast import Workload, forecast
-from pagemill.planning.replica import Replica
+from pagemill.planning.forecast import PlannedWorkload, forecast
+from pagemill.planning.replica import PlannedReplica
 from pagemill.planning.roofline import COMPUTE_SHARE, MEMORY_SHARE, STEP_OVERHEAD_MS, step_time
 from pagemill.planning.simulated_latencies import simulate_latencies
 from pagemill_engine.runner.budget import Sizes
@@ -43,8 +43,8 @@ Write = Callable[..., Path]
 Simulated = Callable[..., dict[str, Any]]
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 SHAPE = Shape(1000, BLOCK_SIZE, 64, 512, STEP_TIME)
-REPLICA = Replica(SHAPE, 4096, 10**8, 1024, None, "cpu", "given")
-WORKLOAD = Workload(30.0, 512, 256)
+REPLICA = PlannedReplica(SHAPE, 4096, 10**8, 1024, None, "cpu", "given")
+WORKLOAD = PlannedWorkload(30.0, 512, 256)
 
 
 def plan(file: Path, *arguments: Any, rps: float = 20, input: int = 200, output: int = 100) -> Result:
@@ -137,7 +137,7 @@ def test_what_is_cached_need_not_be_computed() -> None:
 
 def test_a_request_that_is_too_long_is_refused() -> None:
     with pytest.raises(PlanError, match=r"--input 4000 and --output 300 are 4300 tokens, but a request may have 4096"):
-        forecast(REPLICA, Workload(1.0, 4000, 300), SLO, 50, None)
+        forecast(REPLICA, PlannedWorkload(1.0, 4000, 300), SLO, 50, None)
 
 
 # What users would feel
@@ -169,7 +169,7 @@ def test_the_autoscaler_predicts_what_the_scheduler_then_does(
 ) -> None:
     """Time per token closely; time to first token on the careful side, since lengths are seldom all the same."""
     roomy = REPLICA._replace(shape=msgspec.structs.replace(SHAPE, num_blocks=4000))
-    workload = Workload(1.0, input_tokens, output_tokens)
+    workload = PlannedWorkload(1.0, input_tokens, output_tokens)
     rate = share_of_capacity * forecast(roomy, workload, Slo(), 50, None).capacity
     predicted = forecast(roomy, workload.at(rate), Slo(), 1, None).chosen
     felt = simulate_latencies(roomy.shape, input_tokens, output_tokens, rate, 0.95)

@@ -18,7 +18,7 @@ from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.process import EngineFault, EngineLoop
 from pagemill_engine.loop.sleep import release_memory
-from pagemill_engine.runner.null import NullRunner, PlanError
+from pagemill_engine.runner.null import NullRunner, StepPlanError
 from pagemill_engine.runner.sleep import SleepError
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.generate import GenerateRequest
@@ -89,7 +89,7 @@ def test_sleep_between_requests_is_never_seen_in_answers(rounds: list[tuple[int,
 def test_no_step_runs_on_a_device_that_sleeps() -> None:
     runner = NullRunner.from_config(CONFIG)
     runner.sleep()
-    with pytest.raises(PlanError, match="sleeps"):
+    with pytest.raises(StepPlanError, match="sleeps"):
         runner.launch(StepPlan(step=1, num_scheduled_tokens={}))
 
 

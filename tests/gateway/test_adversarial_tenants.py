@@ -23,10 +23,10 @@ from pagemill_gateway.brain.interface import Assignment, HashScheme, Target
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.limiter import Limiter, Reservation
 from pagemill_gateway.limits.memory import MemoryStore
-from pagemill_gateway.limits.redis.link import Link
+from pagemill_gateway.limits.redis.link import RedisLink
 from pagemill_gateway.limits.redis.store import RedisStore
 from pagemill_gateway.limits.refusals import Limited
-from pagemill_gateway.limits.store import Ask, Store, token_limits
+from pagemill_gateway.limits.store import ReservationRequest, Store, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.upstream import Upstream
@@ -335,7 +335,9 @@ def test_engines_never_generate_more_than_the_limits_of_a_key(limits: Limits, st
         await use_up(world)
         assert store.num_held == 0
         whole = Limits(concurrency=1)
-        assert store.decide(Ask(world.caller.account, "last", 0, whole)).refused is None, "a sequence is held"
+        assert store.decide(ReservationRequest(world.caller.account, "last", 0, whole)).refused is None, (
+            "a sequence is held"
+        )
         if world.num_left == 0:
             (least, *_) = sorted(token_limits(limits))
             assert world.num_used > least - PROMPT - 1, "tokens were lost that nothing has used"
@@ -359,7 +361,7 @@ def test_three_gateways_with_one_redis_let_engines_generate_no_more_than_one(
     async def main() -> None:
         config = RedisConfig(url=server.url, prefix=next(prefixes), timeout_ms=10_000.0)
         clock = {"now_ms": lambda: 1_795_391_000_000, "now_unix_s": lambda: NOON_S}
-        gateways = [RedisStore(Link(config), **clock) for _ in range(3)]
+        gateways = [RedisStore(RedisLink(config), **clock) for _ in range(3)]
         for each in gateways:
             each.start()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagemill_gateway.limits.allowance import LEAST_GROWTH_TOKENS, MARGIN_TOKENS, Allowance, Reserved, TokenNeed
-from pagemill_gateway.limits.store import Answer, Ask, More
+from pagemill_gateway.limits.store import ExtensionRequest, ReservationAnswer, ReservationRequest
 from pagemill_protocol.generate import FrameMeta, GenerateRequest
 from pagemill_protocol.keys.caller import Limits
 from pagemill_protocol.sampling import SamplingParams
@@ -18,12 +18,12 @@ class FullStore:
 
     def __init__(self, left: int = 10**6) -> None:
         self.left = left
-        self.asked: list[More] = []
+        self.asked: list[ExtensionRequest] = []
 
-    async def reserve(self, ask: Ask) -> Answer:
+    async def reserve(self, ask: ReservationRequest) -> ReservationAnswer:
         raise NotImplementedError
 
-    async def extend(self, more: More) -> int:
+    async def extend(self, more: ExtensionRequest) -> int:
         self.asked.append(more)
         granted = min(self.left, more.tokens)
         self.left -= granted
@@ -31,7 +31,7 @@ class FullStore:
 
     def settle(self, lease: str, tokens: int) -> None: ...
 
-    def adopt(self, ask: Ask) -> None: ...
+    def adopt(self, ask: ReservationRequest) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -39,7 +39,7 @@ class FullStore:
 def reserve(store: FullStore, granted: int, *needs: TokenNeed) -> tuple[Reserved, list[Allowance]]:
     num_sequences = sum(need.request.sampling.num_sequences for need in needs)
     num_prompt_tokens = PROMPT * len(needs)
-    ask = Ask("a", "lease", granted, Limits(tokens_per_minute=1000), num_sequences)
+    ask = ReservationRequest("a", "lease", granted, Limits(tokens_per_minute=1000), num_sequences)
     reserved = Reserved(store, ask, num_prompt_tokens, granted, needs)
     return reserved, reserved.allowances
 

@@ -43,8 +43,17 @@ from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 
 TARGET = Target("default/d", "m", "bundle", 100, None, "deployment", HashScheme("w", "f16", 16, 4))
 ASK = RoutingRequest(10)
-ENTRY = store.Ask("a", "lease", 5, Limits(concurrency=1))
-NAMED = [QueueTicket, RetryContext, RoutingRequest, Target, CompletedRequest, RequestOutcome, store.Ask, Caller]
+ENTRY = store.ReservationRequest("a", "lease", 5, Limits(concurrency=1))
+NAMED = [
+    QueueTicket,
+    RetryContext,
+    RoutingRequest,
+    Target,
+    CompletedRequest,
+    RequestOutcome,
+    store.ReservationRequest,
+    Caller,
+]
 """Read from their annotations."""
 
 
@@ -282,11 +291,11 @@ async def test_a_new_head_knows_how_far_a_reservation_has_grown_and_been_used(pl
     async with place.worker() as line:
         async with place.head():
             assert (await line.reserve(entry)).granted == 200
-            assert await line.extend(store.More(entry.account, entry.lease, 150, 300, limits)) == 300
+            assert await line.extend(store.ExtensionRequest(entry.account, entry.lease, 150, 300, limits)) == 300
         async with place.head():
             other = entry._replace(lease="other")
             assert (await line.reserve(other._replace(tokens=651))).refused == "tokens", "50 and 300 are open"
-            assert await line.extend(store.More(entry.account, entry.lease, 400, 100, limits)) == 100
+            assert await line.extend(store.ExtensionRequest(entry.account, entry.lease, 400, 100, limits)) == 100
             line.settle(entry.lease, 420)
             assert (await line.reserve(other._replace(tokens=731))).refused == "tokens"
             assert (await line.reserve(other._replace(tokens=730))).refused is None, "270 were used here"
@@ -300,7 +309,7 @@ async def test_a_worker_that_dies_is_charged_for_what_it_reported(place: Place, 
         async with place.worker() as line:
             entry = ENTRY._replace(tokens=200, limits=limits)
             await line.reserve(entry)
-            await line.extend(store.More(entry.account, entry.lease, 150, 300, limits))
+            await line.extend(store.ExtensionRequest(entry.account, entry.lease, 150, 300, limits))
         await fake.until(lambda: counted.num_held == 0)
         assert counted.decide(entry._replace(lease="other", tokens=851)).refused == "tokens"
         assert counted.decide(entry._replace(lease="other", tokens=850)).refused is None

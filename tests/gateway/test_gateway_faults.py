@@ -225,7 +225,7 @@ async def test_a_client_that_leaves_stops_the_engine_at_once(engines, gateways, 
             await fake.until(lambda: gateway.record(engines[0]).in_flight == 0)
             await fake.until(lambda stream=stream: caplog.text.count('"status":499') == 1 + stream)
         assert gateway.gateway.control.brain.recovery.ejection(gateway.record(engines[0])).num_failures == 0
-    assert gateway.gateway.worker.gate.num_inside == 0
+    assert gateway.gateway.worker.in_flight_limit.num_in_flight == 0
 
 
 async def test_a_client_that_leaves_stops_all_its_prompts(engines, gateways, fake) -> None:
@@ -331,7 +331,7 @@ async def test_a_slow_reader_stops_the_engine_from_sending_and_loses_its_stream_
         assert sent_bytes < 64 * 2**20
         assert (await gateway.chat(model="nope")).status == 404, "others are served meanwhile"
         await fake.until(lambda: engines[0].num_aborted == 1)
-        await fake.until(lambda: gateway.gateway.worker.gate.num_inside == 0)
+        await fake.until(lambda: gateway.gateway.worker.in_flight_limit.num_in_flight == 0)
         response.close()
 
 

@@ -21,11 +21,11 @@ from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.redis import link as redis_link
 from pagemill_gateway.limits.redis import store as redis_store
-from pagemill_gateway.limits.redis.link import Link
+from pagemill_gateway.limits.redis.link import RedisLink
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
 from pagemill_gateway.limits.redis.shares import share_of
 from pagemill_gateway.limits.redis.store import RedisStore
-from pagemill_gateway.limits.store import Ask, More
+from pagemill_gateway.limits.store import ExtensionRequest, ReservationRequest
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.auth import hash_key
 from pagemill_protocol.keys.caller import Limits
@@ -59,7 +59,8 @@ async def stores(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redis_link, "CONNECT_TIMEOUT_S", max(redis_link.CONNECT_TIMEOUT_S, timeout_ms / 1000))
         running = [
-            RedisStore(Link(RedisConfig(url=server.url, prefix=prefix, timeout_ms=timeout_ms))) for _ in range(count)
+            RedisStore(RedisLink(RedisConfig(url=server.url, prefix=prefix, timeout_ms=timeout_ms)))
+            for _ in range(count)
         ]
     for each in running:
         each.start()
@@ -72,8 +73,8 @@ async def stores(
             await each.close()
 
 
-def ask(limits: Limits, tokens: int = 1, account: str = "a") -> Ask:
-    return Ask(account, next(leases), tokens, limits)
+def ask(limits: Limits, tokens: int = 1, account: str = "a") -> ReservationRequest:
+    return ReservationRequest(account, next(leases), tokens, limits)
 
 
 # -- the same rules ---------------------------------------------------------------------------------------------------
@@ -108,7 +109,9 @@ async def _same_answers(
         return now_ms
 
     config = RedisConfig(url=server.url, prefix=next(prefixes), timeout_ms=PATIENT_MS)
-    gateways = [RedisStore(Link(config), now_ms=clock, now_unix_s=lambda: now_ms / 1000) for _ in range(num_gateways)]
+    gateways = [
+        RedisStore(RedisLink(config), now_ms=clock, now_unix_s=lambda: now_ms / 1000) for _ in range(num_gateways)
+    ]
     alone = MemoryStore(clock, lambda: now_ms / 1000)
     for each in gateways:
         each.start()
@@ -128,7 +131,7 @@ async def _same_answers(
             elif held and kind == "extend":
                 lease = next(reversed(held))
                 shared, num_held = held[lease]
-                more = More("a", lease, num_held // 2, amount, limits)
+                more = ExtensionRequest("a", lease, num_held // 2, amount, limits)
                 granted = await shared.extend(more)
                 assert granted == alone.decide_more(more)
                 held[lease] = shared, num_held + granted
@@ -174,7 +177,7 @@ async def test_a_gateway_that_dies_gives_its_places_back(server: RedisServer, mo
     limits = Limits(concurrency=2)
     prefix = next(prefixes)
     async with stores(server, 1, prefix=prefix) as (alive,):
-        dead = RedisStore(Link(RedisConfig(url=server.url, prefix=prefix, timeout_ms=PATIENT_MS)))
+        dead = RedisStore(RedisLink(RedisConfig(url=server.url, prefix=prefix, timeout_ms=PATIENT_MS)))
         dead.start()
         await eventually(lambda: dead.up)
         assert (await dead.reserve(ask(limits))).refused is None
@@ -230,7 +233,9 @@ async def test_reservations_of_two_gateways_grow_within_one_limit(server: RedisS
         asked = [(one, ask(limits, 100)), (two, ask(limits, 100))]
         for store, each in asked:
             assert (await store.reserve(each)).granted == 100
-        more = [store.extend(More("a", each.lease, 50, 300, limits)) for _ in range(3) for store, each in asked]
+        more = [
+            store.extend(ExtensionRequest("a", each.lease, 50, 300, limits)) for _ in range(3) for store, each in asked
+        ]
         assert sum(await asyncio.gather(*more)) == 700
         assert (await two.reserve(ask(limits, 1))).refused == "budget_day"
         for store, each in asked:
@@ -246,7 +251,7 @@ async def test_growth_that_is_not_waited_for_any_more_leaves_nothing_behind(serv
         for _ in range(20):
             asked = ask(limits, 10)
             await store.reserve(asked)
-            growing = asyncio.create_task(store.extend(More("a", asked.lease, 5, 500, limits)))
+            growing = asyncio.create_task(store.extend(ExtensionRequest("a", asked.lease, 5, 500, limits)))
             await asyncio.sleep(0)
             growing.cancel()
             store.settle(asked.lease, 5)
@@ -326,13 +331,13 @@ async def test_without_redis_reservations_grow_within_a_share(own_server: RedisS
         asked = ask(limits, 100)
         await one.reserve(asked)
         own_server.kill()
-        assert await one.extend(More("a", asked.lease, 50, 900, limits)) == 400
-        assert await one.extend(More("a", asked.lease, 200, 900, limits)) == 0
+        assert await one.extend(ExtensionRequest("a", asked.lease, 50, 900, limits)) == 400
+        assert await one.extend(ExtensionRequest("a", asked.lease, 200, 900, limits)) == 0
         refused = await one.reserve(ask(limits, 900)._replace(least=600))
         assert (refused.refused, refused.retry_after_s) == ("tokens", 5.0), "its prompt alone is more than the share"
         own_server.start()  # it has forgotten the reservation
         await eventually(lambda: one.up and two.up and one.num_gateways == 2)
-        assert await one.extend(More("a", asked.lease, 300, 900, limits)) == 0, "the share goes on to hold"
+        assert await one.extend(ExtensionRequest("a", asked.lease, 300, 900, limits)) == 0, "the share goes on to hold"
         one.settle(asked.lease, 450)
         await eventually(lambda: one.num_unpublished == 0)
 
@@ -343,7 +348,7 @@ async def test_what_grew_without_redis_is_charged_when_it_is_back(own_server: Re
         asked = ask(limits, 100)
         await store.reserve(asked)
         own_server.freeze()
-        assert await store.extend(More("a", asked.lease, 50, 500, limits)) == 500
+        assert await store.extend(ExtensionRequest("a", asked.lease, 50, 500, limits)) == 500
         own_server.thaw()
         await eventually(lambda: store.up)
         store.settle(asked.lease, 600)

@@ -59,7 +59,7 @@ def test_bfloat16_products_equal_torchs_for_any_rows(shape: tuple[int, int], has
 def test_packed_float32_products_equal_torchs_for_any_rows(shape: tuple[int, int], has_bias: bool) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(shape), torch.randn(shape[0]) if has_bias else None
-    linear = cpu.OneDNNLinear(weight, bias)
+    linear = cpu.TorchOneDNNLinear(weight, bias)
     for num_rows in ROWS:
         x = torch.randn(num_rows, shape[1])
         torch.testing.assert_close(linear(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)

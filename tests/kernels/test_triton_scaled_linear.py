@@ -118,7 +118,7 @@ def test_narrow_activations(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", CODE_TYPES)
 def test_bands_of_tiles_cover_every_row_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five tiles of rows in bands of two: the last band is lower than the others."""
-    monkeypatch.setattr(triton_launch, "choose_tiles", lambda num_rows: triton_launch.Tiles(16, 32, 32, 4, 2))
+    monkeypatch.setattr(triton_launch, "choose_tiles", lambda num_rows: triton_launch.ScaledTiles(16, 32, 32, 4, 2))
     monkeypatch.setattr(triton_launch, "BAND", 2)
     weight, x = quantize_channels(random(70, 40), dtype), random(75, 40, seed=1)
     result = triton_launch.ScaledLinear(weight, None)(x)

@@ -14,7 +14,7 @@ from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.backend import TRIES, KubernetesCluster
 from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
-from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.plan.types import Problem
 from pagemill_protocol.load import EngineWork
@@ -72,7 +72,7 @@ class Api:
 class World:
     def __init__(self) -> None:
         self.api = Api()
-        self.cache = Cache("system", {"app": "gateway"})
+        self.cache = ObjectCache("system", {"app": "gateway"})
         self.tokens = ("one",)
         self.image = "engine:1"
         client: Any = self.api

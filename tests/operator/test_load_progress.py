@@ -11,7 +11,7 @@ from observed_world import CACHED, World, running
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_kube.errors import Unreachable
-from pagemill_operator.controller.load_progress import PERIOD_S, LoadProgress, progress_text
+from pagemill_operator.controller.load_progress import PERIOD_S, LoaderProgress, progress_text
 
 GIB = 2**30
 
@@ -53,7 +53,7 @@ def test_a_log_without_bytes_says_nothing(log: bytes) -> None:
 
 async def test_only_a_loader_that_runs_costs_requests_and_not_many() -> None:
     logs, now = Logs(), [0.0]
-    progress = LoadProgress(logs, clock=lambda: now[0])  # type: ignore[arg-type]
+    progress = LoaderProgress(logs, clock=lambda: now[0])  # type: ignore[arg-type]
     await progress.look("team/chat", [pod("engine"), pod(terminated={"exitCode": 0})])
     assert logs.asked == []
     logs.content = line(GIB, 4 * GIB)

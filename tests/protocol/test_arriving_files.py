@@ -13,7 +13,7 @@ from tiny_files import model_files
 from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_protocol.partial_download import (
-    Link,
+    FileLink,
     PartialDownload,
     awaited_bytes,
     partial_folder,
@@ -184,7 +184,7 @@ def test_a_model_of_one_file_is_fetched_whole(tmp_path: Path, kind: Slow) -> Non
 def test_a_folder_of_an_earlier_fetch_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "b").write_bytes(b"22")
-    links = {"a": Link(tmp_path / "a", 1, is_complete=True), "b": Link(tmp_path / "b", 5, is_complete=False)}
+    links = {"a": FileLink(tmp_path / "a", 1, is_complete=True), "b": FileLink(tmp_path / "b", 5, is_complete=False)}
     with closing(PartialDownload(tmp_path / "m", {"a": links["a"]})) as earlier:
         assert earlier.folder == partial_folder(tmp_path / "m")
     with closing(PartialDownload(tmp_path / "m", links)) as arriving:

@@ -207,7 +207,7 @@ def test_metadata_is_of_models_that_exist_and_readiness_of_those_that_engines_se
     assert [each["name"] for each in json.loads(metadata(asked))["inputs"] if each["shape"] == [-1]] == ["stop"]
     assert [each["name"] for each in json.loads(config(asked))["input"] if not each["optional"]] == ["text_input"]
     with pytest.raises(PagemillError) as caught:
-        ready(asked._replace(place=place("", "cold")))
+        ready(asked._replace(info=place("", "cold")))
     assert caught.value.status == 503
     with pytest.raises(PagemillError, match="does not exist"):
-        metadata(asked._replace(place=place("", "x")))
+        metadata(asked._replace(info=place("", "x")))

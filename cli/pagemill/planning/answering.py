@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from pagemill.planning.choosing import Subject, seconds, show_progress
 from pagemill.planning.errors import PlanError
-from pagemill.planning.forecast import Forecast, Workload, forecast, is_positive, of_users
+from pagemill.planning.forecast import Forecast, PlannedWorkload, forecast, is_positive, of_users
 from pagemill.planning.placement import note_of
 from pagemill.planning.prices import Prices, price_of
-from pagemill.planning.replica import Replica, ReplicaOptions, replica_of
+from pagemill.planning.replica import PlannedReplica, ReplicaOptions, replica_of
 from pagemill.planning.simulated_latencies import SimulatedLatencies, simulate_latencies
 from pagemill.planning.users import Users
 from pagemill_operator.autoscaler.settings import Slo
@@ -28,7 +28,7 @@ MOST_REPLICAS = 1000
 class Question(NamedTuple):
     """The load, the SLO and the other inputs that are the same for all subjects."""
 
-    load: Workload
+    load: PlannedWorkload
     """The load; with `users` its rate is 0 until it is computed for a replica."""
     users: Users | None
     slo: Slo
@@ -37,10 +37,10 @@ class Question(NamedTuple):
     measure_s: float
 
 
-class Answer(NamedTuple):
+class PlanAnswer(NamedTuple):
     plan: Plan
-    replica: Replica
-    workload: Workload
+    replica: PlannedReplica
+    workload: PlannedWorkload
     slo: Slo
     forecast: Forecast
     simulated: SimulatedLatencies | None
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 class AnswerOrError(NamedTuple):
     subject: Subject
-    answer: Answer | None
+    answer: PlanAnswer | None
     error: str = ""
     """The cause, if there is no answer."""
 
@@ -72,7 +72,7 @@ def answers(question: Question, subjects: Sequence[Subject]) -> list[AnswerOrErr
     return found
 
 
-def answer(question: Question, subject: Subject, *, simulates: bool = True) -> Answer:
+def answer(question: Question, subject: Subject, *, simulates: bool = True) -> PlanAnswer:
     """Return the plan of one subject; `simulates`: with a simulation of one replica. Raises `PlanError`."""
     load, slo = question.load, question.slo
     options = ReplicaOptions(question.fit, subject.accelerator, subject.model, question.measure_s, show_progress)
@@ -91,12 +91,12 @@ def answer(question: Question, subject: Subject, *, simulates: bool = True) -> A
     on_device = subject.accelerator is not None
     gpus = found.groups[0].process.gpus or int(on_device)
     note = note_of(subject.accelerator) if subject.accelerator is not None else None
-    return Answer(found, replica, workload, slo, result, simulated, gpus, note, subject.is_of_file)
+    return PlanAnswer(found, replica, workload, slo, result, simulated, gpus, note, subject.is_of_file)
 
 
 def load_of(
     rps: float | None, users: int | None, think: str | None, input_tokens: int, output_tokens: int, cached: int
-) -> tuple[Workload, Users | None]:
+) -> tuple[PlannedWorkload, Users | None]:
     """Return the load that the options describe. Raises `PlanError`."""
     if (rps is None) == (users is None):
         raise PlanError("give either --rps with requests per second, or --users with --think, such as --users 100")
@@ -108,5 +108,5 @@ def load_of(
         raise PlanError(
             f"--cached {cached}: must be less than --input {input_tokens}, because the last token is always computed"
         )
-    load = Workload(rps or 0.0, input_tokens, output_tokens, cached)
+    load = PlannedWorkload(rps or 0.0, input_tokens, output_tokens, cached)
     return load, None if users is None or think is None else Users(users, seconds("--think", think))

@@ -11,8 +11,8 @@ from typing import Any
 
 from pagemill.columns import columns
 from pagemill.planning import report
-from pagemill.planning.answering import Answer, AnswerOrError
-from pagemill.planning.forecast import Workload
+from pagemill.planning.answering import AnswerOrError, PlanAnswer
+from pagemill.planning.forecast import PlannedWorkload
 from pagemill.planning.users import Users
 from pagemill.printable import printable
 from pagemill_operator.autoscaler.settings import Slo
@@ -21,7 +21,7 @@ HEAD = ["ACCELERATOR", "REPLICAS", "GPUS EACH", "CONCURRENCY", "AT MAX LENGTH", 
 COSTS = ["COST/H", "PER 1M TOKENS", "PER 1M OUTPUT"]
 
 
-def as_json(compared: Sequence[AnswerOrError], load: Workload, users: Users | None, slo: Slo) -> str:
+def as_json(compared: Sequence[AnswerOrError], load: PlannedWorkload, users: Users | None, slo: Slo) -> str:
     body = {
         "load": report.load_as_json(load, users),
         "slo": report.slo_as_json(slo),
@@ -37,7 +37,7 @@ def _body(each: AnswerOrError) -> dict[str, Any]:
     return {**name, **report.body_of(each.answer)}
 
 
-def as_table(compared: Sequence[AnswerOrError], load: Workload, users: Users | None, slo: Slo) -> str:
+def as_table(compared: Sequence[AnswerOrError], load: PlannedWorkload, users: Users | None, slo: Slo) -> str:
     has_models = len({each.subject.label for each in compared}) > 1
     has_costs = any(each.answer is not None and each.answer.forecast.rows[0].cost is not None for each in compared)
     share = f"P{slo.share * 100:.0f}"
@@ -77,7 +77,7 @@ def _row(each: AnswerOrError, has_models: bool, has_costs: bool) -> list[str]:
     ]
 
 
-def _remark(found: Answer | None) -> str:
+def _remark(found: PlanAnswer | None) -> str:
     if found is None:
         return ""
     words = [found.note] if found.note else []

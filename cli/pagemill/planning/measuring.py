@@ -35,7 +35,7 @@ class SingleRequestLatency(NamedTuple):
     """`None` if the answer had one token."""
 
 
-class Measured(NamedTuple):
+class MeasuredReplica(NamedTuple):
     ready: Ready
     step_time: StepTimeParams
     alone: SingleRequestLatency
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
 
 async def measure(
     config: EngineConfig, input_tokens: int, output_tokens: int, limit_s: float, show_progress: Callable[[str], None]
-) -> Measured:
+) -> MeasuredReplica:
     """Measure the replica; `show_progress` is called with lines of progress. Raises `PlanError`."""
     with EngineProcess.launch(config) as process:
         channel = EngineChannel(config, process)
@@ -89,7 +89,7 @@ class _Rounds:
         self._num_requests = 0
         self._step_time = StepTimeParams()
 
-    async def run(self, limit_s: float) -> Measured:
+    async def run(self, limit_s: float) -> MeasuredReplica:
         began_s = time.monotonic()
         alone = await self._round(1, limit_s)
         at_once, took_s = 1, time.monotonic() - began_s
@@ -101,7 +101,7 @@ class _Rounds:
         # The engine reports its step-time model twice a second, so that short rounds may end before the first report.
         while not self._step_time.num_steps_observed and time.monotonic() - began_s < TIMEOUT_FACTOR * limit_s:
             await self._round(at_once, limit_s)
-        return Measured(self._ready, self._step_time, alone, at_once)
+        return MeasuredReplica(self._ready, self._step_time, alone, at_once)
 
     @property
     def _most(self) -> int:

@@ -8,20 +8,20 @@ from typing import Any
 import msgspec
 
 from pagemill.columns import columns
-from pagemill.planning.answering import Answer
-from pagemill.planning.forecast import Forecast, Row, Workload
+from pagemill.planning.answering import PlanAnswer
+from pagemill.planning.forecast import Forecast, ForecastRow, PlannedWorkload
 from pagemill.planning.simulated_latencies import SimulatedLatencies
 from pagemill.planning.users import Users
 from pagemill.printable import printable
 from pagemill_operator.autoscaler.settings import Slo
 
 
-def as_json(answer: Answer) -> str:
+def as_json(answer: PlanAnswer) -> str:
     """Return the plan as JSON, which `--fit` accepts."""
     return json.dumps(body_of(answer), indent=1)
 
 
-def body_of(answer: Answer) -> dict[str, Any]:
+def body_of(answer: PlanAnswer) -> dict[str, Any]:
     """Return the JSON object that `docs/reference/plan.md` describes."""
     replica, forecast = answer.replica, answer.forecast
     shape = replica.shape
@@ -58,7 +58,7 @@ def body_of(answer: Answer) -> dict[str, Any]:
     }
 
 
-def load_as_json(workload: Workload, users: Users | None) -> dict[str, Any]:
+def load_as_json(workload: PlannedWorkload, users: Users | None) -> dict[str, Any]:
     """Return the load as JSON; its rate is null if it depends on users and thus on the replica."""
     rate = workload.requests_per_s or None
     return {**workload._asdict(), "requests_per_s": rate, "users": None if users is None else users._asdict()}
@@ -68,12 +68,12 @@ def slo_as_json(slo: Slo) -> Any:
     return msgspec.to_builtins(slo)
 
 
-def _candidate(row: Row) -> dict[str, Any]:
+def _candidate(row: ForecastRow) -> dict[str, Any]:
     cost = None if row.cost is None else row.cost._asdict()
     return {**msgspec.to_builtins(row.candidate), "cost": cost}
 
 
-def as_table(answer: Answer) -> str:
+def as_table(answer: PlanAnswer) -> str:
     plan, slo, forecast = answer.plan, answer.slo, answer.forecast
     lines = [f"{plan.key}: {load_text(answer.workload, answer.workload.users)}", ""]
     lines += [f"  {line}" for line in columns(_properties(answer))]
@@ -84,7 +84,7 @@ def as_table(answer: Answer) -> str:
     return printable("\n".join(lines))
 
 
-def load_text(workload: Workload, users: Users | None) -> str:
+def load_text(workload: PlannedWorkload, users: Users | None) -> str:
     """Return the load in words."""
     tokens = f"{workload.input_tokens} + {workload.output_tokens} tokens"
     cached = f", {workload.cached_tokens} of them cached" if workload.cached_tokens else ""
@@ -93,7 +93,7 @@ def load_text(workload: Workload, users: Users | None) -> str:
     return f"{users.num_users} users with {users.think_s:g} s between requests of {tokens}{cached}"
 
 
-def _properties(answer: Answer) -> list[tuple[str, str]]:
+def _properties(answer: PlanAnswer) -> list[tuple[str, str]]:
     replica, forecast = answer.replica, answer.forecast
     shape, fit = replica.shape, replica.shape.step_time
     cache = f"{shape.num_tokens:,} tokens in {shape.num_blocks:,} blocks"
@@ -126,7 +126,7 @@ def _head(slo: Slo, forecast: Forecast) -> list[str]:
     return ["REPLICAS", f"TTFT {share}", f"TPOT {share}", *costs, "MEETS " + (slo_text(slo) or "THE LOAD")]
 
 
-def _row(row: Row) -> list[str]:
+def _row(row: ForecastRow) -> list[str]:
     candidate, cost = row.candidate, row.cost
     costs = [] if cost is None else [f"{number:.4g}" for number in cost]
     limit = f": limited by {candidate.limit}" if candidate.limit else ""
@@ -149,7 +149,7 @@ def refusal(slo: Slo, forecast: Forecast) -> str:
     )
 
 
-def _conclusion(answer: Answer) -> list[str]:
+def _conclusion(answer: PlanAnswer) -> list[str]:
     plan, slo, forecast = answer.plan, answer.slo, answer.forecast
     if forecast.needed is None:
         return [refusal(slo, forecast)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill.planning.replica import Replica
+from pagemill.planning.replica import PlannedReplica
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.autoscaler.slo import weigh
@@ -40,7 +40,7 @@ class UserLoad(NamedTuple):
 class Cycles:
     """Computes the steady state of users on a number of equal replicas."""
 
-    def __init__(self, replica: Replica, lengths: OfferedLoad, users: Users) -> None:
+    def __init__(self, replica: PlannedReplica, lengths: OfferedLoad, users: Users) -> None:
         self._mean = Predictor(replica.shape, MEAN)
         self._shape = replica.shape
         self._lengths = lengths

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_GRAMMARS = 64
 
 
-class Grammar:
+class CompiledGrammar:
     """A compiled form. Every sequence has a state of its own."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], vocab_size: int) -> None:
@@ -45,7 +45,7 @@ class Grammar:
         )
 
 
-class Limited(NamedTuple):
+class LimitedForm(NamedTuple):
     """An answer with a reasoning budget and an optional form."""
 
     limit: ReasoningLimit
@@ -73,7 +73,7 @@ class GrammarCompiler:
         self._loaded: Tokenizer | None = None
         self._compile: Callable[[StructuredOutputs], LLMatcher] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._grammars: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._grammars: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
 
     def submit(self, outputs: StructuredOutputs | None, reasoning: AnswerFormat | None = None) -> Future[TokenStates]:
@@ -108,7 +108,7 @@ class GrammarCompiler:
             tokenizer.token_bytes,
             self._vocab_size,
         )
-        return Limited(limit, grammar)
+        return LimitedForm(limit, grammar)
 
     def _tokenizer(self) -> Tokenizer:
         """Return the tokenizer, loading it at the first call. Only for the compiler's thread."""
@@ -116,14 +116,14 @@ class GrammarCompiler:
             self._loaded = self._load_tokenizer()
         return self._loaded
 
-    def _make(self, outputs: StructuredOutputs) -> Grammar:
+    def _make(self, outputs: StructuredOutputs) -> CompiledGrammar:
         with self._lock:
             if outputs in self._grammars:  # compiled for a request just before this one
                 return self._grammars[outputs]
         if self._compile is None:
             self._compile = self._prepare()
         try:
-            grammar = Grammar(self._compile(outputs), self._eos_token_ids, self._vocab_size)
+            grammar = CompiledGrammar(self._compile(outputs), self._eos_token_ids, self._vocab_size)
             if grammar.state((), forbids_end=False).ended:
                 raise ValueError("nothing but an empty answer fits it")
         except ValueError as error:

@@ -35,7 +35,7 @@ _settings_decoder = msgspec.json.Decoder(EngineConfig)
 _message_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
-class EngineLink:
+class ParentLink:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._context = zmq.Context()

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.ipc.link import EngineLink
+from pagemill_engine.ipc.link import ParentLink
 from pagemill_engine.ipc.messages import (
     Abort,
     AddRequest,
@@ -71,7 +71,7 @@ class EngineFault(RuntimeError):
 class EngineLoop:
     """Feeds one `EngineCore` from a link until `Shutdown`."""
 
-    def __init__(self, core: EngineCore, link: EngineLink, calibration: Calibration | None = None) -> None:
+    def __init__(self, core: EngineCore, link: ParentLink, calibration: Calibration | None = None) -> None:
         """Create the loop. `calibration`: continues while there are no requests."""
         self._core = core
         self._link = link
@@ -206,7 +206,7 @@ def start_core(
     return core, calibration
 
 
-def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | None = None) -> None:
+def serve(config: EngineConfig, link: ParentLink, early_digest: EarlyDigest | None = None) -> None:
     """Load the model, report ready, and run the loop until `Shutdown`."""
     started_s, clock = time.monotonic(), StartClock()
 
@@ -286,7 +286,7 @@ def main(argv: list[str]) -> int:
     logs.configure(logging.WARNING, process="engine")
     # Ctrl-C reaches the whole process group; the parent decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    link = EngineLink(Path(argv[0]))
+    link = ParentLink(Path(argv[0]))
     link.start()
     gc.disable()
     try:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagemill_engine.models.blocks import MLP, Attention, Block
+from pagemill_engine.models.blocks import MLP, Attention, LayerBlock
 from pagemill_engine.models.classifier import Classifier
 from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.encoder_attention import EncoderAttention
@@ -48,7 +48,7 @@ class _Builder:
         self._ropes: list[RopeSpec] = spec.ropes()
         self._caches = count()
 
-    def block(self, spec: BlockSpec) -> Block:
+    def block(self, spec: BlockSpec) -> LayerBlock:
         if isinstance(spec, MoESpec):
             return MoE(spec, self._ops, self._dtype)
         if isinstance(spec, MLPSpec):
@@ -134,7 +134,7 @@ class DecoderLayer:
         for residual in self.residuals:
             yield from residual.layers()
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[LayerBlock]:
         return [branch.block for residual in self.residuals for branch in residual.branches]
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:

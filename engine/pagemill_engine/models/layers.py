@@ -122,7 +122,7 @@ class Norm:
         return to_torch(vector).to(self._ops.device, copy=True)
 
 
-class Vector:
+class VectorWeights:
     """A stored tensor of `size` values, in float32."""
 
     values: Tensor

@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     """Whether such attention also writes its scores out, one key/value head of a chunk at a time."""
 
 
-class Measured(NamedTuple):
+class MeasuredMemory(NamedTuple):
     """Measurements on a device with weights, rows and compiled kernels, but without a KV cache."""
 
     free_bytes: int
@@ -86,7 +86,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
 
 
 def plan_measured(
-    config: EngineConfig, spec: ModelSpec, sizes: Sizes, before: MemoryState, measured: Measured
+    config: EngineConfig, spec: ModelSpec, sizes: Sizes, before: MemoryState, measured: MeasuredMemory
 ) -> MemoryPlan:
     """Size the KV cache from measured steps. `before`: the device's memory without the engine.
 

@@ -24,7 +24,7 @@ from pagemill_engine.runner.device_forward import DeviceForward
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
 from pagemill_engine.runner.errors import NON_FINITE, DeviceLostError, StepSkippedError
-from pagemill_engine.runner.graphs import CapturedGraph, GraphCapturer, Shape, StepGraphs
+from pagemill_engine.runner.graphs import CapturedGraph, GraphCapturer, GraphShape, StepGraphs
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.device_counts import counts_on
@@ -33,7 +33,7 @@ from pagemill_engine.sampling.sampler import by_row, masks_of
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
-from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowLayout, RowState, StepInputs, StepRows
+from pagemill_kernels.request_rows.layout import NUM_SETTINGS, DeviceStepInputs, RowLayout, RowState, StepRows
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_kernels.sampling.batch import Reports, SampledTokens, SamplingBatch, TokenMasks
 from pagemill_kernels.sampling.device_sample import DeviceSample, Report, download_report, read_report
@@ -85,7 +85,7 @@ class DeviceRunner:
         self._graphs: StepGraphs | None = None
         self._make_capturer: Callable[[], GraphCapturer] | None = None
         self._sleeping = SleepingModel(model, kv_cache, ops.device)
-        self._uploaded: tuple[DeviceStep, Shape | None, DeviceStep, StepRows] | None = None
+        self._uploaded: tuple[DeviceStep, GraphShape | None, DeviceStep, StepRows] | None = None
         """The latest step, the shape it was padded to, the padded step, and its rows on the device."""
         self._unread_failure: InFlight | None = None
         """The step that could not be queued, until it or a step behind it is waited for.
@@ -166,7 +166,7 @@ class DeviceRunner:
         self._state.pad_with(self.kv_cache.padding_block)
         self.info = info
 
-    def capture_graphs(self, shapes: list[Shape], make_capturer: Callable[[], GraphCapturer]) -> None:
+    def capture_graphs(self, shapes: list[GraphShape], make_capturer: Callable[[], GraphCapturer]) -> None:
         """Record steps of `shapes`. Later steps are padded to the smallest shape that fits and replayed."""
         with torch.inference_mode():
             self._graphs = StepGraphs(self._forward, shapes, self._rows.layout.table_width, self.info.max_model_len)
@@ -205,7 +205,7 @@ class DeviceRunner:
         return self._sample(plan, at, step, self._logits(step, inputs, graph), inputs.settings)
 
     def _report_and_sample(
-        self, plan: StepPlan, at: StepRows, step: DeviceStep, inputs: StepInputs, hidden: Tensor
+        self, plan: StepPlan, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs, hidden: Tensor
     ) -> InFlight:
         starts = dict(zip(step.request_ids, step.query_start_loc.tolist(), strict=False))
         pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
@@ -221,7 +221,7 @@ class DeviceRunner:
         report: Report = self._on_device.report_logprobs(logits, token_ids, piece.reports)
         return report
 
-    def _placed(self, staging: Staging, step: DeviceStep, shape: Shape | None) -> tuple[DeviceStep, StepRows]:
+    def _placed(self, staging: Staging, step: DeviceStep, shape: GraphShape | None) -> tuple[DeviceStep, StepRows]:
         """Return the step padded to the shape, and its rows on the device, which are reused for the same step."""
         if self._uploaded is not None and self._uploaded[0] is step and self._uploaded[1] == shape:
             _, _, padded, at = self._uploaded
@@ -239,11 +239,11 @@ class DeviceRunner:
         self._on_device.write_rows(self._state, writes)
         return at
 
-    def _hidden(self, step: DeviceStep, inputs: StepInputs, graph: CapturedGraph | None) -> Tensor:
+    def _hidden(self, step: DeviceStep, inputs: DeviceStepInputs, graph: CapturedGraph | None) -> Tensor:
         """Return normalised hidden states of at least the step's tokens, valid until the next step."""
         return self._forward.hidden(inputs, step.longest) if graph is None else graph.run()
 
-    def _logits(self, step: DeviceStep, inputs: StepInputs, graph: CapturedGraph | None) -> Tensor:
+    def _logits(self, step: DeviceStep, inputs: DeviceStepInputs, graph: CapturedGraph | None) -> Tensor:
         """Return the logits of the requests that sample."""
         if graph is None:
             return self._forward.logits(inputs, step.longest)
@@ -251,11 +251,11 @@ class DeviceRunner:
             return graph.run()[: len(step.rows)]
         return self._forward.logits_of(graph.run(), inputs.last_tokens[: len(step.sampling)])
 
-    def _inputs(self, step: DeviceStep) -> StepInputs:
+    def _inputs(self, step: DeviceStep) -> DeviceStepInputs:
         width = self._rows.layout.table_width
-        return StepInputs.empty(step.num_tokens, len(step.rows), len(step.sampling), width, self._ops.device)
+        return DeviceStepInputs.empty(step.num_tokens, len(step.rows), len(step.sampling), width, self._ops.device)
 
-    def _build(self, at: StepRows, step: DeviceStep, inputs: StepInputs) -> None:
+    def _build(self, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs) -> None:
         build, block_size = self._on_device.build_inputs, self.info.block_size
         build(self._state, at, step.longest, len(step.sampling), block_size, inputs)
 
@@ -285,7 +285,7 @@ class DeviceRunner:
         with torch.inference_mode():
             self._graphs.capture(self._make_capturer(), self._fill_with_padding)
 
-    def _fill_with_padding(self, shape: Shape, inputs: StepInputs) -> None:
+    def _fill_with_padding(self, shape: GraphShape, inputs: DeviceStepInputs) -> None:
         """Fill the inputs with padding tokens, so that a graph is captured from a possible step."""
         step = self._padding_step(shape.num_tokens, shape.num_requests)
         self._build(self._upload(Staging(), step), step, inputs)

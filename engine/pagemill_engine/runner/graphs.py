@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pagemill_engine.runner.device_forward import DeviceForward
 from pagemill_engine.runner.device_rows import DeviceStep
-from pagemill_kernels.request_rows.layout import StepInputs
+from pagemill_kernels.request_rows.layout import DeviceStepInputs
 
 MOST_REQUESTS = 512
 """Most requests of a recorded decode. Larger ones compute for so long that their launches cost nothing."""
@@ -33,7 +33,7 @@ _REQUESTS = (64,)
 """Recorded numbers of requests, besides the largest: attention launches programs for every possible request."""
 
 
-class Shape(NamedTuple):
+class GraphShape(NamedTuple):
     """The padded size of a recorded step."""
 
     num_tokens: int
@@ -41,17 +41,17 @@ class Shape(NamedTuple):
     is_decode: bool
 
 
-def decode_shapes(max_num_seqs: int) -> list[Shape]:
+def decode_shapes(max_num_seqs: int) -> list[GraphShape]:
     """Return the shapes of decodes, rising.
 
     Other decodes are padded to the next one, by at most 8 or an eighth of it.
     """
     largest = min(max_num_seqs, MOST_REQUESTS)
     sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, MOST_REQUESTS + 1, 32)]
-    return [Shape(size, size, is_decode=True) for size in _up_to(largest, sizes)]
+    return [GraphShape(size, size, is_decode=True) for size in _up_to(largest, sizes)]
 
 
-def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int = MOST_TOKENS) -> list[Shape]:
+def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int = MOST_TOKENS) -> list[GraphShape]:
     """Return the shapes of steps with prompts, rising, whether or not requests decode in them.
 
     There is always a free row for a padding request, which gets the padding tokens. No shape above 1,024 tokens is
@@ -61,11 +61,13 @@ def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: in
     largest = max(size for size in _TOKENS if size <= max(most_tokens, _SMALL[-1]))
     for num_tokens in _up_to(min(max_num_batched_tokens, largest), _TOKENS):
         most = min(num_tokens, max_num_seqs + 1)
-        found += [Shape(num_tokens, size, is_decode=False) for size in _up_to(most, _REQUESTS)]
+        found += [GraphShape(num_tokens, size, is_decode=False) for size in _up_to(most, _REQUESTS)]
     return found
 
 
-def shapes_to_capture(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int = MOST_TOKENS) -> list[Shape]:
+def shapes_to_capture(
+    max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int = MOST_TOKENS
+) -> list[GraphShape]:
     """Return all shapes to record. `most_tokens`: the largest step with prompts."""
     decodes = decode_shapes(min(max_num_seqs, max_num_batched_tokens))
     return [*decodes, *mixed_shapes(max_num_seqs, max_num_batched_tokens, most_tokens)]
@@ -99,8 +101,8 @@ class CudaGraphCapturer:
 class CapturedGraph:
     """One recorded shape."""
 
-    shape: Shape
-    inputs: StepInputs
+    shape: GraphShape
+    inputs: DeviceStepInputs
     """Inputs; fill them before `run`."""
     out: Tensor
     replay: Callable[[], None]
@@ -116,7 +118,9 @@ class CapturedGraph:
 
 
 class StepGraphs:
-    def __init__(self, forward: DeviceForward, shapes: Iterable[Shape], table_width: int, max_model_len: int) -> None:
+    def __init__(
+        self, forward: DeviceForward, shapes: Iterable[GraphShape], table_width: int, max_model_len: int
+    ) -> None:
         """Allocate buffers only; `capture` captures the graphs."""
         self._forward, self._max_model_len = forward, max_model_len
         shapes = sorted(shapes)
@@ -127,9 +131,9 @@ class StepGraphs:
         self._inputs = forward.empty_inputs(most_tokens, most_requests, table_width)
         self._logits = forward.empty_logits(_most_tokens(shapes, decodes=True))
         self._hidden = forward.empty_hidden(_most_tokens(shapes, decodes=False))
-        self._captured: dict[Shape, CapturedGraph] = {}
+        self._captured: dict[GraphShape, CapturedGraph] = {}
 
-    def capture(self, capturer: GraphCapturer, prepare: Callable[[Shape, StepInputs], None]) -> None:
+    def capture(self, capturer: GraphCapturer, prepare: Callable[[GraphShape, DeviceStepInputs], None]) -> None:
         """Capture all shapes, the largest first, whose memory the others reuse.
 
         `prepare` fills the inputs with padding requests.
@@ -150,7 +154,7 @@ class StepGraphs:
         self._captured.clear()
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[GraphShape]:
         """Shapes that are recorded now."""
         return list(self._captured)
 
@@ -169,5 +173,5 @@ def _up_to(largest: int, sizes: Iterable[int]) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
-def _most_tokens(shapes: list[Shape], *, decodes: bool) -> int:
+def _most_tokens(shapes: list[GraphShape], *, decodes: bool) -> int:
     return max((each.num_tokens for each in shapes if each.is_decode == decodes), default=0)

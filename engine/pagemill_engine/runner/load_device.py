@@ -22,7 +22,7 @@ from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.kv_cache import max_model_len_for
 from pagemill_engine.runner.memory_profiling import CudaMeter, profile_memory
-from pagemill_engine.runner.preparing import ModelFiles, Prepared, describe_cache, prepare, refusals, runner_info
+from pagemill_engine.runner.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.gpu.kernel_cache import use_kernel_cache
 from pagemill_kernels.torch_arrays import TORCH_TYPES
@@ -71,7 +71,7 @@ def _load(files: ModelFiles, compute: Compute) -> Runner:
     return runner
 
 
-def _profile_memory(runner: DeviceRunner, files: ModelFiles, prepared: Prepared) -> None:
+def _profile_memory(runner: DeviceRunner, files: ModelFiles, prepared: PreparedModel) -> None:
     config, spec = prepared.config, files.spec
     files.progress("warming", _use_kernel_cache(config.kernel_cache_dir))
     profile_memory(runner, config, spec, prepared.sizes, prepared.before, CudaMeter())

@@ -12,7 +12,7 @@ import torch
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.models.weights import weight_bytes
-from pagemill_engine.runner.budget import Measured, Sizes, plan_measured
+from pagemill_engine.runner.budget import MeasuredMemory, Sizes, plan_measured
 from pagemill_engine.runner.compiling import compile_kernels, largest_captured, run_largest
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.kv_cache import max_model_len_for
@@ -54,7 +54,7 @@ def profile_memory(
     step_bytes = meter.peak_bytes(lambda: compile_kernels(runner, config))
     graph_bytes = _graph_bytes(runner, config, meter) if config.cuda_graphs else 0
     sizes = sizes._replace(weight_bytes=weight_bytes(runner.model))
-    measured = Measured(meter.free_bytes(), step_bytes, graph_bytes)
+    measured = MeasuredMemory(meter.free_bytes(), step_bytes, graph_bytes)
     num_blocks, budget = plan_measured(config, spec, sizes, before, measured)
     max_model_len = min(runner.info.max_model_len, max_model_len_for(config, spec, num_blocks))
     runner.resize_cache(

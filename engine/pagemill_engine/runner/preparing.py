@@ -45,7 +45,7 @@ class ModelFiles(NamedTuple):
     early_digest: EarlyDigest | None = None
 
 
-class Prepared(NamedTuple):
+class PreparedModel(NamedTuple):
     config: EngineConfig
     """The configuration with step limits."""
     compute: Compute
@@ -57,7 +57,7 @@ class Prepared(NamedTuple):
     budget: MemoryBudget
 
 
-def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> Prepared:
+def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> PreparedModel:
     """Choose types, step limits and sizes. Raises `LoadError`, and the errors that `refusals` converts."""
     config, spec = files.config, files.spec
     weights = weights_of(config, files.path, spec, compute.weight_forms.small_floats, files.early_digest)
@@ -67,7 +67,7 @@ def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> Prepare
     config = choose_step_limits(config, spec, sizes, before)
     num_blocks, budget = plan_memory(config, spec, sizes, before)
     files.progress("loading", f"{default_name(config.model)}: {_held(files, compute, weights)}, {compute.how}")
-    return Prepared(config, compute, weights, sizes, before, num_blocks, budget)
+    return PreparedModel(config, compute, weights, sizes, before, num_blocks, budget)
 
 
 @contextmanager
@@ -81,7 +81,9 @@ def refusals(path: Path) -> Iterator[None]:
         raise LoadError("ModelUnreadable", f"`{path}`: {error}") from error
 
 
-def runner_info(prepared: Prepared, spec: ModelSpec, max_model_len: int, weight_bytes: int, device: str) -> RunnerInfo:
+def runner_info(
+    prepared: PreparedModel, spec: ModelSpec, max_model_len: int, weight_bytes: int, device: str
+) -> RunnerInfo:
     config, compute = prepared.config, prepared.compute
     return RunnerInfo(
         num_blocks=prepared.num_blocks,

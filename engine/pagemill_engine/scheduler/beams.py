@@ -49,7 +49,7 @@ class Beam(Generic[S]):
     """Possible next tokens of the sequence; set while it waits for the other sequences."""
 
 
-class Answer(NamedTuple):
+class BeamAnswer(NamedTuple):
     """A complete sequence."""
 
     token_ids: list[int]
@@ -80,7 +80,7 @@ class BeamSearch(Generic[S]):
         """
         self.beams = [Beam(root)]
         """Running sequences, best first."""
-        self.pool: list[Answer] = []
+        self.pool: list[BeamAnswer] = []
         """Complete sequences, best first."""
         self.choices = range(first_choice, first_choice + sampling.n)
         self.num_sequences_made = 1
@@ -147,7 +147,7 @@ class BeamSearch(Generic[S]):
             logprobs = [*candidate.beam.logprobs, *self._client_logprobs(candidate)]
         output = candidate.beam.sequence.token_ids[self._num_prompt_tokens :]
         self.pool.append(
-            Answer(
+            BeamAnswer(
                 token_ids=[*output, candidate.token_id],
                 logprobs=logprobs,
                 score=self._normalised(candidate.score, num_tokens),

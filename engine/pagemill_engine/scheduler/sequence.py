@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from pagemill_engine.scheduler.beams import BeamSearch
-from pagemill_engine.scheduler.prompt_report import PromptReport
+from pagemill_engine.scheduler.prompt_report import PromptLogprobs
 from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import SamplingParams, is_low_priority
 
@@ -85,7 +85,7 @@ class Sequence:
     """Whether the tokens that may follow depend on the output."""
     was_jumped: bool = False
     """Whether it has tokens that no step sampled and that the runner therefore does not know."""
-    prompt_report: PromptReport | None = None
+    prompt_report: PromptLogprobs | None = None
     """Log probabilities of the client request's prompt, if it asked for them."""
     pooling: PoolingParams | None = None
     """Set if the prompt is pooled into a vector or a score instead of continued."""

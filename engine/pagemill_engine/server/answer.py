@@ -19,7 +19,7 @@ MAX_UNREAD_BYTES = 16 * 1024 * 1024
 """Unread bytes at which a stream is ended: minutes of an ordinary stream, seconds of 128 choices with logprobs."""
 
 
-class Part(NamedTuple):
+class PromptAnswer(NamedTuple):
     """The answer to one prompt so far."""
 
     processor: Processor
@@ -34,7 +34,7 @@ class Answer:
         """The error that the last frame reports in the client's dialect."""
         self.engine_ids: list[str] = []
         """Ids of the request's prompts inside the engine."""
-        self.parts: list[Part] = []
+        self.parts: list[PromptAnswer] = []
         """One part for each prompt that the engine accepted."""
         self.on_change: Callable[[], None] | None = None
         """Callback for added frames, for a reader that does not wait in a task."""

@@ -35,7 +35,7 @@ from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_engine.output.processor import Processor
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
-from pagemill_engine.server.answer import Answer, Part
+from pagemill_engine.server.answer import Answer, PromptAnswer
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
@@ -135,7 +135,7 @@ class EngineClient:
         self._running[engine_id] = _Running(request.request_id, processor, answer, timing)
         self._engine_ids[request.request_id] = engine_id
         answer.engine_ids.append(engine_id)
-        answer.parts.append(Part(processor, timing))
+        answer.parts.append(PromptAnswer(processor, timing))
         self._num_sequences += request.sampling.num_sequences
         self._publisher.arrived(self._num_accepted, request)
         self._idle.clear()

@@ -19,7 +19,7 @@ from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.metrics import VERSION
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
-from pagemill_engine.server.traces import RequestRecord, record_of
+from pagemill_engine.server.traces import TracedRequest, record_of
 from pagemill_protocol.dialects.base import Dialect, Preparation, check_kind
 from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.token_counts import TokenCount
@@ -131,7 +131,7 @@ async def _read(request: Request, also: Container[str] = ()) -> bytes:
     return await read_body(request.receive)
 
 
-def _answer(context: ServerContext, record: RequestRecord) -> AnswerResponse:
+def _answer(context: ServerContext, record: TracedRequest) -> AnswerResponse:
     requests = list(record.requests)
     record.answer = answer = submit(context, requests)
     kind = StreamResponse if requests[0].stream else BodyResponse

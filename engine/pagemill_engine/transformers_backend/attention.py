@@ -1,7 +1,7 @@
 """Attention over the paged cache with transformers' interface, registered under `NAME`.
 
 transformers finds it by its global name and passes the attention module; the rest of a forward pass's inputs is in
-`Step`, which every attention module of a model refers to.
+`AttentionStep`, which every attention module of a model refers to.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AttentionCall(NamedTuple):
 
 
 @dataclass(slots=True)
-class Step:
+class AttentionStep:
     ops: Ops
     context: ForwardContext | None = None
     """Context of the running step; None during the trial, in which layers only record their calls."""
@@ -46,7 +46,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
-def give_step(model: nn.Module, step: Step) -> None:
+def give_step(model: nn.Module, step: AttentionStep) -> None:
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, _STEP, step)
@@ -57,7 +57,7 @@ def attend(
     **extras: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute attention. query, key, value: [1, heads, tokens, head_dim]. Returns [1, tokens, heads, head_dim]."""
-    step: Step = getattr(module, _STEP)
+    step: AttentionStep = getattr(module, _STEP)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     num_heads, head_dim = query.shape[1], query.shape[3]
     if step.context is None:

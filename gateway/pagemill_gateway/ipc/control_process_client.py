@@ -54,7 +54,7 @@ _choice = msgspec.msgpack.Decoder(Assignment)
 _liveness: msgspec.msgpack.Decoder[Liveness] = msgspec.msgpack.Decoder(Liveness)
 _int = msgspec.msgpack.Decoder(int)
 _seconds: msgspec.msgpack.Decoder[float | None] = msgspec.msgpack.Decoder(float | None)
-_answer = msgspec.msgpack.Decoder(store.Answer)
+_answer = msgspec.msgpack.Decoder(store.ReservationAnswer)
 _status = msgspec.msgpack.Decoder(GatewayStatus)
 _bytes = msgspec.msgpack.Decoder(bytes)
 _any_bytes: msgspec.msgpack.Decoder[bytes | None] = msgspec.msgpack.Decoder(bytes | None)
@@ -75,7 +75,7 @@ class ControlProcessClient:
         self._worker: LocalWorkerPort | None = None
         self._num_published = -1
         """The worker's number of measurements when they were last sent to this control process."""
-        self._reserved: dict[str, store.Ask] = {}
+        self._reserved: dict[str, store.ReservationRequest] = {}
         self._status = GatewayStatus(False, False, REPLACED_MESSAGE, 0)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -155,7 +155,7 @@ class ControlProcessClient:
 
     # Methods of `limits.store.Store`.
 
-    async def reserve(self, ask: store.Ask) -> store.Answer:
+    async def reserve(self, ask: store.ReservationRequest) -> store.ReservationAnswer:
         try:
             answer = await self._ask(messages.Reserve(ask), _answer)
         except asyncio.CancelledError:
@@ -165,7 +165,7 @@ class ControlProcessClient:
             self._reserved[ask.lease] = ask._replace(tokens=answer.granted)
         return answer
 
-    async def extend(self, more: store.More) -> int:
+    async def extend(self, more: store.ExtensionRequest) -> int:
         granted = await self._ask(messages.Extend(more), _int)
         ask = self._reserved.get(more.lease)
         if ask is not None:
@@ -177,7 +177,7 @@ class ControlProcessClient:
         self._reserved.pop(lease, None)
         self._notify(messages.Settle(lease, tokens))
 
-    def adopt(self, ask: store.Ask) -> None:
+    def adopt(self, ask: store.ReservationRequest) -> None:
         self._reserved[ask.lease] = ask
         self._notify(messages.Adopt([ask]))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagemill_gateway.limits.store import Ask, More, Store
+from pagemill_gateway.limits.store import ExtensionRequest, ReservationRequest, Store
 from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
 from pagemill_protocol.generate import FrameMeta, GenerateRequest
 
@@ -33,7 +33,7 @@ class Reserved:
     """The tokens of one reservation: the spare ones, which no engine request may use yet, and the allowances."""
 
     def __init__(
-        self, store: Store, ask: Ask, num_prompt_tokens: int, granted: int, needs: Sequence[TokenNeed]
+        self, store: Store, ask: ReservationRequest, num_prompt_tokens: int, granted: int, needs: Sequence[TokenNeed]
     ) -> None:
         """`granted` tokens were reserved for `ask`: the prompts and at least one token for each sequence."""
         self._store = store
@@ -62,7 +62,7 @@ class Reserved:
         """Take up to `wanted` tokens, and return how many. Raises `PagemillError` if the store is unavailable."""
         own = min(self._spare, wanted)  # negative after an answer was restarted
         if own < wanted:
-            more = More(self._ask.account, self._ask.lease, self.used, wanted - own, self._ask.limits)
+            more = ExtensionRequest(self._ask.account, self._ask.lease, self.used, wanted - own, self._ask.limits)
             self._spare -= own
             try:
                 self._spare += own + await self._store.extend(more)

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.allowance import Allowance, Reserved, TokenNeed
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
-from pagemill_gateway.limits.store import Answer, Ask, Store, amount_of, token_limits
+from pagemill_gateway.limits.store import ReservationAnswer, ReservationRequest, Store, amount_of, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.continuing import can_be_continued
@@ -100,7 +100,7 @@ class Limiter:
         self._lengths = AnswerLengths()
         self._process = secrets.token_hex(8)
         self._numbers = itertools.count()
-        self._refused: dict[tuple[str, int], tuple[float, Answer]] = {}
+        self._refused: dict[tuple[str, int], tuple[float, ReservationAnswer]] = {}
         """Time and answer of the latest refusal, by account and its limit of requests."""
 
     def check(self, caller: Caller) -> None:
@@ -131,7 +131,7 @@ class Limiter:
         needs = [self._need(caller, target, request) for request in requests]
         wanted = num_prompt_tokens + sum(need.first * need.request.sampling.num_sequences for need in needs)
         least = num_prompt_tokens + num_sequences
-        ask = Ask(caller.account, self._new_lease(), wanted, caller.limits, num_sequences, least)
+        ask = ReservationRequest(caller.account, self._new_lease(), wanted, caller.limits, num_sequences, least)
         answer = await self._take(ask)
         reserved = None
         if token_limits(caller.limits):
@@ -153,7 +153,7 @@ class Limiter:
         if caller.limits.none:
             yield Counted({})
             return
-        ask = Ask(caller.account, self._new_lease(), num_tokens, caller.limits)
+        ask = ReservationRequest(caller.account, self._new_lease(), num_tokens, caller.limits)
         answer = await self._take(ask)
         counted = Counted(level_headers(answer))
         try:
@@ -161,7 +161,7 @@ class Limiter:
         finally:
             self._store.settle(ask.lease, counted.num_tokens)
 
-    async def _take(self, ask: Ask) -> Answer:
+    async def _take(self, ask: ReservationRequest) -> ReservationAnswer:
         """Reserve in the store. Raises `PagemillError` 429."""
         asked_at = time.perf_counter()
         answer = await self._store.reserve(ask)

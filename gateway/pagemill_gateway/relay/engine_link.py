@@ -30,9 +30,9 @@ from pagemill_protocol.frames import FrameDecoder, FrameError
 from pagemill_protocol.link import (
     CREDIT_BYTES,
     PIECE_BYTES,
-    Kind,
     Record,
     RecordDecoder,
+    RecordKind,
     Refusal,
     encode_credit,
     encode_pieces,
@@ -47,7 +47,7 @@ RECORDS_PER_ITERATION = 8
 MAX_STREAMS = 2**32 - 1
 """The number of streams after which a link is replaced."""
 _refusal_decoder = msgspec.msgpack.Decoder(Refusal)
-_DATA = int(Kind.DATA)
+_DATA = int(RecordKind.DATA)
 _SWITCHED = (b"HTTP/1.1 101 ", b"HTTP/1.0 101 ")
 
 
@@ -318,9 +318,9 @@ class EngineLink(asyncio.Protocol):
         now = self.now()
         stream = self._streams[number] = LinkStream(self, number, liveness, on_accepted, now)
         self._schedule_check(now + min(self._timeouts.check_s, self._timeouts.accept_s))
-        named = encode_record(Kind.REQUEST_ID, number, request_id.encode())
+        named = encode_record(RecordKind.REQUEST_ID, number, request_id.encode())
         if len(body) <= PIECE_BYTES:
-            self._transport.write(named + encode_record(Kind.REQUEST, number, body))
+            self._transport.write(named + encode_record(RecordKind.REQUEST, number, body))
             return stream
         try:
             await self._send_in_pieces(number, body, named)
@@ -334,7 +334,7 @@ class EngineLink(asyncio.Protocol):
         if self._streams.pop(number, None) is None or self._is_lost:
             return
         if cancel:
-            self._transport.write(encode_record(Kind.CANCEL, number))
+            self._transport.write(encode_record(RecordKind.CANCEL, number))
         if not self._streams:
             self._idle_since = self.now()
             if self._is_retired:
@@ -353,13 +353,13 @@ class EngineLink(asyncio.Protocol):
 
     async def _send_in_pieces(self, number: int, body: bytes, named: bytes) -> None:
         """Send a large request in pieces, so that it is not copied at once and does not delay others."""
-        for piece in encode_pieces(Kind.REQUEST_PART, number, body):
+        for piece in encode_pieces(RecordKind.REQUEST_PART, number, body):
             await self._may_write.wait()
             if number not in self._streams or self._is_lost:
                 return
             self._transport.write(piece)
             await asyncio.sleep(0)
-        self._transport.write(named + encode_record(Kind.REQUEST, number))
+        self._transport.write(named + encode_record(RecordKind.REQUEST, number))
 
     def _check_streams(self) -> None:
         """Check for silent streams, and close an idle link."""
@@ -461,12 +461,12 @@ class EngineLink(asyncio.Protocol):
     def _dispatch(self, stream: LinkStream, record: Record) -> None:
         """Process a record of another kind than data."""
         kind, number, data = record
-        if kind == Kind.END:
+        if kind == RecordKind.END:
             del self._streams[number]
             stream.ended()
-        elif kind == Kind.ACCEPTED:
+        elif kind == RecordKind.ACCEPTED:
             stream.accepted(data.decode()[:MAX_DIGEST_CHARS])
-        elif kind == Kind.REFUSED:
+        elif kind == RecordKind.REFUSED:
             refused = _refusal_decoder.decode(data)
             del self._streams[number]
             stream.fail(refusal(refused.status, refused.body[:MAX_ERROR_BYTES], refused.retry_after))

@@ -80,7 +80,7 @@ def _key(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()
 
 
-class Prepared(NamedTuple):
+class PreparedRequest(NamedTuple):
     target: Target
     requests: list[GenerateRequest]
     """The engine requests of the client request, one per prompt."""
@@ -89,7 +89,7 @@ class Prepared(NamedTuple):
     stream: bool
 
 
-class Preparation:
+class RequestPreparation:
     def __init__(self, brain: Brain, bundles: Bundles, keep_alive: KeepAlive, max_prefix_chunks: int) -> None:
         self._brain = brain
         self._keep_alive = keep_alive
@@ -116,7 +116,7 @@ class Preparation:
 
     async def prepare(
         self, raw: bytes, dialect: Dialect, caller: Caller, info: RequestInfo, ticket: QueueTicket, write: Write
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Return the engine requests for a body. Raises `PagemillError` for a body that no engine can serve.
 
         `write` is for comments while a streaming client waits for an engine. Sampling parameters are checked first, so
@@ -140,7 +140,7 @@ class Preparation:
         session = session_key(target, caller.key_hash, info.header)
         text = await body.render_inline(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
-        def job() -> Prepared:
+        def job() -> PreparedRequest:
             requests = body.prepare(tokenizer, preparation, sampling, text)
             requests = [_prioritized(with_seed(request, _new_seed), caller) for request in requests]
             return self._prepared(target, requests, prompt_keys(body), session)
@@ -164,14 +164,16 @@ class Preparation:
         except PagemillError as error:
             raise visible_to(caller, error, body.model) from error
 
-    def _prepared(self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes) -> Prepared:
+    def _prepared(
+        self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes
+    ) -> PreparedRequest:
         if target.adapter_digest:
             requests = [msgspec.structs.replace(each, adapter_digest=target.adapter_digest) for each in requests]
         routing_requests = [
             make_routing_request(request, target, self.hashes, key, session)
             for request, key in zip(requests, keys, strict=True)
         ]
-        return Prepared(target, requests, routing_requests, requests[0].stream)
+        return PreparedRequest(target, requests, routing_requests, requests[0].stream)
 
 
 def _prioritized(request: GenerateRequest, caller: Caller) -> GenerateRequest:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from pagemill_gateway.brain.interface import QueueTicket
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.delivery import AnswerBroken
-from pagemill_gateway.relay.preparation import Prepared
+from pagemill_gateway.relay.preparation import PreparedRequest
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
@@ -133,7 +133,7 @@ class GenerateRoute:
             reservation.settle(record, was_cut_short=was_cut_short)
 
     async def _relay(
-        self, prepared: Prepared, client: ClientResponse, record: RequestRecord, allowances: answers.Allowances
+        self, prepared: PreparedRequest, client: ClientResponse, record: RequestRecord, allowances: answers.Allowances
     ) -> None:
         worker = self._worker
         if prepared.stream:

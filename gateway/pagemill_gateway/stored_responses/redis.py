@@ -9,14 +9,14 @@ from typing import Any
 from redis.asyncio import Redis
 
 from pagemill_gateway.config import StoredResponsesConfig
-from pagemill_gateway.limits.redis.link import Link, RedisUnavailable
+from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable
 from pagemill_protocol.errors import PagemillError, unavailable
 
 logger = logging.getLogger("pagemill.gateway.responses")
 
 
 class RedisResponses:
-    def __init__(self, config: StoredResponsesConfig, link: Link) -> None:
+    def __init__(self, config: StoredResponsesConfig, link: RedisLink) -> None:
         self._config = config
         self._link = link
 

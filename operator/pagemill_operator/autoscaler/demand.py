@@ -13,10 +13,10 @@ import msgspec
 
 from pagemill_operator.autoscaler.behavior import allowed, stabilized
 from pagemill_operator.autoscaler.decision import (
-    Candidate,
     Decision,
     Goal,
     Reason,
+    ReplicaCandidate,
     rate_limited,
     reason_for,
     replicas_of,
@@ -80,7 +80,7 @@ class _Demand(NamedTuple):
     leading: Goal
     """The goal that asks for most."""
     goals: tuple[Goal, ...]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ReplicaCandidate, ...]
 
     @property
     def missing(self) -> tuple[str, ...]:

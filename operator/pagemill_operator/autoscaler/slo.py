@@ -10,7 +10,7 @@ import math
 
 import msgspec
 
-from pagemill_operator.autoscaler.decision import Candidate, Goal, replicas_of
+from pagemill_operator.autoscaler.decision import Goal, ReplicaCandidate, replicas_of
 from pagemill_operator.autoscaler.expected_load import ExpectedLoad, offered_load, predictor_of
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, Predictor
@@ -26,7 +26,7 @@ class SloTarget(msgspec.Struct, frozen=True):
     """The goal of the SLO and the numbers of replicas that were weighed for it."""
 
     goal: Goal = Goal("slo")
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[ReplicaCandidate, ...] = ()
 
 
 def slo_target(
@@ -46,7 +46,7 @@ def slo_target(
     predictor = predictor_of(memory.shape, slo.share)
     if predictor is None:
         return SloTarget(Goal("slo", missing="the engines have reported no step times yet"))
-    weighed: dict[int, Candidate] = {}
+    weighed: dict[int, ReplicaCandidate] = {}
 
     most, wanted = settings.max_replicas, signals.fleet.wanted
     sure = msgspec.structs.replace(load, requests_per_s=expected.lower_bound_per_s)
@@ -70,7 +70,7 @@ def slo_target(
     return SloTarget(Goal("slo", needed, max(needed, enough), reason, ample=ample), seen)
 
 
-def fewest(predictor: Predictor, load: OfferedLoad, slo: Slo, most: int, weighed: dict[int, Candidate]) -> int:
+def fewest(predictor: Predictor, load: OfferedLoad, slo: Slo, most: int, weighed: dict[int, ReplicaCandidate]) -> int:
     """Return the fewest replicas that meet the SLO, or `most` + 1 where none do.
 
     A bisection, since more replicas are never slower. Each number that was weighed is added to `weighed`.
@@ -86,11 +86,11 @@ def fewest(predictor: Predictor, load: OfferedLoad, slo: Slo, most: int, weighed
     return low
 
 
-def weigh(predictor: Predictor, load: OfferedLoad, slo: Slo, replicas: int) -> Candidate:
+def weigh(predictor: Predictor, load: OfferedLoad, slo: Slo, replicas: int) -> ReplicaCandidate:
     """Predict the latencies that a number of replicas would give."""
     prediction = predictor.predict(load, replicas)
     ttft_ms, tpot_ms = prediction.ttft_ms, prediction.tpot_ms
-    return Candidate(
+    return ReplicaCandidate(
         replicas,
         round(ttft_ms, 1) if math.isfinite(ttft_ms) else None,
         round(tpot_ms, 2) if math.isfinite(tpot_ms) else None,
@@ -117,7 +117,7 @@ def _slo_text(slo: Slo) -> str:
     return " and ".join(filter(None, named))
 
 
-def _unreachable(settings: ScalingSettings, slo: Slo, best: Candidate) -> str:
+def _unreachable(settings: ScalingSettings, slo: Slo, best: ReplicaCandidate) -> str:
     reach = (
         f"the best is ttft {best.ttft_ms:.0f} ms and tpot {best.tpot_ms:.0f} ms"
         if best.ttft_ms is not None and best.tpot_ms is not None

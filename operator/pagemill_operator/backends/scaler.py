@@ -21,7 +21,7 @@ from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Fleet, GatewayReport, Signals, merge
 from pagemill_operator.backends.start_durations import StartDurations
-from pagemill_operator.status.observation import Observation, Scaling
+from pagemill_operator.status.observation import Observation, ScalingState
 from pagemill_protocol.histogram import Histogram
 
 NUM_KEPT_RECORDS = 64
@@ -145,7 +145,7 @@ class Scaler:
         records = [record for key in wanted if key in self._scaled for record in self._scaled[key].records]
         return sorted(records, key=lambda record: record.signals.at_s)
 
-    def state(self, key: str) -> Scaling | None:
+    def state(self, key: str) -> ScalingState | None:
         """Return the state for conditions, or None before a decision or while too little is known for one."""
         scaled = self._scaled.get(key)
         if scaled is None or scaled.decision is None or scaled.settings is None:
@@ -154,7 +154,7 @@ class Scaler:
             return None
         decision, settings = scaled.decision, scaled.settings
         slo_met, slo_message = _slo_met(scaled)
-        return Scaling(
+        return ScalingState(
             active=not scaled.missing_is_reported,
             advisory=settings.mode == "Advisory",
             message=_condition_message(settings, decision, is_missing=scaled.missing_is_reported),

@@ -22,10 +22,10 @@ from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
 from pagemill_operator.backends.kubernetes.observe import load_wait_s, status_body
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
-from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.controller.cold_starts import ColdStarts
 from pagemill_operator.controller.events import EventRecorder
-from pagemill_operator.controller.load_progress import LoadProgress
+from pagemill_operator.controller.load_progress import LoaderProgress
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.status_writing import merge_patch, ready_after_s, shortest_wait_s, wait_s
 from pagemill_operator.plan.planner import make_plan
@@ -45,7 +45,7 @@ MAX_PROBLEMS = 8
 class Reconciler:
     def __init__(
         self,
-        cache: Cache,
+        cache: ObjectCache,
         cluster: KubernetesCluster,
         client: Client,
         recorder: EventRecorder,
@@ -54,7 +54,7 @@ class Reconciler:
         url: str,
         scaled: Callable[[Plan], Plan] = lambda plan: plan,
         starts: ColdStarts | None = None,
-        progress: LoadProgress | None = None,
+        progress: LoaderProgress | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:

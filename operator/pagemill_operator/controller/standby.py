@@ -24,8 +24,8 @@ from pagemill_operator.backends.kubernetes.ownership import is_ending
 from pagemill_operator.backends.kubernetes.render.names import SLEEP_ANNOTATION, engine_name
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.backends.standby import Call, StandbyActions, call_engine, next_standby_actions
-from pagemill_operator.config import EngineTLSConfig
-from pagemill_operator.controller.cache import Cache
+from pagemill_operator.config import EngineTLSSettings
+from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Observation, ReplicaObservation
@@ -55,12 +55,12 @@ class Standby:
     def __init__(
         self,
         client: Client,
-        cache: Cache,
+        cache: ObjectCache,
         loads: LoadStore,
         *,
         token: Callable[[str, str], str | None],
         port: int,
-        tls: EngineTLSConfig,
+        tls: EngineTLSSettings,
         on_write: Callable[[str, str], None] = lambda kind, verb: None,
     ) -> None:
         """`token` returns the token of a deployment's engines, by namespace and name. `port` is for engines without

@@ -58,7 +58,7 @@ class ReplicaObservation:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class ScalingState:
     """The autoscaler's state."""
 
     active: bool
@@ -103,7 +103,7 @@ class Observation:
     """What keeps replicas from existing at all."""
     loader: ReplicaObservation | None = None
     """The loader that fills the model's volume while engines wait for it."""
-    scaling: Scaling | None = None
+    scaling: ScalingState | None = None
     """None if the number of replicas is fixed, or nothing was decided yet."""
     last_start: LastStart | None = None
     """None if no start was measured."""

@@ -107,7 +107,7 @@ def _prepared(variables: dict[str, Any]) -> dict[str, Any]:
     return {**variables, "messages": messages}
 
 
-class Worker:
+class TemplateWorker:
     def __init__(self, setup: dict[str, Any]) -> None:
         self._cpu_limit_s: float = setup["cpu_limit_s"]
         self._wall_limit_s: float = setup["wall_limit_s"]
@@ -172,7 +172,7 @@ def main() -> None:
     if setup is None:
         return
     _enter_sandbox(setup["memory_bytes"])
-    worker = Worker(setup)
+    worker = TemplateWorker(setup)
     with worker.timed():
         errors = worker.compile(setup["templates"])
         plain = worker.plain_programs(setup["templates"])

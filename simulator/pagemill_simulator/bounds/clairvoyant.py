@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pagemill_simulator.bounds.schedule import GRID_S, Order, Schedule
 from pagemill_simulator.bounds.trials import Trial, Trials, share
-from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.outcome import FleetOutcome
 from pagemill_simulator.fleet.settings import ColdStart
 
 NUM_CHANGES = 24
@@ -31,7 +31,9 @@ TOLERANCE = 0.005
 """How much lower the share within the SLO may be than the best one for a lower cost."""
 
 
-def search(trials: Trials, *, others: Iterable[Outcome] = (), num_changes: int = NUM_CHANGES, seed: int = 0) -> Trial:
+def search(
+    trials: Trials, *, others: Iterable[FleetOutcome] = (), num_changes: int = NUM_CHANGES, seed: int = 0
+) -> Trial:
     """Return the cheapest schedule whose share within the SLO is within half a point of the best that was found.
 
     `others` are outcomes of policies on the same workload and fleet; their orders are tried as schedules too. All tried

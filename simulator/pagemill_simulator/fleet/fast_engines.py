@@ -24,7 +24,7 @@ from pagemill_protocol.hashes import prefix_chunk_blocks
 from pagemill_protocol.state import EngineLoad, StateFrame
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.conversations import FILLER
-from pagemill_simulator.fleet.engines import Deliver, Delivery, Observe
+from pagemill_simulator.fleet.engines import Deliver, Observe, TokenDelivery
 from pagemill_simulator.fleet.fast_pod import FastPod
 from pagemill_simulator.fleet.fast_sequence import FastSequence
 from pagemill_simulator.fleet.fast_steps import StepTimes
@@ -174,7 +174,7 @@ class FastEngine:
         if not row.num_delivered and row.first_token_s <= self._stopped_s:
             row.num_delivered = 1
             is_last = row.num_output_tokens == 1
-            self._deliver([Delivery(str(row.client), [FILLER], row.num_cached_tokens, is_last)])
+            self._deliver([TokenDelivery(str(row.client), [FILLER], row.num_cached_tokens, is_last)])
 
     def _pass_on(self, now: float) -> None:
         """Schedule the delivery of answers that are complete by now."""
@@ -187,14 +187,14 @@ class FastEngine:
         num_tokens = row.num_output_tokens - row.num_delivered
         if num_tokens:
             row.num_delivered += num_tokens
-            self._deliver([Delivery(str(row.client), [FILLER] * num_tokens, row.num_cached_tokens, True)])
+            self._deliver([TokenDelivery(str(row.client), [FILLER] * num_tokens, row.num_cached_tokens, True)])
 
     def _deliver_cut(self, cut: Sequence[tuple[FastSequence, int]]) -> None:
         """Deliver the tokens of answers that end here unfinished."""
         for row, num_made in cut:
             num_tokens = num_made - row.num_delivered
             if num_tokens > 0:
-                self._deliver([Delivery(str(row.client), [FILLER] * num_tokens, row.num_cached_tokens, False)])
+                self._deliver([TokenDelivery(str(row.client), [FILLER] * num_tokens, row.num_cached_tokens, False)])
 
     # Reports.
 

@@ -27,7 +27,7 @@ from pagemill_engine.scheduler.sorted_sequences import low_priority_last
 from pagemill_protocol.state import EngineLoad
 from pagemill_simulator.fleet.fast_kv import KVCounts
 from pagemill_simulator.fleet.fast_sequence import FastSequence, SequencePhase
-from pagemill_simulator.fleet.fast_steps import Run, StepTimes
+from pagemill_simulator.fleet.fast_steps import StepRun, StepTimes
 
 
 class FastPod:
@@ -73,7 +73,7 @@ class FastPod:
         """Whether no waiting request can start before a row ends."""
         self._last_report: EngineLoad | None = None
         """None: nothing was decided since."""
-        self._known_run: tuple[Run, int] | None = None
+        self._known_run: tuple[StepRun, int] | None = None
         """None: a step was launched, or blocks were freed, since it was computed."""
         self._is_starting = False
         self._num_new = self._num_new_tokens = self._num_new_low_priority = 0
@@ -225,7 +225,7 @@ class FastPod:
             return False
         return not self._waiting or (self._is_stuck and not self._leaving)
 
-    def _run(self) -> tuple[Run, int]:
+    def _run(self) -> tuple[StepRun, int]:
         """Return the run of steps that decode just these rows, and its length."""
         if self._known_run is not None:
             return self._known_run

@@ -32,9 +32,9 @@ from pagemill_simulator.fleet.engines import EngineKind
 from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.exact_engines import ExactEngines
 from pagemill_simulator.fleet.fast_engines import FastEngines
-from pagemill_simulator.fleet.outcome import Outcome, Served
+from pagemill_simulator.fleet.outcome import FleetOutcome, Served
 from pagemill_simulator.fleet.platform import Platform, Pod
-from pagemill_simulator.fleet.relay import MODEL, PodRun, Relay
+from pagemill_simulator.fleet.relay import MODEL, PodRun, SimulatedRelay
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.pod import NETWORK_S
 from pagemill_simulator.scaling.policy import FleetScaler, FleetSnapshot, PodSnapshot
@@ -51,7 +51,7 @@ def simulate_fleet(
     fast: bool = False,
     progress: Callable[[float], None] | None = None,
     on_end: Callable[[Served], None] | None = None,
-) -> Outcome:
+) -> FleetOutcome:
     """Serve `workload` with as many pods as `policy` orders; return the outcome.
 
     With `fast`, engines decide on counters: a hundred pods for an hour take minutes, and figures are within a few
@@ -102,7 +102,7 @@ class _Fleet:
         self._brain = LocalBrain(config, clock=events.now, rng=random.Random(f"{settings.seed} gateway"))
         self._pod_runs: dict[str, PodRun] = {}
         """The engine that runs in each pod."""
-        self._relay = Relay(
+        self._relay = SimulatedRelay(
             self._brain,
             events,
             self._loop,
@@ -127,7 +127,7 @@ class _Fleet:
         )
         self._num_arrived = self._num_ended = self._num_prompt_tokens = self._num_made_by_gone = 0
 
-    def run(self) -> Outcome:
+    def run(self) -> FleetOutcome:
         """Run to the end of the traffic and the last token."""
         events, loop, event_log = self._events, self._loop, self._event_log
         self._apply_catalog()

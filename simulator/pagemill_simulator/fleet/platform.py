@@ -20,7 +20,7 @@ from pagemill_protocol.load import EngineWork
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.outcome import FleetPoint
-from pagemill_simulator.fleet.settings import FleetSettings, Start
+from pagemill_simulator.fleet.settings import FleetSettings, PodStart
 
 
 @dataclass(slots=True, eq=False)
@@ -164,13 +164,13 @@ class Platform:
         pod.num_starts = 1
         self._events.after(start.schedule_s, partial(self._place, pod, start))
 
-    def _place(self, pod: Pod, start: Start) -> None:
+    def _place(self, pod: Pod, start: PodStart) -> None:
         if pod.phase != "pending":
             return
         pod.phase, pod.placed_s = "starting", self._events.now_s
         self._events.after(start.pull_s, partial(self._load, pod, start))
 
-    def _load(self, pod: Pod, start: Start) -> None:
+    def _load(self, pod: Pod, start: PodStart) -> None:
         if pod.phase != "starting":
             return
         pod.phase = "loading"

@@ -32,7 +32,7 @@ from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.hashes import token_bytes
 from pagemill_protocol.sampling import SamplingParams, is_low_priority
 from pagemill_simulator.events import Events, EventsLoop
-from pagemill_simulator.fleet.engines import Delivery, Engine
+from pagemill_simulator.fleet.engines import SimulatedEngine, TokenDelivery
 from pagemill_simulator.fleet.outcome import Ending, Served
 from pagemill_simulator.pod import NETWORK_S
 
@@ -50,7 +50,7 @@ class PodRun:
     """One start of a pod, as far as requests are concerned."""
 
     pod_name: str
-    engine: Engine = field(init=False)
+    engine: SimulatedEngine = field(init=False)
     requests: dict[str, RelayedRequest] = field(default_factory=dict)
     """Accepted requests that have not ended, by the engine's id for them."""
     accepts_requests: bool = True
@@ -94,7 +94,7 @@ class RelayedRequest:
         return Served(self.arrival_s, len(self.prompt), len(self.output), ending, ttft_ms, tpot_ms)
 
 
-class Relay:
+class SimulatedRelay:
     def __init__(
         self,
         brain: LocalBrain,
@@ -133,7 +133,7 @@ class Relay:
             return request.served("served"), request.output
         return request.served("lost" if request.was_accepted else "refused"), request.output
 
-    def deliver(self, pod_run: PodRun, deliveries: Sequence[Delivery]) -> None:
+    def deliver(self, pod_run: PodRun, deliveries: Sequence[TokenDelivery]) -> None:
         """Deliver what an engine has computed."""
         now, requests = self._events.now_s, pod_run.requests
         for each in deliveries:

@@ -54,7 +54,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_held + self.num_on_leaving + sum(pod.num_running + pod.num_waiting for pod in self.pods)
 
 
-class Bounds(NamedTuple):
+class ReplicaBounds(NamedTuple):
     """The user's bounds, the same for every policy."""
 
     min_replicas: int

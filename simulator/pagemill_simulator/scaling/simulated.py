@@ -18,7 +18,7 @@ from pagemill_operator.autoscaler.policy import ScalingPolicy, ask
 from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import ReplicaLoad, Signals
-from pagemill_simulator.scaling.policy import Bounds, FleetSnapshot, PodSnapshot
+from pagemill_simulator.scaling.policy import FleetSnapshot, PodSnapshot, ReplicaBounds
 from pagemill_simulator.scaling.rival import Rival
 
 INTERVAL_S = 2.0
@@ -69,7 +69,7 @@ def own(settings: ScalingSettings, *, name: str = "pagemill") -> SimulatedPolicy
     return SimulatedPolicy(find_policy(settings.policy), settings, name=name)
 
 
-def rival(policy: Rival[Any], bounds: Bounds) -> SimulatedPolicy:
+def rival(policy: Rival[Any], bounds: ReplicaBounds) -> SimulatedPolicy:
     return SimulatedPolicy(
         policy,
         ScalingSettings("Active", *bounds, learns_idle_s=True),

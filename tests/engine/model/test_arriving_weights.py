@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
-from pagemill_protocol.partial_download import Link, PartialDownload
+from pagemill_protocol.partial_download import FileLink, PartialDownload
 from pagemill_protocol.safetensors_header import INDEX_FILE
 
 FIRST, LATE = "model-1.safetensors", "model-2.safetensors"
@@ -29,8 +29,8 @@ def arriving(tmp_path: Path) -> Iterator[PartialDownload]:
     num_bytes = (tmp_path / LATE).stat().st_size
     with (tmp_path / LATE).open("r+b") as late:
         late.truncate(100)
-    links = {name: Link(tmp_path / name, 0, is_complete=True) for name in (FIRST, INDEX_FILE)}
-    arriving = PartialDownload(tmp_path / "m", links | {LATE: Link(tmp_path / LATE, num_bytes, is_complete=False)})
+    links = {name: FileLink(tmp_path / name, 0, is_complete=True) for name in (FIRST, INDEX_FILE)}
+    arriving = PartialDownload(tmp_path / "m", links | {LATE: FileLink(tmp_path / LATE, num_bytes, is_complete=False)})
     yield arriving
     arriving.close()
 

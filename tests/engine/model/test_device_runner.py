@@ -20,7 +20,7 @@ from pagemill_engine.runner import device_runner
 from pagemill_engine.runner.device_rows import DeviceRows
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.errors import StepSkippedError
-from pagemill_engine.runner.graphs import CudaGraphCapturer, Shape, shapes_to_capture
+from pagemill_engine.runner.graphs import CudaGraphCapturer, GraphShape, shapes_to_capture
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_kernels.kv_store import storage
@@ -36,7 +36,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_tokens": 3, "stop_token_ids": list(range(0, 64, 3))},
     {"temperature": 0.8, "n": 2, "logprobs": 2},
 ]
-DECODES = [Shape(1, 1, True), Shape(4, 4, True)]
+DECODES = [GraphShape(1, 1, True), GraphShape(4, 4, True)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 Answers = dict[tuple[str, int], tuple[list[int], list[float]]]
 
@@ -176,7 +176,7 @@ def test_padding_belongs_to_no_request() -> None:
 def test_a_decode_that_repeats_is_not_uploaded_again(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless something changes: a block, who is in it, or what it is padded to."""
     runner = load(device="cuda")
-    runner.capture_graphs([Shape(4, 4, True)], Again)
+    runner.capture_graphs([GraphShape(4, 4, True)], Again)
     uploaded: list[int] = []
     upload = runner._upload
     monkeypatch.setattr(runner, "_upload", lambda *step: (uploaded.append(len(step[1].rows)), upload(*step))[1])
@@ -266,7 +266,7 @@ def test_padded_prompts_answer_as_those_of_their_own_size(
 
 def test_only_decodes_of_a_recorded_size_run_as_recorded(load: Callable[..., Any]) -> None:
     runner, recorder = load(device="cuda"), Again()
-    runner.capture_graphs([Shape(1, 1, True), Shape(2, 2, True), Shape(16, 2, False)], lambda: recorder)
+    runner.capture_graphs([GraphShape(1, 1, True), GraphShape(2, 2, True), GraphShape(16, 2, False)], lambda: recorder)
     names = {"a": [0], "b": [1], "c": [2]}
     rows = [admitted(name, [5, 6], blocks) for name, blocks in names.items()]
     runner.wait(runner.launch(plan_of(dict.fromkeys(names, 2), admitted=rows)))
@@ -386,7 +386,7 @@ def test_a_failure_behind_one_that_was_reported_is_reported_too(runner: Any, mon
 
 def test_a_recorded_step_that_fails_is_reported_as_one_that_is_launched(load: Callable[..., Any]) -> None:
     runner, recorder = load(device="cuda"), Again()
-    runner.capture_graphs([Shape(1, 1, True), Shape(8, 2, False)], lambda: recorder)
+    runner.capture_graphs([GraphShape(1, 1, True), GraphShape(8, 2, False)], lambda: recorder)
     admission = {"admitted": [admitted("a", [5, 6], [0])]}
     for plan in (plan_of({"a": 2}, **admission), plan_of({"a": 1})):
         recorder.errors.append(torch.OutOfMemoryError("no memory"))
@@ -459,7 +459,7 @@ def test_cuda_graphs_answer_as_launches_do(load: Callable[..., Any], expected: A
     runner.sleep()
     runner.wake()
     assert_alike(serve(runner, overlap=True)[0], expected)
-    runner.capture_graphs([Shape(2, 2, True), Shape(4, 4, True)], CudaGraphCapturer)
+    runner.capture_graphs([GraphShape(2, 2, True), GraphShape(4, 4, True)], CudaGraphCapturer)
     assert_alike(serve(runner)[0], expected)
 
 

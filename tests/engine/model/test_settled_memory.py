@@ -16,7 +16,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner import compiling, load_device
-from pagemill_engine.runner.budget import GPU_SHARE, Measured, Sizes, plan_measured, plan_memory
+from pagemill_engine.runner.budget import GPU_SHARE, MeasuredMemory, Sizes, plan_measured, plan_memory
 from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.runner.graphs import shapes_to_capture
 from pagemill_engine.runner.memory import MemoryState
@@ -48,7 +48,7 @@ def test_parts_and_what_is_free_are_the_device_or_it_is_refused(
     spec: ModelSpec, held: int, step: int, recording: int, kv_bytes: int | None
 ) -> None:
     config = EngineConfig(model="m", kv_cache_memory_bytes=kv_bytes)
-    measured = Measured(BEFORE.available_bytes - SIZES.weight_bytes - held, step, recording)
+    measured = MeasuredMemory(BEFORE.available_bytes - SIZES.weight_bytes - held, step, recording)
     try:
         plan = plan_measured(config, spec, SIZES, BEFORE, measured)
     except LoadError:
@@ -66,7 +66,9 @@ def test_parts_and_what_is_free_are_the_device_or_it_is_refused(
 
 def test_what_steps_take_is_not_the_caches(spec: ModelSpec) -> None:
     free = BEFORE.available_bytes - SIZES.weight_bytes
-    small, large = (plan_measured(CONFIG, spec, SIZES, BEFORE, Measured(free, step, 0)) for step in (GIB, 3 * GIB))
+    small, large = (
+        plan_measured(CONFIG, spec, SIZES, BEFORE, MeasuredMemory(free, step, 0)) for step in (GIB, 3 * GIB)
+    )
     lost = (small.num_blocks - large.num_blocks) * CONFIG.block_size * SIZES.kv_bytes_per_token
     assert lost == pytest.approx(2 * GIB, abs=4 * MIB)
 
@@ -84,7 +86,7 @@ def test_what_does_not_fit_names_its_setting(
 ) -> None:
     config = EngineConfig(model="test", max_num_seqs=256, max_num_batched_tokens=8192, **settings)  # type: ignore[arg-type]
     with pytest.raises(LoadError, match=words) as caught:
-        plan_measured(config, spec, SIZES, BEFORE, Measured(60 * GIB, 58 * GIB, 0))
+        plan_measured(config, spec, SIZES, BEFORE, MeasuredMemory(60 * GIB, 58 * GIB, 0))
     assert caught.value.reason == reason
 
 

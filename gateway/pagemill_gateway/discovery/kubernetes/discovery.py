@@ -17,7 +17,7 @@ from typing import Any
 
 from pagemill_gateway.config import KubernetesConfig
 from pagemill_gateway.discovery.kubernetes.builder import build_catalog
-from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, Secret
+from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, Secret, WatchedDeployment
 from pagemill_gateway.discovery.last_known import LastKnown, read_last_known, write_last_known
 from pagemill_kube.client import Client
 from pagemill_kube.credentials import Credentials
@@ -63,8 +63,8 @@ class KubernetesDiscovery:
         def watch(kind: Any, path: str, selector: dict[str, str]) -> ListWatch[Any]:
             return ListWatch(self._client, kind, path, selector, intervals, self._changed.set)
 
-        self._deployments: list[ListWatch[LLMDeployment]] = [
-            watch(LLMDeployment, LLM_DEPLOYMENTS.path(each), {}) for each in namespaces
+        self._deployments: list[ListWatch[WatchedDeployment]] = [
+            watch(WatchedDeployment, LLM_DEPLOYMENTS.path(each), {}) for each in namespaces
         ]
         self._slices: list[ListWatch[EndpointSlice]] = [
             watch(EndpointSlice, ENDPOINT_SLICES.path(each), SLICES) for each in namespaces

@@ -51,7 +51,7 @@ class Script:
         self.digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-class Link:
+class RedisLink:
     def __init__(self, config: RedisConfig) -> None:
         """Create the client without connecting. Raises `SettingsError`."""
         self._timeout_s = config.timeout_ms / 1000

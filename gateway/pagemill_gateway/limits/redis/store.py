@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from pagemill_gateway.limits.memory import MemoryStore, monotonic_ms
 from pagemill_gateway.limits.periods import Calendar, Periods
-from pagemill_gateway.limits.redis.link import Link, RedisUnavailable, Script
+from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable, Script
 from pagemill_gateway.limits.redis.shares import share_of, with_whole_limits
-from pagemill_gateway.limits.store import Answer, Ask, Level, More, amount_of
+from pagemill_gateway.limits.store import ExtensionRequest, Level, ReservationAnswer, ReservationRequest, amount_of
 
 logger = logging.getLogger("pagemill.gateway.limits")
 
@@ -61,7 +61,7 @@ class RedisStore:
 
     def __init__(
         self,
-        link: Link,
+        link: RedisLink,
         *,
         num_gateways: int = 1,
         on_fallback: Callable[[], None] = lambda: None,
@@ -118,7 +118,7 @@ class RedisStore:
 
     # -- methods of `Store` --------------------------------------------------------------------------------------------
 
-    async def reserve(self, ask: Ask) -> Answer:
+    async def reserve(self, ask: ReservationRequest) -> ReservationAnswer:
         reservation = self._opened(ask)
         try:
             raw = await self._link.run(RESERVE, self._keys(reservation), self._reserve_arguments(ask, reservation))
@@ -133,7 +133,7 @@ class RedisStore:
             self.local.record(ask)
         return answer
 
-    async def extend(self, more: More) -> int:
+    async def extend(self, more: ExtensionRequest) -> int:
         reservation = self._open.get(more.lease)
         if reservation is None:
             return 0
@@ -149,16 +149,16 @@ class RedisStore:
         self._on_fallback()
         return self.local.decide_more(more._replace(limits=share_of(more.limits, self.num_gateways)))
 
-    def _extended(self, more: More, reservation: _Open) -> int:
+    def _extended(self, more: ExtensionRequest, reservation: _Open) -> int:
         if more.lease in self._open:
             self._open[more.lease] = reservation
             self.local.record_more(more)
         return more.tokens
 
-    def _opened(self, ask: Ask) -> _Open:
+    def _opened(self, ask: ReservationRequest) -> _Open:
         return _Open(ask.account, f"{ask.lease}|{ask.sequences}", self._calendar.now(), known=True)
 
-    def adopt(self, ask: Ask) -> None:
+    def adopt(self, ask: ReservationRequest) -> None:
         self._open[ask.lease] = self._opened(ask)
         self.local.record(ask)
 
@@ -174,7 +174,7 @@ class RedisStore:
 
     # -- without Redis ------------------------------------------------------------------------------------------------
 
-    def _reserve_here(self, ask: Ask, reservation: _Open) -> Answer:
+    def _reserve_here(self, ask: ReservationRequest, reservation: _Open) -> ReservationAnswer:
         self._on_fallback()
         share = share_of(ask.limits, self.num_gateways)
         answer = with_whole_limits(self.local.decide(ask._replace(limits=share)), ask.limits)
@@ -289,7 +289,7 @@ class RedisStore:
     def _key(self, name: str) -> str:
         return f"{self._link.prefix}:{name}"
 
-    def _reserve_arguments(self, ask: Ask, reservation: _Open) -> list[str | int]:
+    def _reserve_arguments(self, ask: ReservationRequest, reservation: _Open) -> list[str | int]:
         limits, periods = ask.limits, reservation.periods
         bounds = (
             limits.requests_per_minute,
@@ -301,7 +301,7 @@ class RedisStore:
         lefts = _milliseconds_left(periods)
         return [ask.lease, amount_of(ask), ask.sequences, *_numbers(bounds), LEASE_S * 1000, *lefts, self._now()]
 
-    def _extend_arguments(self, more: More, periods: Periods) -> list[str | int]:
+    def _extend_arguments(self, more: ExtensionRequest, periods: Periods) -> list[str | int]:
         limits = more.limits
         bounds = _numbers((limits.tokens_per_minute, limits.tokens_per_day, limits.tokens_per_month))
         return [more.lease, more.used, more.tokens, *bounds, *_milliseconds_left(periods), self._now()]
@@ -315,9 +315,9 @@ def _milliseconds_left(periods: Periods) -> tuple[int, int]:
     return int(periods.day_left_s * 1000), int(periods.month_left_s * 1000)
 
 
-def _answer(ask: Ask, raw: list[bytes | int]) -> Answer:
+def _answer(ask: ReservationRequest, raw: list[bytes | int]) -> ReservationAnswer:
     refused, retry_ms, requests, requests_reset_ms, tokens, tokens_reset_ms = raw
-    return Answer(
+    return ReservationAnswer(
         refused.decode() or None,  # type: ignore[union-attr, arg-type]  # the script's first value, a Reason or empty
         int(retry_ms) / 1000,
         _level(ask.limits.requests_per_minute, int(requests), int(requests_reset_ms)),

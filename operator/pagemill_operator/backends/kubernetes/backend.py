@@ -40,7 +40,7 @@ from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest,
 from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
 from pagemill_operator.load.store import MeasuredLoad
 from pagemill_operator.plan.types import Plan, Problem
-from pagemill_operator.status.observation import Observation, Scaling
+from pagemill_operator.status.observation import Observation, ScalingState
 from pagemill_protocol.load import EngineWork
 
 logger = logging.getLogger("pagemill.operator.kubernetes")
@@ -77,7 +77,7 @@ class KubernetesCluster(Cluster):
         make_context: MakeContext,
         *,
         load: Callable[[str], MeasuredLoad | None] = lambda key: None,
-        scaling: Callable[[str], Scaling | None] = lambda key: None,
+        scaling: Callable[[str], ScalingState | None] = lambda key: None,
         held: Callable[[str], Mapping[str, EngineWork]] = lambda key: {},
         asleep: Callable[[str], frozenset[str]] = lambda key: frozenset(),
         progress: Callable[[str], str] = lambda key: "",

@@ -10,7 +10,7 @@ from typing import Protocol
 from pagemill_kube.client import Client
 from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_kube.kinds import Kind
-from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION, Cost
+from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION, DeletionCost
 from pagemill_operator.backends.kubernetes.differences import Answers
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD
 from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, is_own
@@ -66,11 +66,11 @@ class Writes:
         """Set the replicas and the awake annotation on the version of the Deployment that they were decided on."""
         await self._noted(deployment, "scale", self._scaled(deployment, replicas, awake))
 
-    async def rank(self, costs: Iterable[Cost]) -> None:
+    async def rank(self, costs: Iterable[DeletionCost]) -> None:
         """Mark the pods to remove first. This is only a hint: an error is no fault of the deployment."""
         await asyncio.gather(*(self._ranked(cost) for cost in costs))
 
-    async def _ranked(self, cost: Cost) -> None:
+    async def _ranked(self, cost: DeletionCost) -> None:
         metadata = cost.pod["metadata"]
         self._on_write(POD.name, "rank")
         patch = {"metadata": {"annotations": {COST_ANNOTATION: cost.value}}}

@@ -19,14 +19,14 @@ import aiohttp
 from pagemill_operator.autoscaler.records import Record, encode_record
 from pagemill_operator.backends.base import Cluster, Event
 from pagemill_operator.backends.deployment_metrics import DEPLOYMENT_METRICS, DeploymentMetrics
-from pagemill_operator.backends.local.gateway import Gateway
-from pagemill_operator.backends.local.load import Load, read_load
+from pagemill_operator.backends.local.gateway import LocalGateway
+from pagemill_operator.backends.local.load import MachineLoad, read_load
 from pagemill_operator.backends.local.machine import least_used, threads_per_engine
 from pagemill_operator.backends.local.ports import ensure_bindable, free_port
 from pagemill_operator.backends.local.replicas import Deployment, Replica, SleepCalls, engine_launcher, unused_name
 from pagemill_operator.backends.local.scaling import LocalScaling
 from pagemill_operator.backends.local.settings import LocalSettings
-from pagemill_operator.backends.local.state_dir import StateDir, Target
+from pagemill_operator.backends.local.state_dir import ScrapeTarget, StateDir
 from pagemill_operator.backends.local.supervisor import Supervisor
 from pagemill_operator.backends.rollout import Actions, next_actions
 from pagemill_operator.backends.standby import next_standby_actions
@@ -63,12 +63,12 @@ class LocalBackend(Cluster):
         self._wake = asyncio.Event()
         self._stopped = False
         self._metrics = DeploymentMetrics(Metrics(DEPLOYMENT_METRICS))
-        self._targets: list[Target] | None = None
+        self._targets: list[ScrapeTarget] | None = None
         """The targets that were written last."""
         self._state_dir: StateDir
         self._session: aiohttp.ClientSession
         self._reconciler: asyncio.Task[None] | None = None
-        self.gateway: Gateway
+        self.gateway: LocalGateway
         self._scaling: LocalScaling
         self._sleep_calls: SleepCalls
         self._started_s = 0.0
@@ -97,7 +97,7 @@ class LocalBackend(Cluster):
         self._state_dir = StateDir(settings.runtime_folder)
         # No proxy is used: everything is on this machine.
         self._session = aiohttp.ClientSession(trust_env=False)
-        self.gateway = Gateway(
+        self.gateway = LocalGateway(
             settings.port or free_port(settings.host),
             settings=settings,
             state_dir=self._state_dir,
@@ -150,13 +150,13 @@ class LocalBackend(Cluster):
         """Return the supervisors of a deployment's replicas, oldest first."""
         return [replica.supervisor for replica in self._deployments[key].replicas]
 
-    async def load(self) -> Load:
+    async def load(self) -> MachineLoad:
         """Return the load that gateway and engines report now."""
         gateway = self.gateway
         engines = [replica.supervisor.launch for replica in self._all_replicas()]
         urls = [launch.control_url for launch in engines if launch]
         if gateway.control_url is None:
-            return Load()
+            return MachineLoad()
         return await read_load(self._session, gateway.control_url, gateway.token, urls)
 
     async def stop(self) -> None:
@@ -335,7 +335,7 @@ class LocalBackend(Cluster):
         return Catalog([deployment.catalog_model for deployment in served])
 
 
-def _target(process: Supervisor, job: str, **labels: str) -> Target:
+def _target(process: Supervisor, job: str, **labels: str) -> ScrapeTarget:
     """Return a target; it has no address while the process does not answer."""
     addresses = [urlsplit(process.launch.control_url).netloc] if process.launch else []
     return {"targets": addresses, "labels": {"job": job, **labels}}

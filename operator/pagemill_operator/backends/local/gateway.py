@@ -32,7 +32,7 @@ READINESS = Probe(CONTROL_PORT, "/readyz", 2.0, 2)
 LIVENESS = Probe(CONTROL_PORT, "/livez", 5.0, 6)
 
 
-class Gateway:
+class LocalGateway:
     def __init__(
         self,
         port: int,

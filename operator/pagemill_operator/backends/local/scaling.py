@@ -18,7 +18,7 @@ from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.plan.types import Plan
-from pagemill_operator.status.observation import Observation, Scaling
+from pagemill_operator.status.observation import Observation, ScalingState
 from pagemill_protocol.load import EngineWork, LoadFrame
 
 logger = logging.getLogger("pagemill.operator.scaling")
@@ -62,7 +62,7 @@ class LocalScaling:
         """Return the load of each engine by endpoint, as far as the gateway reports it."""
         return self._loads.held(key)
 
-    def state(self, key: str) -> Scaling | None:
+    def state(self, key: str) -> ScalingState | None:
         return self._scaler.state(key)
 
     def records(self) -> list[Record]:

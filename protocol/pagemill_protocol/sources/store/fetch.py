@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from pagemill_protocol.partial_download import Link, PartialDownload
+from pagemill_protocol.partial_download import FileLink, PartialDownload
 from pagemill_protocol.safetensors_header import header_end
 from pagemill_protocol.source_errors import FetchError, SourceError
 from pagemill_protocol.sources.base import ReadsRanges, RemoteFile, Repository, SourceKind
@@ -144,8 +144,8 @@ class Fetch:
             self._watch.on_open(arriving.folder)
             self._fetch_in_parallel(fetch, weights, num_files, arriving.close)
 
-    def _link(self, file: RemoteFile) -> Link:
-        return Link(self._folder.place(file), file.num_bytes, self._folder.has(file))
+    def _link(self, file: RemoteFile) -> FileLink:
+        return FileLink(self._folder.place(file), file.num_bytes, self._folder.has(file))
 
     def _fetch_in_parallel(
         self,
