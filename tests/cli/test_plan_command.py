@@ -151,7 +151,7 @@ def test_a_request_alone_takes_its_own_steps() -> None:
     assert simulate_latencies(SHAPE, 512, 1, 1e-3, 0.95).tpot_ms is None
 
 
-def test_the_same_plan_is_rehearsed_the_same_and_more_load_is_felt() -> None:
+def test_the_same_plan_is_simulated_the_same_and_more_load_is_felt() -> None:
     low, high = (simulate_latencies(SHAPE, 256, 64, rate, 0.95) for rate in (1.0, 12.0))
     assert simulate_latencies(SHAPE, 256, 64, 12.0, 0.95) == high
     assert high.ttft_ms > low.ttft_ms

@@ -364,7 +364,7 @@ async def test_bodies_beyond_the_gateways_memory_are_refused_while_others_are_se
     assert float(re.search(r"^pagemill_gateway_in_flight_body_bytes (\S+)$", metrics, re.MULTILINE).group(1)) > 90_000
     gate.set()
     assert (await first).status == 200
-    await fake.until(lambda: gateway.gateway.worker.gate.num_bytes == 0)
+    await fake.until(lambda: gateway.gateway.worker.in_flight_limit.num_bytes == 0)
     assert (await gateway.complete(padding="u" * 90_000)).status == 200
 
 

@@ -137,7 +137,7 @@ async def test_requests_are_reported_with_their_rate_their_latency_and_their_len
     assert load.lengths.output.total == 3
 
 
-async def test_who_gives_way_to_all_others_is_no_reason_for_another_engine(engines, gateways, fake) -> None:
+async def test_a_low_priority_request_is_no_reason_for_another_engine(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     for priority in (0, LOW_PRIORITY, LOW_PRIORITY):
         assert (await gateway.chat(stream=True, priority=priority)).status == 200

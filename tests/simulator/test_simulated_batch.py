@@ -84,6 +84,6 @@ def test_lines_order_no_replica() -> None:
     assert max(point.wanted for point in counted.timeline) > 1, "as live requests they would have"
 
 
-def test_lines_carry_the_priority_that_gives_way() -> None:
+def test_lines_carry_the_low_priority() -> None:
     assert {each.priority for each in TRAFFIC.lines(1)} == {LINE_PRIORITY}
     assert {each.priority for each in TRAFFIC.requests(1)} == {0}

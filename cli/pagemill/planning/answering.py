@@ -1,7 +1,7 @@
 """Computes the plan of every subject under one load: its replica, the load on it, and the forecast.
 
-`choosing` finds the subjects, `forecast` computes the number of replicas and `rehearsal` simulates it; `report` shows
-one plan and `comparison` several.
+`choosing` finds the subjects, `forecast` computes the number of replicas and `simulated_latencies` simulates it;
+`report` shows one plan and `comparison` several.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def capture_graphs(runner: DeviceRunner, config: EngineConfig) -> None:
 def max_captured_tokens(spec: ModelSpec) -> int:
     """Return the most tokens of a step whose launches take longer than its computation.
 
-    In larger steps padding costs more than a recording saves. This is an estimate, for launches on one core and
+    In larger steps padding costs more than a captured graph saves. This is an estimate, for launches on one core and
     multiplications of floats.
     """
     layers = spec.decoder.layers

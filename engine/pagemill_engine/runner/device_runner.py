@@ -2,7 +2,7 @@
 
 Requests' rows are on the device, a plan's differences are one copy and one launch, inputs are built there, and the
 sampled token is the next step's input without being read by the host. `launch` queues a step, `wait` reads its tokens.
-Steps run as recordings (`runner.graphs`) if one is large enough; others are launched kernel by kernel. With Triton's
+Steps run as CUDA graphs (`runner.graphs`) if one is large enough; others are launched kernel by kernel. With Triton's
 interpreter the device is the CPU and a launch does the work. Operations are `pagemill_kernels`' part, loading
 `runner.load_device`'s.
 """
@@ -154,12 +154,12 @@ class DeviceRunner:
             self._on_device.draw_tokens(logits, batch, settings).tokens.cpu()
 
     def graph_bytes(self, num_tokens: int, num_requests: int) -> int:
-        """Return the bytes that recorded steps of this size keep in addition to those of a step."""
+        """Return the bytes that captured steps of this size keep in addition to those of a step."""
         of_requests = num_requests * 4 * (self.info.vocab_size + self._rows.layout.table_width)
         return of_requests + num_tokens * self.model.spec.hidden_size * self.model.dtype.itemsize
 
     def resize_cache(self, num_blocks: int, info: RunnerInfo) -> None:
-        """Replace the KV cache, whose contents and recordings are lost. `info`: the runner's properties from now on."""
+        """Replace the KV cache; its contents and the captured graphs are lost. `info`: the runner's new properties."""
         if self._graphs is not None:
             self._graphs.forget()
         self.kv_cache.resize(num_blocks)
@@ -177,7 +177,7 @@ class DeviceRunner:
         num_bytes = self._sleeping.sleep()
         if self._graphs is not None:
             self._graphs.forget()
-            # Released again: memory of the recordings returns to the device only now.
+            # Released again: memory of the captured graphs returns to the device only now.
             self.kv_cache.release()
         return num_bytes
 

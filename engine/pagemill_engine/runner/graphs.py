@@ -1,9 +1,9 @@
-"""CUDA graphs of steps, recorded in one memory pool.
+"""CUDA graphs of steps, captured in one memory pool.
 
-Decodes are recorded by padded numbers of requests, steps with prompts by padded numbers of tokens and of requests. A
-recorded pass always reads and writes the same buffers: `StepGraphs` owns the buffers and knows the shapes. A decode is
-recorded up to the logits; in other steps few tokens sample, and their logits are launched behind the recording.
-`CudaGraphCapturer` alone records. `device_runner` decides when a recording is used.
+Decodes are captured by padded numbers of requests, steps with prompts by padded numbers of tokens and of requests. A
+captured pass always reads and writes the same buffers: `StepGraphs` owns the buffers and knows the shapes. A decode is
+captured up to the logits; in other steps few tokens sample, and their logits are launched behind the graph.
+`CudaGraphCapturer` alone captures. `device_runner` decides when a graph is used.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pagemill_engine.runner.device_rows import DeviceStep
 from pagemill_kernels.request_rows.layout import DeviceStepInputs
 
 MOST_REQUESTS = 512
-"""Most requests of a recorded decode. Larger ones compute for so long that their launches cost nothing."""
+"""Most requests of a captured decode. Larger ones compute for so long that their launches cost nothing."""
 MOST_TOKENS = 8192
-"""Most tokens of a recorded step with prompts, for the same reason, even of the smallest models."""
+"""Most tokens of a captured step with prompts, for the same reason, even of the smallest models."""
 _SMALL = (16, 32, 64, 96, 128, *range(192, 513, 64), *range(640, 1025, 128))
 _OCTAVE = (36, 40, 45, 50, 57, 64)
 """Sizes in 32nds of a power of two: no step above 1,024 tokens is padded by more than a seventh."""
@@ -34,7 +34,7 @@ _REQUESTS = (64,)
 
 
 class GraphShape(NamedTuple):
-    """The padded size of a recorded step."""
+    """The padded size of a captured step."""
 
     num_tokens: int
     num_requests: int
@@ -68,21 +68,21 @@ def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: in
 def shapes_to_capture(
     max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int = MOST_TOKENS
 ) -> list[GraphShape]:
-    """Return all shapes to record. `most_tokens`: the largest step with prompts."""
+    """Return all shapes to capture. `most_tokens`: the largest step with prompts."""
     decodes = decode_shapes(min(max_num_seqs, max_num_batched_tokens))
     return [*decodes, *mixed_shapes(max_num_seqs, max_num_batched_tokens, most_tokens)]
 
 
 class GraphCapturer(Protocol):
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record `run` and return a function that replays it on the same buffers.
+        """Capture `run` and return a function that replays it on the same buffers.
 
         `run` must not wait for the device, and everything in it must be compiled and tuned.
         """
 
 
 class CudaGraphCapturer:
-    """Records CUDA graphs that share one memory pool, since no two of them run at a time.
+    """Captures CUDA graphs that share one memory pool, since no two of them run at a time.
 
     The pool's memory is freed with the last graph.
     """
@@ -99,7 +99,7 @@ class CudaGraphCapturer:
 
 @dataclass(slots=True, frozen=True)
 class CapturedGraph:
-    """One recorded shape."""
+    """The captured graph of one shape."""
 
     shape: GraphShape
     inputs: DeviceStepInputs
@@ -108,10 +108,10 @@ class CapturedGraph:
     replay: Callable[[], None]
 
     def run(self) -> Tensor:
-        """Replay the recording.
+        """Replay the graph.
 
         Returns a decode's logits, float32 [requests, vocab], or other steps' normalised hidden states [tokens, hidden],
-        valid until any recording's next run.
+        valid until any graph's next run.
         """
         self.replay()
         return self.out
@@ -144,22 +144,22 @@ class StepGraphs:
             run = self._forward.decode_into if shape.is_decode else self._forward.hidden_into
             capture = partial(run, out, inputs)
             prepare(shape, inputs)
-            # One-time compilation, loading and tuning cannot be recorded.
+            # One-time compilation, loading and tuning cannot be captured.
             with self._forward.abbreviated():
                 capture()
             self._captured[shape] = CapturedGraph(shape, inputs, out, capturer.capture(capture))
 
     def forget(self) -> None:
-        """Drop the recordings, because the buffers that they read will be replaced."""
+        """Drop the graphs, because the buffers that they read will be replaced."""
         self._captured.clear()
 
     @property
     def shapes(self) -> list[GraphShape]:
-        """Shapes that are recorded now."""
+        """Shapes that are captured now."""
         return list(self._captured)
 
     def graph_for(self, step: DeviceStep) -> CapturedGraph | None:
-        """Return the smallest recording that the step can be padded to, or None."""
+        """Return the smallest graph that the step can be padded to, or None."""
         num_tokens, num_requests = step.num_tokens, len(step.rows)
         shapes = self._decodes if step.is_decode else self._mixed
         for shape in shapes[bisect_left(shapes, (num_tokens,)) :] if num_tokens else ():

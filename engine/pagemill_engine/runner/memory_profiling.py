@@ -65,7 +65,7 @@ def profile_memory(
 
 
 def _graph_bytes(runner: DeviceRunner, config: EngineConfig, meter: Meter) -> int:
-    """Return the bytes of the recordings, which share the memory of the largest decode or other step."""
+    """Return the bytes of the CUDA graphs, which share the memory of the largest decode or other step."""
     num_tokens, num_requests = largest_captured(config, runner.model.spec)
 
     def run() -> None:

@@ -1,9 +1,9 @@
 """The process that runs chat templates, apart from the server because a template is a program of the model's author.
 
-`template_process` starts it as a plain script: it imports the standard library, jinja2, `confinement` and
+`template_process` starts it as a plain script: it imports the standard library, jinja2, `sandbox` and
 `plain_program` only. It reads a setup frame, then answers one frame with one frame until its input ends.
 
-It is confined before it runs anything, and each render is timed (`confinement`). Templates get the environment of
+It is confined before it runs anything, and each render is timed (`sandbox`). Templates get the environment of
 Hugging Face templates: an immutable sandbox, trimmed blocks, `raise_exception`, `strftime_now`, `tojson` without HTML
 escaping, loop controls, and `generation` blocks that print their body.
 """
@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 import jinja2
-import jinja2.debug  # jinja2 loads it lazily, which would fail after confinement
+import jinja2.debug  # jinja2 loads it lazily, which would fail in the sandbox
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
