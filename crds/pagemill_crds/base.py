@@ -1,4 +1,4 @@
-"""What all sections of the resource share: strictness, camelCase names, rules between fields.
+"""The base of all sections of the resource: strictness, camelCase names, rules between fields.
 
 Each rule is written twice, side by side: in CEL for the API server and in Python for `pagemill up`; tests run both on
 the same documents. Neighbours: `sections` uses this module, `schema` reads it.

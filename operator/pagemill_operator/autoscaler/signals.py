@@ -91,7 +91,7 @@ class Signals(msgspec.Struct, frozen=True):
 
     @property
     def missing(self) -> str:
-        """What is not known and may hide load. Empty: nothing."""
+        """The names of unknown inputs that may hide load; empty if all are known."""
         if not self.is_complete:
             return f"{self.num_reporting} of {self.num_gateways} gateways report"
         if self.engines.truth != "value":

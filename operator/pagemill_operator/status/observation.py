@@ -51,7 +51,7 @@ class ReplicaObservation:
 
     @property
     def fault(self) -> Fault | None:
-        """What keeps the replica from becoming ready, unless it only needs time."""
+        """The fault that keeps the replica from becoming ready; None if it only needs time."""
         if not self.reason or not self.live or self.loaded:
             return None
         return Fault("Scheduled" if self.phase == "pending" else "ModelLoaded", self.reason, self.message)
@@ -88,7 +88,7 @@ class LastStart:
 
 @dataclass(frozen=True)
 class Observation:
-    """What is known about one deployment."""
+    """The observed state of one deployment."""
 
     plan: Plan | None
     """None if the spec cannot be read; see `invalid`."""
@@ -100,7 +100,7 @@ class Observation:
     """Why it is unknown whether the plan can work, for example a source that only pods can read."""
     invalid: tuple[Problem, ...] = ()
     fault: Fault | None = None
-    """What keeps replicas from existing at all."""
+    """The fault that prevents any replica from existing."""
     loader: ReplicaObservation | None = None
     """The loader that fills the model's volume while engines wait for it."""
     scaling: ScalingState | None = None

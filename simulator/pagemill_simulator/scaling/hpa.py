@@ -75,7 +75,7 @@ class HpaMemory(msgspec.Struct, frozen=True):
 
 
 class _Autoscaler:
-    """What both autoscalers do with the replicas that their metrics ask for."""
+    """The common part of both autoscalers, from the replicas that their metrics require to the decision."""
 
     memory_type: ClassVar[type[HpaMemory]] = HpaMemory
     wakes_at_once: ClassVar[bool] = False

@@ -24,7 +24,7 @@ class TraceError(ValueError):
 
 @dataclass(slots=True)
 class _Reading:
-    """What was read so far."""
+    """The lines that were read so far."""
 
     rows: list[TraceRow] = field(default_factory=list)
     num_unanswered: int = 0

@@ -46,7 +46,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class RenderContext:
-    """What the manifests need beyond the plan: the installation's settings and the cluster's state."""
+    """The inputs of manifests beyond the plan: the installation's settings and the cluster's state."""
 
     namespace: str
     """The release's namespace, where the gateway runs."""
