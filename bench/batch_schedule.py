@@ -114,7 +114,9 @@ class Fleet:
 
     def _observe(self, name: str, frame: StateFrame) -> None:
         if self._lines.at_gateway < LOW_PRIORITY:
-            frame = msgspec.structs.replace(frame, load=msgspec.structs.replace(frame.load, num_requests_giving_way=0))
+            frame = msgspec.structs.replace(
+                frame, load=msgspec.structs.replace(frame.load, num_low_priority_requests=0)
+            )
         self._brain.observe(name, frame)
 
     def _arrive(self) -> None:

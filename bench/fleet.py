@@ -18,7 +18,7 @@ from pagemill_simulator.fleet.figures import figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.scaling.fixed import FixedReplicas
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.scaling.simulated import rival
 from pagemill_simulator.workloads.request import Workload
 from pagemill_simulator.workloads.shapes import Steady
@@ -32,7 +32,7 @@ STEP_TIME = StepTimeParams(
 
 def settings(num_pods: int) -> FleetSettings:
     engine = EngineConfig(model="sim", num_kv_blocks=4096, max_model_len=16384, step_time=STEP_TIME)
-    return FleetSettings(engine=engine, bounds=Bounds(num_pods, num_pods))
+    return FleetSettings(engine=engine, bounds=ReplicaBounds(num_pods, num_pods))
 
 
 def measure(workload: Workload, num_pods: int, *, fast: bool) -> dict[str, float]:

@@ -114,7 +114,7 @@ def busy_options(size: Size) -> tuple[str, ...]:
     return tuple(word for name, value in options.items() for word in (f"--{name}", str(value)))
 
 
-def is_whole(metrics: str, num_pods: int, num_prefix_chunks: int) -> bool:
+def is_complete(metrics: str, num_pods: int, num_prefix_chunks: int) -> bool:
     """Whether a gateway with this status knows every pod and all of their prefix chunks."""
     pods = re.search(r'^pagemill_gateway_endpoints\{[^}]*phase="ready"[^}]*\} (\S+)$', metrics, re.MULTILINE)
     prefix_chunks = re.search(r"^pagemill_gateway_prefix_chunks (\S+)$", metrics, re.MULTILINE)
@@ -158,7 +158,7 @@ def _restart_times(gateway: PeerProcess, start: Start, num_pods: int, num_prefix
         "first_answer_s": round(time.perf_counter() - gateway.started_s, 3),
         "first_answer_cpu_s": tree_cpu_s(gateway.pid),
     }
-    while not is_whole(_metrics(start.control_port), num_pods, num_prefix_chunks):
+    while not is_complete(_metrics(start.control_port), num_pods, num_prefix_chunks):
         _check(gateway)
         time.sleep(LOOK_PAUSE_S)
     times |= _since_start("whole", gateway)

@@ -48,7 +48,7 @@ from pagemill_kernels.paged_attention import triton_launch as attention
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.request_rows import triton_body as rows_body
 from pagemill_kernels.request_rows import triton_launch as request_rows
-from pagemill_kernels.request_rows.layout import RowLayout, RowState, StepInputs, StepRows, Writes
+from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, RowState, RowWrites, StepRows
 from pagemill_kernels.rope import triton_body as rope_body
 from pagemill_kernels.rope import triton_launch as rope
 from pagemill_kernels.sampling import triton_body as sampling_body
@@ -239,8 +239,8 @@ def keep_rows() -> list[Case]:
     state = RowState(layout, 0, META)
     numbers = torch.empty(num_requests + 1, dtype=torch.int32, device=META)
     step = StepRows(numbers[:-1], numbers, numbers[:-1])
-    inputs = StepInputs.empty(num_requests, num_requests, num_requests, layout.table_width, META)
-    writes = Writes(torch.empty(3, 16, dtype=torch.int64, device=META), numbers)
+    inputs = DeviceStepInputs.empty(num_requests, num_requests, num_requests, layout.table_width, META)
+    writes = RowWrites(torch.empty(3, 16, dtype=torch.int64, device=META), numbers)
     tokens = torch.empty(num_requests, dtype=torch.int64, device=META)
     return [
         Case("changes of rows", lambda: request_rows.write_rows(state, writes), True),

@@ -26,7 +26,7 @@ from report import emit, median
 
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 from pagemill_kernels.arrays import NUMPY_TYPES, FloatType
-from pagemill_kernels.kept_memory import kept
+from pagemill_kernels.huge_pages import empty_weights
 from pagemill_protocol.safetensors_header import INDEX_FILE
 
 ROWS, COLUMNS = 4096, 2048
@@ -74,7 +74,7 @@ def loaders_of(folder: Path, dtype: FloatType) -> dict[str, Callable[[], Any]]:
 
     def ours(wanted: FloatType) -> dict[str, Any]:
         weights = SafetensorsFolder(folder)
-        held = {name: kept(shape, NUMPY_TYPES[wanted]) for name, shape in weights.shapes.items()}
+        held = {name: empty_weights(shape, NUMPY_TYPES[wanted]) for name, shape in weights.shapes.items()}
         for name, array in held.items():
             weights.read_into(name, array)
         return held

@@ -36,7 +36,7 @@ from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_simulator.fleet.figures import Figures, Quantiles, figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.scaling.simulated import own
 from pagemill_simulator.workloads.request import SimRequest, Workload
 from pagemill_simulator.workloads.shapes import Burst, Steady
@@ -112,7 +112,7 @@ class Watch:
     most: int = 0
     running: int = 0
     _records: dict[float, Record] = field(default_factory=dict)
-    _looked_s: float = field(default_factory=time.monotonic)
+    _checked_s: float = field(default_factory=time.monotonic)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @property
@@ -137,8 +137,8 @@ class Watch:
         """Count replicas and collect records: the process keeps only its latest ones."""
         now_s = time.monotonic()
         self.running = len(self.up.replicas())
-        self.pod_seconds += self.running * (now_s - self._looked_s)
-        self._looked_s, self.most = now_s, max(self.most, self.running)
+        self.pod_seconds += self.running * (now_s - self._checked_s)
+        self._checked_s, self.most = now_s, max(self.most, self.running)
         found = from_this_machine(LocalSettings().runtime_folder, self.name, None)
         for record in found.records if found is not None else ():
             self._records[record.signals.at_s] = record
@@ -235,7 +235,7 @@ def simulated(workload: Workload, records: Sequence[Record]) -> Figures | None:
     )
     settings = FleetSettings(
         engine=engine,
-        bounds=Bounds(last.settings.min_replicas, last.settings.max_replicas),
+        bounds=ReplicaBounds(last.settings.min_replicas, last.settings.max_replicas),
         cold_start=_cold_start(starts[-1] if starts else None),
         drain_timeout_s=20.0,
     )

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from gateway_pods import is_whole
+from gateway_pods import is_complete
 from peers.process import PeerProcess
 from processes import tree_cpu_s
 from report import emit, median
@@ -84,7 +84,7 @@ def measure_scrapes(num_pods: int, num_scrapes: int) -> dict[str, dict[str, floa
         gateway = PeerProcess(pinned(start.argv, [around.where.router]), start.environment, folder / "log")
         try:
             deadline_s = time.monotonic() + START_LIMIT_S
-            while not is_whole(_scrape(start.control_port, "text/plain")[1], num_pods, 0):
+            while not is_complete(_scrape(start.control_port, "text/plain")[1], num_pods, 0):
                 if gateway.ended or time.monotonic() > deadline_s:
                     raise SystemExit(f"the gateway does not know its pods: {gateway.why_ended()}")
                 time.sleep(0.1)

@@ -25,7 +25,7 @@ from pagemill_simulator.bounds.trials import Trials
 from pagemill_simulator.fleet.figures import Figures, Span, figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
-from pagemill_simulator.scaling.policy import Bounds, FleetScaler
+from pagemill_simulator.scaling.policy import FleetScaler, ReplicaBounds
 from pagemill_simulator.scaling.rivals import make_rival
 from pagemill_simulator.scaling.simulated import own, rival
 from pagemill_simulator.workloads.clusters import Clusters
@@ -44,7 +44,7 @@ FAST_STEP_TIME = StepTimeParams(
 """Similar to a 7B model on a large data-centre GPU."""
 CLUSTERS = "clusters of long prompts"
 SLO = Slo(ttft_ms=2000.0, tpot_ms=100.0)
-BOUNDS = Bounds(1, 16)
+BOUNDS = ReplicaBounds(1, 16)
 COLD_START = ColdStart(schedule_s=1.0, pull_s=4.0, load_s=45.0, warm_s=10.0)
 COLUMNS = [
     "policy",
@@ -114,7 +114,7 @@ def held_within_slo(workload: Workload, engine: EngineConfig = ENGINE, slo: Slo 
 
 
 def policies(
-    workload: Workload, engine: EngineConfig = ENGINE, *, bounds: Bounds = BOUNDS, slo: Slo = SLO
+    workload: Workload, engine: EngineConfig = ENGINE, *, bounds: ReplicaBounds = BOUNDS, slo: Slo = SLO
 ) -> dict[str, Callable[[], FleetScaler]]:
     held = f"{held_within_slo(workload, engine, slo):.0f}"
     reported = {
@@ -132,7 +132,7 @@ def policies(
     return {"pagemill": lambda: own(settings), "pagemill, targets": lambda: own(targets), **rivals}
 
 
-def _rival(name: str, parameters: dict[str, str], bounds: Bounds) -> Callable[[], FleetScaler]:
+def _rival(name: str, parameters: dict[str, str], bounds: ReplicaBounds) -> Callable[[], FleetScaler]:
     return lambda: rival(make_rival(name, parameters), bounds)
 
 

@@ -25,7 +25,7 @@ from pagemill_simulator.bounds.trials import Trials
 from pagemill_simulator.fleet.figures import Figures, figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
-from pagemill_simulator.scaling.policy import Bounds, FleetScaler
+from pagemill_simulator.scaling.policy import FleetScaler, ReplicaBounds
 from pagemill_simulator.workloads.agentic import Agentic
 from pagemill_simulator.workloads.batches import BesideBatch
 from pagemill_simulator.workloads.clusters import Clusters
@@ -102,7 +102,7 @@ def compare(
     unit = predicted_intensity(kind.make(1.0), shape(kind.engine), kind.slo)
     traffic = kind.make(unit * LOADS[load])
     workload = traffic.workload(seed)
-    bounds = Bounds(kind.lowest, MOST_REPLICAS)
+    bounds = ReplicaBounds(kind.lowest, MOST_REPLICAS)
     settings = FleetSettings(
         engine=kind.engine, slowness=kind.slowness, bounds=bounds, cold_start=cold_start, seed=seed, start_replicas=1
     )
@@ -126,7 +126,9 @@ def compare(
 
 def capacity_of(kind: Kind, traffic: Generator, unit: float, held: dict[int, float] | None) -> SteadyCapacity:
     """Return the capacity, the same for every load, start and seed: what load tests of the engine would find."""
-    settings = FleetSettings(engine=kind.engine, slowness=kind.slowness, bounds=Bounds(kind.lowest, MOST_REPLICAS))
+    settings = FleetSettings(
+        engine=kind.engine, slowness=kind.slowness, bounds=ReplicaBounds(kind.lowest, MOST_REPLICAS)
+    )
     return SteadyCapacity(traffic, settings, kind.slo, guess=unit, known=held)
 
 

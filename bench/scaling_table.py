@@ -66,7 +66,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def held_by(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+def storage_forms(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
     """Return the known capacity of replicas by kind."""
     found: dict[str, dict[int, float]] = {name: {} for name in KINDS}
     for line in lines:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
     """Add a line for each cell as soon as it is simulated; start none after the time is up."""
     until_s = time.monotonic() + 60 * args.minutes
     lines, about = read(args.results), machine()
-    held, open_cells = held_by(lines), to_do(lines, args.again, args)
+    held, open_cells = storage_forms(lines), to_do(lines, args.again, args)
     args.results.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(args.processes) as pool, args.results.open("a") as out:
         running: set[Future[dict[str, Any]]] = set()

@@ -33,7 +33,7 @@ from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.scaling.fixed import FixedReplicas
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.scaling.simulated import rival
 from pagemill_simulator.workloads.request import SimRequest, Workload
 from pagemill_simulator.workloads.shapes import Ramp, Steady
@@ -121,7 +121,7 @@ def plan_beside(site: RealSite, folder: Path, args: argparse.Namespace) -> Plann
 
 
 def simulate(workload: Workload, engine: EngineConfig) -> Latencies:
-    bounds = Bounds(1, 1)
+    bounds = ReplicaBounds(1, 1)
     outcome = simulate_fleet(workload, FleetSettings(engine=engine, bounds=bounds), rival(FixedReplicas(), bounds))
     return Latencies(
         [each.ttft_ms for each in outcome.requests if each.ttft_ms is not None],

@@ -18,7 +18,7 @@ from processes import stop, tree_memory
 from report import emit, median
 from startup import Engine
 
-from pagemill_protocol.token_file import read_made_token
+from pagemill_protocol.token_file import read_generated_token
 
 PROMPT_TOKENS = 1900
 TIMEOUT_S = 600.0
@@ -53,7 +53,7 @@ def measure(folder: Path, num_tokens: int) -> dict[str, float]:
         ready_s = engine.wait_ready()
         fill(engine, num_tokens)
         control_url = f"http://127.0.0.1:{engine.control_port}"
-        token = read_made_token(control_url)
+        token = read_generated_token(control_url)
         awake = tree_memory(engine.process.pid)
         sleep_ms = timed_ms(f"{control_url}/sleep", token)
         asleep = tree_memory(engine.process.pid)

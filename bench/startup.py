@@ -21,7 +21,7 @@ from processes import stop, tree_memory
 from report import emit, median
 from workload import MODEL
 
-from pagemill.client import Client
+from pagemill.client import ChatClient
 from pagemill_operator.backends.local.ports import free_port
 
 READY_TIMEOUT_S = 180.0
@@ -65,7 +65,7 @@ class Engine:
 
 
 async def _first_token_ms(url: str) -> float:
-    async with Client(url) as client:
+    async with ChatClient(url) as client:
         start = time.perf_counter()
         messages = [{"role": "user", "content": "What is a page table?"}]
         async for piece in client.stream_chat("smollm2", messages, max_tokens=16, temperature=0):

@@ -139,7 +139,7 @@ def engine(clock: ProcessorClock) -> EngineCore:
     self_test(core)
     calibration = Calibration(core)
     calibration.begin()
-    while calibration.go_on():  # as an engine does until its first request
+    while calibration.measure_next():  # as an engine does until its first request
         pass
     return core
 

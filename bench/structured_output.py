@@ -163,7 +163,7 @@ def main() -> None:
         eos_token_ids=tokenizer.eos_token_ids,
     )
     core = EngineCore(config, create_runner(config, lambda phase, detail: None))
-    core.forming.load_tokenizer = lambda: tokenizer
+    core.grammar_requests.load_tokenizer = lambda: tokenizer
     rows, result = [], {}
     for batch in arguments.batches:
         each = in_turns(core, tokenizer, batch, arguments.steps, arguments.rounds)

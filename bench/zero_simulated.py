@@ -18,9 +18,9 @@ from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.fleet.fleet import simulate_fleet
-from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.outcome import FleetOutcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.scaling.simulated import own
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
@@ -45,7 +45,7 @@ class Totals(NamedTuple):
     hours: float = 0.0
     ttfts_s: tuple[float, ...] = ()
 
-    def plus(self, outcome: Outcome) -> Totals:
+    def plus(self, outcome: FleetOutcome) -> Totals:
         endings = [each.ending for each in outcome.requests]
         return Totals(
             self.num_cycles + count_cycles(outcome),
@@ -66,12 +66,14 @@ def visits(num_visits: int, seed: int) -> Workload:
     return Workload(name="visits", source=f"visits, seed {seed}", requests=requests, duration_s=at_s + LONGEST_GAP_S)
 
 
-def simulate_visits(num_visits: int, seed: int) -> Outcome:
-    settings = FleetSettings(engine=ENGINE, bounds=Bounds(0, 1), cold_start=COLD_START, drain_timeout_s=10.0, seed=seed)
+def simulate_visits(num_visits: int, seed: int) -> FleetOutcome:
+    settings = FleetSettings(
+        engine=ENGINE, bounds=ReplicaBounds(0, 1), cold_start=COLD_START, drain_timeout_s=10.0, seed=seed
+    )
     return simulate_fleet(visits(num_visits, seed), settings, own(ScalingSettings("Active", 0, 1, idle_s=IDLE_S)))
 
 
-def count_cycles(outcome: Outcome) -> int:
+def count_cycles(outcome: FleetOutcome) -> int:
     """Return how often the first replica was ordered."""
     return sum(not before.wanted and after.wanted > 0 for before, after in pairwise(outcome.timeline))
 

@@ -100,7 +100,7 @@ def _library(library_dir: Path, level: str) -> Path:
 
 
 def _spelled(compiler: list[str], options: tuple[str, ...]) -> list[str]:
-    """Return the options in the compiler's spelling: Zig uses `_` in names of processors and needs none for 64-bit Arm."""
+    """Return the options in the compiler's spelling: Zig uses `_` in names of processors, and none for 64-bit Arm."""
     if not any("zig" in word for word in compiler):
         return list(options)
     march = "-march="

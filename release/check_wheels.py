@@ -39,7 +39,7 @@ from pagemill_kernels.cpu import library
 llm = LLM({MODEL!r}, max_model_len=512)
 (output,) = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
 loaded = library.load()
-print(json.dumps([output.outputs[0].text, library.why_absent(), loaded and loaded._name]))
+print(json.dumps([output.outputs[0].text, library.unavailable_reason(), loaded and loaded._name]))
 """
 
 

@@ -157,7 +157,7 @@ def _in_codes(device: Device, name: str, given: Inputs) -> list[Case]:
     return [
         _case(device, f"{name}, {kind} cache", given._replace(cache=_encoded(given.cache, dtype)))
         for kind, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn))
-        if kind == "int8" or launch.why_no_fp8() is None
+        if kind == "int8" or launch.fp8_problem() is None
     ]
 
 

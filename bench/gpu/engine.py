@@ -23,14 +23,14 @@ from pagemill_engine.models.rope import decoder_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
-from pagemill_engine.runner.compiling import record_steps
+from pagemill_engine.runner.compiling import capture_graphs
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner, InFlight
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token
 from pagemill_engine.runner.memory import MemoryState
-from pagemill_engine.runner.settling import CudaMeter, settle
+from pagemill_engine.runner.memory_profiling import CudaMeter, profile_memory
 from pagemill_engine.runner.torch_model import TorchModel
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_kernels.registry import ops_for
@@ -72,8 +72,8 @@ class Engine:
         device.synchronize()
         self.load_s = time.perf_counter() - begin_s
         if device.on_gpu:
-            settle(runner, config, spec, sizes, state, CudaMeter())
-            record_steps(runner, config)
+            profile_memory(runner, config, spec, sizes, state, CudaMeter())
+            capture_graphs(runner, config)
         device.synchronize()
         self.compile_s = time.perf_counter() - begin_s - self.load_s
         self.num_kv_tokens = runner.info.num_blocks * config.block_size

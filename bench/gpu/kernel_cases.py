@@ -130,7 +130,7 @@ def _ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -
     planned = kv_reference.plan_slots(slots, 2 * num_kv_heads, 16)
     rope_reference.rope_and_store(x.clone(), num_heads, cos, sin, written, planned)
     kinds = {"": device.dtype, ", int8 cache": torch.int8, ", fp8 cache": torch.float8_e4m3fn}
-    if launch.why_no_fp8() is not None:
+    if launch.fp8_problem() is not None:
         del kinds[", fp8 cache"]
 
     def case(name: str, dtype: torch.dtype) -> Case:

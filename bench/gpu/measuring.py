@@ -26,7 +26,7 @@ class Device:
 
     def __init__(self, tiny: bool, dtype: torch.dtype | None = None) -> None:
         """`dtype` is the type of floats; None: bfloat16, or float32 in the interpreter."""
-        absent = launch.why_absent()
+        absent = launch.unavailable_reason()
         if absent is not None:
             raise SystemExit(f"bench/gpu: {absent}; TRITON_INTERPRET=1 with --sizes tiny runs it without a device")
         self.tiny = tiny

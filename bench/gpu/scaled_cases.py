@@ -18,7 +18,7 @@ FP8_STEP = 0.08
 
 def cases(device: Device, shape: tuple[int, int], rows: list[int]) -> list[Case]:
     types = {"int8": torch.int8}
-    if launch.why_no_fp8() is None:
+    if launch.fp8_problem() is None:
         types["fp8"] = torch.float8_e4m3fn
     floats = device.random(*shape, seed=2) / 50
     found = []

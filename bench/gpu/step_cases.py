@@ -15,9 +15,9 @@ from pagemill_kernels.request_rows import triton_launch as request_rows
 from pagemill_kernels.request_rows.layout import (
     NUM_COMPUTED_TOKENS,
     NUM_TOKENS,
+    DeviceStepInputs,
     RowLayout,
     RowState,
-    StepInputs,
     StepRows,
 )
 from pagemill_kernels.request_rows.staging import Staging
@@ -69,7 +69,7 @@ def _inputs(device: Device, state: RowState, step: StepRows, context_tokens: int
     num_requests, width = len(step.rows), state.layout.table_width
 
     def built(build: Callable[..., None]) -> torch.Tensor:
-        inputs = StepInputs.empty(num_requests, num_requests, num_requests, width, device.device)
+        inputs = DeviceStepInputs.empty(num_requests, num_requests, num_requests, width, device.device)
         build(state, step, 1, num_requests, 16, inputs)
         return torch.cat([inputs.token_ids, inputs.positions, inputs.slots, inputs.seq_lens.long()])
 

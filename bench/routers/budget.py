@@ -48,7 +48,7 @@ ENTRIES: dict[str, list[tuple[Any, str]]] = {
     "body": [(generate, "read_counted")],
     "key": [(KeyRing, "authenticate")],
     "schema": [(ChatDialect, "parse"), (ChatBody, "sampling"), (preparation, "within_vocabulary")],
-    "render": [(ChatBody, "render_soon")],
+    "render": [(ChatBody, "render_inline")],
     "tokenize": [(Tokenizer, "encode_within")],
     "hash": [(preparation, "make_routing_request"), (preparation, "prompt_keys")],
     "limits": [(Limiter, "check"), (Limiter, "reserve"), (Reservation, "settle")],

@@ -25,7 +25,7 @@ from pagemill_gateway.server import Gateway, open_gateway
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.http.connection import bounded_protocol
-from pagemill_protocol.link import LINK_VERSION, Kind, RecordDecoder, encode_record
+from pagemill_protocol.link import LINK_VERSION, RecordDecoder, RecordKind, encode_record
 from pagemill_protocol.text.bundle import TokenizerBundle
 from routers.answers import END_OF_BODY, Answer, http_chunk
 from routers.catalogue import KEY, LIMITS, MODEL
@@ -120,7 +120,7 @@ class EngineWire(Wire):
         self._engines.num_writes += 1
         if self._is_link:
             for kind, number, body in self._decoder.feed(data):
-                if kind == Kind.REQUEST:
+                if kind == RecordKind.REQUEST:
                     self._engines.take(Exchange(self, number, _generate.decode(body)))
         elif data.startswith(b"GET "):
             self._is_link = True
@@ -139,18 +139,18 @@ class Exchange(NamedTuple):
 
     def accept(self, frame: bytes) -> None:
         if self.number:
-            accepted = encode_record(Kind.ACCEPTED, self.number, WEIGHTS.encode())
-            self._receive(accepted + encode_record(Kind.DATA, self.number, frame))
+            accepted = encode_record(RecordKind.ACCEPTED, self.number, WEIGHTS.encode())
+            self._receive(accepted + encode_record(RecordKind.DATA, self.number, frame))
         else:
             self._receive(FRAMES_HEAD + http_chunk(frame))
 
     def send(self, frame: bytes) -> None:
-        self._receive(encode_record(Kind.DATA, self.number, frame) if self.number else http_chunk(frame))
+        self._receive(encode_record(RecordKind.DATA, self.number, frame) if self.number else http_chunk(frame))
 
     def end(self, frame: bytes) -> None:
         if self.number:
-            end = encode_record(Kind.END, self.number)
-            self._receive(encode_record(Kind.DATA, self.number, frame) + end)
+            end = encode_record(RecordKind.END, self.number)
+            self._receive(encode_record(RecordKind.DATA, self.number, frame) + end)
         else:
             self._receive(http_chunk(frame) + END_OF_BODY)
 

@@ -22,8 +22,7 @@ import uvloop
 
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL, LINK_VERSION, RecordDecoder, encode_record
-from pagemill_protocol.link import Kind as RecordKind
+from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL, LINK_VERSION, RecordDecoder, RecordKind, encode_record
 from pagemill_protocol.openai import render
 from pagemill_protocol.text.bundle import bundle_digest
 from routers.answers import END_OF_BODY, Answer, http_chunk

@@ -27,7 +27,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_protocol.frames import StateDecoder
 from pagemill_protocol.state import StateFrame
-from pagemill_protocol.token_file import read_made_token
+from pagemill_protocol.token_file import read_generated_token
 from truth.generator import Answer, Request
 
 START_TIMEOUT_S = 180.0
@@ -61,7 +61,7 @@ class RealSite:
     def state(self) -> StateFrame:
         """Return the engine's latest state frame: its capacity and its step times."""
         decoder = StateDecoder()
-        headers = {"Authorization": f"Bearer {read_made_token(self.control_url)}"}
+        headers = {"Authorization": f"Bearer {read_generated_token(self.control_url)}"}
         request = urllib.request.Request(f"{self.control_url}/internal/state", headers=headers)
         with urllib.request.urlopen(request, timeout=10) as response:
             while True:

@@ -27,7 +27,7 @@ class ClientError(Exception):
         self.status = status
 
 
-class Piece(NamedTuple):
+class ChatPiece(NamedTuple):
     """One event of a streamed chat answer."""
 
     text: str
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     """Text of the model's reasoning, which is not part of its answer."""
 
 
-class Client:
+class ChatClient:
     """An async context manager with one connection pool."""
 
     def __init__(self, url: str, *, api_key: str | None = None, read_timeout_s: float = 300.0) -> None:
@@ -69,7 +69,7 @@ class Client:
             body = await _json(response)
         return [str(entry["id"]) for entry in body.get("data", [])]
 
-    async def stream_chat(self, model: str, messages: list[dict[str, str]], **params: Any) -> AsyncIterator[Piece]:
+    async def stream_chat(self, model: str, messages: list[dict[str, str]], **params: Any) -> AsyncIterator[ChatPiece]:
         """Yield the pieces of one chat answer. `params` are added to the request's body. Raises `ClientError`."""
         body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         async with self._request("POST", "/v1/chat/completions", {**body, **params}) as response:
@@ -161,11 +161,11 @@ def _event(data: bytes) -> dict[str, Any]:
     return event
 
 
-def _piece(event: dict[str, Any]) -> Piece:
+def _piece(event: dict[str, Any]) -> ChatPiece:
     usage = event.get("usage") or {}
     choices = event.get("choices") or [{}]
     delta = choices[0].get("delta") or {}
-    return Piece(
+    return ChatPiece(
         text=delta.get("content") or "",
         finish_reason=choices[0].get("finish_reason"),
         prompt_tokens=usage.get("prompt_tokens"),
@@ -196,7 +196,7 @@ def _refusal(status: int, text: str) -> str:
     return f"The server refused ({status}): {message}" if status else f"The server failed: {message}"
 
 
-async def first_model(client: Client, wanted: str | None) -> tuple[str, list[str]]:
+async def first_model(client: ChatClient, wanted: str | None) -> tuple[str, list[str]]:
     """Return the model to use and the models to choose from: `wanted` alone, or all served models, first one first.
 
     Raises `ClientError` if the server serves none.

@@ -1,4 +1,4 @@
-"""What all sections of the resource share: strictness, camelCase names, rules between fields.
+"""The base of all sections of the resource: strictness, camelCase names, rules between fields.
 
 Each rule is written twice, side by side: in CEL for the API server and in Python for `pagemill up`; tests run both on
 the same documents. Neighbours: `sections` uses this module, `schema` reads it.
@@ -21,7 +21,7 @@ RULES_ERROR = "rules"
 
 
 @dataclass(frozen=True)
-class Rule:
+class SectionRule:
     """One condition between fields of a section."""
 
     field: str
@@ -51,7 +51,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = ()
+    rules: ClassVar[tuple[SectionRule, ...]] = ()
     immutable: ClassVar[dict[str, str]] = {}
     """Fields that cannot change once they are set: camelCase name to remedy."""
 

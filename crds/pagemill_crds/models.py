@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pagemill_crds.base import Rule, Section
+from pagemill_crds.base import Section, SectionRule
 from pagemill_crds.fields import ObjectName
 from pagemill_crds.sections.autoscaling import MAX_REPLICAS, AutoscalingSection
 from pagemill_crds.sections.engine import EngineSection
@@ -58,8 +58,8 @@ class LLMDeploymentSpec(Section):
     cost: CostSection | None = None
     """Prices from which cost figures are computed."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "engine.tensorParallel",
             "tensorParallel x pipelineParallel must be a multiple of resources.gpus, so that every GPU has work: "
             "raise tensorParallel or lower gpus",
@@ -83,14 +83,14 @@ class LLMDeployment(Section):
     status: LLMDeploymentStatus | None = None
     """Observed state, written by the operator."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "metadata.name",
             f"the name is too long or contains a dot: use at most {MAX_NAME_LENGTH} letters, digits and '-'",
             f"size(self.metadata.name) <= {MAX_NAME_LENGTH} && !self.metadata.name.contains('.')",
             lambda d: len(d.metadata.name) <= MAX_NAME_LENGTH and "." not in d.metadata.name,
         ),
-        Rule(
+        SectionRule(
             "metadata.name",
             "the name starts with a digit, which the name of a Service must not: put a letter first; clients use "
             "spec.model.name, which may start with one",

@@ -40,7 +40,7 @@ ROWS = [
         "GPUProductNotFound",
         "Scheduled",
         "spec.resources.gpuProduct",
-        resources={"gpus": 1, "gpuProduct": "NVIDIA-NOWHERE"},
+        resources={"gpus": 1, "gpuProduct": "NVIDIA-NO_REQUEST"},
     ),
     row(
         "cpu",

@@ -34,7 +34,7 @@ SECRET = "pagemill-api-keys"
 CONTROL_PORT = 8081
 UP = "pagemill_gateway_redis_up"
 LIMIT = 6
-BUDGETED = f"sk-{secrets.token_hex(16)}"
+BUDGETED_FAILURES = f"sk-{secrets.token_hex(16)}"
 """A key whose requests use Redis each time and whose limit is not reached."""
 
 
@@ -47,7 +47,7 @@ def limited(releases: Releases, one_node: OneNode, tmp_path: Path) -> Iterator[t
             release.prepare()
             environment = _environment(one_node, tmp_path)
             keys, bundled = _steps()
-            more = f"echo '{hash_key(BUDGETED)} tenant=team-b tokens_per_day=1000000' >> keys"
+            more = f"echo '{hash_key(BUDGETED_FAILURES)} tenant=team-b tokens_per_day=1000000' >> keys"
             made = keys.replace("requests_per_minute=600", f"requests_per_minute={LIMIT}")
             assert made != keys
             *lines, create = made.splitlines()
@@ -106,7 +106,7 @@ def test_two_gateways_enforce_one_limit_and_fail_no_request_without_redis(
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
     gateways = _gateways(release, key)
-    for gateway in _gateways(release, BUDGETED):
+    for gateway in _gateways(release, BUDGETED_FAILURES):
         until("the gateway serves the model", lambda gateway=gateway: gateway.ask(max_tokens=2), timeout_s=60)
     for number in range(LIMIT):
         gateways[number % 2].ask(max_tokens=1)
@@ -118,11 +118,11 @@ def test_two_gateways_enforce_one_limit_and_fail_no_request_without_redis(
     system = one_node.kubectl.within(SHARED_NAMESPACE)
     system.ok("scale", "statefulset/pagemill-redis", "--replicas=0")
     system.wait("pod/pagemill-redis-0", "delete", 60)
-    for gateway in _gateways(release, BUDGETED) * 10:
+    for gateway in _gateways(release, BUDGETED_FAILURES) * 10:
         gateway.ask(max_tokens=2)
     system.ok("scale", "statefulset/pagemill-redis", "--replicas=1")
     system.ok("rollout", "status", "statefulset/pagemill-redis", "--timeout=120s", timeout_s=150)
     for pod in release.pods("gateway"):
         until("the gateway uses Redis again", lambda pod=pod: total(pod, CONTROL_PORT, UP) == 1, timeout_s=60)
-    for gateway in _gateways(release, BUDGETED):
+    for gateway in _gateways(release, BUDGETED_FAILURES):
         gateway.ask(max_tokens=2)

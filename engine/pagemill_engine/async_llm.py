@@ -188,7 +188,7 @@ class _Stream:
         self.ended = False
         self._collected = CollectedRequest(request, text, tokenizer)
         self._error: PagemillError | None = None
-        self._news = asyncio.Event()
+        self._has_news = asyncio.Event()
 
     @property
     def usage(self) -> Usage:
@@ -206,12 +206,12 @@ class _Stream:
         if out.error is not None:
             return Progress(error=engine_error(out))
         stopped = [out.choice] if self._collected.push(out) else []
-        self._news.set()
+        self._has_news.set()
         return Progress(stopped_choices=stopped, done=self._collected.finished)
 
     def failure(self, error: PagemillError) -> Frame:
         self._error = error
-        self._news.set()
+        self._has_news.set()
         return self.last_frame()
 
     def last_frame(self) -> Frame:
@@ -219,15 +219,15 @@ class _Stream:
 
     def abort(self) -> None:
         self._collected.abort()
-        self._news.set()
+        self._has_news.set()
 
     async def next(self) -> RequestOutput | None:
         """Wait for new output.
 
         Returns None if there is nothing to show yet. Raises `PagemillError` if the request failed.
         """
-        await self._news.wait()
-        self._news.clear()
+        await self._has_news.wait()
+        self._has_news.clear()
         if self._error is not None:
             raise self._error
         self.ended = self._collected.finished

@@ -42,7 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Source URI or path: `package://dist/path`, `file:///path`, or a plain path to a folder or `.gguf` file."""
     model_folder: str | None = None
-    """Folder of the model while it is being fetched (`arriving_files`), set when the engine starts; `None`: the
+    """Folder of the model while it is being fetched (`partial_download`), set when the engine starts; `None`: the
     model is complete and found by `model`."""
     served_names: list[str] = []
     """Names that clients may use; empty: derived from the source."""

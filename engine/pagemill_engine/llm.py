@@ -29,7 +29,7 @@ from pagemill_engine.offline import (
 )
 from pagemill_engine.offline_pooling import (
     PooledPrompt,
-    Vector,
+    PromptVector,
     embedding_of,
     pairs_to_score,
     scores_of,
@@ -47,7 +47,7 @@ from pagemill_engine.output.results import (
 )
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.factory import create_runner
-from pagemill_kernels.kept_memory import join_when_idle
+from pagemill_kernels.huge_pages import collapse_when_idle
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
@@ -76,8 +76,8 @@ class LLM:
         self._encoder = PromptEncoder(config_of(model, settings))
         config = self._encoder.config
         self._core = EngineCore(config, self._load(config))
-        join_when_idle()
-        self._core.forming.load_tokenizer = lambda: self._encoder.tokenizer
+        collapse_when_idle()
+        self._core.grammar_requests.load_tokenizer = lambda: self._encoder.tokenizer
         self._encoder.max_model_len = self._core.runner.info.max_model_len
         self._num_requests = 0
         self._closed = False
@@ -261,10 +261,10 @@ class LLM:
                     self._core.abort(run.output.request_id)
         return [run.output for run in runs.values()]
 
-    def _pool(self, prompts: Sequence[PooledPrompt], use_tqdm: bool) -> list[Vector]:
+    def _pool(self, prompts: Sequence[PooledPrompt], use_tqdm: bool) -> list[PromptVector]:
         if self._closed:
             raise RuntimeError("This LLM is closed. Make a new one.")
-        vectors: dict[str, Vector | None] = {}
+        vectors: dict[str, PromptVector | None] = {}
         try:
             waiting: dict[str, PooledPrompt] = {}
             for prompt in prompts:
@@ -281,7 +281,7 @@ class LLM:
                             raise engine_error(out)
                         token_ids = waiting.pop(out.request_id).token_ids
                         values = np.frombuffer(out.pooled, dtype="<f4")
-                        vectors[out.request_id] = Vector(out.request_id, token_ids, values)
+                        vectors[out.request_id] = PromptVector(out.request_id, token_ids, values)
                         bar.update()
         finally:
             for name, found in vectors.items():

@@ -41,7 +41,7 @@ class PooledPrompt(NamedTuple):
         )
 
 
-class Vector(NamedTuple):
+class PromptVector(NamedTuple):
     """The result of one `PooledPrompt`."""
 
     request_id: str
@@ -82,11 +82,11 @@ def pairs_to_score(encoder: PromptEncoder, first: Any, second: Any, truncate: in
     return [PooledPrompt(pair.token_ids, PoolingParams("score", None, pair.second_segment)) for pair in pairs]
 
 
-def embedding_of(vector: Vector) -> EmbeddingRequestOutput:
+def embedding_of(vector: PromptVector) -> EmbeddingRequestOutput:
     return EmbeddingRequestOutput(vector.request_id, EmbeddingOutput(vector.values.tolist()), vector.token_ids)
 
 
-def scores_of(vectors: Sequence[Vector], num_seconds: int, *, embeds: bool) -> list[ScoringRequestOutput]:
+def scores_of(vectors: Sequence[PromptVector], num_seconds: int, *, embeds: bool) -> list[ScoringRequestOutput]:
     """Return the scores.
 
     `embeds`: the vectors are embeddings, of all first texts, then of `num_seconds` second ones.
@@ -98,7 +98,7 @@ def scores_of(vectors: Sequence[Vector], num_seconds: int, *, embeds: bool) -> l
     return [_score(second, cosines(first.values, [second.values])[0]) for first, second in paired]
 
 
-def _score(vector: Vector, score: float) -> ScoringRequestOutput:
+def _score(vector: PromptVector, score: float) -> ScoringRequestOutput:
     return ScoringRequestOutput(vector.request_id, ScoringOutput(score), vector.token_ids)
 
 

@@ -147,5 +147,5 @@ class PromptEncoder:
         check_tokens(token_ids, param, self.tokenizer.vocab_size)
         if cut is not None:
             sampling.validate()
-            token_ids = sampling.cut_prompt(token_ids, self.max_model_len)
+            token_ids = sampling.truncate_prompt(token_ids, self.max_model_len)
         return EncodedPrompt(text, token_ids, sampling)

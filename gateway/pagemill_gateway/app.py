@@ -28,7 +28,7 @@ from pagemill_protocol.dialects.error_shapes import error_body_at
 from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
-from pagemill_protocol.dialects.transport import Place
+from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.cors import Cors
 from pagemill_protocol.http.docs_page import DOCS_PATH
@@ -46,8 +46,8 @@ def page_route(worker: Worker, page: Page) -> Callable[[Request], Awaitable[Resp
     async def route(request: Request) -> Response:
         caller = worker.keys.authenticate(request.scope)
         raw = await _read(worker, request) if page.method == "POST" else b""
-        place = Place(request.scope["path"], request.path_params, request.headers.get)
-        body = page.body(PageRequest(await models.cards(caller), place, raw, VERSION))
+        info = RequestInfo(request.scope["path"], request.path_params, request.headers.get)
+        body = page.body(PageRequest(await models.cards(caller), info, raw, VERSION))
         return Response(body, media_type="application/json")
 
     return with_errors(page.error_body, route)
@@ -55,7 +55,7 @@ def page_route(worker: Worker, page: Page) -> Callable[[Request], Awaitable[Resp
 
 async def _read(worker: Worker, request: Request) -> bytes:
     check_json_content_type(request.scope)
-    with worker.gate.enter() as slot:
+    with worker.in_flight_limit.enter() as slot:
         return await read_counted(request.scope, request.receive, slot, worker.config.max_body_bytes)
 
 

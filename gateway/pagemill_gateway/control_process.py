@@ -19,7 +19,7 @@ from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_gateway.control_token import control_tokens
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
-from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
+from pagemill_gateway.discovery.last_known import LastKnown, read_last_known, write_last_known
 from pagemill_gateway.discovery.state_streams import StateStreams
 from pagemill_gateway.limits.keys_watch import KeysWatch
 from pagemill_gateway.limits.recount import Recount
@@ -34,7 +34,7 @@ from pagemill_protocol.errors import unavailable
 from pagemill_protocol.http.tls import EngineTrust
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.metrics import Scrape
-from pagemill_protocol.token_file import MadeTokens
+from pagemill_protocol.token_file import GeneratedTokens
 
 logger = logging.getLogger("pagemill.gateway")
 
@@ -42,7 +42,7 @@ SETTLE_TIMEOUT_S = 20.0
 """The longest time after the start that unresponsive engines delay the readiness."""
 WRONG_KEYS_FILE = "api_keys_file cannot be used as it is now; the keys known before stay in use, the log names the line"
 """The message for the readiness probe, which names neither path nor line, because every caller sees it."""
-DECISIONS_OF_ONE_PROCESS = 2**40
+DECISION_IDS_PER_PROCESS = 2**40
 """The numbers of decisions that each control process of a gateway may use, so that none is used twice."""
 
 
@@ -74,14 +74,14 @@ class ControlProcess:
         self.metrics = ControlProcessMetrics()
         self.metrics.control_process_restarted(num_before)
         self.brain = LocalBrain(
-            config, first_decision=num_before * DECISIONS_OF_ONE_PROCESS, made_token=MadeTokens().find
+            config, first_decision=num_before * DECISION_IDS_PER_PROCESS, generated_token=GeneratedTokens().find
         )
         self._workers: list[WorkerPort] = []
         self.recount = Recount(config.workers if num_before else 0)
         self._shared_keys: list[Caller] | None = None
         self._templates: frozenset[str] = frozenset()
         self.sharing: Sharing = open_sharing(
-            config.redis, on_fallback=self.metrics.decided_alone, on_keys=self._publish_keys
+            config.redis, on_fallback=self.metrics.decided_without_redis, on_keys=self._publish_keys
         )
         self._responses = open_responses(config.stored_responses, self.sharing.link)
         trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
@@ -201,7 +201,7 @@ class ControlProcess:
 
     def _keep(self, catalog: Catalog, path: Path) -> None:
         try:
-            write_last_known(path, Known(catalog, []))
+            write_last_known(path, LastKnown(catalog, []))
         except OSError as error:
             logger.warning("the catalogue cannot be kept in %s: %s", path, error.strerror)
 

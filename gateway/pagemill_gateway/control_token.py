@@ -14,7 +14,7 @@ import msgspec
 
 from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_protocol.http.guard import ControlTokens
-from pagemill_protocol.token_file import TokenFileError, made_token_file
+from pagemill_protocol.token_file import TokenFileError, generated_token_file
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def with_control_token(config: GatewayConfig, listener: socket.socket) -> Iterat
         return
     address, port = listener.getsockname()[:2]
     try:
-        with made_token_file(address, port) as path:
+        with generated_token_file(address, port) as path:
             yield msgspec.structs.replace(config, control_token_file=str(path))
     except TokenFileError as error:
         raise SettingsError(f"control_token: {error}.") from error
@@ -41,7 +41,7 @@ def control_tokens(config: GatewayConfig, derived: Callable[[], Sequence[str]]) 
     """
     file, secret = config.control_token_file, config.kubernetes.keys_secret
     of_cluster = f"the Secret {secret.namespace}/{secret.name}; in the gateway's container, `python -m "
-    of_cluster += "pagemill_gateway.look PATH` asks with it"
+    of_cluster += "pagemill_gateway.query PATH` asks with it"
     try:
         return ControlTokens(
             config.control_token,

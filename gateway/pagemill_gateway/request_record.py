@@ -10,7 +10,7 @@ from typing import Literal
 from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.sampling import SamplingParams, gives_way
+from pagemill_protocol.sampling import SamplingParams, is_low_priority
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class RequestRecord:
     ended_by_limit: bool = False
     """Whether a limit of the key ended the answer, with the finish reason `length`."""
     usage: Usage = field(default_factory=Usage)
-    gives_way: bool = False
+    is_low_priority: bool = False
     """Whether the request has low priority, as lines of batches have."""
     status: int = 0
     error_code: str | None = None
@@ -92,7 +92,7 @@ class RequestRecord:
     def served_by(self, target: Target, requests: Sequence[GenerateRequest]) -> None:
         self.model = target.model
         self.deployment = target.deployment
-        self.gives_way = gives_way(requests[0].priority)
+        self.is_low_priority = is_low_priority(requests[0].priority)
         self.response_id = requests[0].response_id or requests[0].request_id
         self.stream = requests[0].stream
         self.dialect = requests[0].dialect
@@ -135,7 +135,7 @@ class RequestRecord:
     def duration_s(self) -> float:
         return time.monotonic() - self.started_at
 
-    def saw(self, meta: FrameMeta, attempt: AttemptRecord) -> None:
+    def count(self, meta: FrameMeta, attempt: AttemptRecord) -> None:
         if attempt.first_token_at is None and meta.token_ids:
             attempt.first_token_at = time.monotonic()
             if self.stream and self.first_frame_at is None:

@@ -21,7 +21,7 @@ from pagemill_gateway.app import control_app, data_app
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.control_token import with_control_token
-from pagemill_gateway.garbage import collect_seldom
+from pagemill_gateway.garbage_collection import reduce_garbage_collection
 from pagemill_gateway.logs import log_event
 from pagemill_gateway.sockets import log_listening, open_ports
 from pagemill_gateway.stop_signals import Stop
@@ -33,11 +33,11 @@ from pagemill_protocol.http.tls_config import TLSConfig
 logger = logging.getLogger("pagemill.gateway")
 
 KEEP_ALIVE_S = 75
-CUT_OFF_TIMEOUT_S = 10.0
+FLUSH_TIMEOUT_S = 10.0
 """How long requests that were cut short have to send the error to their clients."""
-HURRIED_FLUSH_S = 0.3
+SECOND_SIGNAL_FLUSH_TIMEOUT_S = 0.3
 """The same time after a second signal."""
-QUIET_S = 1.0
+IDLE_BEFORE_CLOSE_S = 1.0
 """The time without a request after which connections are closed, at most `drain_delay_s`."""
 
 
@@ -73,7 +73,7 @@ async def serve(config: GatewayConfig) -> None:
         try:
             with stop.on_signals():
                 async with listening(gateway, data_socket, control_socket) as (data, control):
-                    collect_seldom()
+                    reduce_garbage_collection()
                     log_listening(guarded, data_socket, control_socket)
                     await stopped(stop, data, control)
                     gateway.control.draining = True
@@ -87,7 +87,7 @@ class Listening(NamedTuple):
     """The server's task, which ends early only if the server fails."""
     refuse_connections: Callable[[], None]
     """Stops accepting connections; open ones stay."""
-    cut_off: Callable[[], None]
+    cut_connections: Callable[[], None]
     """Makes the server close connections at its end without waiting for their last bytes."""
 
 
@@ -119,7 +119,7 @@ async def serving(
             server.config.ssl = await stack.enter_async_context(ServerTLS(tls).followed())
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield Listening(task, server.refuse_connections, server.cut_off)
+            yield Listening(task, server.refuse_connections, server.cut_connections)
         finally:
             server.should_exit = True
             await task
@@ -135,26 +135,26 @@ async def stopped(stop: Stop, *listening: Listening) -> None:
 async def drain(worker: Worker, stop: Stop, data: Listening) -> None:
     """Take the worker out of service. Requests are cut short only after `drain_timeout_s` or a second signal."""
     worker.draining = True
-    log_event("draining", num_requests=worker.gate.num_inside)
+    log_event("draining", num_requests=worker.in_flight_limit.num_in_flight)
     hurry = asyncio.create_task(stop.wait(2))
     try:
         await asyncio.wait([hurry], timeout=worker.config.drain_delay_s)
         data.refuse_connections()
         # A client that has just read the end of a stream may send its next request on the same connection.
-        quiet_s = min(QUIET_S, worker.config.drain_delay_s)
-        empty = asyncio.create_task(worker.gate.wait_quiet(quiet_s))
+        idle_s = min(IDLE_BEFORE_CLOSE_S, worker.config.drain_delay_s)
+        empty = asyncio.create_task(worker.in_flight_limit.wait_idle(idle_s))
         await asyncio.wait([empty, hurry], timeout=worker.config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        worker.gate.close("The gateway is shutting down. Try again.")
+        worker.in_flight_limit.close("The gateway is shutting down. Try again.")
         if not empty.done():
-            logger.warning("gateway cuts %d requests short", worker.gate.num_inside)
-            worker.running.end_all()
-            emptied = asyncio.create_task(worker.gate.wait_empty())
-            await asyncio.wait([emptied, hurry], timeout=CUT_OFF_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            logger.warning("gateway cuts %d requests short", worker.in_flight_limit.num_in_flight)
+            worker.running.cancel_all()
+            emptied = asyncio.create_task(worker.in_flight_limit.wait_empty())
+            await asyncio.wait([emptied, hurry], timeout=FLUSH_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             if hurry.done():
-                await asyncio.wait([emptied], timeout=HURRIED_FLUSH_S)
+                await asyncio.wait([emptied], timeout=SECOND_SIGNAL_FLUSH_TIMEOUT_S)
             emptied.cancel()
         if hurry.done():
-            data.cut_off()
+            data.cut_connections()
         empty.cancel()
     finally:
         hurry.cancel()
@@ -165,7 +165,7 @@ class _Server(uvicorn.Server):
         for server in self.servers:
             server.close()
 
-    def cut_off(self) -> None:
+    def cut_connections(self) -> None:
         self.force_exit = True
 
     @contextmanager

@@ -20,7 +20,7 @@ from pagemill_protocol.tracing.attributes import (
     ENGINE,
     GATEWAY,
     Attribute,
-    Kind,
+    SpanKind,
     engine_phases,
     of_model,
     of_request,
@@ -38,7 +38,7 @@ def write_spans(record: RequestRecord, method: str, ended_at: float, trace: Trac
         f"{method} {record.route}",
         record.started_at,
         ended_at,
-        kind=Kind.SERVER,
+        kind=SpanKind.SERVER,
         attributes=(*of_request(record, method), *_of_routing(record)),
         error=record.error_code,
     )
@@ -76,13 +76,13 @@ def _write_attempt(
         attempt.started_at,
         end,
         parent=root,
-        kind=Kind.CLIENT,
+        kind=SpanKind.CLIENT,
         attributes=_of_attempt(record, attempt),
         error=None if attempt.outcome == "served" else attempt.outcome,
     )
     where: list[Attribute] = [("pagemill.endpoint", attempt.endpoint_id)]
     for name, began, ended in engine_phases(attempt.started_at, attempt.engine_queue_s, attempt.first_token_at, end):
-        trace.add(ENGINE, name, began, ended, parent=span, kind=Kind.SERVER, attributes=where)
+        trace.add(ENGINE, name, began, ended, parent=span, kind=SpanKind.SERVER, attributes=where)
 
 
 def _end(attempt: AttemptRecord, ended_at: float) -> float:

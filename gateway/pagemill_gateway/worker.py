@@ -13,10 +13,10 @@ import sys
 
 from starlette.types import ASGIApp
 
-from pagemill_gateway.admission.gate import Gate, RunningRequests
-from pagemill_gateway.batches.asking import Asker
+from pagemill_gateway.admission.in_flight_limit import InFlightLimit, RunningRequests
 from pagemill_gateway.batches.directory import DirectoryStore
 from pagemill_gateway.batches.idle import IdleCapacity
+from pagemill_gateway.batches.line_sender import LineSender
 from pagemill_gateway.batches.runner import BatchRunner
 from pagemill_gateway.batches.service import Batches
 from pagemill_gateway.batches.store import BatchStore
@@ -28,7 +28,7 @@ from pagemill_gateway.limits.store import Store
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.ports import ControlProcessPort, WorkerMeasurements
 from pagemill_gateway.relay.keep_alive import KeepAlive
-from pagemill_gateway.relay.preparation import Preparation
+from pagemill_gateway.relay.preparation import RequestPreparation
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_protocol.errors import PagemillError
@@ -75,7 +75,7 @@ class Worker:
         shares_keys = config.redis is not None and config.redis.keys
         self.keys = KeyRing(config.api_keys, open_keys_file(config.api_keys_file, quiet=True), shared=shares_keys)
         bounds = config.bounds_of_one_worker()
-        self.gate = Gate(bounds.max_requests, bounds.max_body_bytes)
+        self.in_flight_limit = InFlightLimit(bounds.max_requests, bounds.max_body_bytes)
         self.running = RunningRequests()
         self.metrics = WorkerMetrics()
         self.limiter = Limiter(store, self.metrics)
@@ -84,7 +84,7 @@ class Worker:
         self.bundles = bundles if bundles is not None else Bundles(None, source=control.bundle)
         self._loading: set[asyncio.Task[None]] = set()
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
-        self.preparation = Preparation(brain, self.bundles, self._keep_alive, config.remembered_prefix_chunks)
+        self.preparation = RequestPreparation(brain, self.bundles, self._keep_alive, config.remembered_prefix_chunks)
         self._upstream = Upstream(config, UPSTREAM_KEEPALIVE_S)
         self.relay = Relay(
             brain,
@@ -108,7 +108,7 @@ class Worker:
         if config is None or self._batch_store is None:
             return
         idle = IdleCapacity(self.brain, config.max_load, lambda: self.draining)
-        asker = Asker(app, self.keys)
+        asker = LineSender(app, self.keys)
         self.batch_runner = BatchRunner(config, self._batch_store, asker, idle, self.config.max_body_bytes)
 
     # Calls of the control process.
@@ -123,9 +123,9 @@ class Worker:
 
     def measures(self) -> WorkerMeasurements:
         samples = self.metrics.samples(
-            body_bytes=self.gate.num_bytes, journal_tokens=self.relay.journal_capacity.num_tokens
+            body_bytes=self.in_flight_limit.num_bytes, journal_tokens=self.relay.journal_capacity.num_tokens
         )
-        return WorkerMeasurements(samples, self.gate.num_inside)
+        return WorkerMeasurements(samples, self.in_flight_limit.num_in_flight)
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
         """Keep these bundles, and load new ones at once, so that the first client need not wait."""

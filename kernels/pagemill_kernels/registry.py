@@ -30,7 +30,7 @@ in 16-bit integers), and so does attention of many rows. `cpu_onednn`: as `cpu_n
 layers in bfloat16. `triton`: an NVIDIA device, any float type.
 """
 
-Products = Literal["float", "w8a8", "fp8"]
+MatmulType = Literal["float", "w8a8", "fp8"]
 """The operands of linear layers: floats as they are, or 8-bit values on both sides, int8 or e4m3."""
 
 Feature = Literal["alibi", "latent", "sinks", "soft_cap"]
@@ -184,7 +184,7 @@ _BATCH_INVARIANT: dict[Backend, dict[str, str]] = {
 """Backends whose rows can have the same bits in every batch, and the operations that this requires."""
 
 
-class Holds(NamedTuple):
+class WeightForms(NamedTuple):
     """The forms in which a backend's kernels store weights."""
 
     codes: bool = False
@@ -239,13 +239,13 @@ class Ops(NamedTuple):
     """Packs `linear.groups.CodeBlocks`; None: this backend needs `GroupCodes` or floats."""
     weight_dtype: torch.dtype | None = None
     """Type of float matrices; None: the type that the model computes in."""
-    holds: Holds = Holds()
+    weight_forms: WeightForms = WeightForms()
     on_device: DeviceOps | None = None
     """None: a step's inputs are built on the host, and its tokens are read before the next step."""
 
 
-def holds(backend: Backend) -> Holds:
-    return Holds(
+def weight_forms(backend: Backend) -> WeightForms:
+    return WeightForms(
         codes=backend in _PACK_CODES,
         small_floats=backend in _KEEP_SMALL_FLOATS,
         bfloat16=backend in _KEEP_BFLOAT16,
@@ -276,14 +276,14 @@ def ops_for(
     batch_invariant: bool = False,
     weight_dtype: torch.dtype | None = None,
     rounds_activations: bool = False,
-    products: Products = "float",
+    matmul_type: MatmulType = "float",
     torch_attention: bool = False,
 ) -> Ops:
     """Return the operations of a backend.
 
     `batch_invariant`: a row's result has the same bits whatever else is computed; raises KeyError if that is
-    impossible. `rounds_activations`: to 16 bits when multiplied by 4-bit weights, where that is faster. `products`: the
-    form of packed float weights; raises KeyError if the backend does not have it. `torch_attention`: replaces a CPU
+    impossible. `rounds_activations`: to 16 bits when multiplied by 4-bit weights, where that is faster. `matmul_type`:
+    the form of packed float weights; raises KeyError if the backend does not have it. `torch_attention`: replaces a CPU
     backend's own attention, for features in `lacking`; it reads caches of floats.
     """
     pack_codes = _optional(_PACK_CODES_FOR_DOTS if rounds_activations else _PACK_CODES, backend)
@@ -291,14 +291,14 @@ def ops_for(
     operations = {operation: resolve(operation, backend) for operation in _IMPLEMENTATIONS}
     if torch_attention:
         operations |= {name: resolve(name, _TORCH_ATTENTION) for name in ("plan_attention", "paged_attention")}
-    if products != "float":
-        operations["pack_linear"] = _load(_PACK_SCALED[backend][products])
+    if matmul_type != "float":
+        operations["pack_linear"] = _load(_PACK_SCALED[backend][matmul_type])
     ops = Ops(
         **operations,
         pack_codes=pack_codes,
         pack_blocks=pack_blocks,
         weight_dtype=weight_dtype,
-        holds=holds(backend),
+        weight_forms=weight_forms(backend),
         device=_device(backend),
         on_device=_on_device(backend),
     )
@@ -329,7 +329,7 @@ def cpu_backend(
     if dtype not in ("float32", "bfloat16"):
         return "cpu", f"torch (the native kernels have no {dtype})"
     if library.load() is None:
-        return "cpu", f"torch (no native kernels: {library.why_absent()})"
+        return "cpu", f"torch (no native kernels: {library.unavailable_reason()})"
     if not torch_attention and not native.supports(head_dim, block_size, heads_per_kv_head):
         return "cpu", f"torch (no native attention for heads of {head_dim} and blocks of {block_size})"
     if dtype == "float32" or batch_invariant:
@@ -363,7 +363,7 @@ def gpu_problem(head_dim: int, block_size: int, heads_per_kv_head: int) -> str |
     """Return why such a model cannot run on the `triton` backend here, or None."""
     from pagemill_kernels.gpu import launch
 
-    absent = launch.why_absent()
+    absent = launch.unavailable_reason()
     if absent is not None:
         return absent
     from pagemill_kernels.paged_attention import triton_launch
@@ -375,7 +375,7 @@ def fp8_problem() -> str | None:
     """Return why the `triton` backend has no fp8 here, or None. Call this only if `gpu_problem` returns None."""
     from pagemill_kernels.gpu import launch
 
-    return launch.why_no_fp8()
+    return launch.fp8_problem()
 
 
 def _on_device(backend: Backend) -> DeviceOps | None:

@@ -11,11 +11,11 @@ import msgspec
 NAME_LABEL = "app.kubernetes.io/name"
 
 
-class SettingsError(ValueError):
+class OperatorSettingsError(ValueError):
     """Settings that cannot be used; the message names the field, its value and the remedy."""
 
 
-class EngineTLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineTLSSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """TLS to engines."""
 
     secret: str = ""
@@ -86,7 +86,7 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Port on which gateways serve the load stream."""
     engine_control_port: int = 8001
     """Port on which engines without TLS accept sleep and wake calls."""
-    engine_tls: EngineTLSConfig = EngineTLSConfig()
+    engine_tls: EngineTLSSettings = EngineTLSSettings()
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Lowest level that is logged; `DEBUG` includes kopf's lines."""
 
@@ -119,10 +119,10 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def load_config(path: Path) -> OperatorConfig:
-    """Read the settings file. Raise `SettingsError` if it cannot be used."""
+    """Read the settings file. Raise `OperatorSettingsError` if it cannot be used."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=OperatorConfig)
     except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}; give --settings a readable JSON file") from None
+        raise OperatorSettingsError(f"{path}: {error.strerror}; give --settings a readable JSON file") from None
     except msgspec.DecodeError as error:
-        raise SettingsError(f"{path}: {error}; correct this field") from None
+        raise OperatorSettingsError(f"{path}: {error}; correct this field") from None

@@ -37,7 +37,7 @@ APPLY = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
 
 
-class Page(NamedTuple):
+class ListPage(NamedTuple):
     items: list[msgspec.Raw]
     resource_version: str
 
@@ -158,7 +158,7 @@ class Client:
             method, path, query=query, body=body, content_type=content_type, timeout_s=timeout_s, fenced=True
         )
 
-    async def list(self, path: str, selector: Mapping[str, str]) -> Page:
+    async def list(self, path: str, selector: Mapping[str, str]) -> ListPage:
         """Return all objects. Raises `Gone`, `ApiError` or `Unreachable`."""
         items: list[msgspec.Raw] = []
         token = ""
@@ -168,7 +168,7 @@ class Client:
             items += page.items or []
             token = page.metadata.continue_
             if not token:
-                return Page(items, page.metadata.resource_version)
+                return ListPage(items, page.metadata.resource_version)
 
     async def watch(
         self,

@@ -15,7 +15,7 @@ class ApiError(Exception):
         self.message = message
 
     @property
-    def is_passing(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether the same request may succeed later."""
         return self.status in (408, 409, 429) or (self.status >= 500 and not self.is_malformed)
 

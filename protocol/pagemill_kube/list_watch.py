@@ -109,7 +109,7 @@ class ListWatch(Generic[Object]):
             await self._watch()
             self._was_gone = False
         except Gone as gone:
-            return self._begin_anew(gone)
+            return self._list_again(gone)
         except FAULTS as error:
             if isinstance(error, ApiError) and error.status in REFUSALS:
                 self._count_refusal(error)
@@ -121,7 +121,7 @@ class ListWatch(Generic[Object]):
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _begin_anew(self, gone: Gone) -> str | None:
+    def _list_again(self, gone: Gone) -> str | None:
         """List again next time. Once is the normal course of a watch; repeated, it is a fault."""
         logger.info("watch of %s begins anew: %s", self.path, gone)
         self._version = ""

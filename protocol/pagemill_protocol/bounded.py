@@ -13,14 +13,14 @@ class _Content(Protocol):
     async def readany(self) -> bytes: ...
 
 
-class Body(Protocol):
+class ClientResponseBody(Protocol):
     """The part of an `aiohttp.ClientResponse` that is needed here."""
 
     @property
     def content(self) -> _Content: ...
 
 
-async def read_bounded(response: Body, limit_bytes: int) -> bytes:
+async def read_bounded(response: ClientResponseBody, limit_bytes: int) -> bytes:
     """Return the whole body. Raises `TooLarge`, or `aiohttp.ClientError` when the connection breaks."""
     chunks: list[bytes] = []
     size = 0

@@ -53,7 +53,7 @@ class GGUFError(UnreadableModelError):
     """The file cannot be read as GGUF; the message names the position and the remedy."""
 
 
-class _CutShort(GGUFError):
+class _Truncated(GGUFError):
     """The data ends inside the header."""
 
 
@@ -187,7 +187,7 @@ def header_bytes(data: bytes, path: Path) -> int | None:
     header = _Header(data, path)
     try:
         header.read_table()
-    except _CutShort:
+    except _Truncated:
         return None
     return header.end
 
@@ -272,7 +272,7 @@ class _Header:
         if num_tensors > MAX_TENSORS or num_entries > MAX_ENTRIES:
             raise self._error(many)
         if num_tensors * _MIN_TENSOR_BYTES + num_entries * _MIN_ENTRY_BYTES > self._size:
-            raise self._cut_short(many)
+            raise self._truncated(many)
         return num_tensors, num_entries
 
     def _value(self, kind: int, key: str) -> Any:
@@ -305,10 +305,10 @@ class _Header:
         last = self._size - 8
         for index in range(count):
             if position > last:
-                raise self._cut_short(f"string {index} of {count} of `{key}` runs past the end")
+                raise self._truncated(f"string {index} of {count} of `{key}` runs past the end")
             position += 8 + unpack(data, position)[0]
         if position > self._size:
-            raise self._cut_short(f"the last string of `{key}` runs past the end")
+            raise self._truncated(f"the last string of `{key}` runs past the end")
         self._position = position
         return StringArray(data, start, count, key, self._path)
 
@@ -333,7 +333,7 @@ class _Header:
 
     def _need(self, num_bytes: int, what: str) -> None:
         if num_bytes > self._size - self._position:
-            raise self._cut_short(f"{what} needs {num_bytes} bytes where {self._size - self._position} are left")
+            raise self._truncated(f"{what} needs {num_bytes} bytes where {self._size - self._position} are left")
 
     def _read_alignment(self) -> None:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -381,8 +381,8 @@ class _Header:
     def _error(self, message: str) -> GGUFError:
         return GGUFError(self._why(message))
 
-    def _cut_short(self, message: str) -> GGUFError:
-        return _CutShort(self._why(message))
+    def _truncated(self, message: str) -> GGUFError:
+        return _Truncated(self._why(message))
 
     def _why(self, message: str) -> str:
         return f"`{self._path}` cannot be read as GGUF: {message}. {_REMEDY}"

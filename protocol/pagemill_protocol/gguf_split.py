@@ -22,7 +22,7 @@ def part_names(name: str) -> list[str]:
     return [f"{match['stem']}-{number:05}-of-{count:05}{match['suffix']}" for number in range(1, count + 1)]
 
 
-def whole_name(name: str) -> str:
+def unsplit_name(name: str) -> str:
     """Return the name that the model's file would have in one piece."""
     match = _PART.fullmatch(name)
     return name if match is None else match["stem"] + match["suffix"]

@@ -21,7 +21,7 @@ class Histogram(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def total(self) -> float:
-        return sum(count for _, count in self._sound())
+        return sum(count for _, count in self._valid_bins())
 
     def quantile(self, share: float) -> float | None:
         """Return the value that a share `share` of the values does not exceed, or None without values."""
@@ -29,7 +29,7 @@ class Histogram(msgspec.Struct, frozen=True, omit_defaults=True):
         if total <= 0:
             return None
         wanted = share * total
-        for index, count in sorted(self._sound()):
+        for index, count in sorted(self._valid_bins()):
             seen += count
             if seen >= wanted - 1e-9:
                 return value_of(index)
@@ -39,9 +39,9 @@ class Histogram(msgspec.Struct, frozen=True, omit_defaults=True):
         total = self.total
         if total <= 0:
             return None
-        return sum(value_of(index) * count for index, count in self._sound()) / total
+        return sum(value_of(index) * count for index, count in self._valid_bins()) / total
 
-    def _sound(self) -> Iterator[tuple[int, float]]:
+    def _valid_bins(self) -> Iterator[tuple[int, float]]:
         """Iterate over bins with a valid count; a peer may send anything."""
         return ((index, count) for index, count in self.counts.items() if 0 < count < math.inf)
 
@@ -65,5 +65,5 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
     """Return the sum of several histograms."""
     counts: Counter[int] = Counter()
     for histogram in histograms:
-        counts.update(dict(histogram._sound()))
+        counts.update(dict(histogram._valid_bins()))
     return Histogram(dict(counts))

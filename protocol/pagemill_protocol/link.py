@@ -38,7 +38,7 @@ _HEADER = struct.Struct("<IIB")
 _COUNT = struct.Struct("<I")
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     REQUEST_PART = 1
     """From the gateway: a part of a `GenerateRequest`; the rest follows."""
     REQUEST = 2
@@ -71,18 +71,18 @@ Record = tuple[int, int, bytes]
 """Kind, stream, data."""
 
 
-def encode_record(kind: Kind, stream: int, data: bytes = b"") -> bytes:
+def encode_record(kind: RecordKind, stream: int, data: bytes = b"") -> bytes:
     return _HEADER.pack(len(data), stream, kind) + data
 
 
-def encode_pieces(kind: Kind, stream: int, data: bytes) -> Iterator[bytes]:
+def encode_pieces(kind: RecordKind, stream: int, data: bytes) -> Iterator[bytes]:
     """Yield records of `data` in pieces of at most `PIECE_BYTES`."""
     for start in range(0, len(data), PIECE_BYTES):
         yield encode_record(kind, stream, data[start : start + PIECE_BYTES])
 
 
 def encode_credit(stream: int, num_bytes: int) -> bytes:
-    return encode_record(Kind.CREDIT, stream, _COUNT.pack(num_bytes))
+    return encode_record(RecordKind.CREDIT, stream, _COUNT.pack(num_bytes))
 
 
 def decode_credit(data: bytes) -> int:

@@ -19,13 +19,13 @@ from pagemill_protocol.histogram import Histogram
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.versions import FIRST_VERSION
 
-Truth = Literal["value", "unknown", "stale"]
+ReportStatus = Literal["value", "unknown", "stale"]
 
 
 class EnginesLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sums over the engines that report; source: their state streams."""
 
-    truth: Truth = "unknown"
+    truth: ReportStatus = "unknown"
     age_s: float = 0.0
     """Age of the oldest report in the sums."""
     num_reporting: int = 0
@@ -49,7 +49,7 @@ class EnginesLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Step times of the engines that know theirs, as multiples of those of `step_time`, in rising order."""
 
 
-class PodsSeen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PodCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Engines as the gateway sees them; engines without an address are counted by the platform only."""
 
     loading: int = 0
@@ -73,7 +73,7 @@ class QueueLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The wake event: requests wait, and no engine is running or starting."""
 
 
-class EngineHeld(msgspec.Struct, frozen=True, array_like=True):
+class EngineWork(msgspec.Struct, frozen=True, array_like=True):
     """The requests that would have to finish or migrate if one engine were removed; source: its state stream."""
 
     id: str
@@ -101,7 +101,7 @@ class EngineStart(msgspec.Struct, frozen=True, array_like=True):
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Arrival rates of requests; source: the gateway. Zero is a value."""
 
-    truth: Truth = "unknown"
+    truth: ReportStatus = "unknown"
     window_s: float = 0.0
     """Seconds over which the rates are measured; shorter after a start."""
     requests_per_s: float = 0.0
@@ -118,7 +118,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Latencies of streams that ended within the last minute, as clients saw them, queues included; source: the
     gateway."""
 
-    truth: Truth = "unknown"
+    truth: ReportStatus = "unknown"
     ttft_ms: Histogram = Histogram()
     tpot_ms: Histogram = Histogram()
 
@@ -126,7 +126,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Lengths(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens of the latest requests; source: the gateway."""
 
-    truth: Truth = "unknown"
+    truth: ReportStatus = "unknown"
     prompt: Histogram = Histogram()
     computed: Histogram = Histogram()
     """Prompt tokens that were not in the prefix cache."""
@@ -137,8 +137,8 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     namespace: str
     name: str
     engines: EnginesLoad = EnginesLoad()
-    pods: PodsSeen = PodsSeen()
-    held: list[EngineHeld] = []
+    pods: PodCounts = PodCounts()
+    held: list[EngineWork] = []
     """One entry per reporting engine; the engine with the least is removed first."""
     starts: list[EngineStart] = []
     """Starts of the engines that report them."""

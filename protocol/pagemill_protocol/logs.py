@@ -22,7 +22,7 @@ class JsonLines(logging.Formatter):
         self._process = process
         self._structured = structured
         self._second = -1
-        self._time_of_it = ""
+        self._formatted_second = ""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -47,8 +47,8 @@ class JsonLines(logging.Formatter):
         """Return the time to the second, formatted once per second."""
         second = int(record.created)
         if second != self._second:
-            self._second, self._time_of_it = second, self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
-        return self._time_of_it
+            self._second, self._formatted_second = second, self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
+        return self._formatted_second
 
 
 def configure(level: int | str, *, process: str = "", structured: frozenset[str] = frozenset()) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory, also that of other threads' arenas, to the system where the C library can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -304,7 +304,7 @@ GATEWAY_ENDED_BY_LIMIT = _gateway(
 GATEWAY_RESERVE_SECONDS = _gateway(
     "histogram", "limits_reserve_seconds", "Reserving within the limits of one request's key.", buckets=_SHORT_S
 )
-GATEWAY_LIMITS_ALONE = _gateway(
+GATEWAY_LIMITS_WITHOUT_REDIS = _gateway(
     "counter", "limits_decided_alone", "Reservations made with this gateway's own share, because Redis was unreachable."
 )
 GATEWAY_REDIS_UP = _gateway("gauge", "redis_up", "1 while Redis answers, 0 while not; absent without Redis.")

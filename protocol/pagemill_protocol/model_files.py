@@ -19,7 +19,7 @@ def load_model_spec(path: str | Path) -> ModelSpec:
     return checked(spec_from_gguf(GGUFFile(path)), path)
 
 
-def load_outlined_spec(path: Path) -> ModelSpec:
+def load_spec_without_weights(path: Path) -> ModelSpec:
     """Return the spec as `load_model_spec`, also of a folder that has only the index of its weights.
 
     Such a spec suffices for a plan, not for an engine. Raises `SourceError`.

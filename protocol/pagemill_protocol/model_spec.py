@@ -143,7 +143,7 @@ def _check_heads(attention: AttentionSpec, path: Path) -> None:
 
 
 def _check_rotation(attention: AnyAttentionSpec, path: Path) -> None:
-    rope, size = attention.rope, attention.turning_dim
+    rope, size = attention.rope, attention.rotary_table_dim
     if rope is None:
         return
     if size % 2:

@@ -26,31 +26,31 @@ from pagemill_protocol.dialects.anthropic.request import (
 )
 from pagemill_protocol.dialects.anthropic.request import ToolChoice as AnthropicToolChoice
 from pagemill_protocol.dialects.ollama import ShowRequest
+from pagemill_protocol.dialects.ollama_api.request import Message as OllamaMessage
 from pagemill_protocol.dialects.ollama_api.request import (
-    Call,
-    Function,
+    OllamaCall,
     OllamaChatRequest,
+    OllamaFunction,
     OllamaGenerateRequest,
     Options,
 )
-from pagemill_protocol.dialects.ollama_api.request import Message as OllamaMessage
 from pagemill_protocol.dialects.open_inference.request import (
     GenerateBody,
     InferBody,
-    Output,
     OutputParameters,
+    OutputTensor,
     Tensor,
     TensorParameters,
 )
 from pagemill_protocol.dialects.openai_responses.request import (
     FunctionTool,
-    Reasoning,
+    ReasoningConfig,
     ResponsesRequest,
     TextConfig,
     TextFormat,
 )
 from pagemill_protocol.dialects.registry import LIVE_PATHS, READY_PATHS
-from pagemill_protocol.dialects.text_generation.request import Grammar, Parameters, TgiRequest
+from pagemill_protocol.dialects.text_generation.request import TgiGrammar, TgiParameters, TgiRequest
 from pagemill_protocol.dialects.vectors.request import EmbeddingRequest, RerankRequest, ScoreRequest
 from pagemill_protocol.openai.batches import BatchRequest
 from pagemill_protocol.openai.fields import RequestModel
@@ -83,8 +83,19 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
 _PARTS: tuple[type[RequestModel], ...] = (
     *(ChatMessage, StreamOptions),
     *(InputMessage, Tool, AnthropicToolChoice, Thinking, OutputFormat, OutputConfig, Metadata),
-    *(Grammar, Parameters, Options, Function, Call, OllamaMessage, Tensor, TensorParameters, Output, OutputParameters),
-    *(FunctionTool, TextFormat, TextConfig, Reasoning),
+    *(
+        TgiGrammar,
+        TgiParameters,
+        Options,
+        OllamaFunction,
+        OllamaCall,
+        OllamaMessage,
+        Tensor,
+        TensorParameters,
+        OutputTensor,
+        OutputParameters,
+    ),
+    *(FunctionTool, TextFormat, TextConfig, ReasoningConfig),
 )
 
 

@@ -18,7 +18,7 @@ PoolingMethod = Literal["cls", "mean", "last"]
 """How hidden states of a prompt's tokens are pooled: the first, their mean, the last."""
 
 _ROUTES = {"embed": "/v1/embeddings, /v1/score or /v1/rerank", "score": "/v1/score or /v1/rerank"}
-_WHAT = {"embed": "computes embeddings", "score": "scores pairs of texts"}
+_TASK_TEXTS = {"embed": "computes embeddings", "score": "scores pairs of texts"}
 
 
 class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,15 +63,17 @@ def check_task(wanted: PoolingParams | None, model: PoolingSpec | None) -> None:
     """Raise `PagemillError` (400) where a model does not support the requested task. `None`: text generation."""
     if model is None:
         if wanted is not None:
-            raise _cannot("This model generates text and computes no embeddings and no scores. Ask a model that does.")
+            raise _unsupported(
+                "This model generates text and computes no embeddings and no scores. Ask a model that does."
+            )
         return
     if wanted is None:
-        raise _cannot(
-            f"This model {_WHAT[model.task]} and generates no text. Send texts to {_ROUTES[model.task]}, or ask a "
-            "model that generates."
+        raise _unsupported(
+            f"This model {_TASK_TEXTS[model.task]} and generates no text. Send texts to {_ROUTES[model.task]}, or ask "
+            "a model that generates."
         )
     if wanted.task != model.task:
-        raise _cannot(f"This model {_WHAT[model.task]}. Send texts to {_ROUTES[model.task]}.")
+        raise _unsupported(f"This model {_TASK_TEXTS[model.task]}. Send texts to {_ROUTES[model.task]}.")
     if wanted.dimensions is not None:
         _check_dimensions(wanted.dimensions, model)
 
@@ -89,5 +91,5 @@ def _check_dimensions(dimensions: int, model: PoolingSpec) -> None:
         raise invalid_field("dimensions", f"`dimensions` must be {allowed} for this model, got {dimensions}.")
 
 
-def _cannot(message: str) -> PagemillError:
+def _unsupported(message: str) -> PagemillError:
     return invalid_field("model", message, code="unsupported_by_model")

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from pagemill_protocol.arriving_files import awaited_bytes
 from pagemill_protocol.json_file import read_object
+from pagemill_protocol.partial_download import awaited_bytes
 from pagemill_protocol.source_errors import UnreadableModelError
 
 SINGLE_FILE = "model.safetensors"
@@ -149,7 +149,7 @@ def header_end(start: bytes) -> int:
 def read_header(path: Path, file_bytes: int | None = None) -> list[TensorHeader]:
     """Return the tensors of one file, in file order, checked against the file's size. Raises `UnreadableModelError`.
 
-    `file_bytes`: final size of the file; `None`: that of `arriving_files` while the file arrives, else its current
+    `file_bytes`: final size of the file; `None`: that of `partial_download` while the file arrives, else its current
     size.
     """
     try:

@@ -37,7 +37,7 @@ LOW_PRIORITY = 50_000
 """From this priority on, a request is low-priority and yields to all others, as the lines of batches do."""
 
 
-def gives_way(priority: int) -> bool:
+def is_low_priority(priority: int) -> bool:
     """Whether a request of this priority is low-priority, that is, yields to all more urgent requests."""
     return priority >= LOW_PRIORITY
 
@@ -202,7 +202,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         """Number of choices that an engine's scheduler reports: all candidates, or the results of a beam search."""
         return self.n if self.use_beam_search else self.num_sequences
 
-    def cut_prompt(self, token_ids: list[int], max_model_len: int) -> list[int]:
+    def truncate_prompt(self, token_ids: list[int], max_model_len: int) -> list[int]:
         """Return the part of a prompt that `truncate_prompt_tokens` keeps: its last tokens.
 
         -1 keeps the tokens that fit beside `max_tokens`. `max_model_len` 0: not known, nothing is removed.

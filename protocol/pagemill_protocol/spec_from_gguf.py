@@ -8,7 +8,7 @@ from pagemill_protocol.gguf_file import GGMLType, GGUFError, GGUFFile
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.gguf_values import EMBEDDING, ROPE_FACTORS, GGUFValues
 from pagemill_protocol.models.known import unsupported
-from pagemill_protocol.models.registry import Found, find_gguf_family
+from pagemill_protocol.models.registry import FoundFamily, find_gguf_family
 
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.F64)
 
@@ -31,7 +31,7 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     )
 
 
-def family_of(file: GGUFFile) -> tuple[str, Found]:
+def family_of(file: GGUFFile) -> tuple[str, FoundFamily]:
     """Return `general.architecture` and the family of that name. Raises `SourceError`."""
     name = file.get("general.architecture", str)
     if name is None:

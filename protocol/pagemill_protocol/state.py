@@ -77,7 +77,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How far the latest steps deviate from the step-time model (`pagemill_protocol.step_drift`)."""
     num_preemptions: int = 0
     """Number since the engine's start."""
-    num_requests_giving_way: int = 0
+    num_low_priority_requests: int = msgspec.field(default=0, name="num_requests_giving_way")
     """Running and waiting requests that are low-priority and leave their sequence slots to others
     (`sampling.LOW_PRIORITY`)."""
 

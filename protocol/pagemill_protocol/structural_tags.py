@@ -45,7 +45,7 @@ class AnyText(Element, frozen=True, tag="any_text"):
     `end`."""
 
 
-class Sequence(Element, frozen=True, tag="sequence"):
+class SequenceFormat(Element, frozen=True, tag="sequence"):
     elements: list[Format]
 
 
@@ -85,7 +85,7 @@ Format = (
     | Regex
     | Grammar
     | AnyText
-    | Sequence
+    | SequenceFormat
     | Or
     | Optional
     | Tag

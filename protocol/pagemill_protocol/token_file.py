@@ -38,7 +38,7 @@ class TokenFileError(Exception):
 
 
 @contextlib.contextmanager
-def made_token_file(address: str, port: int, parent: Path | None = None) -> Iterator[Path]:
+def generated_token_file(address: str, port: int, parent: Path | None = None) -> Iterator[Path]:
     """Keep a file with a new token for the server bound to `address` and `port` while the block runs.
 
     `parent`: where the folder of this user's files is made; `None`: the runtime folder. Raises `TokenFileError`.
@@ -62,7 +62,7 @@ def made_token_file(address: str, port: int, parent: Path | None = None) -> Iter
             path.parent.rmdir()
 
 
-def read_made_token(control_url: str, parent: Path | None = None) -> str:
+def read_generated_token(control_url: str, parent: Path | None = None) -> str:
     """Return the token that a server of this user on this machine has made; empty where there is none."""
     # A server that was killed at another address of the same port may have left its file.
     try:
@@ -72,13 +72,13 @@ def read_made_token(control_url: str, parent: Path | None = None) -> str:
     return next(filter(None, map(_read, paths)), "")
 
 
-class MadeTokens:
+class GeneratedTokens:
     """Tokens of this user's servers on this machine by control URL, as servers start and end."""
 
     def __init__(self, parent: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._parent = parent
         self._clock = clock
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _CachedToken] = {}
 
     def find(self, control_url: str) -> str:
         """Return the server's current or last known token; empty where there was none."""
@@ -87,12 +87,12 @@ class MadeTokens:
             return known.token
         if known is None and len(self._known) >= MAX_SERVERS:
             self._known.clear()
-        token = read_made_token(control_url, self._parent) or (known.token if known is not None else "")
-        self._known[control_url] = _Known(token, now)
+        token = read_generated_token(control_url, self._parent) or (known.token if known is not None else "")
+        self._known[control_url] = _CachedToken(token, now)
         return token
 
 
-class _Known(NamedTuple):
+class _CachedToken(NamedTuple):
     token: str
     read_at: float
 

@@ -34,7 +34,7 @@ from pagemill_simulator.pod import NETWORK_S, RunningPod, SimulatedPod
 KEY_TOKENS = 25
 """About a hundred characters, the length that `PrefixHash` uses."""
 MODEL = "sim"
-PATIENCE = QueueLimits(max_requests=10**9, max_bytes=10**18, timeout_s=1e9)
+UNLIMITED_QUEUE = QueueLimits(max_requests=10**9, max_bytes=10**18, timeout_s=1e9)
 """Every request is served in the end; otherwise policies could look fast by refusing requests."""
 
 
@@ -61,7 +61,7 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Course:
+class _RequestState:
     """One request in flight."""
 
     conversation: Conversation
@@ -88,7 +88,7 @@ class ClusterSimulation:
         self._adapters = adapters
         self._events = Events()
         self._loop = EventsLoop(self._events)
-        self._courses: dict[str, _Course] = {}
+        self._requests: dict[str, _RequestState] = {}
         self._hashes = PromptHashes(1_000_000)
         self._names = itertools.count()
         self._report = RoutingReport(
@@ -101,7 +101,7 @@ class ClusterSimulation:
             duration_s=0.0,
         )
         self._totals = [0, 0, 0]
-        config = GatewayConfig(routing_policy=policy, queue=PATIENCE)
+        config = GatewayConfig(routing_policy=policy, queue=UNLIMITED_QUEUE)
         self.brain = LocalBrain(config, clock=self._events.now, rng=random.Random(seed))
         self._pods = {f"pod-{number}": self._pod(f"pod-{number}", each) for number, each in enumerate(engines)}
         endpoints = [
@@ -160,14 +160,14 @@ class ClusterSimulation:
         self, choice: Assignment, conversation: Conversation, turn: int, token_ids: list[int], arrival_s: float
     ) -> None:
         name = f"sim-{next(self._names)}"
-        self._courses[name] = _Course(conversation, turn, token_ids, arrival_s, self._events.now_s, choice)
+        self._requests[name] = _RequestState(conversation, turn, token_ids, arrival_s, self._events.now_s, choice)
         request = GenerateRequest(
             request_id=name,
             model=MODEL,
             prompt_token_ids=token_ids,
             adapter_digest=conversation.adapter,
             sampling=SamplingParams(
-                max_tokens=conversation.turns[turn].num_output_tokens, ignore_eos=True, seed=len(self._courses)
+                max_tokens=conversation.turns[turn].num_output_tokens, ignore_eos=True, seed=len(self._requests)
             ),
         )
         self._events.after(NETWORK_S, partial(self._pods[choice.endpoint_id].enter, request))
@@ -175,37 +175,37 @@ class ClusterSimulation:
 
     def _deliver(self, outputs: StepOutputs) -> None:
         for output in outputs.outputs:
-            course = self._courses[output.request_id]
-            if not course.output:
-                self._first_token(course, output.num_cached_tokens)
-            course.output += output.token_ids
+            state = self._requests[output.request_id]
+            if not state.output:
+                self._first_token(state, output.num_cached_tokens)
+            state.output += output.token_ids
             if output.finish_reason is not None:
-                self._finish(self._courses.pop(output.request_id))
+                self._finish(self._requests.pop(output.request_id))
 
-    def _first_token(self, course: _Course, num_cached_tokens: int) -> None:
-        course.first_token_s = self._events.now_s
-        since_sent_ms = (self._events.now_s - course.sent_s) * 1000
-        self.brain.started(course.choice, since_sent_ms)
-        ttft_ms = (self._events.now_s - course.arrival_s) * 1000
+    def _first_token(self, state: _RequestState, num_cached_tokens: int) -> None:
+        state.first_token_s = self._events.now_s
+        since_sent_ms = (self._events.now_s - state.sent_s) * 1000
+        self.brain.started(state.choice, since_sent_ms)
+        ttft_ms = (self._events.now_s - state.arrival_s) * 1000
         self._report.ttft_ms.append(ttft_ms)
-        if course.choice.predicted_ttft_ms is not None:
-            self._report.ttft_errors.append(course.choice.predicted_ttft_ms / since_sent_ms - 1)
-        self._totals[0] += len(course.token_ids)
+        if state.choice.predicted_ttft_ms is not None:
+            self._report.ttft_errors.append(state.choice.predicted_ttft_ms / since_sent_ms - 1)
+        self._totals[0] += len(state.token_ids)
         self._totals[1] += num_cached_tokens
-        missed = num_cached_tokens - course.choice.predicted_cached_tokens
-        self._totals[2] += 0 <= missed < course.choice.prefix_chunk_tokens
+        missed = num_cached_tokens - state.choice.predicted_cached_tokens
+        self._totals[2] += 0 <= missed < state.choice.prefix_chunk_tokens
 
-    def _finish(self, course: _Course) -> None:
-        self.brain.finished(course.choice, CompletedRequest(len(course.output)))
-        if len(course.output) > 1:
-            self._report.tpot_ms.append((self._events.now_s - course.first_token_s) * 1000 / (len(course.output) - 1))
-        following = course.turn + 1
-        if following == len(course.conversation.turns):
+    def _finish(self, state: _RequestState) -> None:
+        self.brain.finished(state.choice, CompletedRequest(len(state.output)))
+        if len(state.output) > 1:
+            self._report.tpot_ms.append((self._events.now_s - state.first_token_s) * 1000 / (len(state.output) - 1))
+        following = state.turn + 1
+        if following == len(state.conversation.turns):
             self._num_open -= 1
             return
-        pause_s = course.conversation.turns[following].pause_s
-        history = course.token_ids + course.output
-        self._events.after(pause_s, partial(self._arrive, course.conversation, following, history))
+        pause_s = state.conversation.turns[following].pause_s
+        history = state.token_ids + state.output
+        self._events.after(pause_s, partial(self._arrive, state.conversation, following, history))
 
 
 def simulate_routing(

@@ -38,7 +38,7 @@ class Latency(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Course:
+class _RequestState:
     """The state of one request, in virtual seconds."""
 
     request: SimRequest
@@ -78,7 +78,7 @@ class EngineRun:
         self.clock = clock
         came = sorted(trace, key=lambda request: request.arrival_s)
         self._trace = [each._replace(arrival_s=clock.now() + each.arrival_s) for each in came]
-        self._courses: dict[str, _Course] = {}
+        self._requests: dict[str, _RequestState] = {}
         self._refusals: Counter[str] = Counter()
         self._wastes: list[float] = []
         self._busy_s = 0.0
@@ -102,9 +102,9 @@ class EngineRun:
     def latencies(self) -> list[Latency]:
         """Return the latencies of all finished requests, in the order of arrival."""
         return [
-            Latency(course.ttft_s * 1000, course.tpot_ms if course.num_output_tokens > 1 else None)
-            for course in self._courses.values()
-            if course.finished_s is not None
+            Latency(state.ttft_s * 1000, state.tpot_ms if state.num_output_tokens > 1 else None)
+            for state in self._requests.values()
+            if state.finished_s is not None
         ]
 
     def _arrive(self, index: int, request: SimRequest) -> None:
@@ -126,7 +126,7 @@ class EngineRun:
         except PagemillError as error:
             self._refusals[error.code or "refused"] += 1
             return
-        self._courses[name] = _Course(request)
+        self._requests[name] = _RequestState(request)
 
     def _step(self) -> None:
         started_s = self.clock.now()
@@ -140,30 +140,30 @@ class EngineRun:
     def _book(self, step: StepOutputs) -> None:
         now_s = self.clock.now()
         for output in step.outputs:
-            course = self._courses[output.request_id]
-            if course.finished_s is not None or output.error is not None:
+            state = self._requests[output.request_id]
+            if state.finished_s is not None or output.error is not None:
                 raise RuntimeError(f"{output.request_id} ended twice or failed: {output.error}")
-            if output.token_ids and course.first_token_s is None:
-                course.first_token_s = now_s
-            course.num_output_tokens += len(output.token_ids)
+            if output.token_ids and state.first_token_s is None:
+                state.first_token_s = now_s
+            state.num_output_tokens += len(output.token_ids)
             if output.finish_reason is not None:
-                course.finished_s = now_s
+                state.finished_s = now_s
 
     def _report(self) -> SimulationReport:
-        courses = list(self._courses.values())
-        if any(course.finished_s is None for course in courses):
+        requests = list(self._requests.values())
+        if any(state.finished_s is None for state in requests):
             raise RuntimeError("a request was lost: it was accepted and never ended")
         first_s = self._trace[0].arrival_s if self._trace else 0.0
         return SimulationReport(
             num_requests=len(self._trace),
-            num_finished=len(courses),
+            num_finished=len(requests),
             num_refused=self._refusals.total(),
             refusals=dict(self._refusals),
-            ttft_s=Percentiles.of([course.ttft_s for course in courses]),
-            tpot_ms=Percentiles.of([course.tpot_ms for course in courses if course.num_output_tokens > 1]),
-            e2e_s=Percentiles.of([course.e2e_s for course in courses]),
-            num_prompt_tokens=sum(course.request.num_prompt_tokens for course in courses),
-            num_output_tokens=sum(course.num_output_tokens for course in courses),
+            ttft_s=Percentiles.of([state.ttft_s for state in requests]),
+            tpot_ms=Percentiles.of([state.tpot_ms for state in requests if state.num_output_tokens > 1]),
+            e2e_s=Percentiles.of([state.e2e_s for state in requests]),
+            num_prompt_tokens=sum(state.request.num_prompt_tokens for state in requests),
+            num_output_tokens=sum(state.num_output_tokens for state in requests),
             num_steps=self.core.num_steps,
             num_preemptions=self.core.scheduler.num_preemptions,
             duration_s=self.clock.now() - first_s,

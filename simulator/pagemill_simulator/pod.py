@@ -30,7 +30,7 @@ FRAME_INTERVAL_S = 0.05
 HEARTBEAT_S = 1.0
 
 
-class SettledStepTime(StepTimeModel):
+class FixedStepTime(StepTimeModel):
     """The step times of a calibrated engine whose steps take exactly what they were found to take: it learns
     nothing.
     """
@@ -63,7 +63,7 @@ class SimulatedPod:
         )
         self.core = EngineCore(settings, runner, clock=self.clock.now)
         if is_calibrated:
-            self.core.step_time = SettledStepTime.from_params(settings.step_time or DEFAULT_STEP_TIME)
+            self.core.step_time = FixedStepTime.from_params(settings.step_time or DEFAULT_STEP_TIME)
         info, self._sequence = runner.info, 0
         self._published_s = 0.0
         self._prefixes: dict[bytes, bool] = {}
@@ -181,7 +181,7 @@ class RunningPod:
         else:
             self._start(request)
 
-    def tell(self) -> None:
+    def request_frame(self) -> None:
         """Send a frame as soon as allowed, because the state has changed."""
         if not self._is_frame_due:
             self._is_frame_due = True
@@ -203,7 +203,7 @@ class RunningPod:
     def _adapters_changed(self) -> None:
         assert self._bay is not None
         self.pod.note_adapters(self._bay.slots(), self._bay.held)
-        self.tell()
+        self.request_frame()
 
     def _step(self) -> None:
         self._is_stepping = True
@@ -214,7 +214,7 @@ class RunningPod:
         if not self._is_up:
             return
         self.pod.note(outputs)
-        self.tell()
+        self.request_frame()
         if self._bay is not None:
             for output in outputs.outputs:
                 if output.finish_reason is not None:
@@ -235,5 +235,5 @@ class RunningPod:
     def _heartbeat(self) -> None:
         if not self._is_up:
             return
-        self.tell()
+        self.request_frame()
         self._events.after(HEARTBEAT_S, self._heartbeat)

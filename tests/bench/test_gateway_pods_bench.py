@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import gateway_pods
 import pytest
-from gateway_pods import Size, busy_options, faults, is_whole, measure
+from gateway_pods import Size, busy_options, faults, is_complete, measure
 from routers import stage
 from routers.busy import Busy, Habit
 from routers.pod import FRAME_INTERVAL_S, Kind, Pod
@@ -105,10 +105,10 @@ def test_a_gateway_is_complete_when_every_pod_is_ready_and_every_prefix_chunk_kn
         )
 
     assert SIZE.num_distinct == 3 * 48 + 16
-    assert is_whole(metrics(3, 160), 3, SIZE.num_distinct)
-    assert not is_whole(metrics(2, 160), 3, SIZE.num_distinct)
-    assert not is_whole(metrics(3, 159), 3, SIZE.num_distinct)
-    assert not is_whole("", 3, SIZE.num_distinct)
+    assert is_complete(metrics(3, 160), 3, SIZE.num_distinct)
+    assert not is_complete(metrics(2, 160), 3, SIZE.num_distinct)
+    assert not is_complete(metrics(3, 159), 3, SIZE.num_distinct)
+    assert not is_complete("", 3, SIZE.num_distinct)
 
 
 def test_goals_are_judged_only_if_the_pods_had_enough_cpu_time() -> None:

@@ -47,7 +47,7 @@ def test_finished_cells_are_repeated_only_on_request(tmp_path: Path) -> None:
     args = argparse.Namespace(seeds=[1], kinds=["ramp"], loads=["light"], cold_starts=[10.0, 60.0])
     assert [each.cold_start_s for each in scaling_table.to_do(lines, [], args)] == [10.0]
     assert [each.cold_start_s for each in scaling_table.to_do(lines, ["pagemill"], args)] == [60.0]
-    assert scaling_table.held_by(lines)["ramp"] == {1: 2.5}
+    assert scaling_table.storage_forms(lines)["ramp"] == {1: 2.5}
 
 
 @pytest.mark.parametrize(("changes", "bounds"), [(0, {"informed"}), (1, {"informed", "clairvoyant"})])

@@ -16,7 +16,7 @@ from pagemill_engine.server.settings import Settings
 from pagemill_gateway import __main__ as gateway_main
 from pagemill_gateway.config import GatewayConfig, load_config, open_keys_file
 from pagemill_operator.backends.local import LocalSettings
-from pagemill_operator.backends.local.gateway import Gateway
+from pagemill_operator.backends.local.gateway import LocalGateway
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.auth import hash_key
@@ -60,7 +60,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
 async def _settings_of_gateway(settings: LocalSettings, folder: Path) -> GatewayConfig:
     state_dir = StateDir(folder)
     async with aiohttp.ClientSession() as http:
-        gateway = Gateway(
+        gateway = LocalGateway(
             1,
             settings=settings,
             state_dir=state_dir,

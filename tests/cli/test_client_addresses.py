@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagemill.commands import bench
-from pagemill.commands.bench import Load, Outcome, Sample
+from pagemill.commands.bench import BenchLoad, BenchOutcome, BenchSample
 from pagemill.main import app
 
 
@@ -29,8 +29,8 @@ def test_an_address_without_a_scheme_is_refused_with_the_remedy(command: list[st
 
 @pytest.mark.parametrize("option", ["-o", "--format"])
 def test_with_json_nothing_else_is_printed(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run(url: str, api_key: str | None, load: Load) -> Outcome:
-        return Outcome([Sample(0.1, 0.2, [0.1], 3, 2)], [], 1, 0.2)
+    async def run(url: str, api_key: str | None, load: BenchLoad) -> BenchOutcome:
+        return BenchOutcome([BenchSample(0.1, 0.2, [0.1], 3, 2)], [], 1, 0.2)
 
     monkeypatch.setattr(bench, "_run", run)
     done = CliRunner().invoke(app, ["bench", option, "json"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pagemill.client import _piece
-from pagemill.commands.chat import Answer
+from pagemill.commands.chat import ChatAnswer
 
 
 def test_reasoning_counts_as_the_first_token_and_not_as_the_answer() -> None:
-    answer = Answer()
+    answer = ChatAnswer()
     pieces = [
         _piece({"choices": [{"delta": delta}]})
         for delta in ({"role": "assistant", "content": ""}, {"reasoning_content": "Why?"}, {"content": "So."})

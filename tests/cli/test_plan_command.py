@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from pagemill.main import app
 from pagemill.planning.accelerators import ACCELERATORS, find_accelerator
 from pagemill.planning.errors import PlanError
-from pagemill.planning.forecast import Workload, forecast
-from pagemill.planning.rehearsal import rehearse
-from pagemill.planning.replica import Replica
+from pagemill.planning.forecast import PlannedWorkload, forecast
+from pagemill.planning.replica import PlannedReplica
 from pagemill.planning.roofline import COMPUTE_SHARE, MEMORY_SHARE, STEP_OVERHEAD_MS, step_time
+from pagemill.planning.simulated_latencies import simulate_latencies
 from pagemill_engine.runner.budget import Sizes
 from pagemill_operator.autoscaler.expected_load import expected_load
 from pagemill_operator.autoscaler.memory import Memory
@@ -43,8 +43,8 @@ Write = Callable[..., Path]
 Simulated = Callable[..., dict[str, Any]]
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 SHAPE = Shape(1000, BLOCK_SIZE, 64, 512, STEP_TIME)
-REPLICA = Replica(SHAPE, 4096, 10**8, 1024, None, "cpu", "given")
-WORKLOAD = Workload(30.0, 512, 256)
+REPLICA = PlannedReplica(SHAPE, 4096, 10**8, 1024, None, "cpu", "given")
+WORKLOAD = PlannedWorkload(30.0, 512, 256)
 
 
 def plan(file: Path, *arguments: Any, rps: float = 20, input: int = 200, output: int = 100) -> Result:
@@ -138,7 +138,7 @@ def test_cached_tokens_need_no_computation() -> None:
 
 def test_a_request_that_is_too_long_is_refused() -> None:
     with pytest.raises(PlanError, match=r"--input 4000 and --output 300 are 4300 tokens, but a request may have 4096"):
-        forecast(REPLICA, Workload(1.0, 4000, 300), SLO, 50, None)
+        forecast(REPLICA, PlannedWorkload(1.0, 4000, 300), SLO, 50, None)
 
 
 # Simulations of the plan
@@ -146,15 +146,15 @@ def test_a_request_that_is_too_long_is_refused() -> None:
 
 def test_a_single_requests_ttft_is_the_time_of_its_steps() -> None:
     """512 prompt tokens are one full step of 60 ms; then each token takes 10 ms."""
-    felt = rehearse(SHAPE, 512, 100, 1e-3, 0.95)
+    felt = simulate_latencies(SHAPE, 512, 100, 1e-3, 0.95)
     assert felt.ttft_ms == pytest.approx(60.0, rel=0.02)
     assert felt.tpot_ms == pytest.approx(10.0, rel=0.02)
-    assert rehearse(SHAPE, 512, 1, 1e-3, 0.95).tpot_ms is None
+    assert simulate_latencies(SHAPE, 512, 1, 1e-3, 0.95).tpot_ms is None
 
 
 def test_equal_plans_give_equal_simulations_and_more_load_is_slower() -> None:
-    low, high = (rehearse(SHAPE, 256, 64, rate, 0.95) for rate in (1.0, 12.0))
-    assert rehearse(SHAPE, 256, 64, 12.0, 0.95) == high
+    low, high = (simulate_latencies(SHAPE, 256, 64, rate, 0.95) for rate in (1.0, 12.0))
+    assert simulate_latencies(SHAPE, 256, 64, 12.0, 0.95) == high
     assert high.ttft_ms > low.ttft_ms
     assert (high.tpot_ms or 0) > (low.tpot_ms or 0)
 
@@ -170,10 +170,10 @@ def test_the_autoscalers_prediction_agrees_with_the_simulated_scheduler(
 ) -> None:
     """Time per token agrees closely; time to first token is predicted conservatively, since lengths usually vary."""
     roomy = REPLICA._replace(shape=msgspec.structs.replace(SHAPE, num_blocks=4000))
-    workload = Workload(1.0, input_tokens, output_tokens)
+    workload = PlannedWorkload(1.0, input_tokens, output_tokens)
     rate = share_of_capacity * forecast(roomy, workload, Slo(), 50, None).capacity
     predicted = forecast(roomy, workload.at(rate), Slo(), 1, None).chosen
-    felt = rehearse(roomy.shape, input_tokens, output_tokens, rate, 0.95)
+    felt = simulate_latencies(roomy.shape, input_tokens, output_tokens, rate, 0.95)
     assert predicted.ttft_ms is not None
     assert predicted.tpot_ms is not None
     assert felt.tpot_ms is not None

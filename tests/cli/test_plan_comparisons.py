@@ -18,16 +18,16 @@ from typer.testing import CliRunner
 from examples import num_examples
 from pagemill.main import app
 from pagemill.planning.accelerators import ACCELERATORS, find_accelerator
-from pagemill.planning.forecast import Workload, forecast, of_users
-from pagemill.planning.replica import Replica
+from pagemill.planning.forecast import PlannedWorkload, forecast, of_users
+from pagemill.planning.replica import PlannedReplica
 from pagemill.planning.users import MEAN, Cycles, Users
 from pagemill_kernels.gpu.launch import FP8_CAPABILITY, OLDEST_CAPABILITY
 from pagemill_operator.autoscaler.prediction import Predictor
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.autoscaler.signals import Shape
 
-REPLICA = Replica(Shape(4000, BLOCK_SIZE, 64, 512, STEP_TIME), 4096, 10**8, 1024, None, "cpu", "given")
-LENGTHS = Workload(0.0, 256, 100)
+REPLICA = PlannedReplica(Shape(4000, BLOCK_SIZE, 64, 512, STEP_TIME), 4096, 10**8, 1024, None, "cpu", "given")
+LENGTHS = PlannedWorkload(0.0, 256, 100)
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 
 
@@ -209,10 +209,10 @@ def test_the_number_of_replicas_for_users_is_minimal() -> None:
     cycles = Cycles(REPLICA, LENGTHS.offered, users)
     found = cycles.fewest(SLO, 50)
     assert found is not None
-    needed, asking = found
-    assert forecast(REPLICA, LENGTHS.at(asking.requests_per_s), SLO, 50, None).needed == needed
+    needed, steady_load = found
+    assert forecast(REPLICA, LENGTHS.at(steady_load.requests_per_s), SLO, 50, None).needed == needed
     for fewer in range(1, needed):
-        less = cycles.asking(fewer)
+        less = cycles.steady_load(fewer)
         assert less is None or not forecast(REPLICA, LENGTHS.at(less.requests_per_s), SLO, fewer, None).needed
 
 

@@ -26,7 +26,7 @@ from pagemill_operator.autoscaler.registry import BUILT_IN
 from pagemill_operator.autoscaler.settings import Slo, settings_of
 from pagemill_simulator.bounds.informed import Informed
 from pagemill_simulator.fleet.settings import ColdStart
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.scaling.rivals import RIVALS
 from pagemill_simulator.workloads.generators import GENERATORS
 
@@ -214,16 +214,16 @@ def test_the_settings_equal_those_that_the_operator_derives_from_the_file(mode: 
         {**AUTOSCALING, "mode": mode, "minReplicas": 0, "scaleToZeroAfter": "90s"}
     )
     active = section.model_copy(update={"mode": "Active"})
-    assert own_settings(section, Bounds(0, 3), Slo(ttft_ms=800.0, tpot_ms=40.0)) == settings_of(active)
+    assert own_settings(section, ReplicaBounds(0, 3), Slo(ttft_ms=800.0, tpot_ms=40.0)) == settings_of(active)
 
 
 @pytest.mark.parametrize("section", [None, {"minReplicas": 2, "maxReplicas": 9, "mode": "External"}])
 def test_settings_without_an_slo_use_targets(section: dict[str, Any] | None) -> None:
     read = None if section is None else AutoscalingSection.model_validate(section)
-    policy = own_settings(read, Bounds(0, 5), Slo())
+    policy = own_settings(read, ReplicaBounds(0, 5), Slo())
     assert (policy.mode, policy.min_replicas, policy.max_replicas) == ("Active", 0, 5)
     assert policy.kv_cache_usage is not None
-    assert own_settings(read, Bounds(0, 5), Slo(ttft_ms=300.0)).slo == Slo(ttft_ms=300.0)
+    assert own_settings(read, ReplicaBounds(0, 5), Slo(ttft_ms=300.0)).slo == Slo(ttft_ms=300.0)
 
 
 def test_the_help_and_the_page_name_all_workloads_and_policies() -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from waiting import WAIT_LIMIT_S
 
 from pagemill.main import app
-from pagemill.top.reading import Reading, Row, row_of
+from pagemill.top.reading import PodRow, Reading, row_of
 from pagemill.top.table import as_table
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_protocol import metrics
@@ -66,7 +66,7 @@ def test_a_restarted_engine_counts_from_zero() -> None:
 
 def test_the_phase_explains_why_an_engine_accepts_no_requests() -> None:
     assert row_of(None, reading(scraped(ready=False), 1.0)).phase == "starting"
-    assert row_of(None, Reading("chat-0", "default/chat", 1.0, fault="refused")) == Row(
+    assert row_of(None, Reading("chat-0", "default/chat", 1.0, fault="refused")) == PodRow(
         "default/chat", "chat-0", "", "unreachable", fault="refused"
     )
 

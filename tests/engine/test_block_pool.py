@@ -108,6 +108,6 @@ def test_a_free_block_whose_content_is_dropped_is_allocated_next() -> None:
     cache(blocks)
     pool.release(blocks)
     blocks[2].block_hash = None
-    pool.content_dropped(blocks[2])
+    pool.move_to_front(blocks[2])
     assert pool.num_evictable == 2
     assert ids(pool.allocate(1)) == [blocks[2].block_id]

@@ -165,7 +165,7 @@ def test_an_interrupted_step_leaves_nothing_in_flight(checking_runner: Make) -> 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 7])
 @pytest.mark.parametrize(
-    ("place", "name"), [("kv", "commit"), ("_outputs", "tokens"), ("", "_leave"), ("", "_fork_choices")]
+    ("place", "name"), [("kv", "commit"), ("_outputs", "tokens"), ("", "_free_sequence"), ("", "_fork_choices")]
 )
 def test_a_fault_while_a_step_is_processed_fails_its_requests_and_later_ones_are_served(
     checking_runner: Make, monkeypatch: pytest.MonkeyPatch, place: str, name: str, call: int
@@ -187,7 +187,7 @@ def test_a_fault_while_a_step_is_processed_fails_its_requests_and_later_ones_are
     assert len(ends) == 12
     failed = [out for out in ends if out.finish_reason == "error"]
     assert len(failed) <= 6
-    assert failed or name == "_leave"
+    assert failed or name == "_free_sequence"
     assert all(out.error is not None and "ZeroDivisionError" in out.error for out in failed)
     assert all(out.finish_reason == "length" for out in ends if out not in failed)
     assert (core.load().num_blocks_active, core.num_failed_steps_in_a_row) == (0, 0)
@@ -330,7 +330,7 @@ def test_larger_steps_are_measured_while_idle_until_the_first_request(checking_r
     calibration = Calibration(core)
     calibration.begin(limit_s=0)
     before = core.num_steps
-    assert calibration.go_on(), "one more size is measured"
+    assert calibration.measure_next(), "one more size is measured"
     assert core.num_steps > before
     assert not core.has_work
     assert core.prefix_snapshot() == []
@@ -338,7 +338,7 @@ def test_larger_steps_are_measured_while_idle_until_the_first_request(checking_r
     while core.has_work:
         core.step()
     after = core.num_steps
-    assert not calibration.go_on(), "from now on, requests are measured"
+    assert not calibration.measure_next(), "from now on, requests are measured"
     assert core.num_steps == after
 
 
@@ -346,7 +346,7 @@ def test_measurements_end_with_the_largest_step(checking_runner: Make) -> None:
     core = make_core(checking_runner, max_num_batched_tokens=100)
     calibration = Calibration(core)
     calibration.begin(limit_s=0)
-    found = [calibration.go_on() for _ in range(8)]  # 16 decodes, and prompts of 8, 9, 32, 64 and 100 tokens
+    found = [calibration.measure_next() for _ in range(8)]  # 16 decodes, and prompts of 8, 9, 32, 64 and 100 tokens
     assert found == [True] * 6 + [False] * 2
 
 

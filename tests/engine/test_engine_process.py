@@ -447,11 +447,11 @@ import pathlib, sys, threading
 import msgspec
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.folder import SETTINGS_FILE
-from pagemill_engine.ipc.link import EngineLink
+from pagemill_engine.ipc.link import ParentLink
 
 folder = pathlib.Path(sys.argv[1])
 (folder / SETTINGS_FILE).write_bytes(msgspec.json.encode(EngineConfig(model="x", num_threads=1, num_kv_blocks=4)))
-link = EngineLink(folder)
+link = ParentLink(folder)
 link._configured.set()
 sys.setswitchinterval(1e-6)
 start, found = threading.Barrier(32), []

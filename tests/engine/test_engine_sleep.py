@@ -17,8 +17,8 @@ from pagemill_engine.ipc.messages import AddRequest, Awake, Ready, Sleep, Slept,
 from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.process import EngineFault, EngineLoop
-from pagemill_engine.loop.sleep import fall_asleep
-from pagemill_engine.runner.null import NullRunner, PlanError
+from pagemill_engine.loop.sleep import release_memory
+from pagemill_engine.runner.null import NullRunner, StepPlanError
 from pagemill_engine.runner.sleep import SleepError
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.generate import GenerateRequest
@@ -61,7 +61,7 @@ def test_after_sleep_no_token_is_cached_and_every_answer_is_the_same(core: Engin
     assert num_cached > 0
     cached = set(core.prefix_snapshot())
     core.step()  # the changes of the prefix cache
-    _, news = fall_asleep(core)
+    _, news = release_memory(core)
     assert news.prefixes is not None
     assert set(news.prefixes.removed) == cached
     assert core.prefix_snapshot() == []
@@ -81,7 +81,7 @@ def test_sleep_between_requests_never_changes_answers(rounds: list[tuple[int, bo
         tokens, _ = generate(core, f"r{number}", prompts[which])
         assert expected.setdefault(which, tokens) == tokens
         if sleeps:
-            fall_asleep(core)
+            release_memory(core)
             core.runner.wake()
         core.check_integrity()
 
@@ -89,7 +89,7 @@ def test_sleep_between_requests_never_changes_answers(rounds: list[tuple[int, bo
 def test_no_step_runs_on_a_sleeping_device() -> None:
     runner = NullRunner.from_config(CONFIG)
     runner.sleep()
-    with pytest.raises(PlanError, match="sleeps"):
+    with pytest.raises(StepPlanError, match="sleeps"):
         runner.launch(StepPlan(step=1, num_scheduled_tokens={}))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.runner.null import NullRunner, PlanError
+from pagemill_engine.runner.null import NullRunner, StepPlanError
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import StepTimeParams
@@ -104,14 +104,14 @@ def test_negative_seeds_are_valid() -> None:
     ],
 )
 def test_a_plan_that_violates_the_contract_is_refused(plan: StepPlan, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(StepPlanError, match=message):
         make_runner().launch(plan)
 
 
 def test_blocks_and_releases_are_tracked() -> None:
     runner = make_runner()
     run(runner, start(num_tokens=4))
-    with pytest.raises(PlanError, match="too few blocks"):
+    with pytest.raises(StepPlanError, match="too few blocks"):
         runner.launch(StepPlan(2, {"a": 1}, samples={"a"}))
     runner = make_runner()
     run(runner, start(num_tokens=4))

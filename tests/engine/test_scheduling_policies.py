@@ -204,10 +204,10 @@ def test_low_priority_sequences_leave_a_full_batch_to_waiting_requests() -> None
     run(scheduler)
     scheduler.add(request("batch-2", 8, LOW_PRIORITY))
     assert run(scheduler).num_scheduled_tokens == {"live-1/0": 1, "batch/0": 1}
-    assert scheduler.load().num_requests_giving_way == 2
+    assert scheduler.load().num_low_priority_requests == 2
     scheduler.add(request("live-2", 8, max_tokens=2))
     assert run(scheduler).num_scheduled_tokens == {"live-1/0": 1, "live-2/0": 8}
-    assert scheduler.load().num_requests_giving_way == 2, "both must wait now"
+    assert scheduler.load().num_low_priority_requests == 2, "both must wait now"
     assert order_of_ends(scheduler) == ["live-2", "live-1", "batch", "batch-2"]
     assert scheduler.num_preemptions == 1
-    assert scheduler.load().num_requests_giving_way == 0
+    assert scheduler.load().num_low_priority_requests == 0

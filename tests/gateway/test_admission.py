@@ -7,32 +7,32 @@ import asyncio
 import pytest
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.admission.attempts import MOST_CRASHES, MOST_ENDS, MOST_FAILURES, RETRY_PAUSE_MAX_S, Attempts
-from pagemill_gateway.admission.gate import Gate, RunningRequests
+from pagemill_gateway.admission.attempts import MAX_CRASHES, MAX_ENDS, MAX_FAILED_ATTEMPTS, RETRY_PAUSE_MAX_S, Attempts
+from pagemill_gateway.admission.in_flight_limit import InFlightLimit, RunningRequests
 from pagemill_protocol.errors import PagemillError
 
 
 def test_the_gate_admits_up_to_its_limit_and_refuses_the_next_request_with_503() -> None:
-    gate = Gate(2, 100)
+    gate = InFlightLimit(2, 100)
     with gate.enter(), gate.enter():
         with pytest.raises(PagemillError) as error, gate.enter():
             pass
         assert error.value.status == 503
         assert error.value.retry_after_s
     with gate.enter():
-        assert gate.num_inside == 1
+        assert gate.num_in_flight == 1
 
 
 async def test_a_request_that_fails_leaves_the_gate() -> None:
-    gate = Gate(1, 100)
+    gate = InFlightLimit(1, 100)
     for _ in range(3):
         with pytest.raises(RuntimeError), gate.enter():
             raise RuntimeError
-    assert gate.num_inside == 0
+    assert gate.num_in_flight == 0
 
 
 async def test_a_closed_gate_lets_admitted_requests_finish_and_reports_when_it_is_empty() -> None:
-    gate = Gate(2, 100)
+    gate = InFlightLimit(2, 100)
     with gate.enter():
         gate.close("going down")
         with pytest.raises(PagemillError, match="going down"), gate.enter():
@@ -44,7 +44,7 @@ async def test_a_closed_gate_lets_admitted_requests_finish_and_reports_when_it_i
 
 
 async def test_bytes_beyond_the_limit_are_refused_with_503_and_released_afterwards() -> None:
-    gate = Gate(10, 100)
+    gate = InFlightLimit(10, 100)
     with gate.enter() as first:
         first.hold(70)
         with gate.enter() as second:
@@ -62,11 +62,11 @@ async def test_bytes_beyond_the_limit_are_refused_with_503_and_released_afterwar
 
 def test_progress_resets_failures_but_their_total_is_bounded() -> None:
     attempts = Attempts(2)
-    for number in range(MOST_FAILURES):
+    for number in range(MAX_FAILED_ATTEMPTS):
         assert not attempts.exhausted
-        attempts.chose("a")
+        attempts.record_choice("a")
         attempts.progressed()
-        attempts.broke("gone.")
+        attempts.record_break("gone.")
         assert (attempts.tried, attempts.num_counted) == (frozenset("a"), 1)
         assert attempts.count == number + 1
     assert attempts.exhausted
@@ -76,8 +76,8 @@ def test_the_number_of_attempts_is_bounded() -> None:
     attempts = Attempts(3)
     for endpoint in "abc":
         assert not attempts.exhausted
-        attempts.chose(endpoint)
-        attempts.broke("gone.")
+        attempts.record_choice(endpoint)
+        attempts.record_break("gone.")
     assert attempts.exhausted
     assert attempts.tried == frozenset("abc")
     assert attempts.verdict().status == 502
@@ -85,13 +85,13 @@ def test_the_number_of_attempts_is_bounded() -> None:
 
 def test_ended_engines_cost_no_attempt_but_have_their_own_bounds() -> None:
     attempts = Attempts(1)
-    for number in range(MOST_ENDS):
+    for number in range(MAX_ENDS):
         assert not attempts.exhausted
-        attempts.chose(f"e{number}")
+        attempts.record_choice(f"e{number}")
         attempts.ended("gone.", crashed=False)
-    assert (attempts.exhausted, attempts.num_counted, len(attempts.tried)) == (True, 0, MOST_ENDS)
+    assert (attempts.exhausted, attempts.num_counted, len(attempts.tried)) == (True, 0, MAX_ENDS)
     attempts.progressed()
-    for _ in range(MOST_CRASHES):
+    for _ in range(MAX_CRASHES):
         assert not attempts.exhausted
         attempts.progressed()
         attempts.ended("broken.", crashed=True)
@@ -101,33 +101,33 @@ def test_ended_engines_cost_no_attempt_but_have_their_own_bounds() -> None:
 def test_full_engines_cost_no_attempt_and_are_avoided_until_the_request_has_waited() -> None:
     attempts = Attempts(1)
     for endpoint in "ab":
-        attempts.chose(endpoint)
+        attempts.record_choice(endpoint)
         attempts.refused("full.")
     assert (attempts.tried, attempts.num_refusals, attempts.num_counted) == (frozenset("ab"), 2, 0)
     assert not attempts.exhausted
-    attempts.chose("c")
-    attempts.declined("going.")
+    attempts.record_choice("c")
+    attempts.record_decline("going.")
     attempts.queued(1.5)
     assert (attempts.tried, attempts.num_refusals, attempts.queued_s) == (frozenset("c"), 0, 1.5)
     assert attempts.pause_s("a") == 0
-    attempts.chose("a")
-    attempts.broke("gone.")
+    attempts.record_choice("a")
+    attempts.record_break("gone.")
     assert attempts.exhausted
     assert attempts.verdict().status == 502
 
 
 def test_another_endpoint_is_tried_at_once_and_the_same_one_after_a_pause() -> None:
     attempts = Attempts(3)
-    attempts.chose("a")
-    attempts.broke("gone.")
+    attempts.record_choice("a")
+    attempts.record_break("gone.")
     assert attempts.pause_s("b") == 0
     first = attempts.pause_s("a")
-    attempts.chose("a")
-    attempts.broke("gone.")
+    attempts.record_choice("a")
+    attempts.record_break("gone.")
     assert 0 < first <= 0.1
     assert 0 < attempts.pause_s("a") <= 0.2
-    for _ in range(MOST_FAILURES):
-        attempts.declined("not yet.")
+    for _ in range(MAX_FAILED_ATTEMPTS):
+        attempts.record_decline("not yet.")
     assert 0 < attempts.pause_s("a") <= RETRY_PAUSE_MAX_S, "the pause has an upper bound"
 
 
@@ -144,7 +144,7 @@ async def test_a_missed_deadline_is_a_504_and_the_end_of_the_drain_a_503() -> No
 
     task = asyncio.create_task(one())
     await asyncio.sleep(0)
-    running.end_all()
+    running.cancel_all()
     with pytest.raises(PagemillError) as error:
         await task
     assert error.value.status == 503
@@ -175,6 +175,6 @@ async def test_ending_all_requests_skips_those_that_have_timed_out() -> None:
 
     tasks = [asyncio.create_task(run(0.01, 0.2)), asyncio.create_task(run(None, 0))]
     await leaving.wait()
-    running.end_all()
+    running.cancel_all()
     await asyncio.wait_for(asyncio.gather(*tasks), WAIT_LIMIT_S)
     assert ended == [503, 503]

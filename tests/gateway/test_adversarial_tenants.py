@@ -23,10 +23,10 @@ from pagemill_gateway.brain.interface import Assignment, HashScheme, Target
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.limiter import Limiter, Reservation
 from pagemill_gateway.limits.memory import MemoryStore
-from pagemill_gateway.limits.redis.link import Link
+from pagemill_gateway.limits.redis.link import RedisLink
 from pagemill_gateway.limits.redis.store import RedisStore
 from pagemill_gateway.limits.refusals import Limited
-from pagemill_gateway.limits.store import Ask, Store, token_limits
+from pagemill_gateway.limits.store import ReservationRequest, Store, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.upstream import Upstream
@@ -136,7 +136,7 @@ class Part:
         if not metas:
             return
         for meta in metas:
-            self.growth.saw(meta)
+            self.growth.count(meta)
         self.num_reported += sum(len(meta.token_ids) for meta in metas)
         if metas[-1].last:
             self.usage = metas[-1].usage
@@ -229,20 +229,20 @@ class World:
 
     async def leave(self, request: Request) -> None:
         self.num_left += 1
-        await self._end(request, request.num_used, cut_off=True)
+        await self._end(request, request.num_used, was_cut_short=True)
 
     async def fail(self, request: Request) -> None:
         """Fail the request on the platform's side: only delivered tokens are charged, and nothing if there are none."""
         delivered = sum(part.num_reported for part in request.parts)
         await self._end(request, request.record.prompt_tokens + delivered if delivered else 0)
 
-    async def _end(self, request: Request, num_used: int, *, cut_off: bool = False) -> None:
+    async def _end(self, request: Request, num_used: int, *, was_cut_short: bool = False) -> None:
         self.running.remove(request)
         self.num_used += num_used
         for part in request.parts:
             await part.growth.close()
         request.record.num_delivered = sum(part.num_reported for part in request.parts)
-        request.reservation.settle(request.record, cut_off=cut_off)
+        request.reservation.settle(request.record, was_cut_short=was_cut_short)
 
     def check(self) -> None:
         used = self.num_used + sum(request.num_used for request in self.running)
@@ -335,7 +335,7 @@ def test_engines_never_generate_more_than_the_limits_of_a_key(limits: Limits, st
         await use_up(world)
         assert store.num_held == 0
         whole = Limits(concurrency=1)
-        assert store.decide(Ask(world.caller.account, "last", 0, whole)).refused is None, (
+        assert store.decide(ReservationRequest(world.caller.account, "last", 0, whole)).refused is None, (
             "a sequence must not stay reserved"
         )
         if world.num_left == 0:
@@ -361,7 +361,7 @@ def test_three_gateways_with_one_redis_let_engines_generate_no_more_than_one(
     async def main() -> None:
         config = RedisConfig(url=server.url, prefix=next(prefixes), timeout_ms=10_000.0)
         clock = {"now_ms": lambda: 1_795_391_000_000, "now_unix_s": lambda: NOON_S}
-        gateways = [RedisStore(Link(config), **clock) for _ in range(3)]
+        gateways = [RedisStore(RedisLink(config), **clock) for _ in range(3)]
         for each in gateways:
             each.start()
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill_gateway.limits.allowance import LEAST_GROWTH_TOKENS, MARGIN_TOKENS, Allowance, Need, Reserved
-from pagemill_gateway.limits.store import Answer, Ask, More
+from pagemill_gateway.limits.allowance import LEAST_GROWTH_TOKENS, MARGIN_TOKENS, Allowance, Reserved, TokenNeed
+from pagemill_gateway.limits.store import ExtensionRequest, ReservationAnswer, ReservationRequest
 from pagemill_protocol.generate import FrameMeta, GenerateRequest
 from pagemill_protocol.keys.caller import Limits
 from pagemill_protocol.sampling import SamplingParams
@@ -18,12 +18,12 @@ class FullStore:
 
     def __init__(self, left: int = 10**6) -> None:
         self.left = left
-        self.asked: list[More] = []
+        self.asked: list[ExtensionRequest] = []
 
-    async def reserve(self, ask: Ask) -> Answer:
+    async def reserve(self, ask: ReservationRequest) -> ReservationAnswer:
         raise NotImplementedError
 
-    async def extend(self, more: More) -> int:
+    async def extend(self, more: ExtensionRequest) -> int:
         self.asked.append(more)
         granted = min(self.left, more.tokens)
         self.left -= granted
@@ -31,20 +31,20 @@ class FullStore:
 
     def settle(self, lease: str, tokens: int) -> None: ...
 
-    def adopt(self, ask: Ask) -> None: ...
+    def adopt(self, ask: ReservationRequest) -> None: ...
 
     async def close(self) -> None: ...
 
 
-def reserve(store: FullStore, granted: int, *needs: Need) -> tuple[Reserved, list[Allowance]]:
+def reserve(store: FullStore, granted: int, *needs: TokenNeed) -> tuple[Reserved, list[Allowance]]:
     num_sequences = sum(need.request.sampling.num_sequences for need in needs)
     num_prompt_tokens = PROMPT * len(needs)
-    ask = Ask("a", "lease", granted, Limits(tokens_per_minute=1000), num_sequences)
+    ask = ReservationRequest("a", "lease", granted, Limits(tokens_per_minute=1000), num_sequences)
     reserved = Reserved(store, ask, num_prompt_tokens, granted, needs)
     return reserved, reserved.allowances
 
 
-def need(first: int, most: int, *, stream: bool = True, **sampling: Any) -> Need:
+def need(first: int, most: int, *, stream: bool = True, **sampling: Any) -> TokenNeed:
     request = GenerateRequest(
         request_id="r",
         model="m",
@@ -52,7 +52,7 @@ def need(first: int, most: int, *, stream: bool = True, **sampling: Any) -> Need
         sampling=SamplingParams(**sampling),
         stream=stream,
     )
-    return Need(request, first, most)
+    return TokenNeed(request, first, most)
 
 
 def tokens(count: int, choice: int = 0, finish_reason: Any = None) -> FrameMeta:
@@ -71,9 +71,9 @@ def test_the_first_allowance_is_the_expected_length_or_less_if_a_limit_leaves_le
 async def test_more_is_reserved_before_a_sequence_reaches_its_allowance() -> None:
     store = FullStore()
     _, (allowance,) = reserve(store, PROMPT + 2 * 300, need(300, 2000, n=2))
-    allowance.saw(tokens(300 - MARGIN_TOKENS))
+    allowance.count(tokens(300 - MARGIN_TOKENS))
     assert not allowance.low
-    allowance.saw(tokens(1))
+    allowance.count(tokens(1))
     assert allowance.low
     assert await allowance.grow()
     assert allowance.tokens == 300 + LEAST_GROWTH_TOKENS
@@ -90,7 +90,7 @@ async def test_a_long_answer_reserves_larger_parts_up_to_its_maximum_length() ->
     assert allowance.tokens == 1500
     assert await allowance.grow()
     assert allowance.tokens == 1600
-    allowance.saw(tokens(1599))
+    allowance.count(tokens(1599))
     assert not allowance.low, "an allowance at the maximum must not ask for more"
 
 
@@ -108,8 +108,8 @@ async def test_the_remaining_tokens_are_shared_equally_among_sequences() -> None
 async def test_unused_tokens_of_a_finished_sequence_are_used_by_others_first() -> None:
     store = FullStore()
     reserved, (one, two) = reserve(store, 2 * PROMPT + 3 * 300, need(300, 2000, n=2), need(300, 2000))
-    one.saw(tokens(100, 0, "stop"))
-    two.saw(tokens(250))
+    one.count(tokens(100, 0, "stop"))
+    two.count(tokens(250))
     assert await two.grow()
     assert two.tokens == 300 + LEAST_GROWTH_TOKENS
     (more,) = store.asked
@@ -120,11 +120,11 @@ async def test_unused_tokens_of_a_finished_sequence_are_used_by_others_first() -
 async def test_an_answer_that_restarts_takes_back_the_tokens_it_released() -> None:
     store = FullStore(left=0)
     reserved, (allowance,) = reserve(store, PROMPT + 2 * 300, need(300, 2000, n=2, stream=False))
-    allowance.saw(tokens(100, 0, "stop"))
+    allowance.count(tokens(100, 0, "stop"))
     allowance.begin_anew()
     assert reserved.used == PROMPT
     assert not await allowance.grow(), "the first part needs all tokens again"
-    allowance.saw(tokens(100, 0, "stop"))
+    allowance.count(tokens(100, 0, "stop"))
     assert await allowance.grow()
     assert allowance.tokens == 500
 
@@ -132,7 +132,7 @@ async def test_an_answer_that_restarts_takes_back_the_tokens_it_released() -> No
 async def test_tokens_that_others_used_before_a_restart_are_reserved_again() -> None:
     store = FullStore(left=0)
     _, (one, two) = reserve(store, 2 * PROMPT + 2 * 300, need(300, 400, stream=False), need(300, 2000))
-    one.saw(tokens(100, 0, "stop"))
+    one.count(tokens(100, 0, "stop"))
     assert await two.grow()
     assert two.tokens == 500
     one.begin_anew()
@@ -153,21 +153,21 @@ def test_an_answer_that_reports_only_at_its_end_counts_with_its_full_allowance()
 def test_tokens_that_are_not_reported_yet_count_as_possible() -> None:
     reserved, (allowance,) = reserve(FullStore(), PROMPT + 3 * 60, need(60, 60, n=3, stream=False))
     allowance.begin()
-    allowance.saw(tokens(16, 0))
-    allowance.saw(tokens(48, 1))
-    allowance.saw(tokens(20, 2, "stop"))
+    allowance.count(tokens(16, 0))
+    allowance.count(tokens(48, 1))
+    allowance.count(tokens(20, 2, "stop"))
     assert reserved.num_possible == (16 + 15) + 60 + 20
     reserved, (streamed,) = reserve(FullStore(), PROMPT + 60, need(60, 60))
     streamed.begin()
-    streamed.saw(tokens(16))
+    streamed.count(tokens(16))
     assert reserved.num_possible == 16
 
 
 def test_a_limit_ended_an_answer_that_stops_at_an_allowance_below_its_own_length() -> None:
     for first, most, ended in ((50, 100, True), (50, 50, False)):
         reserved, (allowance,) = reserve(FullStore(), PROMPT + first, need(first, most))
-        allowance.saw(tokens(50, 0, "length"))
+        allowance.count(tokens(50, 0, "length"))
         assert reserved.ended_answer == ended
     reserved, (allowance,) = reserve(FullStore(), PROMPT + 50, need(50, 100))
-    allowance.saw(tokens(50, 0, "stop"))
+    allowance.count(tokens(50, 0, "stop"))
     assert not reserved.ended_answer

@@ -396,7 +396,7 @@ async def live_through(data: st.DataObject) -> None:
     assert all(outcomes)
     for pod in pods:
         record = brain.registry.endpoints[pod.name]
-        assert (record.in_flight, record.reserved.num_blocks, record.reserved.num_unseen_blocks) == (0, 0, 0)
+        assert (record.in_flight, record.reserved.num_blocks, record.reserved.num_unreported_blocks) == (0, 0, 0)
 
 
 # -- continued answers -------------------------------------------------------------------------------------------------

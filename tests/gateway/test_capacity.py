@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_gateway.admission.output_tokens import PRIOR_TOKENS, OutputTokens
-from pagemill_gateway.admission.reservations import BASE_PAUSE_S, MAX_PAUSE_S, Need, RefusalBackoff, Reservations
+from pagemill_gateway.admission.reservations import (
+    BASE_PAUSE_S,
+    MAX_PAUSE_S,
+    CapacityNeed,
+    RefusalBackoff,
+    Reservations,
+)
 from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
 from pagemill_gateway.brain.endpoints.reports import EndpointReports
 from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S, DrainRate
@@ -40,19 +46,19 @@ class Engine:
             load=EngineLoad(num_blocks_total=self.blocks, num_blocks_free=free, num_blocks_active=active, **load),
         )
         reserved = self.record.reserved
-        self.record.reports.accept(frame, reserved.num_sequences, self.now, reserved.num_sequences_giving_way)
+        self.record.reports.accept(frame, reserved.num_sequences, self.now, reserved.num_low_priority_sequences)
         self.record.reserved.reported()
 
-    def fits(self, need: Need) -> bool:
+    def fits(self, need: CapacityNeed) -> bool:
         return has_capacity(self.record, need, self.now)
 
-    def send(self, need: Need) -> int:
+    def send(self, need: CapacityNeed) -> int:
         self._decision += 1
         self.record.in_flight += 1
         self.record.reserved.reserve(self._decision, need, 10)
         return self._decision
 
-    def fill(self, need: Need) -> int:
+    def fill(self, need: CapacityNeed) -> int:
         """Send requests until none fits; return their number."""
         count = 0
         while self.fits(need):
@@ -61,8 +67,8 @@ class Engine:
         return count
 
 
-def need(prompt: int = 20, output: int = 30, sequences: int = 1) -> Need:
-    return Need(prompt, prompt, output, sequences)
+def need(prompt: int = 20, output: int = 30, sequences: int = 1) -> CapacityNeed:
+    return CapacityNeed(prompt, prompt, output, sequences)
 
 
 def test_sequence_slots_are_counted_until_none_is_free() -> None:
@@ -81,7 +87,7 @@ def test_each_sequence_takes_a_slot_and_one_request_always_fits_an_idle_engine()
 
 
 def test_slots_of_sequences_that_give_way_are_free_for_all_others() -> None:
-    engine, line = Engine(max_num_seqs=4), need()._replace(gives_way=True)
+    engine, line = Engine(max_num_seqs=4), need()._replace(is_low_priority=True)
     engine.report()
     assert engine.fill(line) == 4
     assert engine.fill(need()) == 4
@@ -89,11 +95,11 @@ def test_slots_of_sequences_that_give_way_are_free_for_all_others() -> None:
 
 
 def test_batch_lines_of_another_gateway_give_way_while_the_report_is_fresh() -> None:
-    engine, line = Engine(max_num_seqs=8), need()._replace(gives_way=True)
+    engine, line = Engine(max_num_seqs=8), need()._replace(is_low_priority=True)
     engine.send(line)
     for _ in range(4):
-        engine.report(num_requests_running=8, num_requests_giving_way=6)
-    assert engine.record.reports.external_giving_way() == 5
+        engine.report(num_requests_running=8, num_low_priority_requests=6)
+    assert engine.record.reports.external_low_priority() == 5
     assert not engine.fits(line)
     assert engine.fill(need()) == 6
     engine.record.reports.disconnected()
@@ -156,12 +162,12 @@ def test_two_reports_after_its_acceptance_only_growth_of_a_request_is_reserved()
     engine.report()
     decision = engine.send(need(prompt=100, output=200))
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unseen_blocks == 30, "the engine has not accepted the request"
+    assert engine.record.reserved.num_unreported_blocks == 30, "the engine has not accepted the request"
     engine.record.reserved.accepted(decision)
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unseen_blocks == 30, "that report may have been sent before the acceptance"
+    assert engine.record.reserved.num_unreported_blocks == 30, "that report may have been sent before the acceptance"
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unseen_blocks == 0
+    assert engine.record.reserved.num_unreported_blocks == 0
     free = 100 - 10 - 20 - 1  # one for a last block that is not full
     assert engine.fits(need(prompt=10 * free, output=0))
     assert not engine.fits(need(prompt=10 * free + 1, output=0))
@@ -183,7 +189,9 @@ def test_every_reservation_is_released_in_full(data: st.DataObject) -> None:
         action = data.draw(st.sampled_from(["reserve", "accepted", "reported", "release"]))
         if action == "reserve":
             prompt, output = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 99))
-            wanted = need(prompt, output, data.draw(st.integers(1, 4)))._replace(gives_way=data.draw(st.booleans()))
+            wanted = need(prompt, output, data.draw(st.integers(1, 4)))._replace(
+                is_low_priority=data.draw(st.booleans())
+            )
             reserved.reserve(decision, wanted, 16)
             open_decisions.add(decision)
         elif action == "accepted" and open_decisions:
@@ -195,19 +203,19 @@ def test_every_reservation_is_released_in_full(data: st.DataObject) -> None:
             open_decisions.remove(gone)
             assert reserved.release(gone) is not None
             assert reserved.release(gone) is None
-        assert 0 <= reserved.num_unseen_blocks <= reserved.num_blocks
-        assert 0 <= reserved.num_sequences_giving_way <= reserved.num_sequences
+        assert 0 <= reserved.num_unreported_blocks <= reserved.num_blocks
+        assert 0 <= reserved.num_low_priority_sequences <= reserved.num_sequences
         assert len(reserved) == len(open_decisions)
     for decision in open_decisions:
         reserved.release(decision)
     counts = (
         reserved.num_sequences,
-        reserved.num_sequences_giving_way,
+        reserved.num_low_priority_sequences,
         reserved.num_blocks,
-        reserved.num_unseen_blocks,
-        reserved.num_seen_sequences,
-        reserved.num_seen_prompt_tokens,
-        reserved.num_seen_output_tokens,
+        reserved.num_unreported_blocks,
+        reserved.num_reported_sequences,
+        reserved.num_reported_prompt_tokens,
+        reserved.num_reported_output_tokens,
     )
     assert counts == (0,) * 7
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from pagemill_crds import quantities
 from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_gateway.discovery.kubernetes.builder import build_catalog, duration_seconds, memory_bytes
-from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment
+from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, WatchedDeployment
 from pagemill_protocol.catalog import Catalog, Endpoint, QueueLimits
 from pagemill_protocol.engine_token import EngineKeys, derive_token
 
 KEYS = EngineKeys(b"c" * 32, b"n" * 32, b"p" * 32)
 
 
-def llmd(name: str, *, created: int = 0, planned: dict[str, Any] | None = None, **spec: Any) -> LLMDeployment:
+def llmd(name: str, *, created: int = 0, planned: dict[str, Any] | None = None, **spec: Any) -> WatchedDeployment:
     conditions = [{"type": "Planned", "observedGeneration": 1, "lastTransitionTime": "x", **planned}] if planned else []
     raw = {
         "apiVersion": "pagemill.dev/v1alpha1",
@@ -34,7 +34,7 @@ def llmd(name: str, *, created: int = 0, planned: dict[str, Any] | None = None, 
         "spec": {"model": {"source": "package://m", **spec.pop("model", {})}, **spec},
         "status": {"conditions": conditions, "readyReplicas": 1},
     }
-    return msgspec.json.decode(msgspec.json.encode(raw), type=LLMDeployment)
+    return msgspec.json.decode(msgspec.json.encode(raw), type=WatchedDeployment)
 
 
 def pod(uid: str, address: str, **conditions: bool) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pagemill_gateway.brain.interface import (
 )
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.control_process import ControlProcess
-from pagemill_gateway.discovery.last_known import Known, write_last_known
+from pagemill_gateway.discovery.last_known import LastKnown, write_last_known
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.control_process_client import ControlProcessClient
 from pagemill_gateway.ipc.worker_connection import WorkerConnection, serving_workers
@@ -43,8 +43,17 @@ from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 
 TARGET = Target("default/d", "m", "bundle", 100, None, "deployment", HashScheme("w", "f16", 16, 4))
 ASK = RoutingRequest(10)
-ENTRY = store.Ask("a", "lease", 5, Limits(concurrency=1))
-NAMED = [QueueTicket, RetryContext, RoutingRequest, Target, CompletedRequest, RequestOutcome, store.Ask, Caller]
+ENTRY = store.ReservationRequest("a", "lease", 5, Limits(concurrency=1))
+NAMED = [
+    QueueTicket,
+    RetryContext,
+    RoutingRequest,
+    Target,
+    CompletedRequest,
+    RequestOutcome,
+    store.ReservationRequest,
+    Caller,
+]
 """Types whose values are generated from their annotations."""
 
 
@@ -282,13 +291,13 @@ async def test_a_new_control_process_knows_the_growth_and_the_use_of_a_reservati
     async with place.worker() as line:
         async with place.control():
             assert (await line.reserve(entry)).granted == 200
-            assert await line.extend(store.More(entry.account, entry.lease, 150, 300, limits)) == 300
+            assert await line.extend(store.ExtensionRequest(entry.account, entry.lease, 150, 300, limits)) == 300
         async with place.control():
             other = entry._replace(lease="other")
             assert (await line.reserve(other._replace(tokens=651))).refused == "tokens", (
                 "50 and 300 tokens are reserved"
             )
-            assert await line.extend(store.More(entry.account, entry.lease, 400, 100, limits)) == 100
+            assert await line.extend(store.ExtensionRequest(entry.account, entry.lease, 400, 100, limits)) == 100
             line.settle(entry.lease, 420)
             assert (await line.reserve(other._replace(tokens=731))).refused == "tokens"
             assert (await line.reserve(other._replace(tokens=730))).refused is None, "270 were used here"
@@ -302,7 +311,7 @@ async def test_a_worker_that_dies_is_charged_for_the_reported_tokens(place: Plac
         async with place.worker() as line:
             entry = ENTRY._replace(tokens=200, limits=limits)
             await line.reserve(entry)
-            await line.extend(store.More(entry.account, entry.lease, 150, 300, limits))
+            await line.extend(store.ExtensionRequest(entry.account, entry.lease, 150, 300, limits))
         await fake.until(lambda: counted.num_held == 0)
         assert counted.decide(entry._replace(lease="other", tokens=851)).refused == "tokens"
         assert counted.decide(entry._replace(lease="other", tokens=850)).refused is None
@@ -379,7 +388,7 @@ async def test_a_new_control_process_removes_nothing_before_it_has_contacted_the
     tmp_path: Path, fake: SimpleNamespace
 ) -> None:
     """Requests that arrive before that wait for the first reports."""
-    write_last_known(tmp_path / "catalog.json", Known(CATALOG, []))
+    write_last_known(tmp_path / "catalog.json", LastKnown(CATALOG, []))
     control = ControlProcess(GatewayConfig(), catalog_file=tmp_path / "catalog.json", num_before=1)
     try:
         control.attach(stub := WorkerStub())

@@ -15,16 +15,16 @@ from waiting import WAIT_LIMIT_S, eventually
 from pagemill_gateway.brain.interface import Liveness
 from pagemill_gateway.relay.answer_stream import Frame
 from pagemill_gateway.relay.attempt_failures import UpstreamFailure
-from pagemill_gateway.relay.engine_link import RECORDS_A_TURN, Backlog, EngineLink, LinkStream, Patience
+from pagemill_gateway.relay.engine_link import RECORDS_PER_ITERATION, Backlog, EngineLink, LinkStream, LinkTimeouts
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.generate import FrameMeta, Usage
 from pagemill_protocol.link import (
     PIECE_BYTES,
     WINDOW_BYTES,
-    Kind,
     Record,
     RecordDecoder,
+    RecordKind,
     Refusal,
     decode_credit,
     encode_pieces,
@@ -32,7 +32,7 @@ from pagemill_protocol.link import (
 )
 
 LAST = encode_frame(FrameMeta(last=True, usage=Usage(1, 2)), b"data: [DONE]\n\n")
-PATIENT = Patience(60.0, 60.0)
+PATIENT = LinkTimeouts(60.0, 60.0)
 SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"
 
 
@@ -68,13 +68,13 @@ class Engine(asyncio.Transport):
         self.num_asked += 1
         return self.liveness
 
-    def send(self, kind: Kind, number: int, data: bytes = b"") -> None:
+    def send(self, kind: RecordKind, number: int, data: bytes = b"") -> None:
         self.link.data_received(encode_record(kind, number, data))
-        self.backlog.work_off()
+        self.backlog.process_all()
 
     def send_frame(self, number: int, payload: bytes) -> None:
-        self.link.data_received(b"".join(encode_pieces(Kind.DATA, number, token(payload))))
-        self.backlog.work_off()
+        self.link.data_received(b"".join(encode_pieces(RecordKind.DATA, number, token(payload))))
+        self.backlog.process_all()
 
     async def stream(self, body: bytes = b"body", accepted: Callable[[], None] = lambda: None) -> LinkStream:
         return await self.link.send(body, "r-1", self.ask, accepted)
@@ -84,10 +84,10 @@ def token(payload: bytes) -> bytes:
     return encode_frame(FrameMeta(token_ids=[1]), payload)
 
 
-def run(scenario: Callable[[Engine], Awaitable[None]], patience: Patience = PATIENT) -> None:
+def run(scenario: Callable[[Engine], Awaitable[None]], timeouts: LinkTimeouts = PATIENT) -> None:
     async def main() -> None:
         engine = Engine()
-        engine.link = EngineLink(patience, 60.0, engine.backlog)
+        engine.link = EngineLink(timeouts, 60.0, engine.backlog)
         engine.link.connection_made(engine)
         async with asyncio.timeout(WAIT_LIMIT_S):
             assert await engine.link.begin(b"GET /internal/link HTTP/1.1\r\n\r\n")
@@ -110,12 +110,12 @@ def test_two_answers_are_separated_however_the_bytes_are_cut(pieces: list[bytes]
         streams = [await engine.stream(), await engine.stream()]
         data = b""
         for number in (1, 2):
-            data += encode_record(Kind.ACCEPTED, number, b"w")
+            data += encode_record(RecordKind.ACCEPTED, number, b"w")
         for piece in pieces:
             for number in (1, 2):
-                data += encode_record(Kind.DATA, number, token(piece * number))
+                data += encode_record(RecordKind.DATA, number, token(piece * number))
         for number in (2, 1):
-            data += encode_record(Kind.DATA, number, LAST) + encode_record(Kind.END, number)
+            data += encode_record(RecordKind.DATA, number, LAST) + encode_record(RecordKind.END, number)
         for number in range(len(data)):
             size = cuts[number % len(cuts)]
             engine.link.data_received(data[:size])
@@ -126,7 +126,7 @@ def test_two_answers_are_separated_however_the_bytes_are_cut(pieces: list[bytes]
             assert await all_of(stream) == [*(piece * factor for piece in pieces), b"data: [DONE]\n\n"]
             assert stream.weights_digest == "w"
             stream.close()
-        assert [kind for kind, _, _ in engine.records] == 2 * [Kind.REQUEST_ID, Kind.REQUEST]
+        assert [kind for kind, _, _ in engine.records] == 2 * [RecordKind.REQUEST_ID, RecordKind.REQUEST]
 
     run(scenario)
 
@@ -141,13 +141,13 @@ def test_frames_are_processed_at_once_without_waking_the_reader() -> None:
 
         reading = asyncio.create_task(stream.read(take))
         await asyncio.sleep(0)
-        engine.send(Kind.ACCEPTED, 1)
+        engine.send(RecordKind.ACCEPTED, 1)
         for payload in (b"a", b"b"):
             engine.send_frame(1, payload)
             assert taken[-1] == payload
             await asyncio.sleep(0)
             assert not reading.done()
-        engine.send(Kind.DATA, 1, LAST)
+        engine.send(RecordKind.DATA, 1, LAST)
         assert len(await reading) == 1
 
     run(scenario)
@@ -163,15 +163,17 @@ def test_a_first_frame_does_not_wait_for_later_ones_of_other_streams() -> None:
 
         reading = [asyncio.create_task((await engine.stream()).read(take)) for _ in range(2)]
         await asyncio.sleep(0)
-        accepted = [encode_record(Kind.ACCEPTED, number) for number in (1, 2)]
-        later = [encode_record(Kind.DATA, 1, token(b"%d" % number)) for number in range(2 * RECORDS_A_TURN)]
-        first = encode_record(Kind.DATA, 2, token(b"first"))
+        accepted = [encode_record(RecordKind.ACCEPTED, number) for number in (1, 2)]
+        later = [
+            encode_record(RecordKind.DATA, 1, token(b"%d" % number)) for number in range(2 * RECORDS_PER_ITERATION)
+        ]
+        first = encode_record(RecordKind.DATA, 2, token(b"first"))
         engine.link.data_received(b"".join([accepted[0], later[0], *later[1:], accepted[1], first]))
         assert order == [b"0", b"first"]
         await asyncio.sleep(0)
-        assert len(order) == 2 + RECORDS_A_TURN, "each turn processes a few frames"
+        assert len(order) == 2 + RECORDS_PER_ITERATION, "each turn processes a few frames"
         await asyncio.sleep(0)
-        assert order == [b"0", b"first", *(b"%d" % number for number in range(1, 2 * RECORDS_A_TURN))]
+        assert order == [b"0", b"first", *(b"%d" % number for number in range(1, 2 * RECORDS_PER_ITERATION))]
         for task in reading:
             task.cancel()
 
@@ -182,8 +184,10 @@ def test_a_first_frame_does_not_wait_for_later_ones_of_other_streams() -> None:
 def test_frames_before_a_broken_link_are_delivered_except_to_closed_streams(is_closed: bool) -> None:
     async def scenario(engine: Engine) -> None:
         stream = await engine.stream()
-        engine.link.data_received(encode_record(Kind.ACCEPTED, 1) + encode_record(Kind.DATA, 1, token(b"a")))
-        engine.link.data_received(encode_record(Kind.DATA, 1, token(b"b")) * 20)
+        engine.link.data_received(
+            encode_record(RecordKind.ACCEPTED, 1) + encode_record(RecordKind.DATA, 1, token(b"a"))
+        )
+        engine.link.data_received(encode_record(RecordKind.DATA, 1, token(b"b")) * 20)
         if is_closed:
             stream.close()
         engine.link.connection_lost(None)
@@ -202,12 +206,12 @@ def test_a_failing_callback_passes_its_error_to_the_reader() -> None:
 
         reading = asyncio.create_task(stream.read(take))
         await asyncio.sleep(0)
-        engine.send(Kind.ACCEPTED, 1)
+        engine.send(RecordKind.ACCEPTED, 1)
         engine.send_frame(1, b"a")
         with pytest.raises(UpstreamFailure, match="no"):
             await reading
         stream.close()
-        assert engine.records[-1][:2] == (Kind.CANCEL, 1)
+        assert engine.records[-1][:2] == (RecordKind.CANCEL, 1)
 
     run(scenario)
 
@@ -216,14 +220,14 @@ def test_unread_bytes_are_not_credited_and_other_streams_continue() -> None:
     async def scenario(engine: Engine) -> None:
         slow, quick = await engine.stream(), await engine.stream()
         for number in (1, 2):
-            engine.send(Kind.ACCEPTED, number)
+            engine.send(RecordKind.ACCEPTED, number)
         for _ in range(4):
             engine.send_frame(1, b"x" * (WINDOW_BYTES // 4))
-        assert not [record for record in engine.records if record[0] == Kind.CREDIT]
+        assert not [record for record in engine.records if record[0] == RecordKind.CREDIT]
         engine.send_frame(2, b"y")
         assert await quick.read() == [(FrameMeta(token_ids=[1]), b"y")]
         assert len(await slow.read()) == 4
-        ((_, number, data),) = [record for record in engine.records if record[0] == Kind.CREDIT]
+        ((_, number, data),) = [record for record in engine.records if record[0] == RecordKind.CREDIT]
         assert number == 1
         assert decode_credit(data) >= WINDOW_BYTES
 
@@ -233,15 +237,15 @@ def test_unread_bytes_are_not_credited_and_other_streams_continue() -> None:
 def test_a_frame_larger_than_the_window_is_credited_while_its_reader_waits() -> None:
     async def scenario(engine: Engine) -> None:
         stream = await engine.stream()
-        engine.send(Kind.ACCEPTED, 1)
+        engine.send(RecordKind.ACCEPTED, 1)
         reading = asyncio.create_task(stream.read())
         await asyncio.sleep(0)
         data = token(b"x" * (3 * WINDOW_BYTES))
         sent = 0
         while sent < len(data):
-            credited = sum(decode_credit(each) for kind, _, each in engine.records if kind == Kind.CREDIT)
+            credited = sum(decode_credit(each) for kind, _, each in engine.records if kind == RecordKind.CREDIT)
             assert sent < WINDOW_BYTES + credited
-            engine.send(Kind.DATA, 1, data[sent : sent + PIECE_BYTES])
+            engine.send(RecordKind.DATA, 1, data[sent : sent + PIECE_BYTES])
             sent += PIECE_BYTES
         assert len((await reading)[0][1]) == 3 * WINDOW_BYTES
 
@@ -258,10 +262,10 @@ def test_a_large_request_is_sent_in_pieces_and_pauses_while_the_socket_is_full()
         small = await engine.stream(b"small")
         engine.link.resume_writing()
         await sending
-        parts = [data for kind, number, data in engine.records if number == 1 and kind != Kind.REQUEST_ID]
+        parts = [data for kind, number, data in engine.records if number == 1 and kind != RecordKind.REQUEST_ID]
         assert b"".join(parts) == body
         assert len(parts) > 2
-        assert (Kind.REQUEST, 2, b"small") in engine.records
+        assert (RecordKind.REQUEST, 2, b"small") in engine.records
         small.close()
 
     run(scenario)
@@ -270,11 +274,11 @@ def test_a_large_request_is_sent_in_pieces_and_pauses_while_the_socket_is_full()
 def test_closing_before_the_end_cancels_the_request_and_later_frames_are_dropped() -> None:
     async def scenario(engine: Engine) -> None:
         stream = await engine.stream()
-        engine.send(Kind.ACCEPTED, 1)
+        engine.send(RecordKind.ACCEPTED, 1)
         stream.close()
-        assert engine.records[-1][:2] == (Kind.CANCEL, 1)
+        assert engine.records[-1][:2] == (RecordKind.CANCEL, 1)
         engine.send_frame(1, b"late")
-        engine.send(Kind.END, 1)
+        engine.send(RecordKind.END, 1)
         assert engine.link.is_usable
 
     run(scenario)
@@ -288,7 +292,7 @@ def test_a_refusal_over_a_link_means_the_same_as_over_http(status: int, code: st
     async def scenario(engine: Engine) -> None:
         stream, accepted = await engine.stream(accepted=lambda: accepted.append(1)), []
         body = msgspec.json.encode({"error": {"message": "no", "type": "t", "param": None, "code": code}})
-        engine.send(Kind.REFUSED, 1, msgspec.msgpack.encode(Refusal(status, body, "7")))
+        engine.send(RecordKind.REFUSED, 1, msgspec.msgpack.encode(Refusal(status, body, "7")))
         with pytest.raises(UpstreamFailure) as refused:
             await stream.read()
         assert (refused.value.kind, refused.value.retry_after_s) == (kind, 7.0 if kind != "broken" else None)
@@ -301,7 +305,7 @@ def test_a_request_that_every_engine_would_refuse_is_the_clients_error() -> None
     async def scenario(engine: Engine) -> None:
         stream = await engine.stream()
         body = b'{"error":{"message":"too long","type":"invalid_request_error","param":"messages","code":null}}'
-        engine.send(Kind.REFUSED, 1, msgspec.msgpack.encode(Refusal(400, body)))
+        engine.send(RecordKind.REFUSED, 1, msgspec.msgpack.encode(Refusal(400, body)))
         with pytest.raises(PagemillError, match="too long"):
             await stream.read()
 
@@ -311,7 +315,7 @@ def test_a_request_that_every_engine_would_refuse_is_the_clients_error() -> None
 def test_a_dead_engine_ends_all_streams_after_the_received_bytes() -> None:
     async def scenario(engine: Engine) -> None:
         first, second = await engine.stream(), await engine.stream()
-        engine.send(Kind.ACCEPTED, 1)
+        engine.send(RecordKind.ACCEPTED, 1)
         engine.send_frame(1, b"a")
         engine.link.connection_lost(ConnectionResetError())
         assert [payload for _, payload in await first.read()] == [b"a"]
@@ -328,7 +332,7 @@ def test_a_dead_engine_ends_all_streams_after_the_received_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\xff" * 64, encode_record(Kind.REQUEST, 1), encode_record(Kind.REFUSED, 1, b"?")]
+    "garbage", [b"\xff" * 64, encode_record(RecordKind.REQUEST, 1), encode_record(RecordKind.REFUSED, 1, b"?")]
 )
 def test_garbage_ends_the_link_and_all_its_streams(garbage: bytes) -> None:
     async def scenario(engine: Engine) -> None:
@@ -346,12 +350,12 @@ def test_garbage_ends_the_link_and_all_its_streams(garbage: bytes) -> None:
 def test_an_answer_without_valid_frames_breaks_only_its_own_stream(frames: bytes) -> None:
     async def scenario(engine: Engine) -> None:
         stream, other = await engine.stream(), await engine.stream()
-        engine.send(Kind.ACCEPTED, 1)
-        engine.send(Kind.DATA, 1, frames)
-        engine.send(Kind.END, 1)
+        engine.send(RecordKind.ACCEPTED, 1)
+        engine.send(RecordKind.DATA, 1, frames)
+        engine.send(RecordKind.END, 1)
         with pytest.raises(UpstreamFailure):
             await all_of(stream)
-        engine.send(Kind.DATA, 2, LAST)
+        engine.send(RecordKind.DATA, 2, LAST)
         assert len(await other.read()) == 1
 
     run(scenario)
@@ -362,7 +366,7 @@ def test_the_state_of_a_silent_engine_is_checked_and_a_stuck_one_is_abandoned(is
     async def scenario(engine: Engine) -> None:
         stream = await engine.stream()
         if is_accepted:
-            engine.send(Kind.ACCEPTED, 1)
+            engine.send(RecordKind.ACCEPTED, 1)
         reading = asyncio.create_task(stream.read())
         await eventually(lambda: engine.num_asked >= 3)
         assert not reading.done()
@@ -370,11 +374,11 @@ def test_the_state_of_a_silent_engine_is_checked_and_a_stuck_one_is_abandoned(is
         with pytest.raises(UpstreamFailure) as stalled:
             await reading
         assert stalled.value.kind == "stalled"
-        assert engine.records[-1][:2] == (Kind.CANCEL, 1)
+        assert engine.records[-1][:2] == (RecordKind.CANCEL, 1)
         assert not engine.link.is_usable
         assert engine.closed
 
-    run(scenario, Patience(60.0, 0.05))
+    run(scenario, LinkTimeouts(60.0, 0.05))
 
 
 def test_an_engine_that_never_accepts_is_abandoned_in_time() -> None:
@@ -383,7 +387,7 @@ def test_an_engine_that_never_accepts_is_abandoned_in_time() -> None:
             await (await engine.stream()).read()
         assert stalled.value.kind == "stalled"
 
-    run(scenario, Patience(0.05, 60.0))
+    run(scenario, LinkTimeouts(0.05, 60.0))
 
 
 async def test_an_engine_that_refuses_the_link_gets_its_requests_over_http(gateways: Any, engines: Any) -> None:

@@ -84,7 +84,7 @@ async def ask_and_read(pool: EnginePool, origin: Origin) -> None:
     while data := await connection.receive():
         body += data
     assert body == b"ok"
-    pool.give_back(origin, connection)
+    pool.release(origin, connection)
 
 
 def test_one_connection_serves_consecutive_requests() -> None:
@@ -125,7 +125,7 @@ def test_leaving_an_answer_before_its_end_closes_the_connection_at_once() -> Non
         engine.answer = ENDLESS
         connection = await ask(pool, origin)
         assert await connection.receive() == b"a"
-        pool.give_back(origin, connection)
+        pool.release(origin, connection)
         await engine.num_gone.acquire()
         assert pool.num_idle == 0
 
@@ -145,7 +145,7 @@ def test_a_reader_that_pauses_stops_the_engine_and_loses_no_bytes() -> None:
             await asyncio.sleep(0.001)  # many bytes may arrive meanwhile, but are not read
         assert received == num_bytes
         assert most < 1_000_000
-        pool.give_back(origin, connection)
+        pool.release(origin, connection)
         assert pool.num_idle == 1
 
     run(scenario)
@@ -159,7 +159,7 @@ def test_a_large_request_arrives_whole() -> None:
         await connection.ask(HEAD, body)
         assert engine.body == body
         assert await connection.receive() == b"ok"
-        pool.give_back(origin, connection)
+        pool.release(origin, connection)
         assert pool.num_idle == 1
 
     run(scenario)

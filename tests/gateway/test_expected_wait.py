@@ -15,7 +15,7 @@ from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.deployment import LAPSE_S, Starts
+from pagemill_gateway.brain.endpoints.deployment import START_TIMING_LIMIT_S, StartEstimator
 from pagemill_gateway.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.keep_alive import KeepAlive
@@ -26,14 +26,14 @@ from pagemill_protocol.state import Digests, StateFrame
 # -- starts ------------------------------------------------------------------------------------------------------------
 
 
-def start(starts: Starts, at: float, took_s: float, *, from_zero: bool = True) -> None:
+def start(starts: StartEstimator, at: float, took_s: float, *, from_zero: bool = True) -> None:
     starts.requested(at, from_zero=from_zero)
     starts.requested(at + took_s, from_zero=from_zero)
     starts.served(at + took_s)
 
 
 def test_the_expected_start_time_is_the_median_of_the_latest_starts() -> None:
-    starts = Starts()
+    starts = StartEstimator()
     assert starts.left_s(0.0) is None
     for number, took_s in enumerate((10.0, 30.0, 50.0, 60.0, 250.0, 45.0)):
         start(starts, number * 1e6, took_s)
@@ -45,7 +45,7 @@ def test_the_expected_start_time_is_the_median_of_the_latest_starts() -> None:
 
 
 def test_restarts_are_learned_separately_from_starts_from_zero() -> None:
-    starts = Starts()
+    starts = StartEstimator()
     start(starts, 0.0, 90.0)
     start(starts, 1e6, 5.0, from_zero=False)
     starts.requested(2e6, from_zero=True)
@@ -56,7 +56,7 @@ def test_restarts_are_learned_separately_from_starts_from_zero() -> None:
 
 
 def test_start_times_that_engines_report_are_used_until_a_start_was_observed() -> None:
-    starts = Starts()
+    starts = StartEstimator()
     starts.engine_reported({})
     assert starts.left_s(0.0) is None
     starts.engine_reported({"load": 8.0, "warm": 3.0, "first_token": 1.0})
@@ -67,7 +67,7 @@ def test_start_times_that_engines_report_are_used_until_a_start_was_observed() -
 
 
 def test_requests_wait_for_a_start_twice_as_long_as_a_start_takes() -> None:
-    starts = Starts()
+    starts = StartEstimator()
     assert starts.waits_until(0.0) == -math.inf
     starts.requested(10.0, from_zero=True)
     assert starts.waits_until(10.0) == -math.inf, "the length of a start is not known yet"
@@ -83,13 +83,13 @@ def test_requests_wait_for_a_start_twice_as_long_as_a_start_takes() -> None:
 
 
 def test_a_start_without_waiting_requests_expires() -> None:
-    starts = Starts()
+    starts = StartEstimator()
     starts.requested(0.0, from_zero=True)
-    starts.served(LAPSE_S * 2)
-    assert starts.left_s(LAPSE_S * 2) is None, "the time of the request for the start is not known"
+    starts.served(START_TIMING_LIMIT_S * 2)
+    assert starts.left_s(START_TIMING_LIMIT_S * 2) is None, "the time of the request for the start is not known"
     starts.requested(1e6, from_zero=True)
-    starts.requested(1e6 + LAPSE_S * 2, from_zero=True)
-    starts.served(1e6 + LAPSE_S * 2 + 7.0)
+    starts.requested(1e6 + START_TIMING_LIMIT_S * 2, from_zero=True)
+    starts.served(1e6 + START_TIMING_LIMIT_S * 2 + 7.0)
     assert starts.left_s(2e6) == 7.0
 
 

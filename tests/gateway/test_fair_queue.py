@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_gateway.admission.fair_queue import MAX_DEBTS, MAX_KEPT, FairQueue, Waiter
+from pagemill_gateway.admission.fair_queue import MAX_KEPT, MAX_START_TAGS, FairQueue, Waiter
 
 
 def waiter(key: str = "", at: float = 0.0, *, priority: int = 0, cost: int = 10, size: int = 1, **fields) -> Waiter:
@@ -172,13 +172,13 @@ def test_tokens_before_a_new_request_are_those_served_first() -> None:
 def test_the_memory_for_keys_that_left_is_bounded() -> None:
     queue = queue_of(waiter("stays", 0, cost=10**9))
     queue.add(waiter("stays", 1))
-    for number in range(3 * MAX_DEBTS):
+    for number in range(3 * MAX_START_TAGS):
         queue.add(waiter(str(number), 2, cost=5))
         first = queue.first()
         assert first is not None
         queue.take(first)
-    (band,) = queue._bands.values()
-    assert len(band._debts) <= MAX_DEBTS
+    (band,) = queue._levels.values()
+    assert len(band._start_tags) <= MAX_START_TAGS
 
 
 @settings(max_examples=30, deadline=None)

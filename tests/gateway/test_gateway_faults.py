@@ -227,7 +227,7 @@ async def test_a_client_that_leaves_stops_the_engine_at_once(engines, gateways, 
             await fake.until(lambda: gateway.record(engines[0]).in_flight == 0)
             await fake.until(lambda stream=stream: caplog.text.count('"status":499') == 1 + stream)
         assert gateway.gateway.control.brain.recovery.ejection(gateway.record(engines[0])).num_failures == 0
-    assert gateway.gateway.worker.gate.num_inside == 0
+    assert gateway.gateway.worker.in_flight_limit.num_in_flight == 0
 
 
 async def test_a_client_that_leaves_stops_all_its_prompts(engines, gateways, fake) -> None:
@@ -331,7 +331,7 @@ async def test_a_slow_reader_pauses_the_engine_and_finally_loses_its_stream(engi
         assert sent_bytes < 64 * 2**20
         assert (await gateway.chat(model="nope")).status == 404, "other clients must be served meanwhile"
         await fake.until(lambda: engines[0].num_aborted == 1)
-        await fake.until(lambda: gateway.gateway.worker.gate.num_inside == 0)
+        await fake.until(lambda: gateway.gateway.worker.in_flight_limit.num_in_flight == 0)
         response.close()
 
 
@@ -364,7 +364,7 @@ async def test_bodies_beyond_the_gateways_memory_are_refused_while_others_are_se
     assert float(re.search(r"^pagemill_gateway_in_flight_body_bytes (\S+)$", metrics, re.MULTILINE).group(1)) > 90_000
     gate.set()
     assert (await first).status == 200
-    await fake.until(lambda: gateway.gateway.worker.gate.num_bytes == 0)
+    await fake.until(lambda: gateway.gateway.worker.in_flight_limit.num_bytes == 0)
     assert (await gateway.complete(padding="u" * 90_000)).status == 200
 
 

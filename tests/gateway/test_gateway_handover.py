@@ -119,7 +119,7 @@ async def test_an_engine_that_restarts_is_used_again(engines, gateways, fake) ->
 
 async def test_an_engine_that_restarts_during_its_handover_is_used_again(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], reconnect_base_s=0.01, reconnect_max_s=0.05, handover_timeout_s=30.0)
-    handovers = gateway.gateway.control._streams._handovers
+    handovers = gateway.gateway.control._streams._drain_acknowledgements
     await engines[0].push_state(draining=True)
     await fake.until(lambda: handovers._under_way)
     await engines[0].kill()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pagemill_gateway.engine_http.connecting import CannotConnect, Origin, origin_of
-from pagemill_gateway.relay.engine_link import Patience
+from pagemill_gateway.relay.engine_link import LinkTimeouts
 from pagemill_gateway.relay.links import Links
 
 SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"
@@ -39,7 +39,7 @@ async def engine(answer: bytes) -> AsyncIterator[tuple[Origin, list[bytes]]]:
 
 @pytest.fixture
 async def links() -> AsyncIterator[Links]:
-    opened = Links(60.0, ssl.create_default_context(), Patience(60.0, 60.0))
+    opened = Links(60.0, ssl.create_default_context(), LinkTimeouts(60.0, 60.0))
     yield opened
     await opened.close()
 

@@ -17,7 +17,7 @@ from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
-from pagemill_protocol.load import DeploymentLoad, EngineHeld, EngineStart
+from pagemill_protocol.load import DeploymentLoad, EngineStart, EngineWork
 from pagemill_protocol.sampling import LOW_PRIORITY
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 
@@ -96,7 +96,7 @@ def test_the_load_of_each_engine_is_reported_by_its_id() -> None:
     one = EngineLoad(num_blocks_total=9, num_blocks_active=5, num_requests_running=2, num_requests_waiting=1)
     registry = registry_with(one, EngineLoad(num_blocks_active=1), None)
     registry.endpoints["1"].in_flight = 4
-    held = [EngineHeld("0", 5, 3, 1, 9), EngineHeld("1", 1, 4)]
+    held = [EngineWork("0", 5, 3, 1, 9), EngineWork("1", 1, 4)]
     assert measured(registry, 102.0).held == held, "recent requests count, and engines without reports do not"
     assert measured(registry, 103.5).held == held[1:]
 

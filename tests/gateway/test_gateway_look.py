@@ -1,4 +1,4 @@
-"""`python -m pagemill_gateway.look` shows a gateway's control routes from its container without curl or a token."""
+"""`python -m pagemill_gateway.query` shows a gateway's control routes from its container without curl or a token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagemill_gateway.look import main
+from pagemill_gateway.query import main
 from pagemill_protocol.engine_token import GATEWAY_CONTROL, derive_token
 
 
@@ -20,7 +20,7 @@ def settings_of(folder: Path, gateway: Any, **settings: object) -> str:
     return str(path)
 
 
-async def look(*words: str) -> int:
+async def query(*words: str) -> int:
     return await asyncio.to_thread(main, list(words))
 
 
@@ -28,7 +28,7 @@ async def test_look_prints_the_answer_of_the_control_port(engines, gateways, tmp
     gateway = await gateways(engines[0])
     assert (await gateway.chat()).status == 200
     settings = settings_of(tmp_path, gateway, control_token="t0ken")
-    assert await look("--settings", settings, "/debug/decisions?limit=1") == 0
+    assert await query("--settings", settings, "/debug/decisions?limit=1") == 0
     (decision,) = json.loads(capsys.readouterr().out)["decisions"]
     assert decision["candidates"]
 
@@ -40,22 +40,22 @@ async def test_look_uses_the_clusters_token_that_the_gateway_stores(engines, gat
     gateway = await gateways(engines[0], control_token=token)
     kubernetes = {"last_known_file": str(known)}
     settings = settings_of(tmp_path, gateway, discovery="kubernetes", kubernetes=kubernetes)
-    assert await look("--settings", settings, "/status") == 0
+    assert await query("--settings", settings, "/status") == 0
     assert json.loads(capsys.readouterr().out)["ready"]
 
 
 async def test_look_prints_a_refusal_and_a_failure(engines, gateways, tmp_path, capsys) -> None:
     gateway = await gateways(engines[0])
     settings = settings_of(tmp_path, gateway, control_token="wrong")
-    assert await look("--settings", settings, "/status") == 1
+    assert await query("--settings", settings, "/status") == 1
     assert "needs the control token" in capsys.readouterr().out
 
 
 async def test_look_reports_an_unreachable_gateway_in_one_line(tmp_path, capsys) -> None:
     path = tmp_path / "gateway.json"
     path.write_text('{"control_port": 9}')
-    assert await look("--settings", str(path), "/status") == 1
-    assert await look("--settings", str(tmp_path / "none"), "/status") == 1
+    assert await query("--settings", str(path), "/status") == 1
+    assert await query("--settings", str(tmp_path / "none"), "/status") == 1
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert "refused" in errors[0]
@@ -65,4 +65,4 @@ async def test_look_reports_an_unreachable_gateway_in_one_line(tmp_path, capsys)
 @pytest.mark.parametrize("path", ["/metrics", "/version"])
 async def test_look_prints_routes_without_authentication(engines, gateways, tmp_path, path) -> None:
     gateway = await gateways(engines[0])
-    assert await look("--settings", settings_of(tmp_path, gateway), path) == 0
+    assert await query("--settings", settings_of(tmp_path, gateway), path) == 0

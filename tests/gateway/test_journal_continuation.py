@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from examples import num_examples
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
-from pagemill_gateway.admission.attempts import MOST_ENDS
+from pagemill_gateway.admission.attempts import MAX_ENDS
 from pagemill_gateway.brain.interface import (
     DEFAULT_TICKET,
     Assignment,
@@ -346,10 +346,10 @@ def test_every_ended_engine_is_reported_to_the_brain_and_their_number_is_bounded
     with pytest.raises(PagemillError) as error:
         serve(engines, make_request(["x" * 100], stream=False))
     assert error.value.code == "bad_upstream"
-    assert len(engines.requests) == MOST_ENDS, "an attempt with tokens begins a new row"
+    assert len(engines.requests) == MAX_ENDS, "an attempt with tokens begins a new row"
     engine_failures = engines.agains[-1].engine_failures  # type: ignore[union-attr]
-    assert [end.decision for end in engine_failures] == list(range(1, MOST_ENDS))
-    assert [end.progressed for end in engine_failures] == [True] + [False] * (MOST_ENDS - 2)
+    assert [end.decision for end in engine_failures] == list(range(1, MAX_ENDS))
+    assert [end.progressed for end in engine_failures] == [True] + [False] * (MAX_ENDS - 2)
     assert {end.kind for end in engine_failures} == {"lost"}
 
 

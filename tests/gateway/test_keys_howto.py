@@ -16,7 +16,7 @@ from waiting import eventually
 from pagemill.main import app
 from pagemill_gateway import __main__ as gateway_main
 from pagemill_gateway.config import GatewayConfig, RedisConfig, open_keys_file
-from pagemill_gateway.limits.redis.link import Link
+from pagemill_gateway.limits.redis.link import RedisLink
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
 from pagemill_gateway.limits.redis.store import RedisStore
 from pagemill_protocol.errors import PagemillError
@@ -63,7 +63,7 @@ def test_the_pages_gateway_requires_the_keys_of_the_file(tmp_path: Path, monkeyp
 async def test_the_pages_key_in_redis_is_accepted(command: str, tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         await asyncio.to_thread(_type, command, server)
-        link = Link(RedisConfig(url=server.url, timeout_ms=10_000.0))
+        link = RedisLink(RedisConfig(url=server.url, timeout_ms=10_000.0))
         store, ring = RedisStore(link), KeyRing([], shared=True)
         shared = SharedKeys(link, ring.replace_shared)
         store.start()

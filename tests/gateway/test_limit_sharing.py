@@ -21,11 +21,11 @@ from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.redis import link as redis_link
 from pagemill_gateway.limits.redis import store as redis_store
-from pagemill_gateway.limits.redis.link import Link
+from pagemill_gateway.limits.redis.link import RedisLink
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
 from pagemill_gateway.limits.redis.shares import share_of
 from pagemill_gateway.limits.redis.store import RedisStore
-from pagemill_gateway.limits.store import Ask, More
+from pagemill_gateway.limits.store import ExtensionRequest, ReservationRequest
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.auth import hash_key
 from pagemill_protocol.keys.caller import Limits
@@ -59,7 +59,8 @@ async def stores(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redis_link, "CONNECT_TIMEOUT_S", max(redis_link.CONNECT_TIMEOUT_S, timeout_ms / 1000))
         running = [
-            RedisStore(Link(RedisConfig(url=server.url, prefix=prefix, timeout_ms=timeout_ms))) for _ in range(count)
+            RedisStore(RedisLink(RedisConfig(url=server.url, prefix=prefix, timeout_ms=timeout_ms)))
+            for _ in range(count)
         ]
     for each in running:
         each.start()
@@ -72,8 +73,8 @@ async def stores(
             await each.close()
 
 
-def ask(limits: Limits, tokens: int = 1, account: str = "a") -> Ask:
-    return Ask(account, next(leases), tokens, limits)
+def ask(limits: Limits, tokens: int = 1, account: str = "a") -> ReservationRequest:
+    return ReservationRequest(account, next(leases), tokens, limits)
 
 
 # -- equal rules ------------------------------------------------------------------------------------------------------
@@ -108,7 +109,9 @@ async def _same_answers(
         return now_ms
 
     config = RedisConfig(url=server.url, prefix=next(prefixes), timeout_ms=PATIENT_MS)
-    gateways = [RedisStore(Link(config), now_ms=clock, now_unix_s=lambda: now_ms / 1000) for _ in range(num_gateways)]
+    gateways = [
+        RedisStore(RedisLink(config), now_ms=clock, now_unix_s=lambda: now_ms / 1000) for _ in range(num_gateways)
+    ]
     alone = MemoryStore(clock, lambda: now_ms / 1000)
     for each in gateways:
         each.start()
@@ -128,7 +131,7 @@ async def _same_answers(
             elif held and kind == "extend":
                 lease = next(reversed(held))
                 shared, num_held = held[lease]
-                more = More("a", lease, num_held // 2, amount, limits)
+                more = ExtensionRequest("a", lease, num_held // 2, amount, limits)
                 granted = await shared.extend(more)
                 assert granted == alone.decide_more(more)
                 held[lease] = shared, num_held + granted
@@ -176,7 +179,7 @@ async def test_the_reservations_of_a_gateway_that_dies_expire(
     limits = Limits(concurrency=2)
     prefix = next(prefixes)
     async with stores(server, 1, prefix=prefix) as (alive,):
-        dead = RedisStore(Link(RedisConfig(url=server.url, prefix=prefix, timeout_ms=PATIENT_MS)))
+        dead = RedisStore(RedisLink(RedisConfig(url=server.url, prefix=prefix, timeout_ms=PATIENT_MS)))
         dead.start()
         await eventually(lambda: dead.up)
         assert (await dead.reserve(ask(limits))).refused is None
@@ -234,7 +237,9 @@ async def test_reservations_of_two_gateways_grow_within_one_limit(server: RedisS
         asked = [(one, ask(limits, 100)), (two, ask(limits, 100))]
         for store, each in asked:
             assert (await store.reserve(each)).granted == 100
-        more = [store.extend(More("a", each.lease, 50, 300, limits)) for _ in range(3) for store, each in asked]
+        more = [
+            store.extend(ExtensionRequest("a", each.lease, 50, 300, limits)) for _ in range(3) for store, each in asked
+        ]
         assert sum(await asyncio.gather(*more)) == 700
         assert (await two.reserve(ask(limits, 1))).refused == "budget_day"
         for store, each in asked:
@@ -250,7 +255,7 @@ async def test_an_abandoned_growth_leaves_nothing_reserved(server: RedisServer) 
         for _ in range(20):
             asked = ask(limits, 10)
             await store.reserve(asked)
-            growing = asyncio.create_task(store.extend(More("a", asked.lease, 5, 500, limits)))
+            growing = asyncio.create_task(store.extend(ExtensionRequest("a", asked.lease, 5, 500, limits)))
             await asyncio.sleep(0)
             growing.cancel()
             store.settle(asked.lease, 5)
@@ -330,13 +335,13 @@ async def test_without_redis_reservations_grow_within_the_share(own_server: Redi
         asked = ask(limits, 100)
         await one.reserve(asked)
         own_server.kill()
-        assert await one.extend(More("a", asked.lease, 50, 900, limits)) == 400
-        assert await one.extend(More("a", asked.lease, 200, 900, limits)) == 0
+        assert await one.extend(ExtensionRequest("a", asked.lease, 50, 900, limits)) == 400
+        assert await one.extend(ExtensionRequest("a", asked.lease, 200, 900, limits)) == 0
         refused = await one.reserve(ask(limits, 900)._replace(least=600))
         assert (refused.refused, refused.retry_after_s) == ("tokens", 5.0), "the prompt alone exceeds the share"
         own_server.start()  # Redis has lost the reservation
         await eventually(lambda: one.up and two.up and one.num_gateways == 2)
-        assert await one.extend(More("a", asked.lease, 300, 900, limits)) == 0, "the share still applies"
+        assert await one.extend(ExtensionRequest("a", asked.lease, 300, 900, limits)) == 0, "the share still applies"
         one.settle(asked.lease, 450)
         await eventually(lambda: one.num_unpublished == 0)
 
@@ -347,7 +352,7 @@ async def test_growth_without_redis_is_charged_when_it_returns(own_server: Redis
         asked = ask(limits, 100)
         await store.reserve(asked)
         own_server.freeze()
-        assert await store.extend(More("a", asked.lease, 50, 500, limits)) == 500
+        assert await store.extend(ExtensionRequest("a", asked.lease, 50, 500, limits)) == 500
         own_server.thaw()
         await eventually(lambda: store.up)
         store.settle(asked.lease, 600)

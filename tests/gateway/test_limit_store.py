@@ -12,7 +12,7 @@ from limit_histories import limits, sequences_of, step
 from examples import num_examples
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.periods import Calendar
-from pagemill_gateway.limits.store import Answer, Ask, More
+from pagemill_gateway.limits.store import ExtensionRequest, ReservationAnswer, ReservationRequest
 from pagemill_protocol.keys.caller import Limits
 
 MINUTE_MS = 60_000
@@ -80,9 +80,9 @@ class World:
         self.book = Bookkeeper()
         self._numbers = itertools.count()
 
-    def reserve(self, tokens: int, sequences: int = 1) -> Answer:
+    def reserve(self, tokens: int, sequences: int = 1) -> ReservationAnswer:
         lease = str(next(self._numbers))
-        answer = self.store.decide(Ask("a", lease, tokens, self.limits, sequences))
+        answer = self.store.decide(ReservationRequest("a", lease, tokens, self.limits, sequences))
         if answer.refused is None:
             self.book.taken.append(Taken(self.now_ms, lease, sequences, answer.granted, self.now_ms))
         return answer
@@ -90,7 +90,7 @@ class World:
     def extend(self, taken: Taken, tokens: int) -> int:
         """Extend the reservation after half of it was used; return the number of granted tokens."""
         used = max(taken.reported, taken.reserved // 2)
-        granted = self.store.decide_more(More("a", taken.lease, used, tokens, self.limits))
+        granted = self.store.decide_more(ExtensionRequest("a", taken.lease, used, tokens, self.limits))
         taken.extended(used, granted, self.now_ms)
         return granted
 
@@ -164,11 +164,11 @@ def test_settled_tokens_are_conserved_and_no_state_remains(limits: Limits, steps
     used = sum(taken.used or 0 for taken in world.book.taken)
     # Exactly this number of tokens is left of the day.
     probe = Limits(tokens_per_day=used + 10)
-    assert world.store.decide(Ask("a", "over", 11, probe._replace(tokens_per_day=used + 10))).refused == (
-        "budget_day" if used else None
-    )
+    assert world.store.decide(
+        ReservationRequest("a", "over", 11, probe._replace(tokens_per_day=used + 10))
+    ).refused == ("budget_day" if used else None)
     if used:
-        assert world.store.decide(Ask("a", "fits", 10, probe)).refused is None
+        assert world.store.decide(ReservationRequest("a", "fits", 10, probe)).refused is None
 
 
 def test_the_whole_limit_is_available_after_its_reset() -> None:
@@ -232,16 +232,16 @@ def test_budgets_restart_with_the_day_and_the_month() -> None:
     now_s = 1_796_083_200.0 - 10  # ten seconds before December 2026
     store = MemoryStore(lambda: 0, lambda: now_s)
     daily, monthly = Limits(tokens_per_day=100), Limits(tokens_per_month=100)
-    assert store.decide(Ask("d", "1", 100, daily)).refused is None
-    refused = store.decide(Ask("d", "2", 1, daily))
+    assert store.decide(ReservationRequest("d", "1", 100, daily)).refused is None
+    refused = store.decide(ReservationRequest("d", "2", 1, daily))
     assert (refused.refused, refused.retry_after_s) == ("budget_day", 10)
-    assert store.decide(Ask("m", "3", 100, monthly)).refused is None
-    assert store.decide(Ask("m", "4", 1, monthly)).refused == "budget_month"
+    assert store.decide(ReservationRequest("m", "3", 100, monthly)).refused is None
+    assert store.decide(ReservationRequest("m", "4", 1, monthly)).refused == "budget_month"
     now_s += 11
-    assert store.decide(Ask("d", "5", 100, daily)).refused is None
-    assert store.decide(Ask("m", "6", 60, monthly)).refused is None
+    assert store.decide(ReservationRequest("d", "5", 100, daily)).refused is None
+    assert store.decide(ReservationRequest("m", "6", 60, monthly)).refused is None
     store.settle("3", 5)
-    assert store.decide(Ask("m", "7", 40, monthly)).refused is None, (
+    assert store.decide(ReservationRequest("m", "7", 40, monthly)).refused is None, (
         "an answer of last month is no refund of this month"
     )
 
@@ -259,9 +259,9 @@ def test_the_calendar_is_utc_and_handles_the_end_of_the_year() -> None:
 def test_accounts_are_independent() -> None:
     store = MemoryStore()
     limits = Limits(requests_per_minute=1)
-    assert store.decide(Ask("a", "1", 1, limits)).refused is None
-    assert store.decide(Ask("b", "2", 1, limits)).refused is None
-    assert store.decide(Ask("a", "3", 1, limits)).refused == "requests"
+    assert store.decide(ReservationRequest("a", "1", 1, limits)).refused is None
+    assert store.decide(ReservationRequest("b", "2", 1, limits)).refused is None
+    assert store.decide(ReservationRequest("a", "3", 1, limits)).refused == "requests"
 
 
 # -- growing reservations ---------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_unreported_tokens_count_from_the_last_growth_and_used_ones_from_before(
 
 def test_an_unknown_or_settled_reservation_does_not_grow() -> None:
     world = World(Limits(tokens_per_minute=100))
-    assert world.store.decide_more(More("a", "unknown", 0, 10, world.limits)) == 0
+    assert world.store.decide_more(ExtensionRequest("a", "unknown", 0, 10, world.limits)) == 0
     world.reserve(10)
     (taken,) = world.book.taken
     world.settle(taken, 5)
@@ -302,22 +302,22 @@ def test_tokens_unreported_at_midnight_count_for_the_next_day_after_growth() -> 
     now_s = 1_796_083_200.0 - 10  # ten seconds before December 2026
     store = MemoryStore(lambda: 0, lambda: now_s)
     limits = Limits(tokens_per_day=100, tokens_per_month=100)
-    assert store.decide(Ask("a", "1", 80, limits)).refused is None
+    assert store.decide(ReservationRequest("a", "1", 80, limits)).refused is None
     now_s += 20
-    assert store.decide_more(More("a", "1", 30, 40, limits)) == 40
-    assert store.decide(Ask("a", "2", 11, limits)).refused == "budget_month", (
+    assert store.decide_more(ExtensionRequest("a", "1", 30, 40, limits)) == 40
+    assert store.decide(ReservationRequest("a", "2", 11, limits)).refused == "budget_month", (
         "50 unreported tokens of before, and 40 more"
     )
     store.settle("1", 100)
-    assert store.decide(Ask("a", "3", 31, limits)).refused == "budget_month"
-    assert store.decide(Ask("a", "4", 30, limits)).refused is None, "70 were used after the report"
+    assert store.decide(ReservationRequest("a", "3", 31, limits)).refused == "budget_month"
+    assert store.decide(ReservationRequest("a", "4", 30, limits)).refused is None, "70 were used after the report"
 
 
 def test_use_beyond_the_reservation_is_charged_with_the_report() -> None:
     world = World(Limits(tokens_per_minute=100))
     world.reserve(10)
     (taken,) = world.book.taken
-    assert world.store.decide_more(More("a", taken.lease, 40, 100, world.limits)) == 60
+    assert world.store.decide_more(ExtensionRequest("a", taken.lease, 40, 100, world.limits)) == 60
     world.store.settle(taken.lease, 45)
     assert world.reserve(56).refused == "tokens"
     assert world.reserve(55).refused is None
@@ -326,16 +326,16 @@ def test_use_beyond_the_reservation_is_charged_with_the_report() -> None:
 def test_a_request_gets_at_most_the_limit_and_nothing_below_its_minimum() -> None:
     store = MemoryStore()
     limits = Limits(tokens_per_minute=100, tokens_per_day=60)
-    assert store.decide(Ask("a", "1", 500, limits, least=61)).refused == "budget_day"
-    answer = store.decide(Ask("a", "2", 500, limits, least=60))
+    assert store.decide(ReservationRequest("a", "1", 500, limits, least=61)).refused == "budget_day"
+    answer = store.decide(ReservationRequest("a", "2", 500, limits, least=60))
     assert (answer.refused, answer.granted) == (None, 60)
 
 
 def test_an_adopted_reservation_continues_with_its_state() -> None:
     store = MemoryStore()
     limits = Limits(tokens_per_minute=100, concurrency=4)
-    store.adopt(Ask("a", "1", 40, limits, sequences=3, used=500))
-    assert store.decide(Ask("a", "2", 1, limits, sequences=2)).refused == "concurrency"
-    assert store.decide(Ask("a", "3", 61, limits)).refused == "tokens"
+    store.adopt(ReservationRequest("a", "1", 40, limits, sequences=3, used=500))
+    assert store.decide(ReservationRequest("a", "2", 1, limits, sequences=2)).refused == "concurrency"
+    assert store.decide(ReservationRequest("a", "3", 61, limits)).refused == "tokens"
     store.settle("1", 510)
-    assert store.decide(Ask("a", "4", 90, limits)).refused is None
+    assert store.decide(ReservationRequest("a", "4", 90, limits)).refused is None

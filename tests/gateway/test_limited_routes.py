@@ -199,15 +199,15 @@ async def test_slots_are_freed_however_a_request_ends(engines, gateways, fake) -
 
 def test_the_cost_of_a_request_that_ends_early() -> None:
     record = RequestRecord(route="r", prompt_tokens=10)
-    assert used_tokens(record, cut_off=False) == (0, 0)
-    assert used_tokens(record, cut_off=True) == (0, 0), "no engine was contacted"
+    assert used_tokens(record, was_cut_short=False) == (0, 0)
+    assert used_tokens(record, was_cut_short=True) == (0, 0), "no engine was contacted"
     record.attempts.append(AttemptRecord("e", "Cost", 0, 0.0))
-    assert used_tokens(record, cut_off=False) == (0, 0), "the platform failed before the first token"
-    assert used_tokens(record, cut_off=True) == (10, 0), "the client left while its prompt was computed"
+    assert used_tokens(record, was_cut_short=False) == (0, 0), "the platform failed before the first token"
+    assert used_tokens(record, was_cut_short=True) == (10, 0), "the client left while its prompt was computed"
     record.num_delivered = 3
-    assert used_tokens(record, cut_off=False) == (10, 3)
+    assert used_tokens(record, was_cut_short=False) == (10, 3)
     record.usage, record.finished = Usage(12, 5), True
-    assert used_tokens(record, cut_off=False) == (12, 5)
+    assert used_tokens(record, was_cut_short=False) == (12, 5)
 
 
 async def test_models_that_a_key_may_not_use_do_not_exist_for_it(engines, gateways, fake) -> None:

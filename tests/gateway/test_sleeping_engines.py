@@ -16,7 +16,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.load import DeploymentLoad, EngineStart, PodsSeen
+from pagemill_protocol.load import DeploymentLoad, EngineStart, PodCounts
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame
 
 NOTHING = frozenset[str]()
@@ -97,7 +97,7 @@ def test_without_an_operator_that_wakes_engines_the_refusal_says_that_they_sleep
 def test_a_sleeping_engine_is_neither_capacity_nor_loading() -> None:
     front = Front("a", "b", "c")
     front.says("b", sleeping=True)
-    assert front.load.pods == PodsSeen(ready=2, asleep=1)
+    assert front.load.pods == PodCounts(ready=2, asleep=1)
     assert front.load.asleep == ["b"]
     assert (front.load.engines.num_reporting, front.load.engines.num_blocks_total) == (2, 200)
     front.says("a", sleeping=True)
@@ -119,7 +119,7 @@ async def test_an_engine_that_declined_before_its_sleep_is_used_again_after_it()
     choice = await front.ask()
     front.says("a", sleeping=True)
     front.brain.failed(choice, "declined")
-    assert front.load.pods == PodsSeen(asleep=1), "the engine does not stop"
+    assert front.load.pods == PodCounts(asleep=1), "the engine does not stop"
     front.says("a")
     assert (await asyncio.wait_for(front.ask(), WAIT_LIMIT_S)).endpoint_id == "a"
 

@@ -22,7 +22,7 @@ from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, eventually, find_e
 
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.token_file import read_made_token
+from pagemill_protocol.token_file import read_generated_token
 
 CONTROL = {"authorization": "Bearer t0ken"}
 KEY = {"authorization": "Bearer sk-one"}
@@ -284,7 +284,7 @@ async def test_a_new_brain_requires_the_token_that_was_created_at_the_start(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     family = await start(control_token="", catalog=fake.catalog_of(engines[0]))
-    headers = {"Authorization": f"Bearer {read_made_token(family.control_url)}"}
+    headers = {"Authorization": f"Bearer {read_generated_token(family.control_url)}"}
 
     async def status() -> int:
         async with family.session.get(f"{family.control_url}/status", headers=headers) as response:

@@ -189,3 +189,32 @@ def test_every_package_is_marked_as_typed() -> None:
     packages = [path.parent for root in SOURCE_ROOTS for path in (ROOT / root).glob("pagemill*/__init__.py")]
     assert {package.parent.name for package in packages} == set(SOURCE_ROOTS)
     assert [name(package) for package in packages if not (package / "py.typed").exists()] == []
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    """Names of private classes may repeat, because no other module uses them."""
+    places: dict[str, list[str]] = {}
+    for path in product_files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{name(path)}:{node.lineno}")
+    assert {each: where for each, where in places.items() if len(where) > 1} == {}
+
+
+def test_no_function_is_longer_than_60_lines() -> None:
+    """Counted without signature and docstring. A Triton kernel is one function, however long it is."""
+    functions = [
+        (path, node)
+        for path in product_files()
+        if path.name != "triton_body.py"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lengths = {f"{name(path)}:{node.lineno} {node.name}": _num_lines(node) for path, node in functions}
+    assert {function: lines for function, lines in lengths.items() if lines > 60} == {}
+    assert max(lengths.values()) > 30
+
+
+def _num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0

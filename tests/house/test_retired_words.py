@@ -34,6 +34,10 @@ RETIRED = {
     "desks": "ports",
     "let_go": "draining",
     "door": "HTTP server, middleware or gateway, by what it is",
+    "unhurried": "low-priority",
+    "gives_way": "is_low_priority",
+    "rehearsal": "simulated latencies",
+    "rehearsed": "simulated",
     "doors": "HTTP servers, middleware or gateways, by what they are",
 }
 ALLOWED = {"cannot be told from": "an error of the CRD: the message is part of the resource"}

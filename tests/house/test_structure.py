@@ -68,7 +68,7 @@ def test_the_table_of_the_architecture_page_is_current() -> None:
 
 
 def _rows(text: str) -> list[list[str]]:
-    lines = re.findall(r"^\| (?:`\w+/`|all) \| \d.*\|$", text, re.MULTILINE)
+    lines = re.findall(r"^\| (?:`\w+`|all) \| \d.*\|$", text, re.MULTILINE)
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 

@@ -21,7 +21,7 @@ from pagemill_operator.backends.local.ports import free_port
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.http.auth import hash_key
 from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.token_file import read_made_token
+from pagemill_protocol.token_file import read_generated_token
 
 ENGINE = {
     "model": light_model(),
@@ -106,7 +106,7 @@ def ask(http_server: HttpServer, method: str, path: str, headers: dict[str, str]
 
 def right(http_server: HttpServer) -> dict[str, str]:
     """Return the headers that a program of the same user sends."""
-    return {"Authorization": f"Bearer {read_made_token(http_server.control_url)}"}
+    return {"Authorization": f"Bearer {read_generated_token(http_server.control_url)}"}
 
 
 def status_of(http_server: HttpServer, method: str, path: str) -> int:
@@ -217,7 +217,7 @@ def test_without_the_token_a_program_is_refused_with_the_path_of_the_tokens_file
 ) -> None:
     asked = [(engine, *route) for route in ENGINE_ROUTES] + [(gateway, *route) for route in GATEWAY_ROUTES]
     for http_server, method, path in asked:
-        token = read_made_token(http_server.control_url)
+        token = read_generated_token(http_server.control_url)
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             answer = ask(http_server, method, path, headers, content=b'{"models": []}')
             assert answer.status == 401, answer
@@ -265,7 +265,9 @@ def test_the_token_is_in_a_private_file_that_the_server_names_and_removes(
         assert file.is_relative_to(runtime_folder)
         assert file.stat().st_mode & 0o777 == 0o600
         assert (
-            read_made_token(engine.control_url) != read_made_token(http_server.control_url) == file.read_text().strip()
+            read_generated_token(engine.control_url)
+            != read_generated_token(http_server.control_url)
+            == file.read_text().strip()
         )
     finally:
         http_server.stop()
@@ -283,10 +285,10 @@ def test_a_gateway_follows_an_engine_that_was_restarted_with_another_token(tmp_p
     try:
         gateway = start_gateway(folders[2], engine, reconnect_max_s=0.5)
         try:
-            before = read_made_token(engine.control_url)
+            before = read_generated_token(engine.control_url)
             engine.stop()
             engine = start_engine(folders[1], *ports)
-            assert read_made_token(engine.control_url) != before
+            assert read_generated_token(engine.control_url) != before
             wait_until(lambda: gateway.post({"model": MODEL, "prompt": "hi", "max_tokens": 1}).status == 200)
             gateway.serves()
         finally:

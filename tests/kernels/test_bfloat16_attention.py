@@ -20,7 +20,7 @@ from pagemill_kernels.paged_attention import reference
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.registry import ops_for
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 needs_bfloat16 = pytest.mark.skipif(not library.has_bfloat16(), reason="no bfloat16 matmul on this processor")
 
 NUM_BLOCKS, CPU = 40, torch.device("cpu")

@@ -52,4 +52,4 @@ def test_without_build_tools_no_kernel_can_be_launched(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(build_tools, "chosen_compiler", lambda: "/no/such/cc")
-    assert "'/no/such/cc', is not there" in str(launch.why_absent())
+    assert "'/no/such/cc', is not there" in str(launch.unavailable_reason())

@@ -13,7 +13,7 @@ import torch
 
 from pagemill_kernels.gpu.driver import Driver, explain, find_driver
 
-REPORTED = "from pagemill_kernels.gpu import launch; print(launch.why_absent())"
+REPORTED = "from pagemill_kernels.gpu import launch; print(launch.unavailable_reason())"
 VERSION = """NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023
 GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)
 """

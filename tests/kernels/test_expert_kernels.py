@@ -24,7 +24,7 @@ from pagemill_kernels.linear import triton_launch as triton_linear
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.linear.quantize import quantize
 
-needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 SILU, CLAMPED = Gate("silu"), Gate("gelu_quick", 0.7)
 SHAPES = [(1, 32, 32, 1, 1), (5, 64, 96, 7, 2), (70, 32, 160, 3, 3), (40, 96, 32, 16, 1), (300, 64, 64, 5, 4)]
 """Numbers of tokens, hidden size, intermediate size, number of experts, experts per token."""

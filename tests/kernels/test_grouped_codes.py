@@ -18,7 +18,7 @@ from pagemill_kernels.cpu import library, processor
 from pagemill_kernels.linear.groups import GroupCodes, e4m3_values, stack
 from pagemill_kernels.torch_ops import TorchLinear
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 Packer = Callable[[GroupCodes, Tensor | None], TorchLinear]
 PACKERS: dict[str, Packer] = {

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pagemill_kernels.gpu.kept import keep_compiled
+from pagemill_kernels.gpu.kernel_cache import use_kernel_cache
 
 COMPILE = """
 import sys
@@ -16,9 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from pagemill_kernels.gather import triton_body
-from pagemill_kernels.gpu.kept import keep_compiled
+from pagemill_kernels.gpu.kernel_cache import use_kernel_cache
 
-assert keep_compiled(Path(sys.argv[1])) is None
+assert use_kernel_cache(Path(sys.argv[1])) is None
 kernel = triton_body.gather_rows
 types = {"table_ptr": "*fp32", "table_stride": "i64", "ids_ptr": "*i64", "out_ptr": "*fp32"}
 sizes = {"SIZE": 64, "BLOCK": 64}
@@ -49,5 +49,5 @@ def test_a_read_only_folder_is_reported_and_changes_nothing(tmp_path: Path) -> N
     before = triton.knobs.cache.dir
     file = tmp_path / "file"
     file.touch()
-    assert isinstance(keep_compiled(file / "kernels"), OSError)
+    assert isinstance(use_kernel_cache(file / "kernels"), OSError)
     assert triton.knobs.cache.dir == before

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagemill_kernels import kept_memory
-from pagemill_kernels.kept_memory import LEAST_BYTES, join_when_idle, kept
+from pagemill_kernels import huge_pages
+from pagemill_kernels.huge_pages import LEAST_BYTES, collapse_when_idle, empty_weights
 
 ROWS, COLUMNS = 1024, LEAST_BYTES // 1024
 
 
 @pytest.fixture(autouse=True)
 def nothing_else_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_memory, "_kept", type(kept_memory._kept)())
+    monkeypatch.setattr(huge_pages, "_mapped", type(huge_pages._mapped)())
 
 
 def huge_kib() -> int:
@@ -25,10 +25,10 @@ def huge_kib() -> int:
 
 
 def test_values_are_unchanged_after_the_move_to_huge_pages() -> None:
-    weights = kept((ROWS, COLUMNS))
+    weights = empty_weights((ROWS, COLUMNS))
     weights[:] = np.random.default_rng(0).standard_normal((ROWS, COLUMNS), np.float32)
     before, copy = huge_kib(), weights.copy()
-    join_when_idle().join()
+    collapse_when_idle().join()
     assert np.array_equal(weights, copy)
     assert huge_kib() >= before
     weights[0] = 1
@@ -36,25 +36,25 @@ def test_values_are_unchanged_after_the_move_to_huge_pages() -> None:
 
 
 def test_small_arrays_stay_in_ordinary_memory() -> None:
-    assert kept(16, np.uint8).shape == (16,)
-    assert not list(kept_memory._kept)
+    assert empty_weights(16, np.uint8).shape == (16,)
+    assert not list(huge_pages._mapped)
 
 
 def test_memory_of_deleted_arrays_is_released() -> None:
-    weights = kept(LEAST_BYTES, np.uint8)
-    assert len(kept_memory._kept) == 1
+    weights = empty_weights(LEAST_BYTES, np.uint8)
+    assert len(huge_pages._mapped) == 1
     part = weights[10:].view(np.int8)
     del weights
     gc.collect()
-    assert len(kept_memory._kept) == 1, "a view of it is in use"
+    assert len(huge_pages._mapped) == 1, "a view of it is in use"
     del part
     gc.collect()
-    assert not list(kept_memory._kept)
+    assert not list(huge_pages._mapped)
 
 
 def test_without_huge_pages_memory_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_memory, "MADV_COLLAPSE", 10_000)
-    weights = kept(LEAST_BYTES, np.uint8)
+    monkeypatch.setattr(huge_pages, "MADV_COLLAPSE", 10_000)
+    weights = empty_weights(LEAST_BYTES, np.uint8)
     weights[:] = 7
-    join_when_idle().join()
+    collapse_when_idle().join()
     assert (weights == 7).all()

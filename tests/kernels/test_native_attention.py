@@ -23,7 +23,7 @@ from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.paged_attention.native import supports
 from pagemill_kernels.rope import reference as rope_reference
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 NUM_BLOCKS = 40
 

@@ -19,7 +19,7 @@ from pagemill_kernels.paged_attention import reference
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.rope import reference as rope_reference
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 40, 16, 6, 2, 48
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ def reloaded() -> Iterator[None]:
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs a C++ compiler and a processor with AVX2")
 def test_the_library_exists_if_it_can_be_compiled() -> None:
-    assert library.why_absent() is None
+    assert library.unavailable_reason() is None
 
 
 @pytest.mark.usefixtures("reloaded")
@@ -51,7 +51,7 @@ def test_a_damaged_or_older_library_is_not_used(tmp_path: Path, monkeypatch: pyt
         (tmp_path / path.name).write_bytes(b"not a library")
     with monkeypatch.context() as patch:
         patch.setattr(library, "_LIBRARY_DIR", tmp_path)
-        assert "does not load" in str(library.why_absent())
+        assert "does not load" in str(library.unavailable_reason())
     library.load.cache_clear()
     monkeypatch.setattr(library, "ABI_VERSION", library.ABI_VERSION + 1)
-    assert "ABI version" in str(library.why_absent())
+    assert "ABI version" in str(library.unavailable_reason())

@@ -12,7 +12,7 @@ from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import groups
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 ROWS = (1, 2, 3, 4, 5, 7, 64, 97, 200)
 FORMATS = ("float32", "bfloat16", *KINDS)

@@ -24,7 +24,7 @@ from pagemill_kernels.sampling.batch import (
     TokenMasks,
 )
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 Floats = NDArray[np.float32]
 
 

@@ -21,7 +21,7 @@ from pagemill_kernels.norm import reference as norm_reference
 
 SHAPES = ((96, 64), (1, 32), (65, 37), (331, 288), (7, 1))
 ROWS = (*range(1, 20), 31, 32, 33, 63, 64, 127, 129, 200)
-needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ def test_bfloat16_matmuls_equal_torchs_for_any_rows(shape: tuple[int, int], has_
 def test_packed_float32_matmuls_equal_torchs_for_any_rows(shape: tuple[int, int], has_bias: bool) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(shape), torch.randn(shape[0]) if has_bias else None
-    linear = cpu.OneDNNLinear(weight, bias)
+    linear = cpu.TorchOneDNNLinear(weight, bias)
     for num_rows in ROWS:
         x = torch.randn(num_rows, shape[1])
         torch.testing.assert_close(linear(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)

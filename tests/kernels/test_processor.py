@@ -70,7 +70,7 @@ def test_another_architecture_needs_no_flags_or_has_no_kernels(machine: pytest.M
     assert processor.levels() == ("armv8-a",)
     machine.setattr(platform, "machine", lambda: "riscv64")
     assert processor.levels() == ()
-    assert "riscv64" in processor.why_no_level()
+    assert "riscv64" in processor.no_level_reason()
 
 
 def test_the_setting_selects_a_lower_level_or_none(machine: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_the_setting_selects_a_lower_level_or_none(machine: pytest.MonkeyPatch) 
     assert processor.levels() == ("x86-64-v3",)
     machine.setenv(LEVEL_SETTING, "none")
     assert processor.levels() == ()
-    assert processor.why_no_level() == "PAGEMILL_CPU_LEVEL is none"
+    assert processor.no_level_reason() == "PAGEMILL_CPU_LEVEL is none"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_level_that_the_processor_does_not_support_is_refused_with_the_support
     machine.setenv(LEVEL_SETTING, level)
     library.load.cache_clear()
     try:
-        assert f"{level!r}; this processor can have x86-64-v4, x86-64-v3, none" in str(library.why_absent())
+        assert f"{level!r}; this processor can have x86-64-v4, x86-64-v3, none" in str(library.unavailable_reason())
     finally:
         library.load.cache_clear()
 

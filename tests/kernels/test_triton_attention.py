@@ -245,7 +245,7 @@ def test_only_tiles_that_some_row_needs_are_read_once_for_a_whole_group(
         return multiply(*arguments)
 
     monkeypatch.setattr(builder, "create_dot", counted)
-    monkeypatch.setattr(triton_launch, "choose_tiles", lambda *shape: tiles.Tiles(16, 16, 4, 2))
+    monkeypatch.setattr(triton_launch, "choose_tiles", lambda *shape: tiles.AttentionTiles(16, 16, 4, 2))
     num_heads, num_kv_heads = heads
     assert_equals_reference(batch_of(lengths, num_kv_heads, 16), num_heads, window=window)
     assert len(products) == 2 * num_tiles

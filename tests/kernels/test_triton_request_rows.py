@@ -11,7 +11,7 @@ from triton_device import DEVICE
 
 from pagemill_kernels.request_rows import layout, reference
 from pagemill_kernels.request_rows import triton_launch as rows
-from pagemill_kernels.request_rows.layout import RowLayout, RowState, StepInputs, StepRows, Writes
+from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, RowState, RowWrites, StepRows
 from pagemill_kernels.request_rows.staging import PIECE, Staging
 from pagemill_kernels.sampling import randomness
 
@@ -54,15 +54,15 @@ def step(at: list[int], counts: list[int], samples: list[bool]) -> StepRows:
     return Staging().upload(np.array(at, dtype=np.int32), starts, places, DEVICE)[1]
 
 
-def inputs_of(num_tokens: int, num_requests: int, num_sampled: int) -> StepInputs:
-    made = StepInputs.empty(num_tokens, num_requests, num_sampled, LAYOUT.table_width, DEVICE)
-    for name in StepInputs.__slots__:
+def inputs_of(num_tokens: int, num_requests: int, num_sampled: int) -> DeviceStepInputs:
+    made = DeviceStepInputs.empty(num_tokens, num_requests, num_sampled, LAYOUT.table_width, DEVICE)
+    for name in DeviceStepInputs.__slots__:
         getattr(made, name).fill_(-7)
     return made
 
 
-def assert_equal(ours: StepInputs, expected: StepInputs) -> None:
-    for name in StepInputs.__slots__:
+def assert_equal(ours: DeviceStepInputs, expected: DeviceStepInputs) -> None:
+    for name in DeviceStepInputs.__slots__:
         assert torch.equal(getattr(ours, name), getattr(expected, name)), name
 
 
@@ -101,8 +101,8 @@ def test_requests_of_more_than_a_hundred_thousand_tokens_are_supported() -> None
     wanted = step([0, 1], [300, 1], [True, True])
     found = []
     for module in (rows, reference):
-        inputs = StepInputs.empty(301, 2, 2, long.table_width, DEVICE)
-        for name in StepInputs.__slots__:
+        inputs = DeviceStepInputs.empty(301, 2, 2, long.table_width, DEVICE)
+        for name in DeviceStepInputs.__slots__:
             getattr(inputs, name).fill_(-7)
         module.build_inputs(state, wanted, 300, 2, BLOCK_SIZE, inputs)
         after = RowState(long, PADDING_BLOCK, DEVICE)
@@ -207,7 +207,7 @@ def test_data_that_does_not_fit_is_refused_by_name() -> None:
         rows.build_inputs(state, wanted._replace(rows=wanted.rows.long()), 1, 2, BLOCK_SIZE, inputs_of(2, 2, 2))
     pieces = torch.zeros(3, 1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match=r"pieces is torch\.int32"):
-        rows.write_rows(state, Writes(pieces, pieces[0]))
+        rows.write_rows(state, RowWrites(pieces, pieces[0]))
     with pytest.raises(ValueError, match=r"sampled is torch\.int32"):
         rows.advance_rows(state, wanted, torch.zeros(2, dtype=torch.int32, device=DEVICE))
     with pytest.raises(ValueError, match=r"places is \[1\], \[2\] is needed"):

@@ -120,7 +120,7 @@ def test_16_bit_activations_equal_the_formula(dtype: torch.dtype, x_dtype: torch
 @pytest.mark.parametrize("dtype", CODE_TYPES)
 def test_groups_of_tiles_cover_every_row_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five tiles of rows in groups of two: the last group is smaller than the others."""
-    monkeypatch.setattr(triton_launch, "choose_tiles", lambda num_rows: triton_launch.Tiles(16, 32, 32, 4, 2))
+    monkeypatch.setattr(triton_launch, "choose_tiles", lambda num_rows: triton_launch.ScaledTiles(16, 32, 32, 4, 2))
     monkeypatch.setattr(triton_launch, "BAND", 2)
     weight, x = quantize_channels(random(70, 40), dtype), random(75, 40, seed=1)
     result = triton_launch.ScaledLinear(weight, None)(x)
@@ -176,7 +176,7 @@ def test_a_device_without_fp8_is_refused_with_an_alternative(monkeypatch: pytest
     with pytest.raises(ValueError, match=r"A10 has compute capability 8.6, fp8 needs 8.9 .*; int8 is multiplied there"):
         triton_launch.pack_fp8(random(8, 32), None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    assert launch.why_no_fp8() is None
+    assert launch.fp8_problem() is None
 
 
 @pytest.mark.gpu

@@ -225,11 +225,11 @@ def test_requests_of_past_minutes_start_no_replica() -> None:
 def test_a_request_after_a_pause_longer_than_worth_keeping_changes_nothing() -> None:
     scaled = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1, cold_start_s=60.0)
     none, queue = EnginesLoad(truth="value"), QueueLoad(num_requests=1, num_tokens=33, needs_engine=True)
-    for pause_s, returns in ((200.0, 0), (100.0, 1)):
+    for pause_s, quick_returns in ((200.0, 0), (100.0, 1)):
         assert scaled.decide(arrivals=arrivals(0.0, idle_s=240.0)).reason == "ScaledToZero"
         scaled.run(pause_s, lambda at, ready: {"engines": none})
         assert scaled.decide(engines=none, queue=queue).reason == "Woken"
-        assert scaled.memory.returns == returns
+        assert scaled.memory.quick_returns == quick_returns
         scaled.run(200.0, lambda at, ready: {"active": 0.1, "running": 1, "rate": 0.1})
 
 

@@ -14,7 +14,7 @@ from pagemill_operator.autoscaler.demand import DemandPolicy
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.records import Record, decode_record, encode_record, replay
 from pagemill_operator.autoscaler.settings import Direction, ScalingSettings, Slo
-from pagemill_operator.autoscaler.signals import Fleet, View, merge
+from pagemill_operator.autoscaler.signals import Fleet, GatewayReport, merge
 from pagemill_protocol.histogram import Histogram
 from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, Latencies, Lengths, QueueLoad
 from pagemill_protocol.state import StepTimeParams
@@ -167,7 +167,10 @@ def test_records_of_arbitrary_reports_can_be_read_and_replayed(reported: list[De
     memory = Memory()
     for turn in range(2):
         seen = merge(
-            [View(load) for load in reported], Fleet(wanted=1, ready=1), num_gateways=len(reported), at_s=turn * 2.0
+            [GatewayReport(load) for load in reported],
+            Fleet(wanted=1, ready=1),
+            num_gateways=len(reported),
+            at_s=turn * 2.0,
         )
         before = memory
         decision, memory = DemandPolicy().decide(policy, seen, before)

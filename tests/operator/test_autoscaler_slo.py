@@ -257,7 +257,7 @@ def test_more_arrivals_give_a_more_certain_rate() -> None:
     now = signals(1, arrivals=arrivals(5.0), fleet=starting_in(60.0))
     few, many = (expected_load(now, counted([5.0] * number)) for number in (4, 40))
     assert few.arrivals_per_s == pytest.approx(many.arrivals_per_s) == pytest.approx(5.0)
-    assert few.sure_arrivals_per_s < many.sure_arrivals_per_s < 5.0
+    assert few.arrivals_lower_bound_per_s < many.arrivals_lower_bound_per_s < 5.0
 
 
 def test_before_there_are_counts_the_latest_minute_is_the_rate() -> None:

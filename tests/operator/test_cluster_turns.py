@@ -14,10 +14,10 @@ from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.backend import TRIES, KubernetesCluster
 from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
-from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.plan.types import Problem
-from pagemill_protocol.load import EngineHeld
+from pagemill_protocol.load import EngineWork
 
 Manifest = dict[str, Any]
 KEY = "default/chat"
@@ -31,7 +31,7 @@ class Api:
         self.objects: dict[tuple[str, str], Manifest] = {}
         self.writes: list[str] = []
         self.mutate: Callable[[Manifest], Any] = lambda manifest: None
-        self.refuse: Callable[[Manifest], ApiError | None] = lambda manifest: None
+        self.report_invalid: Callable[[Manifest], ApiError | None] = lambda manifest: None
         self.versions = itertools.count(10)
         self.now = "2026-01-02T00:00:00Z"
 
@@ -58,7 +58,7 @@ class Api:
 
     def _take(self, verb: str, manifest: Manifest) -> Manifest:
         self.writes.append(f"{verb} {manifest['kind']}")
-        if error := self.refuse(manifest):
+        if error := self.report_invalid(manifest):
             raise error
         at = (manifest["kind"], manifest["metadata"]["name"])
         known = self.objects.get(at, {"metadata": {"uid": f"uid-{at}", "creationTimestamp": self.now}})
@@ -72,11 +72,11 @@ class Api:
 class World:
     def __init__(self) -> None:
         self.api = Api()
-        self.cache = Cache("system", {"app": "gateway"})
+        self.cache = ObjectCache("system", {"app": "gateway"})
         self.tokens = ("one",)
         self.image = "engine:1"
         client: Any = self.api
-        self.held: dict[str, EngineHeld] = {}
+        self.held: dict[str, EngineWork] = {}
         self.cluster = KubernetesCluster(client, self.cache, self._context, held=lambda key: self.held)
         self.own("uid-1")
 
@@ -109,7 +109,7 @@ class World:
         self.cache.put(kind, known)
 
     async def settle(self, plan: Plan) -> None:
-        while await self.cluster.carry_out(plan):
+        while await self.cluster.apply_plan(plan):
             pass
 
     def run_pods(self, **blocks: int) -> None:
@@ -121,7 +121,7 @@ class World:
             pod = {"kind": "Pod", "metadata": metadata, "spec": {"containers": []}, "status": status}
             self.api.objects["Pod", name] = pod
             self.cache.put("Pod", pod)
-            self.held[name] = EngineHeld(name, count)
+            self.held[name] = EngineWork(name, count)
 
     def remove(self, kind: str) -> None:
         """Delete an object as another client; the watch reports it."""
@@ -141,27 +141,27 @@ def world() -> World:
 
 
 async def test_an_unchanged_object_is_not_written_again(world: World) -> None:
-    assert await world.cluster.carry_out(world.plan())
+    assert await world.cluster.apply_plan(world.plan())
     assert "apply Deployment" in world.take()
-    assert not await world.cluster.carry_out(world.plan())
+    assert not await world.cluster.apply_plan(world.plan())
     assert world.take() == []
 
 
 async def test_tokens_are_rotated_while_a_spec_is_refused(world: World) -> None:
-    await world.cluster.carry_out(world.plan())
+    await world.cluster.apply_plan(world.plan())
     world.take()
     world.tokens = ("two", "one")
-    assert await world.cluster.refuse(KEY, [Problem("spec", None, "unreadable")])
+    assert await world.cluster.report_invalid(KEY, [Problem("spec", None, "unreadable")])
     assert world.take() == ["apply Secret"]
     world.tokens = ("three", "two")
     unsupported = world.plan(engine={"quantization": "fp8"})
     assert unsupported.problems
-    await world.cluster.carry_out(unsupported)
+    await world.cluster.apply_plan(unsupported)
     assert world.take() == ["apply Secret"]
 
 
 async def test_a_refused_spec_that_never_ran_gets_no_tokens(world: World) -> None:
-    assert not await world.cluster.refuse(KEY, [Problem("spec", None, "unreadable")])
+    assert not await world.cluster.report_invalid(KEY, [Problem("spec", None, "unreadable")])
     assert world.take() == []
 
 
@@ -171,29 +171,31 @@ async def test_a_child_that_a_webhook_changes_is_written_once(world: World) -> N
             manifest["spec"]["template"]["spec"]["containers"][0]["image"] = "mirror/engine:1"
 
     world.api.mutate = rewrite
-    await world.cluster.carry_out(world.plan())
+    await world.cluster.apply_plan(world.plan())
     world.take()
-    assert not await world.cluster.carry_out(world.plan())
+    assert not await world.cluster.apply_plan(world.plan())
     world.change("Deployment", spec={**world.get("Deployment")["spec"], "replicas": 7})
-    assert await world.cluster.carry_out(world.plan())
+    assert await world.cluster.apply_plan(world.plan())
     assert world.take() == ["apply Deployment"]
-    assert not await world.cluster.carry_out(world.plan())
+    assert not await world.cluster.apply_plan(world.plan())
 
 
 async def test_a_fault_that_may_be_temporary_is_reported_when_it_lasts(world: World) -> None:
     message = 'Internal error occurred: failed calling webhook "policy.corp": connection refused'
-    world.api.refuse = lambda child: ApiError(500, "InternalError", message) if child["kind"] == "Service" else None
+    world.api.report_invalid = lambda child: (
+        ApiError(500, "InternalError", message) if child["kind"] == "Service" else None
+    )
     for number in range(1, TRIES + 1):
         with pytest.raises(ApiError):
-            await world.cluster.carry_out(world.plan())
+            await world.cluster.apply_plan(world.plan())
         assert world.cluster.has_apply_errors(KEY) is (number == TRIES)
     fault = world.cluster.observe(KEY).fault
     assert fault is not None
     assert (fault.stage, fault.reason) == ("Scheduled", "WebhookFailed")
     assert "policy.corp" in fault.message
     assert "apply Deployment" not in world.take()
-    world.api.refuse = lambda child: None
-    await world.cluster.carry_out(world.plan())
+    world.api.report_invalid = lambda child: None
+    await world.cluster.apply_plan(world.plan())
     assert world.cluster.observe(KEY).fault is None
 
 
@@ -203,7 +205,7 @@ COMPLETE = {"conditions": [{"type": "Complete", "status": "True"}]}
 async def test_an_unfinished_loader_restarts_if_its_spec_changes(world: World) -> None:
     await world.settle(world.cached())
     world.image = "engine:2"
-    await world.cluster.carry_out(world.cached())
+    await world.cluster.apply_plan(world.cached())
     assert world.take()[-1] == "delete Job"
     await world.settle(world.cached())
     assert world.get("Job")["spec"]["template"]["spec"]["containers"][0]["image"] == "engine:2"
@@ -238,9 +240,9 @@ async def test_a_lost_volume_is_filled_again(world: World) -> None:
 
 async def test_a_refused_claim_does_not_create_and_delete_jobs(world: World) -> None:
     error = ApiError(403, "Forbidden", "exceeded quota")
-    world.api.refuse = lambda child: error if child["kind"] == "PersistentVolumeClaim" else None
+    world.api.report_invalid = lambda child: error if child["kind"] == "PersistentVolumeClaim" else None
     for _ in range(3):
-        await world.cluster.carry_out(world.cached())
+        await world.cluster.apply_plan(world.cached())
     assert [each for each in world.take() if "Job" in each] == ["apply Job"]
 
 
@@ -249,12 +251,12 @@ async def test_a_recreated_deployment_waits_until_the_earlier_ones_children_are_
     world.change("Service", metadata={"deletionTimestamp": "2026-02-01T00:00:00Z"})
     world.own("uid-2", created="2026-02-01T00:00:00Z")
     world.take()
-    await world.cluster.carry_out(world.plan())
+    await world.cluster.apply_plan(world.plan())
     assert {each.split()[0] for each in world.take()} == {"delete"}
     assert world.cluster.snapshot(KEY).children == {}
-    assert not await world.cluster.carry_out(world.plan())
+    assert not await world.cluster.apply_plan(world.plan())
     world.remove("Service")
-    assert await world.cluster.carry_out(world.plan())
+    assert await world.cluster.apply_plan(world.plan())
     assert {child["metadata"]["ownerReferences"][0]["uid"] for child in world.api.objects.values()} == {"uid-2"}
 
 
@@ -266,18 +268,18 @@ async def test_pods_of_an_earlier_deployment_are_not_counted(world: World) -> No
         metadata = {"name": name, "namespace": "default", "uid": name, "resourceVersion": "5", "labels": labels}
         world.cache.put("Pod", {"metadata": {**metadata, "creationTimestamp": created}, "spec": {"containers": []}})
     world.own("uid-2", created="2026-02-01T00:00:00Z")
-    await world.cluster.carry_out(world.plan())
+    await world.cluster.apply_plan(world.plan())
     assert [pod["metadata"]["name"] for pod in world.cluster.snapshot(KEY).pods] == ["skewed", "new"]
 
 
 @pytest.mark.parametrize("kind", ["NetworkPolicy", "Secret", "ConfigMap"])
 async def test_no_pod_starts_before_its_network_policy_and_configuration_exist(world: World, kind: str) -> None:
     error = ApiError(403, "Forbidden", "denied")
-    world.api.refuse = lambda child: error if child["kind"] == kind else None
-    await world.cluster.carry_out(world.plan())
+    world.api.report_invalid = lambda child: error if child["kind"] == kind else None
+    await world.cluster.apply_plan(world.plan())
     assert "apply Deployment" not in world.take()
-    world.api.refuse = lambda child: None
-    await world.cluster.carry_out(world.plan())
+    world.api.report_invalid = lambda child: None
+    await world.cluster.apply_plan(world.plan())
     assert "apply Deployment" in world.take()
 
 
@@ -288,7 +290,7 @@ async def test_an_object_of_another_owner_without_conflicting_fields_is_not_take
     world.remove("ConfigMap")
     theirs["metadata"] |= {"name": ours["metadata"]["name"], "uid": "x", "resourceVersion": "1"}  # type: ignore[operator]
     world.api.objects["ConfigMap", ours["metadata"]["name"]] = {**theirs, "data": ours["data"]}
-    await world.cluster.carry_out(world.plan())
+    await world.cluster.apply_plan(world.plan())
     fault = world.cluster.observe(KEY).fault
     assert fault is not None
     assert fault.reason == "NameTaken"
@@ -298,7 +300,7 @@ async def test_an_object_of_another_owner_without_conflicting_fields_is_not_take
 async def test_serving_replicas_follow_the_scale_while_another_model_is_loaded(world: World) -> None:
     await world.settle(world.plan())
     world.take()
-    await world.cluster.carry_out(world.cached(replicas=3))
+    await world.cluster.apply_plan(world.cached(replicas=3))
     assert "merge Deployment" in world.take()
     assert world.get("Deployment")["spec"]["replicas"] == 3
     await world.settle(world.cached(replicas=3))
@@ -322,7 +324,7 @@ async def test_before_replicas_are_removed_the_emptiest_gets_the_lowest_deletion
 async def test_a_failed_write_of_a_deletion_cost_delays_nothing(world: World) -> None:
     await world.settle(world.plan(replicas=2))
     world.run_pods(a=4, b=1)
-    world.api.refuse = lambda child: ApiError(403, "Forbidden", "no") if child["kind"] == "Pod" else None
+    world.api.report_invalid = lambda child: ApiError(403, "Forbidden", "no") if child["kind"] == "Pod" else None
     world.take()
     await world.settle(world.plan(replicas=1))
     assert world.take()[:2] == ["merge Pod", "apply Deployment"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pagemill_kube.errors import ApiError
-from pagemill_operator.controller.keys import KeyRing, new_keys, read_keys
+from pagemill_operator.controller.keys import ClusterKeys, new_keys, read_keys
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 DAY_S = 86_400.0
@@ -55,12 +55,12 @@ class World:
         self.now = START
         self.changes = 0
 
-    def ring(self) -> KeyRing:
+    def ring(self) -> ClusterKeys:
         def changed() -> None:
             self.changes += 1
 
         client: Any = self.secrets
-        return KeyRing(client, "system", "pagemill-keys", DAY_S, on_change=changed, now=lambda: self.now)
+        return ClusterKeys(client, "system", "pagemill-keys", DAY_S, on_change=changed, now=lambda: self.now)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from pagemill_gateway.discovery.kubernetes.builder import build_catalog
-from pagemill_gateway.discovery.kubernetes.objects import LLMDeployment
-from pagemill_operator.controller.cache import Names, claim_of
+from pagemill_gateway.discovery.kubernetes.objects import WatchedDeployment
+from pagemill_operator.controller.cache import ClaimedNames, claim_of
 
 
 class Claim(NamedTuple):
@@ -64,9 +64,9 @@ def raw(claim: Claim) -> dict[str, Any]:
 def test_operator_and_gateway_agree_on_the_owner_of_a_name(row: str, turn: int) -> None:
     fields, holders = TABLE[row]
     objects = [raw(claim) for claim in fields[::turn]]
-    names = Names()
+    names = ClaimedNames()
     for claim, manifest in zip(fields[::turn], objects, strict=True):
         names.claim(claim_of(claim.key, manifest))
     assert {claim.key for claim in fields if names.conflict(claim.key) is None} == holders
-    decoded = [msgspec.json.decode(msgspec.json.encode(each), type=LLMDeployment) for each in objects]
+    decoded = [msgspec.json.decode(msgspec.json.encode(each), type=WatchedDeployment) for each in objects]
     assert {f"{model.namespace}/{model.deployment}" for model in build_catalog(decoded, [], None).models} == holders

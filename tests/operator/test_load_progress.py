@@ -11,7 +11,7 @@ from observed_world import CACHED, World, running
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_kube.errors import Unreachable
-from pagemill_operator.controller.load_progress import PERIOD_S, LoadProgress, progress_text
+from pagemill_operator.controller.load_progress import PERIOD_S, LoaderProgress, progress_text
 
 GIB = 2**30
 
@@ -53,7 +53,7 @@ def test_a_log_without_bytes_gives_no_progress(log: bytes) -> None:
 
 async def test_only_a_running_loader_causes_requests_and_few_of_them() -> None:
     logs, now = Logs(), [0.0]
-    progress = LoadProgress(logs, clock=lambda: now[0])  # type: ignore[arg-type]
+    progress = LoaderProgress(logs, clock=lambda: now[0])  # type: ignore[arg-type]
     await progress.look("team/chat", [pod("engine"), pod(terminated={"exitCode": 0})])
     assert logs.asked == []
     logs.content = line(GIB, 4 * GIB)
@@ -75,4 +75,4 @@ def test_the_condition_contains_the_bytes_and_is_updated(deployment: Callable[..
     seen, found = world.at(60.0)
     assert found["ModelLoaded"].reason == "Downloading"
     assert found["ModelLoaded"].message == "the loader fills the model's volume: 1.2 of 4.0 GiB"
-    assert seen.look_again_s is not None
+    assert seen.requeue_after_s is not None

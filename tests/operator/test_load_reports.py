@@ -22,13 +22,13 @@ from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import (
     Arrivals,
     DeploymentLoad,
-    EngineHeld,
     EnginesLoad,
     EngineStart,
+    EngineWork,
     Latencies,
     Lengths,
     LoadFrame,
-    PodsSeen,
+    PodCounts,
     QueueLoad,
 )
 from pagemill_protocol.versions import OLDEST_VERSION, PROTOCOL_HEADER, PROTOCOL_VERSION, UnsupportedProtocol
@@ -56,12 +56,12 @@ def frame(running: int = 2, *, age_s: float = 0.0, ready: int = 1, queued: int =
         num_requests_running=running,
         num_requests_waiting=1,
     )
-    known = {"engines": engines, "pods": PodsSeen(ready=ready), "queue": QueueLoad(num_requests=queued)}
+    known = {"engines": engines, "pods": PodCounts(ready=ready), "queue": QueueLoad(num_requests=queued)}
     return LoadFrame(sequence=1, deployments=[DeploymentLoad(namespace="default", name="chat", **(known | fields))])
 
 
 def signals(loads: LoadStore, *, ready: int = 1, num_gateways: int = 1) -> Signals:
-    return merge(loads.views(KEY), Fleet(wanted=1, ready=ready), num_gateways=num_gateways, at_s=0.0)
+    return merge(loads.reports(KEY), Fleet(wanted=1, ready=ready), num_gateways=num_gateways, at_s=0.0)
 
 
 def test_a_missing_report_is_not_zero(loads: LoadStore) -> None:
@@ -69,7 +69,7 @@ def test_a_missing_report_is_not_zero(loads: LoadStore) -> None:
     loads.put("g1", LoadFrame(sequence=0))
     assert loads.measured(KEY) is None
     assert signals(loads).engines.truth == "unknown"
-    assert not signals(loads).is_whole
+    assert not signals(loads).is_complete
 
 
 def test_of_reports_on_the_same_engines_the_newest_counts(loads: LoadStore, clock: Clock) -> None:
@@ -101,9 +101,13 @@ def test_ready_engines_without_reports_make_the_sums_stale(loads: LoadStore) -> 
 
 
 def test_for_each_engine_the_highest_reported_load_counts(loads: LoadStore) -> None:
-    loads.put("g1", frame(held=[EngineHeld("a", 4, 2), EngineHeld("b", 1, 1)]))
-    loads.put("g2", frame(held=[EngineHeld("a", 3, 9), EngineHeld("c", 0, 0)]))
-    assert loads.held(KEY) == {"a": EngineHeld("a", 4, 2), "b": EngineHeld("b", 1, 1), "c": EngineHeld("c", 0, 0)}
+    loads.put("g1", frame(held=[EngineWork("a", 4, 2), EngineWork("b", 1, 1)]))
+    loads.put("g2", frame(held=[EngineWork("a", 3, 9), EngineWork("c", 0, 0)]))
+    assert loads.held(KEY) == {
+        "a": EngineWork("a", 4, 2),
+        "b": EngineWork("b", 1, 1),
+        "c": EngineWork("c", 0, 0),
+    }
     loads.remove("g1")
     assert loads.held(KEY).keys() == {"a", "c"}
     assert loads.held("default/other") == {}
@@ -143,9 +147,9 @@ def test_values_of_each_gateways_own_requests_are_added(loads: LoadStore) -> Non
     measured = loads.measured(KEY)
     assert measured is not None
     assert measured.waiting == 1 + 6
-    assert seen.is_whole
+    assert seen.is_complete
     loads.remove("g2")
-    assert not signals(loads, num_gateways=2).is_whole
+    assert not signals(loads, num_gateways=2).is_complete
     assert signals(loads).queue.num_requests == 3
 
 

@@ -19,7 +19,7 @@ from pagemill_gateway.config import load_config
 from pagemill_operator.backends.base import Event
 from pagemill_operator.backends.local import LocalSettings
 from pagemill_operator.backends.local import gateway as gateway_module
-from pagemill_operator.backends.local.gateway import Gateway
+from pagemill_operator.backends.local.gateway import LocalGateway
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Launch
 from pagemill_protocol.catalog import Catalog, CatalogModel
@@ -50,7 +50,7 @@ class Control:
 
 
 @asynccontextmanager
-async def telling(control: Control, folder: Path, **settings: int) -> AsyncIterator[Gateway]:
+async def telling(control: Control, folder: Path, **settings: int) -> AsyncIterator[LocalGateway]:
     app = web.Application()
     app.router.add_put("/catalog", control.put)
     runner = web.AppRunner(app)
@@ -60,7 +60,7 @@ async def telling(control: Control, folder: Path, **settings: int) -> AsyncItera
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     state_dir = StateDir(folder)
     async with aiohttp.ClientSession() as session:
-        gateway = Gateway(
+        gateway = LocalGateway(
             1,
             settings=LocalSettings(runtime_folder=folder, **settings),
             state_dir=state_dir,

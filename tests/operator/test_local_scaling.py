@@ -105,7 +105,7 @@ def holding(machine: Machine, plan: Any) -> set[str]:
     return {name for name, engine in held.items() if engine.num_requests}
 
 
-async def held_by(machine: Machine, plan: Any, num_replicas: int, asking: asyncio.Task[Answer]) -> set[str]:
+async def storage_forms(machine: Machine, plan: Any, num_replicas: int, asking: asyncio.Task[Answer]) -> set[str]:
     """Wait until this number of replicas has a request; return them while it is being answered."""
 
     def held() -> set[str] | None:
@@ -130,7 +130,7 @@ async def test_of_two_replicas_the_idle_one_is_removed(machine: Machine) -> None
         token = machine.backend._deployments[plan.key].token
         asking = asyncio.create_task(ask(session, youngest.launch.data_url, 4000, token))
         try:
-            assert await held_by(machine, plan, 1, asking) == {youngest.name}
+            assert await storage_forms(machine, plan, 1, asking) == {youngest.name}
             await machine.backend.apply([planned(1)])
             await machine.until(lambda: len(machine.backend.supervisors(plan.key)) == 1)
             assert not asking.done(), asking.result()

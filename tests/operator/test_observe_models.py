@@ -43,11 +43,11 @@ def test_a_volume_that_is_being_created_is_not_a_fault_at_first(world: Callable[
         claim["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
         seen, found = young.at(20.0)
         assert found["Ready"].reason == "Downloading"
-        assert seen.look_again_s == 10.0, "otherwise no event would report that it takes too long"
+        assert seen.requeue_after_s == 10.0, "otherwise no event would report that it takes too long"
         seen, found = young.at(30.0)
-        assert (found["Ready"].reason, seen.look_again_s) == ("VolumePending", None)
+        assert (found["Ready"].reason, seen.requeue_after_s) == ("VolumePending", None)
         claim["status"] = {"phase": "Bound"}
-        assert young.at(20.0)[0].look_again_s is None
+        assert young.at(20.0)[0].requeue_after_s is None
 
 
 def test_for_a_loader_whose_pod_is_refused_the_field_is_named(world: Callable[..., World]) -> None:
@@ -55,7 +55,7 @@ def test_for_a_loader_whose_pod_is_refused_the_field_is_named(world: Callable[..
     (job,) = [each for (kind, _), each in refused.objects.items() if kind == "Job"]
     job["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
     seen, found = refused.at(5.0)
-    assert (found["Ready"].reason, seen.look_again_s) == ("Downloading", 10.0)
+    assert (found["Ready"].reason, seen.requeue_after_s) == ("Downloading", 10.0)
     found = refused.at(15.0)[1]
     assert (found["Scheduled"].reason, found["Ready"].reason) == ("PodsNotCreated", "PodsNotCreated")
     assert f"kubectl describe job {job['metadata']['name']}" in found["Ready"].message

@@ -17,7 +17,7 @@ from pagemill_engine.server.settings import Settings
 from pagemill_operator.plan import make_plan
 from pagemill_operator.plan.extra_args import SETTINGS
 from pagemill_operator.plan.planner import name_conflicts
-from pagemill_operator.plan.types import Queue
+from pagemill_operator.plan.types import QueuePlan
 from pagemill_protocol.generation_defaults import GenerationDefaults
 
 Make = Callable[..., LLMDeployment]
@@ -149,7 +149,7 @@ def test_generation_defaults_reach_the_engine(deployment: Make) -> None:
     expected = GenerationDefaults(temperature=0.5, top_k=4, repetition_penalty=1.1, max_tokens=64)
     assert (engine.generation_defaults, engine.generation_config) == (expected, "vllm")
     assert "generation_defaults" not in make_plan(deployment(model__generationDefaults={})).groups[0].process.settings
-    fields = set(spec_model.GenerationDefaults.model_fields)
+    fields = set(spec_model.GenerationDefaultsSection.model_fields)
     assert fields == set(GenerationDefaults.__struct_fields__), (
         "the resource and the engine must have the same defaults"
     )
@@ -240,7 +240,7 @@ def test_a_setting_without_effect_on_this_machine_is_noted(deployment: Make) -> 
 def test_the_queue_is_planned_in_bytes_and_seconds(deployment: Make) -> None:
     changes = {"routing__queue__maxRequests": 5, "routing__queue__maxBytes": "1Mi", "routing__queue__timeout": "1m30s"}
     plan = make_plan(deployment(**changes))
-    assert plan.queue == Queue(max_requests=5, max_bytes=2**20, timeout_s=90.0)
+    assert plan.queue == QueuePlan(max_requests=5, max_bytes=2**20, timeout_s=90.0)
     assert plan.notes == ()
 
 

@@ -11,7 +11,7 @@ import pytest
 from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
-from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.reconcile import SETTLE_LONGEST_S, Reconciler
@@ -27,7 +27,7 @@ class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.version = 100
-        self.cache = Cache("system", {"app": "gateway"})
+        self.cache = ObjectCache("system", {"app": "gateway"})
         self.statuses: list[Manifest] = []
         self.before_apply: Callable[[Manifest], None] = lambda manifest: None
         self.status_error: ApiError | None = None

@@ -11,7 +11,7 @@ from hand_clock import Clock
 from scaling_world import LENGTHS, arrivals, engines
 
 from pagemill_operator.autoscaler.records import decode_record, encode_record, replay
-from pagemill_operator.autoscaler.signals import View
+from pagemill_operator.autoscaler.signals import GatewayReport
 from pagemill_operator.backends.scaler import PATIENCE_S, Scaler
 from pagemill_operator.backends.start_durations import StartDurations
 from pagemill_operator.plan import make_plan
@@ -47,11 +47,13 @@ class World:
         replicas = [ReplicaObservation(f"chat-{n}", phase, digest) for n, phase in enumerate(self.phases)]
         return Observation(self.plan, tuple(replicas), gateway_ready=True, scaling=self.scaler.state(KEY))
 
-    def decide(self, *views: View, **load: Any) -> Any:
+    def decide(self, *reports: GatewayReport, **load: Any) -> Any:
         assert self.plan.autoscaling is not None
         known = {"engines": engines(self.phases.count("ready")), "arrivals": arrivals(1.0), "lengths": LENGTHS}
         reported = (
-            [View(DeploymentLoad(namespace="default", name="chat", **(known | load)))] if load or not views else []
+            [GatewayReport(DeploymentLoad(namespace="default", name="chat", **(known | load)))]
+            if load or not reports
+            else []
         )
         return self.scaler.decide(
             KEY, self.plan.autoscaling, self.seen, reported, start=self.plan.spec_replicas, num_gateways=1

@@ -17,12 +17,12 @@ from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.records import decode_record, encode_record, replay
 from pagemill_operator.autoscaler.registry import BUILT_IN, UnknownPolicyError, find_policy, registered
 from pagemill_operator.autoscaler.settings import DEFAULT_POLICY, ScalingSettings, settings_of
-from pagemill_operator.autoscaler.signals import Fleet, ReplicaLoad, View, merge
+from pagemill_operator.autoscaler.signals import Fleet, GatewayReport, ReplicaLoad, merge
 from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.status.conditions import find_conditions
 from pagemill_operator.status.observation import Observation, ReplicaObservation
-from pagemill_protocol.load import DeploymentLoad, EngineHeld, Lengths, QueueLoad
+from pagemill_protocol.load import DeploymentLoad, EngineWork, Lengths, QueueLoad
 
 KEY = "default/chat"
 Install = Callable[..., None]
@@ -57,9 +57,9 @@ class World:
         replicas = tuple(ReplicaObservation(f"chat-{n}", phase, digest) for n, phase in enumerate(self.phases))
         seen = Observation(self.plan, replicas, gateway_ready=True)
         known = {"engines": engines(len(replicas)), "arrivals": arrivals(1.0), "lengths": Lengths()}
-        views = [View(DeploymentLoad(namespace="default", name="chat", **(known | load)))]
+        reports = [GatewayReport(DeploymentLoad(namespace="default", name="chat", **(known | load)))]
         start = self.plan.spec_replicas
-        return self.scaler.decide(KEY, self.plan.autoscaling, seen, views, start=start, num_gateways=1)
+        return self.scaler.decide(KEY, self.plan.autoscaling, seen, reports, start=start, num_gateways=1)
 
     @property
     def wanted(self) -> int:
@@ -74,8 +74,8 @@ def plan(deployment: Any) -> Callable[..., Plan]:
     return make
 
 
-def held(*running: int) -> list[EngineHeld]:
-    return [EngineHeld(f"engine-{n}", 10 * count, count, 0, 1000) for n, count in enumerate(running)]
+def held(*running: int) -> list[EngineWork]:
+    return [EngineWork(f"engine-{n}", 10 * count, count, 0, 1000) for n, count in enumerate(running)]
 
 
 # Names
@@ -180,20 +180,20 @@ def test_only_a_policy_that_requests_it_gets_each_replica(plan: Callable[..., Pl
 
 
 def test_each_replica_is_reported_once_by_the_gateway_with_the_most_reports() -> None:
-    def view(*engines_held: EngineHeld) -> View:
-        return View(DeploymentLoad(namespace="default", name="chat", held=list(engines_held)))
+    def view(*engines_held: EngineWork) -> GatewayReport:
+        return GatewayReport(DeploymentLoad(namespace="default", name="chat", held=list(engines_held)))
 
-    views = [
-        view(EngineHeld("b", 5, 3, 1, 10), EngineHeld("a", 0, 0)),
-        view(EngineHeld("b", 2, 1, 0, 10), EngineHeld("a", 4, 2, 9, 0)),
+    reports = [
+        view(EngineWork("b", 5, 3, 1, 10), EngineWork("a", 0, 0)),
+        view(EngineWork("b", 2, 1, 0, 10), EngineWork("a", 4, 2, 9, 0)),
     ]
-    signals = merge(views, Fleet(wanted=2), num_gateways=2, at_s=0.0, has_replicas=True)
+    signals = merge(reports, Fleet(wanted=2), num_gateways=2, at_s=0.0, has_replicas=True)
     assert signals.replicas == (ReplicaLoad("a", 0, 2, None), ReplicaLoad("b", 2, 1, 0.5))
 
 
 def test_gateways_of_the_previous_version_report_engines_without_queues() -> None:
     before = msgspec.msgpack.encode(["engine", 7, 3])
-    assert msgspec.msgpack.decode(before, type=EngineHeld) == EngineHeld("engine", 7, 3, 0, 0)
+    assert msgspec.msgpack.decode(before, type=EngineWork) == EngineWork("engine", 7, 3, 0, 0)
 
 
 @pytest.mark.usefixtures("foreign")

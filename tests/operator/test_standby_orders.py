@@ -17,10 +17,10 @@ from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.settings import ScalingSettings, settings_of
 from pagemill_operator.autoscaler.signals import Fleet
 from pagemill_operator.backends.rollout import next_actions
-from pagemill_operator.backends.standby import next_orders
+from pagemill_operator.backends.standby import next_standby_actions
 from pagemill_operator.plan import Group, Plan, Process
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineHeld, Lengths, QueueLoad
+from pagemill_protocol.load import EngineWork, Lengths, QueueLoad
 
 PROCESS = Process("module", {})
 WAKING: Phase = "waking"
@@ -57,57 +57,57 @@ def test_without_an_active_operator_no_replica_stands_by(mode: str) -> None:
 
 def test_a_sleeping_replica_is_woken_if_it_serves_first() -> None:
     seen = replicas(a="ready", b="asleep", c="asleep", d="loading")
-    assert next_orders(plan(2, warm=2), seen) == (["b"], [])
-    assert next_orders(plan(9, warm=2), seen) == (["b", "c"], [])
-    assert next_orders(plan(0), replicas(a="asleep")) == ([], [])
-    assert next_orders(plan(1), replicas(a="asleep")) == (["a"], [])
+    assert next_standby_actions(plan(2, warm=2), seen) == (["b"], [])
+    assert next_standby_actions(plan(9, warm=2), seen) == (["b", "c"], [])
+    assert next_standby_actions(plan(0), replicas(a="asleep")) == ([], [])
+    assert next_standby_actions(plan(1), replicas(a="asleep")) == (["a"], [])
 
 
 def test_a_waking_replica_counts_so_that_no_second_one_is_woken() -> None:
-    assert next_orders(plan(1, warm=2), replicas(a="waking", b="asleep")) == ([], [])
+    assert next_standby_actions(plan(1, warm=2), replicas(a="waking", b="asleep")) == ([], [])
 
 
 def test_the_emptiest_replica_beyond_the_required_number_sleeps() -> None:
-    held = {"a": EngineHeld("a", 0, 0), "b": EngineHeld("b", 9, 1), "c": EngineHeld("c", 3, 1)}
-    assert next_orders(plan(2), replicas(a="ready", b="ready", c="ready"), held) == ([], ["a"])
-    assert next_orders(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
-    assert next_orders(plan(0), replicas(b="ready")) == ([], ["b"])
+    held = {"a": EngineWork("a", 0, 0), "b": EngineWork("b", 9, 1), "c": EngineWork("c", 3, 1)}
+    assert next_standby_actions(plan(2), replicas(a="ready", b="ready", c="ready"), held) == ([], ["a"])
+    assert next_standby_actions(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
+    assert next_standby_actions(plan(0), replicas(b="ready")) == ([], ["b"])
 
 
 def test_of_equally_empty_replicas_the_one_that_became_ready_last_sleeps() -> None:
     """After a crash, the woken replica serves; the crashed one is ready again and is the older one."""
     started_anew = ReplicaObservation("a", "ready", "new", ready_at=20.0)
     woken = ReplicaObservation("b", "ready", "new", ready_at=10.0)
-    empty = {name: EngineHeld(name, 0, 0) for name in "ab"}
+    empty = {name: EngineWork(name, 0, 0) for name in "ab"}
     for held in ({}, empty, {"b": empty["b"]}):
-        assert next_orders(plan(1), [started_anew, woken], held) == ([], ["a"])
-        assert next_orders(plan(1), [woken, started_anew], held) == ([], ["a"])
+        assert next_standby_actions(plan(1), [started_anew, woken], held) == ([], ["a"])
+        assert next_standby_actions(plan(1), [woken, started_anew], held) == ([], ["a"])
 
 
 def test_a_replica_unknown_to_gateways_sleeps_before_one_that_serves() -> None:
-    held = {"b": EngineHeld("b", 9, 1)}
-    assert next_orders(plan(1), replicas(a="ready", b="ready"), held) == ([], ["a"])
-    assert next_orders(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
+    held = {"b": EngineWork("b", 9, 1)}
+    assert next_standby_actions(plan(1), replicas(a="ready", b="ready"), held) == ([], ["a"])
+    assert next_standby_actions(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
 
 
 def test_a_waking_replica_does_not_send_a_ready_one_to_sleep() -> None:
-    assert next_orders(plan(1), replicas(a="ready", b="waking")) == ([], [])
+    assert next_standby_actions(plan(1), replicas(a="ready", b="waking")) == ([], [])
 
 
 def test_no_more_replicas_sleep_than_the_configured_standby() -> None:
-    assert next_orders(plan(1, warm=0), replicas(a="ready", b="ready")) == ([], [])
-    assert next_orders(plan(1), replicas(a="ready", b="ready", c="asleep")) == ([], [])
+    assert next_standby_actions(plan(1, warm=0), replicas(a="ready", b="ready")) == ([], [])
+    assert next_standby_actions(plan(1), replicas(a="ready", b="ready", c="asleep")) == ([], [])
 
 
 def test_during_a_rollout_no_replica_is_put_to_sleep_but_one_may_be_woken() -> None:
     seen = [*replicas(a="ready", b="ready"), ReplicaObservation("old", "asleep", "old")]
-    assert next_orders(plan(1), seen) == ([], [])
-    assert next_orders(plan(3), seen) == (["old"], [])
+    assert next_standby_actions(plan(1), seen) == ([], [])
+    assert next_standby_actions(plan(3), seen) == (["old"], [])
 
 
 def test_without_a_scaler_a_sleeping_engine_was_put_to_sleep_by_a_user() -> None:
     fixed = Plan("default", "g", 1, ("g",), "m", (Group("g", 1, PROCESS, digest="new"),))
-    assert next_orders(fixed, replicas(a="asleep")) == ([], [])
+    assert next_standby_actions(fixed, replicas(a="asleep")) == ([], [])
 
 
 def test_of_excess_replicas_sleeping_ones_are_removed_before_starting_and_serving_ones() -> None:
@@ -140,11 +140,11 @@ class World:
         """Run one reconcile; return the replicas that were woken and put to sleep."""
         target = plan(wanted, self.warm, self.most)
         seen = [ReplicaObservation(name, phase, "new") for name, phase in self.seen.items()]
-        held = {name: EngineHeld(name, self.served.get(name, 0), 1) for name in self.seen}
+        held = {name: EngineWork(name, self.served.get(name, 0), 1) for name in self.seen}
         actions = next_actions(target.groups[0], seen, held, target.standby)
         self.check_removed(actions.drain)
         staying = [replica for replica in seen if replica.name not in actions.drain]
-        orders = next_orders(target, staying, held)
+        orders = next_standby_actions(target, staying, held)
         self.check(target, {replica.name: replica.phase for replica in staying}, orders.wake, orders.sleep)
         for name in actions.drain:
             del self.seen[name]

@@ -8,7 +8,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_operator.controller.status_writing import CALM_INTERVAL_S, merge_patch, ready_after_s, soonest_s, wait_s
+from pagemill_operator.controller.status_writing import (
+    MIN_WRITE_INTERVAL_S,
+    merge_patch,
+    ready_after_s,
+    shortest_wait_s,
+    wait_s,
+)
 
 values = st.recursive(
     st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=3),
@@ -60,8 +66,8 @@ def test_a_changed_condition_is_written_at_once() -> None:
 
 
 def test_changed_messages_and_counts_wait_a_little() -> None:
-    assert wait_s(status(), status(message="loading 20 %"), since_write_s=1.0) == CALM_INTERVAL_S - 1.0
-    assert wait_s(status(), status(readyReplicas=1), since_write_s=0.0) == CALM_INTERVAL_S
+    assert wait_s(status(), status(message="loading 20 %"), since_write_s=1.0) == MIN_WRITE_INTERVAL_S - 1.0
+    assert wait_s(status(), status(readyReplicas=1), since_write_s=0.0) == MIN_WRITE_INTERVAL_S
     assert wait_s(status(), status(readyReplicas=1), since_write_s=60.0) == 0.0
 
 
@@ -75,6 +81,6 @@ def test_the_time_to_ready_counts_from_the_creation_or_from_the_last_time_unread
 
 
 def test_the_shortest_wait_applies() -> None:
-    assert soonest_s(None, 3.0, 0.0) == 0.0
-    assert soonest_s(None, 3.0) == 3.0
-    assert soonest_s(None, None) is None
+    assert shortest_wait_s(None, 3.0, 0.0) == 0.0
+    assert shortest_wait_s(None, 3.0) == 3.0
+    assert shortest_wait_s(None, None) is None

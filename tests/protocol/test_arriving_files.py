@@ -12,13 +12,13 @@ import pytest
 from tiny_files import model_files
 from waiting import WAIT_LIMIT_S, wait_until
 
-from pagemill_protocol.arriving_files import (
-    ArrivingFiles,
-    Link,
-    arriving_folder,
+from pagemill_protocol.partial_download import (
+    FileLink,
+    PartialDownload,
     awaited_bytes,
+    partial_folder,
     wait_for_all,
-    wait_until_whole,
+    wait_until_complete,
 )
 from pagemill_protocol.safetensors_header import read_folder_headers
 from pagemill_protocol.source_errors import UnreadableModelError
@@ -110,7 +110,7 @@ def test_all_files_but_the_weights_are_complete_at_once_and_weights_arrive_one_b
     assert [awaited_bytes(folder / name) for name in SHARDS] == [len(FILES[name]) for name in SHARDS]
     assert read_folder_headers(folder).keys() == {"w0", "w1", "w2", "w3"}
     kind.gates[SHARDS[0]].set()
-    wait_until_whole(folder / SHARDS[0])
+    wait_until_complete(folder / SHARDS[0])
     assert (folder / SHARDS[0]).read_bytes() == FILES[SHARDS[0]]
     assert awaited_bytes(folder / SHARDS[1]) is not None
     for gate in kind.gates.values():
@@ -130,13 +130,13 @@ def test_a_failed_download_is_reported_at_once_and_ends_each_wait(tmp_path: Path
     wait_until(lambda: bool(loading.faults))
     assert loading.faults == [kind.broken[SHARDS[1]]]
     with pytest.raises(UnreadableModelError, match=r"`model-1.safetensors` has not arrived"):
-        wait_until_whole(folder / SHARDS[1])
+        wait_until_complete(folder / SHARDS[1])
     assert loading.thread.is_alive(), "another download continues"
     for gate in kind.gates.values():
         gate.set()
     loading.thread.join()
     assert loading.error is kind.broken[SHARDS[1]]
-    wait_until_whole(folder / SHARDS[0])
+    wait_until_complete(folder / SHARDS[0])
     with pytest.raises(UnreadableModelError, match=r"`model-1.safetensors` has not arrived"):
         wait_for_all(folder)
 
@@ -186,13 +186,13 @@ def test_a_model_of_one_file_is_downloaded_as_a_whole(tmp_path: Path, kind: Slow
 def test_the_folder_of_an_earlier_download_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "b").write_bytes(b"22")
-    links = {"a": Link(tmp_path / "a", 1, is_whole=True), "b": Link(tmp_path / "b", 5, is_whole=False)}
-    with closing(ArrivingFiles(tmp_path / "m", {"a": links["a"]})) as earlier:
-        assert earlier.folder == arriving_folder(tmp_path / "m")
-    with closing(ArrivingFiles(tmp_path / "m", links)) as arriving:
+    links = {"a": FileLink(tmp_path / "a", 1, is_complete=True), "b": FileLink(tmp_path / "b", 5, is_complete=False)}
+    with closing(PartialDownload(tmp_path / "m", {"a": links["a"]})) as earlier:
+        assert earlier.folder == partial_folder(tmp_path / "m")
+    with closing(PartialDownload(tmp_path / "m", links)) as arriving:
         assert awaited_bytes(arriving.folder / "a") is None
         assert awaited_bytes(arriving.folder / "b") == 5
-        arriving.is_whole("b")
+        arriving.mark_complete("b")
         wait_for_all(arriving.folder)
 
 
@@ -209,4 +209,4 @@ def test_a_volume_without_links_is_filled_without_arriving_files(
     loading.thread.join()
     assert loading.path == tmp_path / "m"
     assert not loading.opened
-    assert not arriving_folder(tmp_path / "m").exists()
+    assert not partial_folder(tmp_path / "m").exists()

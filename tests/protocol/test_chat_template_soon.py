@@ -18,7 +18,7 @@ from waiting import eventually
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.chat_template import ChatTemplate
-from pagemill_protocol.text.template_process import MAX_UNWAITED_BYTES, TemplateLimits
+from pagemill_protocol.text.template_process import MAX_INLINE_WRITE_BYTES, TemplateLimits
 
 LIMITS = TemplateLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -52,7 +52,7 @@ async def warm(chat: ChatTemplate) -> ChatTemplate:
 
 
 async def rendered(chat: ChatTemplate, messages: list[dict[str, Any]], **options: Any) -> str:
-    text = await chat.render_soon(messages, **options)
+    text = await chat.render_inline(messages, **options)
     return text if text is not None else await asyncio.to_thread(chat.render, messages, **options)
 
 
@@ -72,13 +72,13 @@ async def test_the_text_is_the_same_without_a_thread(template, monkeypatch):
 
     monkeypatch.setattr(asyncio, "to_thread", asked)
     for number in range(20):
-        assert await chat.render_soon(said(f"ü{number};")) == f"ü{number};" * 3
+        assert await chat.render_inline(said(f"ü{number};")) == f"ü{number};" * 3
     await settled(chat, 1)
 
 
 async def test_without_an_idle_process_a_thread_is_needed(template):
     chat = template(BY_LAST)
-    assert await chat.render_soon(said("first")) is None
+    assert await chat.render_inline(said("first")) is None
     await settled(chat, 0)
     assert await rendered(chat, said("first")) == "first"
     await settled(chat, 1)
@@ -91,22 +91,22 @@ async def test_concurrent_chats_get_their_own_texts(template):
     await settled(chat, len(chat._idle))
 
 
-@pytest.mark.parametrize("num_chars", [MAX_UNWAITED_BYTES // 2, MAX_UNWAITED_BYTES * 2, 90_000])
+@pytest.mark.parametrize("num_chars", [MAX_INLINE_WRITE_BYTES // 2, MAX_INLINE_WRITE_BYTES * 2, 90_000])
 async def test_long_messages_are_transferred_whole(template, num_chars):
     chat = await warm(template(BY_LAST))
     text = "x" * num_chars
-    assert (await chat.render_soon(said(text)) is None) == (num_chars >= MAX_UNWAITED_BYTES)
+    assert (await chat.render_inline(said(text)) is None) == (num_chars >= MAX_INLINE_WRITE_BYTES)
     assert await rendered(chat, said(text)) == text
 
 
 async def test_a_short_message_may_produce_a_long_text(template):
     chat = await warm(template("{{ messages[0].content * 9999 }}"))
-    assert await chat.render_soon(said("123456789 ")) == "123456789 " * 9999
+    assert await chat.render_inline(said("123456789 ")) == "123456789 " * 9999
 
 
 async def test_the_event_loop_runs_while_a_template_is_stopped(template):
     chat = await warm(template(LONG_WHEN_SEVERAL))
-    turns, ended = 0, asyncio.ensure_future(chat.render_soon(said("a") * 2))
+    turns, ended = 0, asyncio.ensure_future(chat.render_inline(said("a") * 2))
     while not ended.done():
         await asyncio.sleep(0.01)
         turns += 1
@@ -122,11 +122,11 @@ async def test_refusals_and_errors_are_reported_as_in_a_thread(template):
         template("{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}{{ messages[0].content }}")
     )
     with pytest.raises(PagemillError, match="refuses these messages: one only"):
-        await chat.render_soon(said("a") * 2)
+        await chat.render_inline(said("a") * 2)
     with pytest.raises(PagemillError) as refused:
-        await chat.render_soon([])
+        await chat.render_inline([])
     assert refused.value.param == "messages"
-    assert await chat.render_soon(said("still here")) == "still here"
+    assert await chat.render_inline(said("still here")) == "still here"
 
 
 async def test_a_template_that_does_not_compile_is_reported(template):
@@ -139,14 +139,14 @@ async def test_a_template_that_does_not_compile_is_reported(template):
 async def test_a_killed_process_is_replaced(template):
     chat = await warm(template(BY_LAST))
     os.kill(chat._idle[0]._process.pid, signal.SIGKILL)
-    assert await chat.render_soon(said("again")) is None
+    assert await chat.render_inline(said("again")) is None
     assert await rendered(chat, said("again")) == "again"
     await settled(chat, 1)
 
 
 async def test_half_a_character_is_an_error_of_the_template(template):
     chat = await warm(template("{% if messages | length > 1 %}{{ '\\ud800' }}{% endif %}fine"))
-    for render in (chat.render_soon, rendered_in_a_thread(chat)):
+    for render in (chat.render_inline, rendered_in_a_thread(chat)):
         with pytest.raises(PagemillError, match="not valid Unicode"):
             await render(said("a") * 2)
     await settled(chat, 1)
@@ -155,13 +155,13 @@ async def test_half_a_character_is_an_error_of_the_template(template):
 async def test_a_final_message_is_continued(template):
     chat = await warm(template(BY_LAST + "!"))
     messages = [*said("a"), {"role": "assistant", "content": "so far"}]
-    assert await chat.render_soon(messages, continue_final_message=True) == "so far"
+    assert await chat.render_inline(messages, continue_final_message=True) == "so far"
 
 
 async def test_a_cancelled_chat_leaves_the_process_to_others(template):
     chat = await warm(template("{% for n in range(99999) %}{% endfor %}" + BY_LAST))
     process = chat._idle[0]
-    leaving = asyncio.ensure_future(chat.render_soon(said("left")))
+    leaving = asyncio.ensure_future(chat.render_inline(said("left")))
     await asyncio.sleep(0)
     assert not chat._idle
     leaving.cancel()
@@ -169,13 +169,13 @@ async def test_a_cancelled_chat_leaves_the_process_to_others(template):
         await leaving
     await settled(chat, 1)
     assert chat._idle[0] is process
-    assert await chat.render_soon(said("mine")) == "mine"
+    assert await chat.render_inline(said("mine")) == "mine"
 
 
 async def test_a_process_that_died_while_idle_is_not_used_again(template):
     chat = await warm(template(LONG_WHEN_SEVERAL))
     process = chat._idle[0]
-    leaving = asyncio.ensure_future(chat.render_soon(said("left") * 2))
+    leaving = asyncio.ensure_future(chat.render_inline(said("left") * 2))
     await asyncio.sleep(0)
     leaving.cancel()
     await settled(chat, 0)
@@ -186,8 +186,8 @@ async def test_a_process_that_died_while_idle_is_not_used_again(template):
 @pytest.mark.model
 async def test_rendering_blocks_the_loop_for_less_than_a_millisecond(smollm2):
     chat = smollm2.chat_template
-    expected = await chat.render_soon(said("hello"))
+    expected = await chat.render_inline(said("hello"))
     used = time.thread_time()
     for _ in range(50):
-        assert await chat.render_soon(said("hello")) == expected
+        assert await chat.render_inline(said("hello")) == expected
     assert (time.thread_time() - used) / 50 < 0.001

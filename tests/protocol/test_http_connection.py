@@ -287,11 +287,11 @@ async def stream_held(scope: Scope, receive: Receive, send: Send) -> None:
     """Send two chunks: the first with the headers, the last with the end."""
     direct = direct_response(scope)
     assert direct is not None
-    direct.hold()
+    direct.cork()
     await send({"type": "http.response.start", "status": 200, "headers": []})
     assert direct.write_now(b"first")
-    direct.release()
-    direct.hold()
+    direct.uncork()
+    direct.cork()
     assert direct.write_now(b"last")
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -313,7 +313,7 @@ async def test_a_held_chunk_is_sent_soon_if_nothing_follows() -> None:
     async def hold_on(scope: Scope, receive: Receive, send: Send) -> None:
         direct = direct_response(scope)
         assert direct is not None
-        direct.hold()
+        direct.cork()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         assert direct.write_now(b"first")
         await got_it.wait()

@@ -15,7 +15,7 @@ from pagemill_protocol.dialects.kserve import HEADER_LENGTH, PAGES, KserveGenera
 from pagemill_protocol.dialects.open_inference.request import InferBody
 from pagemill_protocol.dialects.open_inference.tensors import packed, unpacked
 from pagemill_protocol.dialects.pages import PageRequest
-from pagemill_protocol.dialects.transport import Place
+from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai.parse import parse_body
@@ -27,8 +27,8 @@ GENERATE, INFER = KserveGenerateDialect(), KserveInferDialect()
 TEXT: dict[str, Any] = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hi"]}
 
 
-def place(route: str, model: str = "m", header: str | None = None) -> Place:
-    return Place(f"/v2/models/{model}/{route}", {"model": model}, {HEADER_LENGTH: header}.get)
+def place(route: str, model: str = "m", header: str | None = None) -> RequestInfo:
+    return RequestInfo(f"/v2/models/{model}/{route}", {"model": model}, {HEADER_LENGTH: header}.get)
 
 
 def generate(route: str = "generate", model: str = "m", **fields: Any) -> CompletionRequest:
@@ -207,7 +207,7 @@ def test_metadata_is_served_for_existing_models_and_readiness_for_served_ones() 
     assert [each["name"] for each in json.loads(metadata(asked))["inputs"] if each["shape"] == [-1]] == ["stop"]
     assert [each["name"] for each in json.loads(config(asked))["input"] if not each["optional"]] == ["text_input"]
     with pytest.raises(PagemillError) as caught:
-        ready(asked._replace(place=place("", "cold")))
+        ready(asked._replace(info=place("", "cold")))
     assert caught.value.status == 503
     with pytest.raises(PagemillError, match="does not exist"):
-        metadata(asked._replace(place=place("", "x")))
+        metadata(asked._replace(info=place("", "x")))

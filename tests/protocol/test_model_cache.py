@@ -135,8 +135,9 @@ def test_a_model_in_use_is_never_removed(tmp_path: Path, shelf: Shelf) -> None:
 def test_a_process_that_uses_a_model_leaves_no_file_open(tmp_path: Path, shelf: Shelf) -> None:
     folder = fetch(tmp_path, shelf, "one")
     code = (
-        "import sys\nfrom pathlib import Path\nfrom pagemill_protocol.sources.store.record import HOLDS, NAME\n"
-        "HOLDS.hold(Path(sys.argv[1]))\nassert [*HOLDS._held.values()][0].name == str(Path(sys.argv[1], NAME))"
+        "import sys\nfrom pathlib import Path\nfrom pagemill_protocol.sources.store.record import SHARED_LOCKS, NAME\n"
+        "SHARED_LOCKS.acquire(Path(sys.argv[1]))\n"
+        "assert [*SHARED_LOCKS._held.values()][0].name == str(Path(sys.argv[1], NAME))"
     )
     command = [sys.executable, "-W", "always::ResourceWarning", "-c", code, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S)

@@ -17,7 +17,7 @@ from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
 from pagemill_protocol.dialects.ollama import PAGES, OllamaChatDialect, OllamaGenerateDialect, RawPrompt
 from pagemill_protocol.dialects.pages import PageRequest
-from pagemill_protocol.dialects.transport import NOWHERE
+from pagemill_protocol.dialects.transport import NO_REQUEST
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai.render import ModelCard
@@ -113,11 +113,11 @@ async def test_a_suffix_requests_fill_in_the_middle(
 ) -> None:
     body = GENERATE.parse(json.dumps({"model": "m", "prompt": "be", "suffix": "end"}).encode())
     tokenizer = with_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
-    assert await body.render_soon(tokenizer, ParserSettings()) == "<fim_prefix>be<fim_suffix>end<fim_middle>"
+    assert await body.render_inline(tokenizer, ParserSettings()) == "<fim_prefix>be<fim_suffix>end<fim_middle>"
     (request,) = body.prepare(tokenizer, Preparation(100, "ollama-1", 1), body.sampling(), None)
     assert request.prompt_token_ids == [256, *tokenizer.encode("be"), 257, *tokenizer.encode("end"), 258]
     with pytest.raises(PagemillError, match="no tokens for that"):
-        await body.render_soon(byte_tokenizer, ParserSettings())
+        await body.render_inline(byte_tokenizer, ParserSettings())
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_errors_have_ollamas_format() -> None:
 def test_lists_name_models_with_their_tags() -> None:
     cards = [ModelCard("m", 1, max_model_len=64), ModelCard("cold:7b", 1)]
     tags, running, show, version = (page.body for page in PAGES)
-    asked = PageRequest(cards, NOWHERE, b'{"model": "m:latest"}', "1.2")
+    asked = PageRequest(cards, NO_REQUEST, b'{"model": "m:latest"}', "1.2")
     assert [each["model"] for each in json.loads(tags(asked))["models"]] == ["m:latest", "cold:7b"]
     assert [each["context_length"] for each in json.loads(running(asked))["models"]] == [64]
     assert json.loads(show(asked))["model_info"]["pagemill.context_length"] == 64

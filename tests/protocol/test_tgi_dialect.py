@@ -14,7 +14,7 @@ from pagemill_protocol.answers.events import Content
 from pagemill_protocol.dialects.base import FinishedChoice, Piece
 from pagemill_protocol.dialects.pages import PageRequest
 from pagemill_protocol.dialects.tgi import INFO, TgiDialect
-from pagemill_protocol.dialects.transport import Place
+from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai.logprobs import PositionLogprobs, TokenLogprob
@@ -23,10 +23,10 @@ from pagemill_protocol.openai.schemas import CompletionRequest
 from pagemill_protocol.sampling import SamplingParams
 
 DIALECT = TgiDialect()
-ONLY = Place("/generate", only_model="m")
+ONLY = RequestInfo("/generate", only_model="m")
 
 
-def parse(place: Place = ONLY, *, stream: bool = False, **parameters: Any) -> CompletionRequest:
+def parse(place: RequestInfo = ONLY, *, stream: bool = False, **parameters: Any) -> CompletionRequest:
     body = {"inputs": "Once", "stream": stream, "parameters": parameters}
     parsed = DIALECT.parse(json.dumps(body).encode(), place)
     parsed.sampling()
@@ -34,7 +34,7 @@ def parse(place: Place = ONLY, *, stream: bool = False, **parameters: Any) -> Co
     return parsed.fields
 
 
-def refused(place: Place = ONLY, **parameters: Any) -> PagemillError:
+def refused(place: RequestInfo = ONLY, **parameters: Any) -> PagemillError:
     with pytest.raises(PagemillError) as caught:
         parse(place, **parameters)
     assert caught.value.status == 400
@@ -81,15 +81,15 @@ def test_without_sampling_parameters_decoding_is_greedy() -> None:
 
 
 def test_the_path_selects_streaming_and_on_the_root_the_body_does() -> None:
-    assert parse(Place("/generate_stream", only_model="m")).stream
-    assert not parse(Place("/generate", only_model="m"), stream=True).stream
-    assert parse(Place("/", only_model="m"), stream=True).stream
+    assert parse(RequestInfo("/generate_stream", only_model="m")).stream
+    assert not parse(RequestInfo("/generate", only_model="m"), stream=True).stream
+    assert parse(RequestInfo("/", only_model="m"), stream=True).stream
 
 
 def test_a_model_must_be_named_if_several_are_served() -> None:
-    error = refused(Place("/generate"))
+    error = refused(RequestInfo("/generate"))
     assert "field `model`" in error.message
-    named = DIALECT.parse(b'{"inputs": "x", "model": "other"}', Place("/generate"))
+    named = DIALECT.parse(b'{"inputs": "x", "model": "other"}', RequestInfo("/generate"))
     assert named.fields.model == "other"
 
 
@@ -112,7 +112,7 @@ def test_an_invalid_parameter_is_named(parameters: dict[str, Any], named: str) -
 
 
 def test_details_of_the_prompt_cannot_be_streamed() -> None:
-    error = refused(Place("/generate_stream", only_model="m"), decoder_input_details=True)
+    error = refused(RequestInfo("/generate_stream", only_model="m"), decoder_input_details=True)
     assert error.param == "parameters.decoder_input_details"
 
 

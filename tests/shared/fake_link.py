@@ -14,8 +14,8 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.link import (
     LINK_PROTOCOL,
     WINDOW_BYTES,
-    Kind,
     RecordDecoder,
+    RecordKind,
     Refusal,
     decode_credit,
     encode_pieces,
@@ -41,24 +41,24 @@ class LinkAnswer:
 
     async def prepare(self, _: Any) -> None:
         self.begun = True
-        self._send(encode_record(Kind.ACCEPTED, self._number, self.headers[WEIGHTS_HEADER].encode()))
+        self._send(encode_record(RecordKind.ACCEPTED, self._number, self.headers[WEIGHTS_HEADER].encode()))
 
     async def write(self, data: bytes) -> None:
         while self._credit <= 0:
             self._credited.clear()
             await self._credited.wait()
         self._credit -= len(data)
-        for record in encode_pieces(Kind.DATA, self._number, data):
+        for record in encode_pieces(RecordKind.DATA, self._number, data):
             self._send(record)
         await asyncio.sleep(0)
 
     async def write_eof(self) -> None:
-        self._send(encode_record(Kind.END, self._number))
+        self._send(encode_record(RecordKind.END, self._number))
 
     def refuse(self, response: web.Response) -> None:
         body = bytes(cast(bytes, response.body) or b"")
         refused = Refusal(response.status, body, response.headers.get("Retry-After"))
-        self._send(encode_record(Kind.REFUSED, self._number, msgspec.msgpack.encode(refused)))
+        self._send(encode_record(RecordKind.REFUSED, self._number, msgspec.msgpack.encode(refused)))
 
     def credited(self, num_bytes: int) -> None:
         self._credit += num_bytes
@@ -97,17 +97,17 @@ class FakeLink(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for kind, number, body in self._decoder.feed(data):
-            if kind == Kind.REQUEST_PART:
+            if kind == RecordKind.REQUEST_PART:
                 self._parts[number] = self._parts.get(number, b"") + body
-            elif kind == Kind.REQUEST_ID:
+            elif kind == RecordKind.REQUEST_ID:
                 self._note_request_id(body.decode())
-            elif kind == Kind.REQUEST:
+            elif kind == RecordKind.REQUEST:
                 request = msgspec.msgpack.decode(self._parts.pop(number, b"") + body, type=GenerateRequest)
                 answer = self._answers[number] = LinkAnswer(self, number, self._headers())
                 self._tasks[number] = asyncio.create_task(self._run(number, request, answer))
-            elif kind == Kind.CANCEL and number in self._tasks:
+            elif kind == RecordKind.CANCEL and number in self._tasks:
                 self._tasks[number].cancel()
-            elif kind == Kind.CREDIT and number in self._answers:
+            elif kind == RecordKind.CREDIT and number in self._answers:
                 self._answers[number].credited(decode_credit(body))
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -15,7 +15,7 @@ HAS_GPU = not triton.knobs.runtime.interpret
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 NARROW_TYPES = [torch.float16, torch.bfloat16] if HAS_GPU else [torch.float16]
 """The 16-bit types in which kernels with matmuls are tested; the interpreter multiplies bfloat16 by its bits."""
-NO_FP8 = pytest.mark.skipif(HAS_GPU and launch.why_no_fp8() is not None, reason="this device has no fp8")
+NO_FP8 = pytest.mark.skipif(HAS_GPU and launch.fp8_problem() is not None, reason="this device has no fp8")
 CODE_TYPES = [torch.int8, pytest.param(torch.float8_e4m3fn, marks=NO_FP8)]
 """The types in which 8-bit weights are stored and multiplied."""
 TOLERANCES = {

@@ -99,13 +99,13 @@ class _Wait:
         self._limit_s = limit_s
         self._reached = self._progress()
         self._spent_s = 0.0
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
 
     def looked(self) -> None:
         """Count one poll without a result."""
         now, reached = time.monotonic(), self._progress()
-        self._spent_s += min(MOST_PER_LOOK_S, now - self._looked_s)
-        self._looked_s = now
+        self._spent_s += min(MOST_PER_LOOK_S, now - self._checked_s)
+        self._checked_s = now
         if reached != self._reached:
             self._reached, self._spent_s = reached, 0.0
         if self._spent_s > self._limit_s:

@@ -19,11 +19,11 @@ from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.fleet.fleet import simulate_fleet
-from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.outcome import FleetOutcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling import simulated
 from pagemill_simulator.scaling.fixed import FixedReplicas
-from pagemill_simulator.scaling.policy import Bounds, FleetScaler, Seen
+from pagemill_simulator.scaling.policy import FleetScaler, FleetSnapshot, ReplicaBounds
 from pagemill_simulator.scaling.simulated import SimulatedPolicy, rival
 from pagemill_simulator.workloads.request import SimRequest, Workload
 from pagemill_simulator.workloads.shapes import Steady
@@ -64,7 +64,7 @@ def sessions(count: int, rate: float, seed: int) -> Workload:
 
 
 def fleet(low: int, high: int, **changes: object) -> FleetSettings:
-    return FleetSettings(**{"engine": ENGINE, "bounds": Bounds(low, high), "cold_start": COLD_START, **changes})
+    return FleetSettings(**{"engine": ENGINE, "bounds": ReplicaBounds(low, high), "cold_start": COLD_START, **changes})
 
 
 def own() -> SimulatedPolicy:
@@ -74,24 +74,24 @@ def own() -> SimulatedPolicy:
 class Reported:
     name, interval_s, wakes_at_once = "reported", 1.0, True
 
-    def __init__(self, answer: Callable[[Seen], int]) -> None:
+    def __init__(self, answer: Callable[[FleetSnapshot], int]) -> None:
         self._answer = answer
-        self.seen: list[Seen] = []
+        self.seen: list[FleetSnapshot] = []
 
-    def decide(self, seen: Seen) -> int:
+    def decide(self, seen: FleetSnapshot) -> int:
         self.seen.append(seen)
         return self._answer(seen)
 
 
 def fixed(replicas: int) -> SimulatedPolicy:
-    return rival(FixedReplicas(), Bounds(replicas, replicas))
+    return rival(FixedReplicas(), ReplicaBounds(replicas, replicas))
 
 
 def down() -> Reported:
     return Reported(lambda seen: 3 if seen.at_s < 4 else 1)
 
 
-def endings(outcome: Outcome) -> Counter[str]:
+def endings(outcome: FleetOutcome) -> Counter[str]:
     return Counter(each.ending for each in outcome.requests)
 
 
@@ -100,7 +100,7 @@ def quantile(values: list[float | None], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measures(outcomes: list[Outcome]) -> dict[str, float]:
+def measures(outcomes: list[FleetOutcome]) -> dict[str, float]:
     found = {
         "pod seconds": sum(each.pod_seconds for each in outcomes),
         "duration": sum(each.duration_s for each in outcomes),
@@ -166,7 +166,7 @@ def test_the_policy_sees_the_same_state_as_in_the_exact_fleet() -> None:
         )
         assert mine.concurrency == pytest.approx(theirs.concurrency, abs=2)
         assert mine.num_output_tokens_made == pytest.approx(theirs.num_output_tokens_made, abs=20)
-        assert mine.signals.is_whole
+        assert mine.signals.is_complete
         assert mine.signals.fleet == theirs.signals.fleet
         assert mine.signals.arrivals == theirs.signals.arrivals
         engines, other = mine.signals.engines, theirs.signals.engines

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 from pagemill_simulator.fleet.fast_kv import KVCounts
-from pagemill_simulator.fleet.fast_steps import Run, StepTimes
+from pagemill_simulator.fleet.fast_steps import StepRun, StepTimes
 
 PARAMS = StepTimeParams(
     knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0], decode_context_ms=1e-3, chunk_context_ms=1e-6
@@ -37,7 +37,7 @@ def test_a_sequence_of_steps_ends_when_single_steps_do(num_rows: int, num_contex
 def test_steps_before_an_instant_are_counted_like_single_steps(
     first_s: float, growth_s: float, instant_s: float, most: int
 ) -> None:
-    run = Run(1.0, first_s, growth_s)
+    run = StepRun(1.0, first_s, growth_s)
     counted = 0
     while counted < most and run.end_s(counted + 1) < instant_s:
         counted += 1

@@ -15,7 +15,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.fleet.fast_pod import FastPod
-from pagemill_simulator.fleet.fast_row import Row
+from pagemill_simulator.fleet.fast_sequence import FastSequence
 from pagemill_simulator.fleet.fast_steps import StepTimes
 from pagemill_simulator.workloads.batches import LINE_PRIORITY
 from pagemill_simulator.workloads.request import SimRequest
@@ -37,7 +37,7 @@ def config(**changes: Any) -> EngineConfig:
     return EngineConfig(**{**defaults, **changes})
 
 
-def run_fast(trace: Sequence[SimRequest], engine: EngineConfig) -> tuple[FastPod, list[Row]]:
+def run_fast(trace: Sequence[SimRequest], engine: EngineConfig) -> tuple[FastPod, list[FastSequence]]:
     core = EngineSimulation([], engine).core
     pod = FastPod(
         core.scheduler.limits, StepTimes(STEP_TIME, engine.step.max_num_batched_tokens), overlaps=core.overlaps
@@ -45,7 +45,7 @@ def run_fast(trace: Sequence[SimRequest], engine: EngineConfig) -> tuple[FastPod
     rows = []
     for request in trace:
         pod.advance(request.arrival_s)
-        rows.append(Row(request.arrival_s, request.num_prompt_tokens, request.num_output_tokens))
+        rows.append(FastSequence(request.arrival_s, request.num_prompt_tokens, request.num_output_tokens))
         rows[-1].priority = request.priority
         pod.add(rows[-1], request.arrival_s)
     pod.advance(math.inf)
@@ -160,7 +160,7 @@ def test_the_times_at_which_a_pod_is_read_change_nothing(
     engine = config(num_kv_blocks=num_blocks, max_model_len=960)
     _, plain = run_fast(trace, engine)
     pod = FastPod(EngineSimulation([], engine).core.scheduler.limits, StepTimes(STEP_TIME, 512))
-    looked: list[Row] = []
+    looked: list[FastSequence] = []
     for request in [*trace, None]:
         until_s = request.arrival_s if request is not None else math.inf
         stops = [each for each in sorted(looks) if each < until_s]
@@ -174,7 +174,7 @@ def test_the_times_at_which_a_pod_is_read_change_nothing(
                 pod.ended.popleft()
         pod.advance(until_s)
         if request is not None:
-            looked.append(Row(request.arrival_s, request.num_prompt_tokens, request.num_output_tokens))
+            looked.append(FastSequence(request.arrival_s, request.num_prompt_tokens, request.num_output_tokens))
             looked[-1].priority = request.priority
             pod.add(looked[-1], request.arrival_s)
     for mine, theirs in zip(looked, plain, strict=True):
@@ -185,11 +185,11 @@ def test_the_times_at_which_a_pod_is_read_change_nothing(
 def test_a_turn_reuses_the_cache_of_its_session_and_computes_the_rest() -> None:
     limits = EngineSimulation([], config()).core.scheduler.limits
     pod = FastPod(limits, StepTimes(STEP_TIME, 512))
-    first = Row(0.0, 1000, 25, session=7)
+    first = FastSequence(0.0, 1000, 25, session=7)
     pod.add(first, 0.0)
     pod.advance(10.0)
     assert pod.kv.num_cached_of(7) == (1000 + 25 - 1) // 16
-    second, stranger = Row(10.0, 1200, 5, session=7), Row(20.0, 1200, 5, session=8)
+    second, stranger = FastSequence(10.0, 1200, 5, session=7), FastSequence(20.0, 1200, 5, session=8)
     pod.add(second, 10.0)
     pod.advance(20.0)
     pod.add(stranger, 20.0)
@@ -201,7 +201,7 @@ def test_a_turn_reuses_the_cache_of_its_session_and_computes_the_rest() -> None:
 def test_a_pod_that_is_stopped_reports_the_generated_tokens_of_each_request() -> None:
     limits = EngineSimulation([], config()).core.scheduler.limits
     pod = FastPod(limits, StepTimes(STEP_TIME, 512))
-    rows = [Row(0.0, 100, 1000), Row(0.0, 100, 3), Row(0.5, 4000, 10)]
+    rows = [FastSequence(0.0, 100, 1000), FastSequence(0.0, 100, 3), FastSequence(0.5, 4000, 10)]
     for row in rows:
         pod.advance(row.arrival_s)
         pod.add(row, row.arrival_s)

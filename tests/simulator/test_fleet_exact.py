@@ -22,11 +22,11 @@ from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.fleet.fleet import simulate_fleet
-from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.outcome import FleetOutcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling import simulated
 from pagemill_simulator.scaling.fixed import FixedReplicas
-from pagemill_simulator.scaling.policy import Bounds, Seen
+from pagemill_simulator.scaling.policy import FleetSnapshot, ReplicaBounds
 from pagemill_simulator.scaling.simulated import SimulatedPolicy, rival
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
@@ -44,12 +44,14 @@ class Reported:
 
     name = "reported"
 
-    def __init__(self, answer: Callable[[Seen], int], *, interval_s: float = 1.0, wakes_at_once: bool = True) -> None:
+    def __init__(
+        self, answer: Callable[[FleetSnapshot], int], *, interval_s: float = 1.0, wakes_at_once: bool = True
+    ) -> None:
         self._answer = answer
         self.interval_s, self.wakes_at_once = interval_s, wakes_at_once
-        self.seen: list[Seen] = []
+        self.seen: list[FleetSnapshot] = []
 
-    def decide(self, seen: Seen) -> int:
+    def decide(self, seen: FleetSnapshot) -> int:
         self.seen.append(seen)
         return self._answer(seen)
 
@@ -69,7 +71,7 @@ def traffic(count: int, rate: float, seed: int = 1, *, most_prompt: int = 600, m
 
 
 def fleet(low: int = 1, high: int = 4, **changes: object) -> FleetSettings:
-    return FleetSettings(engine=ENGINE, **{"bounds": Bounds(low, high), "cold_start": COLD_START, **changes})
+    return FleetSettings(engine=ENGINE, **{"bounds": ReplicaBounds(low, high), "cold_start": COLD_START, **changes})
 
 
 def own(settings: FleetSettings) -> SimulatedPolicy:
@@ -78,17 +80,17 @@ def own(settings: FleetSettings) -> SimulatedPolicy:
     return simulated.own(ScalingSettings("Active", low, high, slo=slo, idle_s=20.0, down=down))
 
 
-def endings(outcome: Outcome) -> Counter[str]:
+def endings(outcome: FleetOutcome) -> Counter[str]:
     return Counter(each.ending for each in outcome.requests)
 
 
-def timeless(outcome: Outcome) -> Outcome:
+def timeless(outcome: FleetOutcome) -> FleetOutcome:
     return msgspec.structs.replace(outcome, wall_s=0.0)
 
 
 def test_an_idle_pod_answers_like_a_single_engine() -> None:
     requests = [SimRequest(10.0 * number + 1.0, 50 + 40 * number, 5 + number) for number in range(8)]
-    outcome = simulate_fleet(workload(requests), fleet(1, 1), rival(FixedReplicas(), Bounds(1, 1)))
+    outcome = simulate_fleet(workload(requests), fleet(1, 1), rival(FixedReplicas(), ReplicaBounds(1, 1)))
     alone = EngineSimulation(requests, ENGINE)
     alone.run()
     assert endings(outcome) == {"served": 8}
@@ -99,7 +101,7 @@ def test_an_idle_pod_answers_like_a_single_engine() -> None:
 
 def test_answers_have_the_lengths_of_the_workload() -> None:
     load = traffic(60, 8.0)
-    outcome = simulate_fleet(load, fleet(2, 2), rival(FixedReplicas(), Bounds(2, 2)))
+    outcome = simulate_fleet(load, fleet(2, 2), rival(FixedReplicas(), ReplicaBounds(2, 2)))
     assert [(r.arrival_s, r.num_prompt_tokens, r.num_output_tokens) for r in outcome.requests] == [
         each[:3] for each in load.requests
     ]
@@ -148,7 +150,7 @@ def test_a_request_that_waits_too_long_or_finds_a_full_queue_is_refused() -> Non
 
 def test_a_prompt_that_no_engine_accepts_is_refused() -> None:
     load = workload([SimRequest(0.1, 5000, 10), SimRequest(0.2, 10, 5000)])
-    outcome = simulate_fleet(load, fleet(), rival(FixedReplicas(), Bounds(1, 1)))
+    outcome = simulate_fleet(load, fleet(), rival(FixedReplicas(), ReplicaBounds(1, 1)))
     assert [each.ending for each in outcome.requests] == ["refused", "served"]
     assert outcome.requests[1].num_output_tokens == 4096 - 10
 
@@ -156,7 +158,7 @@ def test_a_prompt_that_no_engine_accepts_is_refused() -> None:
 def test_a_removed_pod_finishes_its_requests() -> None:
     load = workload([SimRequest(0.1, 50, 300)] * 8, 30.0)
     outcome = simulate_fleet(load, fleet(1, 2, start_replicas=2), Reported(lambda seen: 1))
-    alone = simulate_fleet(load, fleet(2, 2), rival(FixedReplicas(), Bounds(2, 2)))
+    alone = simulate_fleet(load, fleet(2, 2), rival(FixedReplicas(), ReplicaBounds(2, 2)))
     assert endings(outcome) == {"served": 8}
     assert outcome.requests == alone.requests
     assert outcome.num_scale_downs == 1
@@ -176,8 +178,8 @@ def test_a_request_that_outlasts_the_drain_continues_on_another_pod() -> None:
 
 def test_crashes_lose_no_request_while_attempts_remain() -> None:
     load = traffic(150, 6.0, most_output=200)
-    calm = simulate_fleet(load, fleet(3, 3), rival(FixedReplicas(), Bounds(3, 3)))
-    rough = simulate_fleet(load, fleet(3, 3, crash_mean_s=15.0, seed=2), rival(FixedReplicas(), Bounds(3, 3)))
+    calm = simulate_fleet(load, fleet(3, 3), rival(FixedReplicas(), ReplicaBounds(3, 3)))
+    rough = simulate_fleet(load, fleet(3, 3, crash_mean_s=15.0, seed=2), rival(FixedReplicas(), ReplicaBounds(3, 3)))
     assert min(point.ready for point in rough.timeline) < 3
     assert endings(rough) == endings(calm) == {"served": 150}
     assert [each.num_output_tokens for each in rough.requests] == [each.num_output_tokens for each in calm.requests]
@@ -187,8 +189,8 @@ def test_crashes_lose_no_request_while_attempts_remain() -> None:
 def test_turns_of_a_session_share_their_prefix_and_wait_for_each_other() -> None:
     turns = [SimRequest(0.5 + number * 0.001, 1000 + 150 * number, 100, session=1) for number in range(3)]
     strangers = [each._replace(session=None) for each in turns]
-    together = simulate_fleet(workload(turns), fleet(1, 1), rival(FixedReplicas(), Bounds(1, 1))).requests
-    apart = simulate_fleet(workload(strangers), fleet(1, 1), rival(FixedReplicas(), Bounds(1, 1))).requests
+    together = simulate_fleet(workload(turns), fleet(1, 1), rival(FixedReplicas(), ReplicaBounds(1, 1))).requests
+    apart = simulate_fleet(workload(strangers), fleet(1, 1), rival(FixedReplicas(), ReplicaBounds(1, 1))).requests
     assert [each.num_prompt_tokens for each in together] == [1000, 1150, 1300]
     for before, after in itertools.pairwise(together):
         ended_s = before.arrival_s + (before.ttft_ms + before.tpot_ms * 99) / 1000
@@ -212,7 +214,7 @@ def test_a_policy_gets_the_state_of_the_fleet() -> None:
     assert learned == pytest.approx(sum(COLD_START.draw(0, 1)), abs=1.0)
     for seen in policy.seen:
         signals = seen.signals
-        assert signals.is_whole
+        assert signals.is_complete
         assert signals.at_s == seen.at_s
         assert (signals.fleet.ready, signals.fleet.wanted) == (seen.ready, seen.wanted)
         assert 0 <= seen.concurrency <= 120
@@ -244,14 +246,14 @@ def test_the_default_policy_follows_a_ramp_and_scales_to_zero_without_losing_a_r
 
 def test_progress_rises_from_zero_to_one() -> None:
     shares: list[float] = []
-    simulate_fleet(traffic(20, 5.0), fleet(), rival(FixedReplicas(), Bounds(1, 1)), progress=shares.append)
+    simulate_fleet(traffic(20, 5.0), fleet(), rival(FixedReplicas(), ReplicaBounds(1, 1)), progress=shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert len(shares) > 50
 
 
 def test_a_workload_without_requests_costs_its_pods() -> None:
-    outcome = simulate_fleet(workload([], 60.0), fleet(2, 2), rival(FixedReplicas(), Bounds(2, 2)))
+    outcome = simulate_fleet(workload([], 60.0), fleet(2, 2), rival(FixedReplicas(), ReplicaBounds(2, 2)))
     assert outcome.requests == []
     assert outcome.pod_seconds == pytest.approx(120.0)
 

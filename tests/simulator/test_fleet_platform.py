@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_protocol.load import EngineHeld
+from pagemill_protocol.load import EngineWork
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.event_log import EventLog, count_flaps
-from pagemill_simulator.fleet.outcome import Outcome, Served
+from pagemill_simulator.fleet.outcome import FleetOutcome, Served
 from pagemill_simulator.fleet.platform import Platform, Pod
-from pagemill_simulator.fleet.settings import ColdStart, FleetSettings, SettingsError
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.fleet.settings import ColdStart, FleetSettings, FleetSettingsError
+from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
 COLD_START = ColdStart(schedule_s=1.0, pull_s=2.0, load_s=10.0, warm_s=3.0, spread=0.0)
@@ -43,8 +43,8 @@ class Engines:
     def gone(self, pod: Pod) -> None:
         self.reported.append((self.events.now_s, "gone", pod.name))
 
-    def held(self) -> Mapping[str, EngineHeld]:
-        return {name: EngineHeld(name, blocks, 1) for name, blocks in self.holding.items()}
+    def held(self) -> Mapping[str, EngineWork]:
+        return {name: EngineWork(name, blocks, 1) for name, blocks in self.holding.items()}
 
     def num_in_system(self) -> int:
         return 0
@@ -55,7 +55,7 @@ class Cluster:
         self.events = Events()
         self.engines = Engines(self.events)
         self.event_log = EventLog(Workload(name="one", source="test", requests=[SimRequest(0, 1, 1)], duration_s=1))
-        chosen = {"bounds": Bounds(0, 10), "cold_start": COLD_START, **settings}
+        chosen = {"bounds": ReplicaBounds(0, 10), "cold_start": COLD_START, **settings}
         self.platform = Platform(
             self.events, FleetSettings(engine=ENGINE, **chosen).checked(), self.engines, self.event_log
         )
@@ -67,7 +67,7 @@ class Cluster:
         while not done:
             self.events.step()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> FleetOutcome:
         self.platform.end()
         self.event_log.ended(0, Served(0.0, 1, 1, "served", 1.0, None))
         return self.event_log.outcome("test", self.events.now_s, is_exact=True)
@@ -179,8 +179,8 @@ def test_a_request_ends_exactly_once() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"bounds": Bounds(3, 2)}, "bounds: 3 to 2 replicas"),
-        ({"bounds": Bounds(0, 0)}, "bounds: 0 to 0 replicas"),
+        ({"bounds": ReplicaBounds(3, 2)}, "bounds: 3 to 2 replicas"),
+        ({"bounds": ReplicaBounds(0, 0)}, "bounds: 0 to 0 replicas"),
         ({"start_replicas": 11}, "start_replicas: 11 is not between 0 and 10"),
         ({"crash_mean_s": float("nan")}, "crash_mean_s: nan"),
         ({"drain_timeout_s": -1.0}, "drain_timeout_s: -1.0"),
@@ -189,6 +189,6 @@ def test_a_request_ends_exactly_once() -> None:
     ],
 )
 def test_invalid_settings_are_named(wrong: dict[str, object], words: str) -> None:
-    settings = FleetSettings(engine=ENGINE, **{"bounds": Bounds(0, 10), **wrong})
-    with pytest.raises(SettingsError, match=words):
+    settings = FleetSettings(engine=ENGINE, **{"bounds": ReplicaBounds(0, 10), **wrong})
+    with pytest.raises(FleetSettingsError, match=words):
         settings.checked()

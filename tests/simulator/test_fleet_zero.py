@@ -12,9 +12,9 @@ from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.fleet.fleet import simulate_fleet
-from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.outcome import FleetOutcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.scaling.simulated import INTERVAL_S, own
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
@@ -40,10 +40,10 @@ def visits(seed: int, longest_gap_s: float) -> Workload:
     return Workload(name="visits", source="test", requests=requests, duration_s=at_s + 30.0)
 
 
-def serve(seed: int, longest_gap_s: float, *, crash_mean_s: float = 0.0) -> Outcome:
+def serve(seed: int, longest_gap_s: float, *, crash_mean_s: float = 0.0) -> FleetOutcome:
     settings = FleetSettings(
         engine=ENGINE,
-        bounds=Bounds(0, 1),
+        bounds=ReplicaBounds(0, 1),
         cold_start=COLD_START,
         drain_timeout_s=DRAIN_S,
         crash_mean_s=crash_mean_s,
@@ -53,7 +53,7 @@ def serve(seed: int, longest_gap_s: float, *, crash_mean_s: float = 0.0) -> Outc
     return simulate_fleet(visits(seed, longest_gap_s), settings, policy)
 
 
-def num_wakes(outcome: Outcome) -> int:
+def num_wakes(outcome: FleetOutcome) -> int:
     return sum(not before.wanted and after.wanted for before, after in pairwise(outcome.timeline))
 
 

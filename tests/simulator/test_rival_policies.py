@@ -25,27 +25,27 @@ from pagemill_simulator.parameters import ParameterError
 from pagemill_simulator.scaling.dynamo import Dynamo, DynamoLoad
 from pagemill_simulator.scaling.fixed import Fixed, FixedReplicas
 from pagemill_simulator.scaling.hpa import Hpa, HpaOnQueue, KedaEpp, KedaOnEpp
-from pagemill_simulator.scaling.hpa_behavior import Behavior, BehaviorMemory, Direction, Rule
+from pagemill_simulator.scaling.hpa_behavior import BehaviorMemory, HpaBehavior, HpaDirection, HpaRule
 from pagemill_simulator.scaling.knative import Knative, KnativeKpa
 from pagemill_simulator.scaling.kubeai import KubeAi, KubeAiMean
-from pagemill_simulator.scaling.policy import Bounds, FleetScaler, PodSeen, Seen
+from pagemill_simulator.scaling.policy import FleetScaler, FleetSnapshot, PodSnapshot, ReplicaBounds
 from pagemill_simulator.scaling.rival import Rival
 from pagemill_simulator.scaling.rivals import RIVALS, make_rival
 from pagemill_simulator.scaling.simulated import rival, scraped
-from pagemill_simulator.scaling.wva import Load, Wva, WvaHpa, WvaSaturation, WvaThroughHpa, step
+from pagemill_simulator.scaling.wva import Wva, WvaHpa, WvaLoad, WvaSaturation, WvaThroughHpa, step
 
-BOUNDS = Bounds(1, 100)
-ANY = Bounds(0, 100)
-DEFAULT_UP = Direction(0.0, (Rule("percent", 100.0, 15.0), Rule("pods", 4.0, 15.0)))
-
-
-def pods(ready: int, starting: int = 0, **load: Any) -> list[PodSeen]:
-    return [PodSeen(f"pod-{number}", number < ready, **load) for number in range(ready + starting)]
+BOUNDS = ReplicaBounds(1, 100)
+ANY = ReplicaBounds(0, 100)
+DEFAULT_UP = HpaDirection(0.0, (HpaRule("percent", 100.0, 15.0), HpaRule("pods", 4.0, 15.0)))
 
 
-def seen(at_s: float, fleet: Sequence[PodSeen], *, num_held: int = 0, **reported: Any) -> Seen:
+def pods(ready: int, starting: int = 0, **load: Any) -> list[PodSnapshot]:
+    return [PodSnapshot(f"pod-{number}", number < ready, **load) for number in range(ready + starting)]
+
+
+def seen(at_s: float, fleet: Sequence[PodSnapshot], *, num_held: int = 0, **reported: Any) -> FleetSnapshot:
     reported = {"wanted": len(fleet), "num_arrived": 100, "num_prompt_tokens_arrived": 100_000, **reported}
-    return Seen(
+    return FleetSnapshot(
         at_s=at_s,
         pods=tuple(fleet),
         num_held=num_held,
@@ -55,13 +55,13 @@ def seen(at_s: float, fleet: Sequence[PodSeen], *, num_held: int = 0, **reported
     )
 
 
-def running(policy: FleetScaler, until_s: float, fleet: Sequence[PodSeen], *, from_s: float = 0.0) -> list[int]:
+def running(policy: FleetScaler, until_s: float, fleet: Sequence[PodSnapshot], *, from_s: float = 0.0) -> list[int]:
     """Return the policy's answer at each of its decisions, with replicas that are ready at once."""
     replicas, answers, at_s = len(fleet), [], from_s
     load = fleet[0]
     total = load.num_running * len(fleet)
     while at_s <= until_s:
-        each = [PodSeen(f"pod-{number}", True, total // max(1, replicas)) for number in range(replicas)]
+        each = [PodSnapshot(f"pod-{number}", True, total // max(1, replicas)) for number in range(replicas)]
         rest = total - sum(pod.num_running for pod in each)
         replicas = policy.decide(seen(at_s, each, num_held=rest))
         answers.append(replicas)
@@ -76,7 +76,7 @@ KUBEAI_EXAMPLE = KubeAi(interval_s=15, window_s=600, target_requests=250, scale_
 
 def test_kubeai_reaches_a_new_load_after_the_window_of_its_mean() -> None:
     """1,000 active requests need four replicas of 250; the mean of 40 samples approaches that sample by sample."""
-    policy = rival(KubeAiMean(KUBEAI_EXAMPLE), Bounds(1, 9))
+    policy = rival(KubeAiMean(KUBEAI_EXAMPLE), ReplicaBounds(1, 9))
     answers = running(policy, 15.0 * 39, pods(1, num_running=1000))
     assert len(answers) == 40
     assert [answers.index(replicas) for replicas in (1, 2, 3, 4)] == [0, 10, 20, 30]
@@ -85,13 +85,13 @@ def test_kubeai_reaches_a_new_load_after_the_window_of_its_mean() -> None:
 
 def test_kubeai_removes_replicas_after_the_delay_of_lower_decisions() -> None:
     """45 s are three intervals of 15 s: the fourth decision removes replicas."""
-    policy = rival(KubeAiMean(KUBEAI_EXAMPLE), Bounds(1, 9))
+    policy = rival(KubeAiMean(KUBEAI_EXAMPLE), ReplicaBounds(1, 9))
     answers = [policy.decide(seen(15.0 * tick, pods(4))) for tick in range(5)]
     assert answers == [4, 4, 4, 1, 1]
 
 
 def test_kubeai_stays_within_the_bounds_of_its_example() -> None:
-    policy = rival(KubeAiMean(KUBEAI_EXAMPLE), Bounds(1, 9))
+    policy = rival(KubeAiMean(KUBEAI_EXAMPLE), ReplicaBounds(1, 9))
     assert running(policy, 600, pods(1, num_running=100_000))[-1] == 9
 
 
@@ -131,45 +131,45 @@ def test_hpa_counts_pods_without_a_metric_as_idle_for_growth_and_on_target_for_r
     assert on_pods([], 4, 5, 4) == 4, "without a metric the number must stay"
 
 
-def course(behavior: Behavior, current: int, desired: Sequence[int], every_s: float) -> list[int]:
+def course(behavior: HpaBehavior, current: int, desired: Sequence[int], every_s: float) -> list[int]:
     answers, memory = [], BehaviorMemory()
     for tick, recommended in enumerate(desired):
-        current, memory = behavior.limit(memory, tick * every_s, current, recommended, Bounds(1, 5000))
+        current, memory = behavior.limit(memory, tick * every_s, current, recommended, ReplicaBounds(1, 5000))
         answers.append(current)
     return answers
 
 
 def test_hpa_removes_ten_percent_or_four_pods_a_minute_whichever_is_more() -> None:
     """80 replicas on the way to 10: 8 in the first step, 8 of 72 in the next, 4 at a time below 40."""
-    down = Direction(0.0, (Rule("pods", 4, 60), Rule("percent", 10, 60)))
-    answers = course(Behavior(down=down), 80, [10] * 20, 60)
+    down = HpaDirection(0.0, (HpaRule("pods", 4, 60), HpaRule("percent", 10, 60)))
+    answers = course(HpaBehavior(down=down), 80, [10] * 20, 60)
     assert answers[:2] == [72, 64]
     below = [before for before in answers if before <= 40]
     assert below == list(range(below[0], 10, -4)) + [10] * below.count(10)
 
 
 def test_hpa_story_1_nine_hundred_percent_a_minute() -> None:
-    up = Direction(0.0, (Rule("percent", 900, 60),))
-    assert course(Behavior(up=up), 1, [1000] * 3, 60) == [10, 100, 1000]
+    up = HpaDirection(0.0, (HpaRule("percent", 900, 60),))
+    assert course(HpaBehavior(up=up), 1, [1000] * 3, 60) == [10, 100, 1000]
 
 
 def test_hpa_story_3_one_pod_in_five_minutes() -> None:
-    up = Direction(0.0, (Rule("pods", 1, 300),))
-    assert course(Behavior(up=up), 1, [50] * 16, 60) == [2] * 5 + [3] * 5 + [4] * 5 + [5]
+    up = HpaDirection(0.0, (HpaRule("pods", 1, 300),))
+    assert course(HpaBehavior(up=up), 1, [50] * 16, 60) == [2] * 5 + [3] * 5 + [4] * 5 + [5]
 
 
 def test_hpa_story_5_the_largest_recommendation_of_the_window_counts() -> None:
-    down = Direction(600.0, (Rule("pods", 5, 60),))
+    down = HpaDirection(600.0, (HpaRule("pods", 5, 60),))
     recommended = [10, 9, 8, 9, 9, 8, 9, 8, 9, 8, 7]
-    assert course(Behavior(down=down), 10, recommended, 60) == [10] * 10 + [9]
+    assert course(HpaBehavior(down=down), 10, recommended, 60) == [10] * 10 + [9]
 
 
 def test_hpa_adds_four_pods_or_as_many_as_there_are_every_fifteen_seconds() -> None:
-    assert course(Behavior(DEFAULT_UP), 1, [100] * 6, 15) == [5, 10, 20, 40, 80, 100]
+    assert course(HpaBehavior(DEFAULT_UP), 1, [100] * 6, 15) == [5, 10, 20, 40, 80, 100]
 
 
 def test_hpa_removes_nothing_for_five_minutes_and_then_all_excess_replicas() -> None:
-    answers = course(Behavior(), 8, [8] + [1] * 25, 15)
+    answers = course(HpaBehavior(), 8, [8] + [1] * 25, 15)
     assert answers[:20] == [8] * 20
     assert answers[20] == 1
 
@@ -196,20 +196,20 @@ def test_keda_with_llm_ds_metrics_waits_five_minutes_before_it_adds() -> None:
 
 def test_wva_adds_a_replica_if_the_others_have_too_little_free_cache() -> None:
     """65 % and 72 % leave 0.115 of the cache on average, which is enough; a little more than 75 % is not."""
-    assert step([Load(0.65, 0), Load(0.72, 0)], Wva()) == 0
-    assert step([Load(0.65, 0), Load(0.751, 0)], Wva()) == 1
+    assert step([WvaLoad(0.65, 0), WvaLoad(0.72, 0)], Wva()) == 0
+    assert step([WvaLoad(0.65, 0), WvaLoad(0.751, 0)], Wva()) == 1
 
 
 def test_wva_removes_a_replica_only_if_the_rest_can_take_its_load() -> None:
-    assert step([Load(0.3, 0), Load(0.3, 0)], Wva()) == -1
-    assert step([Load(0.375, 0), Load(0.375, 0)], Wva()) == 0, "0.05 free, as in the documented log line"
-    assert step([Load(0.1, 2), Load(0.1, 2)], Wva()) == 0, "one free waiting slot is too few"
-    assert step([Load(0.0, 0)], Wva()) == 0, "two are needed before one replica may be removed"
+    assert step([WvaLoad(0.3, 0), WvaLoad(0.3, 0)], Wva()) == -1
+    assert step([WvaLoad(0.375, 0), WvaLoad(0.375, 0)], Wva()) == 0, "0.05 free, as in the documented log line"
+    assert step([WvaLoad(0.1, 2), WvaLoad(0.1, 2)], Wva()) == 0, "one free waiting slot is too few"
+    assert step([WvaLoad(0.0, 0)], Wva()) == 0, "two are needed before one replica may be removed"
 
 
 def test_wva_adds_a_replica_when_all_are_saturated() -> None:
-    assert step([Load(0.85, 0), Load(0.1, 5)], Wva()) == 1
-    assert step([Load(0.1, 5), Load(0.2, 1)], Wva()) == 0, "saturated replicas are not counted"
+    assert step([WvaLoad(0.85, 0), WvaLoad(0.1, 5)], Wva()) == 1
+    assert step([WvaLoad(0.1, 5), WvaLoad(0.2, 1)], Wva()) == 0, "saturated replicas are not counted"
 
 
 def test_wva_adds_one_replica_at_a_time_and_none_while_one_starts() -> None:
@@ -278,8 +278,8 @@ def engines_reported(count: int, **reported: Any) -> EnginesLoad:
 
 
 def planner(
-    fleet: Sequence[PodSeen], at_s: float = 0.0, *, engines: EnginesLoad | None = None, **reported: Any
-) -> Seen:
+    fleet: Sequence[PodSnapshot], at_s: float = 0.0, *, engines: EnginesLoad | None = None, **reported: Any
+) -> FleetSnapshot:
     ready = sum(pod.is_ready for pod in fleet)
     lengths = Lengths(truth="value", computed=histogram_of([1000.0] * 100))
     signals = Signals(
@@ -292,7 +292,7 @@ def test_dynamo_adds_one_replica_if_the_estimates_of_all_engines_exceed_the_targ
     """30 prompts of 1,000 tokens wait in each: some 15 steps of 105 ms, three times the 500 ms of the guide."""
     policy = rival(DynamoLoad(), BOUNDS)
     assert policy.decide(planner(pods(2, num_running=20, num_waiting=30, kv_usage=0.3))) == 3
-    one_is_free = [*pods(1, num_running=20, num_waiting=30, kv_usage=0.3), PodSeen("free", True)]
+    one_is_free = [*pods(1, num_running=20, num_waiting=30, kv_usage=0.3), PodSnapshot("free", True)]
     assert rival(DynamoLoad(), BOUNDS).decide(planner(one_is_free)) == 2
 
 
@@ -339,7 +339,7 @@ def test_rival_policies_are_created_by_name_and_parameters() -> None:
 numbers = st.integers(0, 10_000)
 usages = st.one_of(st.floats(0, 1), st.sampled_from([math.nan, math.inf, -1.0]))
 pods_seen = st.lists(st.tuples(st.booleans(), numbers, numbers, usages), max_size=4).map(
-    lambda each: [PodSeen(f"pod-{number}", *fields) for number, fields in enumerate(each)]
+    lambda each: [PodSnapshot(f"pod-{number}", *fields) for number, fields in enumerate(each)]
 )
 step_times = st.sampled_from(
     [
@@ -352,13 +352,15 @@ step_times = st.sampled_from(
 moments = st.lists(
     st.tuples(st.floats(-4000, 4000), pods_seen, numbers, st.integers(0, 20), step_times), min_size=1, max_size=5
 )
-bounds_of_users = st.tuples(st.integers(0, 10), st.integers(0, 10)).map(lambda pair: Bounds(min(pair), max(pair)))
+bounds_of_users = st.tuples(st.integers(0, 10), st.integers(0, 10)).map(
+    lambda pair: ReplicaBounds(min(pair), max(pair))
+)
 
 
 @pytest.mark.parametrize("name", RIVALS)
 @given(bounds=bounds_of_users, course=moments)
 def test_no_policy_leaves_its_bounds_for_any_input(
-    name: str, bounds: Bounds, course: list[tuple[float, list[PodSeen], int, int, StepTimeParams]]
+    name: str, bounds: ReplicaBounds, course: list[tuple[float, list[PodSnapshot], int, int, StepTimeParams]]
 ) -> None:
     policy, at_s = rival(make_rival(name), bounds), 0.0
     for gap_s, fleet, num_held, wanted, step_time in course:
@@ -387,7 +389,7 @@ def test_a_rival_policy_keeps_no_state_outside_its_memory(name: str) -> None:
     assert [answers for each in alone for answers in each] == _course(policy, settings, loads)
 
 
-def _course(policy: Rival[Any], settings: ScalingSettings, loads: Sequence[Sequence[PodSeen]]) -> list[list[int]]:
+def _course(policy: Rival[Any], settings: ScalingSettings, loads: Sequence[Sequence[PodSnapshot]]) -> list[list[int]]:
     memories = [policy.memory_type() for _ in loads]
     answers: list[list[int]] = [[] for _ in loads]
     for tick in range(40):

@@ -12,7 +12,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.bounds.capacity import SHARE, SteadyCapacity
-from pagemill_simulator.bounds.clairvoyant import TOLERANCE, cheapest_course, search
+from pagemill_simulator.bounds.clairvoyant import TOLERANCE, cheapest_schedule, search
 from pagemill_simulator.bounds.informed import Informed
 from pagemill_simulator.bounds.schedule import GRID_S, Order, Schedule
 from pagemill_simulator.bounds.schedule_cost import least_pod_seconds
@@ -20,7 +20,7 @@ from pagemill_simulator.bounds.trials import Trials, share
 from pagemill_simulator.fleet.figures import figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.scaling.rivals import make_rival
 from pagemill_simulator.scaling.simulated import own, rival
 from pagemill_simulator.workloads.agentic import Agentic
@@ -36,7 +36,7 @@ STEP_TIME = StepTimeParams(
 ENGINE = EngineConfig(model="sim", num_kv_blocks=4096, max_model_len=16384, max_num_seqs=64, step_time=STEP_TIME)
 SLO = Slo(ttft_ms=2000.0, tpot_ms=100.0)
 COLD_START = ColdStart(schedule_s=1.0, pull_s=2.0, load_s=12.0, warm_s=5.0)
-BOUNDS = Bounds(1, 3)
+BOUNDS = ReplicaBounds(1, 3)
 LENGTHS = {"prompt_tokens": 1000.0, "prompt_sigma": 0.8, "output_tokens": 60.0, "output_sigma": 0.6}
 KINDS: dict[str, Generator] = {
     "ramp": Ramp(from_rate=1, to_rate=6, before_s=30, over_s=60, after_s=60, **LENGTHS),
@@ -60,7 +60,7 @@ LIGHT: dict[str, Generator] = {
 
 
 def fleet(low: int = 1) -> FleetSettings:
-    return FleetSettings(engine=ENGINE, bounds=Bounds(low, 3), cold_start=COLD_START, seed=3, start_replicas=1)
+    return FleetSettings(engine=ENGINE, bounds=ReplicaBounds(low, 3), cold_start=COLD_START, seed=3, start_replicas=1)
 
 
 @pytest.mark.sample("clusters")
@@ -124,7 +124,7 @@ def test_the_computed_capacity_of_replicas_is_the_actual_one() -> None:
     assert capacity.needed(0.0) == 1
     for factor, is_held in ((1.0, True), (1.4, False)):
         workload = traffic.steady(factor * held, 120.0).workload(0)
-        trials = Trials("steady", workload, FleetSettings(engine=ENGINE, bounds=Bounds(1, 1)), SLO)
+        trials = Trials("steady", workload, FleetSettings(engine=ENGINE, bounds=ReplicaBounds(1, 1)), SLO)
         assert (share(trials.try_out(Schedule.constant(1)).missed, workload.requests) >= SHARE) is is_held
 
 
@@ -159,7 +159,7 @@ def test_the_schedule_is_the_cheapest_of_all(missed: list[list[int]], price: flo
         kept = sum(price * numbers[number][place] + number * window_s for place, number in enumerate(course))
         return kept + loading * sum(max(0, after - before) for before, after in itertools.pairwise(course))
 
-    found = cheapest_course(numbers, window_s, price, COLD_START)
+    found = cheapest_schedule(numbers, window_s, price, COLD_START)
     least = min(map(cost, itertools.product(numbers, repeat=5)))
     assert cost(tuple(found)) == pytest.approx(least)
 

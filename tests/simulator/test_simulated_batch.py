@@ -13,13 +13,13 @@ from pagemill_simulator.bounds.schedule import Schedule, ScheduledReplicas
 from pagemill_simulator.fleet.figures import Figures, figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import FleetSettings
-from pagemill_simulator.scaling.policy import Bounds, FleetScaler
+from pagemill_simulator.scaling.policy import FleetScaler, ReplicaBounds
 from pagemill_simulator.scaling.simulated import own
 from pagemill_simulator.workloads.batches import LINE_PRIORITY, BesideBatch
 
 STEP_TIME = StepTimeParams(knots_tokens=[1, 64, 512, 2048], knot_ms=[24.0, 30.0, 90.0, 330.0], decode_context_ms=2e-5)
 ENGINE = EngineConfig(model="sim", num_kv_blocks=4096, max_model_len=8192, max_num_seqs=16, step_time=STEP_TIME)
-SETTINGS = FleetSettings(engine=ENGINE, bounds=Bounds(1, 4), start_replicas=1)
+SETTINGS = FleetSettings(engine=ENGINE, bounds=ReplicaBounds(1, 4), start_replicas=1)
 TRAFFIC = BesideBatch(
     rate=1.0,
     period_s=60,

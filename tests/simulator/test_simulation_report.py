@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_simulator.fleet.outcome import Ending, FleetPoint, Outcome, Served
+from pagemill_simulator.fleet.outcome import Ending, FleetOutcome, FleetPoint, Served
 from pagemill_simulator.report import png
 from pagemill_simulator.report.axis import axis_of
-from pagemill_simulator.report.charts import MOST_POINTS, Clock, Run, charts_of
+from pagemill_simulator.report.charts import MOST_POINTS, ChartedRun, TimeUnit, charts_of
 from pagemill_simulator.report.svg import draw
 from pagemill_simulator.report.write import write_report
 
@@ -75,9 +75,9 @@ def served(at_s: float, ttft_ms: float | None, tpot_ms: float | None = 20.0, end
     return Served(at_s, 100, 50, ending, ttft_ms, tpot_ms if ttft_ms is not None else None)
 
 
-def outcome(policy: str = "pagemill", *, workload: str = "ramp", requests: list[Served] | None = None) -> Outcome:
+def outcome(policy: str = "pagemill", *, workload: str = "ramp", requests: list[Served] | None = None) -> FleetOutcome:
     timeline = [FleetPoint(5.0 * n, 1 + n // 10, 0, 1 + max(0, n - 4) // 10, 0, 3) for n in range(60)]
-    return Outcome(
+    return FleetOutcome(
         policy=policy,
         workload=workload,
         requests=requests if requests is not None else [served(float(n), 100.0 + n) for n in range(200)],
@@ -133,7 +133,7 @@ def test_the_page_is_complete_and_names_its_charts(tmp_path: Path) -> None:
 
 
 def test_every_chart_is_well_formed_and_has_its_lines(tmp_path: Path) -> None:
-    runs = [Run("pagemill", outcome(), 0), Run("hpa", outcome("hpa"), 1)]
+    runs = [ChartedRun("pagemill", outcome(), 0), ChartedRun("hpa", outcome("hpa"), 1)]
     for chart in charts_of(runs, slo_ttft_ms=1000):
         root = ElementTree.fromstring(draw(chart, "chart"))
         lines = [path for path in root.iter("path") if "line" in path.get("class", "").split()]
@@ -148,7 +148,7 @@ def test_every_chart_is_well_formed_and_has_its_lines(tmp_path: Path) -> None:
 
 
 def test_a_chart_shows_what_happened() -> None:
-    arrivals, replicas, ttft, shares = charts_of([Run("pagemill", outcome(), 0)], slo_ttft_ms=None)
+    arrivals, replicas, ttft, shares = charts_of([ChartedRun("pagemill", outcome(), 0)], slo_ttft_ms=None)
     assert sum(rate for _, rate in arrivals.lines[0].points[:-1]) * 3 == pytest.approx(200)
     wanted, ready = (line.points for line in replicas.lines)
     assert wanted[0] == (0.0, 1.0)
@@ -172,7 +172,7 @@ def test_names_are_escaped_and_repeated_policies_numbered(tmp_path: Path) -> Non
 def test_reports_of_equal_outcomes_are_equal(tmp_path: Path) -> None:
     """The run time of the simulation is not part of them."""
     slow = outcome()
-    quick = Outcome(**{name: getattr(slow, name) for name in slow.__struct_fields__} | {"wall_s": 0.1})
+    quick = FleetOutcome(**{name: getattr(slow, name) for name in slow.__struct_fields__} | {"wall_s": 0.1})
     pages = [
         write_report([each], tmp_path / str(number), slo_ttft_ms=1000, slo_tpot_ms=50).read_text()
         for number, each in enumerate((slow, quick))
@@ -194,11 +194,11 @@ def test_many_points_are_thinned_out_without_losing_peaks() -> None:
     points = [FleetPoint(5.0 * n, 1 + n % 7, 0, 9 if n == 7777 else 1 + n % 5, 0, 0) for n in range(17_280)]
     requests = [served(8.64 * n, 100.0 + n) for n in range(10_000)]
     whole = outcome(requests=requests)
-    long = Outcome(
+    long = FleetOutcome(
         **{name: getattr(whole, name) for name in whole.__struct_fields__}
         | {"timeline": points, "duration_s": 86_400.0}
     )
-    charts = charts_of([Run("pagemill", long, 0)], slo_ttft_ms=None)
+    charts = charts_of([ChartedRun("pagemill", long, 0)], slo_ttft_ms=None)
     assert max(len(line.points) for chart in charts for line in chart.lines) <= MOST_POINTS + 3
     assert max(value for _, value in charts[1].lines[1].points) == 9
     assert charts[0].x_label == "time (h)"
@@ -223,7 +223,7 @@ def test_without_matplotlib_only_the_page_is_written(tmp_path: Path) -> None:
 
 
 def test_times_are_reported_in_a_suitable_unit() -> None:
-    assert [Clock.of(duration_s).unit for duration_s in (600, 3600, 86_400)] == ["s", "min", "h"]
+    assert [TimeUnit.of(duration_s).unit for duration_s in (600, 3600, 86_400)] == ["s", "min", "h"]
 
 
 @given(values=st.lists(st.floats(0, 1e9), max_size=8), is_log=st.booleans())

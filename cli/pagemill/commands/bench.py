@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from pagemill.client import Client, ClientError, check_url, first_model
+from pagemill.client import ChatClient, ClientError, check_url, first_model
 from pagemill.commands.chat import DEFAULT_URL
 
 COMMON_WORDS = (
@@ -31,7 +31,7 @@ PERCENTILES = (50, 90, 99)
 
 
 @dataclass
-class Sample:
+class BenchSample:
     """One finished request; times in seconds."""
 
     ttft_s: float
@@ -49,7 +49,7 @@ class Sample:
 
 
 @dataclass
-class Load:
+class BenchLoad:
     """The load to send; `model` is set before the first request."""
 
     model: str
@@ -63,8 +63,8 @@ class Load:
 
 
 @dataclass
-class Outcome:
-    samples: list[Sample] = field(default_factory=list)
+class BenchOutcome:
+    samples: list[BenchSample] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     num_started: int = 0
     wall_s: float = 0.0
@@ -107,7 +107,7 @@ def bench(
     """Measure a running server; the last line of output is JSON."""
     try:
         _check_target(url, allow_remote)
-        load = Load(model or "", requests, concurrency, rate, max_seconds, prompt_words, output_tokens, seed)
+        load = BenchLoad(model or "", requests, concurrency, rate, max_seconds, prompt_words, output_tokens, seed)
         outcome = asyncio.run(_run(url, api_key, load))
         report = _report(load, outcome)
     except ClientError as error:
@@ -134,9 +134,9 @@ def _check_target(url: str, allow_remote: bool) -> None:
         raise ClientError(f"--url {host or url} is another machine; add --allow-remote if that server is your own.")
 
 
-async def _run(url: str, api_key: str | None, load: Load) -> Outcome:
-    outcome = Outcome()
-    async with Client(url, api_key=api_key) as client:
+async def _run(url: str, api_key: str | None, load: BenchLoad) -> BenchOutcome:
+    outcome = BenchOutcome()
+    async with ChatClient(url, api_key=api_key) as client:
         load.model, _ = await first_model(client, load.model or None)
         start = time.perf_counter()
         try:
@@ -148,7 +148,7 @@ async def _run(url: str, api_key: str | None, load: Load) -> Outcome:
     return outcome
 
 
-async def _closed_loop(client: Client, load: Load, outcome: Outcome) -> None:
+async def _closed_loop(client: ChatClient, load: BenchLoad, outcome: BenchOutcome) -> None:
     numbers = iter(range(load.num_requests))
 
     async def worker() -> None:
@@ -160,7 +160,7 @@ async def _closed_loop(client: Client, load: Load, outcome: Outcome) -> None:
             group.create_task(worker())
 
 
-async def _open_loop(client: Client, load: Load, outcome: Outcome) -> None:
+async def _open_loop(client: ChatClient, load: BenchLoad, outcome: BenchOutcome) -> None:
     assert load.rate_per_s is not None
     arrivals = random.Random(load.seed)
     async with asyncio.TaskGroup() as group:
@@ -169,7 +169,7 @@ async def _open_loop(client: Client, load: Load, outcome: Outcome) -> None:
             await asyncio.sleep(arrivals.expovariate(load.rate_per_s))
 
 
-async def _one(client: Client, load: Load, outcome: Outcome, number: int) -> None:
+async def _one(client: ChatClient, load: BenchLoad, outcome: BenchOutcome, number: int) -> None:
     """Send one request and add its sample, or its error, to the outcome."""
     outcome.num_started += 1
     messages = [{"role": "user", "content": prompt_text(load, number)}]
@@ -190,16 +190,16 @@ async def _one(client: Client, load: Load, outcome: Outcome, number: int) -> Non
         outcome.errors.append("The server ended the answer without any event.")
         return
     gaps = [late - early for early, late in itertools.pairwise(arrivals)]
-    outcome.samples.append(Sample(arrivals[0] - start, arrivals[-1] - start, gaps, *usage))
+    outcome.samples.append(BenchSample(arrivals[0] - start, arrivals[-1] - start, gaps, *usage))
 
 
-def prompt_text(load: Load, number: int) -> str:
+def prompt_text(load: BenchLoad, number: int) -> str:
     """Return a prompt that depends on the seed and the request's number only, so that every run sends the same ones."""
     draw, words = random.Random(f"{load.seed}:{number}"), COMMON_WORDS.split()
     return " ".join(draw.choice(words) for _ in range(load.prompt_words))
 
 
-def _report(load: Load, outcome: Outcome) -> dict[str, Any]:
+def _report(load: BenchLoad, outcome: BenchOutcome) -> dict[str, Any]:
     samples = outcome.samples
     if not samples:
         first = outcome.errors[0] if outcome.errors else f"none finished within {load.max_seconds:g} s (--max-seconds)."

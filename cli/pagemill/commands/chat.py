@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from pagemill.client import Client, ClientError, Piece, first_model
+from pagemill.client import ChatClient, ChatPiece, ClientError, first_model
 from pagemill.printable import printable
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -26,7 +26,7 @@ HELP = "/reset starts a new conversation, /system TEXT sets the system message, 
 
 
 @dataclass
-class Conversation:
+class ChatConversation:
     """The system message and the turns so far."""
 
     system: str | None = None
@@ -51,7 +51,7 @@ class Conversation:
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """One streamed answer and its timing."""
 
     started_s: float = field(default_factory=time.perf_counter)
@@ -62,7 +62,7 @@ class Answer:
     completion_tokens: int | None = None
     finish_reason: str | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ChatPiece) -> None:
         self.text += piece.text
         self.finish_reason = piece.finish_reason or self.finish_reason
         if piece.text or piece.reasoning:
@@ -108,7 +108,9 @@ def chat(
 ) -> None:
     """Talk to a model: a conversation if PROMPT is missing and stdin is a terminal, otherwise one answer."""
     params = {"max_tokens": max_tokens, "temperature": temperature}
-    session = Session(url, api_key, model, Conversation(system), {k: v for k, v in params.items() if v is not None})
+    session = ChatSession(
+        url, api_key, model, ChatConversation(system), {k: v for k, v in params.items() if v is not None}
+    )
     with asyncio.Runner() as runner:
         try:
             runner.run(session.open())
@@ -125,11 +127,11 @@ def chat(
             runner.run(session.close())
 
 
-class Session:
+class ChatSession:
     """A client, the chosen model and the conversation; `say` is one turn."""
 
     def __init__(
-        self, url: str, api_key: str | None, model: str | None, conversation: Conversation, params: dict[str, float]
+        self, url: str, api_key: str | None, model: str | None, conversation: ChatConversation, params: dict[str, float]
     ) -> None:
         self.url = url
         self.conversation = conversation
@@ -137,10 +139,10 @@ class Session:
         self._wanted = model
         self._api_key = api_key
         self._params = params
-        self._client: Client | None = None
+        self._client: ChatClient | None = None
 
     async def open(self) -> None:
-        self._client = await Client(self.url, api_key=self._api_key).__aenter__()
+        self._client = await ChatClient(self.url, api_key=self._api_key).__aenter__()
         self.model, names = await first_model(self._client, self._wanted)
         if len(names) > 1:
             _note(f"Using {self.model}; also served: {', '.join(names[1:])} (choose with --model).")
@@ -149,7 +151,7 @@ class Session:
         if self._client is not None:
             await self._client.__aexit__(None, None, None)
 
-    async def say(self, answer: Answer, write: Callable[[str], None]) -> None:
+    async def say(self, answer: ChatAnswer, write: Callable[[str], None]) -> None:
         """Stream the answer to the conversation's last question: add it to `answer` and pass its text to `write`."""
         assert self._client is not None
         reasoned = False
@@ -163,11 +165,11 @@ class Session:
                 reasoned = False
 
 
-def _ask_once(runner: asyncio.Runner, session: Session, question: str) -> None:
+def _ask_once(runner: asyncio.Runner, session: ChatSession, question: str) -> None:
     if not question.strip():
         raise ClientError("There is no question: pass a PROMPT, or text on standard input.")
     session.conversation.ask(question)
-    answer = Answer()
+    answer = ChatAnswer()
     try:
         runner.run(session.say(answer, _write))
     finally:
@@ -176,7 +178,7 @@ def _ask_once(runner: asyncio.Runner, session: Session, question: str) -> None:
     _note(answer.usage_line())
 
 
-def _converse(runner: asyncio.Runner, session: Session) -> None:
+def _converse(runner: asyncio.Runner, session: ChatSession) -> None:
     _note(f"Talking to {session.model} at {session.url}. {HELP}")
     while (line := _read_line()) is not None:
         if line.startswith("/"):
@@ -186,9 +188,9 @@ def _converse(runner: asyncio.Runner, session: Session) -> None:
             _turn(runner, session, line)
 
 
-def _turn(runner: asyncio.Runner, session: Session, question: str) -> None:
+def _turn(runner: asyncio.Runner, session: ChatSession, question: str) -> None:
     session.conversation.ask(question)
-    answer = Answer()
+    answer = ChatAnswer()
     remark = ""
     try:
         runner.run(session.say(answer, _write))
@@ -201,7 +203,7 @@ def _turn(runner: asyncio.Runner, session: Session, question: str) -> None:
     _note(remark or answer.usage_line())
 
 
-def _command(conversation: Conversation, line: str) -> bool:
+def _command(conversation: ChatConversation, line: str) -> bool:
     """Run a line that begins with a slash. Return whether the conversation goes on."""
     name, _, rest = line.partition(" ")
     match name:

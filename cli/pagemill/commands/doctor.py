@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from pagemill.doctor.findings import Finding
+    from pagemill.doctor.findings import CheckResult
 
 
 def doctor(
@@ -43,7 +43,7 @@ def doctor(
     raise typer.Exit(1 if any(each.level == "error" for each in findings) else 0)
 
 
-async def _look_at_cluster(context: str | None, kubeconfig: Path | None) -> tuple[str, list[Finding]]:
+async def _look_at_cluster(context: str | None, kubeconfig: Path | None) -> tuple[str, list[CheckResult]]:
     from pagemill.cluster import HELP, ClusterError, connect
     from pagemill.doctor.cluster import look_at_cluster
     from pagemill_kube.errors import Unreachable

@@ -260,10 +260,13 @@ def _run(settings: Settings, console: Console) -> None:
     from pagemill_engine.ipc.process import EngineProcess
 
     with EngineProcess.launch(settings.engine) as process:
-        from pagemill_engine.server.main import Events, run_server  # imports the web framework, too slow for --help
+        from pagemill_engine.server.main import (  # imports the web framework, too slow for --help
+            ServerEvents,
+            run_server,
+        )
 
         screen = _Screen(settings, console)
-        events = Events(
+        events = ServerEvents(
             on_listening=screen.listening,
             on_token=screen.token,
             on_phase=screen.phase,

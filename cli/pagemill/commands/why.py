@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from pagemill.why.sources import Found
+    from pagemill.why.sources import FoundRecords
 
 
 def why(
@@ -62,7 +62,9 @@ def why(
         raise typer.Exit(1)
 
 
-def _find(name: str, namespace: str | None, context: str | None, kubeconfig: Path | None, file: Path | None) -> Found:
+def _find(
+    name: str, namespace: str | None, context: str | None, kubeconfig: Path | None, file: Path | None
+) -> FoundRecords:
     import asyncio
 
     from pagemill.why.sources import (

@@ -13,7 +13,7 @@ Level = Literal["ok", "note", "error"]
 """note: something optional is missing, or a check was not possible."""
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     level: Level
     subject: str
     message: str
@@ -21,15 +21,15 @@ class Finding(NamedTuple):
     """The action to take; empty only for level `ok`."""
 
 
-def ok(subject: str, message: str) -> Finding:
-    return Finding("ok", subject, message)
+def ok(subject: str, message: str) -> CheckResult:
+    return CheckResult("ok", subject, message)
 
 
-def as_json(where: str, findings: Sequence[Finding]) -> str:
+def as_json(where: str, findings: Sequence[CheckResult]) -> str:
     return json.dumps({"lookedAt": where, "findings": [each._asdict() for each in findings]}, indent=1)
 
 
-def as_table(where: str, findings: Sequence[Finding]) -> str:
+def as_table(where: str, findings: Sequence[CheckResult]) -> str:
     lines = [where, ""]
     for finding, line in zip(findings, columns([[*each[:3]] for each in findings]), strict=True):
         lines.append(line)

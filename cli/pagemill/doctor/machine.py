@@ -11,10 +11,10 @@ from importlib.metadata import version
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from pagemill.doctor.findings import Finding, ok
+from pagemill.doctor.findings import CheckResult, ok
 from pagemill.top.sources import local_targets
 from pagemill_operator.backends.local import LocalSettings
-from pagemill_operator.backends.local.state_dir import Target, running
+from pagemill_operator.backends.local.state_dir import ScrapeTarget, running
 from pagemill_protocol import metrics
 
 QUERY = ("--query-gpu=name,driver_version", "--format=csv,noheader")
@@ -25,12 +25,12 @@ WHERE_TO_GET = {
 }
 
 
-async def look_at_machine(settings: LocalSettings) -> list[Finding]:
+async def look_at_machine(settings: LocalSettings) -> list[CheckResult]:
     found = [ok("version", f"pagemill {version('pagemill')}"), gpus(settings), *programs(settings)]
     backends = running(settings.runtime_folder)
     if not backends:
         start = "start one with `pagemill up -f FILE`, or name a cluster with --context"
-        return [*found, Finding("note", "pagemill up", "is not running on this machine", start)]
+        return [*found, CheckResult("note", "pagemill up", "is not running on this machine", start)]
     processes = ", ".join(str(each.pid) for each in backends)
     found.append(ok("pagemill up", f"is running (process {processes})"))
     targets = local_targets(settings.runtime_folder)
@@ -40,13 +40,13 @@ async def look_at_machine(settings: LocalSettings) -> list[Finding]:
     return found
 
 
-def gpus(settings: LocalSettings) -> Finding:
+def gpus(settings: LocalSettings) -> CheckResult:
     """Check the GPUs that engines would use, with `nvidia-smi`."""
     program = shutil.which("nvidia-smi", path=settings.environment.get("PATH"))
     if program is None:
         if not settings.gpus:
             return ok("GPUs", "none: engines compute on the CPU")
-        return Finding(
+        return CheckResult(
             "error",
             "GPUs",
             f"{len(settings.gpus)} devices, but nvidia-smi is not on the PATH",
@@ -55,43 +55,45 @@ def gpus(settings: LocalSettings) -> Finding:
     try:
         shown = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("error", "GPUs", f"nvidia-smi does not respond: {error}", "see `dmesg`; reload the driver")
+        return CheckResult("error", "GPUs", f"nvidia-smi does not respond: {error}", "see `dmesg`; reload the driver")
     if shown.returncode:
         words = " ".join((shown.stdout + shown.stderr).split())[:200]
-        return Finding("error", "GPUs", f"nvidia-smi fails: {words}", "install the driver for this kernel, and reboot")
+        return CheckResult(
+            "error", "GPUs", f"nvidia-smi fails: {words}", "install the driver for this kernel, and reboot"
+        )
     devices = [" driver ".join(part.strip() for part in line.split(",")) for line in shown.stdout.splitlines()]
     return ok("GPUs", "; ".join(devices))
 
 
-def programs(settings: LocalSettings) -> Iterator[Finding]:
+def programs(settings: LocalSettings) -> Iterator[CheckResult]:
     """Check for the programs that `pagemill up --dashboards` starts."""
     path = settings.environment.get("PATH")
     for name, others in (("prometheus", ()), ("grafana", ("grafana-server",))):
         found = next(filter(None, (shutil.which(each, path=path) for each in (name, *others))), None)
         missing = "is not on the PATH; `pagemill up --dashboards` cannot start it"
-        yield ok(name, found) if found else Finding("note", name, missing, f"install it: {WHERE_TO_GET[name]}")
+        yield ok(name, found) if found else CheckResult("note", name, missing, f"install it: {WHERE_TO_GET[name]}")
 
 
-def engine(target: Target, text: str) -> Iterator[Finding]:
+def engine(target: ScrapeTarget, text: str) -> Iterator[CheckResult]:
     name = target["labels"]["pod"]
     if not text:
-        yield Finding("error", name, f"{target['targets'][0]} serves no metrics", "see the output of `pagemill up`")
+        yield CheckResult("error", name, f"{target['targets'][0]} serves no metrics", "see the output of `pagemill up`")
         return
     samples = _samples(text)
     if _value(samples, metrics.ENGINE_READY.name):
         yield ok(name, f"ready, {_value(samples, metrics.KV_CACHE_USAGE.name):.0%} of the KV cache used")
     elif not _value(samples, metrics.ENGINE_SLEEPING.name):
-        yield Finding("note", name, "is not ready", "wait; the output of `pagemill up` shows the reason")
+        yield CheckResult("note", name, "is not ready", "wait; the output of `pagemill up` shows the reason")
     versions = {each.labels["version"] for each in samples if each.name == metrics.ENGINE_INFO.name}
     for other in versions - {version("pagemill-engine")}:
         message = f"has version {other}, but this command has {version('pagemill-engine')}"
-        yield Finding("error", name, message, "restart `pagemill up`")
+        yield CheckResult("error", name, message, "restart `pagemill up`")
 
 
-def gateway(text: str) -> Iterator[Finding]:
+def gateway(text: str) -> Iterator[CheckResult]:
     samples = _samples(text)
     if not _value(samples, metrics.GATEWAY_READY.name):
-        yield Finding("error", "gateway", "accepts no requests", "see the output of `pagemill up`")
+        yield CheckResult("error", "gateway", "accepts no requests", "see the output of `pagemill up`")
         return
     yield ok("gateway", "ready")
     redis = [each.value for each in samples if each.name == metrics.GATEWAY_REDIS_UP.name]
@@ -100,14 +102,14 @@ def gateway(text: str) -> Iterator[Finding]:
     elif redis[0]:
         yield ok("Redis", "is reachable")
     else:
-        yield Finding(
+        yield CheckResult(
             "error", "Redis", "does not respond to the gateway", "start it, or correct `redis.url` in the settings"
         )
     if _value(samples, metrics.GATEWAY_KEYS_FILE_VALID.name, 1.0) == 0:
-        yield Finding("error", "API keys", "the file is invalid", "correct the line that the gateway's log names")
+        yield CheckResult("error", "API keys", "the file is invalid", "correct the line that the gateway's log names")
 
 
-def _scrape(target: Target) -> str:
+def _scrape(target: ScrapeTarget) -> str:
     import urllib.request
 
     try:

@@ -2,5 +2,5 @@
 
 `replica` describes one replica: bytes from the engine's own memory budget, and step times that were measured
 (`measuring`), read from a file or derived from a data sheet (`accelerators`, `roofline`). `forecast` uses the
-autoscaler's own prediction, `rehearsal` simulates the scheduler on a virtual clock, `report` shows both.
+autoscaler's own prediction, `simulated_latencies` simulates the scheduler on a virtual clock, `report` shows both.
 """

@@ -1,7 +1,7 @@
 """Computes the plan of every subject under one load: its replica, the load on it, and the forecast.
 
-`choosing` finds the subjects, `forecast` computes the number of replicas and `rehearsal` simulates it; `report` shows
-one plan and `comparison` several; `role_pairs` adds replicas of separate roles.
+`choosing` finds the subjects, `forecast` computes the number of replicas and `simulated_latencies` simulates it;
+`report` shows one plan and `comparison` several; `role_pairs` adds replicas of separate roles.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from pagemill.planning.choosing import Subject, seconds, show_progress
 from pagemill.planning.errors import PlanError
-from pagemill.planning.forecast import Forecast, Workload, forecast, is_positive, of_users
+from pagemill.planning.forecast import Forecast, PlannedWorkload, forecast, is_positive, of_users
 from pagemill.planning.placement import note_of
 from pagemill.planning.prices import Prices, price_of
-from pagemill.planning.rehearsal import Rehearsed, rehearse
-from pagemill.planning.replica import Replica, ReplicaOptions, replica_of
+from pagemill.planning.replica import PlannedReplica, ReplicaOptions, replica_of
+from pagemill.planning.simulated_latencies import SimulatedLatencies, simulate_latencies
 from pagemill.planning.users import Users
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan.types import Plan
@@ -28,7 +28,7 @@ MOST_REPLICAS = 1000
 class Question(NamedTuple):
     """The load, the SLO and the other inputs that are the same for all subjects."""
 
-    load: Workload
+    load: PlannedWorkload
     """The load; with `users` its rate is 0 until it is computed for a replica."""
     users: Users | None
     slo: Slo
@@ -37,13 +37,13 @@ class Question(NamedTuple):
     measure_s: float
 
 
-class Answer(NamedTuple):
+class PlanAnswer(NamedTuple):
     plan: Plan
-    replica: Replica
-    workload: Workload
+    replica: PlannedReplica
+    workload: PlannedWorkload
     slo: Slo
     forecast: Forecast
-    rehearsed: Rehearsed | None
+    simulated: SimulatedLatencies | None
     gpus: int
     """The GPUs of one replica; 0 if it computes on CPUs."""
     note: str | None = None
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 class AnswerOrError(NamedTuple):
     subject: Subject
-    answer: Answer | None
+    answer: PlanAnswer | None
     error: str = ""
     """The cause, if there is no answer."""
 
@@ -75,7 +75,7 @@ def answers(question: Question, subjects: Sequence[Subject], *, compares: bool) 
     return found
 
 
-def answer(question: Question, subject: Subject, *, simulates: bool = True) -> Answer:
+def answer(question: Question, subject: Subject, *, simulates: bool = True) -> PlanAnswer:
     """Return the plan of one subject; `simulates`: with a simulation of one replica. Raises `PlanError`."""
     load, slo = question.load, question.slo
     options = ReplicaOptions(question.fit, subject.accelerator, subject.model, question.measure_s, show_progress)
@@ -83,17 +83,17 @@ def answer(question: Question, subject: Subject, *, simulates: bool = True) -> A
     replica = replica_of(found, options, load.input_tokens, load.output_tokens)
     workload = load if question.users is None else of_users(replica, load, question.users, slo, most)
     result = forecast(replica, workload, slo, most, price_of(subject, question.prices))
-    rehearsed = None
+    simulated = None
     # The latency of an overloaded replica has no bound, and the simulation knows no partly cached prompts.
     if simulates and result.chosen.ttft_ms is not None and not workload.cached_tokens:
         rate = workload.requests_per_s / result.chosen.replicas
-        rehearsed = rehearse(
+        simulated = simulate_latencies(
             replica.shape, workload.input_tokens, workload.output_tokens, rate, slo.share, overlaps=replica.overlaps
         )
     on_device = subject.accelerator is not None
     gpus = found.groups[0].process.gpus or int(on_device)
     note = note_of(subject.accelerator) if subject.accelerator is not None else None
-    return Answer(found, replica, workload, slo, result, rehearsed, gpus, note, subject.is_of_file)
+    return PlanAnswer(found, replica, workload, slo, result, simulated, gpus, note, subject.is_of_file)
 
 
 def most_of(subject: Subject) -> int:
@@ -104,7 +104,7 @@ def most_of(subject: Subject) -> int:
 
 def load_of(
     rps: float | None, users: int | None, think: str | None, input_tokens: int, output_tokens: int, cached: int
-) -> tuple[Workload, Users | None]:
+) -> tuple[PlannedWorkload, Users | None]:
     """Return the load that the options describe. Raises `PlanError`."""
     if (rps is None) == (users is None):
         raise PlanError("give either --rps with requests per second, or --users with --think, such as --users 100")
@@ -116,5 +116,5 @@ def load_of(
         raise PlanError(
             f"--cached {cached}: must be less than --input {input_tokens}, because the last token is always computed"
         )
-    load = Workload(rps or 0.0, input_tokens, output_tokens, cached)
+    load = PlannedWorkload(rps or 0.0, input_tokens, output_tokens, cached)
     return load, None if users is None or think is None else Users(users, seconds("--think", think))

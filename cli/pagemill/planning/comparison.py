@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from pagemill.columns import columns
 from pagemill.planning import report, role_table
-from pagemill.planning.answering import Answer, AnswerOrError
-from pagemill.planning.forecast import Cost, Workload
+from pagemill.planning.answering import AnswerOrError, PlanAnswer
+from pagemill.planning.forecast import PlannedWorkload, ServingCost
 from pagemill.planning.role_pairs import PairAnswer
 from pagemill.planning.users import Users
 from pagemill.printable import printable
@@ -30,7 +30,7 @@ class Compared(NamedTuple):
     plans: Sequence[AnswerOrError]
     pairs: Sequence[PairAnswer] | None
     """The forecasts of separate roles; `None` if they were not asked for."""
-    load: Workload
+    load: PlannedWorkload
     users: Users | None
     slo: Slo
 
@@ -51,10 +51,10 @@ class Priced(NamedTuple):
     roles: str
     is_served: bool
     """Whether Pagemill serves it: mixed replicas on devices for which the engine has kernels."""
-    cost: Cost | None
+    cost: ServingCost | None
 
 
-def cost_of(answer: Answer) -> Cost | None:
+def cost_of(answer: PlanAnswer) -> ServingCost | None:
     """Return the cost of the chosen number of replicas."""
     return next(row.cost for row in answer.forecast.rows if row.candidate is answer.forecast.chosen)
 
@@ -145,7 +145,7 @@ def _name(compared: Compared, model: str, device: str) -> str:
     return f"{model} on {device}" if compared.has_models else device
 
 
-def _cells(cost: Cost | None) -> list[str]:
+def _cells(cost: ServingCost | None) -> list[str]:
     return ["-"] * len(COSTS) if cost is None else [f"{number:.4g}" for number in cost]
 
 
@@ -168,7 +168,7 @@ def _row(each: AnswerOrError, compared: Compared) -> list[str]:
     ]
 
 
-def _concurrency(found: Answer) -> list[str]:
+def _concurrency(found: PlanAnswer) -> list[str]:
     forecast = found.forecast
     return [str(forecast.at_once), f"{forecast.at_once_longest} x {found.replica.max_model_len:,}"]
 
@@ -199,7 +199,7 @@ def _priced(compared: Compared, priced: Priced) -> str:
     return f"{name}{roles}{per_hour}"
 
 
-def _remark(found: Answer | None) -> str:
+def _remark(found: PlanAnswer | None) -> str:
     if found is None:
         return ""
     words = [found.note] if found.note else []

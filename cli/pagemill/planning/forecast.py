@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pagemill.planning.errors import PlanError
-from pagemill.planning.replica import Replica, check_length
+from pagemill.planning.replica import PlannedReplica, check_length
 from pagemill.planning.users import Cycles, Users
-from pagemill_operator.autoscaler.decision import Candidate
+from pagemill_operator.autoscaler.decision import ReplicaCandidate
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.autoscaler.slo import fewest, weigh
@@ -25,7 +25,7 @@ NEIGHBOURS = 1
 ROUNDS = 40
 
 
-class Workload(NamedTuple):
+class PlannedWorkload(NamedTuple):
     requests_per_s: float
     input_tokens: int
     output_tokens: int
@@ -46,21 +46,21 @@ class Workload(NamedTuple):
         """Prompt and answer tokens of one request."""
         return self.input_tokens + self.output_tokens
 
-    def at(self, requests_per_s: float) -> Workload:
+    def at(self, requests_per_s: float) -> PlannedWorkload:
         return self._replace(requests_per_s=requests_per_s)
 
 
-class Cost(NamedTuple):
+class ServingCost(NamedTuple):
     per_hour: float
     per_million_tokens: float
     """Per million tokens of prompts and answers together."""
     per_million_output_tokens: float
 
 
-class Row(NamedTuple):
-    candidate: Candidate
+class ForecastRow(NamedTuple):
+    candidate: ReplicaCandidate
     """The autoscaler's prediction."""
-    cost: Cost | None
+    cost: ServingCost | None
 
 
 class Forecast(NamedTuple):
@@ -71,9 +71,9 @@ class Forecast(NamedTuple):
     kept: int | None
     """The replicas that the autoscaler keeps: it removes one only if the rest can carry 10 % more load."""
     most: int
-    idle: Candidate
+    idle: ReplicaCandidate
     """The latencies of a request that has a replica for itself: the lower bound for any number of replicas."""
-    rows: list[Row]
+    rows: list[ForecastRow]
     """The chosen number and its neighbours; the maximum if no number suffices."""
     capacity: float
     """Requests per second that one replica carries within the SLO."""
@@ -87,12 +87,12 @@ class Forecast(NamedTuple):
     """The users that one replica can serve within the SLO; `None` if a rate was given."""
 
     @property
-    def chosen(self) -> Candidate:
+    def chosen(self) -> ReplicaCandidate:
         """The prediction for the needed number of replicas, or for the maximum if no number suffices."""
         return next(row.candidate for row in self.rows if row.candidate.replicas == (self.needed or self.most))
 
 
-def of_users(replica: Replica, lengths: Workload, users: Users, slo: Slo, most: int) -> Workload:
+def of_users(replica: PlannedReplica, lengths: PlannedWorkload, users: Users, slo: Slo, most: int) -> PlannedWorkload:
     """Return the load that the users produce on the fewest replicas that meet the SLO.
 
     If up to `most` replicas do not meet it, return the load at the latencies of an idle replica. Raises `PlanError`.
@@ -105,7 +105,9 @@ def of_users(replica: Replica, lengths: Workload, users: Users, slo: Slo, most: 
     return lengths._replace(requests_per_s=asking.requests_per_s, users=users, answering=asking.answering)
 
 
-def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_per_hour: float | None) -> Forecast:
+def forecast(
+    replica: PlannedReplica, workload: PlannedWorkload, slo: Slo, most: int, price_per_hour: float | None
+) -> Forecast:
     """Compute the plan; `price_per_hour` is the price of one replica. Raises `PlanError` if requests are too long."""
     check_length(workload.input_tokens, workload.output_tokens, replica.max_model_len)
     predictor = predictor_of(replica, slo)
@@ -124,7 +126,7 @@ def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_pe
         kept=kept,
         most=most,
         idle=weigh(predictor, workload.at(IDLE_RPS).offered, slo, 1),
-        rows=[Row(weigh(predictor, load, slo, n), _cost(n, workload, price_per_hour)) for n in numbers],
+        rows=[ForecastRow(weigh(predictor, load, slo, n), _cost(n, workload, price_per_hour)) for n in numbers],
         capacity=capacity,
         at_once=min(replica.shape.max_num_seqs, tokens // workload.tokens),
         at_once_longest=min(replica.shape.max_num_seqs, tokens // replica.max_model_len),
@@ -133,7 +135,7 @@ def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_pe
     )
 
 
-def predictor_of(replica: Replica, slo: Slo) -> Predictor:
+def predictor_of(replica: PlannedReplica, slo: Slo) -> Predictor:
     """Return the predictor for the SLO's percentile. Raises `PlanError` if the step times are unknown."""
     predictor = Predictor(replica.shape, slo.share)
     if not predictor.known:
@@ -154,15 +156,15 @@ def highest_rate(meets: Callable[[float], bool]) -> float:
     return low
 
 
-def _cost(replicas: int, workload: Workload, price_per_hour: float | None) -> Cost | None:
+def _cost(replicas: int, workload: PlannedWorkload, price_per_hour: float | None) -> ServingCost | None:
     return None if price_per_hour is None else cost_of(replicas * price_per_hour, workload)
 
 
-def cost_of(per_hour: float, workload: Workload) -> Cost:
+def cost_of(per_hour: float, workload: PlannedWorkload) -> ServingCost:
     """Return the cost of replicas with this price together."""
     requests = workload.requests_per_s * HOUR_S
     tokens, output_tokens = requests * workload.tokens, requests * workload.output_tokens
-    return Cost(per_hour, per_hour / tokens * 1e6, per_hour / output_tokens * 1e6)
+    return ServingCost(per_hour, per_hour / tokens * 1e6, per_hour / output_tokens * 1e6)
 
 
 def is_positive(number: float) -> bool:

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from pagemill.planning.errors import PlanError
-from pagemill_protocol.model_files import load_outlined_spec
+from pagemill_protocol.model_files import load_spec_without_weights
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.sources import SourceError, in_full, is_fetched, resolve_source
 from pagemill_protocol.sources.headers import can_read_header, fetch_header
@@ -38,7 +38,7 @@ def header_of(source: str, field: str) -> Iterator[Header]:
     with TemporaryDirectory(prefix="pagemill-header-") as folder:
         try:
             path = resolve_source(source, field) if is_here else fetch_header(source, Path(folder), field)
-            header = Header(path, load_outlined_spec(path))
+            header = Header(path, load_spec_without_weights(path))
         except SourceError as error:
             message = error.message.replace(folder, in_full(source))
             raise PlanError(f"{field}: {message} (--model can name another copy)") from None

@@ -23,11 +23,11 @@ from pagemill_protocol.state import StepTimeParams
 
 OUTPUT_TOKENS = 32
 """Maximum answer tokens of a measured request: enough steps for the step-time model."""
-PATIENCE = 10.0
+TIMEOUT_FACTOR = 10.0
 """A round fails after this multiple of the requested time."""
 
 
-class Alone(NamedTuple):
+class SingleRequestLatency(NamedTuple):
     """Latencies of a request that runs alone."""
 
     ttft_ms: float
@@ -35,17 +35,17 @@ class Alone(NamedTuple):
     """`None` if the answer had one token."""
 
 
-class Measured(NamedTuple):
+class MeasuredReplica(NamedTuple):
     ready: Ready
     step_time: StepTimeParams
-    alone: Alone
+    alone: SingleRequestLatency
     most_at_once: int
     """The number of requests in the largest round."""
 
 
 async def measure(
     config: EngineConfig, input_tokens: int, output_tokens: int, limit_s: float, show_progress: Callable[[str], None]
-) -> Measured:
+) -> MeasuredReplica:
     """Measure the replica; `show_progress` is called with lines of progress. Raises `PlanError`."""
     with EngineProcess.launch(config) as process:
         channel = EngineChannel(config, process)
@@ -89,7 +89,7 @@ class _Rounds:
         self._num_requests = 0
         self._step_time = StepTimeParams()
 
-    async def run(self, limit_s: float) -> Measured:
+    async def run(self, limit_s: float) -> MeasuredReplica:
         began_s = time.monotonic()
         alone = await self._round(1, limit_s)
         at_once, took_s = 1, time.monotonic() - began_s
@@ -99,9 +99,9 @@ class _Rounds:
             await self._round(at_once, limit_s)
             took_s = time.monotonic() - round_began_s
         # The engine reports its step-time model twice a second, so that short rounds may end before the first report.
-        while not self._step_time.num_steps_observed and time.monotonic() - began_s < PATIENCE * limit_s:
+        while not self._step_time.num_steps_observed and time.monotonic() - began_s < TIMEOUT_FACTOR * limit_s:
             await self._round(at_once, limit_s)
-        return Measured(self._ready, self._step_time, alone, at_once)
+        return MeasuredReplica(self._ready, self._step_time, alone, at_once)
 
     @property
     def _most(self) -> int:
@@ -109,13 +109,13 @@ class _Rounds:
         in_cache = self._ready.num_blocks * self._ready.block_size // (self._input_tokens + self._output_tokens)
         return max(1, min(self._ready.max_num_seqs, in_cache))
 
-    async def _round(self, at_once: int, limit_s: float) -> Alone:
+    async def _round(self, at_once: int, limit_s: float) -> SingleRequestLatency:
         """Run `at_once` requests at the same time to their ends. Return the latencies of the first one."""
         sent_s = time.monotonic()
         names = [self._send() for _ in range(at_once)]
         running, first_s, last_s = set(names), 0.0, 0.0
         try:
-            async with asyncio.timeout(PATIENCE * limit_s):
+            async with asyncio.timeout(TIMEOUT_FACTOR * limit_s):
                 while running:
                     step = await _next(self._channel)
                     if not isinstance(step, StepOutputs):
@@ -132,10 +132,10 @@ class _Rounds:
         except TimeoutError:
             raise PlanError(
                 f"--measure-s {limit_s:g}: {at_once} requests of {self._input_tokens} + {self._output_tokens} tokens "
-                f"took more than {PATIENCE:g} times that; raise it, lower --input, or give step times with --fit"
+                f"took more than {TIMEOUT_FACTOR:g} times that; raise it, lower --input, or give step times with --fit"
             ) from None
         gaps = self._output_tokens - 1
-        return Alone((first_s - sent_s) * 1000, (last_s - first_s) * 1000 / gaps if gaps else None)
+        return SingleRequestLatency((first_s - sent_s) * 1000, (last_s - first_s) * 1000 / gaps if gaps else None)
 
     def _send(self) -> str:
         self._num_requests += 1

@@ -24,14 +24,14 @@ _FEWER_BITS = ("int8", "int4")
 _MEMORY_REASONS = ("ModelTooLarge", "StepTooLarge", "KVCacheTooLarge", "KVCacheTooSmall")
 
 
-class Placement(NamedTuple):
+class GpuPlacement(NamedTuple):
     config: EngineConfig
     """The engine's settings, with the step limits that it chooses on this device."""
     sizes: Sizes
     memory: MemoryPlan
 
 
-def place(accelerator: Accelerator, config: EngineConfig, header: Header) -> Placement:
+def place(accelerator: Accelerator, config: EngineConfig, header: Header) -> GpuPlacement:
     """Return the placement. Raises `PlanError` if the model does not fit on the accelerator."""
     _check_fp8(accelerator, config)
     try:
@@ -48,14 +48,14 @@ def note_of(accelerator: Accelerator) -> str | None:
     return OTHER_MAKER if accelerator.capability is None else None
 
 
-def _place(accelerator: Accelerator, config: EngineConfig, header: Header) -> Placement:
+def _place(accelerator: Accelerator, config: EngineConfig, header: Header) -> GpuPlacement:
     from pagemill_engine.runner.sizing import sizes_on_gpu  # imports torch, which other plans do not need
 
     spec = header.spec
     sizes = sizes_on_gpu(config, header.path, spec)
     free = MemoryState(accelerator.memory_bytes, accelerator.memory_bytes, process_bytes=0, is_gpu=True)
     limited = choose_step_limits(config, spec, sizes, free)
-    return Placement(limited, sizes, plan_memory(limited, spec, sizes, free))
+    return GpuPlacement(limited, sizes, plan_memory(limited, spec, sizes, free))
 
 
 def _check_fp8(accelerator: Accelerator, config: EngineConfig) -> None:

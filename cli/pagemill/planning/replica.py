@@ -17,7 +17,7 @@ import msgspec
 from pagemill.planning.accelerators import Accelerator
 from pagemill.planning.errors import PlanError
 from pagemill.planning.headers import Header, header_of
-from pagemill.planning.measuring import Alone, measure
+from pagemill.planning.measuring import SingleRequestLatency, measure
 from pagemill.planning.placement import place
 from pagemill.planning.roofline import step_time
 from pagemill_engine.config import EngineConfig
@@ -75,7 +75,7 @@ def _step_time(body: Any) -> Any:
     return body
 
 
-class Replica(NamedTuple):
+class PlannedReplica(NamedTuple):
     shape: Shape
     """The autoscaler's description of the replica."""
     max_model_len: int
@@ -88,7 +88,7 @@ class Replica(NamedTuple):
     """The source of the step times, as shown in the output."""
     overlaps: bool = False
     """Whether a step is launched before the tokens of the last one are read."""
-    alone: Alone | None = None
+    alone: SingleRequestLatency | None = None
     """The latencies of one request alone; `None` unless measured on this machine."""
 
 
@@ -103,7 +103,7 @@ class ReplicaOptions(NamedTuple):
     show_progress: Callable[[str], None]
 
 
-def replica_of(plan: Plan, options: ReplicaOptions, input_tokens: int, output_tokens: int) -> Replica:
+def replica_of(plan: Plan, options: ReplicaOptions, input_tokens: int, output_tokens: int) -> PlannedReplica:
     """Return the replica of a plan. Raises `PlanError`."""
     config = engine_config(plan, options)
     check_length(input_tokens, output_tokens, config.max_model_len)
@@ -139,7 +139,7 @@ def _field(options: ReplicaOptions) -> str:
 
 def _on_accelerator(
     accelerator: Accelerator, config: EngineConfig, header: Header, fit: StepTimeParams | None, fit_from: str
-) -> Replica:
+) -> PlannedReplica:
     placement = place(accelerator, config, header)
     config, sizes = placement.config, placement.sizes
     if fit is None:
@@ -153,7 +153,7 @@ def _on_accelerator(
 
 def _on_cpu(
     memory_bytes: int | None, config: EngineConfig, header: Header, fit: StepTimeParams, fit_from: str
-) -> Replica:
+) -> PlannedReplica:
     from pagemill_engine.runner.sizing import sizes_here
 
     spec = header.spec
@@ -171,11 +171,11 @@ def _replica(
     fit: StepTimeParams,
     device: str,
     fit_from: str,
-) -> Replica:
+) -> PlannedReplica:
     from pagemill_engine.runner.kv_cache import max_model_len_for
 
     shape = Shape(memory.num_blocks, config.block_size, *config.step, fit)
-    return Replica(
+    return PlannedReplica(
         shape=shape,
         max_model_len=max_model_len_for(config, spec, memory.num_blocks),
         weight_bytes=sizes.weight_bytes,
@@ -189,7 +189,7 @@ def _replica(
 
 def _measured(
     plan: Plan, config: EngineConfig, options: ReplicaOptions, input_tokens: int, output_tokens: int
-) -> Replica:
+) -> PlannedReplica:
     try:
         path = resolve_source(config.model, _field(options))
     except SourceError as error:
@@ -211,7 +211,7 @@ def _measured(
         sizes = Sizes(ready.weight_bytes, ready.kv_bytes_per_token, item_bytes=4, gathers=False)
         with _engines_refusals():
             num_blocks, budget = plan_memory(config, load_model_spec(path), sizes, _pod_memory(memory_bytes))
-    return Replica(
+    return PlannedReplica(
         shape=Shape(num_blocks, ready.block_size, ready.max_num_seqs, ready.max_num_batched_tokens, measured.step_time),
         max_model_len=min(ready.max_model_len, num_blocks * ready.block_size),
         weight_bytes=ready.weight_bytes,

@@ -8,20 +8,20 @@ from typing import Any
 import msgspec
 
 from pagemill.columns import columns
-from pagemill.planning.answering import Answer
-from pagemill.planning.forecast import Forecast, Row, Workload
-from pagemill.planning.rehearsal import Rehearsed
+from pagemill.planning.answering import PlanAnswer
+from pagemill.planning.forecast import Forecast, ForecastRow, PlannedWorkload
+from pagemill.planning.simulated_latencies import SimulatedLatencies
 from pagemill.planning.users import Users
 from pagemill.printable import printable
 from pagemill_operator.autoscaler.settings import Slo
 
 
-def as_json(answer: Answer) -> str:
+def as_json(answer: PlanAnswer) -> str:
     """Return the plan as JSON, which `--fit` accepts."""
     return json.dumps(body_of(answer), indent=1)
 
 
-def body_of(answer: Answer) -> dict[str, Any]:
+def body_of(answer: PlanAnswer) -> dict[str, Any]:
     """Return the JSON object that `docs/reference/plan.md` describes."""
     replica, forecast = answer.replica, answer.forecast
     shape = replica.shape
@@ -51,14 +51,14 @@ def body_of(answer: Answer) -> dict[str, Any]:
         "replicasKept": forecast.kept,
         "utilization": forecast.utilization,
         "idle": msgspec.to_builtins(forecast.idle),
-        "simulated": None if answer.rehearsed is None else answer.rehearsed._asdict(),
+        "simulated": None if answer.simulated is None else answer.simulated._asdict(),
         "candidates": [_candidate(row) for row in forecast.rows],
         "stepTimeFrom": replica.step_time_from,
         "stepTime": msgspec.to_builtins(shape.step_time),
     }
 
 
-def load_as_json(workload: Workload, users: Users | None) -> dict[str, Any]:
+def load_as_json(workload: PlannedWorkload, users: Users | None) -> dict[str, Any]:
     """Return the load as JSON; its rate is null if it depends on users and thus on the replica."""
     rate = workload.requests_per_s or None
     return {**workload._asdict(), "requests_per_s": rate, "users": None if users is None else users._asdict()}
@@ -68,23 +68,23 @@ def slo_as_json(slo: Slo) -> Any:
     return msgspec.to_builtins(slo)
 
 
-def _candidate(row: Row) -> dict[str, Any]:
+def _candidate(row: ForecastRow) -> dict[str, Any]:
     cost = None if row.cost is None else row.cost._asdict()
     return {**msgspec.to_builtins(row.candidate), "cost": cost}
 
 
-def as_table(answer: Answer) -> str:
+def as_table(answer: PlanAnswer) -> str:
     plan, slo, forecast = answer.plan, answer.slo, answer.forecast
     lines = [f"{plan.key}: {load_text(answer.workload, answer.workload.users)}", ""]
     lines += [f"  {line}" for line in columns(_properties(answer))]
     lines += ["", *columns([_head(slo, forecast), *(_row(row) for row in forecast.rows)]), ""]
     lines += _conclusion(answer)
-    if answer.rehearsed is not None:
-        lines.append(_simulation(answer.rehearsed, slo, forecast))
+    if answer.simulated is not None:
+        lines.append(_simulation(answer.simulated, slo, forecast))
     return printable("\n".join(lines))
 
 
-def load_text(workload: Workload, users: Users | None) -> str:
+def load_text(workload: PlannedWorkload, users: Users | None) -> str:
     """Return the load in words."""
     tokens = f"{workload.input_tokens} + {workload.output_tokens} tokens"
     cached = f", {workload.cached_tokens} of them cached" if workload.cached_tokens else ""
@@ -93,7 +93,7 @@ def load_text(workload: Workload, users: Users | None) -> str:
     return f"{users.num_users} users with {users.think_s:g} s between requests of {tokens}{cached}"
 
 
-def _properties(answer: Answer) -> list[tuple[str, str]]:
+def _properties(answer: PlanAnswer) -> list[tuple[str, str]]:
     replica, forecast = answer.replica, answer.forecast
     shape, fit = replica.shape, replica.shape.step_time
     cache = f"{shape.num_tokens:,} tokens in {shape.num_blocks:,} blocks"
@@ -126,7 +126,7 @@ def _head(slo: Slo, forecast: Forecast) -> list[str]:
     return ["REPLICAS", f"TTFT {share}", f"TPOT {share}", *costs, "MEETS " + (slo_text(slo) or "THE LOAD")]
 
 
-def _row(row: Row) -> list[str]:
+def _row(row: ForecastRow) -> list[str]:
     candidate, cost = row.candidate, row.cost
     costs = [] if cost is None else [f"{number:.4g}" for number in cost]
     limit = f": limited by {candidate.limit}" if candidate.limit else ""
@@ -148,7 +148,7 @@ def refusal(slo: Slo, forecast: Forecast) -> str:
     )
 
 
-def _conclusion(answer: Answer) -> list[str]:
+def _conclusion(answer: PlanAnswer) -> list[str]:
     plan, slo, forecast = answer.plan, answer.slo, answer.forecast
     if forecast.needed is None:
         return [refusal(slo, forecast)]
@@ -163,10 +163,10 @@ def _conclusion(answer: Answer) -> list[str]:
     return lines
 
 
-def _simulation(rehearsed: Rehearsed, slo: Slo, forecast: Forecast) -> str:
-    tpot = "" if rehearsed.tpot_ms is None else f", TPOT {milliseconds(rehearsed.tpot_ms)}"
+def _simulation(simulated: SimulatedLatencies, slo: Slo, forecast: Forecast) -> str:
+    tpot = "" if simulated.tpot_ms is None else f", TPOT {milliseconds(simulated.tpot_ms)}"
     latencies = (
-        f"TTFT {milliseconds(rehearsed.ttft_ms)}{tpot} at P{slo.share * 100:.0f} of {rehearsed.num_requests} requests"
+        f"TTFT {milliseconds(simulated.ttft_ms)}{tpot} at P{slo.share * 100:.0f} of {simulated.num_requests} requests"
     )
     return f"Simulation of one of {forecast.chosen.replicas} replicas with the engine's scheduler: {latencies}."
 

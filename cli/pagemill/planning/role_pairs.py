@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
-from pagemill.planning.answering import Answer, AnswerOrError, Question, most_of
+from pagemill.planning.answering import AnswerOrError, PlanAnswer, Question, most_of
 from pagemill.planning.choosing import Subject
 from pagemill.planning.errors import PlanError
 from pagemill.planning.forecast import is_positive
@@ -64,7 +64,7 @@ def pair_answers(question: Question, found: Sequence[AnswerOrError], gbit_per_s:
 
 
 def _pair_answer(
-    question: Question, prefill: tuple[Subject, Answer], decode: tuple[Subject, Answer], gbit_per_s: float
+    question: Question, prefill: tuple[Subject, PlanAnswer], decode: tuple[Subject, PlanAnswer], gbit_per_s: float
 ) -> PairAnswer:
     subjects, plans = (prefill[0], decode[0]), (prefill[1], decode[1])
     money = [price_of(subject, question.prices) for subject in subjects]

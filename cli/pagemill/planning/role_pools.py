@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill.planning.forecast import IDLE_RPS, Workload, predictor_of
-from pagemill.planning.replica import Replica
+from pagemill.planning.forecast import IDLE_RPS, PlannedWorkload, predictor_of
+from pagemill.planning.replica import PlannedReplica
 from pagemill.planning.users import Users, answer_s, asking_at, steady
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, waits_s
 from pagemill_operator.autoscaler.settings import Slo
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
 class RolePools:
     """Predicts latencies at the SLO's percentile for any numbers of replicas of the two roles."""
 
-    def __init__(self, prefill: Replica, decode: Replica, slo: Slo, gbit_per_s: float) -> None:
+    def __init__(self, prefill: PlannedReplica, decode: PlannedReplica, slo: Slo, gbit_per_s: float) -> None:
         """`gbit_per_s`: speed of the link of each replica. Raises `PlanError` if step times are unknown."""
         self._prefill = predictor_of(prefill, slo)
         self._decode = predictor_of(decode, slo)
@@ -77,20 +77,20 @@ def _rate_of_busier_end(load: OfferedLoad, pair: Pair) -> float:
 class Loads:
     """Finds the load on given numbers of replicas: a fixed rate, or that of users, who ask more if answers are fast."""
 
-    def __init__(self, means: RolePools, lengths: Workload, users: Users | None) -> None:
+    def __init__(self, means: RolePools, lengths: PlannedWorkload, users: Users | None) -> None:
         """`means`: predicts means; without `users`, `lengths` has the rate."""
         self._means = means
         self._lengths = lengths
         self._users = users
 
-    def at(self, pair: Pair) -> Workload | None:
+    def at(self, pair: Pair) -> PlannedWorkload | None:
         """Return the load; `None` if users saturate the replicas."""
         if self._users is None:
             return self._lengths
         found = steady(self._users, lambda rate: self._answer_s(rate, pair))
         return None if found is None else self._of(self._users, found.requests_per_s)
 
-    def at_most(self) -> Workload:
+    def at_most(self) -> PlannedWorkload:
         """Return the load if every answer were as fast as on idle replicas: the upper bound."""
         if self._users is None:
             return self._lengths
@@ -101,6 +101,6 @@ class Loads:
         load = self._lengths.at(max(rate, IDLE_RPS)).offered
         return answer_s(self._means.predict(load, pair), self._lengths.output_tokens)
 
-    def _of(self, users: Users, rate: float) -> Workload:
+    def _of(self, users: Users, rate: float) -> PlannedWorkload:
         asking = asking_at(users, rate)
         return self._lengths._replace(requests_per_s=rate, users=users, answering=asking.answering)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill.planning.forecast import IDLE_RPS, Cost, Workload, cost_of, highest_rate
-from pagemill.planning.replica import Replica, check_length
+from pagemill.planning.forecast import IDLE_RPS, PlannedWorkload, ServingCost, cost_of, highest_rate
+from pagemill.planning.replica import PlannedReplica, check_length
 from pagemill.planning.role_pools import Loads, Pair, RolePools
 from pagemill.planning.users import MEAN, Users
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction
@@ -56,7 +56,7 @@ class Chosen(NamedTuple):
     latencies: Prediction
     link_utilization: float
     """Of the links of the role with fewer replicas."""
-    cost: Cost | None
+    cost: ServingCost | None
 
     @property
     def replicas(self) -> Pair:
@@ -66,7 +66,7 @@ class Chosen(NamedTuple):
 class RolesForecast(NamedTuple):
     """The result for one pair of devices."""
 
-    workload: Workload
+    workload: PlannedWorkload
     """The load; with users at the rate that they reach."""
     most: int
     """The largest number of replicas of each role that was tried."""
@@ -81,8 +81,8 @@ class RolesForecast(NamedTuple):
 
 
 def forecast_roles(
-    replicas: tuple[Replica, Replica],
-    lengths: Workload,
+    replicas: tuple[PlannedReplica, PlannedReplica],
+    lengths: PlannedWorkload,
     users: Users | None,
     slo: Slo,
     most: int,
@@ -146,7 +146,7 @@ def _fewest(suffices: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _chosen(pools: RolePools, workload: Workload, slo: Slo, pair: Pair, prices: Prices) -> Chosen:
+def _chosen(pools: RolePools, workload: PlannedWorkload, slo: Slo, pair: Pair, prices: Prices) -> Chosen:
     load = workload.offered
     no_tpot, no_ttft = (msgspec.structs.replace(slo, **{limit: None}) for limit in ("tpot_ms", "ttft_ms"))
     return Chosen(
@@ -159,7 +159,7 @@ def _chosen(pools: RolePools, workload: Workload, slo: Slo, pair: Pair, prices: 
 
 
 def _role(
-    replicas: int, workload: Workload, predict: Callable[[OfferedLoad], Prediction], slo: Slo, latency: str
+    replicas: int, workload: PlannedWorkload, predict: Callable[[OfferedLoad], Prediction], slo: Slo, latency: str
 ) -> Role:
     """Return what `replicas` serve; `latency` names the one that the SLO limits."""
     capacity = highest_rate(lambda rate: meets(predict(workload.at(rate).offered), slo))

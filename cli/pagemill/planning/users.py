@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill.planning.replica import Replica
+from pagemill.planning.replica import PlannedReplica
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, Predictor
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.autoscaler.slo import weigh
@@ -30,7 +30,7 @@ class Users(NamedTuple):
     """Time from the end of an answer to the user's next request."""
 
 
-class Asking(NamedTuple):
+class UserLoad(NamedTuple):
     """The load of all users in the steady state."""
 
     requests_per_s: float
@@ -38,7 +38,7 @@ class Asking(NamedTuple):
     """The mean number of users who wait for the end of an answer; the others think."""
 
 
-def steady(users: Users, answer_s: Callable[[float], float]) -> Asking | None:
+def steady(users: Users, answer_s: Callable[[float], float]) -> UserLoad | None:
     """Return the load in the steady state; `None` if the replicas are saturated.
 
     `answer_s`: the mean time of an answer in seconds at a rate of requests; infinite above the capacity.
@@ -56,39 +56,39 @@ def steady(users: Users, answer_s: Callable[[float], float]) -> Asking | None:
     return asking_at(users, low)
 
 
-def asking_at(users: Users, rate: float) -> Asking:
+def asking_at(users: Users, rate: float) -> UserLoad:
     """Return the load of users whose requests have this rate."""
-    return Asking(rate, max(0.0, users.num_users - rate * users.think_s))
+    return UserLoad(rate, max(0.0, users.num_users - rate * users.think_s))
 
 
 class Cycles:
     """Computes the steady state of users on a number of equal replicas."""
 
-    def __init__(self, replica: Replica, lengths: OfferedLoad, users: Users) -> None:
+    def __init__(self, replica: PlannedReplica, lengths: OfferedLoad, users: Users) -> None:
         self._mean = Predictor(replica.shape, MEAN)
         self._shape = replica.shape
         self._lengths = lengths
         self._users = users
 
-    def asking(self, replicas: int) -> Asking | None:
+    def steady_load(self, replicas: int) -> UserLoad | None:
         """Return the load in the steady state; `None` if the replicas are saturated."""
         return steady(self._users, lambda rate: self._answer_s(rate, replicas))
 
-    def fewest(self, slo: Slo, most: int) -> tuple[int, Asking] | None:
+    def fewest(self, slo: Slo, most: int) -> tuple[int, UserLoad] | None:
         """Return the smallest number of replicas that meets the SLO, and its load; `None` if more than `most`."""
         predictor = Predictor(self._shape, slo.share)
         low, high = 1, most + 1
-        found: Asking | None = None
+        found: UserLoad | None = None
         while low < high:
             middle = (low + high) // 2
-            asking = self.asking(middle)
-            if asking is not None and weigh(predictor, self._at(asking.requests_per_s), slo, middle).meets:
-                high, found = middle, asking
+            each = self.steady_load(middle)
+            if each is not None and weigh(predictor, self._at(each.requests_per_s), slo, middle).meets:
+                high, found = middle, each
             else:
                 low = middle + 1
         return None if found is None else (low, found)
 
-    def at_most(self) -> Asking:
+    def at_most(self) -> UserLoad:
         """Return the load if every answer were as fast as on an idle replica: the upper bound."""
         users = self._users
         return asking_at(users, users.num_users / (users.think_s + self._answer_s(0.0, 1)))

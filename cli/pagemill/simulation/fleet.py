@@ -8,15 +8,15 @@ import msgspec
 
 from pagemill.planning.choosing import seconds
 from pagemill.planning.errors import PlanError
-from pagemill.planning.replica import Replica
+from pagemill.planning.replica import PlannedReplica
 from pagemill.up.loading import Loaded
 from pagemill_engine.config import EngineConfig
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.catalog import QueueLimits
-from pagemill_simulator.fleet.settings import ColdStart, FleetSettings, SettingsError
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.fleet.settings import ColdStart, FleetSettings, FleetSettingsError
+from pagemill_simulator.scaling.policy import ReplicaBounds
 
 PHASES = {"schedule": "schedule_s", "pull": "pull_s", "load": "load_s", "warm": "warm_s"}
 FORM = "write the total, such as 45s, or its phases, such as schedule=1s,pull=4s,load=30s,warm=5s"
@@ -32,7 +32,7 @@ class FleetOptions(NamedTuple):
     crash_mean: str | None
 
 
-def bounds_of(loaded: Loaded, options: FleetOptions) -> Bounds:
+def bounds_of(loaded: Loaded, options: FleetOptions) -> ReplicaBounds:
     """Return minimum and maximum replicas; without autoscaling both are `spec.replicas`. Raises `PlanError`."""
     section = loaded.deployment.spec.autoscaling
     replicas = loaded.plan.spec_replicas
@@ -41,11 +41,17 @@ def bounds_of(loaded: Loaded, options: FleetOptions) -> Bounds:
     high = high if options.max_replicas is None else options.max_replicas
     if low > high:
         raise PlanError(f"--min-replicas {low} is above --max-replicas {high}: set both options")
-    return Bounds(low, high)
+    return ReplicaBounds(low, high)
 
 
 def fleet_of(
-    plan: Plan, engine: EngineConfig, replica: Replica, bounds: Bounds, slo: Slo, options: FleetOptions, seed: int
+    plan: Plan,
+    engine: EngineConfig,
+    replica: PlannedReplica,
+    bounds: ReplicaBounds,
+    slo: Slo,
+    options: FleetOptions,
+    seed: int,
 ) -> FleetSettings:
     """Return the settings of the deployment's fleet. Raises `PlanError`."""
     defaults = FleetSettings(engine=_engine(engine, replica), bounds=bounds)
@@ -63,7 +69,7 @@ def fleet_of(
     )
     try:
         return settings.checked()
-    except SettingsError as error:
+    except FleetSettingsError as error:
         raise PlanError(str(error)) from None
 
 
@@ -88,7 +94,7 @@ def _replaced(usual: ColdStart, given: dict[str, float]) -> ColdStart:
     return msgspec.structs.replace(usual, **given)
 
 
-def _engine(config: EngineConfig, replica: Replica) -> EngineConfig:
+def _engine(config: EngineConfig, replica: PlannedReplica) -> EngineConfig:
     """Return the engine's settings with the replica's capacity and step times."""
     shape = replica.shape
     return msgspec.structs.replace(

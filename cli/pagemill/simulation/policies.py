@@ -20,7 +20,7 @@ from pagemill_simulator.bounds.trials import Trials
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.parameters import ParameterError, split_choice
 from pagemill_simulator.scaling.dynamo import Dynamo
-from pagemill_simulator.scaling.policy import Bounds, FleetScaler
+from pagemill_simulator.scaling.policy import FleetScaler, ReplicaBounds
 from pagemill_simulator.scaling.rivals import RIVALS, make_rival
 from pagemill_simulator.scaling.simulated import own, rival
 from pagemill_simulator.workloads.generator import Generator
@@ -110,7 +110,7 @@ def own_slo(section: AutoscalingSection | None) -> Slo | None:
     return settings.slo if settings is not None else None
 
 
-def own_settings(section: AutoscalingSection | None, bounds: Bounds, slo: Slo) -> ScalingSettings:
+def own_settings(section: AutoscalingSection | None, bounds: ReplicaBounds, slo: Slo) -> ScalingSettings:
     """Return the operator's settings for the file, bounds and SLO, in mode Active whatever the file's mode is."""
     low, high = bounds
     aim = slo if slo.ttft_ms is not None or slo.tpot_ms is not None else None

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from pagemill.planning.errors import PlanError
 from pagemill.printable import printable
 from pagemill_simulator.fleet.fleet import simulate_fleet
-from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.outcome import FleetOutcome
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.report import png
 from pagemill_simulator.report.write import write_report
@@ -41,7 +41,7 @@ def run(
     report: Path | None,
     *,
     fast: bool = False,
-) -> list[Outcome]:
+) -> list[FleetOutcome]:
     """Run the simulation of each policy; return the outcomes. Raises `PlanError` if the report cannot be written."""
     if report is not None:
         _make(report)
@@ -66,7 +66,7 @@ def _make(folder: Path) -> None:
         raise PlanError(f"--report {folder}: cannot be created: {error.strerror}; name another folder") from None
 
 
-def _report(outcomes: Sequence[Outcome], folder: Path, settings: FleetSettings) -> None:
+def _report(outcomes: Sequence[FleetOutcome], folder: Path, settings: FleetSettings) -> None:
     """Write the report, and its path to stderr, so that stdout has the results only."""
     try:
         page = write_report(outcomes, folder, slo_ttft_ms=settings.slo_ttft_ms, slo_tpot_ms=settings.slo_tpot_ms)

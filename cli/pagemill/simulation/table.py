@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pagemill.columns import columns
-from pagemill.planning.replica import Replica
+from pagemill.planning.replica import PlannedReplica
 from pagemill.printable import printable
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan.types import Plan
@@ -25,14 +25,14 @@ COSTS = ["COST", "PER 1M TOKENS"]
 class Simulated(NamedTuple):
     """The results of all policies on one device."""
 
-    replica: Replica
+    replica: PlannedReplica
     settings: FleetSettings
     figures: Sequence[Figures]
     price_per_hour: float | None
     """The price of one replica; `None` if unknown."""
 
 
-class Cost(NamedTuple):
+class SimulatedCost(NamedTuple):
     total: float
     """The cost of all pods, each from its creation to its end."""
     per_million_tokens: float
@@ -83,12 +83,12 @@ def _policy(figures: Figures, simulated: Simulated, workload: Workload) -> dict[
     return {**msgspec.to_builtins(figures), "cost": None if cost is None else cost._asdict()}
 
 
-def _cost(figures: Figures, simulated: Simulated, workload: Workload) -> Cost | None:
+def _cost(figures: Figures, simulated: Simulated, workload: Workload) -> SimulatedCost | None:
     if simulated.price_per_hour is None:
         return None
     total = figures.pod_seconds / 3600 * simulated.price_per_hour
     tokens = sum(each.num_prompt_tokens + each.num_output_tokens for each in workload.requests)
-    return Cost(total, total / max(1, tokens) * 1e6)
+    return SimulatedCost(total, total / max(1, tokens) * 1e6)
 
 
 def as_table(plan: Plan, workload: Workload, slo: Slo, simulated: Sequence[Simulated]) -> str:

@@ -43,7 +43,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Row:
+class PodRow:
     """One pod's line of the table; `None` stands for unknown values."""
 
     deployment: str
@@ -62,10 +62,10 @@ class Row:
     fault: str = ""
 
 
-def row_of(before: Reading | None, now: Reading) -> Row:
+def row_of(before: Reading | None, now: Reading) -> PodRow:
     """Return the pod's row. `before` is the pod's previous reading, if there is one."""
     if now.fault:
-        return Row(now.deployment, now.pod, "", "unreachable", fault=now.fault)
+        return PodRow(now.deployment, now.pod, "", "unreachable", fault=now.fault)
     tokens = ttft_ms = None
     if before is not None and not before.fault and now.at_s > before.at_s:
         generated = _increase(before, now, metrics.GENERATION_TOKENS.exported_name)
@@ -73,7 +73,7 @@ def row_of(before: Reading | None, now: Reading) -> Row:
         first = metrics.TIME_TO_FIRST_TOKEN.name
         if count := _increase(before, now, f"{first}_count"):
             ttft_ms = 1000 * _increase(before, now, f"{first}_sum") / count
-    return Row(
+    return PodRow(
         deployment=now.deployment,
         pod=now.pod,
         model=now.model,

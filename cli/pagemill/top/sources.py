@@ -19,7 +19,7 @@ from pagemill_kube.client import Client
 from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import POD
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest
-from pagemill_operator.backends.local.state_dir import TARGETS_FILE, Target, running
+from pagemill_operator.backends.local.state_dir import TARGETS_FILE, ScrapeTarget, running
 
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
@@ -50,7 +50,7 @@ class ThisMachine:
         targets = [each for each in local_targets(self._runtime_folder) if "pod" in each["labels"]]
         return list(await asyncio.gather(*(self._read(target) for target in targets)))
 
-    async def _read(self, target: Target) -> Reading:
+    async def _read(self, target: ScrapeTarget) -> Reading:
         labels, text, fault = target["labels"], "", ""
         try:
             async with self._session.get(f"http://{target['targets'][0]}/metrics") as response:
@@ -110,9 +110,9 @@ async def find_source(
     return ClusterPods(client, chosen, namespace)
 
 
-def local_targets(runtime_folder: Path) -> list[Target]:
+def local_targets(runtime_folder: Path) -> list[ScrapeTarget]:
     """Return the addresses that serve metrics on this machine now."""
-    found: list[Target] = []
+    found: list[ScrapeTarget] = []
     for backend in running(runtime_folder):
         try:
             found += json.loads((backend.folder / TARGETS_FILE).read_bytes())

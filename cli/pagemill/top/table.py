@@ -8,16 +8,16 @@ from dataclasses import asdict
 
 from pagemill.columns import columns
 from pagemill.printable import printable
-from pagemill.top.reading import Row
+from pagemill.top.reading import PodRow
 
 HEAD = ["DEPLOYMENT", "POD", "PHASE", "KV", "RUNNING", "WAITING", "TOKENS/S", "TTFT", "MODEL"]
 
 
-def as_json(where: str, rows: Sequence[Row]) -> str:
+def as_json(where: str, rows: Sequence[PodRow]) -> str:
     return json.dumps({"readFrom": where, "engines": [asdict(row) for row in rows]}, indent=1)
 
 
-def as_table(where: str, rows: Sequence[Row]) -> str:
+def as_table(where: str, rows: Sequence[PodRow]) -> str:
     total = sum(row.tokens_per_s or 0.0 for row in rows)
     waiting = sum(row.waiting or 0.0 for row in rows)
     count = "1 engine" if len(rows) == 1 else f"{len(rows)} engines"
@@ -26,7 +26,7 @@ def as_table(where: str, rows: Sequence[Row]) -> str:
     return printable("\n".join(lines))
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: PodRow) -> list[str]:
     numbers = [
         _shown(row.kv, "{:.0%}"),
         _shown(row.running, "{:.0f}"),

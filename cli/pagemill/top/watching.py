@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from pagemill.top.reading import Reading, Row, row_of
+from pagemill.top.reading import PodRow, Reading, row_of
 from pagemill.top.sources import find_source
 from pagemill.top.table import as_table
 
 
 async def intervals(
     runtime_folder: Path, context: str | None, kubeconfig: Path | None, namespace: str | None, interval_s: float
-) -> AsyncGenerator[tuple[str, list[Row]], None]:
+) -> AsyncGenerator[tuple[str, list[PodRow]], None]:
     """Yield the source's description and the sorted rows every `interval_s`. Raises `TopError`."""
     source = await find_source(runtime_folder, context, kubeconfig, namespace)
     try:
@@ -34,7 +34,7 @@ async def intervals(
 
 async def read_interval(
     runtime_folder: Path, context: str | None, kubeconfig: Path | None, namespace: str | None, interval_s: float
-) -> tuple[str, list[Row]]:
+) -> tuple[str, list[PodRow]]:
     """Return the first interval's description and rows. Raises `TopError`."""
     async with aclosing(intervals(runtime_folder, context, kubeconfig, namespace, interval_s)) as found:
         return await anext(found)

@@ -22,7 +22,7 @@ class AnswerError(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class FirstAnswer:
     text: str
     ttft_s: float
     """Time from the answered request to its first text."""
@@ -33,7 +33,7 @@ class Answer:
 
 async def ask(
     base_url: str, model: str, on_text: Callable[[str], None], *, api_key: str = "", patience_s: float = 15.0
-) -> Answer:
+) -> FirstAnswer:
     """Stream one answer, and return it. Raises `AnswerError`.
 
     Statuses 404 and 503 are retried for `patience_s`, because the gateway may not know the engines yet.
@@ -58,7 +58,7 @@ class _NotYet(Exception):
 
 async def _ask_once(
     session: aiohttp.ClientSession, base_url: str, model: str, on_text: Callable[[str], None]
-) -> Answer:
+) -> FirstAnswer:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
@@ -81,7 +81,7 @@ async def _ask_once(
             on_text(piece)
     if not pieces:
         raise AnswerError("the answer is empty")
-    return Answer("".join(pieces), first_s - began_s, time.monotonic() - began_s, first_at_s)
+    return FirstAnswer("".join(pieces), first_s - began_s, time.monotonic() - began_s, first_at_s)
 
 
 async def _texts(content: aiohttp.StreamReader) -> AsyncIterator[str]:

@@ -27,7 +27,7 @@ FieldPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Finding:
+class DocumentError:
     """One error with its place and its remedy."""
 
     file: str
@@ -67,13 +67,13 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-def read_documents(path: Path) -> tuple[list[Document], list[Finding]]:
+def read_documents(path: Path) -> tuple[list[Document], list[DocumentError]]:
     """Return the documents of a file that are not empty, and the errors of its YAML."""
     file = str(path)
     try:
         text = _read_text(path)
     except ValueError as error:
-        return [], [Finding(file, None, "", str(error))]
+        return [], [DocumentError(file, None, "", str(error))]
     documents: list[Document] = []
     findings = list(_control_characters(file, text))
     # The text without these characters can be read, so that its other errors are reported as well.
@@ -84,11 +84,11 @@ def read_documents(path: Path) -> tuple[list[Document], list[Finding]]:
             break
     if not documents and not findings:
         message = "contains no document; describe an LLMDeployment in it, as examples/llmdeployment.yaml does"
-        findings.append(Finding(file, None, "", message))
+        findings.append(DocumentError(file, None, "", message))
     return documents, findings
 
 
-def _read_until_error(file: str, text: str, documents: list[Document], findings: list[Finding]) -> str:
+def _read_until_error(file: str, text: str, documents: list[Document], findings: list[DocumentError]) -> str:
     """Append the documents before the first syntax error, and the errors; return the text of the documents after it."""
     try:
         for node in _compose_all(text):
@@ -101,7 +101,7 @@ def _read_until_error(file: str, text: str, documents: list[Document], findings:
         mark = error.problem_mark or error.context_mark
         return _next_document(text, mark.line if mark else 0)
     except (yaml.YAMLError, RecursionError) as error:
-        findings.append(Finding(file, None, "", f"is not YAML: {str(error).splitlines()[0]}"))
+        findings.append(DocumentError(file, None, "", f"is not YAML: {str(error).splitlines()[0]}"))
     return ""
 
 
@@ -155,7 +155,7 @@ def _compose_all(text: str) -> Iterator[yaml.Node]:
         loader.dispose()
 
 
-def _control_characters(file: str, text: str) -> Iterator[Finding]:
+def _control_characters(file: str, text: str) -> Iterator[DocumentError]:
     """Yield an error for the first character of each line that YAML 1.1 (section 4.1.1) does not allow."""
     line, counted, last_line = 1, 0, 0
     for match in itertools.islice(NOT_IN_YAML.finditer(text), MAX_CONTROL_CHARACTERS):
@@ -163,24 +163,24 @@ def _control_characters(file: str, text: str) -> Iterator[Finding]:
         counted = match.start()
         if line != last_line:
             name = f"U+{ord(match.group()):04X}"
-            yield Finding(file, line, "", f"is not YAML: the character {name} is not allowed; remove it")
+            yield DocumentError(file, line, "", f"is not YAML: the character {name} is not allowed; remove it")
         last_line = line
 
 
-def _syntax_finding(file: str, text: str, error: yaml.MarkedYAMLError) -> Finding:
+def _syntax_finding(file: str, text: str, error: yaml.MarkedYAMLError) -> DocumentError:
     mark = error.problem_mark or error.context_mark
     problem = error.problem or "syntax error"
     line = mark.line + 1 if mark else None
     lines = text.splitlines()
     if line and line <= len(lines) and "\t" in lines[line - 1][: len(lines[line - 1]) - len(lines[line - 1].lstrip())]:
         problem = "the line is indented with a tab; YAML allows only spaces"
-    return Finding(file, line, "", f"is not YAML: {problem}")
+    return DocumentError(file, line, "", f"is not YAML: {problem}")
 
 
 class _Reader:
     """Builds plain values from YAML nodes, and records their lines in the document and errors in `findings`."""
 
-    def __init__(self, document: Document, findings: list[Finding]) -> None:
+    def __init__(self, document: Document, findings: list[DocumentError]) -> None:
         self._document = document
         self._findings = findings
         self._open: set[int] = set()
@@ -234,4 +234,4 @@ class _Reader:
 
     def _find(self, node: yaml.Node, path: FieldPath, message: str) -> None:
         line = node.start_mark.line + 1
-        self._findings.append(Finding(self._document.file, line, path_text(path), message))
+        self._findings.append(DocumentError(self._document.file, line, path_text(path), message))

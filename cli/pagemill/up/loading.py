@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pagemill.up.documents import Document, FieldPath, Finding, read_documents
+from pagemill.up.documents import Document, DocumentError, FieldPath, read_documents
 from pagemill.up.messages import finding_at, findings_of, show
 from pagemill_crds import API_VERSION, KIND
 from pagemill_crds.base import RULES_ERROR, forbidden_changes
@@ -64,7 +64,7 @@ class LoadResult:
     """The contents of all files. `loaded` may be used only if there are no findings."""
 
     loaded: list[Loaded] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[DocumentError] = field(default_factory=list)
 
     @property
     def plans(self) -> list[Plan]:
@@ -119,15 +119,15 @@ def _load_partially(document: Document, error: ValidationError, result: LoadResu
     return deployment
 
 
-def _wrong_kind(document: Document) -> Finding | None:
+def _wrong_kind(document: Document) -> DocumentError | None:
     value = document.value
     if not isinstance(value, dict):
         message = f"must be a mapping with apiVersion, kind, metadata and spec, not {show(value)}"
-        return Finding(document.file, document.line, "", message)
+        return DocumentError(document.file, document.line, "", message)
     kind = value.get("kind")
     if isinstance(kind, str) and kind != KIND and not get_close_matches(kind.lower(), [KIND.lower()], cutoff=0.8):
         message = f"{show(kind)} is not supported; only {API_VERSION} {KIND} is"
-        return Finding(document.file, document.line_of(("kind",)), "kind", message)
+        return DocumentError(document.file, document.line_of(("kind",)), "kind", message)
     return None
 
 
@@ -149,7 +149,7 @@ def _model_problems(deployment: LLMDeployment) -> Iterator[Problem]:
             yield Problem("spec.engine.maxModelLen", wanted, message)
 
 
-def _duplicates(read: list[Read]) -> Iterator[Finding]:
+def _duplicates(read: list[Read]) -> Iterator[DocumentError]:
     first: dict[str, Document] = {}
     for item in read:
         with suppress(NotValid):
@@ -160,7 +160,7 @@ def _duplicates(read: list[Read]) -> Iterator[Finding]:
                 yield _finding(item.document, Problem("metadata.name", item.key, message))
 
 
-def _conflicts(read: list[Read]) -> Iterator[Finding]:
+def _conflicts(read: list[Read]) -> Iterator[DocumentError]:
     claims = [claim for item in read for claim in item.claims()]
     conflicts = name_conflicts(claims)
     for item in claims:
@@ -168,7 +168,7 @@ def _conflicts(read: list[Read]) -> Iterator[Finding]:
             yield _finding(item.document, conflicts[item.key])
 
 
-def _forbidden_changes(read: list[Read], previous: Sequence[Loaded]) -> Iterator[Finding]:
+def _forbidden_changes(read: list[Read], previous: Sequence[Loaded]) -> Iterator[DocumentError]:
     before = {item.deployment.key: item.deployment for item in previous}
     for item in read:
         with suppress(NotValid):
@@ -177,8 +177,8 @@ def _forbidden_changes(read: list[Read], previous: Sequence[Loaded]) -> Iterator
                 yield _finding(item.document, Problem(path, None, message))
 
 
-def _finding(document: Document, problem: Problem) -> Finding:
-    return Finding(document.file, document.line_of(_parse_path(problem.field)), problem.field, problem.message)
+def _finding(document: Document, problem: Problem) -> DocumentError:
+    return DocumentError(document.file, document.line_of(_parse_path(problem.field)), problem.field, problem.message)
 
 
 def _parse_path(text: str) -> FieldPath:

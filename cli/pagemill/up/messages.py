@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from pagemill.up.documents import Document, FieldPath, Finding, path_text
+from pagemill.up.documents import Document, DocumentError, FieldPath, path_text
 from pagemill_crds import GROUP, KIND, SERVED_VERSIONS
 from pagemill_crds.explain import Field, UnknownField, find, root, walk
 
@@ -36,16 +36,16 @@ _BOUNDS = {
 }
 
 
-def findings_of(document: Document, errors: Iterable[ErrorDetails]) -> Iterator[Finding]:
+def findings_of(document: Document, errors: Iterable[ErrorDetails]) -> Iterator[DocumentError]:
     """Yield one finding for each error of a field."""
     for error in errors:
         path: FieldPath = tuple(error["loc"])
         yield finding_at(document, path, _words(path, error))
 
 
-def finding_at(document: Document, path: FieldPath, message: str) -> Finding:
+def finding_at(document: Document, path: FieldPath, message: str) -> DocumentError:
     """Return a finding with the line of the field."""
-    return Finding(document.file, document.line_of(path), path_text(path), message)
+    return DocumentError(document.file, document.line_of(path), path_text(path), message)
 
 
 def _words(path: FieldPath, error: ErrorDetails) -> str:

@@ -23,7 +23,7 @@ from pagemill.up.loading import Loaded, load_files
 from pagemill.up.screen import Screen, report_errors
 from pagemill_operator.backends.base import BackendError, Event
 from pagemill_operator.backends.local import LocalBackend, LocalSettings
-from pagemill_operator.backends.local.load import Load
+from pagemill_operator.backends.local.load import MachineLoad
 from pagemill_operator.plan import Plan
 from pagemill_operator.status.conditions import Finding, find_conditions
 from pagemill_protocol.http.auth import hash_key
@@ -32,7 +32,7 @@ logger = logging.getLogger("pagemill.up")
 
 MAX_FIRST_CRASHES = 3
 """After this many crashes of a process that was never ready, `pagemill up` gives up."""
-LASTING_REASONS = frozenset(
+PERMANENT_REASONS = frozenset(
     {
         "DeviceUnavailable",
         "GraphsTooLarge",
@@ -202,7 +202,7 @@ class Session:
         for process in processes:
             if process.phase != "crashed" or process.was_ready:
                 continue
-            if process.reason in LASTING_REASONS or process.num_crashes >= MAX_FIRST_CRASHES:
+            if process.reason in PERMANENT_REASONS or process.num_crashes >= MAX_FIRST_CRASHES:
                 raise GivenUp(f"{process.name}: {process.reason}: {process.message}")
 
     def _show_urls(self) -> None:
@@ -281,7 +281,7 @@ class Session:
             await self._backend.apply(self._plans)
 
     async def _show_load(self) -> None:
-        before = Load()
+        before = MachineLoad()
         while True:
             load = await self._backend.load()
             rate = load.tokens_per_s(before) if before.at_s else 0.0
@@ -293,7 +293,7 @@ class Session:
                 await asyncio.sleep(0.25)
             self._news.clear()
 
-    def _status_line(self, load: Load, tokens_per_s: float) -> str:
+    def _status_line(self, load: MachineLoad, tokens_per_s: float) -> str:
         parts = [self._replicas_text(plan) for plan in self._plans]
         parts += [f"KV {load.kv_cache_usage:.0%}", f"{load.num_running} running", f"{load.num_waiting} waiting"]
         return " | ".join([*parts, f"{tokens_per_s:.0f} tok/s"])

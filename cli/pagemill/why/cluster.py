@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from pagemill.cluster import HELP, ClusterError, connect
-from pagemill.why.sources import Found, WhyError
+from pagemill.why.sources import FoundRecords, WhyError
 from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.autoscaler.records import Record, decode_record
 from pagemill_operator.backends.kubernetes.kinds import CONFIG_MAP, LLM_DEPLOYMENT
@@ -18,7 +18,7 @@ from pagemill_operator.backends.kubernetes.render.records import lines_of, recor
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 
 
-async def from_cluster(name: str, namespace: str | None, context: str | None, kubeconfig: Path | None) -> Found:
+async def from_cluster(name: str, namespace: str | None, context: str | None, kubeconfig: Path | None) -> FoundRecords:
     """Return the records of the deployment. Raises `WhyError` if there are none."""
     try:
         client, chosen, default_namespace = await connect(context, kubeconfig)
@@ -39,7 +39,7 @@ async def from_cluster(name: str, namespace: str | None, context: str | None, ku
     finally:
         await client.close()
     where = f"the operator (ConfigMap {namespace}/{records_name(name)}, context {chosen})"
-    return Found([_record(line, where) for line in lines], where)
+    return FoundRecords([_record(line, where) for line in lines], where)
 
 
 def _why_none(deployment: Manifest | None, name: str, namespace: str) -> str:

@@ -22,14 +22,14 @@ class WhyError(Exception):
     """There are no records to show; the message names the cause and the remedy."""
 
 
-class Found(NamedTuple):
+class FoundRecords(NamedTuple):
     records: list[Record]
     """The records, oldest first."""
     where: str
     """The recorder's description for the output."""
 
 
-def from_this_machine(runtime_folder: Path, name: str, namespace: str | None) -> Found | None:
+def from_this_machine(runtime_folder: Path, name: str, namespace: str | None) -> FoundRecords | None:
     """Return the records of the `pagemill up` that decided about the deployment last; None if there is none."""
     newest: tuple[float, Running] | None = None
     for backend in running(runtime_folder):
@@ -39,7 +39,7 @@ def from_this_machine(runtime_folder: Path, name: str, namespace: str | None) ->
     if newest is None:
         return None
     backend = newest[1]
-    return Found(select(_records_of(backend), name, namespace), f"`pagemill up` (process {backend.pid})")
+    return FoundRecords(select(_records_of(backend), name, namespace), f"`pagemill up` (process {backend.pid})")
 
 
 def names_on_this_machine(runtime_folder: Path) -> list[str]:
@@ -59,14 +59,14 @@ def served_on_this_machine(runtime_folder: Path, name: str, namespace: str | Non
     return None
 
 
-def from_file(path: Path, name: str, namespace: str | None) -> Found:
+def from_file(path: Path, name: str, namespace: str | None) -> FoundRecords:
     """Read records from lines of JSON or from the output of `-o json`. Raises `WhyError`."""
     records = list(_decoded(path, _text(path)))
     chosen = select(records, name, namespace)
     if not chosen:
         others = ", ".join(sorted({record.key for record in records})) or "nothing"
         raise WhyError(f"{path}: has no decision about {name}; it has decisions about {others}")
-    return Found(chosen, str(path))
+    return FoundRecords(chosen, str(path))
 
 
 def select(records: list[Record], name: str, namespace: str | None) -> list[Record]:

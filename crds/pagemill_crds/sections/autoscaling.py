@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pagemill_crds.base import Rule, Section
+from pagemill_crds.base import Section, SectionRule
 from pagemill_crds.fields import Duration, Text
 
 MAX_REPLICAS = 1000
@@ -20,8 +20,8 @@ class Targets(Section):
     queue_depth: Annotated[int, Field(ge=0, le=100_000)] | None = None
     """Requests per replica that may wait, counted over engines and gateways together."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "kvCacheUsage",
             "targets are empty: set kvCacheUsage or queueDepth, or remove targets",
             "has(self.kvCacheUsage) || has(self.queueDepth)",
@@ -40,8 +40,8 @@ class SLO(Section):
     percentile: Annotated[int, Field(ge=50, le=99)] = 95
     """Percentage of requests that must meet the objective."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "ttft",
             "the SLO is empty: set ttft or tpot, or remove slo",
             "has(self.ttft) || has(self.tpot)",
@@ -50,7 +50,7 @@ class SLO(Section):
     )
 
 
-class ScalingPolicy(Section):
+class HPAScalingPolicy(Section):
     type: Literal["Pods", "Percent"]
     """Unit of `value`: `Pods` is a number of replicas, `Percent` a percentage of the current number."""
     value: Annotated[int, Field(ge=1, le=1000)]
@@ -68,7 +68,7 @@ class ScalingRules(Section):
     after removed replicas were soon needed again."""
     select_policy: Literal["Max", "Min", "Disabled"] = "Max"
     """Which of several policies applies; `Disabled` forbids scaling in this direction."""
-    policies: Annotated[list[ScalingPolicy], Field(max_length=8)] = Field(default_factory=list)
+    policies: Annotated[list[HPAScalingPolicy], Field(max_length=8)] = Field(default_factory=list)
     """Limits on the rate of change; no limit when empty."""
 
 
@@ -112,26 +112,26 @@ class AutoscalingSection(Section):
     behavior: Behavior | None = None
     """How fast replicas may be added and removed."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "minReplicas",
             "minReplicas must not exceed maxReplicas: lower minReplicas or raise maxReplicas",
             "self.minReplicas <= self.maxReplicas",
             lambda a: a.min_replicas <= a.max_replicas,
         ),
-        Rule(
+        SectionRule(
             "warm",
             "warm must not exceed maxReplicas: lower warm or raise maxReplicas",
             "self.warm <= self.maxReplicas",
             lambda a: a.warm <= a.max_replicas,
         ),
-        Rule(
+        SectionRule(
             "scaleToZeroAfter",
             "scaleToZeroAfter needs minReplicas 0: set minReplicas to 0 or remove scaleToZeroAfter",
             "!has(self.scaleToZeroAfter) || self.minReplicas == 0",
             lambda a: a.scale_to_zero_after is None or a.min_replicas == 0,
         ),
-        Rule(
+        SectionRule(
             "mode",
             "in mode External another controller decides: remove policy, targets, slo, warm, behavior and "
             "scaleToZeroAfter, or choose Active or Advisory",

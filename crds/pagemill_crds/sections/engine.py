@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pagemill_crds.base import Rule, Section
+from pagemill_crds.base import Section, SectionRule
 from pagemill_crds.fields import DottedName, Line, Memory, Text
 from pagemill_crds.sections.model import Source
 
@@ -37,8 +37,8 @@ class Speculative(Section):
     num_tokens: Annotated[int, Field(ge=1, le=16)] = 4
     """Number of tokens proposed per step."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "source",
             "method draft needs the draft model's source, and method ngram takes none",
             "(self.method == 'draft') == has(self.source)",
@@ -62,8 +62,8 @@ class EnvSource(Section):
     config_map_key_ref: KeyRef | None = None
     """A key of a ConfigMap."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "secretKeyRef",
             "set exactly one of secretKeyRef and configMapKeyRef",
             "has(self.secretKeyRef) != has(self.configMapKeyRef)",
@@ -80,8 +80,8 @@ class EnvVar(Section):
     value_from: EnvSource | None = None
     """Source of the value, in place of `value`."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "value",
             "set exactly one of value and valueFrom",
             "has(self.value) != has(self.valueFrom)",
@@ -140,20 +140,20 @@ class EngineSection(Section):
     ] = Field(default_factory=list)
     """Environment variables of the engine's container."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "maxNumSeqs",
             "maxNumSeqs must not exceed maxNumBatchedTokens: every request needs a token of the step",
             "!has(self.maxNumBatchedTokens) || !has(self.maxNumSeqs) || self.maxNumSeqs <= self.maxNumBatchedTokens",
             lambda e: None in (e.max_num_batched_tokens, e.max_num_seqs) or e.max_num_seqs <= e.max_num_batched_tokens,
         ),
-        Rule(
+        SectionRule(
             "maxModelLen",
             "maxModelLen must be at least blockSize: raise maxModelLen or lower blockSize",
             "!has(self.maxModelLen) || self.maxModelLen >= self.blockSize",
             lambda e: e.max_model_len is None or e.max_model_len >= e.block_size,
         ),
-        Rule(
+        SectionRule(
             "env",
             "two environment variables have the same name: keep one",
             "!has(self.env) || self.env.all(a, self.env.exists_one(b, b.name == a.name))",

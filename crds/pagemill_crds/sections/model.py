@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pagemill_crds.base import Rule, Section
+from pagemill_crds.base import Section, SectionRule
 from pagemill_crds.fields import DottedName, Line, Memory, ModelName, Text
 
 HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+|/[^@ ]+[.]gguf)*"
@@ -33,7 +33,7 @@ class SecretRef(Section):
     """Key inside the Secret."""
 
 
-class GenerationDefaults(Section):
+class GenerationDefaultsSection(Section):
     """Sampling parameters of requests that send none. They override those of the model's generation_config.json."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -84,27 +84,27 @@ class Cache(Section):
         "storageClassName": "a claim cannot move: create a new LLMDeployment",
         "accessMode": "a claim keeps its mode: create a new LLMDeployment",
     }
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "claimName",
             "set exactly one of claimName (an existing claim), size (a new one), hostPath and imageVolume: true",
             "[has(self.claimName), has(self.size), has(self.hostPath), has(self.imageVolume) && self.imageVolume]"
             ".filter(x, x).size() == 1",
             lambda cache: (cache.claim_name, cache.size, cache.host_path, cache.image_volume or None).count(None) == 3,
         ),
-        Rule(
+        SectionRule(
             "storageClassName",
             "storageClassName belongs to a new claim: remove it, or set size in place of claimName",
             "!has(self.storageClassName) || has(self.size)",
             lambda cache: cache.storage_class_name is None or cache.size is not None,
         ),
-        Rule(
+        SectionRule(
             "accessMode",
             "accessMode belongs to a new claim: remove it, or set size in place of claimName",
             "!has(self.accessMode) || has(self.size)",
             lambda cache: cache.access_mode is None or cache.size is not None,
         ),
-        Rule(
+        SectionRule(
             "sizeLimit",
             "sizeLimit belongs to hostPath: remove it, or set hostPath in place of a claim",
             "!has(self.sizeLimit) || has(self.hostPath)",
@@ -141,7 +141,7 @@ class ModelSection(Section):
     reasoning_parser: ParserName = "auto"
     """Parser that separates reasoning from the answer: `think`, `magistral`, `harmony` or `auto`. With `none`,
     reasoning stays in the text."""
-    generation_defaults: GenerationDefaults | None = None
+    generation_defaults: GenerationDefaultsSection | None = None
     """Sampling parameters of requests that send none."""
     adapters: Annotated[
         list[Adapter],
@@ -154,63 +154,63 @@ class ModelSection(Section):
     cache: Cache | None = None
     """Where downloaded weights are kept; when absent, each pod downloads to its own disk."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "source",
             "an hf:// source is hf://org/name, hf://org/name@revision or either of them followed by /file.gguf",
             f"!self.source.startsWith('hf://') || self.source.matches('{HF_PATTERN}')",
             lambda m: not m.source.startswith("hf://") or bool(re.search(HF_PATTERN, m.source)),
         ),
-        Rule(
+        SectionRule(
             "revision",
             "revision is for hf:// sources: remove it",
             f"!has(self.revision) || self.source.matches('{HUB_SOURCE}')",
             lambda m: m.revision is None or m.source.startswith("hf://") or m.source.find("://") < 0,
         ),
-        Rule(
+        SectionRule(
             "revision",
             "the source already names a revision after @: remove one of them",
             "!has(self.revision) || !self.source.contains('@')",
             lambda m: m.revision is None or "@" not in m.source,
         ),
-        Rule(
+        SectionRule(
             "revision",
             "a revision with / cannot be told from the path of one file: name the commit, or a tag or branch without /",
             "!has(self.revision) || !self.revision.contains('/') || !self.source.endsWith('.gguf')",
             lambda m: m.revision is None or "/" not in m.revision or not m.source.endswith(".gguf"),
         ),
-        Rule(
+        SectionRule(
             "credentialsSecretRef",
             "credentials are for sources that are downloaded, such as hf:// and s3://: remove credentialsSecretRef",
             f"!has(self.credentialsSecretRef) || !self.source.matches('{LOCAL}')",
             lambda m: m.credentials_secret_ref is None or not m.source.startswith(LOCAL_SCHEMES),
         ),
-        Rule(
+        SectionRule(
             "cache",
             "a cache is for sources that are downloaded, such as hf:// and s3://: remove it",
             f"!has(self.cache) || !self.source.matches('{LOCAL}')",
             lambda m: m.cache is None or not m.source.startswith(LOCAL_SCHEMES),
         ),
-        Rule(
+        SectionRule(
             "cache",
             "an image volume is for oci:// sources: name a claim, a size or a hostPath in place of imageVolume",
             "!has(self.cache) || !has(self.cache.imageVolume) || !self.cache.imageVolume || "
             "self.source.startsWith('oci://')",
             lambda m: m.cache is None or not m.cache.image_volume or m.source.startswith("oci://"),
         ),
-        Rule(
+        SectionRule(
             "aliases",
             "aliases repeat a name: list each name once",
             "!has(self.aliases) || self.aliases.all(a, self.aliases.exists_one(b, b == a))",
             lambda m: len(set(m.aliases)) == len(m.aliases),
         ),
-        Rule(
+        SectionRule(
             "aliases",
             "aliases must not repeat the model's own name: remove it from aliases",
             "!has(self.aliases) || !has(self.name) || !(self.name in self.aliases)",
             lambda m: m.name not in m.aliases,
         ),
-        Rule(
+        SectionRule(
             "adapters",
             "two adapters have the same name: rename one",
             "!has(self.adapters) || self.adapters.all(a, self.adapters.exists_one(b, b.name == a.name))",

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from pagemill_crds.base import Rule, Section
+from pagemill_crds.base import Section, SectionRule
 from pagemill_crds.fields import Cpu, Memory, Text
 
 
@@ -24,8 +24,8 @@ class ResourcesSection(Section):
     memory: Memory | None = None
     """Memory, such as `8Gi`."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "gpuProduct",
             "gpuProduct needs GPUs: set gpus to 1 or more, or remove gpuProduct",
             "!has(self.gpuProduct) || self.gpus > 0",

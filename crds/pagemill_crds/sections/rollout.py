@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from pagemill_crds.base import Rule, Section
+from pagemill_crds.base import Section, SectionRule
 from pagemill_crds.fields import CountOrPercent, Duration, Text
 
 Label = Annotated[str, Text(63, min_length=0)]
@@ -24,8 +24,8 @@ class RolloutSection(Section):
     drain_timeout: Duration = "60s"
     """Time that a replica's running requests get to finish before it terminates."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
             "maxSurge",
             "maxSurge and maxUnavailable are both 0, so nothing could be replaced: set one of them to 1",
             # Guarded, because the API server also evaluates rules on the definition's own default `{}`.

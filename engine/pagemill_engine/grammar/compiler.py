@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_GRAMMARS = 64
 
 
-class Grammar:
+class CompiledGrammar:
     """A compiled form. Every sequence has a state of its own."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], vocab_size: int) -> None:
@@ -35,24 +35,24 @@ class Grammar:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
 
-    def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> TokenState:
+    def state(self, token_ids: Sequence[int], *, forbids_end: bool) -> TokenState:
         from pagemill_engine.grammar.state import (
             GrammarState,
         )  # imports llguidance, which only forms need
 
         return _advanced(
-            GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self._vocab_size, keeps_on), token_ids
+            GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self._vocab_size, forbids_end), token_ids
         )
 
 
-class Limited(NamedTuple):
+class LimitedForm(NamedTuple):
     """An answer with a reasoning budget and an optional form."""
 
     limit: ReasoningLimit
     grammar: TokenStates | None
 
-    def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> TokenState:
-        form = None if self.grammar is None else self.grammar.state((), keeps_on=keeps_on)
+    def state(self, token_ids: Sequence[int], *, forbids_end: bool) -> TokenState:
+        form = None if self.grammar is None else self.grammar.state((), forbids_end=forbids_end)
         return _advanced(LimitedReasoning(self.limit, form), token_ids)
 
 
@@ -73,7 +73,7 @@ class GrammarCompiler:
         self._loaded: Tokenizer | None = None
         self._compile: Callable[[StructuredOutputs], LLMatcher] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._grammars: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._grammars: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
 
     def submit(self, outputs: StructuredOutputs | None, reasoning: AnswerFormat | None = None) -> Future[TokenStates]:
@@ -108,7 +108,7 @@ class GrammarCompiler:
             tokenizer.token_bytes,
             self._vocab_size,
         )
-        return Limited(limit, grammar)
+        return LimitedForm(limit, grammar)
 
     def _tokenizer(self) -> Tokenizer:
         """Return the tokenizer, loading it at the first call. Only for the compiler's thread."""
@@ -116,15 +116,15 @@ class GrammarCompiler:
             self._loaded = self._load_tokenizer()
         return self._loaded
 
-    def _make(self, outputs: StructuredOutputs) -> Grammar:
+    def _make(self, outputs: StructuredOutputs) -> CompiledGrammar:
         with self._lock:
             if outputs in self._grammars:  # compiled for a request just before this one
                 return self._grammars[outputs]
         if self._compile is None:
             self._compile = self._prepare()
         try:
-            grammar = Grammar(self._compile(outputs), self._eos_token_ids, self._vocab_size)
-            if grammar.state((), keeps_on=False).ended:
+            grammar = CompiledGrammar(self._compile(outputs), self._eos_token_ids, self._vocab_size)
+            if grammar.state((), forbids_end=False).ended:
                 raise ValueError("nothing but an empty answer fits it")
         except ValueError as error:
             raise invalid_field(

@@ -42,7 +42,7 @@ class LimitedReasoning:
         """Bytes in which the markers are searched."""
         self._num_tokens = 0
         self._forced: deque[int] = deque()
-        self._letters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8_decoder = codecs.getincrementaldecoder("utf-8")("replace")
         if limit.is_open:
             self._check_budget()
 
@@ -84,7 +84,7 @@ class LimitedReasoning:
         if self._forced:
             return self._take_forced(token_id)
         self._read += self._limit.token_bytes(token_id)
-        self._letters.decode(self._limit.token_bytes(token_id))
+        self._utf8_decoder.decode(self._limit.token_bytes(token_id))
         self._next()
         return ""
 
@@ -115,7 +115,7 @@ class LimitedReasoning:
 
     def _check_budget(self) -> None:
         """Force the end marker if the budget is spent and the last character is complete."""
-        is_complete = not self._letters.getstate()[0]
+        is_complete = not self._utf8_decoder.getstate()[0]
         if self._num_tokens >= self._limit.max_tokens and is_complete:
             self._forced.extend(self._limit.end_token_ids)
 

@@ -19,10 +19,10 @@ class GrammarState:
 
     is_free = False
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], vocab_size: int, keeps_on: bool) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], vocab_size: int, forbids_end: bool) -> None:
         """Take over `matcher`.
 
-        `keeps_on`: whether end-of-sequence tokens are forbidden while any other token may follow.
+        `forbids_end`: whether end-of-sequence tokens are forbidden while any other token may follow.
         """
         self.matcher = matcher
         self.num_words = -(-vocab_size // 32)
@@ -32,7 +32,7 @@ class GrammarState:
         """Whether the mask after the newest token is not computed yet."""
         self._job: Future[None] | None = None
         """The job that computes the mask."""
-        self._keeps_on = keeps_on
+        self._forbids_end = forbids_end
         self._ends = np.zeros_like(self._mask)
         bits = self._ends.view(np.uint32)
         for token_id in eos_token_ids:
@@ -87,7 +87,7 @@ class GrammarState:
         ends = mask[self._words]
         mask[self._words] &= ~self._ends[self._words]
         self.ended = not mask.any()
-        if not self._keeps_on:
+        if not self._forbids_end:
             mask[self._words] = ends
 
     def _compute(self) -> None:

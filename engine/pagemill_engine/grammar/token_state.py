@@ -50,9 +50,9 @@ class TokenState(Protocol):
 class TokenStates(Protocol):
     """The constraints of one request. Every sequence has a state of its own."""
 
-    def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> TokenState:
+    def state(self, token_ids: Sequence[int], *, forbids_end: bool) -> TokenState:
         """Return the state after these tokens of an answer. Raises `PagemillError` if they do not fit.
 
-        `keeps_on`: whether end-of-sequence tokens are forbidden while any other token may follow.
+        `forbids_end`: whether end-of-sequence tokens are forbidden while any other token may follow.
         """
         ...

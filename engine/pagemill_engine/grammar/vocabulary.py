@@ -9,7 +9,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from pagemill_protocol.text.tokenizer import Tokenizer
 
-MAX_SPELLINGS = 1024
+MAX_CACHED_TEXTS = 1024
 
 
 class _Tokens:
@@ -19,8 +19,8 @@ class _Tokens:
 
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int, vocab_size: int) -> None:
         self._tokenizer = tokenizer
-        self._spell = lru_cache(MAX_SPELLINGS)(self._spelling)
-        self.spell_greedily: Callable[[str], list[int]] = lambda text: []
+        self._tokenize = lru_cache(MAX_CACHED_TEXTS)(self._tokenize_uncached)
+        self.tokenize_greedily: Callable[[str], list[int]] = lambda text: []
         self.eos_token_id = eos_token_id
         # Rows of the logits beyond the tokenizer's vocabulary have no bytes, and are never allowed.
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
@@ -30,16 +30,16 @@ class _Tokens:
 
     def __call__(self, text: str) -> list[int]:
         """Tokenize text; cached, because every answer of a grammar asks for the same forced text."""
-        return list(self._spell(text))
+        return list(self._tokenize(text))
 
-    def _spelling(self, text: str) -> list[int]:
+    def _tokenize_uncached(self, text: str) -> list[int]:
         """Tokenize as in the model's training, or by longest tokens if the tokenizer changes the text."""
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         if all(token_id < len(self.tokens) for token_id in token_ids):
             spelled = b"".join(self.tokens[token_id] for token_id in token_ids)
             if spelled == text.encode() and self._tokenizer.special_ids.isdisjoint(token_ids):
                 return token_ids
-        return self.spell_greedily(text)
+        return self.tokenize_greedily(text)
 
 
 def llguidance_tokenizer(tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int) -> LLTokenizer:
@@ -48,5 +48,5 @@ def llguidance_tokenizer(tokenizer: Tokenizer, eos_token_ids: Sequence[int], voc
         raise ValueError("the model has no end-of-sequence token")
     tokens = _Tokens(tokenizer, eos_token_ids[0], vocab_size)
     found = LLTokenizer(TokenizerWrapper(tokens), eos_token=list(eos_token_ids))
-    tokens.spell_greedily = found.greedy_tokenize
+    tokens.tokenize_greedily = found.greedy_tokenize
     return found

@@ -35,7 +35,7 @@ _settings_decoder = msgspec.json.Decoder(EngineConfig)
 _message_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
-class EngineLink:
+class ParentLink:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._context = zmq.Context()
@@ -50,7 +50,7 @@ class EngineLink:
 
     def start_heartbeat(self, expected_step_ms: Callable[[], float]) -> None:
         """Send a heartbeat every second from now on. `expected_step_ms` is called on another thread."""
-        threading.Thread(target=self._beat, args=(expected_step_ms,), name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, args=(expected_step_ms,), name="heartbeat", daemon=True).start()
 
     def settings(self) -> EngineConfig:
         """Wait for the parent's settings and return them."""
@@ -70,7 +70,7 @@ class EngineLink:
         except queue.Empty:
             return None
 
-    def leave_fatal(self, fatal: Fatal) -> None:
+    def write_fatal(self, fatal: Fatal) -> None:
         """Write the last message to a file, which the parent reads when the process has ended."""
         draft = self._folder / f"{FATAL_FILE}.draft"
         with contextlib.suppress(OSError):
@@ -101,7 +101,7 @@ class EngineLink:
         outbox.connect(address(self._folder, FROM_ENGINE))
         return outbox
 
-    def _beat(self, expected_step_ms: Callable[[], float]) -> None:
+    def _send_heartbeats(self, expected_step_ms: Callable[[], float]) -> None:
         outbox, encoder = self._connect_outbox(0), msgspec.msgpack.Encoder()
         while True:
             outbox.send(encoder.encode(Heartbeat(expected_step_ms())))

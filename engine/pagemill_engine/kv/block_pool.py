@@ -145,7 +145,7 @@ class BlockPool:
             self.free_list.append(block)
             self.num_evictable += 1
 
-    def content_dropped(self, block: Block) -> None:
+    def move_to_front(self, block: Block) -> None:
         """Move a free block, whose content the prefix cache dropped, to the front of the free list."""
         if block.ref_count > 0:
             return

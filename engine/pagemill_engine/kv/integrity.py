@@ -121,7 +121,7 @@ def _check_writers(kv: KVCacheManager) -> list[str]:
             if block.block_id in writers:
                 faults.append(f"{name} and {writers[block.block_id]} both write block {block.block_id}")
             writers[block.block_id] = name
-            if index in table.opened:
+            if index in table.unwritten:
                 continue
             if block.ref_count > 1 or block.block_hash is not None:
                 faults.append(f"{name} writes block {block.block_id}, which others may read")

@@ -45,9 +45,9 @@ class BlockTable:
     """Number of tokens that the step being planned writes."""
     num_launched_tokens: int = 0
     """Number of tokens that steps in flight write: the last ones of `num_computed_tokens`."""
-    opened: list[int] = field(default_factory=list)
+    unwritten: list[int] = field(default_factory=list)
     """Indices of the blocks that were registered in the prefix cache before a completed step has written them."""
-    num_offered: int = 0
+    num_registered: int = 0
     """Number of leading blocks that were offered to the prefix cache or came from it."""
 
 
@@ -68,7 +68,7 @@ class KVUsage(NamedTuple):
         return 1 - self.used_slots / self.allocated_slots if self.allocated_slots else 0.0
 
 
-NOTHING_NEW = Allocation([])
+NO_NEW_BLOCKS = Allocation([])
 """The result of nearly every decode: its token goes into a block that the sequence has."""
 
 
@@ -128,7 +128,9 @@ class KVCacheManager:
         if sequence.request_id in self.tables:
             raise KVCacheError(f"{sequence.request_id} already has a block table")
         self.pool.share(computed_blocks)
-        self.tables[sequence.request_id] = BlockTable(sequence, list(computed_blocks), num_offered=len(computed_blocks))
+        self.tables[sequence.request_id] = BlockTable(
+            sequence, list(computed_blocks), num_registered=len(computed_blocks)
+        )
         sequence.num_computed_tokens = len(computed_blocks) * self.block_size
 
     def fork(self, parent: CachedSequence, child: CachedSequence, num_tokens: int) -> None:
@@ -141,7 +143,7 @@ class KVCacheManager:
             raise KVCacheError(f"{parent.request_id} cannot be shared: a step still writes into its last block")
         shared = self.tables[parent.request_id].blocks[: self.blocks_for(num_tokens)]
         self.pool.share(shared)
-        self.tables[child.request_id] = BlockTable(child, shared, num_offered=num_tokens // self.block_size)
+        self.tables[child.request_id] = BlockTable(child, shared, num_registered=num_tokens // self.block_size)
         child.num_computed_tokens = num_tokens
         child.block_hashes[:] = parent.block_hashes[: num_tokens // self.block_size]
 
@@ -157,24 +159,24 @@ class KVCacheManager:
         start = sequence.num_computed_tokens
         end = start + num_tokens
         if table.num_open_tokens or not 0 < num_tokens <= len(sequence.token_ids) + sequence.num_pending_tokens - start:
-            raise _misuse(table, num_tokens)
+            raise _misuse_error(table, num_tokens)
         if end % self.block_size and end <= len(blocks) * self.block_size:
             tail = blocks[-1]
             if tail.ref_count == 1 and tail.block_hash is None:
                 # Nearly every decode: the token goes into the sequence's own last block and does not fill it.
                 table.num_open_tokens = num_tokens
-                return NOTHING_NEW
+                return NO_NEW_BLOCKS
         num_new = -(-end // self.block_size) - len(blocks)
         needs_copy = self._write_needs_copy(table)
         if num_new + needs_copy > len(self.pool.free_list):
             return None
         table.num_open_tokens = num_tokens
-        allocation = NOTHING_NEW
+        allocation = NO_NEW_BLOCKS
         if num_new or needs_copy:
             allocation = self._extend(table, num_new, needs_copy)
         num_full = min(end, len(sequence.token_ids)) // self.block_size
-        if num_full > table.num_offered:
-            table.opened += self._offer(table, num_full)
+        if num_full > table.num_registered:
+            table.unwritten += self._register(table, num_full)
         return allocation
 
     def launch(self, request_ids: Iterable[str]) -> None:
@@ -193,10 +195,10 @@ class KVCacheManager:
         if num_launched < 0:
             raise KVCacheError(f"{sequence.request_id}: more tokens are committed than steps in flight write")
         num_full = (sequence.num_computed_tokens - num_launched) // self.block_size
-        if table.opened:
-            table.opened = [index for index in table.opened if index >= num_full]
-        if num_full > table.num_offered:
-            self._offer(table, num_full)
+        if table.unwritten:
+            table.unwritten = [index for index in table.unwritten if index >= num_full]
+        if num_full > table.num_registered:
+            self._register(table, num_full)
 
     def free(self, sequence: CachedSequence) -> None:
         """Drop the sequence's table.
@@ -206,7 +208,7 @@ class KVCacheManager:
         """
         table = self.tables.pop(sequence.request_id)
         # A reader of this step that failed may have removed some of them already.
-        self._forget([table.blocks[index] for index in table.opened])
+        self._forget([table.blocks[index] for index in table.unwritten])
         self.pool.release(reversed(table.blocks))
         sequence.num_computed_tokens = 0
 
@@ -221,8 +223,8 @@ class KVCacheManager:
             found = [self.prefix_cache.get(block_hash) for block_hash in sequence.block_hashes]
             self._forget([block for block in found if block is not None])
             return set()
-        in_flight = {table.blocks[index].block_id for index in table.opened}
-        table.opened = []
+        in_flight = {table.blocks[index].block_id for index in table.unwritten}
+        table.unwritten = []
         self._forget(table.blocks)
         return in_flight
 
@@ -273,12 +275,12 @@ class KVCacheManager:
         table.blocks += fresh
         return Allocation([block.block_id for block in fresh], replaced)
 
-    def _offer(self, table: BlockTable, num_full: int) -> list[int]:
+    def _register(self, table: BlockTable, num_full: int) -> list[int]:
         """Register the blocks up to `num_full` in the prefix cache unless equal content is there.
 
         Returns the registered indices.
         """
-        first, table.num_offered = table.num_offered, num_full
+        first, table.num_registered = table.num_registered, num_full
         if not self.enable_prefix_caching:
             return []
         return [
@@ -291,7 +293,7 @@ class KVCacheManager:
         for block in blocks:
             if block.block_hash is not None:
                 self.prefix_cache.remove(block)
-                self.pool.content_dropped(block)
+                self.pool.move_to_front(block)
 
     def _block_hash(self, sequence: CachedSequence, index: int) -> bytes:
         known = sequence.block_hashes
@@ -302,7 +304,7 @@ class KVCacheManager:
         return known[index]
 
 
-def _misuse(table: BlockTable, num_tokens: int) -> KVCacheError:
+def _misuse_error(table: BlockTable, num_tokens: int) -> KVCacheError:
     sequence = table.sequence
     if table.num_open_tokens:
         return KVCacheError(f"{sequence.request_id} is already being written by a step")

@@ -53,13 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     tune_library()
     from pagemill_engine.loader.load import load
 
-    def end_at_once(error: FetchError) -> None:
+    def exit_immediately(error: FetchError) -> None:
         """Exit without waiting for the downloads of other files; the next run continues from their part files."""
         _explain(error, settings.termination_log)
         os._exit(1)
 
     try:
-        load(settings, _report, end_at_once)
+        load(settings, _report, exit_immediately)
     except FetchError as error:
         _explain(error, settings.termination_log)
         return 1

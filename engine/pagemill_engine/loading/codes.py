@@ -74,7 +74,7 @@ CODE_KINDS: dict[str, CodeKind] = {
 }
 
 
-def in_words(stored_as: str, kinds: Iterable[CodeKind | None]) -> str:
+def describe_codes(stored_as: str, kinds: Iterable[CodeKind | None]) -> str:
     """Return a description of stored tensors and their form in memory. `kinds`: one per tensor, None for floats."""
     found = sorted({str(kind) for kind in kinds if kind is not None})
     return f"{stored_as} as {' and '.join(found) or 'floats'}"

@@ -22,7 +22,7 @@ from pagemill_engine.loading.floats import copy_floats
 from pagemill_engine.loading.read_ahead import ReadAhead
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.pieces import each_piece
-from pagemill_protocol.arriving_files import awaited_bytes, wait_until_whole
+from pagemill_protocol.partial_download import awaited_bytes, wait_until_complete
 from pagemill_protocol.source_errors import UnreadableModelError
 
 PIECE_BYTES = 2 * 1024**2
@@ -87,7 +87,7 @@ class WeightFiles:
         if file not in self._awaited:
             return
         try:
-            wait_until_whole(self._paths[file])
+            wait_until_complete(self._paths[file])
         except UnreadableModelError as error:
             raise LoadError(error.reason, error.message) from error
         self._awaited.discard(file)

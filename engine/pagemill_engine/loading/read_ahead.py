@@ -24,16 +24,16 @@ class ReadAhead:
         self._sizes = [os.fstat(file).st_size for file in files]
         self._asked: set[tuple[int, int]] = set()
         self._thread = ThreadPoolExecutor(1, "read-ahead")
-        self._asking: Future[None] | None = None
+        self._prefetching: Future[None] | None = None
 
     def reading(self, file: int, start: int, num_bytes: int) -> None:
         """Record that these bytes are read next. Never waits: while a request is running, this does nothing."""
-        if self._asking is not None and not self._asking.done():
+        if self._prefetching is not None and not self._prefetching.done():
             return
         chunks = [chunk for chunk in self._chunks(file, start, num_bytes + AHEAD_BYTES) if chunk not in self._asked]
         if chunks:
             self._asked.update(chunks)
-            self._asking = self._thread.submit(_ask, self._files, chunks)
+            self._prefetching = self._thread.submit(_prefetch, self._files, chunks)
 
     def _chunks(self, file: int, start: int, num_bytes: int) -> Iterator[tuple[int, int]]:
         """Yield (file, chunk number) from `start` on, continuing in the following files."""
@@ -44,7 +44,7 @@ class ReadAhead:
             file, start = file + 1, 0
 
 
-def _ask(files: Sequence[int], chunks: list[tuple[int, int]]) -> None:
+def _prefetch(files: Sequence[int], chunks: list[tuple[int, int]]) -> None:
     try:
         for file, number in chunks:
             os.posix_fadvise(files[file], number * CHUNK_BYTES, CHUNK_BYTES, os.POSIX_FADV_WILLNEED)

@@ -20,7 +20,7 @@ from pagemill_engine.loading.files import WeightFiles
 from pagemill_engine.loading.floats import copy_floats
 from pagemill_engine.loading.source import stored_bytes
 from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
-from pagemill_kernels.kept_memory import kept
+from pagemill_kernels.huge_pages import empty_weights
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_protocol.safetensors_header import INDEX_FILE, TensorHeader, read_header, shard_paths, weight_map
 from pagemill_protocol.source_errors import UnreadableModelError
@@ -192,7 +192,7 @@ class SafetensorsFolder:
         file, header = self._stored[part.stored_name]
         if header.dtype not in _READ:
             raise self._no_floats(part.stored_name, part)
-        tensor = kept(header.shape if part.row is None else header.shape[1:], _READ[header.dtype])
+        tensor = empty_weights(header.shape if part.row is None else header.shape[1:], _READ[header.dtype])
         self._files.fill(file, _offset(part, header), tensor)
         return tensor
 

@@ -8,11 +8,11 @@ from types import MappingProxyType
 
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.gguf_weights import GGUFWeights
-from pagemill_engine.loading.outlined import OutlinedWeights
 from pagemill_engine.loading.packed.folder import PackedFolder
-from pagemill_engine.loading.packed.formats import FORMATS, in_words
+from pagemill_engine.loading.packed.formats import FORMATS, describe_format
 from pagemill_engine.loading.packed.matrix import Settings
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
+from pagemill_engine.loading.shape_only import ShapeOnlyWeights
 from pagemill_engine.loading.source import WeightSource
 from pagemill_protocol.json_file import read_object
 from pagemill_protocol.model_spec import ModelSpec
@@ -35,15 +35,15 @@ def open_weights(
     return GGUFWeights(path, early_digest)
 
 
-def outline_weights(folder: Path, spec: ModelSpec, keeps_small_floats: bool = False) -> WeightSource:
+def shape_only_weights(folder: Path, spec: ModelSpec, keeps_small_floats: bool = False) -> WeightSource:
     """Return weights for sizes only, if the folder has nothing but the index. Raises `LoadError`."""
-    return OutlinedWeights(folder, spec, _settings(folder), keeps_small_floats)
+    return ShapeOnlyWeights(folder, spec, _settings(folder), keeps_small_floats)
 
 
 def stored_as(path: Path, quantization: str) -> str:
     """Return a description of the stored weights. `quantization`: as in `ModelSpec`."""
     settings = _settings(path) if path.is_dir() else {}
-    return in_words(settings) if settings.get("quant_method") else quantization
+    return describe_format(settings) if settings.get("quant_method") else quantization
 
 
 def _settings(folder: Path) -> Settings:

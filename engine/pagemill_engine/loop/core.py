@@ -21,7 +21,7 @@ import msgspec
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
-from pagemill_engine.loop.forming import FormingRequests
+from pagemill_engine.loop.grammar_requests import GrammarRequests
 from pagemill_engine.loop.limits import scheduler_limits, step_limits
 from pagemill_engine.loop.step_timer import StepTimer, predicted_ms
 from pagemill_engine.runner.base import Runner
@@ -55,7 +55,7 @@ class EngineCore:
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
-        self.forming = FormingRequests(config.model, self.scheduler, runner.info)
+        self.grammar_requests = GrammarRequests(config.model, self.scheduler, runner.info)
         self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
         self.step_timer = StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
@@ -70,22 +70,22 @@ class EngineCore:
         )
         self._step_ms = 0.0
         self._last_read_s = float("-inf")
-        self._goes_on = False  # the last step left work: the next one begins where it ended
+        self._has_next_step = False  # the last step left work: the next one begins where it ended
         self._step_time_sent_s = float("-inf")
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises `PagemillError` with the reason if it cannot be served here."""
-        self.forming.add(request)
+        self.grammar_requests.add(request)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Abort a request or one of its choices. Each running sequence reports `finish_reason="abort"`."""
         if choice is None:
-            self.forming.abort(request_id)
+            self.grammar_requests.abort(request_id)
         self.scheduler.abort(request_id, choice)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None or self.forming.has_work
+        return self.scheduler.has_work or self._in_flight is not None or self.grammar_requests.has_work
 
     def load(self) -> EngineLoad:
         plan = self._in_flight.plan if self._in_flight is not None else None
@@ -94,7 +94,7 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Run one step to its end, if there is anything to run, and return its outputs. Raises only if the state is
         inconsistent beyond the step's own requests, or the device is lost."""
-        self.forming.queue_compiled(may_wait=not self.scheduler.has_work and self._in_flight is None)
+        self.grammar_requests.queue_compiled(may_wait=not self.scheduler.has_work and self._in_flight is None)
         return self._step_overlapped() if self.overlaps else self._step_plain()
 
     def _step_plain(self) -> StepOutputs:
@@ -139,7 +139,7 @@ class EngineCore:
         except Exception as error:
             return Launched(plan, None, started_s, error)
         except BaseException:
-            self._interrupted(plan)
+            self._fail_steps_in_flight(plan)
             raise
 
     def _read(self, step: Launched) -> None:
@@ -155,14 +155,14 @@ class EngineCore:
             logger.error("step %d failed with %d requests", plan.step, len(plan.num_scheduled_tokens), exc_info=error)
             self.num_failed_steps_in_a_row += 1
             self.scheduler.step_failed(plan, f"The engine failed on this request: {type(error).__name__}.")
-            self._wait_out()
+            self._wait_for_step()
             self._last_read_s = self._clock()
             return
         except BaseException:
-            self._interrupted(plan)
+            self._fail_steps_in_flight(plan)
             raise
         try:
-            self._note_time(step)
+            self._record_step_time(step)
             self.scheduler.update(plan, result)
         except BaseException as error:
             self._abandon(plan, error)
@@ -170,7 +170,7 @@ class EngineCore:
         self.num_steps += 1
         self.num_failed_steps_in_a_row = 0
 
-    def _wait_out(self) -> None:
+    def _wait_for_step(self) -> None:
         """Wait for the step behind a failed one. Its outcome does not matter unless the device is lost."""
         following, self._in_flight = self._in_flight, None
         if following is not None and following.error is None:
@@ -180,7 +180,7 @@ class EngineCore:
                 if isinstance(error, DeviceLostError):
                     raise
 
-    def _interrupted(self, plan: StepPlan) -> None:
+    def _fail_steps_in_flight(self, plan: StepPlan) -> None:
         """Fail the steps in flight after Ctrl-C in a notebook; otherwise no later step could run."""
         self._in_flight = None
         self.scheduler.step_failed(plan, "The step was interrupted.")
@@ -195,11 +195,11 @@ class EngineCore:
         if not isinstance(error, Exception):
             raise error
 
-    def _note_time(self, step: Launched) -> None:
+    def _record_step_time(self, step: Launched) -> None:
         """Record the step's time. While there is work, it counts from one read to the next, with the time between
         steps."""
         now_s = self._clock()
-        self._step_ms = (now_s - (self._last_read_s if self._goes_on else step.started_s)) * 1000
+        self._step_ms = (now_s - (self._last_read_s if self._has_next_step else step.started_s)) * 1000
         self._last_read_s = now_s
         self.step_timer.observe(self.step_time, step.plan, self._step_ms, now_s)
 
@@ -207,8 +207,8 @@ class EngineCore:
         in_flight = self._in_flight
         self.expected_step_ms = predicted_ms(self.step_time, in_flight.plan) if in_flight is not None else 0.0
         added, removed = self.scheduler.kv.prefix_cache.drain_events()
-        outputs = [*self.forming.take_ends(), *self.scheduler.take_outputs()]
-        self._goes_on = step is not None and self.has_work
+        outputs = [*self.grammar_requests.take_ends(), *self.scheduler.take_outputs()]
+        self._has_next_step = step is not None and self.has_work
         return StepOutputs(
             outputs=outputs,
             load=self.load(),

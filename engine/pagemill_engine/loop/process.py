@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.ipc.link import EngineLink
+from pagemill_engine.ipc.link import ParentLink
 from pagemill_engine.ipc.messages import (
     Abort,
     AddRequest,
@@ -41,13 +41,13 @@ from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.probe import probe
 from pagemill_engine.loop.refusals import refusals
-from pagemill_engine.loop.sleep import fall_asleep, wake_up
+from pagemill_engine.loop.sleep import release_memory, wake_up
 from pagemill_engine.loop.start_clock import StartClock
 from pagemill_engine.loop.warmup import Calibration, SelfTestError, self_test
 from pagemill_engine.runner import factory
 from pagemill_engine.runner.sleep import SleepError
 from pagemill_kernels.gpu.driver import find_driver
-from pagemill_kernels.kept_memory import join_when_idle
+from pagemill_kernels.huge_pages import collapse_when_idle
 from pagemill_kernels.registry import has_torch
 from pagemill_protocol import logs
 from pagemill_protocol.errors import PagemillError, internal_error, unavailable
@@ -71,7 +71,7 @@ class EngineFault(RuntimeError):
 class EngineLoop:
     """Feeds one `EngineCore` from a link until `Shutdown`."""
 
-    def __init__(self, core: EngineCore, link: EngineLink, calibration: Calibration | None = None) -> None:
+    def __init__(self, core: EngineCore, link: ParentLink, calibration: Calibration | None = None) -> None:
         """Create the loop. `calibration`: continues while there are no requests."""
         self._core = core
         self._link = link
@@ -80,7 +80,7 @@ class EngineLoop:
         self._num_added = 0
         self._stopped = False
         self._idle_checked = True
-        self._wants_sleep = False
+        self._sleep_requested = False
         """Whether sleep was requested; the engine sleeps as soon as nothing runs."""
         self._sleeps = False
 
@@ -94,7 +94,7 @@ class EngineLoop:
                 self._send(self._core.step())
                 self._idle_checked = False
                 self._check_device()
-            if self._wants_sleep and not self._core.has_work:
+            if self._sleep_requested and not self._core.has_work:
                 self._sleep()
 
     def _take_messages(self) -> None:
@@ -113,9 +113,9 @@ class EngineLoop:
             case Abort(request_id, choice):
                 self._abort(request_id, choice)
             case RaiseAllowance(request_id, allowance):
-                self._core.forming.raise_allowance(request_id, allowance)
+                self._core.grammar_requests.raise_allowance(request_id, allowance)
             case Sleep():
-                self._wants_sleep = True
+                self._sleep_requested = True
             case Wake():
                 self._wake()
             case Shutdown():
@@ -143,12 +143,12 @@ class EngineLoop:
             self._core.check_integrity()
 
     def _sleep(self) -> None:
-        self._wants_sleep = False
+        self._sleep_requested = False
         if self._sleeps:
             self._link.send(Slept())
             return
         try:
-            released_bytes, report = fall_asleep(self._core)
+            released_bytes, report = release_memory(self._core)
         except SleepError as error:
             self._link.send(Slept(fault=str(error)))
             return
@@ -157,7 +157,7 @@ class EngineLoop:
         self._link.send(Slept(released_bytes))
 
     def _wake(self) -> None:
-        self._wants_sleep = False
+        self._sleep_requested = False
         if not self._sleeps:
             self._link.send(Awake())
             return
@@ -173,7 +173,7 @@ class EngineLoop:
         if not self._idle_checked:
             self._core.check_integrity()
             self._idle_checked = True
-        learned = self._calibration is not None and not self._sleeps and self._calibration.go_on()
+        learned = self._calibration is not None and not self._sleeps and self._calibration.measure_next()
         self._send(StepOutputs(load=self._core.load(), step_time=self._core.step_time.params() if learned else None))
 
     def _send(self, report: StepOutputs) -> None:
@@ -206,7 +206,7 @@ def start_core(
     return core, calibration
 
 
-def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | None = None) -> None:
+def serve(config: EngineConfig, link: ParentLink, early_digest: EarlyDigest | None = None) -> None:
     """Load the model, report ready, and run the loop until `Shutdown`."""
     started_s, clock = time.monotonic(), StartClock()
 
@@ -224,7 +224,7 @@ def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | No
     finally:
         gc.enable()
     link.send(_ready(core, time.monotonic() - started_s, clock.seconds()))
-    join_when_idle()
+    collapse_when_idle()
     link.start_heartbeat(lambda: core.expected_step_ms)
     try:
         EngineLoop(core, link, calibration).run()
@@ -271,7 +271,7 @@ def fatal_of(error: Exception) -> Fatal:
     return Fatal("EngineFailed", f"{type(error).__name__}: {error}")
 
 
-def import_ahead(modules: list[str]) -> None:
+def preimport_modules(modules: list[str]) -> None:
     """Import the modules, and torch if there is a GPU, on which torch is likely to compute."""
     for module in modules:
         importlib.import_module(module)
@@ -286,7 +286,7 @@ def main(argv: list[str]) -> int:
     logs.configure(logging.WARNING, process="engine")
     # Ctrl-C reaches the whole process group; the parent decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    link = EngineLink(Path(argv[0]))
+    link = ParentLink(Path(argv[0]))
     link.start()
     gc.disable()
     try:
@@ -294,7 +294,7 @@ def main(argv: list[str]) -> int:
         early_digest = None
         if modules:
             early_digest = EarlyDigest(lambda: factory.find_model(link.settings()))
-            import_ahead(modules)
+            preimport_modules(modules)
         # Imports create 300,000 long-lived objects and hardly any garbage: no collection is needed before ready.
         gc.freeze()
         serve(link.settings(), link, early_digest)
@@ -302,7 +302,7 @@ def main(argv: list[str]) -> int:
         fatal = fatal_of(error)
         if fatal.reason == "EngineFailed":
             logger.exception("the engine process ends because of an internal error")
-        link.leave_fatal(fatal)
+        link.write_fatal(fatal)
         return 1
     finally:
         link.close()

@@ -10,7 +10,7 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.warmup import self_test
 
 
-def fall_asleep(core: EngineCore) -> tuple[int, StepOutputs]:
+def release_memory(core: EngineCore) -> tuple[int, StepOutputs]:
     """Free the runner's memory. Call this when there is no work left.
 
     Returns the number of freed bytes, and the outputs that report the emptied prefix cache. Raises

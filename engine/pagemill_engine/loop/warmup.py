@@ -61,7 +61,7 @@ class Calibration:
         self._core = core
         self._largest = largest = min(limits.max_num_batched_tokens, limits.max_total_tokens - 1)
         sizes = sorted(default_knots(largest), key=lambda size: (size > BATCH_SIZE, size not in (1, BATCH_SIZE), size))
-        self._left = deque(size for size in sizes if size not in _SKIPPED_SIZES or size == largest)
+        self._remaining_sizes = deque(size for size in sizes if size not in _SKIPPED_SIZES or size == largest)
         self._sample_ms: dict[int, float] = {}
         self._decode_ms: float | None = None
         """Milliseconds that one decode takes beyond a prompt's token; None: not measured."""
@@ -80,7 +80,7 @@ class Calibration:
             self._measure()
         self._fit()
 
-    def go_on(self) -> bool:
+    def measure_next(self) -> bool:
         """Measure one more size if the core has no work. Returns whether it did.
 
         It does not if everything is measured, if the step would keep a request waiting for long, or if there were
@@ -94,10 +94,10 @@ class Calibration:
 
     @property
     def _has_more(self) -> bool:
-        return bool(self._left) or self._decodes_are_next
+        return bool(self._remaining_sizes) or self._measures_decode_next
 
     @property
-    def _decodes_are_next(self) -> bool:
+    def _measures_decode_next(self) -> bool:
         return (
             self._decode_ms is None
             and BATCH_SIZE in self._sample_ms
@@ -105,15 +105,19 @@ class Calibration:
         )
 
     def _expected_ms(self) -> float:
-        return self._sample_ms[BATCH_SIZE] if self._decodes_are_next else _estimated_ms(self._sample_ms, self._left[0])
+        return (
+            self._sample_ms[BATCH_SIZE]
+            if self._measures_decode_next
+            else _estimated_ms(self._sample_ms, self._remaining_sizes[0])
+        )
 
     def _measure(self) -> None:
-        if self._decodes_are_next:
+        if self._measures_decode_next:
             self._decode_ms = max(0.0, _measure_ms(self._core, BATCH_SIZE, 1) - self._sample_ms[BATCH_SIZE]) / (
                 BATCH_SIZE - 1
             )
             return
-        size = self._left.popleft()
+        size = self._remaining_sizes.popleft()
         self._sample_ms[size] = _measure_ms(self._core, 1, size)
 
     def _fit(self) -> None:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.models.layers import Layer, Linear, Norm, Vector
+from pagemill_engine.models.layers import Layer, Linear, Norm, VectorWeights
 from pagemill_engine.models.row_order import norm_order, qkv_order
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.models.declaration import AttentionSpec, MLPSpec, NormSpec
 
 
-class Output(Protocol):
+class LayerOutput(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
@@ -26,9 +26,9 @@ class Output(Protocol):
         ...
 
 
-class Block(Protocol):
+class LayerBlock(Protocol):
     @property
-    def output(self) -> Output: ...
+    def output(self) -> LayerOutput: ...
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Compute the input of `output`. x: [tokens, hidden]."""
@@ -55,7 +55,7 @@ class Attention:
         self._index, self._rotation = index, rotation
         self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
         self._extras: dict[str, Any] = {} if spec.soft_cap is None else {"soft_cap": spec.soft_cap}
-        self.sinks = None if spec.sinks is None else Vector(spec.sinks, spec.num_heads, ops)
+        self.sinks = None if spec.sinks is None else VectorWeights(spec.sinks, spec.num_heads, ops)
         if spec.alibi_slopes is not None:
             self._extras["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=ops.device)
 

@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagemill_engine.models.blocks import MLP, Attention, Block
+from pagemill_engine.models.blocks import MLP, Attention, LayerBlock
 from pagemill_engine.models.classifier import Classifier
 from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.encoder_attention import EncoderAttention
 from pagemill_engine.models.experts import MoE
 from pagemill_engine.models.latent_attention import LatentAttention
-from pagemill_engine.models.layers import Embedding, Held, Layer, Linear, Norm, Table
+from pagemill_engine.models.layers import Embedding, HasWeights, Layer, Linear, Norm, Table
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.declaration import (
@@ -48,7 +48,7 @@ class _Builder:
         self._ropes: list[RopeSpec] = spec.ropes()
         self._caches = count()
 
-    def block(self, spec: BlockSpec) -> Block:
+    def block(self, spec: BlockSpec) -> LayerBlock:
         if isinstance(spec, MoESpec):
             return MoE(spec, self._ops, self._dtype)
         if isinstance(spec, MLPSpec):
@@ -101,7 +101,7 @@ class Branch:
 
 class Residual:
     def __init__(self, spec: ResidualSpec, builder: _Builder) -> None:
-        self.branches = [Branch(branch, builder, _earlier(spec, i)) for i, branch in enumerate(spec.branches)]
+        self.branches = [Branch(branch, builder, _same_norm_index(spec, i)) for i, branch in enumerate(spec.branches)]
         self.norm = builder.norm(spec.norm)
 
     def layers(self) -> Iterator[Layer]:
@@ -134,7 +134,7 @@ class DecoderLayer:
         for residual in self.residuals:
             yield from residual.layers()
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[LayerBlock]:
         return [branch.block for residual in self.residuals for branch in residual.branches]
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
@@ -150,7 +150,7 @@ class Model(Protocol):
     dtype: torch.dtype
     """Type of the values between matmuls."""
 
-    def weight_layers(self) -> Iterator[Held]:
+    def weight_layers(self) -> Iterator[HasWeights]:
         """Yield all layers with weights."""
         ...
 
@@ -200,9 +200,9 @@ class Decoder:
 
     def __call__(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute normalised hidden states, [tokens, hidden]. token_ids: int64 [tokens]."""
-        return self.through(self.layers, token_ids, context)
+        return self.forward_layers(self.layers, token_ids, context)
 
-    def through(self, layers: Iterable[DecoderLayer], token_ids: Tensor, context: ForwardContext) -> Tensor:
+    def forward_layers(self, layers: Iterable[DecoderLayer], token_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute hidden states as a call does, but only with these layers."""
         hidden = self._embed(token_ids, context)
         for layer in layers:
@@ -236,7 +236,7 @@ class Decoder:
         return hidden if self.embedding_norm is None else self.embedding_norm(hidden).to(self.dtype)
 
 
-def _earlier(spec: ResidualSpec, index: int) -> int | None:
+def _same_norm_index(spec: ResidualSpec, index: int) -> int | None:
     """Return the index of the earlier branch with the same norm, or None."""
     norm = spec.branches[index].norm
     earlier = [branch.norm for branch in spec.branches[:index]]

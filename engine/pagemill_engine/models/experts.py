@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagemill_engine.models.blocks import MLP
 from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.models.layers import Layer, Linear, Vector
+from pagemill_engine.models.layers import Layer, Linear, VectorWeights
 from pagemill_engine.models.tensors import TensorSource
 from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate, Gating
 from pagemill_kernels.registry import Ops
@@ -78,7 +78,7 @@ class MoE:
         self._ops, self._dtype = ops, dtype
         gating = spec.gating
         bias = None if gating is None else gating.bias
-        self.choice_bias = None if bias is None else Vector(bias, len(spec.experts), ops)
+        self.choice_bias = None if bias is None else VectorWeights(bias, len(spec.experts), ops)
         self.gating = None if gating is None else Gating(
             gating.scores, gating.num_groups, gating.top_groups, gating.best_of_group, gating.scale
         )  # fmt: skip

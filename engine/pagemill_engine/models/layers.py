@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagemill_engine.models.row_order import Order, stacked_order
 from pagemill_engine.models.tensors import (
-    Takes,
+    PackableForms,
     TensorSource,
     Weight,
     read_bias,
@@ -30,7 +30,7 @@ from pagemill_kernels.torch_arrays import float_type_of, to_torch
 from pagemill_protocol.models.declaration import LinearSpec, MatrixSpec, NormSpec, Shapes
 
 
-class Held(Protocol):
+class HasWeights(Protocol):
     """An object with weights."""
 
     def held(self) -> Any:
@@ -39,7 +39,7 @@ class Held(Protocol):
         ...
 
 
-class Layer(Held, Protocol):
+class Layer(HasWeights, Protocol):
     """A layer with weights, whatever it computes."""
 
     def shapes(self) -> Shapes:
@@ -70,7 +70,7 @@ class Linear:
 
     def load(self, source: TensorSource) -> None:
         bias = read_bias(source, self.spec, float_type_of(self.dtype), self.order)
-        weight = read_weight(source, self.spec.weight_shapes(), _takes(self._ops, self.dtype), self.order)
+        weight = read_weight(source, self.spec.weight_shapes(), _packable_forms(self._ops, self.dtype), self.order)
         self.packed = _packed(self._ops, weight, None if bias is None else to_torch(bias), self._ops.pack_linear)
 
     def held(self) -> PackedLinear:
@@ -122,7 +122,7 @@ class Norm:
         return to_torch(vector).to(self._ops.device, copy=True)
 
 
-class Vector:
+class VectorWeights:
     """A stored tensor of `size` values, in float32."""
 
     values: Tensor
@@ -155,7 +155,7 @@ class Embedding:
         return self.spec.shapes()
 
     def load(self, source: TensorSource) -> None:
-        weight = read_weight(source, self.shapes(), _takes(self._ops, self.dtype))
+        weight = read_weight(source, self.shapes(), _packable_forms(self._ops, self.dtype))
         self.rows = _packed(self._ops, weight, None, lambda matrix, bias: self._ops.pack_rows(matrix))
 
     def held(self) -> PackedLinear:
@@ -193,7 +193,7 @@ class Table:
         return self._ops.gather_rows(self.table, rows)
 
 
-def held_tensors(layer: Held) -> Iterator[Tensor]:
+def layer_tensors(layer: HasWeights) -> Iterator[Tensor]:
     held = layer.held()
     if isinstance(held, Tensor):
         yield held
@@ -201,19 +201,19 @@ def held_tensors(layer: Held) -> Iterator[Tensor]:
     yield from (value for value in vars(held).values() if isinstance(value, Tensor))
 
 
-def held_bytes(layer: Held) -> int:
+def layer_weight_bytes(layer: HasWeights) -> int:
     held = layer.held()
     num_bytes: int = held.nbytes if isinstance(held, Tensor) else held.num_bytes
     return num_bytes
 
 
-def _takes(ops: Ops, dtype: torch.dtype) -> Takes:
+def _packable_forms(ops: Ops, dtype: torch.dtype) -> PackableForms:
     """Return the form in which this device stores matrices. `dtype`: type of the values between matmuls."""
-    return Takes(
+    return PackableForms(
         dtype=float_type_of(ops.weight_dtype or dtype),
         blocks=ops.pack_blocks is not None,
         codes=ops.pack_codes is not None,
-        bfloat16=ops.holds.bfloat16,
+        bfloat16=ops.weight_forms.bfloat16,
     )
 
 

@@ -36,8 +36,8 @@ class Rotations:
 
 def decoder_tables(decoder: DecoderSpec, max_positions: int, source: TensorSource) -> list[Table]:
     """Return the tables of `decoder.ropes()`. `source`: contains stored divisors of frequencies."""
-    turning_dim = next(decoder.attentions()).turning_dim
-    return [_head_tables(rope, turning_dim, max_positions, source) for rope in decoder.ropes()]
+    rotary_table_dim = next(decoder.attentions()).rotary_table_dim
+    return [_head_tables(rope, rotary_table_dim, max_positions, source) for rope in decoder.ropes()]
 
 
 def _head_tables(rope: RopeSpec, head_dim: int, max_positions: int, source: TensorSource) -> Table:

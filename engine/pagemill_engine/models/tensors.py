@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
-from pagemill_kernels.kept_memory import kept
+from pagemill_kernels.huge_pages import empty_weights
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes, stack, stack_blocks
 from pagemill_protocol.models.declaration import LinearSpec, NormSpec
 from pagemill_protocol.models.declaration import Shapes as Shapes
@@ -44,7 +44,7 @@ class TensorSource(Protocol):
         ...
 
 
-class Takes(NamedTuple):
+class PackableForms(NamedTuple):
     """The forms of matrices that an executor packs."""
 
     dtype: FloatType
@@ -58,18 +58,18 @@ class Takes(NamedTuple):
 Weight = CodeBlocks | GroupCodes | Array
 
 
-def read_weight(source: TensorSource, shapes: Shapes, takes: Takes, order: Array | None = None) -> Weight:
+def read_weight(source: TensorSource, shapes: Shapes, packable: PackableForms, order: Array | None = None) -> Weight:
     """Read the named tensors stacked by rows: quantized as stored, or as floats if source or executor cannot do that.
 
     Row i of the result is the stored row `order[i]`.
     """
     names = list(shapes)
-    if takes.blocks and (blocks := blocks_stacked(source, names)) is not None:
+    if packable.blocks and (blocks := blocks_stacked(source, names)) is not None:
         return blocks if order is None else blocks.reordered(order)
-    if takes.codes and (codes := codes_stacked(source, names)) is not None:
+    if packable.codes and (codes := codes_stacked(source, names)) is not None:
         return codes if order is None else codes.reordered(order)
-    keeps = takes.bfloat16 and all(source.is_bfloat16(name) for name in names)
-    matrix = read_stacked(source, shapes, "bfloat16" if keeps else takes.dtype)
+    keeps = packable.bfloat16 and all(source.is_bfloat16(name) for name in names)
+    matrix = read_stacked(source, shapes, "bfloat16" if keeps else packable.dtype)
     return matrix if order is None else matrix[order]
 
 
@@ -96,7 +96,7 @@ def read_norm(source: TensorSource, spec: NormSpec, name: str, dtype: FloatType,
 
 
 def read_tensor(source: TensorSource, name: str, shape: tuple[int, ...], dtype: FloatType) -> Array:
-    out = kept(shape, NUMPY_TYPES[dtype])
+    out = empty_weights(shape, NUMPY_TYPES[dtype])
     source.read_into(name, out)
     return out
 
@@ -104,7 +104,7 @@ def read_tensor(source: TensorSource, name: str, shape: tuple[int, ...], dtype: 
 def read_stacked(source: TensorSource, shapes: Shapes, dtype: FloatType) -> Array:
     """Return the named tensors as floats, stacked by rows."""
     sizes = list(shapes.values())
-    out = kept((sum(size[0] for size in sizes), *sizes[0][1:]), NUMPY_TYPES[dtype])
+    out = empty_weights((sum(size[0] for size in sizes), *sizes[0][1:]), NUMPY_TYPES[dtype])
     start = 0
     for name, size in shapes.items():
         source.read_into(name, out[start : start + size[0]])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagemill_engine.models.decoder import Decoder, Model
 from pagemill_engine.models.fitting import check_tensors
-from pagemill_engine.models.layers import held_bytes, held_tensors
+from pagemill_engine.models.layers import layer_tensors, layer_weight_bytes
 from pagemill_engine.models.tensors import TensorSource
 
 
@@ -31,10 +31,10 @@ def load_weights(model: Decoder, source: TensorSource) -> None:
 
 def weight_bytes(model: Model) -> int:
     """Return the bytes of all weights on the device. Shared weights count once."""
-    return sum({id(layer.held()): held_bytes(layer) for layer in model.weight_layers()}.values())
+    return sum({id(layer.held()): layer_weight_bytes(layer) for layer in model.weight_layers()}.values())
 
 
 def weight_tensors(model: Model) -> Iterator[Tensor]:
     """Yield all tensors of the layers. Shared tensors are yielded more than once."""
     for layer in model.weight_layers():
-        yield from held_tensors(layer)
+        yield from layer_tensors(layer)

@@ -77,7 +77,7 @@ class _Embedding:
     def __init__(self, spec: EmbeddingSpec, hidden_size: int, parts: Parts, lent: Rows | None) -> None:
         """Build the embedding. `lent`: the head's matrix, if the embedding shares it."""
         self._spec = spec
-        self._is_lent = lent is not None
+        self._is_shared = lent is not None
         self.rows = parts.rows({f"{spec.name}.weight": (spec.num_rows, spec.size)}) if lent is None else lent
         self._projection = None if spec.projection is None else parts.linear(spec.projection)
         self._positions: Array | None = None
@@ -88,7 +88,7 @@ class _Embedding:
 
     @property
     def num_bytes(self) -> int:
-        held = 0 if self._is_lent else self.rows.num_bytes
+        held = 0 if self._is_shared else self.rows.num_bytes
         held += 0 if self._projection is None else self._projection.num_bytes
         held += 0 if self._positions is None else self._positions.nbytes
         return held + norm_bytes(self._norm)

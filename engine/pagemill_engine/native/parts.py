@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.models.row_order import Order, stacked_order
-from pagemill_engine.models.tensors import Takes, TensorSource, Weight, read_bias, read_norm, read_weight
+from pagemill_engine.models.tensors import PackableForms, TensorSource, Weight, read_bias, read_norm, read_weight
 from pagemill_kernels import arrays
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.decoder_layer.parts import NormParts
@@ -67,8 +67,8 @@ class Parts(NamedTuple):
         )
 
     def _weight(self, shapes: Shapes, order: Order | None) -> Weight:
-        takes = Takes(self.ops.weight_type, blocks=True, codes=True, bfloat16=self.ops.keeps_bfloat16)
-        return read_weight(self.source, shapes, takes, order)
+        packable = PackableForms(self.ops.weight_type, blocks=True, codes=True, bfloat16=self.ops.keeps_bfloat16)
+        return read_weight(self.source, shapes, packable, order)
 
     def _packed(self, weight: Weight, bias: Array | None) -> NativeLinear:
         if isinstance(weight, CodeBlocks):

@@ -45,14 +45,14 @@ class Sizes(NamedTuple):
     """Whether such attention also writes its scores out, one key/value head of a chunk at a time."""
 
 
-class Measured(NamedTuple):
+class MeasuredMemory(NamedTuple):
     """Measurements on a device with weights, rows and compiled kernels, but without a KV cache."""
 
     free_bytes: int
     """Free memory while nothing runs."""
     step_bytes: int
     """The most memory that a step took in addition."""
-    recording_bytes: int
+    graph_bytes: int
     """Memory that recorded decodes will keep."""
 
 
@@ -86,7 +86,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
 
 
 def plan_measured(
-    config: EngineConfig, spec: ModelSpec, sizes: Sizes, before: MemoryState, measured: Measured
+    config: EngineConfig, spec: ModelSpec, sizes: Sizes, before: MemoryState, measured: MeasuredMemory
 ) -> MemoryPlan:
     """Size the KV cache from measured steps. `before`: the device's memory without the engine.
 
@@ -94,7 +94,7 @@ def plan_measured(
     """
     held = before.available_bytes - measured.free_bytes - sizes.weight_bytes
     penalties = config.step.max_num_seqs * spec.vocab_size * (COUNT_BYTES + LOGIT_BYTES)
-    activations = max(0, held) + measured.step_bytes + measured.recording_bytes + penalties
+    activations = max(0, held) + measured.step_bytes + measured.graph_bytes + penalties
     block_bytes = sizes.kv_bytes_per_token * config.block_size
     num_blocks = config.num_kv_blocks
     if num_blocks is None:

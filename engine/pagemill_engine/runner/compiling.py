@@ -11,7 +11,7 @@ import torch
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.device_runner import DeviceRunner
-from pagemill_engine.runner.graphs import CudaRecorder, recorded_shapes
+from pagemill_engine.runner.graphs import CudaGraphCapturer, shapes_to_capture
 from pagemill_kernels.gpu.launch import num_multiprocessors
 from pagemill_kernels.paged_attention.batch import DECODE_LIMIT
 from pagemill_protocol.model_spec import ModelSpec
@@ -39,16 +39,16 @@ def run_largest(runner: DeviceRunner, config: EngineConfig) -> None:
         runner.warm_up(*_largest_step(config, runner.info.max_model_len))
 
 
-def record_steps(runner: DeviceRunner, config: EngineConfig) -> None:
+def capture_graphs(runner: DeviceRunner, config: EngineConfig) -> None:
     """Record steps as CUDA graphs. Raises `LoadError` if memory is too small for the largest."""
-    shapes = recorded_shapes(*config.step, worth_recording(runner.model.spec))
+    shapes = shapes_to_capture(*config.step, max_captured_tokens(runner.model.spec))
     try:
-        runner.record_steps(shapes, CudaRecorder)
+        runner.capture_graphs(shapes, CudaGraphCapturer)
     except RuntimeError as error:
         # torch's allocator raises an error class of its own; the driver runs out while a graph is instantiated.
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
-        num_tokens, num_requests = largest_recorded(config, runner.model.spec)
+        num_tokens, num_requests = largest_captured(config, runner.model.spec)
         raise LoadError(
             "GraphsTooLarge",
             f"The device ran out of memory while steps of up to {num_requests} requests and {num_tokens} tokens "
@@ -58,10 +58,10 @@ def record_steps(runner: DeviceRunner, config: EngineConfig) -> None:
         ) from error
 
 
-def worth_recording(spec: ModelSpec) -> int:
+def max_captured_tokens(spec: ModelSpec) -> int:
     """Return the most tokens of a step whose launches take longer than its computation.
 
-    In larger steps padding costs more than a recording saves. This is an estimate, for launches on one core and
+    In larger steps padding costs more than a captured graph saves. This is an estimate, for launches on one core and
     multiplications of floats.
     """
     layers = spec.decoder.layers
@@ -70,9 +70,9 @@ def worth_recording(spec: ModelSpec) -> int:
     return int(LAUNCH_S * len(layers) * PRODUCTS_PER_S * num_multiprocessors() / passed)
 
 
-def largest_recorded(config: EngineConfig, spec: ModelSpec) -> tuple[int, int]:
+def largest_captured(config: EngineConfig, spec: ModelSpec) -> tuple[int, int]:
     """Return the most tokens, and the most requests of a decode, that are recorded."""
-    shapes = recorded_shapes(*config.step, worth_recording(spec))
+    shapes = shapes_to_capture(*config.step, max_captured_tokens(spec))
     return max(each.num_tokens for each in shapes), max(each.num_requests for each in shapes if each.is_decode)
 
 

@@ -16,27 +16,27 @@ from pagemill_kernels.registry import (
     NATIVE_BACKENDS,
     Backend,
     Feature,
+    MatmulType,
     Ops,
-    Products,
     bfloat16_unit,
     cpu_backend,
     fp8_problem,
     gpu_problem,
     has_native_layers,
     has_torch,
-    holds,
     lacking,
     ops_for,
+    weight_forms,
 )
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.declaration import LatentAttentionSpec
 
 if TYPE_CHECKING:
     from pagemill_kernels.native_ops import NativeOps
-    from pagemill_kernels.registry import Holds
+    from pagemill_kernels.registry import WeightForms
 
-_PRODUCTS: dict[str, Products] = {"w8a8": "w8a8", "fp8": "fp8"}
-_PRODUCT_NAMES: dict[Products, str] = {"w8a8": "int8", "fp8": "fp8"}
+_MATMUL_TYPES: dict[str, MatmulType] = {"w8a8": "w8a8", "fp8": "fp8"}
+_MATMUL_NAMES: dict[MatmulType, str] = {"w8a8": "int8", "fp8": "fp8"}
 _GPU_ALONE = ("w8a8", "fp8")
 _FEATURE_NAMES: dict[Feature, str] = {
     "alibi": "ALiBi",
@@ -66,15 +66,15 @@ class Compute(NamedTuple):
     """Whether it also writes its scores out, for features that torch's fused attention does not have."""
     batch_invariant: bool = False
     rounds_activations: bool = False
-    products: Products = "float"
+    matmul_type: MatmulType = "float"
     torch_attention: bool = False
     """Argument of `registry.ops_for`."""
     is_native: bool = False
     """Whether the native decoder runs, without torch."""
 
     @property
-    def holds(self) -> Holds:
-        return holds(self.backend)
+    def weight_forms(self) -> WeightForms:
+        return weight_forms(self.backend)
 
     @property
     def ops(self) -> Ops:
@@ -87,7 +87,7 @@ class Compute(NamedTuple):
             batch_invariant=self.batch_invariant,
             weight_dtype=weight_dtype,
             rounds_activations=self.rounds_activations,
-            products=self.products,
+            matmul_type=self.matmul_type,
             torch_attention=self.torch_attention,
         )
 
@@ -160,7 +160,7 @@ def _wants_gpu(config: EngineConfig) -> bool:
         return False
     from pagemill_kernels.gpu import launch
 
-    return launch.why_absent() is None
+    return launch.unavailable_reason() is None
 
 
 def _has_gpu() -> bool:
@@ -180,7 +180,7 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
 
     from pagemill_kernels.gpu import launch
 
-    absent = launch.why_absent()
+    absent = launch.unavailable_reason()
     if absent is not None:
         raise LoadError(
             "DeviceUnavailable",
@@ -199,17 +199,17 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
         )
     if "fp8" in (config.quantization, config.kv_cache_dtype):
         _check_fp8(config)
-    products = _PRODUCTS.get(config.quantization, "float")
+    matmul_type = _MATMUL_TYPES.get(config.quantization, "float")
     device = launch.device()
     emulated = device.type == "cpu"
     dtype: FloatType = "float32" if emulated else "bfloat16"
     if config.dtype != "auto":
         dtype = config.dtype
     how = "Triton's interpreter" if emulated else f"Triton kernels on {torch.cuda.get_device_name(device)}"
-    how += "" if products == "float" else f", {_PRODUCT_NAMES[products]} weights and activations"
-    how += " where the file has floats" if products != "float" and spec.quantization is not None else ""
+    how += "" if matmul_type == "float" else f", {_MATMUL_NAMES[matmul_type]} weights and activations"
+    how += " where the file has floats" if matmul_type != "float" and spec.quantization is not None else ""
     kv_dtype = _kv_dtype(config, dtype)
-    return Compute("triton", dtype, dtype, kv_dtype, how, attention_gathers=False, products=products)
+    return Compute("triton", dtype, dtype, kv_dtype, how, attention_gathers=False, matmul_type=matmul_type)
 
 
 def check_gpu_features(config: EngineConfig, spec: ModelSpec) -> None:
@@ -224,7 +224,7 @@ def check_gpu_features(config: EngineConfig, spec: ModelSpec) -> None:
     if lacks:
         raise LoadError(
             "SettingsUnsupported",
-            f"`device` {config.device} cannot run this model: the Triton kernels have no {_in_words(lacks)}. "
+            f"`device` {config.device} cannot run this model: the Triton kernels have no {_feature_list(lacks)}. "
             "Set device to cpu.",
         )
 
@@ -245,7 +245,7 @@ def _features(spec: ModelSpec) -> frozenset[Feature]:
     return frozenset(found)
 
 
-def _in_words(features: frozenset[Feature]) -> str:
+def _feature_list(features: frozenset[Feature]) -> str:
     return " and no ".join(_FEATURE_NAMES[feature] for feature in sorted(features))
 
 
@@ -279,7 +279,7 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     lacks = lacking(backend, _features(spec))
     if lacks:
         _check_torch_attention(config, lacks)
-        how += f", attention by torch (the native kernels have no {_in_words(lacks)})"
+        how += f", attention by torch (the native kernels have no {_feature_list(lacks)})"
     rounds = backend == "cpu_native" and config.dtype == "auto" and _has_4_bits(config, spec) and library.has_dots()
     how += ", 4-bit weights times 16-bit activations" if rounds else ""
     how += ", few rows of codes times 16-bit activations" if _rounds_few_rows(backend, config, spec) else ""
@@ -312,8 +312,8 @@ def _check_torch_attention(config: EngineConfig, lacks: frozenset[Feature]) -> N
         if wanted:
             raise LoadError(
                 "SettingsUnsupported",
-                f"`{field}` {value} needs the native attention kernels, which have no {_in_words(lacks)}; this model's "
-                f"attention runs on torch. {remedy}.",
+                f"`{field}` {value} needs the native attention kernels, which have no {_feature_list(lacks)}; this "
+                f"model's attention runs on torch. {remedy}.",
             )
 
 

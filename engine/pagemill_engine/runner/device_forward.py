@@ -17,7 +17,7 @@ from pagemill_engine.models.device_rotations import DeviceRotations
 from pagemill_engine.models.layer_kinds import one_of_each
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_kernels.registry import DeviceOps, Ops
-from pagemill_kernels.request_rows.layout import StepInputs
+from pagemill_kernels.request_rows.layout import DeviceStepInputs
 
 
 class DeviceForward:
@@ -40,9 +40,9 @@ class DeviceForward:
         self._layers = model.layers
         self._kinds: list[DecoderLayer] = []
 
-    def empty_inputs(self, num_tokens: int, num_requests: int, table_width: int) -> StepInputs:
+    def empty_inputs(self, num_tokens: int, num_requests: int, table_width: int) -> DeviceStepInputs:
         """Return empty inputs for `num_requests` requests, all of which sample."""
-        return StepInputs.empty(num_tokens, num_requests, num_requests, table_width, self._ops.device)
+        return DeviceStepInputs.empty(num_tokens, num_requests, num_requests, table_width, self._ops.device)
 
     def empty_logits(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows, self._model.spec.vocab_size, dtype=torch.float32, device=self._ops.device)
@@ -64,7 +64,7 @@ class DeviceForward:
         finally:
             self._layers = self._model.layers
 
-    def logits(self, inputs: StepInputs, longest: int) -> Tensor:
+    def logits(self, inputs: DeviceStepInputs, longest: int) -> Tensor:
         """Return float32 [sampled, vocab]. `longest`: tokens of the request that has most tokens in the step."""
         return self.logits_of(self.hidden(inputs, longest), inputs.last_tokens)
 
@@ -72,15 +72,15 @@ class DeviceForward:
         """Return the logits of `rows` of the hidden states, float32 [rows, vocab]."""
         return self._model.compute_logits(self._ops.gather_rows(hidden, rows))
 
-    def decode_into(self, logits: Tensor, inputs: StepInputs) -> None:
+    def decode_into(self, logits: Tensor, inputs: DeviceStepInputs) -> None:
         """Decode requests with one token each, all of which sample. `logits`: float32 [requests, vocab]."""
         logits.copy_(self._model.raw_logits(self.hidden(inputs, longest=1)))
 
-    def hidden_into(self, hidden: Tensor, inputs: StepInputs) -> None:
+    def hidden_into(self, hidden: Tensor, inputs: DeviceStepInputs) -> None:
         """Run a pass for requests with any numbers of tokens and store the hidden states."""
         hidden.copy_(self.hidden(inputs, longest=len(hidden)))
 
-    def hidden(self, inputs: StepInputs, longest: int) -> Tensor:
+    def hidden(self, inputs: DeviceStepInputs, longest: int) -> Tensor:
         """Return normalised hidden states, [tokens, hidden]."""
         plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
         context = ForwardContext(
@@ -93,4 +93,4 @@ class DeviceForward:
                 for window in self._windows
             },
         )
-        return self._model.through(self._layers, inputs.token_ids, context)
+        return self._model.forward_layers(self._layers, inputs.token_ids, context)

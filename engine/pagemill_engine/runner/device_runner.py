@@ -2,7 +2,7 @@
 
 Requests' rows are on the device, a plan's differences are one copy and one launch, inputs are built there, and the
 sampled token is the next step's input without being read by the host. `launch` queues a step, `wait` reads its tokens.
-Steps run as recordings (`runner.graphs`) if one is large enough; others are launched kernel by kernel. With Triton's
+Steps run as CUDA graphs (`runner.graphs`) if one is large enough; others are launched kernel by kernel. With Triton's
 interpreter the device is the CPU and a launch does the work. Operations are `pagemill_kernels`' part, loading
 `runner.load_device`'s.
 """
@@ -24,7 +24,7 @@ from pagemill_engine.runner.device_forward import DeviceForward
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
 from pagemill_engine.runner.errors import NON_FINITE, DeviceLostError, StepSkippedError
-from pagemill_engine.runner.graphs import Recorder, Recording, Shape, StepGraphs
+from pagemill_engine.runner.graphs import CapturedGraph, GraphCapturer, GraphShape, StepGraphs
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.device_counts import counts_on
@@ -33,10 +33,10 @@ from pagemill_engine.sampling.sampler import by_row, masks_of
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
-from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowLayout, RowState, StepInputs, StepRows
+from pagemill_kernels.request_rows.layout import NUM_SETTINGS, DeviceStepInputs, RowLayout, RowState, StepRows
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_kernels.sampling.batch import Reports, SampledTokens, SamplingBatch, TokenMasks
-from pagemill_kernels.sampling.drawn import Drawn, Report, download_report, read_report
+from pagemill_kernels.sampling.device_sample import DeviceSample, Report, download_report, read_report
 from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.sampling import SamplingParams
 
@@ -53,8 +53,8 @@ class InFlight:
     read_prompts: Callable[[], dict[str, list[TokenLogprobs]]] | None = None
     """Waits for the log probabilities of prompt tokens; None if there are none."""
     error: Exception | None = None
-    """Why the step could not be queued, or was skipped because of `behind`."""
-    behind: InFlight | None = None
+    """Why the step could not be queued, or was skipped because of `earlier_failure`."""
+    earlier_failure: InFlight | None = None
     """The earlier step that could not be queued."""
 
 
@@ -83,9 +83,9 @@ class DeviceRunner:
         self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rotations, info.block_size)
         self._piece_rows = piece_rows(max_num_seqs)
         self._graphs: StepGraphs | None = None
-        self._make_recorder: Callable[[], Recorder] | None = None
+        self._make_capturer: Callable[[], GraphCapturer] | None = None
         self._sleeping = SleepingModel(model, kv_cache, ops.device)
-        self._uploaded: tuple[DeviceStep, Shape | None, DeviceStep, StepRows] | None = None
+        self._uploaded: tuple[DeviceStep, GraphShape | None, DeviceStep, StepRows] | None = None
         """The latest step, the shape it was padded to, the padded step, and its rows on the device."""
         self._unread_failure: InFlight | None = None
         """The step that could not be queued, until it or a step behind it is waited for.
@@ -96,7 +96,7 @@ class DeviceRunner:
     def launch(self, plan: StepPlan) -> InFlight:
         if self._unread_failure is not None:
             skipped = StepSkippedError(f"step {plan.step} was not run: the one before it failed")
-            return InFlight([], error=skipped, behind=self._unread_failure)
+            return InFlight([], error=skipped, earlier_failure=self._unread_failure)
         try:
             with torch.inference_mode():
                 return self._queue(plan)
@@ -106,7 +106,7 @@ class DeviceRunner:
 
     def wait(self, handle: InFlight) -> StepResult:
         if handle.error is not None:
-            if self._unread_failure in (handle, handle.behind):
+            if self._unread_failure in (handle, handle.earlier_failure):
                 self._unread_failure = None
             raise handle.error
         try:
@@ -153,31 +153,31 @@ class DeviceRunner:
             batch = sampling.batch_beside_draws(first, first)._replace(masks=masks)
             self._on_device.draw_tokens(logits, batch, settings).tokens.cpu()
 
-    def recording_bytes(self, num_tokens: int, num_requests: int) -> int:
-        """Return the bytes that recorded steps of this size keep in addition to those of a step."""
+    def graph_bytes(self, num_tokens: int, num_requests: int) -> int:
+        """Return the bytes that captured steps of this size keep in addition to those of a step."""
         of_requests = num_requests * 4 * (self.info.vocab_size + self._rows.layout.table_width)
         return of_requests + num_tokens * self.model.spec.hidden_size * self.model.dtype.itemsize
 
     def resize_cache(self, num_blocks: int, info: RunnerInfo) -> None:
-        """Replace the KV cache, whose contents and recordings are lost. `info`: the runner's properties from now on."""
+        """Replace the KV cache; its contents and the captured graphs are lost. `info`: the runner's new properties."""
         if self._graphs is not None:
             self._graphs.forget()
         self.kv_cache.resize(num_blocks)
         self._state.pad_with(self.kv_cache.padding_block)
         self.info = info
 
-    def record_steps(self, shapes: list[Shape], make_recorder: Callable[[], Recorder]) -> None:
+    def capture_graphs(self, shapes: list[GraphShape], make_capturer: Callable[[], GraphCapturer]) -> None:
         """Record steps of `shapes`. Later steps are padded to the smallest shape that fits and replayed."""
         with torch.inference_mode():
             self._graphs = StepGraphs(self._forward, shapes, self._rows.layout.table_width, self.info.max_model_len)
-        self._make_recorder = make_recorder
+        self._make_capturer = make_capturer
         self._record()
 
     def sleep(self) -> int:
         num_bytes = self._sleeping.sleep()
         if self._graphs is not None:
             self._graphs.forget()
-            # Released again: memory of the recordings returns to the device only now.
+            # Released again: memory of the captured graphs returns to the device only now.
             self.kv_cache.release()
         return num_bytes
 
@@ -193,19 +193,19 @@ class DeviceRunner:
         staging = Staging()
         self._rows.apply(plan, self._sampling, staging)
         step = self._rows.step(plan)
-        recording = None if self._graphs is None else self._graphs.recording_of(step)
-        padded, at = self._placed(staging, step, None if recording is None else recording.shape)
+        graph = None if self._graphs is None else self._graphs.graph_for(step)
+        padded, at = self._placed(staging, step, None if graph is None else graph.shape)
         self.kv_cache.copy_blocks(plan.block_copies)
         if not plan.num_scheduled_tokens:
             return InFlight([])
-        inputs = self._inputs(step) if recording is None else recording.inputs
+        inputs = self._inputs(step) if graph is None else graph.inputs
         self._build(at, padded, inputs)
         if plan.prompt_targets:  # never in a decode
-            return self._report_and_sample(plan, at, step, inputs, self._hidden(step, inputs, recording))
-        return self._sample(plan, at, step, self._logits(step, inputs, recording), inputs.settings)
+            return self._report_and_sample(plan, at, step, inputs, self._hidden(step, inputs, graph))
+        return self._sample(plan, at, step, self._logits(step, inputs, graph), inputs.settings)
 
     def _report_and_sample(
-        self, plan: StepPlan, at: StepRows, step: DeviceStep, inputs: StepInputs, hidden: Tensor
+        self, plan: StepPlan, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs, hidden: Tensor
     ) -> InFlight:
         starts = dict(zip(step.request_ids, step.query_start_loc.tolist(), strict=False))
         pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
@@ -221,7 +221,7 @@ class DeviceRunner:
         report: Report = self._on_device.report_logprobs(logits, token_ids, piece.reports)
         return report
 
-    def _placed(self, staging: Staging, step: DeviceStep, shape: Shape | None) -> tuple[DeviceStep, StepRows]:
+    def _placed(self, staging: Staging, step: DeviceStep, shape: GraphShape | None) -> tuple[DeviceStep, StepRows]:
         """Return the step padded to the shape, and its rows on the device, which are reused for the same step."""
         if self._uploaded is not None and self._uploaded[0] is step and self._uploaded[1] == shape:
             _, _, padded, at = self._uploaded
@@ -239,23 +239,23 @@ class DeviceRunner:
         self._on_device.write_rows(self._state, writes)
         return at
 
-    def _hidden(self, step: DeviceStep, inputs: StepInputs, recording: Recording | None) -> Tensor:
+    def _hidden(self, step: DeviceStep, inputs: DeviceStepInputs, graph: CapturedGraph | None) -> Tensor:
         """Return normalised hidden states of at least the step's tokens, valid until the next step."""
-        return self._forward.hidden(inputs, step.longest) if recording is None else recording.run()
+        return self._forward.hidden(inputs, step.longest) if graph is None else graph.run()
 
-    def _logits(self, step: DeviceStep, inputs: StepInputs, recording: Recording | None) -> Tensor:
+    def _logits(self, step: DeviceStep, inputs: DeviceStepInputs, graph: CapturedGraph | None) -> Tensor:
         """Return the logits of the requests that sample."""
-        if recording is None:
+        if graph is None:
             return self._forward.logits(inputs, step.longest)
-        if recording.shape.is_decode:
-            return recording.run()[: len(step.rows)]
-        return self._forward.logits_of(recording.run(), inputs.last_tokens[: len(step.sampling)])
+        if graph.shape.is_decode:
+            return graph.run()[: len(step.rows)]
+        return self._forward.logits_of(graph.run(), inputs.last_tokens[: len(step.sampling)])
 
-    def _inputs(self, step: DeviceStep) -> StepInputs:
+    def _inputs(self, step: DeviceStep) -> DeviceStepInputs:
         width = self._rows.layout.table_width
-        return StepInputs.empty(step.num_tokens, len(step.rows), len(step.sampling), width, self._ops.device)
+        return DeviceStepInputs.empty(step.num_tokens, len(step.rows), len(step.sampling), width, self._ops.device)
 
-    def _build(self, at: StepRows, step: DeviceStep, inputs: StepInputs) -> None:
+    def _build(self, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs) -> None:
         build, block_size = self._on_device.build_inputs, self.info.block_size
         build(self._state, at, step.longest, len(step.sampling), block_size, inputs)
 
@@ -280,12 +280,12 @@ class DeviceRunner:
         return InFlight(request_ids, read, batch.reports)
 
     def _record(self) -> None:
-        if self._graphs is None or self._make_recorder is None:
+        if self._graphs is None or self._make_capturer is None:
             return
         with torch.inference_mode():
-            self._graphs.record(self._make_recorder(), self._fill_with_padding)
+            self._graphs.capture(self._make_capturer(), self._fill_with_padding)
 
-    def _fill_with_padding(self, shape: Shape, inputs: StepInputs) -> None:
+    def _fill_with_padding(self, shape: GraphShape, inputs: DeviceStepInputs) -> None:
         """Fill the inputs with padding tokens, so that a graph is captured from a possible step."""
         step = self._padding_step(shape.num_tokens, shape.num_requests)
         self._build(self._upload(Staging(), step), step, inputs)
@@ -339,7 +339,7 @@ def _has_one_core() -> bool:
     return usable_cores() < 2
 
 
-def _read(drawn: Drawn, done: torch.cuda.Event | None) -> SampledTokens:
+def _read(drawn: DeviceSample, done: torch.cuda.Event | None) -> SampledTokens:
     if done is not None:
         done.synchronize()
     return drawn.read()

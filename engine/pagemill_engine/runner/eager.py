@@ -24,7 +24,7 @@ from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.sampling.host import host_sampler
-from pagemill_protocol.malloc import give_back
+from pagemill_protocol.malloc import trim_heap
 
 
 class EagerRunner:
@@ -54,7 +54,7 @@ class EagerRunner:
 
     def sleep(self) -> int:
         self.close()
-        give_back()
+        trim_heap()
         return self.kv_cache.num_bytes
 
     def wake(self) -> None:

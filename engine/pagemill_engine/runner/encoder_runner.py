@@ -23,7 +23,7 @@ from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResul
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.torch_arrays import from_torch
-from pagemill_protocol.malloc import give_back
+from pagemill_protocol.malloc import trim_heap
 from pagemill_protocol.pooling import PoolingParams
 
 
@@ -57,7 +57,7 @@ class EncoderRunner:
 
     def sleep(self) -> int:
         """Return memory to the system. There is no cache, and the weights stay."""
-        give_back()
+        trim_heap()
         return 0
 
     def wake(self) -> None:

@@ -13,9 +13,9 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.base import Runner
-from pagemill_protocol.arriving_files import wait_for_all
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.models.config_values import check_quantization
+from pagemill_protocol.partial_download import wait_for_all
 from pagemill_protocol.sources import SourceError, resolve_source
 
 if TYPE_CHECKING:

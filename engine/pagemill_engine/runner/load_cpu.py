@@ -19,12 +19,12 @@ from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for
 from pagemill_engine.runner.memory import measure_memory
 from pagemill_engine.runner.pooling import Pooler
 from pagemill_engine.runner.pooling_runner import PoolingRunner
-from pagemill_engine.runner.preparing import ModelFiles, Prepared, cache_in_words, prepare, refusals, runner_info
+from pagemill_engine.runner.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.registry import has_torch
 from pagemill_protocol.cgroup import usable_cores
-from pagemill_protocol.malloc import give_back
+from pagemill_protocol.malloc import trim_heap
 from pagemill_protocol.model_spec import ModelSpec
 
 
@@ -57,7 +57,7 @@ def _torch_threads(compute: Compute, number: int) -> Callable[[], object]:
     return lambda: torch.set_num_threads(number)
 
 
-def _runner(files: ModelFiles, prepared: Prepared) -> Runner:
+def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     config, compute, spec, num_blocks = prepared.config, prepared.compute, files.spec, prepared.num_blocks
     max_model_len = max_model_len_for(config, spec, num_blocks)
     if keeps_nothing(spec):
@@ -65,8 +65,8 @@ def _runner(files: ModelFiles, prepared: Prepared) -> Runner:
 
         return load_encoder(prepared, spec, max_model_len)
     model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)
-    give_back()
-    files.progress("allocating", cache_in_words(num_blocks, config.block_size, spec, compute.kv_dtype))
+    trim_heap()
+    files.progress("allocating", describe_cache(num_blocks, config.block_size, spec, compute.kv_dtype))
     info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu")
     kv_cache = KVCache(spec, num_blocks, config.block_size, compute.kv_dtype)
     if spec.pooling is None:
@@ -74,13 +74,13 @@ def _runner(files: ModelFiles, prepared: Prepared) -> Runner:
     return PoolingRunner(model, kv_cache, info, config.step.max_num_seqs, Pooler(spec.pooling, model.classifier))
 
 
-def _native(prepared: Prepared, spec: ModelSpec, max_model_len: int) -> StepModel:
+def _native(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> StepModel:
     weights = prepared.weights
     rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
     return NativeDecoder(spec, prepared.compute.native_ops, weights, rotations)
 
 
-def _torch(files: ModelFiles, prepared: Prepared, max_model_len: int) -> StepModel:
+def _torch(files: ModelFiles, prepared: PreparedModel, max_model_len: int) -> StepModel:
     from pagemill_engine.runner.torch_model import load_torch_model
 
     return load_torch_model(files.path, files.spec, prepared.compute, prepared.weights, max_model_len)

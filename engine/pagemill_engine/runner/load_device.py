@@ -15,19 +15,19 @@ from pagemill_engine.models.device_rotations import DeviceRotations
 from pagemill_engine.models.rope import decoder_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import Runner
-from pagemill_engine.runner.compiling import record_steps
+from pagemill_engine.runner.compiling import capture_graphs
 from pagemill_engine.runner.compute import Compute
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.kv_cache import max_model_len_for
-from pagemill_engine.runner.preparing import ModelFiles, Prepared, cache_in_words, prepare, refusals, runner_info
-from pagemill_engine.runner.settling import CudaMeter, settle
+from pagemill_engine.runner.memory_profiling import CudaMeter, profile_memory
+from pagemill_engine.runner.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_kernels.cpu import launch
-from pagemill_kernels.gpu.kept import keep_compiled
+from pagemill_kernels.gpu.kernel_cache import use_kernel_cache
 from pagemill_kernels.torch_arrays import TORCH_TYPES
 from pagemill_protocol.cgroup import usable_cores
-from pagemill_protocol.malloc import give_back
+from pagemill_protocol.malloc import trim_heap
 
 ANY_NUMBER = 1 << 40
 """Placeholder for the number of blocks until it is known."""
@@ -50,39 +50,39 @@ def load_on_device(files: ModelFiles, compute: Compute) -> Runner:
 
 def _load(files: ModelFiles, compute: Compute) -> Runner:
     spec, ops, dtype = files.spec, compute.ops, TORCH_TYPES[compute.activation_dtype]
-    settles = settles_on(ops.device)
+    compiles = compiles_ahead(ops.device)
     with refusals(files.path):
         prepared = prepare(files, compute, measure_device(ops.device))
         config = prepared.config
         model = Decoder(spec, ops, dtype)
         load_weights(model, prepared.weights)
-        give_back()
-        max_model_len = max_model_len_for(config, spec, ANY_NUMBER if settles else prepared.num_blocks)
+        trim_heap()
+        max_model_len = max_model_len_for(config, spec, ANY_NUMBER if compiles else prepared.num_blocks)
         tables = decoder_tables(spec.decoder, max_model_len, prepared.weights)
-    if not settles:
-        files.progress("allocating", cache_in_words(prepared.num_blocks, config.block_size, spec, compute.kv_dtype))
+    if not compiles:
+        files.progress("allocating", describe_cache(prepared.num_blocks, config.block_size, spec, compute.kv_dtype))
     info = runner_info(prepared, spec, max_model_len, weight_bytes(model), ops.device.type)
-    num_allocated = 0 if settles else prepared.num_blocks
+    num_allocated = 0 if compiles else prepared.num_blocks
     kv_cache = DeviceKVCache(spec, num_allocated, config.block_size, compute.kv_dtype, ops.device)
     rotations = DeviceRotations(tables, dtype, ops.device)
     runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
-    if settles:
-        _settle(runner, files, prepared)
+    if compiles:
+        _profile_memory(runner, files, prepared)
     return runner
 
 
-def _settle(runner: DeviceRunner, files: ModelFiles, prepared: Prepared) -> None:
+def _profile_memory(runner: DeviceRunner, files: ModelFiles, prepared: PreparedModel) -> None:
     config, spec = prepared.config, files.spec
-    files.progress("warming", _keep_kernels(config.kernel_cache_dir))
-    settle(runner, config, spec, prepared.sizes, prepared.before, CudaMeter())
+    files.progress("warming", _use_kernel_cache(config.kernel_cache_dir))
+    profile_memory(runner, config, spec, prepared.sizes, prepared.before, CudaMeter())
     kind = prepared.compute.kv_dtype
-    files.progress("allocating", cache_in_words(runner.info.num_blocks, config.block_size, spec, kind))
+    files.progress("allocating", describe_cache(runner.info.num_blocks, config.block_size, spec, kind))
     if config.cuda_graphs:
         files.progress("warming", "recording steps")
-        record_steps(runner, config)
+        capture_graphs(runner, config)
 
 
-def settles_on(device: torch.device) -> bool:
+def compiles_ahead(device: torch.device) -> bool:
     """Whether steps are compiled, measured and recorded before the first request.
 
     Triton's interpreter needs none of this.
@@ -90,9 +90,9 @@ def settles_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _keep_kernels(folder: str | None) -> str:
+def _use_kernel_cache(folder: str | None) -> str:
     """Return the progress message of compiling. The engine also works where compiled kernels cannot be kept."""
     if folder is None:
         return "compiling kernels"
-    error = keep_compiled(Path(folder))
+    error = use_kernel_cache(Path(folder))
     return f"compiling kernels, kept in {folder}" if error is None else f"compiling kernels, not kept: {error}"

@@ -6,12 +6,12 @@ from pagemill_engine.models.decoder import Decoder
 from pagemill_engine.models.weights import weight_bytes
 from pagemill_engine.runner.encoder_runner import EncoderRunner
 from pagemill_engine.runner.pooling import Pooler
-from pagemill_engine.runner.preparing import Prepared, runner_info
+from pagemill_engine.runner.preparing import PreparedModel, runner_info
 from pagemill_engine.runner.torch_model import classifier_of, load_decoder, rotations_of
 from pagemill_protocol.model_spec import ModelSpec
 
 
-def load_encoder(prepared: Prepared, spec: ModelSpec, max_model_len: int) -> EncoderRunner:
+def load_encoder(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> EncoderRunner:
     compute = prepared.compute
     model: Decoder = load_decoder(spec, compute, prepared.weights)
     rotations = rotations_of(spec, compute, prepared.weights, max_model_len)

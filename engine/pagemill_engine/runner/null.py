@@ -34,7 +34,7 @@ DEFAULT_VOCAB_SIZE = 32000
 _MASK = (1 << 64) - 1
 
 
-class PlanError(RuntimeError):
+class StepPlanError(RuntimeError):
     """The plan breaks the contract between scheduler and runner."""
 
 
@@ -109,7 +109,7 @@ class NullRunner:
 
     def launch(self, plan: StepPlan) -> NullHandle:
         if self._sleeps:
-            raise PlanError(f"step {plan.step} was launched while the device sleeps")
+            raise StepPlanError(f"step {plan.step} was launched while the device sleeps")
         self._apply(plan)
         token_ids = self._compute(plan)
         predicted_ms = self._step_time.predict_ms(
@@ -150,7 +150,7 @@ class NullRunner:
 
     def _admit(self, admitted: AdmittedSequence) -> None:
         if admitted.request_id in self._rows:
-            raise PlanError(f"{admitted.request_id} is admitted twice")
+            raise StepPlanError(f"{admitted.request_id} is admitted twice")
         self._rows[admitted.request_id] = _Row(
             block_ids=list(admitted.block_ids),
             num_tokens=len(admitted.token_ids),
@@ -173,13 +173,15 @@ class NullRunner:
         for name, num_tokens in plan.num_scheduled_tokens.items():
             row = rows.get(name)
             if row is None:
-                raise PlanError(f"{name} is scheduled and was never admitted")
+                raise StepPlanError(f"{name} is scheduled and was never admitted")
             row.num_computed_tokens = num_computed_tokens = row.num_computed_tokens + num_tokens
             if num_computed_tokens > len(row.block_ids) * block_size:
-                raise PlanError(f"{name} has too few blocks for {num_computed_tokens} tokens")
+                raise StepPlanError(f"{name} has too few blocks for {num_computed_tokens} tokens")
             num_known, is_sampled = row.num_tokens, name in samples
             if num_computed_tokens > num_known or is_sampled != (num_computed_tokens == num_known):
-                raise PlanError(f"{name} computes {num_computed_tokens} of {num_known} tokens, samples={is_sampled}")
+                raise StepPlanError(
+                    f"{name} computes {num_computed_tokens} of {num_known} tokens, samples={is_sampled}"
+                )
             if is_sampled:
                 token_ids[name] = _mix(row.counter_key + num_known - row.num_prompt_tokens) % vocab_size
                 row.num_tokens = num_known + 1
@@ -188,7 +190,7 @@ class NullRunner:
     def _known(self, name: str) -> _Row:
         row = self._rows.get(name)
         if row is None:
-            raise PlanError(f"{name} is scheduled and was never admitted")
+            raise StepPlanError(f"{name} is scheduled and was never admitted")
         return row
 
     def _logprobs(self, token_ids: dict[str, int]) -> Iterator[tuple[str, TokenLogprobs]]:

@@ -14,7 +14,7 @@ import msgspec
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import MemoryBudget
-from pagemill_engine.loading.codes import in_words
+from pagemill_engine.loading.codes import describe_codes
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.source import WeightSource
@@ -26,7 +26,7 @@ from pagemill_engine.runner.budget import Sizes, plan_memory
 from pagemill_engine.runner.compute import Compute
 from pagemill_engine.runner.kv_cache import kv_bytes_per_token
 from pagemill_engine.runner.memory import MemoryState
-from pagemill_engine.runner.sizing import held_by, sizes_of, weights_of
+from pagemill_engine.runner.sizing import sizes_of, storage_forms, weights_of
 from pagemill_engine.runner.step_limits import choose_step_limits
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_protocol.model_spec import ModelSpec
@@ -45,7 +45,7 @@ class ModelFiles(NamedTuple):
     early_digest: EarlyDigest | None = None
 
 
-class Prepared(NamedTuple):
+class PreparedModel(NamedTuple):
     config: EngineConfig
     """The configuration with step limits."""
     compute: Compute
@@ -57,17 +57,17 @@ class Prepared(NamedTuple):
     budget: MemoryBudget
 
 
-def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> Prepared:
+def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> PreparedModel:
     """Choose types, step limits and sizes. Raises `LoadError`, and the errors that `refusals` converts."""
     config, spec = files.config, files.spec
-    weights = weights_of(config, files.path, spec, compute.holds.small_floats, files.early_digest)
+    weights = weights_of(config, files.path, spec, compute.weight_forms.small_floats, files.early_digest)
     if not spec.decoder.by_transformers:
         check_depth(spec.decoder, weights.shapes)
-    sizes = sizes_of(config, weights, spec, held_by(compute))
+    sizes = sizes_of(config, weights, spec, storage_forms(compute))
     config = choose_step_limits(config, spec, sizes, before)
     num_blocks, budget = plan_memory(config, spec, sizes, before)
     files.progress("loading", f"{default_name(config.model)}: {_held(files, compute, weights)}, {compute.how}")
-    return Prepared(config, compute, weights, sizes, before, num_blocks, budget)
+    return PreparedModel(config, compute, weights, sizes, before, num_blocks, budget)
 
 
 @contextmanager
@@ -81,7 +81,9 @@ def refusals(path: Path) -> Iterator[None]:
         raise LoadError("ModelUnreadable", f"`{path}`: {error}") from error
 
 
-def runner_info(prepared: Prepared, spec: ModelSpec, max_model_len: int, weight_bytes: int, device: str) -> RunnerInfo:
+def runner_info(
+    prepared: PreparedModel, spec: ModelSpec, max_model_len: int, weight_bytes: int, device: str
+) -> RunnerInfo:
     config, compute = prepared.config, prepared.compute
     return RunnerInfo(
         num_blocks=prepared.num_blocks,
@@ -100,7 +102,7 @@ def runner_info(prepared: Prepared, spec: ModelSpec, max_model_len: int, weight_
     )
 
 
-def cache_in_words(num_blocks: int, block_size: int, spec: ModelSpec, kind: KVType) -> str:
+def describe_cache(num_blocks: int, block_size: int, spec: ModelSpec, kind: KVType) -> str:
     mib = num_blocks * block_size * kv_bytes_per_token(spec, kind) / 1024**2
     return f"KV cache of {num_blocks} blocks of {block_size} tokens as {kind}, {mib:.0f} MiB"
 
@@ -111,5 +113,5 @@ def _held(files: ModelFiles, compute: Compute, weights: WeightSource) -> str:
     parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
     if spec.quantization is None or files.config.quantization != "none":
         return f"{parameters}, weights as {dtype}"
-    kinds = (weights.code_kind(name) for name in weights.shapes) if compute.holds.codes else ()
-    return f"{parameters}, {in_words(stored_as(files.path, spec.quantization), kinds)}, other weights as {dtype}"
+    kinds = (weights.code_kind(name) for name in weights.shapes) if compute.weight_forms.codes else ()
+    return f"{parameters}, {describe_codes(stored_as(files.path, spec.quantization), kinds)}, other weights as {dtype}"

@@ -17,7 +17,7 @@ from pagemill_engine.loading.declared import DeclaredWeights
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import WeightSource
-from pagemill_engine.loading.weights import open_weights, outline_weights
+from pagemill_engine.loading.weights import open_weights, shape_only_weights
 from pagemill_engine.runner.budget import Sizes
 from pagemill_engine.runner.compute import (
     Compute,
@@ -29,51 +29,51 @@ from pagemill_engine.runner.compute import (
 from pagemill_engine.runner.kv_cache import kv_bytes_per_token
 from pagemill_kernels.arrays import NUMPY_TYPES, FloatType
 from pagemill_kernels.kv_store.kinds import KVType
-from pagemill_kernels.registry import Holds, holds
+from pagemill_kernels.registry import WeightForms, weight_forms
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.safetensors_header import lacks_weights
 
 logger = logging.getLogger(__name__)
 
 
-class Holding(NamedTuple):
+class StorageForms(NamedTuple):
     """The storage of weights, keys and values by a backend's kernels."""
 
     dtype: FloatType
     """Type of float weights."""
     activation_dtype: FloatType
     kv_dtype: KVType
-    weights: Holds
+    weights: WeightForms
     attention_gathers: bool
     attention_writes_scores: bool = False
 
 
-def held_by(compute: Compute) -> Holding:
-    return Holding(
+def storage_forms(compute: Compute) -> StorageForms:
+    return StorageForms(
         dtype=compute.dtype,
         activation_dtype=compute.activation_dtype,
         kv_dtype=compute.kv_dtype,
-        weights=compute.holds,
+        weights=compute.weight_forms,
         attention_gathers=compute.attention_gathers,
         attention_writes_scores=compute.attention_writes_scores,
     )
 
 
-def held_by_gpu(config: EngineConfig) -> Holding:
+def gpu_storage_forms(config: EngineConfig) -> StorageForms:
     """Return how Triton kernels store a model on any NVIDIA device; `runner.compute` chooses the same on a real one."""
     dtype: FloatType = "bfloat16" if config.dtype == "auto" else config.dtype
-    return Holding(
+    return StorageForms(
         dtype=dtype,
         activation_dtype=dtype,
         kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        weights=holds("triton"),
+        weights=weight_forms("triton"),
         attention_gathers=False,
     )
 
 
 def sizes_here(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     """Return the sizes on this machine, on the configured device. Raises `LoadError`."""
-    return _sizes(config, path, spec, held_by(choose_compute(config, spec)))
+    return _sizes(config, path, spec, storage_forms(choose_compute(config, spec)))
 
 
 def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
@@ -84,25 +84,25 @@ def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     if spec.decoder.by_transformers:
         check_by_transformers(on_device, spec)
     check_gpu_features(config, spec)
-    return _sizes(config, path, spec, held_by_gpu(config))
+    return _sizes(config, path, spec, gpu_storage_forms(config))
 
 
-def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, holding: Holding) -> Sizes:
-    small_floats = holding.weights.small_floats
+def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> Sizes:
+    small_floats = storage.weights.small_floats
     if path.is_dir() and lacks_weights(path):
-        weights = _rounded(config, path, spec, outline_weights(path, spec, small_floats))
+        weights = _rounded(config, path, spec, shape_only_weights(path, spec, small_floats))
     else:
         weights = weights_of(config, path, spec, small_floats)
-    return sizes_of(config, weights, spec, holding)
+    return sizes_of(config, weights, spec, storage)
 
 
-def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, holding: Holding) -> Sizes:
+def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, storage: StorageForms) -> Sizes:
     return Sizes(
-        weight_bytes=_weight_bytes(weights, spec, holding, config.quantization != "none"),
-        kv_bytes_per_token=kv_bytes_per_token(spec, holding.kv_dtype),
-        item_bytes=NUMPY_TYPES[holding.activation_dtype].itemsize,
-        gathers=holding.attention_gathers,
-        writes_scores=holding.attention_writes_scores,
+        weight_bytes=_weight_bytes(weights, spec, storage, config.quantization != "none"),
+        kv_bytes_per_token=kv_bytes_per_token(spec, storage.kv_dtype),
+        item_bytes=NUMPY_TYPES[storage.activation_dtype].itemsize,
+        gathers=storage.attention_gathers,
+        writes_scores=storage.attention_writes_scores,
     )
 
 
@@ -127,15 +127,15 @@ def _rounded(config: EngineConfig, path: Path, spec: ModelSpec, weights: WeightS
     return weights
 
 
-def _weight_bytes(weights: WeightSource, spec: ModelSpec, holding: Holding, rounded: bool) -> int:
+def _weight_bytes(weights: WeightSource, spec: ModelSpec, storage: StorageForms, rounded: bool) -> int:
     """Return the bytes of the weights.
 
     A tied embedding is a second copy where the quantized output head cannot be read row by row.
     """
     if spec.decoder.by_transformers:
-        return weights.num_bytes(holding.activation_dtype, keep_stored=False)
+        return weights.num_bytes(storage.activation_dtype, keep_stored=False)
     has_codes = rounded or spec.quantization is not None
-    keep_stored = holding.weights.bfloat16 or (holding.weights.codes and has_codes)
-    held = weights.num_bytes(holding.dtype, keep_stored=keep_stored)
-    twice = spec.tie_word_embeddings and not holding.weights.rows
-    return held + (spec.vocab_size * spec.hidden_size * NUMPY_TYPES[holding.dtype].itemsize if twice else 0)
+    keep_stored = storage.weights.bfloat16 or (storage.weights.codes and has_codes)
+    held = weights.num_bytes(storage.dtype, keep_stored=keep_stored)
+    twice = spec.tie_word_embeddings and not storage.weights.rows
+    return held + (spec.vocab_size * spec.hidden_size * NUMPY_TYPES[storage.dtype].itemsize if twice else 0)

@@ -8,7 +8,7 @@ from pagemill_engine.models.decoder import Model
 from pagemill_engine.models.weights import weight_tensors
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.host_weights import HostWeights
-from pagemill_protocol.malloc import give_back
+from pagemill_protocol.malloc import trim_heap
 
 
 class SleepingModel:
@@ -25,7 +25,7 @@ class SleepingModel:
             weights.offload()
             self._weights = weights
         self._kv_cache.release()
-        give_back()
+        trim_heap()
         return self._kv_cache.num_bytes + (self._weights.num_bytes if self._weights is not None else 0)
 
     def wake(self) -> None:

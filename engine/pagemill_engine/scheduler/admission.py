@@ -12,7 +12,7 @@ import msgspec
 
 from pagemill_engine.scheduler.beams import BeamSearch, most_blocks, num_candidates
 from pagemill_engine.scheduler.limits import SchedulerLimits
-from pagemill_engine.scheduler.prompt_report import PromptReport
+from pagemill_engine.scheduler.prompt_report import PromptLogprobs
 from pagemill_engine.scheduler.restriction import restriction_of
 from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.token_masks import begin
@@ -56,7 +56,7 @@ class Admission:
             for choice in range(first, first + sampling.num_sequences)
             if choice not in resumes or not resumes[choice].finished
         ]
-        report = PromptReport(request.num_prompt_logprobs or 0) if needs_prompt_logprobs(request) else None
+        report = PromptLogprobs(request.num_prompt_logprobs or 0) if needs_prompt_logprobs(request) else None
         restriction = restriction_of(sampling, self._limits.vocab_size)
         for sequence in sequences:
             sequence.prompt_report = report
@@ -131,7 +131,7 @@ class Admission:
         resumed = sequence.token_ids[sequence.num_prompt_tokens :]
         if resumed and resumed[-1] in sequence.stop_ids:
             resumed.pop()
-        sequence.grammar = grammar.state(resumed, keeps_on=sequence.sampling.ignore_eos)
+        sequence.grammar = grammar.state(resumed, forbids_end=sequence.sampling.ignore_eos)
 
     def _max_total_tokens(self, request: GenerateRequest) -> int:
         return self._most_tokens(len(request.prompt_token_ids), request.sampling, request.token_allowance)

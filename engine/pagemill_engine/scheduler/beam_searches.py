@@ -23,7 +23,7 @@ from pagemill_engine.scheduler.step import TokenLogprobs
 
 class BeamSearches:
     """Beam searches of one scheduler. It works on the scheduler's own collections and calls its methods `queue` and
-    `leave`."""
+    `free_sequence`."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class BeamSearches:
         clients: dict[str, dict[int, Sequence]],
         forks: dict[str, Sequence],
         queue: Callable[[Sequence], None],
-        leave: Callable[[Sequence], None],
+        free_sequence: Callable[[Sequence], None],
     ) -> None:
         self._kv = kv
         self._outputs = outputs
@@ -41,7 +41,7 @@ class BeamSearches:
         self._clients = clients
         self._forks = forks
         self._queue = queue
-        self._leave = leave
+        self._free_sequence = free_sequence
 
     def take(self, sequence: Sequence, search: BeamSearch[Sequence], candidates: TokenLogprobs | None) -> None:
         """Record that a sequence has computed its tokens and left the batch.
@@ -58,21 +58,21 @@ class BeamSearches:
             return
         continuations = search.decide()
         if continuations:
-            self._go_on(search, continuations)
+            self._continue_search(search, continuations)
         elif len(search.pool) < len(search.choices):
             self._fail(sequence, "All candidates of this beam search are stop tokens. Send fewer stop_token_ids.")
         else:
             self._outputs.search(sequence, search)
-            self._leave(sequence)
+            self._free_sequence(sequence)
 
-    def left(self, sequence: Sequence) -> None:
+    def on_freed(self, sequence: Sequence) -> None:
         """Record that a sequence has left. If the end of its search was reported, the search's other sequences leave
         too."""
         if sequence.search is None or not sequence.search.end_reported:
             return
         sequences, sequence.search.beams = sequence.search.sequences, []
         for other in sequences:
-            self._leave(other)
+            self._free_sequence(other)
 
     def between_steps(self) -> list[Sequence]:
         """Return the beams that own blocks and are in no batch: they wait only for the next step."""
@@ -91,15 +91,15 @@ class BeamSearches:
     def num_reported(self) -> int:
         """Return how many beams wait for other beams of their search."""
         return sum(
-            sequence.search is not None and sequence.search.waits_for_others(sequence)
+            sequence.search is not None and sequence.search.has_pending_beams(sequence)
             for sequence in self._sequences.values()
         )
 
     def _fail(self, sequence: Sequence, message: str) -> None:
         self._outputs.failure(sequence, message)
-        self._leave(sequence)
+        self._free_sequence(sequence)
 
-    def _go_on(self, search: BeamSearch[Sequence], continuations: list[Continuation[Sequence]]) -> None:
+    def _continue_search(self, search: BeamSearch[Sequence], continuations: list[Continuation[Sequence]]) -> None:
         sequences: list[Sequence] = []
         for parent in (each.beam.sequence for each in continuations):
             sequences.append(parent if parent not in sequences else self._fork(search, parent))
@@ -107,8 +107,8 @@ class BeamSearches:
             sequence.token_ids.append(continuation.token_id)
         for sequence in search.sequences:
             if sequence not in sequences:
-                self._leave(sequence)
-        search.go_on(continuations, sequences)
+                self._free_sequence(sequence)
+        search.continue_with(continuations, sequences)
         for sequence in sequences:
             self._queue(sequence)
 

@@ -49,7 +49,7 @@ class Beam(Generic[S]):
     """Possible next tokens of the sequence; set while it waits for the other sequences."""
 
 
-class Answer(NamedTuple):
+class BeamAnswer(NamedTuple):
     """A complete sequence."""
 
     token_ids: list[int]
@@ -70,7 +70,8 @@ class Continuation(NamedTuple, Generic[S]):
 
 
 class BeamSearch(Generic[S]):
-    """One search. The scheduler calls `report` for each sequence, `decide` when all have reported, then `go_on`."""
+    """One search. The scheduler calls `report` for each sequence, `decide` when all have reported, then
+    `continue_with`."""
 
     def __init__(self, root: S, sampling: SamplingParams, first_choice: int) -> None:
         """Start a search with the sequence `root`.
@@ -79,7 +80,7 @@ class BeamSearch(Generic[S]):
         """
         self.beams = [Beam(root)]
         """Running sequences, best first."""
-        self.pool: list[Answer] = []
+        self.pool: list[BeamAnswer] = []
         """Complete sequences, best first."""
         self.choices = range(first_choice, first_choice + sampling.n)
         self.num_sequences_made = 1
@@ -95,7 +96,7 @@ class BeamSearch(Generic[S]):
     def sequences(self) -> list[S]:
         return [beam.sequence for beam in self.beams]
 
-    def waits_for_others(self, sequence: S) -> bool:
+    def has_pending_beams(self, sequence: S) -> bool:
         return any(beam.sequence is sequence and beam.candidates is not None for beam in self.beams)
 
     def report(self, sequence: S, candidates: TokenLogprobs) -> bool:
@@ -124,7 +125,7 @@ class BeamSearch(Generic[S]):
         del self.pool[self._width :]
         return [] if self._over(going_on, num_tokens) else going_on
 
-    def go_on(self, continuations: Collection[Continuation[S]], sequences: Collection[S]) -> None:
+    def continue_with(self, continuations: Collection[Continuation[S]], sequences: Collection[S]) -> None:
         """Replace the running beams by `sequences`, to which the continuations' tokens were appended."""
         self.beams = [
             Beam(sequence, each.score, [*each.beam.logprobs, *self._client_logprobs(each)])
@@ -146,7 +147,7 @@ class BeamSearch(Generic[S]):
             logprobs = [*candidate.beam.logprobs, *self._client_logprobs(candidate)]
         output = candidate.beam.sequence.token_ids[self._num_prompt_tokens :]
         self.pool.append(
-            Answer(
+            BeamAnswer(
                 token_ids=[*output, candidate.token_id],
                 logprobs=logprobs,
                 score=self._normalised(candidate.score, num_tokens),

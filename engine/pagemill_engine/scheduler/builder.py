@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill_engine.kv.manager import NOTHING_NEW, Allocation
+from pagemill_engine.kv.manager import NO_NEW_BLOCKS, Allocation
 from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 
@@ -17,7 +17,7 @@ class StepBuilder:
 
     def place(self, sequence: Sequence, num_tokens: int, allocation: Allocation) -> None:
         """Add a sequence that the runner already knows."""
-        if allocation is not NOTHING_NEW:
+        if allocation is not NO_NEW_BLOCKS:
             self.note_blocks(sequence, allocation)
         self._count(sequence, num_tokens, 1)
 

@@ -18,16 +18,16 @@ class ChoiceGroup:
     held: list[Sequence]
 
 
-class HeldChoices:
+class WaitingChoices:
     def __init__(self) -> None:
         self._groups: dict[str, ChoiceGroup] = {}
-        self.num_held = 0
+        self.num_waiting = 0
 
-    def hold(self, leader: Sequence, held: list[Sequence]) -> None:
+    def add(self, leader: Sequence, held: list[Sequence]) -> None:
         if not held:
             return
         self._groups[leader.request_id] = ChoiceGroup(leader, held)
-        self.num_held += len(held)
+        self.num_waiting += len(held)
 
     def forkable(self, leader: Sequence) -> list[Sequence]:
         """Release and return the choices that can fork from `leader` now, or an empty list."""
@@ -42,7 +42,7 @@ class HeldChoices:
         held = self._release(leader)
         if not held:
             return None
-        self.hold(held[0], held[1:])
+        self.add(held[0], held[1:])
         return held[0]
 
     def drop(self, held: Sequence) -> None:
@@ -50,12 +50,12 @@ class HeldChoices:
         for group in self._groups.values():
             if held in group.held:
                 group.held.remove(held)
-                self.num_held -= 1
+                self.num_waiting -= 1
                 return
 
     def _release(self, leader: Sequence) -> list[Sequence]:
         group = self._groups.pop(leader.request_id, None)
         if group is None:
             return []
-        self.num_held -= len(group.held)
+        self.num_waiting -= len(group.held)
         return group.held

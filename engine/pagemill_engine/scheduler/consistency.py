@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 
-QUEUED_STATES = (SequenceState.RUNNING, SequenceState.WAITING, SequenceState.HELD, SequenceState.REPORTED)
+QUEUED_STATES = (SequenceState.RUNNING, SequenceState.WAITING, SequenceState.WAITING_FOR_FORK, SequenceState.REPORTED)
 """States whose sequences are kept in collections of their own."""
 
 

@@ -1,7 +1,7 @@
 """The steps in flight: steps that were launched and not read yet, oldest first.
 
 The plain loop has one at a time, the overlapped loop two. The results of a step are applied when it is read, except for
-sequences that were discarded since its launch because they ended with an earlier step or start over. `may_follow`
+sequences that were discarded since its launch because they ended with an earlier step or start over. `can_run_ahead`
 decides which sequences must not be launched again before their step in flight is read. Blocks are `kv`'s part, queues
 `scheduler`'s.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pagemill_engine.scheduler.choices import HeldChoices
+from pagemill_engine.scheduler.choices import WaitingChoices
 from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.step import StepPlan
 
@@ -74,7 +74,7 @@ class InFlightSteps:
                 step.discarded.add(sequence.request_id)
 
 
-def may_follow(sequence: Sequence, held: HeldChoices) -> bool:
+def can_run_ahead(sequence: Sequence, held: WaitingChoices) -> bool:
     """Whether a step may include the sequence before the sequence's step in flight is read.
 
     It may not if the sequence certainly ends with the step in flight: aborted, or at its token limit. It may not if
@@ -87,4 +87,4 @@ def may_follow(sequence: Sequence, held: HeldChoices) -> bool:
         return False
     if sequence.num_pending_tokens and (sequence.search is not None or sequence.needs_last_token):
         return False
-    return not (held.num_held and held.fork_is_due(sequence))
+    return not (held.num_waiting and held.fork_is_due(sequence))

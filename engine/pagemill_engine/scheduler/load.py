@@ -15,7 +15,7 @@ def engine_load(
     num_waiting: int,
     queued_tokens: int,
     num_preemptions: int,
-    num_giving_way: int,
+    num_low_priority: int,
     step_ms: float,
 ) -> EngineLoad:
     """Return the load of an engine. `queued_tokens`: tokens that waiting sequences have yet to compute."""
@@ -40,5 +40,5 @@ def engine_load(
         num_tokens_prefilling=prefilling_tokens,
         num_tokens_prefilled=prefilled_tokens,
         num_preemptions=num_preemptions,
-        num_requests_giving_way=num_giving_way,
+        num_low_priority_requests=num_low_priority,
     )

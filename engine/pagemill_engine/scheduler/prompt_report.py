@@ -10,7 +10,7 @@ from pagemill_engine.scheduler.step import PromptTargets, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
-class PromptReport:
+class PromptLogprobs:
     """The prompt report of one client request; its choices share it."""
 
     num_top: int

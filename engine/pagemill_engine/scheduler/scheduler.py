@@ -22,14 +22,14 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from pagemill_engine.ipc.messages import TokensOut
-from pagemill_engine.kv.manager import NOTHING_NEW, Allocation, KVCacheManager
+from pagemill_engine.kv.manager import NO_NEW_BLOCKS, Allocation, KVCacheManager
 from pagemill_engine.scheduler.admission import Admission, already_served
 from pagemill_engine.scheduler.beam_searches import BeamSearches, clash, sequences_to_abort
 from pagemill_engine.scheduler.builder import StepBuilder
-from pagemill_engine.scheduler.choices import HeldChoices
+from pagemill_engine.scheduler.choices import WaitingChoices
 from pagemill_engine.scheduler.consistency import QUEUED_STATES, inconsistencies
 from pagemill_engine.scheduler.finish import finish_reason
-from pagemill_engine.scheduler.in_flight_steps import InFlightStep, InFlightSteps, may_follow
+from pagemill_engine.scheduler.in_flight_steps import InFlightStep, InFlightSteps, can_run_ahead
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.load import engine_load
 from pagemill_engine.scheduler.outputs import OutputQueue
@@ -40,8 +40,8 @@ from pagemill_engine.scheduler.sorted_sequences import (
     LOW_PRIORITY_SERVING,
     LOW_PRIORITY_WAITING,
     SortedSequences,
+    low_priority_last,
     serving_key,
-    unhurried_last,
 )
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_engine.scheduler.token_masks import advance, take_forced
@@ -63,10 +63,10 @@ class Scheduler:
         self.num_preemptions = 0
         self._clock = clock
         self._admission = Admission(limits)
-        self._rank = unhurried_last(POLICIES[limits.policy])
+        self._rank = low_priority_last(POLICIES[limits.policy])
         self._waiting = SortedSequences(self._rank)
         self._running = SortedSequences(serving_key)
-        self._held = HeldChoices()
+        self._waiting_choices = WaitingChoices()
         self._sequences: dict[str, Sequence] = {}
         self._clients: dict[str, dict[int, Sequence]] = {}
         self._reporting: dict[str, Sequence] = {}
@@ -82,7 +82,7 @@ class Scheduler:
         self._num_queued_tokens = 0
         """Tokens that waiting sequences have yet to compute."""
         self._beams = BeamSearches(
-            self.kv, self._outputs, self._sequences, self._clients, self._forks, self._queue, self._leave
+            self.kv, self._outputs, self._sequences, self._clients, self._forks, self._queue, self._free_sequence
         )
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ class Scheduler:
         if live:
             self._queue(live[0])
             for seq in live[1:]:
-                seq.state = SequenceState.HELD
-            self._held.hold(live[0], live[1:])
+                seq.state = SequenceState.WAITING_FOR_FORK
+            self._waiting_choices.add(live[0], live[1:])
 
     def check(self, request: GenerateRequest, num_more: int = 0) -> None:
         """Raise the `PagemillError` that `add` would raise. `num_more`: sequences that will be waiting before this
@@ -136,7 +136,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._held.num_held - self._beams.num_queued()
+        return len(self._waiting) + self._waiting_choices.num_waiting - self._beams.num_queued()
 
     @property
     def has_work(self) -> bool:
@@ -153,7 +153,7 @@ class Scheduler:
             if not self._in_flight:
                 self._schedule_alone(self._probing[0], step)
         else:
-            self._make_way()
+            self._preempt_low_priority()
             preemptions = self.num_preemptions
             prefills = self._schedule_decodes(step)
             self._schedule_prefills(prefills, step, preemptions)
@@ -190,11 +190,11 @@ class Scheduler:
     def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
         """Schedule all decodes. Returns the running sequences that are still in their prefill."""
         prefills = []
-        overlaps, held, allocate_slots = len(self._in_flight) > 0, self._held, self.kv.allocate_slots
+        overlaps, held, allocate_slots = len(self._in_flight) > 0, self._waiting_choices, self.kv.allocate_slots
         # The hottest loop of the scheduler: attributes are looked up once and function calls avoided.
         running, scheduled, num_context_tokens = SequenceState.RUNNING, step.plan.num_scheduled_tokens, 0
         for seq in list(self._running):
-            if seq.state is not running or (overlaps and not may_follow(seq, held)):
+            if seq.state is not running or (overlaps and not can_run_ahead(seq, held)):
                 continue
             num_computed_tokens = seq.num_computed_tokens
             if len(seq.token_ids) + seq.num_pending_tokens - num_computed_tokens > 1:
@@ -203,7 +203,7 @@ class Scheduler:
                 allocation = allocate_slots(seq, 1) or self._allocate(seq, 1, step)
                 if allocation is None:
                     continue
-                if allocation is not NOTHING_NEW:
+                if allocation is not NO_NEW_BLOCKS:
                     step.note_blocks(seq, allocation)
                 step.budget -= 1
                 scheduled[seq.request_id] = 1
@@ -238,15 +238,15 @@ class Scheduler:
             else:
                 return
 
-    def _make_way(self) -> None:
+    def _preempt_low_priority(self) -> None:
         """Preempt low-priority sequences for waiting ones of higher priority if the batch is full. Their computed
         tokens stay in the prefix cache as long as there is space. They start again after all others."""
         most = self.limits.max_num_seqs
-        if len(self._running) < most or not self._running.last_except(None).is_unhurried:
+        if len(self._running) < most or not self._running.last_except(None).is_low_priority:
             return
-        num_higher = sum(1 for seq in islice(self._waiting, most) if not seq.is_unhurried)
+        num_higher = sum(1 for seq in islice(self._waiting, most) if not seq.is_low_priority)
         for _ in range(num_higher):
-            if not (self._running and (last := self._running.last_except(None)).is_unhurried):
+            if not (self._running and (last := self._running.last_except(None)).is_low_priority):
                 return
             self._preempt(last)
 
@@ -375,9 +375,9 @@ class Scheduler:
             for name in plan.samples - result.token_ids.keys() - result.pooled.keys() - broken.keys():
                 broken[name] = "The step returned no token for this request."
         if broken:
-            self._void(in_flight, broken)
+            self._fail_broken(in_flight, broken)
         token_ids, logprobs, discarded, samples = result.token_ids, result.logprobs, in_flight.discarded, plan.samples
-        seqs, kv, held, running = self._sequences, self.kv, self._held, SequenceState.RUNNING
+        seqs, kv, held, running = self._sequences, self.kv, self._waiting_choices, SequenceState.RUNNING
         targets, commit, take_token = plan.prompt_targets, kv.commit, self._take_token
         # This loop runs as often as that of `_schedule_decodes`.
         for name, num_tokens in plan.num_scheduled_tokens.items():
@@ -386,7 +386,7 @@ class Scheduler:
                 continue
             if seq.state is running:
                 commit(seq, num_tokens)
-                if held.num_held and not kv.being_written(seq):
+                if held.num_waiting and not kv.being_written(seq):
                     self._fork_choices(seq)
             if targets and name in targets and seq.prompt_report is not None:
                 seq.prompt_report.add(targets[name], result.prompt_logprobs[name])
@@ -434,11 +434,11 @@ class Scheduler:
             if self.kv.has_table(seq):
                 self.kv.invalidate(seq)
             if self._outputs.has_end(seq):
-                self._leave(seq)
+                self._free_sequence(seq)
             else:
                 self._fail(seq, message)
 
-    def _void(self, in_flight: InFlightStep, broken: dict[str, str]) -> None:
+    def _fail_broken(self, in_flight: InFlightStep, broken: dict[str, str]) -> None:
         """Fail the broken sequences. Sequences of steps in flight that read the blocks which the broken ones were
         writing start over."""
         failed = [seq for seq in in_flight.sequences(self._sequences) if seq.request_id in broken]
@@ -491,21 +491,21 @@ class Scheduler:
         reason = finish_reason(seq)
         self._outputs.tokens(seq, taken, logprobs, reason)
         if reason is not None:
-            self._leave(seq)
+            self._free_sequence(seq)
 
     def _take_pooled(self, seq: Sequence, vector: bytes) -> None:
         if self._probing and seq in self._probing:
             self._probing.remove(seq)
         seq.num_pending_tokens -= 1
         self._outputs.pooled(seq, vector)
-        self._leave(seq)
+        self._free_sequence(seq)
 
     def _jump(self, seq: Sequence) -> str:
         """Append the tokens that the form leaves no choice about; the next step computes them together. Returns the
         fault that ends the sequence, or "". Does nothing where log probabilities of each token are reported."""
         if not self.limits.jumps_forward or seq.sampling.num_alternatives is not None:
             return ""
-        if seq.state is not SequenceState.RUNNING or self._probing or self._held.fork_is_due(seq):
+        if seq.state is not SequenceState.RUNNING or self._probing or self._waiting_choices.fork_is_due(seq):
             return ""
         num_tokens = len(seq.token_ids)
         fault = take_forced(seq)
@@ -513,7 +513,7 @@ class Scheduler:
         return fault
 
     def _fork_choices(self, leader: Sequence) -> None:
-        for child in self._held.forkable(leader):
+        for child in self._waiting_choices.forkable(leader):
             self.kv.fork(leader, child, leader.num_prompt_tokens - 1)
             self._forks[child.request_id] = child
             self._queue(child)
@@ -522,20 +522,20 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         self._outputs.end(seq, reason)
-        self._leave(seq)
+        self._free_sequence(seq)
 
     def _fail(self, seq: Sequence, message: str) -> None:
         self._outputs.failure(seq, message)
-        self._leave(seq)
+        self._free_sequence(seq)
 
-    def _leave(self, seq: Sequence) -> None:
+    def _free_sequence(self, seq: Sequence) -> None:
         """Release everything that the sequence owns. Every sequence ends here."""
         if seq.state is SequenceState.FINISHED:  # ended with another beam of its search
             return
         if seq.state is SequenceState.RUNNING:
             self._leave_batch(seq)
-        elif seq.state is SequenceState.HELD:
-            self._held.drop(seq)
+        elif seq.state is SequenceState.WAITING_FOR_FORK:
+            self._waiting_choices.drop(seq)
         elif seq in self._waiting:
             self._unqueue(seq)
         self._forks.pop(seq.request_id, None)
@@ -551,8 +551,8 @@ class Scheduler:
         del mine[seq.choice]
         if not mine:
             del self._clients[seq.client_request_id]
-        self._beams.left(seq)
-        successor = self._held.successor(seq)
+        self._beams.on_freed(seq)
+        successor = self._waiting_choices.successor(seq)
         if successor is not None:
             self._queue(successor)
 
@@ -570,7 +570,7 @@ class Scheduler:
     def find_inconsistencies(self) -> list[str]:
         """Return the contradictions between sequences, queues and block tables; empty if consistent. Call this between
         two steps. O(sequences)."""
-        counts = len(self._running), len(self._waiting), self._held.num_held, self._beams.num_reported()
+        counts = len(self._running), len(self._waiting), self._waiting_choices.num_waiting, self._beams.num_reported()
         places = dict(zip(QUEUED_STATES, counts, strict=True))
         num_choices = sum(len(choices) for choices in self._clients.values())
         queued_tokens = (sum(seq.num_due_tokens for seq in self._waiting), self._num_queued_tokens)
@@ -578,6 +578,6 @@ class Scheduler:
 
     def load(self, step_ms: float = 0.0) -> EngineLoad:
         running = (*self._running, *self._beams.between_steps())
-        counts = self.num_waiting, self._num_queued_tokens + self._held.num_held, self.num_preemptions
-        num_giving_way = self._running.num_from(LOW_PRIORITY_SERVING) + self._waiting.num_from(LOW_PRIORITY_WAITING)
-        return engine_load(self.kv.pool, running, *counts, num_giving_way, step_ms)
+        counts = self.num_waiting, self._num_queued_tokens + self._waiting_choices.num_waiting, self.num_preemptions
+        num_low_priority = self._running.num_from(LOW_PRIORITY_SERVING) + self._waiting.num_from(LOW_PRIORITY_WAITING)
+        return engine_load(self.kv.pool, running, *counts, num_low_priority, step_ms)

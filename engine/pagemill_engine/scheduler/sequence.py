@@ -12,9 +12,9 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from pagemill_engine.scheduler.beams import BeamSearch
-from pagemill_engine.scheduler.prompt_report import PromptReport
+from pagemill_engine.scheduler.prompt_report import PromptLogprobs
 from pagemill_protocol.pooling import PoolingParams
-from pagemill_protocol.sampling import SamplingParams, gives_way
+from pagemill_protocol.sampling import SamplingParams, is_low_priority
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenState
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SequenceState(IntEnum):
-    HELD = 0
+    WAITING_FOR_FORK = 0
     """A further choice that waits until the first one has computed their common prompt."""
     WAITING = 1
     RUNNING = 2
@@ -85,7 +85,7 @@ class Sequence:
     """Whether the tokens that may follow depend on the output."""
     was_jumped: bool = False
     """Whether it has tokens that no step sampled and that the runner therefore does not know."""
-    prompt_report: PromptReport | None = None
+    prompt_report: PromptLogprobs | None = None
     """Log probabilities of the client request's prompt, if it asked for them."""
     pooling: PoolingParams | None = None
     """Set if the prompt is pooled into a vector or a score instead of continued."""
@@ -93,9 +93,9 @@ class Sequence:
     """Whether every prompt token must be computed for it, whatever the prefix cache contains."""
 
     @property
-    def is_unhurried(self) -> bool:
+    def is_low_priority(self) -> bool:
         """Whether every sequence of higher priority goes before it."""
-        return gives_way(self.priority)
+        return is_low_priority(self.priority)
 
     @property
     def num_tokens(self) -> int:

@@ -23,13 +23,13 @@ def serving_key(request: Sequence) -> tuple[int, ...]:
     return (request.priority, request.arrival, request.choice)
 
 
-def unhurried_last(rank: OrderKey) -> OrderKey:
+def low_priority_last(rank: OrderKey) -> OrderKey:
     """Return the order `rank`, with low-priority sequences behind all others."""
-    return lambda seq: (int(seq.is_unhurried), *rank(seq))
+    return lambda seq: (int(seq.is_low_priority), *rank(seq))
 
 
 LOW_PRIORITY_SERVING, LOW_PRIORITY_WAITING = (LOW_PRIORITY,), (1,)
-"""The first possible keys of low-priority sequences: by `serving_key`, and by an order of `unhurried_last`."""
+"""The first possible keys of low-priority sequences: by `serving_key`, and by an order of `low_priority_last`."""
 
 
 class SortedSequences:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagemill_engine.ipc.messages import Ready
-    from pagemill_engine.server.main import Events
+    from pagemill_engine.server.main import ServerEvents
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _events() -> Events:
-    from pagemill_engine.server.main import Events
+def _events() -> ServerEvents:
+    from pagemill_engine.server.main import ServerEvents
 
-    return Events(
+    return ServerEvents(
         on_listening=lambda port, control_port: _say(event="listening", port=port, control_port=control_port),
         on_token=lambda path: _say(event="control_token", file=path),
         on_phase=lambda phase, detail: _say(event="phase", phase=phase, detail=detail),

@@ -1,8 +1,8 @@
 """The answer to one HTTP request: a buffer of frames between the engine client and the task that sends them.
 
 `output.processor` renders before frames get here, so the buffer contains finished bytes. A slow reader never blocks the
-engine: the engine client checks `too_far_behind` before it adds a frame, and ends the stream of such a reader. Only the
-engine client adds frames. Only the request's task, or the link that the request came over, takes them.
+engine: the engine client checks `exceeds_backlog` before it adds a frame, and ends the stream of such a reader. Only
+the engine client adds frames. Only the request's task, or the link that the request came over, takes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_UNREAD_BYTES = 16 * 1024 * 1024
 """Unread bytes at which a stream is ended: minutes of an ordinary stream, seconds of 128 choices with logprobs."""
 
 
-class Part(NamedTuple):
+class PromptAnswer(NamedTuple):
     """The answer to one prompt so far."""
 
     processor: Processor
@@ -34,7 +34,7 @@ class Answer:
         """The error that the last frame reports in the client's dialect."""
         self.engine_ids: list[str] = []
         """Ids of the request's prompts inside the engine."""
-        self.parts: list[Part] = []
+        self.parts: list[PromptAnswer] = []
         """One part for each prompt that the engine accepted."""
         self.on_change: Callable[[], None] | None = None
         """Callback for added frames, for a reader that does not wait in a task."""
@@ -55,7 +55,7 @@ class Answer:
         return self.ended and not self._frames
 
     @property
-    def too_far_behind(self) -> bool:
+    def exceeds_backlog(self) -> bool:
         """Whether more than `MAX_UNREAD_BYTES` wait for the reader."""
         return self._num_unread_bytes > MAX_UNREAD_BYTES
 
@@ -88,9 +88,9 @@ class Answer:
                 return []
             self._arrived.clear()
             await self._arrived.wait()
-        return self.take_now()
+        return self.get_nowait()
 
-    def take_now(self) -> list[Frame]:
+    def get_nowait(self) -> list[Frame]:
         """Return all frames that have arrived, without waiting."""
         frames, self._frames = self._frames, []
         self._num_unread_bytes = 0

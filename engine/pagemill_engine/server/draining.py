@@ -54,10 +54,10 @@ class Draining:
             pass
         self._lifecycle.refuse_requests()
 
-    def reader_came(self, gateway: str) -> None:
+    def reader_connected(self, gateway: str) -> None:
         self._readers[gateway] += 1
 
-    def reader_left(self, gateway: str) -> None:
+    def reader_disconnected(self, gateway: str) -> None:
         self._readers[gateway] -= 1
         if self._readers[gateway] <= 0:
             del self._readers[gateway]

@@ -35,7 +35,7 @@ from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_engine.output.processor import Processor
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
-from pagemill_engine.server.answer import Answer, Part
+from pagemill_engine.server.answer import Answer, PromptAnswer
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
@@ -103,7 +103,7 @@ class EngineClient:
         """Number of requests inside the engine, running or waiting."""
         return len(self._running)
 
-    def check_room(self, requests: list[GenerateRequest]) -> None:
+    def check_capacity(self, requests: list[GenerateRequest]) -> None:
         """Raise `PagemillError` 400 if all prompts of one HTTP request together exceed the queue's limit."""
         num_sequences = sum(request.sampling.num_sequences for request in requests)
         if len(requests) > 1 and num_sequences > self._config.max_num_waiting:
@@ -135,7 +135,7 @@ class EngineClient:
         self._running[engine_id] = _Running(request.request_id, processor, answer, timing)
         self._engine_ids[request.request_id] = engine_id
         answer.engine_ids.append(engine_id)
-        answer.parts.append(Part(processor, timing))
+        answer.parts.append(PromptAnswer(processor, timing))
         self._num_sequences += request.sampling.num_sequences
         self._publisher.arrived(self._num_accepted, request)
         self._idle.clear()
@@ -215,7 +215,7 @@ class EngineClient:
             case Slept():
                 self._sleeping.slept(message)
             case Awake():
-                self._sleeping.woke(message)
+                self._sleeping.record_wake(message)
             case Fatal():
                 raise StartupError(message.reason, message.message)
 
@@ -242,7 +242,7 @@ class EngineClient:
         if progress.error is not None:
             self._fail(output.request_id, progress.error)
             return
-        if running.processor.request.stream and running.answer.too_far_behind:
+        if running.processor.request.stream and running.answer.exceeds_backlog:
             for engine_id in running.answer.engine_ids:
                 self._fail(engine_id, client_too_slow())
             return
@@ -291,7 +291,7 @@ class EngineClient:
             )
 
     def _refuse_unless_serving(self) -> None:
-        if self._lifecycle.takes_requests:
+        if self._lifecycle.accepts_requests:
             return
         if self._lifecycle.ending:
             raise unavailable("This server is shutting down.", retry_after_s=1, code="draining")

@@ -21,13 +21,13 @@ from pagemill_engine.server.openai_routes import abort, submit
 from pagemill_protocol.errors import PagemillError, body_too_large, internal_error, invalid_field
 from pagemill_protocol.frames import FrameError, encode_frame
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.direct import Successor
+from pagemill_protocol.http.direct import UpgradedProtocol
 from pagemill_protocol.http.guard import require_token
 from pagemill_protocol.link import (
     WINDOW_BYTES,
-    Kind,
     Record,
     RecordDecoder,
+    RecordKind,
     Refusal,
     decode_credit,
     encode_pieces,
@@ -77,15 +77,15 @@ class _Stream:
         records: list[bytes] = []
         while self.credit > 0:
             if not self.rest:
-                frames = self.answer.take_now()
+                frames = self.answer.get_nowait()
                 if not frames:
                     break
                 self.rest = memoryview(b"".join(encode_frame(frame.meta, frame.payload) for frame in frames))
             data, self.rest = bytes(self.rest[: self.credit]), self.rest[self.credit :]
             self.credit -= len(data)
-            records += encode_pieces(Kind.DATA, self.number, data)
+            records += encode_pieces(RecordKind.DATA, self.number, data)
         if not self.rest and self.answer.is_read:
-            records.append(encode_record(Kind.END, self.number))
+            records.append(encode_record(RecordKind.END, self.number))
         return records
 
     @property
@@ -93,7 +93,7 @@ class _Stream:
         return not self.rest and self.answer.is_read
 
 
-class GatewayLink(Successor):
+class GatewayLink(UpgradedProtocol):
     def __init__(self, context: ServerContext, scope: Scope) -> None:
         """Serve a link. `scope`: the ASGI scope of the request that opened it, with the gateway's token."""
         self._context = context
@@ -143,17 +143,17 @@ class GatewayLink(Successor):
 
     def _dispatch(self, record: Record) -> None:
         kind, number, data = record
-        if kind == Kind.REQUEST:
+        if kind == RecordKind.REQUEST:
             parts = self._parts.pop(number, None)
             self._open(number, data if parts is None else bytes(parts + data))
-        elif kind == Kind.REQUEST_ID:
+        elif kind == RecordKind.REQUEST_ID:
             self._request_id = data[:MAX_REQUEST_ID_BYTES].decode(errors="replace")
-        elif kind == Kind.REQUEST_PART:
+        elif kind == RecordKind.REQUEST_PART:
             self._keep_part(number, data)
-        elif kind == Kind.CANCEL:
+        elif kind == RecordKind.CANCEL:
             self._parts.pop(number, None)
             self._cancel(number)
-        elif kind == Kind.CREDIT:
+        elif kind == RecordKind.CREDIT:
             stream = self._streams.get(number)
             if stream is not None:
                 stream.credit += decode_credit(data)
@@ -190,7 +190,7 @@ class GatewayLink(Successor):
             self._refuse(number, internal_error())
             return
         context.metrics.http_request(ROUTE, 200)
-        self._transport.write(encode_record(Kind.ACCEPTED, number, ready.weights_digest.encode()))
+        self._transport.write(encode_record(RecordKind.ACCEPTED, number, ready.weights_digest.encode()))
         stream = self._streams[number] = _Stream(number, answer)
         answer.on_change = partial(self._note_change, stream)
         self._note_change(stream)
@@ -198,7 +198,7 @@ class GatewayLink(Successor):
     def _refuse(self, number: int, error: PagemillError) -> None:
         self._context.metrics.http_request(ROUTE, error.status)
         refused = Refusal(error.status, error_body(error), error.headers().get("Retry-After"))
-        self._transport.write(encode_record(Kind.REFUSED, number, _encoder.encode(refused)))
+        self._transport.write(encode_record(RecordKind.REFUSED, number, _encoder.encode(refused)))
 
     def _cancel(self, number: int) -> None:
         stream = self._streams.pop(number, None)
@@ -231,7 +231,7 @@ class GatewayLink(Successor):
             except FrameError:
                 logger.exception("a frame cannot be sent")
                 self._cancel(stream.number)
-                records.append(encode_record(Kind.END, stream.number))
+                records.append(encode_record(RecordKind.END, stream.number))
                 continue
             if stream.is_sent:
                 self._streams.pop(stream.number, None)

@@ -21,7 +21,7 @@ MAX_SILENCE_S = 60.0
 
 
 async def livez(request: Request) -> Response:
-    fault = why_not_alive(request.app.state.context)
+    fault = liveness_problem(request.app.state.context)
     return _report({"alive": fault is None, "detail": fault or "ok"}, fault is None)
 
 
@@ -33,11 +33,11 @@ async def readyz(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """Serve vLLM's `/health`: an empty body, and status 200 if a request would be served now."""
     context: ServerContext = request.app.state.context
-    healthy = context.lifecycle.ready and why_not_alive(context) is None
+    healthy = context.lifecycle.ready and liveness_problem(context) is None
     return Response(status_code=200 if healthy else 503)
 
 
-def why_not_alive(context: ServerContext) -> str | None:
+def liveness_problem(context: ServerContext) -> str | None:
     """Return the reason why this process should be restarted, or None."""
     lifecycle = context.lifecycle
     if lifecycle.phase in ("failed", "stopped"):

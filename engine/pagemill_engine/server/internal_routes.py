@@ -25,7 +25,7 @@ from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import MSGPACK_CONTENT_TYPE, STATE_CONTENT_TYPE
 from pagemill_protocol.generate import AllowanceRaise
-from pagemill_protocol.http.direct import TakeOver, offered_upgrade
+from pagemill_protocol.http.direct import TakeOver, upgrade_of
 from pagemill_protocol.http.guard import require_control
 from pagemill_protocol.http.request_middleware import header, read_body
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
@@ -54,7 +54,7 @@ async def link(request: Request) -> LinkResponse:
     context = context_of(request)
     require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
     require_protocol(request.scope["headers"], GATEWAY)
-    take_over = offered_upgrade(request.scope)
+    take_over = upgrade_of(request.scope)
     if take_over is None:
         raise PagemillError(
             f"Send this request with the headers `Connection: Upgrade` and `Upgrade: {LINK_PROTOCOL}`.",
@@ -136,7 +136,7 @@ class StateResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         publisher: StatePublisher = self._context.publisher
         gateway = _gateway_of(scope)
-        self._context.draining.reader_came(gateway)
+        self._context.draining.reader_connected(gateway)
         subscription = publisher.subscribe()
         watcher = asyncio.create_task(_call_on_disconnect(receive, subscription.close))
         self._context.metrics.state_streams(+1)
@@ -149,7 +149,7 @@ class StateResponse:
         finally:
             watcher.cancel()
             publisher.unsubscribe(subscription)
-            self._context.draining.reader_left(gateway)
+            self._context.draining.reader_disconnected(gateway)
             self._context.metrics.state_streams(-1)
 
 

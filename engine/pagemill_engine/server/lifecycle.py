@@ -25,12 +25,12 @@ class Lifecycle:
         self._observer = observer
         self._started_s = time.monotonic()
         self._since_s = self._started_s
-        self._takes_requests = False
+        self._accepts_requests = False
 
     @property
-    def takes_requests(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Whether requests are accepted: ready, or draining while some gateway may not know yet."""
-        return self._takes_requests
+        return self._accepts_requests
 
     @property
     def ready(self) -> bool:
@@ -51,13 +51,13 @@ class Lifecycle:
         self.phase = phase
         self.detail = detail
         if phase != "draining":
-            self._takes_requests = phase == "ready"
+            self._accepts_requests = phase == "ready"
         if self._observer is not None:
             self._observer(phase, detail)
 
     def refuse_requests(self) -> None:
         """Refuse all further requests of a draining server."""
-        self._takes_requests = False
+        self._accepts_requests = False
 
     def report(self) -> dict[str, Any]:
         """Return the body of `/readyz`. Times are in seconds: in this phase, and since the start."""

@@ -66,7 +66,7 @@ SECOND_SIGNAL_FLUSH_S = 0.3
 
 
 @dataclass(slots=True)
-class Events:
+class ServerEvents:
     """Callbacks for the caller. All are called on the event loop and must return at once."""
 
     on_listening: Callable[[int, int], None] = lambda port, control_port: None
@@ -80,17 +80,17 @@ class Events:
     """Called at a signal with the number of running requests."""
 
 
-def run_server(settings: Settings, process: EngineProcess, events: Events | None = None) -> None:
+def run_server(settings: Settings, process: EngineProcess, events: ServerEvents | None = None) -> None:
     """Serve until a signal arrives. Raises `StartupError` if the server could not start or had to end.
 
     `process`: already launched, so that its imports and the caller's import of this module run at the same time.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(Server(settings, process, events or Events()).run())
+        runner.run(Server(settings, process, events or ServerEvents()).run())
 
 
 class Server:
-    def __init__(self, settings: Settings, process: EngineProcess, events: Events) -> None:
+    def __init__(self, settings: Settings, process: EngineProcess, events: ServerEvents) -> None:
         self._settings = settings
         self._process = process
         self._events = events
@@ -143,8 +143,8 @@ class Server:
         async with contextlib.AsyncExitStack() as stack:
             if self._tls is not None:
                 certificate = await stack.enter_async_context(self._tls.followed())
-                data.speak_tls(certificate)
-                control.speak_tls(certificate)
+                data.enable_tls(certificate)
+                control.enable_tls(certificate)
             stack.enter_context(self._signals())
             http = [
                 asyncio.create_task(data.serve(sockets=[data_socket])),
@@ -342,7 +342,7 @@ class _HttpServer(uvicorn.Server):
             )
         )
 
-    def speak_tls(self, certificate: ssl.SSLContext) -> None:
+    def enable_tls(self, certificate: ssl.SSLContext) -> None:
         self.config.load()
         self.config.ssl = certificate
 

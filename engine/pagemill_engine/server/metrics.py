@@ -87,7 +87,7 @@ class ServerMetrics:
     def sleeping(self, sleeps: bool) -> None:
         self._metrics.gauge(names.ENGINE_SLEEPING).set(sleeps)
 
-    def woke(self, wake_s: float) -> None:
+    def record_wake(self, wake_s: float) -> None:
         self._metrics.histogram(names.ENGINE_WAKE_SECONDS).observe(wake_s)
 
     def ready(self, ready: Ready) -> None:

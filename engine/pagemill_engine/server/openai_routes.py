@@ -19,11 +19,11 @@ from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.metrics import VERSION
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
-from pagemill_engine.server.traces import RequestRecord, record_of
+from pagemill_engine.server.traces import TracedRequest, record_of
 from pagemill_protocol.dialects.base import Dialect, Preparation, check_kind
 from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.token_counts import TokenCount
-from pagemill_protocol.dialects.transport import Place
+from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError, model_not_found
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.http.request_middleware import check_json_content_type, read_body
@@ -44,7 +44,7 @@ def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResp
             raw = await _read(request, dialect.transport.media_types)
             caller: Caller = request.state.caller
             record.tenant = caller.tenant
-            work = partial(_prepare, context, dialect, raw, _place(request, context), caller)
+            work = partial(_prepare, context, dialect, raw, _request_info(request, context), caller)
             record.requests = await context.off_loop(work, len(raw))
             return _answer(context, record)
         except PagemillError as error:
@@ -72,7 +72,7 @@ def page_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
         context: ServerContext = request.app.state.context
         raw = await _read(request) if page.method == "POST" else b""
         cards = [_card(context, name) for name in context.names]
-        return _json(page.body(PageRequest(cards, _place(request, context), raw, VERSION)))
+        return _json(page.body(PageRequest(cards, _request_info(request, context), raw, VERSION)))
 
     return route
 
@@ -103,7 +103,7 @@ def submit(context: ServerContext, requests: list[GenerateRequest]) -> Answer:
     system_fingerprint = context.system_fingerprint()
     answer = Answer(len(requests))
     try:
-        client.check_room(requests)
+        client.check_capacity(requests)
         for request in requests:
             client.submit(request, processor_of(request, tokenizer, system_fingerprint), answer)
     except PagemillError as error:
@@ -118,8 +118,8 @@ def abort(context: ServerContext, answer: Answer) -> None:
     client.abort(answer)
 
 
-def _place(request: Request, context: ServerContext) -> Place:
-    return Place(request.scope["path"], request.path_params, request.headers.get, context.names[0])
+def _request_info(request: Request, context: ServerContext) -> RequestInfo:
+    return RequestInfo(request.scope["path"], request.path_params, request.headers.get, context.names[0])
 
 
 async def _read(request: Request, also: Container[str] = ()) -> bytes:
@@ -131,7 +131,7 @@ async def _read(request: Request, also: Container[str] = ()) -> bytes:
     return await read_body(request.receive)
 
 
-def _answer(context: ServerContext, record: RequestRecord) -> AnswerResponse:
+def _answer(context: ServerContext, record: TracedRequest) -> AnswerResponse:
     requests = list(record.requests)
     record.answer = answer = submit(context, requests)
     kind = StreamResponse if requests[0].stream else BodyResponse
@@ -139,9 +139,9 @@ def _answer(context: ServerContext, record: RequestRecord) -> AnswerResponse:
 
 
 def _prepare(
-    context: ServerContext, dialect: Dialect, raw: bytes, place: Place, caller: Caller
+    context: ServerContext, dialect: Dialect, raw: bytes, info: RequestInfo, caller: Caller
 ) -> list[GenerateRequest]:
-    body = dialect.parse(raw, place)
+    body = dialect.parse(raw, info)
     context.check_model(body.fields.model)
     _, ready = context.ready_engine()
     tokenizer = context.loaded_tokenizer()

@@ -1,6 +1,6 @@
 """ASGI responses that send an `Answer`: as SSE, as one JSON body, or as frames for a gateway.
 
-Each watches for the client's disconnect while it waits, and calls `on_leave` at once, so that the engine frees the
+Each watches for the client's disconnect while it waits, and calls `on_disconnect` at once, so that the engine frees the
 request's blocks before its next step. The first frame of a public answer decides its status: an error before any output
 is a plain JSON error, a later one an SSE error event. Gateways get their status before the first token: it says that
 the engine accepted the request.
@@ -30,10 +30,10 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class AnswerResponse:
     """Base class: handles disconnects and the end. Subclasses write status and bytes in `_respond`."""
 
-    def __init__(self, requests: list[GenerateRequest], answer: Answer, on_leave: Callable[[], None]) -> None:
+    def __init__(self, requests: list[GenerateRequest], answer: Answer, on_disconnect: Callable[[], None]) -> None:
         self.requests = requests
         self.answer = answer
-        self._on_leave = on_leave
+        self._on_disconnect = on_disconnect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -41,7 +41,7 @@ class AnswerResponse:
             await self._respond(send)
         finally:
             watcher.cancel()
-            self._leave()
+            self._release()
 
     async def _respond(self, send: Send) -> None:
         raise NotImplementedError
@@ -49,12 +49,12 @@ class AnswerResponse:
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._leave()
+        self._release()
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         """Release the answer after a disconnect. After a complete answer this does nothing."""
         self.answer.close()
-        self._on_leave()
+        self._on_disconnect()
 
 
 class StreamResponse(AnswerResponse):
@@ -111,9 +111,9 @@ class FramesResponse(AnswerResponse):
     """Frames for a gateway. Status 200 means that the engine accepted the request; later failures are frames."""
 
     def __init__(
-        self, requests: list[GenerateRequest], answer: Answer, on_leave: Callable[[], None], weights_digest: str
+        self, requests: list[GenerateRequest], answer: Answer, on_disconnect: Callable[[], None], weights_digest: str
     ) -> None:
-        super().__init__(requests, answer, on_leave)
+        super().__init__(requests, answer, on_disconnect)
         self._headers = {
             "content-type": FRAMES_CONTENT_TYPE,
             WEIGHTS_HEADER: weights_digest,

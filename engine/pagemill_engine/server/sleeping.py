@@ -39,7 +39,7 @@ class Sleeping:
         self.fault = ""
         """Why the latest sleep failed; "" if it did not."""
         self._changed = asyncio.Event()
-        self._falling: asyncio.Task[None] | None = None
+        self._sleep_task: asyncio.Task[None] | None = None
 
     async def sleep(self, client: Sleeper, wait_s: float) -> State:
         """Put the engine to sleep as soon as nothing runs, and return the state.
@@ -50,14 +50,14 @@ class Sleeping:
         if self.state == "awake" and self._lifecycle.ready:
             self.fault = ""
             self._enter("falling_asleep", f"{client.num_requests} requests are still running; new ones are refused")
-            self._falling = asyncio.create_task(self._fall_asleep(client), name="sleep")
+            self._sleep_task = asyncio.create_task(self._put_to_sleep(client), name="sleep")
         await self._while("falling_asleep", wait_s)
         return self.state
 
     async def wake(self, client: Sleeper, wait_s: float) -> State:
         """Let the engine accept requests again. Returns the state once it does, or after `wait_s`."""
         if self.state in ("falling_asleep", "asleep"):
-            self._end_falling()
+            self._cancel_sleep_task()
             self._enter("waking", "allocating the KV cache again")
             client.send(Wake())
         await self._while("waking", wait_s)
@@ -74,26 +74,26 @@ class Sleeping:
         self.released_bytes = message.released_bytes
         self._enter("asleep", "the weights stay in memory; the KV cache's memory is freed")
 
-    def woke(self, message: Awake) -> None:
+    def record_wake(self, message: Awake) -> None:
         """Record that the engine process generates again."""
         if self.state != "waking":
             return
         if message.wake_s > 0:
-            self._metrics.woke(message.wake_s)
-            self._publisher.woke(message.wake_s)
+            self._metrics.record_wake(message.wake_s)
+            self._publisher.record_wake(message.wake_s)
         self._enter("awake", f"awake after {message.wake_s:.2f} s")
 
     async def close(self) -> None:
-        self._end_falling()
+        self._cancel_sleep_task()
 
-    async def _fall_asleep(self, client: Sleeper) -> None:
+    async def _put_to_sleep(self, client: Sleeper) -> None:
         await client.wait_idle()
         client.send(Sleep())
 
-    def _end_falling(self) -> None:
-        if self._falling is not None:
-            self._falling.cancel()
-            self._falling = None
+    def _cancel_sleep_task(self) -> None:
+        if self._sleep_task is not None:
+            self._sleep_task.cancel()
+            self._sleep_task = None
 
     def _enter(self, state: State, detail: str) -> None:
         self.state = state

@@ -32,7 +32,7 @@ ARRIVALS_INTERVAL_S = 0.005
 """Minimum time before a frame that publishes an arrived request."""
 HEARTBEAT_S = 1.0
 MAX_BACKLOG_FRAMES = 64
-SPEAKS_EVERY_S = 3.0
+HEARTBEAT_INTERVAL_S = 3.0
 """Shortest silence of the engine process that is reported; a shorter one is normal."""
 MAX_PAUSE_S = 2.0
 """Longest pause between two frames that counts as frozen time. In a longer pause this process did not run."""
@@ -63,7 +63,7 @@ class StatePublisher:
         """Time at which the engine process last sent a report."""
         self._frozen_s: float | None = None
         """Seconds in which this process ran and the engine process sent nothing; None before the first heartbeat."""
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
         """Time up to which `_frozen_s` counts."""
         self._expected_step_ms = 0.0
         self._published_s: float | None = None
@@ -140,7 +140,7 @@ class StatePublisher:
         """Publish whether the engine sleeps, which means that it accepts no requests."""
         self._update(sleeping=sleeping)
 
-    def woke(self, wake_s: float) -> None:
+    def record_wake(self, wake_s: float) -> None:
         """Publish the duration of a wake-up, in addition to the phases of the start."""
         self._update(start_s=self._next.start_s | {WAKE: round(wake_s, 3)}, num_wakes=self._next.num_wakes + 1)
 
@@ -228,7 +228,7 @@ class StatePublisher:
             )
         )
         for subscription in self._subscriptions:
-            subscription.offer(encoded)
+            subscription.put(encoded)
 
     def _load_age_ms(self) -> float:
         return round(1000 * (time.monotonic() - self._published_s), 2) if self._published_s is not None else 0.0
@@ -236,13 +236,13 @@ class StatePublisher:
     def _count_frozen_s(self) -> float:
         now_s = time.monotonic()
         if self._frozen_s is not None:
-            self._frozen_s += min(MAX_PAUSE_S, now_s - self._looked_s)
-        self._looked_s = now_s
-        return round(self._frozen_s or 0.0, 1) if (self._frozen_s or 0.0) >= SPEAKS_EVERY_S else 0.0
+            self._frozen_s += min(MAX_PAUSE_S, now_s - self._checked_s)
+        self._checked_s = now_s
+        return round(self._frozen_s or 0.0, 1) if (self._frozen_s or 0.0) >= HEARTBEAT_INTERVAL_S else 0.0
 
     def _silent_s(self) -> float:
         silent_s = time.monotonic() - self._reported_s if self._reported_s is not None else 0.0
-        return round(silent_s, 1) if silent_s >= SPEAKS_EVERY_S else 0.0
+        return round(silent_s, 1) if silent_s >= HEARTBEAT_INTERVAL_S else 0.0
 
 
 class Subscription:
@@ -256,7 +256,7 @@ class Subscription:
         self._wakeup.set()
         self._closed = False
 
-    def offer(self, encoded: bytes) -> None:
+    def put(self, encoded: bytes) -> None:
         """Queue a frame, or fall back to a snapshot when the reader is too far behind."""
         if self._needs_snapshot:
             return

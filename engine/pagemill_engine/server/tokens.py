@@ -11,7 +11,7 @@ import msgspec
 from pagemill_engine.config import ServerConfig
 from pagemill_engine.server.failure import StartupError
 from pagemill_protocol.http.guard import ControlTokens
-from pagemill_protocol.token_file import TokenFileError, made_token_file
+from pagemill_protocol.token_file import TokenFileError, generated_token_file
 
 
 def internal_tokens(server: ServerConfig) -> ControlTokens:
@@ -38,7 +38,7 @@ def with_token(server: ServerConfig, address: str, port: int) -> Iterator[Server
         yield server
         return
     try:
-        with made_token_file(address, port) as path:
+        with generated_token_file(address, port) as path:
             yield msgspec.structs.replace(server, internal_tokens_file=str(path))
     except TokenFileError as error:
         raise StartupError("TokensUnwritable", f"internal_token: {error}.", "internal_token") from error

@@ -24,7 +24,7 @@ from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.http.route_names import RouteNames
 from pagemill_protocol.openai.render import add_usage
 from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.tracing.attributes import ENGINE, Kind, engine_phases, of_request
+from pagemill_protocol.tracing.attributes import ENGINE, SpanKind, engine_phases, of_request
 from pagemill_protocol.tracing.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class TracedRequest:
     """One request to a generating route. Times are those of the monotonic clock."""
 
     route: str
@@ -99,8 +99,8 @@ class RequestRecord:
         return min(first) - self.started_at if first and self.stream else None
 
 
-def record_of(scope: Scope) -> RequestRecord:
-    record: RequestRecord = scope["state"]["record"]
+def record_of(scope: Scope) -> TracedRequest:
+    record: TracedRequest = scope["state"]["record"]
     return record
 
 
@@ -117,7 +117,7 @@ class TraceRequests:
         if route is None:
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(route)
+        record = TracedRequest(route)
         state = scope.setdefault("state", {})
         state["record"] = record
 
@@ -133,13 +133,13 @@ class TraceRequests:
             self._tracing.finished(scope, partial(_write_spans, record, scope["method"], time.monotonic()))
 
 
-def _write_spans(record: RequestRecord, method: str, ended_at: float, trace: TraceWriter) -> None:
+def _write_spans(record: TracedRequest, method: str, ended_at: float, trace: TraceWriter) -> None:
     root = trace.add(
         ENGINE,
         f"{method} {record.route}",
         record.started_at,
         ended_at,
-        kind=Kind.SERVER,
+        kind=SpanKind.SERVER,
         attributes=of_request(record, method),
         error=record.error_code,
     )
@@ -148,4 +148,4 @@ def _write_spans(record: RequestRecord, method: str, ended_at: float, trace: Tra
         for name, began, ended in engine_phases(
             timing.arrival_s, timing.queue_s, timing.first_token_s, timing.last_token_s
         ):
-            trace.add(ENGINE, name, began, ended, parent=root, kind=Kind.SERVER)
+            trace.add(ENGINE, name, began, ended, parent=root, kind=SpanKind.SERVER)

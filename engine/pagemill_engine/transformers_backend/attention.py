@@ -1,7 +1,7 @@
 """Attention over the paged cache with transformers' interface, registered under `NAME`.
 
 transformers finds it by its global name and passes the attention module; the rest of a forward pass's inputs is in
-`Step`, which every attention module of a model refers to.
+`AttentionStep`, which every attention module of a model refers to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WITHOUT_EFFECT = ("dropout", "is_causal", "position_ids", "cache_position", "use
 """Arguments without effect: positions are in the queries, and every context is causal."""
 
 
-class Seen(NamedTuple):
+class AttentionCall(NamedTuple):
     """Properties of one layer's attention call."""
 
     layer: int
@@ -34,11 +34,11 @@ class Seen(NamedTuple):
 
 
 @dataclass(slots=True)
-class Step:
+class AttentionStep:
     ops: Ops
     context: ForwardContext | None = None
     """Context of the running step; None during the trial, in which layers only record their calls."""
-    seen: list[Seen] | None = None
+    seen: list[AttentionCall] | None = None
 
 
 def register() -> None:
@@ -46,7 +46,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
-def give_step(model: nn.Module, step: Step) -> None:
+def give_step(model: nn.Module, step: AttentionStep) -> None:
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, _STEP, step)
@@ -57,13 +57,13 @@ def attend(
     **extras: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute attention. query, key, value: [1, heads, tokens, head_dim]. Returns [1, tokens, heads, head_dim]."""
-    step: Step = getattr(module, _STEP)
+    step: AttentionStep = getattr(module, _STEP)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     num_heads, head_dim = query.shape[1], query.shape[3]
     if step.context is None:
         assert step.seen is not None
         asked = tuple(name for name, each in extras.items() if each is not None and name not in WITHOUT_EFFECT)
-        step.seen.append(Seen(layer, num_heads, key.shape[1], head_dim, asked))
+        step.seen.append(AttentionCall(layer, num_heads, key.shape[1], head_dim, asked))
         return query.transpose(1, 2), None
     heads = torch.cat([each[0].transpose(0, 1) for each in (query, key, value)], dim=1)
     cache = step.context.kv_caches[layer]

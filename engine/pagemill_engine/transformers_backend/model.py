@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.transformers_backend.attention import NAME, Step, give_step, register
+from pagemill_engine.transformers_backend.attention import NAME, AttentionStep, give_step, register
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.model_spec import ModelSpec
 
@@ -28,7 +28,7 @@ class TransformersDecoder:
         """Load the model with its weights. Raises `LoadError`."""
         self.spec = spec
         self.dtype = dtype
-        self._step = Step(ops)
+        self._step = AttentionStep(ops)
         self._causal = _load(path, spec, dtype).to(ops.device)
         give_step(self._causal, self._step)
         self._base: Any = self._causal.base_model

@@ -15,11 +15,11 @@ from pagemill_protocol.errors import PagemillError, bad_upstream
 
 RETRY_PAUSE_BASE_S = 0.05
 RETRY_PAUSE_MAX_S = 2.0
-MOST_FAILURES = 32
+MAX_FAILED_ATTEMPTS = 32
 """Limit for the failures of one request, even if it made progress each time."""
-MOST_ENDS = 8
+MAX_ENDS = 8
 """Limit for the engines in a row that ended before they sent a token of the request."""
-MOST_CRASHES = 5
+MAX_CRASHES = 5
 """Limit for the engines that crashed with the request, whether or not they sent tokens."""
 
 
@@ -61,16 +61,16 @@ class Attempts:
 
     @property
     def exhausted(self) -> bool:
-        if self._num_ends >= MOST_ENDS or self._num_crashes >= MOST_CRASHES:
+        if self._num_ends >= MAX_ENDS or self._num_crashes >= MAX_CRASHES:
             return True
-        return self.num_counted >= self._max_attempts or self._num_failures >= MOST_FAILURES
+        return self.num_counted >= self._max_attempts or self._num_failures >= MAX_FAILED_ATTEMPTS
 
     def queued(self, seconds: float) -> None:
         """Count time in the queue; engines that were full may be tried again."""
         self.queued_s += seconds
         self._full.clear()
 
-    def chose(self, endpoint_id: str) -> None:
+    def record_choice(self, endpoint_id: str) -> None:
         self._chosen = endpoint_id
         self.count += 1
 
@@ -85,7 +85,7 @@ class Attempts:
         self._full.append(self._chosen)
         self._last_message = message
 
-    def declined(self, message: str) -> None:
+    def record_decline(self, message: str) -> None:
         """Count a failure that uses up no attempt, because the last engine was not serving and took no request."""
         self._failed.append(self._chosen)
         self._num_failures += 1
@@ -101,7 +101,7 @@ class Attempts:
         self._num_crashes += crashed
         self._last_message = message
 
-    def broke(self, message: str) -> None:
+    def record_break(self, message: str) -> None:
         """Count a failure of the last engine, which may have had the request."""
         self._failed.append(self._chosen)
         self._num_failures += 1

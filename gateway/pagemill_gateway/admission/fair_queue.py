@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Generic, TypeVar
 
-MAX_DEBTS = 4096
+MAX_START_TAGS = 4096
 """Limit for the keys without waiting requests whose virtual time is remembered, per priority."""
 MAX_KEPT = 1000
 """Limit for requests that lost their engine and are never shed; further ones are treated like new requests."""
@@ -50,7 +50,7 @@ W = TypeVar("W", bound=Waiter)
 
 
 @dataclass(slots=True)
-class _Line(Generic[W]):
+class _KeyQueue(Generic[W]):
     """The waiting requests of one key, oldest first."""
 
     start: float
@@ -67,20 +67,20 @@ class _Line(Generic[W]):
         return len(self.waiters) if by_requests else self.num_bytes
 
 
-class _Band(Generic[W]):
+class _PriorityLevel(Generic[W]):
     """All keys of one priority. Deleted with its last request: fairness is between requests that wait together."""
 
     def __init__(self) -> None:
-        self.lines: dict[str, _Line[W]] = {}
+        self.lines: dict[str, _KeyQueue[W]] = {}
         self._now = 0.0
-        self._debts: dict[str, float] = {}
+        self._start_tags: dict[str, float] = {}
         """The virtual times at which keys without waiting requests are due again."""
 
     def add(self, waiter: W) -> None:
         line = self.lines.get(waiter.key)
         if line is None:
-            start = max(self._now, self._debts.pop(waiter.key, 0.0))
-            line = self.lines[waiter.key] = _Line(start)
+            start = max(self._now, self._start_tags.pop(waiter.key, 0.0))
+            line = self.lines[waiter.key] = _KeyQueue(start)
         insort(line.waiters, waiter)
         line.num_bytes += waiter.num_bytes
 
@@ -105,23 +105,23 @@ class _Band(Generic[W]):
         if line is not None:
             line.start = max(self._now, line.start + num_tokens)
         else:
-            self._remember(key, max(self._now, self._debts.pop(key, self._now)) + num_tokens)
+            self._remember(key, max(self._now, self._start_tags.pop(key, self._now)) + num_tokens)
 
     def _remember(self, key: str, start: float) -> None:
         if start <= self._now:
             return
-        self._debts[key] = start
-        if len(self._debts) > MAX_DEBTS:
-            self._debts = {each: due for each, due in self._debts.items() if due > self._now}
-        if len(self._debts) > MAX_DEBTS:
-            self._debts = dict(list(self._debts.items())[MAX_DEBTS // 2 :])
+        self._start_tags[key] = start
+        if len(self._start_tags) > MAX_START_TAGS:
+            self._start_tags = {each: due for each, due in self._start_tags.items() if due > self._now}
+        if len(self._start_tags) > MAX_START_TAGS:
+            self._start_tags = dict(list(self._start_tags.items())[MAX_START_TAGS // 2 :])
 
 
 class FairQueue(Generic[W]):
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self.max_requests = max_requests
         self.max_bytes = max_bytes
-        self._bands: dict[int, _Band[W]] = {}
+        self._levels: dict[int, _PriorityLevel[W]] = {}
         self._waiters: dict[W, None] = {}
         self._num_bytes = 0
         self._num_tokens = 0
@@ -153,7 +153,7 @@ class FairQueue(Generic[W]):
         waiter.kept = waiter.kept and self._num_kept < MAX_KEPT
         self._insert(waiter)
         gone: list[W] = []
-        while self._overfull() and (victim := self._victim()) is not None:
+        while self._exceeds_limits() and (victim := self._victim()) is not None:
             self.remove(victim)
             if victim is waiter:
                 # The new request is refused, so the others need not be shed.
@@ -167,27 +167,27 @@ class FairQueue(Generic[W]):
         """Remove a request that waits no longer and had no turn."""
         if waiter not in self._waiters:
             return
-        band = self._bands[waiter.priority]
+        band = self._levels[waiter.priority]
         band.remove(waiter)
         self._forget(waiter, band)
 
     def first(self, blocked: Collection[str] = ()) -> W | None:
         """Return the next request, or `None`. Keys whose first request has a group in `blocked` are skipped."""
-        for priority in sorted(self._bands):
-            lines = [each for each in self._bands[priority].lines.values() if each.waiters[0].group not in blocked]
+        for priority in sorted(self._levels):
+            lines = [each for each in self._levels[priority].lines.values() if each.waiters[0].group not in blocked]
             if lines:
                 return min(lines, key=_turn).waiters[0]
         return None
 
     def take(self, waiter: W) -> None:
         """Remove a request that got its turn, and charge its key. It must be the first of its key."""
-        band = self._bands[waiter.priority]
+        band = self._levels[waiter.priority]
         band.take(waiter)
         self._forget(waiter, band)
 
     def settle(self, key: str, priority: int, num_tokens: int) -> None:
         """Charge a key the difference to the cost of a turn, which may be negative; ignored for an empty priority."""
-        band = self._bands.get(priority)
+        band = self._levels.get(priority)
         if band is not None:
             band.settle(key, num_tokens)
 
@@ -196,7 +196,7 @@ class FairQueue(Generic[W]):
 
     def tokens_before(self, key: str, priority: int, cost_tokens: int) -> int:
         """Return the tokens that are served before a new request, if no other request arrives after it."""
-        band = self._bands.get(priority)
+        band = self._levels.get(priority)
         line = band.lines.get(key) if band is not None else None
         own = sum(waiter.cost_tokens for waiter in line.waiters) if line is not None else 0
         return own + self._before(key, priority, own + cost_tokens)
@@ -206,7 +206,7 @@ class FairQueue(Generic[W]):
 
         Assumes that no other request arrives. 0 if there is no such request.
         """
-        for priority, band in self._bands.items():
+        for priority, band in self._levels.items():
             for key, line in band.lines.items():
                 places = [place for place, waiter in enumerate(line.waiters) if waiter.arrived_at == arrived_at]
                 if places:
@@ -217,7 +217,7 @@ class FairQueue(Generic[W]):
     def _before(self, key: str, priority: int, own: int) -> int:
         """Return the tokens of other keys and of smaller priorities that are served before `own` tokens of this key."""
         total = 0
-        for each, band in self._bands.items():
+        for each, band in self._levels.items():
             if each > priority:
                 continue
             for name, line in band.lines.items():
@@ -229,35 +229,35 @@ class FairQueue(Generic[W]):
         return total
 
     def _insert(self, waiter: W) -> None:
-        self._bands.setdefault(waiter.priority, _Band()).add(waiter)
+        self._levels.setdefault(waiter.priority, _PriorityLevel()).add(waiter)
         self._waiters[waiter] = None
         self._num_bytes += waiter.num_bytes
         self._num_tokens += waiter.cost_tokens
         self._num_kept += waiter.kept
 
-    def _forget(self, waiter: W, band: _Band[W]) -> None:
+    def _forget(self, waiter: W, band: _PriorityLevel[W]) -> None:
         if not band.lines:
-            del self._bands[waiter.priority]
+            del self._levels[waiter.priority]
         del self._waiters[waiter]
         self._num_bytes -= waiter.num_bytes
         self._num_tokens -= waiter.cost_tokens
         self._num_kept -= waiter.kept
 
-    def _overfull(self) -> bool:
+    def _exceeds_limits(self) -> bool:
         return len(self._waiters) > self.max_requests or self._num_bytes > self.max_bytes
 
     def _victim(self) -> W | None:
         """Return the request to shed when the queue exceeds its bounds; `None` if none may be shed."""
         is_too_long = len(self._waiters) > self.max_requests
-        for priority in sorted(self._bands, reverse=True):
-            newest = [(line, waiter) for line in self._bands[priority].lines.values() if (waiter := line.newest())]
+        for priority in sorted(self._levels, reverse=True):
+            newest = [(line, waiter) for line in self._levels[priority].lines.values() if (waiter := line.newest())]
             if newest:
                 return max(newest, key=lambda each: (each[0].weight(is_too_long), each[1].arrived_at))[1]
         return None
 
     def find_inconsistencies(self) -> list[str]:
         """Return the contradictions between counters and contents, for tests. O(waiters)."""
-        lines = list(chain.from_iterable(band.lines.items() for band in self._bands.values()))
+        lines = list(chain.from_iterable(band.lines.items() for band in self._levels.values()))
         there = [waiter for _, line in lines for waiter in line.waiters]
         checks = {
             "a line is empty": all(line.waiters for _, line in lines),
@@ -269,10 +269,10 @@ class FairQueue(Generic[W]):
                 line.num_bytes == sum(waiter.num_bytes for waiter in line.waiters) for _, line in lines
             ),
             "those that are kept are miscounted": self._num_kept == sum(waiter.kept for waiter in there) <= MAX_KEPT,
-            "it is overfull": not self._overfull() or all(waiter.kept for waiter in there),
+            "it is overfull": not self._exceeds_limits() or all(waiter.kept for waiter in there),
         }
         return [fault for fault, holds in checks.items() if not holds]
 
 
-def _turn(line: _Line[W]) -> tuple[float, float]:
+def _turn(line: _KeyQueue[W]) -> tuple[float, float]:
     return line.start, line.waiters[0].arrived_at

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-REPORTS_UNTIL_SEEN = 2
+REPORTS_UNTIL_COUNTED = 2
 """Reports after the acceptance until a request counts as reported; the engine may have made the first one before."""
 BASE_PAUSE_S = 0.25
 MAX_PAUSE_S = 4.0
 
 
-class Need(NamedTuple):
+class CapacityNeed(NamedTuple):
     """The capacity of an engine that one request needs."""
 
     num_prompt_tokens: int
@@ -25,14 +25,14 @@ class Need(NamedTuple):
     """The expected output tokens of each sequence."""
     num_sequences: int = 1
     max_tokens: int | None = None
-    gives_way: bool = False
+    is_low_priority: bool = False
     """Whether it leaves sequence slots to more urgent requests, as lines of batches do."""
 
     @property
     def cost_tokens(self) -> int:
         return self.num_uncached_tokens + self.num_sequences * self.num_output_tokens
 
-    def with_cached(self, num_cached_tokens: int) -> Need:
+    def with_cached(self, num_cached_tokens: int) -> CapacityNeed:
         """Return the need if this many prompt tokens are cached; at least one token is computed."""
         return self._replace(num_uncached_tokens=max(1, self.num_prompt_tokens - num_cached_tokens))
 
@@ -44,7 +44,7 @@ class Need(NamedTuple):
 
 @dataclass(slots=True)
 class _Reservation:
-    need: Need
+    need: CapacityNeed
     num_blocks: int
     reports_left: int | None = None
     """The reports until its blocks count as reported; `None` before the engine has accepted the request."""
@@ -57,32 +57,32 @@ class Reservations:
         """The accepted requests that do not count as reported yet."""
         self.num_sequences = 0
         """The sequences of all requests at the engine."""
-        self.num_sequences_giving_way = 0
+        self.num_low_priority_sequences = 0
         self.num_blocks = 0
         """The blocks of all requests at the engine, expected output included."""
-        self.num_unseen_blocks = 0
+        self.num_unreported_blocks = 0
         """The blocks of the requests that do not count as reported yet."""
-        self.num_seen_sequences = 0
-        self.num_seen_prompt_tokens = 0
+        self.num_reported_sequences = 0
+        self.num_reported_prompt_tokens = 0
         """Prompt tokens of reported requests, counted for each sequence, as engines count contexts."""
-        self.num_seen_output_tokens = 0
+        self.num_reported_output_tokens = 0
         """Expected output tokens of reported requests."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def reserve(self, decision: int, need: Need, block_size: int) -> None:
+    def reserve(self, decision: int, need: CapacityNeed, block_size: int) -> None:
         reservation = self._open[decision] = _Reservation(need, need.num_blocks(block_size))
         self.num_sequences += need.num_sequences
-        self.num_sequences_giving_way += need.num_sequences * need.gives_way
+        self.num_low_priority_sequences += need.num_sequences * need.is_low_priority
         self.num_blocks += reservation.num_blocks
-        self.num_unseen_blocks += reservation.num_blocks
+        self.num_unreported_blocks += reservation.num_blocks
 
     def accepted(self, decision: int) -> None:
         """Note that the engine has accepted the request."""
         reservation = self._open.get(decision)
         if reservation is not None and reservation.reports_left is None:
-            reservation.reports_left = REPORTS_UNTIL_SEEN
+            reservation.reports_left = REPORTS_UNTIL_COUNTED
             self._accepted[decision] = reservation
 
     def reported(self) -> None:
@@ -92,29 +92,29 @@ class Reservations:
             reservation.reports_left -= 1
             if reservation.reports_left == 0:
                 del self._accepted[decision]
-                self._see(reservation, 1)
-                self.num_unseen_blocks -= reservation.num_blocks
+                self._count(reservation, 1)
+                self.num_unreported_blocks -= reservation.num_blocks
 
-    def release(self, decision: int) -> Need | None:
+    def release(self, decision: int) -> CapacityNeed | None:
         """Remove a request that left the engine. Return its need, or `None` if it is unknown."""
         reservation = self._open.pop(decision, None)
         if reservation is None:
             return None
         self._accepted.pop(decision, None)
         self.num_sequences -= reservation.need.num_sequences
-        self.num_sequences_giving_way -= reservation.need.num_sequences * reservation.need.gives_way
+        self.num_low_priority_sequences -= reservation.need.num_sequences * reservation.need.is_low_priority
         self.num_blocks -= reservation.num_blocks
         if reservation.reports_left == 0:
-            self._see(reservation, -1)
+            self._count(reservation, -1)
         else:
-            self.num_unseen_blocks -= reservation.num_blocks
+            self.num_unreported_blocks -= reservation.num_blocks
         return reservation.need
 
-    def _see(self, reservation: _Reservation, sign: int) -> None:
+    def _count(self, reservation: _Reservation, sign: int) -> None:
         need = reservation.need
-        self.num_seen_sequences += sign * need.num_sequences
-        self.num_seen_prompt_tokens += sign * need.num_sequences * need.num_prompt_tokens
-        self.num_seen_output_tokens += sign * need.num_sequences * need.num_output_tokens
+        self.num_reported_sequences += sign * need.num_sequences
+        self.num_reported_prompt_tokens += sign * need.num_sequences * need.num_prompt_tokens
+        self.num_reported_output_tokens += sign * need.num_sequences * need.num_output_tokens
 
 
 class RefusalBackoff:

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from pagemill_gateway.batches.asking import Asker, Reply
 from pagemill_gateway.batches.idle import IdleCapacity
+from pagemill_gateway.batches.line_sender import LineReply, LineSender
 from pagemill_gateway.batches.lines import BrokenLine, Line, LineChecker, raw_lines
-from pagemill_gateway.batches.objects import FINAL, Batch, LineFault, StoredFile
+from pagemill_gateway.batches.objects import FINAL, Batch, BatchFile, LineFault
 from pagemill_gateway.batches.store import BatchStore, Lease
 from pagemill_gateway.config import BatchesConfig
 
@@ -38,7 +38,7 @@ class BatchJob:
         store: BatchStore,
         lease: Lease,
         config: BatchesConfig,
-        asker: Asker,
+        sender: LineSender,
         idle: IdleCapacity,
         places: asyncio.Semaphore,
         max_line_bytes: int,
@@ -48,7 +48,7 @@ class BatchJob:
         self._store = store
         self._lease = lease
         self._config = config
-        self._asker = asker
+        self._sender = sender
         self._idle = idle
         self._places = places
         self._max_line_bytes = max_line_bytes
@@ -150,12 +150,12 @@ class BatchJob:
         fields = {"status_code": reply.status, "request_id": self._line_id(line.number), "body": _body(reply)}
         await self._keep(self._result(line.number, line.custom_id, response=fields), failed=not reply.ok)
 
-    async def _answer(self, line: Line) -> Reply:
+    async def _answer(self, line: Line) -> LineReply:
         batch, num_failures = self._batch, 0
         while True:
             # Released between attempts, so that a line that waits for a rate limit takes no place from others.
             async with self._places:
-                reply = await self._asker.ask(batch.endpoint, line.body, batch.key_hash, self._line_id(line.number))
+                reply = await self._sender.send(batch.endpoint, line.body, batch.key_hash, self._line_id(line.number))
             pause_s = reply.pause_s
             if not reply.waits:
                 num_failures += 1
@@ -184,7 +184,7 @@ class BatchJob:
         for (file_id, what), size in zip(names, sizes, strict=True):
             if size:
                 name, now = f"{batch.id}_{what}.jsonl", int(time.time())
-                file = StoredFile(id=file_id, bytes=size, created_at=now, filename=name, purpose="batch_output")
+                file = BatchFile(id=file_id, bytes=size, created_at=now, filename=name, purpose="batch_output")
                 await self._store.put("files", batch.account, file_id, msgspec.json.encode(file), self._lease)
         batch.became(self._ends_early or "completed")
 
@@ -231,7 +231,7 @@ class BatchJob:
             self._saved = raw
 
 
-def _body(reply: Reply) -> Any:
+def _body(reply: LineReply) -> Any:
     try:
         return orjson.loads(reply.body)
     except orjson.JSONDecodeError:

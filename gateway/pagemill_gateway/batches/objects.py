@@ -25,7 +25,7 @@ def is_object_id(value: str) -> bool:
     return _ID.fullmatch(value) is not None
 
 
-class StoredFile(msgspec.Struct, kw_only=True):
+class BatchFile(msgspec.Struct, kw_only=True):
     id: str
     bytes: int
     created_at: int

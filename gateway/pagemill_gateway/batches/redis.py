@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from pagemill_gateway.batches.store import Kind, Lease, LeaseLost
 from pagemill_gateway.config import RedisConfig
-from pagemill_gateway.limits.redis.link import Away, Link, Script
+from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable, Script
 from pagemill_protocol.errors import unavailable
 
 LEASE_MS = 15_000
@@ -24,7 +24,7 @@ WRITE = Script("write_leased")
 class RedisBatchStore:
     def __init__(self, config: RedisConfig) -> None:
         """Raise `SettingsError` if the settings of Redis are invalid."""
-        self._link = Link(msgspec.structs.replace(config, timeout_ms=TIMEOUT_MS))
+        self._link = RedisLink(msgspec.structs.replace(config, timeout_ms=TIMEOUT_MS))
 
     async def put(self, kind: Kind, account: str, object_id: str, value: bytes, lease: Lease | None = None) -> None:
         await self._write("HSET", self._key(kind, account), lease, object_id, value)
@@ -78,7 +78,7 @@ class RedisBatchStore:
     async def _ask(self, command: Callable[[Redis], Awaitable[Any] | Any]) -> Any:
         try:
             return await self._link.call_or_probe(command)
-        except Away as away:
+        except RedisUnavailable as away:
             raise unavailable(
                 "Files and batches lie in Redis, which does not answer. Try again.", code="store_unavailable"
             ) from away

@@ -8,9 +8,9 @@ from collections import Counter
 
 import msgspec
 
-from pagemill_gateway.batches.asking import Asker
 from pagemill_gateway.batches.idle import IdleCapacity
 from pagemill_gateway.batches.job import BatchJob
+from pagemill_gateway.batches.line_sender import LineSender
 from pagemill_gateway.batches.objects import Batch
 from pagemill_gateway.batches.store import BatchStore, Lease, LeaseLost
 from pagemill_gateway.config import BatchesConfig
@@ -27,11 +27,11 @@ class BatchRunner:
     """Runs batches until `close`. Create it inside a running event loop."""
 
     def __init__(
-        self, config: BatchesConfig, store: BatchStore, asker: Asker, idle: IdleCapacity, max_line_bytes: int
+        self, config: BatchesConfig, store: BatchStore, sender: LineSender, idle: IdleCapacity, max_line_bytes: int
     ) -> None:
         self._config = config
         self._store = store
-        self._asker = asker
+        self._sender = sender
         self._idle = idle
         self._max_line_bytes = max_line_bytes
         self._places = asyncio.Semaphore(config.max_concurrency)
@@ -90,7 +90,7 @@ class BatchRunner:
                 self._store,
                 lease,
                 self._config,
-                self._asker,
+                self._sender,
                 self._idle,
                 self._places,
                 self._max_line_bytes,

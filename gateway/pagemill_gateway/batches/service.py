@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from pagemill_gateway.batches.objects import FINAL, Batch, StoredFile, is_object_id, new_object_id
+from pagemill_gateway.batches.objects import FINAL, Batch, BatchFile, is_object_id, new_object_id
 from pagemill_gateway.batches.store import BatchStore
 from pagemill_gateway.config import BatchesConfig
 from pagemill_protocol.errors import PagemillError, body_too_large, invalid_field
@@ -38,17 +38,17 @@ class Batches:
             )
         return Upload(self._config, self._store, account, sum(each.bytes for each in files))
 
-    async def files(self, account: str) -> list[StoredFile]:
+    async def files(self, account: str) -> list[BatchFile]:
         found = await self._store.all("files", account)
-        return [msgspec.json.decode(raw, type=StoredFile) for raw in found.values()]
+        return [msgspec.json.decode(raw, type=BatchFile) for raw in found.values()]
 
-    async def file(self, account: str, file_id: str, param: str | None = None) -> StoredFile:
+    async def file(self, account: str, file_id: str, param: str | None = None) -> BatchFile:
         raw = await self._store.get("files", account, file_id) if is_object_id(file_id) else None
         if raw is None:
             raise _not_found("file", file_id, param)
-        return msgspec.json.decode(raw, type=StoredFile)
+        return msgspec.json.decode(raw, type=BatchFile)
 
-    async def content(self, file: StoredFile) -> AsyncIterator[bytes]:
+    async def content(self, file: BatchFile) -> AsyncIterator[bytes]:
         offset = 0
         while piece := await self._store.read(file.id, offset, min(PIECE_BYTES, file.bytes - offset)):
             yield piece
@@ -142,8 +142,8 @@ class Upload:
             )
         await self._store.append(self._id, data)
 
-    async def done(self, filename: str, purpose: str) -> StoredFile:
-        file = StoredFile(
+    async def done(self, filename: str, purpose: str) -> BatchFile:
+        file = BatchFile(
             id=self._id, bytes=self._num_bytes, created_at=int(time.time()), filename=filename[:200], purpose=purpose
         )
         await self._store.put("files", self._account, file.id, msgspec.json.encode(file))

@@ -1,1 +1,1 @@
-"""What the gateway knows of its engines, and which engine gets the next request. No HTTP in here."""
+"""Keeps the state of all engines and chooses the engine of each request. Contains no HTTP."""

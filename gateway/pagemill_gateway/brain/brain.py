@@ -19,7 +19,7 @@ from pagemill_gateway.brain.interface import (
     DEFAULT_TICKET,
     MAX_REROUTES,
     NOT_READY,
-    UNSERVED,
+    UNSERVED_FAILURES,
     Assignment,
     CompletedRequest,
     FailureKind,
@@ -63,11 +63,11 @@ class LocalBrain:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         first_decision: int = 0,
-        made_token: Callable[[str], str] = lambda control_url: "",
+        generated_token: Callable[[str], str] = lambda control_url: "",
     ) -> None:
-        """`made_token` returns the token that the engine at a control URL generated, or an empty text if unknown."""
+        """`generated_token` returns the token that the engine at a control URL generated; empty if unknown."""
         self._clock = clock
-        self._made_token = made_token
+        self._generated_token = generated_token
         rng = rng or random.Random()
         self._policies = RoutingPolicies(config.routing_policy, config.routing_session_ms)
         self.placement = Placement(rng, config.decision_log_size)
@@ -100,7 +100,7 @@ class LocalBrain:
     def apply_catalog(self, catalog: Catalog) -> None:
         known, before = self.registry.endpoints, set(self.registry.deployments)
         self.registry.apply(catalog, self._clock())
-        self.recovery.know(self.registry.deployments, self.registry.endpoints)
+        self.recovery.keep_only(self.registry.deployments, self.registry.endpoints)
         for endpoint_id, record in known.items():
             if self.registry.endpoints.get(endpoint_id) is not record:
                 self.placement.forget(endpoint_id)
@@ -121,7 +121,7 @@ class LocalBrain:
         num_identities = record.reports.num_identities
         # Before `accept`, because the record changes also if the frame leaves a gap.
         self.placement.changed(record)
-        record.reports.accept(frame, record.reserved.num_sequences, now, record.reserved.num_sequences_giving_way)
+        record.reports.accept(frame, record.reserved.num_sequences, now, record.reserved.num_low_priority_sequences)
         record.reserved.reported()
         self.placement.observe(record, frame, now)
         record.unreachable = False
@@ -223,9 +223,9 @@ class LocalBrain:
             return ""
         if deployment.model.engine_token:
             return deployment.model.engine_token
-        if record.made_token is None or not record.reports.connected:
-            record.made_token = self._made_token(record.endpoint.control_url)
-        return record.made_token
+        if record.generated_token is None or not record.reports.connected:
+            record.generated_token = self._generated_token(record.endpoint.control_url)
+        return record.generated_token
 
     # Calls of relays.
 
@@ -274,7 +274,7 @@ class LocalBrain:
             self.registry.deployments.get(key), target, tried, request, ticket, retry, probe
         )
         outage = Outage()
-        if retry is None and not (ticket.paid or ticket.num_refusals or tried or ticket.gives_way):
+        if retry is None and not (ticket.paid or ticket.num_refusals or tried or ticket.is_low_priority):
             num_new = 0 if target.queued_s else 1
             self.traffic.arrived(key, request.num_prompt_tokens, ticket.arrived_at, num_new)
         if ticket.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
@@ -294,7 +294,7 @@ class LocalBrain:
             cost_tokens=cost_tokens,
             undo=self.withdrawn,
             kept=retry is not None
-            and (retry.kind not in UNSERVED or bool(retry.engine_failures) or retry.num_tokens > 0),
+            and (retry.kind not in UNSERVED_FAILURES or bool(retry.engine_failures) or retry.num_tokens > 0),
         )
         return placed._replace(queued_s=queued_s)
 
@@ -423,7 +423,7 @@ class LocalBrain:
         def fits(record: EndpointRecord, num_cached_tokens: int) -> bool:
             return has_capacity(record, need.with_cached(num_cached_tokens), now)
 
-        pool = self._eligible.best(self._eligible.able(usable, to_place, now), to_place.tried, now)
+        pool = self._eligible.best(self._eligible.with_capability(usable, to_place, now), to_place.tried, now)
         if to_place.charged_tokens is not None:
             # A waiting request is tried with every report, usually in vain, so full engines are left out first.
             pool = [record for record in pool if fits(record, need.num_prompt_tokens)]

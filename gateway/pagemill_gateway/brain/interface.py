@@ -10,7 +10,7 @@ import math
 from typing import Literal, NamedTuple, Protocol
 
 from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.sampling import gives_way
+from pagemill_protocol.sampling import is_low_priority
 
 EngineFailureKind = Literal["lost", "killed", "crashed"]
 FailureKind = Literal["refused", "declined", "unreachable", "lost", "killed", "stalled", "crashed", "broken", "request"]
@@ -21,7 +21,7 @@ reported that its own work failed. `broken`: it sent invalid frames, or fails ev
 but failed this request.
 """
 
-UNSERVED: frozenset[FailureKind] = frozenset({"refused", "declined", "unreachable"})
+UNSERVED_FAILURES: frozenset[FailureKind] = frozenset({"refused", "declined", "unreachable"})
 """The failures after which no engine has worked on the request."""
 
 Probe = Literal["none", "shared", "alone"]
@@ -64,9 +64,9 @@ class QueueTicket(NamedTuple):
     """Whether its key has paid for its turn, because it was at an engine before."""
 
     @property
-    def gives_way(self) -> bool:
+    def is_low_priority(self) -> bool:
         """Whether it has low priority, as lines of batches have: it gives way to others and needs no more engines."""
-        return gives_way(self.priority)
+        return is_low_priority(self.priority)
 
 
 DEFAULT_TICKET = QueueTicket()

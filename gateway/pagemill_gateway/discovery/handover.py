@@ -23,7 +23,7 @@ RETRY_S = 0.3
 WRONG_TOKEN = frozenset({401, 403})
 
 
-class Handovers:
+class DrainAcknowledgements:
     def __init__(
         self, session: aiohttp.ClientSession, brain: LocalBrain, timeout_s: float, gateway: dict[str, str]
     ) -> None:
@@ -63,11 +63,11 @@ class Handovers:
             if await self._acknowledge(control_url, token):
                 self._brain.drain_acknowledged(endpoint_id)
                 return
-            await self._brain.changes.wait_until(partial(self._has_turned, endpoint_id, token), RETRY_S)
+            await self._brain.changes.wait_until(partial(self._has_rotated, endpoint_id, token), RETRY_S)
             if not self._brain.leaving(endpoint_id):
                 return
 
-    def _has_turned(self, endpoint_id: str, token: str) -> bool:
+    def _has_rotated(self, endpoint_id: str, token: str) -> bool:
         return self._token_now(endpoint_id) not in ("", token)
 
     def _token_now(self, endpoint_id: str) -> str:

@@ -23,15 +23,15 @@ logger = logging.getLogger("pagemill.gateway.discovery")
 VERSION = 1
 
 
-class Known(msgspec.Struct, frozen=True):
+class LastKnown(msgspec.Struct, frozen=True):
     catalog: Catalog
     control_tokens: list[str]
     version: int = VERSION
 
 
-def read_last_known(path: Path) -> Known | None:
+def read_last_known(path: Path) -> LastKnown | None:
     try:
-        known = msgspec.json.decode(path.read_bytes(), type=Known)
+        known = msgspec.json.decode(path.read_bytes(), type=LastKnown)
         check_catalog(known.catalog)
     except FileNotFoundError:
         return None
@@ -41,7 +41,7 @@ def read_last_known(path: Path) -> Known | None:
     return known if known.version == VERSION else None
 
 
-def write_last_known(path: Path, known: Known) -> None:
+def write_last_known(path: Path, known: LastKnown) -> None:
     """Replace the file atomically. Raises `OSError`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -27,7 +27,7 @@ from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.reports import StateGap
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
-from pagemill_gateway.discovery.handover import Handovers
+from pagemill_gateway.discovery.handover import DrainAcknowledgements
 from pagemill_gateway.discovery.state_connection import StateConnection
 from pagemill_gateway.discovery.state_sockets import StateConnector, StateSockets
 from pagemill_gateway.engine_http.connecting import CannotConnect, Origin, origin_of, request_head
@@ -80,7 +80,7 @@ class StateStreams:
         self._config = config
         self._name = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         named = {GATEWAY_HEADER.decode(): self._name, **protocol_headers()}
-        self._handovers = Handovers(session, brain, config.handover_timeout_s, named)
+        self._drain_acknowledgements = DrainAcknowledgements(session, brain, config.handover_timeout_s, named)
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._asked: set[str] = set()
         """The endpoints whose stream has had a frame or has failed."""
@@ -116,7 +116,7 @@ class StateStreams:
         self._hints = {key[0]: self._hints[key[0]] for key in self._tasks}
 
     async def close(self) -> None:
-        await self._handovers.close()
+        await self._drain_acknowledgements.close()
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
@@ -179,7 +179,7 @@ class StateStreams:
                 await self._ensure_bundle(frame, control_url, token)
                 self._observe(endpoint_id, frame, progress)
                 if frame.draining:
-                    self._handovers.begin(endpoint_id, control_url, token)
+                    self._drain_acknowledgements.begin(endpoint_id, control_url, token)
                 if not self._brain.ready(endpoint_id):
                     self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, "starting"))
         finally:

@@ -51,7 +51,7 @@ class EnginePool:
             connection.abort()
         return await self._connect(origin)
 
-    def give_back(self, origin: Origin, connection: EngineConnection) -> None:
+    def release(self, origin: Origin, connection: EngineConnection) -> None:
         num_kept = len(self._idle.get(origin, ()))
         if not connection.is_reusable or num_kept >= MAX_IDLE_PER_ORIGIN or self._all_gone is not None:
             connection.abort()

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from pagemill_gateway.ipc.messages import Abandoned, Call, Refusal, Reply
+from pagemill_gateway.ipc.messages import Abandoned, Call, CallRefusal, Reply
 from pagemill_protocol.errors import PagemillError, internal_error
 from pagemill_protocol.frames import FrameError, MessageDecoder, encode_message
 
@@ -27,7 +27,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 Value = TypeVar("Value")
 Incoming = TypeVar("Incoming")
-Asked = Callable[[Any], Coroutine[Any, Any, object]]
+QuestionHandler = Callable[[Any], Coroutine[Any, Any, object]]
 """Returns the answer to a call of the peer."""
 
 
@@ -48,7 +48,7 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
         self,
         decoder: msgspec.msgpack.Decoder[Incoming],
         *,
-        on_question: Asked,
+        on_question: QuestionHandler,
         on_note: Callable[[Any], None],
         on_lost: Callable[[], None],
         on_made: Callable[[], None] = lambda: None,
@@ -133,7 +133,7 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
     def _take(self, message: object) -> None:
         if isinstance(message, Reply):
             self._answered(message)
-        elif isinstance(message, Refusal):
+        elif isinstance(message, CallRefusal):
             self._refused(message)
         elif isinstance(message, Call):
             task = self._loop.create_task(self._answer(message.number, message.question))
@@ -162,7 +162,7 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
         elif waiting.undo is not None:
             waiting.undo(value)
 
-    def _refused(self, refusal: Refusal) -> None:
+    def _refused(self, refusal: CallRefusal) -> None:
         waiting = self._waiting.pop(refusal.number, None)
         if waiting is not None and not waiting.future.done():
             waiting.future.set_exception(error_of(refusal))
@@ -197,11 +197,11 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
             self._transport.write(b"".join(outbox))
 
 
-def refusal_of(number: int, error: PagemillError) -> Refusal:
-    return Refusal(number, error.message, error.status, error.type, error.param, error.code, error.retry_after_s)
+def refusal_of(number: int, error: PagemillError) -> CallRefusal:
+    return CallRefusal(number, error.message, error.status, error.type, error.param, error.code, error.retry_after_s)
 
 
-def error_of(refusal: Refusal) -> PagemillError:
+def error_of(refusal: CallRefusal) -> PagemillError:
     return PagemillError(
         refusal.message,
         status=refusal.status,

@@ -36,9 +36,9 @@ from pagemill_gateway.ports import GatewayStatus, LocalWorkerPort
 from pagemill_protocol.errors import PagemillError, unavailable
 
 CONNECT_INTERVAL_S = 0.05
-AWAY_TIMEOUT_S = 30.0
+REPLACEMENT_TIMEOUT_S = 30.0
 """How long a call waits for a control process."""
-AWAY = "the control process is being replaced"
+REPLACED_MESSAGE = "the control process is being replaced"
 
 MEASURES_INTERVAL_S = 1.0
 """Interval of sending measurements; a worker that dies loses only those since the last one."""
@@ -54,7 +54,7 @@ _choice = msgspec.msgpack.Decoder(Assignment)
 _liveness: msgspec.msgpack.Decoder[Liveness] = msgspec.msgpack.Decoder(Liveness)
 _int = msgspec.msgpack.Decoder(int)
 _seconds: msgspec.msgpack.Decoder[float | None] = msgspec.msgpack.Decoder(float | None)
-_answer = msgspec.msgpack.Decoder(store.Answer)
+_answer = msgspec.msgpack.Decoder(store.ReservationAnswer)
 _status = msgspec.msgpack.Decoder(GatewayStatus)
 _bytes = msgspec.msgpack.Decoder(bytes)
 _any_bytes: msgspec.msgpack.Decoder[bytes | None] = msgspec.msgpack.Decoder(bytes | None)
@@ -75,8 +75,8 @@ class ControlProcessClient:
         self._worker: LocalWorkerPort | None = None
         self._num_published = -1
         """The worker's number of measurements when they were last sent to this control process."""
-        self._reserved: dict[str, store.Ask] = {}
-        self._status = GatewayStatus(False, False, AWAY, 0)
+        self._reserved: dict[str, store.ReservationRequest] = {}
+        self._status = GatewayStatus(False, False, REPLACED_MESSAGE, 0)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, worker: LocalWorkerPort) -> None:
@@ -155,7 +155,7 @@ class ControlProcessClient:
 
     # Methods of `limits.store.Store`.
 
-    async def reserve(self, ask: store.Ask) -> store.Answer:
+    async def reserve(self, ask: store.ReservationRequest) -> store.ReservationAnswer:
         try:
             answer = await self._ask(messages.Reserve(ask), _answer)
         except asyncio.CancelledError:
@@ -165,7 +165,7 @@ class ControlProcessClient:
             self._reserved[ask.lease] = ask._replace(tokens=answer.granted)
         return answer
 
-    async def extend(self, more: store.More) -> int:
+    async def extend(self, more: store.ExtensionRequest) -> int:
         granted = await self._ask(messages.Extend(more), _int)
         ask = self._reserved.get(more.lease)
         if ask is not None:
@@ -177,7 +177,7 @@ class ControlProcessClient:
         self._reserved.pop(lease, None)
         self._notify(messages.Settle(lease, tokens))
 
-    def adopt(self, ask: store.Ask) -> None:
+    def adopt(self, ask: store.ReservationRequest) -> None:
         self._reserved[ask.lease] = ask
         self._notify(messages.Adopt([ask]))
 
@@ -189,7 +189,7 @@ class ControlProcessClient:
             with suppress(IpcConnectionLost):
                 self._status = await self._connection.ask(messages.GetStatus(), _status)
                 return self._status
-        return self._status._replace(detail=AWAY)
+        return self._status._replace(detail=REPLACED_MESSAGE)
 
     async def bundle(self, digest: str) -> bytes:
         return await self._ask(messages.GetBundle(digest), _bytes)
@@ -220,7 +220,7 @@ class ControlProcessClient:
 
     async def _any_connection(self) -> _Connection:
         try:
-            async with asyncio.timeout(AWAY_TIMEOUT_S):
+            async with asyncio.timeout(REPLACEMENT_TIMEOUT_S):
                 while self._connection is None:
                     await self._connected.wait()
         except TimeoutError:

@@ -36,7 +36,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     value: msgspec.Raw
 
 
-class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+class CallRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     """A `PagemillError` in place of an answer."""
 
     number: int
@@ -108,13 +108,13 @@ class GetIdleCapacity(msgspec.Struct, frozen=True, array_like=True, tag="idle_ca
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
     """An `Answer` of `limits.store`."""
 
-    ask: store.Ask
+    ask: store.ReservationRequest
 
 
 class Extend(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
     """The number of added tokens."""
 
-    more: store.More
+    more: store.ExtensionRequest
 
 
 class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
@@ -194,14 +194,14 @@ class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
 class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
     """Reservations of the previous control process. A worker's first notification has all of its own, even if none."""
 
-    asks: list[store.Ask]
+    asks: list[store.ReservationRequest]
 
 
 ResponseQuestion = KeepResponse | GetResponse | ForgetResponse
 BrainQuestion = GetNames | LookUp | Find | Choose | GetLiveness | Expected | GetIdleCapacity
 WorkerQuestion = BrainQuestion | Reserve | Extend | GetStatus | GetBundle | ResponseQuestion
 WorkerNote = Accepted | Started | Finished | Failed | Withdrawn | RecordOutcome | PublishMeasurements | Settle | Adopt
-ToControlProcess = Call[WorkerQuestion] | Reply | Refusal | Abandoned | WorkerNote
+ToControlProcess = Call[WorkerQuestion] | Reply | CallRefusal | Abandoned | WorkerNote
 
 
 # Messages of the control process.
@@ -224,4 +224,4 @@ class ReplaceSharedKeys(msgspec.Struct, frozen=True, array_like=True, tag="share
 
 
 ControlNote = KeepBundles | ReplaceSharedKeys
-ToWorker = Call[Measure] | Reply | Refusal | Abandoned | ControlNote
+ToWorker = Call[Measure] | Reply | CallRefusal | Abandoned | ControlNote

@@ -19,7 +19,7 @@ from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
-from pagemill_gateway.limits.store import Answer, Ask, More
+from pagemill_gateway.limits.store import ExtensionRequest, ReservationAnswer, ReservationRequest
 from pagemill_gateway.ports import WorkerMeasurements
 from pagemill_protocol.keys.caller import Caller
 
@@ -130,14 +130,14 @@ class WorkerConnection:
                     self._store.adopt(ask)
                 self._control.recount.reported_by(self)
 
-    async def _reserve(self, ask: Ask) -> Answer:
+    async def _reserve(self, ask: ReservationRequest) -> ReservationAnswer:
         await self._control.recount.done()
         answer = await self._store.reserve(ask)
         if answer.refused is None:
             self._leases[ask.lease] = 0
         return answer
 
-    async def _extend(self, more: More) -> int:
+    async def _extend(self, more: ExtensionRequest) -> int:
         await self._control.recount.done()
         if more.lease in self._leases:
             self._leases[more.lease] = more.used

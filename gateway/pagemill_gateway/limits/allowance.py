@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagemill_gateway.limits.store import Ask, More, Store
+from pagemill_gateway.limits.store import ExtensionRequest, ReservationRequest, Store
 from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
 from pagemill_protocol.generate import FrameMeta, GenerateRequest
 
@@ -19,7 +19,7 @@ MARGIN_TOKENS = 128
 LEAST_GROWTH_TOKENS = 256
 
 
-class Need(NamedTuple):
+class TokenNeed(NamedTuple):
     """The tokens that each sequence of one engine request needs."""
 
     request: GenerateRequest
@@ -32,7 +32,9 @@ class Need(NamedTuple):
 class Reserved:
     """The tokens of one reservation: the spare ones, which no engine request may use yet, and the allowances."""
 
-    def __init__(self, store: Store, ask: Ask, num_prompt_tokens: int, granted: int, needs: Sequence[Need]) -> None:
+    def __init__(
+        self, store: Store, ask: ReservationRequest, num_prompt_tokens: int, granted: int, needs: Sequence[TokenNeed]
+    ) -> None:
         """`granted` tokens were reserved for `ask`: the prompts and at least one token for each sequence."""
         self._store = store
         self._ask = ask
@@ -60,7 +62,7 @@ class Reserved:
         """Take up to `wanted` tokens, and return how many. Raises `PagemillError` if the store is unavailable."""
         own = min(self._spare, wanted)  # negative after an answer was restarted
         if own < wanted:
-            more = More(self._ask.account, self._ask.lease, self.used, wanted - own, self._ask.limits)
+            more = ExtensionRequest(self._ask.account, self._ask.lease, self.used, wanted - own, self._ask.limits)
             self._spare -= own
             try:
                 self._spare += own + await self._store.extend(more)
@@ -71,7 +73,7 @@ class Reserved:
         self._spare -= taken
         return taken
 
-    def give_back(self, tokens: int) -> None:
+    def release(self, tokens: int) -> None:
         self._spare += tokens
 
     def close(self) -> None:
@@ -82,7 +84,7 @@ class Reserved:
 class Allowance:
     """The number of tokens that each sequence of one engine request may generate."""
 
-    def __init__(self, reserved: Reserved, need: Need, tokens: int) -> None:
+    def __init__(self, reserved: Reserved, need: TokenNeed, tokens: int) -> None:
         self.tokens = tokens
         self.num_sequences = need.request.sampling.num_sequences
         self.ended_answer = False
@@ -129,11 +131,11 @@ class Allowance:
 
     def begin_anew(self) -> None:
         """Discard what was generated, because the answer is restarted."""
-        self._reserved.give_back(sum(self._finished.values()) - len(self._finished) * self.tokens)
+        self._reserved.release(sum(self._finished.values()) - len(self._finished) * self.tokens)
         self._running.clear()
         self._finished.clear()
 
-    def saw(self, meta: FrameMeta) -> bool:
+    def count(self, meta: FrameMeta) -> bool:
         """Count the tokens of a frame. Return whether few reserved tokens are left."""
         choice = meta.choice
         if not meta.last:
@@ -145,7 +147,7 @@ class Allowance:
                 return self.tokens < self._most and self.low
             self._running.pop(choice, None)
             self._finished[choice] = count
-            self._reserved.give_back(self.tokens - count)
+            self._reserved.release(self.tokens - count)
         self.ended_answer = self.ended_answer or (meta.finish_reason == "length" and self.tokens < self._most)
         return self.low
 
@@ -155,6 +157,6 @@ class Allowance:
         taken = await self._reserved.take(each * self._num_running)
         # Sequences may have ended during the reservation.
         each = min(each, taken // self._num_running) if self._num_running else 0
-        self._reserved.give_back(taken - each * self._num_running)
+        self._reserved.release(taken - each * self._num_running)
         self.tokens += each
         return each > 0

@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from pagemill_gateway.brain.interface import Target
-from pagemill_gateway.limits.allowance import Allowance, Need, Reserved
+from pagemill_gateway.limits.allowance import Allowance, Reserved, TokenNeed
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
-from pagemill_gateway.limits.store import Answer, Ask, Store, amount_of, token_limits
+from pagemill_gateway.limits.store import ReservationAnswer, ReservationRequest, Store, amount_of, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.continuing import can_be_continued
@@ -77,9 +77,9 @@ class Reservation:
         self.allowances = allowances
         """The allowance of each engine request; `None` if the caller has no token limits."""
 
-    def settle(self, record: RequestRecord, *, cut_off: bool) -> None:
-        """End the reservation and charge the use. `cut_off`: the client ended the request early."""
-        self._settle(record, cut_off)
+    def settle(self, record: RequestRecord, *, was_cut_short: bool) -> None:
+        """End the reservation and charge the use. `was_cut_short`: the client ended the request early."""
+        self._settle(record, was_cut_short)
 
 
 class Counted:
@@ -100,7 +100,7 @@ class Limiter:
         self._lengths = AnswerLengths()
         self._process = secrets.token_hex(8)
         self._numbers = itertools.count()
-        self._refused: dict[tuple[str, int], tuple[float, Answer]] = {}
+        self._refused: dict[tuple[str, int], tuple[float, ReservationAnswer]] = {}
         """Time and answer of the latest refusal, by account and its limit of requests."""
 
     def check(self, caller: Caller) -> None:
@@ -120,7 +120,9 @@ class Limiter:
         num_sequences = sum(request.sampling.num_sequences for request in requests)
         if caller.limits.none:
             return Reservation(
-                lambda record, cut_off: self._note(caller, record, used_tokens(record, cut_off), num_sequences),
+                lambda record, was_cut_short: self._note(
+                    caller, record, used_tokens(record, was_cut_short), num_sequences
+                ),
                 {},
                 [None] * len(requests),
             )
@@ -129,14 +131,14 @@ class Limiter:
         needs = [self._need(caller, target, request) for request in requests]
         wanted = num_prompt_tokens + sum(need.first * need.request.sampling.num_sequences for need in needs)
         least = num_prompt_tokens + num_sequences
-        ask = Ask(caller.account, self._new_lease(), wanted, caller.limits, num_sequences, least)
+        ask = ReservationRequest(caller.account, self._new_lease(), wanted, caller.limits, num_sequences, least)
         answer = await self._take(ask)
         reserved = None
         if token_limits(caller.limits):
             reserved = Reserved(self._store, ask, num_prompt_tokens, answer.granted, needs)
 
-        def settle(record: RequestRecord, cut_off: bool) -> None:
-            used = used_tokens(record, cut_off, reserved.num_possible if reserved is not None else 0)
+        def settle(record: RequestRecord, was_cut_short: bool) -> None:
+            used = used_tokens(record, was_cut_short, reserved.num_possible if reserved is not None else 0)
             ended = reserved is not None and reserved.ended_answer
             self._store.settle(ask.lease, self._note(caller, record, used, num_sequences, ended_by_limit=ended))
             if reserved is not None:
@@ -151,7 +153,7 @@ class Limiter:
         if caller.limits.none:
             yield Counted({})
             return
-        ask = Ask(caller.account, self._new_lease(), num_tokens, caller.limits)
+        ask = ReservationRequest(caller.account, self._new_lease(), num_tokens, caller.limits)
         answer = await self._take(ask)
         counted = Counted(level_headers(answer))
         try:
@@ -159,7 +161,7 @@ class Limiter:
         finally:
             self._store.settle(ask.lease, counted.num_tokens)
 
-    async def _take(self, ask: Ask) -> Answer:
+    async def _take(self, ask: ReservationRequest) -> ReservationAnswer:
         """Reserve in the store. Raises `PagemillError` 429."""
         asked_at = time.perf_counter()
         answer = await self._store.reserve(ask)
@@ -181,16 +183,16 @@ class Limiter:
             self._metrics.limited(reason)
             raise error
 
-    def _need(self, caller: Caller, target: Target, request: GenerateRequest) -> Need:
+    def _need(self, caller: Caller, target: Target, request: GenerateRequest) -> TokenNeed:
         """Return the request's need. An answer without progress reports gets all its tokens at once."""
         sampling = request.sampling
         most = max(1, target.max_model_len - len(request.prompt_token_ids))
         if sampling.max_tokens is not None:
             most = min(most, sampling.max_tokens)
         if not can_be_continued(request):
-            return Need(request, most, most)
+            return TokenNeed(request, most, most)
         expected = max(self._lengths.expected(caller.account, target.model), sampling.min_tokens)
-        return Need(request, min(most, expected), most)
+        return TokenNeed(request, min(most, expected), most)
 
     def _note(
         self,
@@ -213,7 +215,7 @@ class Limiter:
         return prompt + completion
 
 
-def used_tokens(record: RequestRecord, cut_off: bool, num_possible: int = 0) -> tuple[int, int]:
+def used_tokens(record: RequestRecord, was_cut_short: bool, num_possible: int = 0) -> tuple[int, int]:
     """Return the used tokens of prompt and answer. `num_possible` is the upper bound of the generated tokens, or 0.
 
     An answer that ended early counts with its delivered tokens or, if the client ended it, with all that engines may
@@ -222,7 +224,7 @@ def used_tokens(record: RequestRecord, cut_off: bool, num_possible: int = 0) -> 
     """
     if record.finished:
         return record.usage.prompt_tokens, record.usage.completion_tokens
-    if cut_off and record.endpoints:
+    if was_cut_short and record.endpoints:
         return record.prompt_tokens, max(record.num_delivered, num_possible)
     if record.num_delivered:
         return record.prompt_tokens, record.num_delivered

@@ -10,7 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagemill_gateway.limits.periods import Calendar, Periods
-from pagemill_gateway.limits.store import BUCKET_MS, WINDOW_BUCKETS, Answer, Ask, Level, More, Reason, amount_of
+from pagemill_gateway.limits.store import (
+    BUCKET_MS,
+    WINDOW_BUCKETS,
+    ExtensionRequest,
+    Level,
+    Reason,
+    ReservationAnswer,
+    ReservationRequest,
+    amount_of,
+)
 from pagemill_protocol.keys.caller import Limits
 
 CONCURRENCY_RETRY_S = 1.0
@@ -19,7 +28,7 @@ BEYOND_SHARE_RETRY_S = 5.0
 """For a request that exceeds this gateway's share while Redis is unavailable, but perhaps not the whole limit."""
 
 
-class Window:
+class MinuteWindow:
     """The use within the last minute, in buckets of a second. `redis/reserve.lua` computes the same.
 
     A bucket counts until a minute after its end, up to a second longer than needed, so that no minute exceeds its
@@ -95,8 +104,8 @@ class _Budget:
 
 @dataclass(slots=True)
 class _Account:
-    requests: Window = field(default_factory=Window)
-    tokens: Window = field(default_factory=Window)
+    requests: MinuteWindow = field(default_factory=MinuteWindow)
+    tokens: MinuteWindow = field(default_factory=MinuteWindow)
     day: _Budget = field(default_factory=_Budget)
     month: _Budget = field(default_factory=_Budget)
     num_running: int = 0
@@ -132,25 +141,25 @@ class MemoryStore:
     def holds(self, lease: str) -> bool:
         return lease in self._held
 
-    async def reserve(self, ask: Ask) -> Answer:
+    async def reserve(self, ask: ReservationRequest) -> ReservationAnswer:
         return self.decide(ask)
 
-    def decide(self, ask: Ask) -> Answer:
+    def decide(self, ask: ReservationRequest) -> ReservationAnswer:
         account, now_ms, periods = self._enter(ask.account)
         refused, retry_after_s = _refusal(account, ask, now_ms, periods)
         if refused is None:
             self._take(account, ask, now_ms, periods)
         return _answer(account, ask, now_ms, refused, retry_after_s)
 
-    def record(self, ask: Ask) -> None:
+    def record(self, ask: ReservationRequest) -> None:
         """Count a reservation that another store decided, regardless of the limits."""
         account, now_ms, periods = self._enter(ask.account)
         self._take(account, ask, now_ms, periods)
 
-    async def extend(self, more: More) -> int:
+    async def extend(self, more: ExtensionRequest) -> int:
         return self.decide_more(more)
 
-    def decide_more(self, more: More) -> int:
+    def decide_more(self, more: ExtensionRequest) -> int:
         held = self._held.get(more.lease)
         if held is None:
             return 0
@@ -159,13 +168,13 @@ class MemoryStore:
         self._add(held, granted, now_ms)
         return granted
 
-    def record_more(self, more: More) -> None:
+    def record_more(self, more: ExtensionRequest) -> None:
         """Count further tokens that another store granted."""
         held = self._held.get(more.lease)
         if held is not None:
             self._add(held, more.tokens, self._rebook(held, more))
 
-    def adopt(self, ask: Ask) -> None:
+    def adopt(self, ask: ReservationRequest) -> None:
         self.record(ask)
 
     def settle(self, lease: str, tokens: int) -> None:
@@ -193,7 +202,7 @@ class MemoryStore:
         account.month.enter(periods.month)
         return account, now_ms, periods
 
-    def _take(self, account: _Account, ask: Ask, now_ms: int, periods: Periods) -> None:
+    def _take(self, account: _Account, ask: ReservationRequest, now_ms: int, periods: Periods) -> None:
         amount = amount_of(ask)
         account.requests.add(1, now_ms)
         bucket = account.tokens.add(amount, now_ms)
@@ -202,7 +211,7 @@ class MemoryStore:
         account.num_running += ask.sequences
         self._held[ask.lease] = _Held(account, ask.sequences, bucket, periods, amount, ask.used)
 
-    def _rebook(self, held: _Held, more: More) -> int:
+    def _rebook(self, held: _Held, more: ExtensionRequest) -> int:
         """Move the open tokens to the current bucket and periods; tokens used since the last report stay."""
         account, now_ms, periods = self._enter(more.account)
         rest = held.open - max(0, more.used - held.used)
@@ -221,7 +230,7 @@ class MemoryStore:
         held.open += amount
 
 
-def _left(account: _Account, more: More) -> list[int]:
+def _left(account: _Account, more: ExtensionRequest) -> list[int]:
     """Return the tokens that each limit leaves."""
     limits = more.limits
     used = (
@@ -232,7 +241,7 @@ def _left(account: _Account, more: More) -> list[int]:
     return [more.tokens, *(limit - amount for limit, amount in used if limit is not None)]
 
 
-def _refusal(account: _Account, ask: Ask, now_ms: int, periods: Periods) -> tuple[Reason | None, float]:
+def _refusal(account: _Account, ask: ReservationRequest, now_ms: int, periods: Periods) -> tuple[Reason | None, float]:
     """Return the limit that is exceeded and the time to wait; of several, the one with the longest period."""
     limits, amount = ask.limits, amount_of(ask)
     if amount < min(ask.tokens, ask.least):
@@ -269,9 +278,11 @@ def _overdrawn(budget: _Budget, amount: int, limit: int | None) -> bool:
     return limit is not None and amount > 0 and budget.used + amount > limit
 
 
-def _answer(account: _Account, ask: Ask, now_ms: int, refused: Reason | None, retry_after_s: float) -> Answer:
+def _answer(
+    account: _Account, ask: ReservationRequest, now_ms: int, refused: Reason | None, retry_after_s: float
+) -> ReservationAnswer:
     per_request, per_token = ask.limits.requests_per_minute, ask.limits.tokens_per_minute
-    return Answer(
+    return ReservationAnswer(
         refused,
         retry_after_s,
         None if per_request is None else account.requests.level(per_request, now_ms),

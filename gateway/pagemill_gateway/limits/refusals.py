@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pagemill_gateway.limits.store import Answer, Level, Reason
+from pagemill_gateway.limits.store import Level, Reason, ReservationAnswer
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.keys.caller import Caller, Limits
 
@@ -45,7 +45,7 @@ class Limited(PagemillError):
         return headers
 
 
-def refusal(limits: Limits, answer: Answer, num_tokens: int, num_sequences: int = 1) -> Limited:
+def refusal(limits: Limits, answer: ReservationAnswer, num_tokens: int, num_sequences: int = 1) -> Limited:
     """Return the error for a store's refusal of a request with these tokens and sequences."""
     reason = answer.refused
     assert reason is not None
@@ -122,7 +122,7 @@ def visible_to(caller: Caller, error: PagemillError, model: str) -> PagemillErro
     return no_such_model(model) if hidden else error
 
 
-def level_headers(answer: Answer) -> Headers:
+def level_headers(answer: ReservationAnswer) -> Headers:
     return {**_level("requests", answer.requests), **_level("tokens", answer.tokens)}
 
 

@@ -14,7 +14,7 @@ from pagemill_gateway.limits.store import Store
 from pagemill_protocol.keys.caller import Caller
 
 if TYPE_CHECKING:
-    from pagemill_gateway.limits.redis.link import Link
+    from pagemill_gateway.limits.redis.link import RedisLink
     from pagemill_gateway.limits.redis.shared_keys import SharedKeys
     from pagemill_gateway.limits.redis.store import RedisStore
 
@@ -27,7 +27,7 @@ class Sharing:
         store: Store,
         redis: RedisStore | None = None,
         keys: SharedKeys | None = None,
-        link: Link | None = None,
+        link: RedisLink | None = None,
     ) -> None:
         self.store = store
         self.link = link
@@ -59,11 +59,11 @@ def open_sharing(
     """
     if config is None:
         return Sharing(MemoryStore())
-    from pagemill_gateway.limits.redis.link import Link
+    from pagemill_gateway.limits.redis.link import RedisLink
     from pagemill_gateway.limits.redis.shared_keys import SharedKeys
     from pagemill_gateway.limits.redis.store import RedisStore
 
-    link = Link(config)
+    link = RedisLink(config)
     store = RedisStore(link, num_gateways=config.expected_gateways, on_fallback=on_fallback)
     store.start()
     keys = SharedKeys(link, on_keys) if config.keys else None

@@ -20,7 +20,7 @@ minute before it, so that no minute exceeds its limit, whenever it begins."""
 WINDOW_BUCKETS = WINDOW_S * 1000 // BUCKET_MS + 1
 
 
-class Ask(NamedTuple):
+class ReservationRequest(NamedTuple):
     """A reservation for one request."""
 
     account: str
@@ -37,7 +37,7 @@ class Ask(NamedTuple):
     """For `adopt`: the tokens already reported as used, which are not part of `tokens`."""
 
 
-class More(NamedTuple):
+class ExtensionRequest(NamedTuple):
     """A call for further tokens for a reservation, up to `tokens`."""
 
     account: str
@@ -57,17 +57,17 @@ class Level(NamedTuple):
     """Time until the whole limit is available again, without further use."""
 
 
-class Answer(NamedTuple):
+class ReservationAnswer(NamedTuple):
     refused: Reason | None = None
     """The limit that refused; `None` if the request is reserved."""
     retry_after_s: float = 0.0
     requests: Level | None = None
     tokens: Level | None = None
     granted: int = 0
-    """The reserved tokens: those of `Ask`, but at most the smallest token limit."""
+    """The reserved tokens: those of `ReservationRequest`, but at most the smallest token limit."""
 
 
-def amount_of(ask: Ask) -> int:
+def amount_of(ask: ReservationRequest) -> int:
     """Return the tokens to reserve: at most the smallest token limit, or a longer request would never be served."""
     return min([ask.tokens, *token_limits(ask.limits)])
 
@@ -79,11 +79,11 @@ def token_limits(limits: Limits) -> list[int]:
 
 
 class Store(Protocol):
-    async def reserve(self, ask: Ask) -> Answer:
+    async def reserve(self, ask: ReservationRequest) -> ReservationAnswer:
         """Reserve all or nothing, atomically. It never raises: a store that loses Redis decides alone."""
         ...
 
-    async def extend(self, more: More) -> int:
+    async def extend(self, more: ExtensionRequest) -> int:
         """Add tokens to a reservation, and return how many; 0 if a limit is used up or the lease is unknown."""
         ...
 
@@ -91,7 +91,7 @@ class Store(Protocol):
         """End a reservation whose request used `tokens`. Unknown leases, such as refused ones, are ignored."""
         ...
 
-    def adopt(self, ask: Ask) -> None:
+    def adopt(self, ask: ReservationRequest) -> None:
         """Count a reservation of an earlier store, regardless of the limits, until it is settled."""
         ...
 

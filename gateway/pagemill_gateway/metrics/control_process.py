@@ -29,9 +29,9 @@ class ControlProcessMetrics:
         self._departed: specs.Samples = {}
         self._has_redis = False
 
-    def decided_alone(self) -> None:
+    def decided_without_redis(self) -> None:
         """Count a limit that was decided without Redis."""
-        self._metrics.counter(specs.GATEWAY_LIMITS_ALONE).inc()
+        self._metrics.counter(specs.GATEWAY_LIMITS_WITHOUT_REDIS).inc()
 
     def redis_up(self, up: bool) -> None:
         self._has_redis = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from pagemill_gateway.processes.child import Setup, beat, end_at_once_when_asked, read_setup
+from pagemill_gateway.processes.child import Setup, end_at_once_when_asked, read_setup, send_heartbeats
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def _run(setup: Setup) -> None:
     serve = serve_control if setup.role == "control" else serve_data
 
     async def run() -> None:
-        beating = asyncio.create_task(beat())
+        beating = asyncio.create_task(send_heartbeats())
         try:
             await serve(setup)
         finally:

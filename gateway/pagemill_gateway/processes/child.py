@@ -23,9 +23,9 @@ import msgspec
 from pagemill_gateway.config import GatewayConfig
 
 Role = Literal["control", "worker"]
-UP = b"up\n"
+READY = b"ready\n"
 BEAT = b"\n"
-BEAT_INTERVAL_S = 0.5
+HEARTBEAT_INTERVAL_S = 0.5
 SIZE_BYTES = 4
 
 
@@ -66,17 +66,17 @@ def read_setup() -> Setup:
     return setup
 
 
-def say_up() -> None:
-    os.write(sys.stdout.fileno(), UP)
+def report_ready() -> None:
+    os.write(sys.stdout.fileno(), READY)
 
 
-async def beat() -> None:
+async def send_heartbeats() -> None:
     """Send heartbeats while the event loop runs."""
     os.set_blocking(sys.stdout.fileno(), False)
     while True:
         with suppress(BlockingIOError):  # the pipe is full, if the supervisor has not read for about an hour
             os.write(sys.stdout.fileno(), BEAT)
-        await asyncio.sleep(BEAT_INTERVAL_S)
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
 
 def end_at_once_when_asked() -> None:

@@ -10,10 +10,10 @@ import asyncio
 
 from pagemill_gateway.app import control_app, data_app
 from pagemill_gateway.control_process import ControlProcess
-from pagemill_gateway.garbage import collect_seldom
+from pagemill_gateway.garbage_collection import reduce_garbage_collection
 from pagemill_gateway.ipc.control_process_client import ControlProcessClient
 from pagemill_gateway.ipc.worker_connection import serving_workers
-from pagemill_gateway.processes.child import Setup, say_up
+from pagemill_gateway.processes.child import Setup, report_ready
 from pagemill_gateway.server import drain, serving, stopped
 from pagemill_gateway.stop_signals import Stop
 from pagemill_gateway.worker import Worker
@@ -31,8 +31,8 @@ async def serve_control(setup: Setup) -> None:
                 serving_workers(control, setup.control_socket),
                 serving(control_app(control), setup.listening_socket(), setup.config) as listening,
             ):
-                collect_seldom()
-                say_up()
+                reduce_garbage_collection()
+                report_ready()
                 await stopped(stop, listening)
                 control.draining = True
                 await stop.wait(2)
@@ -50,9 +50,9 @@ async def serve_data(setup: Setup) -> None:
     try:
         with stop.on_signals():
             async with serving(data_app(worker), setup.listening_socket(), setup.config, setup.config.tls) as data:
-                collect_seldom()
+                reduce_garbage_collection()
                 connected = asyncio.create_task(line.wait_connected())
-                connected.add_done_callback(lambda _: None if connected.cancelled() else say_up())
+                connected.add_done_callback(lambda _: None if connected.cancelled() else report_ready())
                 await stopped(stop, data)
                 connected.cancel()
                 await drain(worker, stop, data)

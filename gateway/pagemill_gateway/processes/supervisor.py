@@ -15,7 +15,7 @@ from typing import Any
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.control_token import with_control_token
 from pagemill_gateway.processes.child import Setup
-from pagemill_gateway.processes.keeper import Keeper
+from pagemill_gateway.processes.child_process import ChildProcess
 from pagemill_gateway.sockets import log_listening, open_ports
 from pagemill_gateway.stop_signals import Stop
 
@@ -42,7 +42,7 @@ async def supervise(config: GatewayConfig) -> int:
         try:
             if not await family.start(stop):
                 return 1
-            if family.all_up:
+            if family.all_ready:
                 log_listening(guarded, data_socket, control_socket)
             await stop.wait(1)
             # Workers close their copies after the drain delay; this one would keep the port open.
@@ -60,41 +60,41 @@ class GatewayProcesses:
 
     def __init__(self, config: GatewayConfig, folder: str, data_listener: int, control_listener: int) -> None:
         control = Setup(role="control", name="control", config=config, folder=folder, listener=control_listener)
-        self._control = Keeper(control, self._came_up)
+        self._control = ChildProcess(control, self._on_process_ready)
         self._workers = [
-            Keeper(
+            ChildProcess(
                 Setup(role="worker", name=f"worker-{number}", config=config, folder=folder, listener=data_listener),
-                self._came_up,
+                self._on_process_ready,
             )
             for number in range(config.workers)
         ]
         self._draining = False
         self._longest_drain_s = config.drain_delay_s + config.drain_timeout_s + DRAIN_MARGIN_S
-        self._tasks: dict[Keeper, asyncio.Task[bool]] = {}
+        self._tasks: dict[ChildProcess, asyncio.Task[bool]] = {}
 
     @property
-    def all_up(self) -> bool:
-        return all(each.up.is_set() for each in self._tasks)
+    def all_ready(self) -> bool:
+        return all(each.ready.is_set() for each in self._tasks)
 
     async def start(self, stop: Stop) -> bool:
         """Start all processes. Return true when all serve or a stop signal arrives, and false if one never served."""
-        keepers = [self._control, *self._workers]
-        self._tasks = {each: asyncio.create_task(each.run(), name=each.name) for each in keepers}
-        up = asyncio.gather(*(each.up.wait() for each in keepers))
+        children = [self._control, *self._workers]
+        self._tasks = {each: asyncio.create_task(each.run(), name=each.name) for each in children}
+        ready = asyncio.gather(*(each.ready.wait() for each in children))
         stopped = asyncio.create_task(stop.wait(1))
-        events: list[asyncio.Future[Any]] = [up, stopped, *self._tasks.values()]
+        events: list[asyncio.Future[Any]] = [ready, stopped, *self._tasks.values()]
         try:
             await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-            return up.done() or stopped.done()
+            return ready.done() or stopped.done()
         finally:
-            up.cancel()
+            ready.cancel()
             stopped.cancel()
-            await asyncio.gather(up, stopped, return_exceptions=True)
+            await asyncio.gather(ready, stopped, return_exceptions=True)
 
     async def drain(self, stop: Stop) -> None:
         """Let the workers drain, and then stop the control process. A second signal shortens the drain."""
         self._draining = True
-        if self._control.up.is_set():
+        if self._control.ready.is_set():
             self._control.ask_to_stop()
         self._stop_workers()
         hurry = asyncio.create_task(stop.wait(2))
@@ -116,7 +116,7 @@ class GatewayProcesses:
             each.wanted = False
             each.ask_to_stop()
 
-    def _came_up(self, keeper: Keeper) -> None:
+    def _on_process_ready(self, child: ChildProcess) -> None:
         """Send the stop signal to a control process that was replaced during the drain."""
-        if self._draining and keeper is self._control:
-            keeper.ask_to_stop()
+        if self._draining and child is self._control:
+            child.ask_to_stop()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.limits.allowance import Allowance
-from pagemill_gateway.relay.preparation import Prepared
+from pagemill_gateway.relay.preparation import PreparedRequest
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, Direct, Sink, StreamSink, Write
 from pagemill_gateway.request_record import RequestRecord
@@ -29,7 +29,7 @@ Allowances = Sequence[Allowance | None]
 
 async def stream(
     relay: Relay,
-    prepared: Prepared,
+    prepared: PreparedRequest,
     write: Write,
     record: RequestRecord,
     allowances: Allowances,
@@ -52,7 +52,7 @@ async def stream(
     await write(dialect.merged_end(requests[0], record.usage))
 
 
-async def collect(relay: Relay, prepared: Prepared, record: RequestRecord, allowances: Allowances) -> bytes:
+async def collect(relay: Relay, prepared: PreparedRequest, record: RequestRecord, allowances: Allowances) -> bytes:
     """Return the whole answer as one JSON body. Raises `PagemillError`."""
     sinks = [BodySink() for _ in prepared.requests]
     await _run_all(relay, prepared, sinks, record, allowances)
@@ -62,7 +62,7 @@ async def collect(relay: Relay, prepared: Prepared, record: RequestRecord, allow
 
 
 async def _run_all(
-    relay: Relay, prepared: Prepared, sinks: Sequence[Sink], record: RequestRecord, allowances: Allowances
+    relay: Relay, prepared: PreparedRequest, sinks: Sequence[Sink], record: RequestRecord, allowances: Allowances
 ) -> None:
     """Run all requests. After the first error, abort the others and raise it."""
     jobs = list(zip(prepared.requests, prepared.routing_requests, sinks, allowances, strict=True))

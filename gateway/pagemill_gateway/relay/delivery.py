@@ -74,7 +74,7 @@ class Delivery:
 
         Each attempt has its own id, because the engine may not know yet that the previous one has ended.
         """
-        self.attempts.chose(choice.endpoint_id)
+        self.attempts.record_choice(choice.endpoint_id)
         self.is_accepted = False
         request = self.journal.continuation()
         self.continues = bool(request.resume)
@@ -99,12 +99,12 @@ class Delivery:
         self.journal.begin_anew()
 
 
-async def pass_on(frames: list[Frame], stream: AnswerStream, delivery: Delivery) -> Usage | None:
+async def forward(frames: list[Frame], stream: AnswerStream, delivery: Delivery) -> Usage | None:
     """Forward and note a group of frames. Return the usage if the last frame is among them, otherwise None."""
     metas = [meta for meta, _ in frames]
     failed = metas.pop() if metas[-1].error is not None else None
     payloads, closing = _checked(frames, metas, delivery)
-    _saw(metas, delivery)  # before the client has them: it may be slow
+    _count_frames(metas, delivery)  # before the client has them: it may be slow
     if payloads or closing is not None:
         await delivery.sink.take(payloads, closing)
     _note(metas, stream, delivery)
@@ -113,7 +113,7 @@ async def pass_on(frames: list[Frame], stream: AnswerStream, delivery: Delivery)
     return (metas[-1].usage or Usage()) if closing is not None else None
 
 
-def pass_now(stream: AnswerStream, delivery: Delivery, frames: list[Frame]) -> bool:
+def forward_nowait(stream: AnswerStream, delivery: Delivery, frames: list[Frame]) -> bool:
     """Forward and note frames without waiting. Return false and do nothing at the end or if the client is slow."""
     meta, payload = frames[-1]
     if meta.last or meta.error is not None:
@@ -121,9 +121,9 @@ def pass_now(stream: AnswerStream, delivery: Delivery, frames: list[Frame]) -> b
     if len(frames) > 1:
         metas = [each for each, _ in frames]
         payloads, _ = _checked(frames, metas, delivery)
-        if payloads and not delivery.sink.take_now(payloads):
+        if payloads and not delivery.sink.take_nowait(payloads):
             return False
-        _saw(metas, delivery)
+        _count_frames(metas, delivery)
         _note(metas, stream, delivery)
         return True
     journal = delivery.journal
@@ -133,11 +133,11 @@ def pass_now(stream: AnswerStream, delivery: Delivery, frames: list[Frame]) -> b
         raise _broken(gap) from gap
     if not 0 <= meta.choice < delivery.num_choices:
         raise _not_asked_for(meta)
-    if payload and not delivery.sink.take_now([payload]):
+    if payload and not delivery.sink.take_nowait([payload]):
         return False
     if delivery.growth is not None:
-        delivery.growth.saw(meta)
-    delivery.record.saw(meta, delivery.attempt)
+        delivery.growth.count(meta)
+    delivery.record.count(meta, delivery.attempt)
     journal.note(meta, stream.weights_digest)
     return True
 
@@ -169,18 +169,18 @@ def _not_asked_for(meta: FrameMeta) -> UpstreamFailure:
     return UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")
 
 
-def _saw(metas: list[FrameMeta], delivery: Delivery) -> None:
+def _count_frames(metas: list[FrameMeta], delivery: Delivery) -> None:
     """Count the tokens that the engine has generated, whether or not the client has them yet."""
     if delivery.growth is not None:
         for meta in metas:
-            delivery.growth.saw(meta)
+            delivery.growth.count(meta)
 
 
 def _note(metas: list[FrameMeta], stream: AnswerStream, delivery: Delivery) -> None:
     """Note frames that the client has got."""
     record, attempt, journal, digest = delivery.record, delivery.attempt, delivery.journal, stream.weights_digest
     for meta in metas:
-        record.saw(meta, attempt)
+        record.count(meta, attempt)
         journal.note(meta, digest)
 
 

@@ -30,9 +30,9 @@ from pagemill_protocol.frames import FrameDecoder, FrameError
 from pagemill_protocol.link import (
     CREDIT_BYTES,
     PIECE_BYTES,
-    Kind,
     Record,
     RecordDecoder,
+    RecordKind,
     Refusal,
     encode_credit,
     encode_pieces,
@@ -42,16 +42,16 @@ from pagemill_protocol.link import (
 MAX_HEAD_BYTES = 32 * 1024
 MAX_DIGEST_CHARS = 256
 LEAST_TICK_S = 0.01
-RECORDS_A_TURN = 8
+RECORDS_PER_ITERATION = 8
 """The records of the backlog that are processed per iteration of the event loop: about 0.3 ms."""
 MAX_STREAMS = 2**32 - 1
 """The number of streams after which a link is replaced."""
 _refusal_decoder = msgspec.msgpack.Decoder(Refusal)
-_DATA = int(Kind.DATA)
+_DATA = int(RecordKind.DATA)
 _SWITCHED = (b"HTTP/1.1 101 ", b"HTTP/1.0 101 ")
 
 
-class Patience:
+class LinkTimeouts:
     """The timeouts for silent engines."""
 
     def __init__(self, accept_timeout_s: float, silence_timeout_s: float) -> None:
@@ -70,13 +70,14 @@ class Backlog:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.records: deque[tuple[LinkStream, Record, float]] = deque()
-        """The records with their streams and arrival times. After appending, schedule `turn` unless `is_due`."""
+        """The records with their streams and arrival times. After appending, schedule `process_some` unless
+        `is_due`."""
         self.is_due = False
 
-    def turn(self) -> None:
+    def process_some(self) -> None:
         records = self.records
         try:
-            for _ in range(RECORDS_A_TURN):
+            for _ in range(RECORDS_PER_ITERATION):
                 if not records:  # a broken link may have processed all of them
                     break
                 stream, record, now = records.popleft()
@@ -87,9 +88,9 @@ class Backlog:
         finally:
             self.is_due = bool(records)
             if records:
-                self._loop.call_soon(self.turn)
+                self._loop.call_soon(self.process_some)
 
-    def work_off(self) -> None:
+    def process_all(self) -> None:
         """Process all records at once."""
         while self.records:
             stream, record, now = self.records.popleft()
@@ -210,24 +211,24 @@ class LinkStream:
         self._is_over = True
         self._wake()
 
-    def look(self, now: float, patience: Patience) -> float:
+    def check(self, now: float, timeouts: LinkTimeouts) -> float:
         """Check the engine's liveness if it has been silent for long; return the time of the next check.
 
         While the reader waits for its client, the engine is not checked.
         """
         if self._waiting is None or self._waiting.done() or self._asking is not None:
-            return now + patience.check_s
-        due_at = max(self._received_at, self._checked_at, self._waiting_since) + patience.check_s
+            return now + timeouts.check_s
+        due_at = max(self._received_at, self._checked_at, self._waiting_since) + timeouts.check_s
         if not self._is_accepted:
-            refused_at = self._opened_at + patience.accept_s
+            refused_at = self._opened_at + timeouts.accept_s
             if now >= refused_at:
-                self._fall_silent()
+                self._fail_as_silent()
                 return math.inf
-            due_at = min(refused_at, max(due_at, self._opened_at + patience.silence_s))
+            due_at = min(refused_at, max(due_at, self._opened_at + timeouts.silence_s))
         if now < due_at:
             return due_at
         self._asking = asyncio.create_task(self._ask(now))
-        return now + patience.check_s
+        return now + timeouts.check_s
 
     async def _ask(self, asked_at: float) -> None:
         liveness = await self._liveness()
@@ -237,11 +238,11 @@ class LinkStream:
         self._num_silent = self._num_silent + 1 if liveness == "silent" else 0
         if not self._is_accepted:
             if liveness != "working":
-                self._fall_silent()
+                self._fail_as_silent()
         elif liveness == "stuck" or self._num_silent >= SILENCE_CHECKS:
-            self._fall_silent()
+            self._fail_as_silent()
 
-    def _fall_silent(self) -> None:
+    def _fail_as_silent(self) -> None:
         self.link.retire()
         self.link.forget(self._number, cancel=True)
         self.fail(UpstreamFailure("stalled", SILENT))
@@ -267,13 +268,13 @@ class LinkStream:
 class EngineLink(asyncio.Protocol):
     """A link. Create it inside a running event loop, connect it, and `begin`; then `send` concurrent requests."""
 
-    def __init__(self, patience: Patience, idle_s: float, backlog: Backlog) -> None:
+    def __init__(self, timeouts: LinkTimeouts, idle_s: float, backlog: Backlog) -> None:
         """`idle_s`: the time after which a link without requests is closed. All links share the `backlog`."""
         self._backlog = backlog
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
         self.new_future: Callable[[], asyncio.Future[None]] = self._loop.create_future
-        self._patience = patience
+        self._timeouts = timeouts
         self._idle_s = idle_s
         self._transport: asyncio.Transport
         self._streams: dict[int, LinkStream] = {}
@@ -298,7 +299,7 @@ class EngineLink(asyncio.Protocol):
             self._transport.abort()
             return False
         self._idle_since = self.now()
-        self._look()
+        self._check_streams()
         return True
 
     async def send(
@@ -316,10 +317,10 @@ class EngineLink(asyncio.Protocol):
             self.retire()
         now = self.now()
         stream = self._streams[number] = LinkStream(self, number, liveness, on_accepted, now)
-        self._look_at(now + min(self._patience.check_s, self._patience.accept_s))
-        named = encode_record(Kind.REQUEST_ID, number, request_id.encode())
+        self._schedule_check(now + min(self._timeouts.check_s, self._timeouts.accept_s))
+        named = encode_record(RecordKind.REQUEST_ID, number, request_id.encode())
         if len(body) <= PIECE_BYTES:
-            self._transport.write(named + encode_record(Kind.REQUEST, number, body))
+            self._transport.write(named + encode_record(RecordKind.REQUEST, number, body))
             return stream
         try:
             await self._send_in_pieces(number, body, named)
@@ -333,7 +334,7 @@ class EngineLink(asyncio.Protocol):
         if self._streams.pop(number, None) is None or self._is_lost:
             return
         if cancel:
-            self._transport.write(encode_record(Kind.CANCEL, number))
+            self._transport.write(encode_record(RecordKind.CANCEL, number))
         if not self._streams:
             self._idle_since = self.now()
             if self._is_retired:
@@ -352,32 +353,32 @@ class EngineLink(asyncio.Protocol):
 
     async def _send_in_pieces(self, number: int, body: bytes, named: bytes) -> None:
         """Send a large request in pieces, so that it is not copied at once and does not delay others."""
-        for piece in encode_pieces(Kind.REQUEST_PART, number, body):
+        for piece in encode_pieces(RecordKind.REQUEST_PART, number, body):
             await self._may_write.wait()
             if number not in self._streams or self._is_lost:
                 return
             self._transport.write(piece)
             await asyncio.sleep(0)
-        self._transport.write(named + encode_record(Kind.REQUEST, number))
+        self._transport.write(named + encode_record(RecordKind.REQUEST, number))
 
-    def _look(self) -> None:
+    def _check_streams(self) -> None:
         """Check for silent streams, and close an idle link."""
         self._timer = None
         now = self.now()
-        next_at = min([stream.look(now, self._patience) for stream in list(self._streams.values())], default=math.inf)
+        next_at = min([stream.check(now, self._timeouts) for stream in list(self._streams.values())], default=math.inf)
         if self._streams:
-            self._look_at(max(next_at, now + LEAST_TICK_S))
+            self._schedule_check(max(next_at, now + LEAST_TICK_S))
         elif now - self._idle_since >= self._idle_s:
             self._transport.close()
         else:
-            self._look_at(self._idle_since + self._idle_s)
+            self._schedule_check(self._idle_since + self._idle_s)
 
-    def _look_at(self, when: float) -> None:
+    def _schedule_check(self, when: float) -> None:
         if self._timer is not None:
             if self._timer.when() <= when:
                 return  # the earlier check sets the next timer
             self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._look)
+        self._timer = self._loop.call_at(when, self._check_streams)
 
     # Callbacks of the transport.
 
@@ -392,7 +393,7 @@ class EngineLink(asyncio.Protocol):
         try:
             records = self._decoder.feed(data)
         except FrameError as error:
-            self._break_off(error)
+            self._fail_connection(error)
             return
         now, streams, backlog = self.now(), self._streams, self._backlog
         later = backlog.records
@@ -406,7 +407,7 @@ class EngineLink(asyncio.Protocol):
                 self.deliver(stream, record, now)
         if later and not backlog.is_due:
             backlog.is_due = True
-            self._loop.call_soon(backlog.turn)
+            self._loop.call_soon(backlog.process_some)
 
     def deliver(self, stream: LinkStream, record: Record, now: float) -> None:
         """Pass a record to its stream. `now` is its arrival time."""
@@ -418,9 +419,9 @@ class EngineLink(asyncio.Protocol):
             else:
                 self._dispatch(stream, record)
         except (FrameError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._break_off(error)
+            self._fail_connection(error)
 
-    def _break_off(self, error: Exception) -> None:
+    def _fail_connection(self, error: Exception) -> None:
         self._fail_all(garbage(error))
         self._transport.abort()
 
@@ -440,7 +441,7 @@ class EngineLink(asyncio.Protocol):
         self._fail_all(UpstreamFailure("lost", BROKE))
 
     def _fail_all(self, error: UpstreamFailure) -> None:
-        self._backlog.work_off()  # received records can still be read
+        self._backlog.process_all()  # received records can still be read
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream.fail(error)
@@ -460,12 +461,12 @@ class EngineLink(asyncio.Protocol):
     def _dispatch(self, stream: LinkStream, record: Record) -> None:
         """Process a record of another kind than data."""
         kind, number, data = record
-        if kind == Kind.END:
+        if kind == RecordKind.END:
             del self._streams[number]
             stream.ended()
-        elif kind == Kind.ACCEPTED:
+        elif kind == RecordKind.ACCEPTED:
             stream.accepted(data.decode()[:MAX_DIGEST_CHARS])
-        elif kind == Kind.REFUSED:
+        elif kind == RecordKind.REFUSED:
             refused = _refusal_decoder.decode(data)
             del self._streams[number]
             stream.fail(refusal(refused.status, refused.body[:MAX_ERROR_BYTES], refused.retry_after))

@@ -40,9 +40,9 @@ class Growth:
     def begin_anew(self) -> None:
         self._allowance.begin_anew()
 
-    def saw(self, meta: FrameMeta) -> None:
+    def count(self, meta: FrameMeta) -> None:
         """Count the tokens of a frame, and reserve more if few are left."""
-        if not self._allowance.saw(meta) or meta.last:
+        if not self._allowance.count(meta) or meta.last:
             return
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._grow())
@@ -58,7 +58,7 @@ class Growth:
         while self._allowance.low or self._sent < self._allowance.tokens:
             if self._allowance.low:
                 await self._reserve()
-            if self._sent == self._allowance.tokens or not await self._inform():
+            if self._sent == self._allowance.tokens or not await self._send_allowance():
                 await asyncio.sleep(RETRY_S)
 
     async def _reserve(self) -> None:
@@ -67,7 +67,7 @@ class Growth:
         except PagemillError as error:
             logger.debug("an answer's allowance cannot grow now: %s", error.message)
 
-    async def _inform(self) -> bool:
+    async def _send_allowance(self) -> bool:
         """Send the allowance to the engine. Return whether it was received."""
         choice, request_id, tokens = self._choice, self._request_id, self._allowance.tokens
         if choice is None or not await self._upstream.raise_allowance(choice, request_id, tokens):

@@ -40,7 +40,7 @@ class JournalCapacity:
         self._num_tokens += num_tokens
         return True
 
-    def give_back(self, num_tokens: int) -> None:
+    def release(self, num_tokens: int) -> None:
         self._num_tokens -= num_tokens
 
 
@@ -150,7 +150,7 @@ class Journal:
         self._keeps = False
 
     def _forget(self) -> None:
-        self._capacity.give_back(self.num_kept)
+        self._capacity.release(self.num_kept)
         self._choices.clear()
         self._cached_tokens = None
         self.weights_digest = ""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from pagemill_gateway.engine_http.connecting import Connector, Origin, request_head
-from pagemill_gateway.relay.engine_link import Backlog, EngineLink, Patience
+from pagemill_gateway.relay.engine_link import Backlog, EngineLink, LinkTimeouts
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
 
 IDLE_S = 300.0
@@ -27,9 +27,9 @@ class _Opening(NamedTuple):
 class Links:
     """All links. Create it inside a running event loop; `close` closes them."""
 
-    def __init__(self, connect_timeout_s: float, trust: ssl.SSLContext, patience: Patience) -> None:
+    def __init__(self, connect_timeout_s: float, trust: ssl.SSLContext, timeouts: LinkTimeouts) -> None:
         self._connector = Connector(connect_timeout_s, trust)
-        self._patience = patience
+        self._timeouts = timeouts
         self._backlog = Backlog()
         self._links: dict[Key, EngineLink] = {}
         self._opening: dict[Key, _Opening] = {}
@@ -72,7 +72,7 @@ class Links:
     async def _open(self, key: Key) -> EngineLink | None:
         origin, token = key
         head = request_head(f"GET {LINK_PATH}", origin, token, "Connection: Upgrade", f"Upgrade: {LINK_PROTOCOL}")
-        link = await self._connector.connect(origin, lambda: EngineLink(self._patience, IDLE_S, self._backlog))
+        link = await self._connector.connect(origin, lambda: EngineLink(self._timeouts, IDLE_S, self._backlog))
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 is_open = await link.begin(head)

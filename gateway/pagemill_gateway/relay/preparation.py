@@ -23,7 +23,7 @@ from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.dialects import base
 from pagemill_protocol.dialects.base import Dialect, ParsedBody
-from pagemill_protocol.dialects.transport import Place
+from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
@@ -80,7 +80,7 @@ def _key(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()
 
 
-class Prepared(NamedTuple):
+class PreparedRequest(NamedTuple):
     target: Target
     requests: list[GenerateRequest]
     """The engine requests of the client request, one per prompt."""
@@ -89,7 +89,7 @@ class Prepared(NamedTuple):
     stream: bool
 
 
-class Preparation:
+class RequestPreparation:
     def __init__(self, brain: Brain, bundles: Bundles, keep_alive: KeepAlive, max_prefix_chunks: int) -> None:
         self._brain = brain
         self._keep_alive = keep_alive
@@ -115,14 +115,14 @@ class Preparation:
             raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
 
     async def prepare(
-        self, raw: bytes, dialect: Dialect, caller: Caller, place: Place, ticket: QueueTicket, write: Write
-    ) -> Prepared:
+        self, raw: bytes, dialect: Dialect, caller: Caller, info: RequestInfo, ticket: QueueTicket, write: Write
+    ) -> PreparedRequest:
         """Return the engine requests for a body. Raises `PagemillError` for a body that no engine can serve.
 
         `write` is for comments while a streaming client waits for an engine. Sampling parameters are checked first, so
         that an invalid request neither waits nor wakes an engine.
         """
-        body = await self._inline_or_in_thread(partial(dialect.parse, raw, place), len(raw))
+        body = await self._inline_or_in_thread(partial(dialect.parse, raw, info), len(raw))
         sampling = body.sampling()
         if needs_check(body.fields):
             await self.in_thread(body.check_form, len(raw))
@@ -137,10 +137,10 @@ class Preparation:
         preparation = base.Preparation(
             target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=target.parsers
         )
-        session = session_key(target, caller.key_hash, place.header)
-        text = await body.render_soon(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
+        session = session_key(target, caller.key_hash, info.header)
+        text = await body.render_inline(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
-        def job() -> Prepared:
+        def job() -> PreparedRequest:
             requests = body.prepare(tokenizer, preparation, sampling, text)
             requests = [_prioritized(with_seed(request, _new_seed), caller) for request in requests]
             return self._prepared(target, requests, prompt_keys(body), session)
@@ -164,14 +164,16 @@ class Preparation:
         except PagemillError as error:
             raise visible_to(caller, error, body.model) from error
 
-    def _prepared(self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes) -> Prepared:
+    def _prepared(
+        self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes
+    ) -> PreparedRequest:
         if target.adapter_digest:
             requests = [msgspec.structs.replace(each, adapter_digest=target.adapter_digest) for each in requests]
         routing_requests = [
             make_routing_request(request, target, self.hashes, key, session)
             for request, key in zip(requests, keys, strict=True)
         ]
-        return Prepared(target, requests, routing_requests, requests[0].stream)
+        return PreparedRequest(target, requests, routing_requests, requests[0].stream)
 
 
 def _prioritized(request: GenerateRequest, caller: Caller) -> GenerateRequest:

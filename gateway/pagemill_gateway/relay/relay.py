@@ -29,7 +29,7 @@ from pagemill_gateway.limits.allowance import Allowance
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.answer_stream import Frame
 from pagemill_gateway.relay.attempt_failures import TOO_SHORT, UpstreamFailure
-from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, pass_now, pass_on
+from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, forward, forward_nowait
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalCapacity
 from pagemill_gateway.relay.keep_alive import KeepAlive
@@ -175,9 +175,9 @@ class Relay:
             if frames[0][0].error is None:
                 self._started(assignment, delivery, time.perf_counter() - sent_at)
             num_tokens, waited_s = delivery.journal.num_tokens + _count_tokens(frames), stream.waited_s
-            take = partial(pass_now, stream, delivery)
+            take = partial(forward_nowait, stream, delivery)
             while frames:
-                usage = await pass_on(frames, stream, delivery)
+                usage = await forward(frames, stream, delivery)
                 if usage is not None:
                     ms_per_token = _ms_per_token(delivery.journal.num_tokens - num_tokens, stream.waited_s - waited_s)
                     await stream.finish()
@@ -239,11 +239,11 @@ class Relay:
         elif failure.kind in ("declined", "unreachable") or (failure.kind == "lost" and not delivery.is_accepted):
             # Several engines may be gone unnoticed, which a kept connection shows only now. A request that none of them
             # received must not use up its attempts.
-            attempts.declined(failure.message)
+            attempts.record_decline(failure.message)
         elif failure.kind in ("lost", "killed", "crashed"):
             attempts.ended(failure.message, crashed=failure.kind == "crashed")
         else:
-            attempts.broke(failure.message)
+            attempts.record_break(failure.message)
         logger.info(
             "request %s: attempt %d at %s failed after %d tokens (%s): %s",
             record.request_id,

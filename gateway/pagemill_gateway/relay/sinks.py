@@ -24,7 +24,7 @@ class Direct(Protocol):
         """Write whole events. Return false and do nothing unless the stream has begun and the client is fast enough."""
         ...
 
-    def hold(self) -> None:
+    def cork(self) -> None:
         """Send what is written from now on in one write, together with the rest of this turn of the event loop."""
         ...
 
@@ -47,7 +47,7 @@ class Sink(Protocol):
         """
         ...
 
-    def take_now(self, payloads: list[bytes]) -> bool:
+    def take_nowait(self, payloads: list[bytes]) -> bool:
         """Take at least one payload like `take`, without waiting. Return false and do nothing if the client is slow."""
         ...
 
@@ -61,7 +61,7 @@ class StreamSink:
         """`closes`: whether to write the closing payload. `direct` is the same client, for writes without waiting."""
         self._write = write
         self._direct = direct
-        self._is_whole = transport.is_whole
+        self._is_complete = transport.is_complete
         self._has_comments = transport.has_comments
         self._closes = closes
         self._delivered = False
@@ -78,18 +78,18 @@ class StreamSink:
         events = [*payloads, closing] if closing and self._closes else payloads
         if events:
             for event in events:
-                if not self._is_whole(event):
+                if not self._is_complete(event):
                     raise _incomplete()
             self._delivered = True
             if closing and self._direct is not None:
-                self._direct.hold()  # the end of the response follows
+                self._direct.cork()  # the end of the response follows
             await self._write(events[0] if len(events) == 1 else b"".join(events))
 
-    def take_now(self, payloads: list[bytes]) -> bool:
+    def take_nowait(self, payloads: list[bytes]) -> bool:
         if self._direct is None:
             return False
         for event in payloads:
-            if not self._is_whole(event):
+            if not self._is_complete(event):
                 raise _incomplete()
         is_taken = self._direct.write_now(payloads[0] if len(payloads) == 1 else b"".join(payloads))
         self._delivered = self._delivered or is_taken
@@ -116,6 +116,6 @@ class BodySink:
             raise UpstreamFailure("broken", "The engine sent something else than a JSON body.")
         self.body = closing
 
-    def take_now(self, payloads: list[bytes]) -> bool:
+    def take_nowait(self, payloads: list[bytes]) -> bool:
         """Ignore payloads, because the body is the closing one."""
         return True

@@ -22,7 +22,7 @@ from pagemill_gateway.engine_http.engine_connection import EngineConnection
 from pagemill_gateway.engine_http.engine_pool import EnginePool
 from pagemill_gateway.relay.answer_stream import SILENCE_CHECKS, AnswerStream, AskLiveness, FrameStream
 from pagemill_gateway.relay.attempt_failures import BROKE, MAX_ERROR_BYTES, SILENT, UpstreamFailure, refusal
-from pagemill_gateway.relay.engine_link import MAX_DIGEST_CHARS, Patience
+from pagemill_gateway.relay.engine_link import MAX_DIGEST_CHARS, LinkTimeouts
 from pagemill_gateway.relay.links import Links
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, WEIGHTS_HEADER
 from pagemill_protocol.generate import AllowanceRaise
@@ -40,8 +40,8 @@ class Upstream:
     def __init__(self, config: GatewayConfig, idle_s: float) -> None:
         """`idle_s`: the time after which an unused HTTP connection is closed."""
         trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
-        patience = Patience(config.accept_timeout_s, config.silence_timeout_s)
-        self._links = Links(config.connect_timeout_s, trust, patience)
+        timeouts = LinkTimeouts(config.accept_timeout_s, config.silence_timeout_s)
+        self._links = Links(config.connect_timeout_s, trust, timeouts)
         self._pool = EnginePool(config.connect_timeout_s, idle_s, trust)
         self._accept_timeout_s = config.accept_timeout_s
         self._silence_timeout_s = config.silence_timeout_s
@@ -73,15 +73,15 @@ class Upstream:
                 return await link.send(body, request_id, liveness, on_accepted)
         origin, connection = await self._ask(assignment, body, request_id, liveness)
         # The pool keeps the connection only if the response was read to its end.
-        give_back = partial(self._pool.give_back, origin, connection)
+        release = partial(self._pool.release, origin, connection)
         try:
             await _check_accepted(connection)
         except BaseException:
-            give_back()
+            release()
             raise
         weights_digest = connection.header(WEIGHTS_HEADER.encode())[:MAX_DIGEST_CHARS]
         on_accepted()
-        return FrameStream(connection, weights_digest, self._silence_timeout_s, liveness, give_back)
+        return FrameStream(connection, weights_digest, self._silence_timeout_s, liveness, release)
 
     async def raise_allowance(self, choice: Assignment, request_id: str, tokens: int) -> bool:
         """Raise the allowance of a request at its engine. Return whether the engine received it."""
@@ -96,7 +96,7 @@ class Upstream:
                     await _bounded_body(connection)
                     return connection.status == HTTPStatus.NO_CONTENT
                 finally:
-                    self._pool.give_back(origin, connection)
+                    self._pool.release(origin, connection)
         except (CannotConnect, OSError, ValueError):  # OSError includes timeouts
             return False
 

@@ -76,7 +76,7 @@ class AccessLog:
             record.request_id = state.get("request_id", "")
             record.status = record.status or 500
             self._worker.metrics.finished(record)
-            if record.finished and not record.gives_way:
+            if record.finished and not record.is_low_priority:
                 self._worker.brain.record_outcome(_outcome(record))
             trace_id = self._worker.tracing.finished(
                 scope, partial(write_spans, record, scope["method"], time.monotonic())

@@ -29,7 +29,7 @@ class BatchRoutes:
 
     async def upload(self, request: Request) -> Response:
         caller, batches = self._enter(request)
-        with self._worker.gate.enter():
+        with self._worker.in_flight_limit.enter():
             upload = await batches.upload(caller.account)
             try:
                 form = await read_form(request.scope, request.receive, upload.append)
@@ -68,7 +68,7 @@ class BatchRoutes:
     async def create(self, request: Request) -> Response:
         caller, batches = self._enter(request)
         check_json_content_type(request.scope)
-        with self._worker.gate.enter() as slot:
+        with self._worker.in_flight_limit.enter() as slot:
             raw = await read_counted(request.scope, request.receive, slot, self._worker.config.max_body_bytes)
             body = await self._worker.preparation.parse(raw, lambda raw: parse_body(raw, BatchRequest))
             batch = await batches.create(caller, body)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from starlette.types import Message, Receive, Scope
 
-from pagemill_gateway.admission.gate import GateSlot
+from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.request_middleware import header, read_body
 
 
-async def read_counted(scope: Scope, receive: Receive, slot: GateSlot, max_body_bytes: int) -> bytes:
+async def read_counted(scope: Scope, receive: Receive, slot: InFlightSlot, max_body_bytes: int) -> bytes:
     """Return the body, counted in `slot`. Raises `PagemillError` 503 beyond the limit, 499 if the client leaves."""
     more = True
 

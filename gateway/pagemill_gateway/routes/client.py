@@ -54,12 +54,12 @@ class ClientResponse:
         direct, is_first = self.direct, not self.started
         if is_first:
             if direct is not None:
-                direct.hold()
+                direct.cork()
             await self._start_stream()
         if direct is None or not direct.write_now(data):
             await self._send_in_time(data, more=True)
         if is_first and direct is not None:
-            direct.release()
+            direct.uncork()
 
     @property
     def direct(self) -> DirectResponse | None:

@@ -10,7 +10,7 @@ from starlette.types import Receive
 from pagemill_protocol.http.direct import DirectResponse
 
 
-async def while_connected(work: Awaitable[None], receive: Receive, direct: DirectResponse | None = None) -> bool:
+async def run_while_connected(work: Awaitable[None], receive: Receive, direct: DirectResponse | None = None) -> bool:
     """Wait for `work`, and cancel it when the client disconnects. Return whether it ended by itself.
 
     `direct` reports the disconnection; without it, a task waits for the ASGI message.
@@ -27,11 +27,11 @@ async def while_connected(work: Awaitable[None], receive: Receive, direct: Direc
 
     departing: asyncio.Task[None] | None = None
     if direct is None:
-        departing = asyncio.ensure_future(departure(receive))
+        departing = asyncio.ensure_future(wait_until_disconnected(receive))
         departing.add_done_callback(leave)
     else:
-        direct.on_leave = leave
-        if direct.has_left:
+        direct.on_disconnect = leave
+        if direct.is_disconnected:
             leave()
     try:
         await work
@@ -49,7 +49,7 @@ async def while_connected(work: Awaitable[None], receive: Receive, direct: Direc
     return True
 
 
-async def departure(receive: Receive) -> None:
+async def wait_until_disconnected(receive: Receive) -> None:
     """Return when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

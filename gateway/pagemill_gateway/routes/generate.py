@@ -18,15 +18,15 @@ from starlette.types import Receive, Scope, Send
 from pagemill_gateway.brain.interface import QueueTicket
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.delivery import AnswerBroken
-from pagemill_gateway.relay.preparation import Prepared
+from pagemill_gateway.relay.preparation import PreparedRequest
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.client import ClientResponse, ClientTooSlow
-from pagemill_gateway.routes.connection import while_connected
+from pagemill_gateway.routes.connection import run_while_connected
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.base import Dialect
-from pagemill_protocol.dialects.transport import Place
+from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.http.direct import direct_response
 from pagemill_protocol.http.request_middleware import check_json_content_type, header
@@ -53,11 +53,11 @@ class GenerateRoute:
             record.tenant, record.is_keyed = caller.tenant, bool(caller.key_hash)
             timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
             check_json_content_type(scope, self._dialect.transport.media_types)
-            with worker.gate.enter() as slot:
+            with worker.in_flight_limit.enter() as slot:
                 raw = await read_counted(scope, receive, slot, worker.config.max_body_bytes)
-                place = await self._place(scope, raw, caller)
-                work = self._serve(raw, caller, place, timeout_s, client, record)
-                stayed = await while_connected(work, receive, direct)
+                info = await self._request_info(scope, raw, caller)
+                work = self._serve(raw, caller, info, timeout_s, client, record)
+                stayed = await run_while_connected(work, receive, direct)
         except PagemillError as error:
             await client.fail(error)
             return
@@ -66,18 +66,18 @@ class GenerateRoute:
         if not stayed:
             record.status = CLIENT_CLOSED
 
-    async def _place(self, scope: Scope, raw: bytes, caller: Caller) -> Place:
-        place = Place(scope["path"], scope.get("path_params", {}), partial(_header, scope))
+    async def _request_info(self, scope: Scope, raw: bytes, caller: Caller) -> RequestInfo:
+        info = RequestInfo(scope["path"], scope.get("path_params", {}), partial(_header, scope))
         if not self._dialect.transport.may_omit_model or b'"model"' in raw:
-            return place
+            return info
         names = [each for each in await self._worker.brain.names() if caller.may_use(each.name) and not each.pools]
-        return place._replace(only_model=names[0].model if len({each.model for each in names}) == 1 else "")
+        return info._replace(only_model=names[0].model if len({each.model for each in names}) == 1 else "")
 
     async def _serve(
         self,
         raw: bytes,
         caller: Caller,
-        place: Place,
+        info: RequestInfo,
         timeout_s: float | None,
         client: ClientResponse,
         record: RequestRecord,
@@ -89,7 +89,7 @@ class GenerateRoute:
                 async with self._worker.running.limited(timeout_s):
                     self._worker.limiter.check(caller)
                     dialect = await self._dialect_for(raw, caller, client)
-                    await self._answer(raw, dialect, caller, place, client, record)
+                    await self._answer(raw, dialect, caller, info, client, record)
             except AnswerBroken as broken:
                 record.failed(broken.error)
                 await (client.end() if broken.reported else client.fail(broken.error))
@@ -113,27 +113,27 @@ class GenerateRoute:
         raw: bytes,
         dialect: Dialect,
         caller: Caller,
-        place: Place,
+        info: RequestInfo,
         client: ClientResponse,
         record: RequestRecord,
     ) -> None:
         worker = self._worker
-        prepared = await worker.preparation.prepare(raw, dialect, caller, place, record.ticket, client.write)
+        prepared = await worker.preparation.prepare(raw, dialect, caller, info, record.ticket, client.write)
         record.served_by(prepared.target, prepared.requests)
         worker.metrics.prepared(record)
         reservation = await worker.limiter.reserve(caller, prepared.target, prepared.requests)
-        cut_off = False
+        was_cut_short = False
         try:
             client.add_headers(reservation.headers)
             await self._relay(prepared, client, record, reservation.allowances)
         except (asyncio.CancelledError, ClientTooSlow):
-            cut_off = True
+            was_cut_short = True
             raise
         finally:
-            reservation.settle(record, cut_off=cut_off)
+            reservation.settle(record, was_cut_short=was_cut_short)
 
     async def _relay(
-        self, prepared: Prepared, client: ClientResponse, record: RequestRecord, allowances: answers.Allowances
+        self, prepared: PreparedRequest, client: ClientResponse, record: RequestRecord, allowances: answers.Allowances
     ) -> None:
         worker = self._worker
         if prepared.stream:

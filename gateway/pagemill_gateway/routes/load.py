@@ -10,9 +10,9 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from pagemill_gateway.brain.load.measure import same_but_older
+from pagemill_gateway.brain.load.measure import differs_only_in_age
 from pagemill_gateway.control_process import ControlProcess
-from pagemill_gateway.routes.connection import departure
+from pagemill_gateway.routes.connection import wait_until_disconnected
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import DeploymentLoad, LoadFrame
 from pagemill_protocol.versions import PROTOCOL_VERSION, stream_headers
@@ -28,7 +28,7 @@ class LoadStream:
         self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        departing = asyncio.create_task(departure(receive))
+        departing = asyncio.create_task(wait_until_disconnected(receive))
         headers = stream_headers(LOAD_CONTENT_TYPE)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -58,4 +58,4 @@ class LoadStream:
 
 
 def _same(load: list[DeploymentLoad], published: list[DeploymentLoad]) -> bool:
-    return len(load) == len(published) and all(map(same_but_older, load, published))
+    return len(load) == len(published) and all(map(differs_only_in_age, load, published))

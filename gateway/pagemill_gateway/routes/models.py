@@ -49,7 +49,7 @@ class ModelRoutes:
                 "it.",
                 "load_not_shown",
             )
-        return JSONResponse({"server_load": self._worker.gate.num_inside})
+        return JSONResponse({"server_load": self._worker.in_flight_limit.num_in_flight})
 
     async def cards(self, caller: Caller) -> Sequence[render.ModelCard]:
         """Return the cards of all names that the caller may use."""

@@ -11,7 +11,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill_gateway.admission.gate import GateSlot
+from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.routes.access import record_of
@@ -40,7 +40,7 @@ class TokenRoutes:
 
     async def _tokenize(self, count: TokenCount, request: Request) -> Response:
         caller = self._enter(request)
-        with self._worker.gate.enter() as slot:
+        with self._worker.in_flight_limit.enter() as slot:
             body = await self._worker.preparation.parse(await self._read(request, slot), count.parse)
             target = await self._resolve(body.model, caller)
 
@@ -54,7 +54,7 @@ class TokenRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         caller = self._enter(request)
-        with self._worker.gate.enter() as slot:
+        with self._worker.in_flight_limit.enter() as slot:
             body = await self._worker.preparation.parse(
                 await self._read(request, slot), lambda raw: parse_body(raw, DetokenizeRequest)
             )
@@ -79,7 +79,7 @@ class TokenRoutes:
         caller: Caller,
         expected_tokens: int,
         target: Target,
-        slot: GateSlot,
+        slot: InFlightSlot,
         answer: Callable[[Tokenizer], tuple[int, bytes]],
     ) -> Response:
         """Return the response, counted for the caller's limits, with the rate-limit headers, also for an error.
@@ -98,7 +98,7 @@ class TokenRoutes:
         response.headers.update(counted.headers)
         return response
 
-    async def _read(self, request: Request, slot: GateSlot) -> bytes:
+    async def _read(self, request: Request, slot: InFlightSlot) -> bytes:
         return await read_counted(request.scope, request.receive, slot, self._worker.config.max_body_bytes)
 
     async def _resolve(self, model: str, caller: Caller) -> Target:

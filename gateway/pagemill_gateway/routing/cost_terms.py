@@ -69,7 +69,7 @@ def cost_basis_of(
     num_running, budget = report.num_running, snapshot.budget
     num_ahead = report.num_tokens_waiting + num_unreported_tokens
     num_before = num_running + report.num_waiting + num_unreported
-    num_keeping = num_before - report.num_giving_way
+    num_keeping = num_before - report.num_low_priority
     step_ms = 0.0
     if num_running or num_ahead:
         step_ms = snapshot.full_ms if num_ahead >= budget else snapshot.step_ms(num_ahead)

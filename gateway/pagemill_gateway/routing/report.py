@@ -27,5 +27,5 @@ class PodReport(NamedTuple):
     num_blocks_active: int
     step_time: StepTimeSnapshot | None
     """`None` if the pod has reported no step-time model."""
-    num_giving_way: int = 0
+    num_low_priority: int = 0
     """Running and waiting low-priority requests, which leave their sequence slots to others."""

@@ -9,14 +9,14 @@ from typing import Any
 from redis.asyncio import Redis
 
 from pagemill_gateway.config import StoredResponsesConfig
-from pagemill_gateway.limits.redis.link import Away, Link
+from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable
 from pagemill_protocol.errors import PagemillError, unavailable
 
 logger = logging.getLogger("pagemill.gateway.responses")
 
 
 class RedisResponses:
-    def __init__(self, config: StoredResponsesConfig, link: Link) -> None:
+    def __init__(self, config: StoredResponsesConfig, link: RedisLink) -> None:
         self._config = config
         self._link = link
 
@@ -36,22 +36,22 @@ class RedisResponses:
 
         try:
             await self._link.call(write)
-        except Away:
+        except RedisUnavailable:
             logger.warning("Redis does not answer: the response %s is not stored", response_id)
 
     async def get(self, account: str, response_id: str) -> bytes | None:
         try:
             value: bytes | None = await self._link.call(lambda client: client.get(self._key(account, response_id)))
-        except Away as away:
-            raise _away() from away
+        except RedisUnavailable as away:
+            raise _unavailable() from away
         return value
 
     async def remove(self, account: str, response_id: str) -> bool:
         try:
             num = await self._link.call(lambda client: client.delete(self._key(account, response_id)))
             await self._link.remove(self._key(account, ""), [response_id])
-        except Away as away:
-            raise _away() from away
+        except RedisUnavailable as away:
+            raise _unavailable() from away
         return bool(num)
 
     def _key(self, account: str, response_id: str) -> str:
@@ -62,5 +62,5 @@ class RedisResponses:
         return f"{self._link.prefix}:{{{account}}}:responses:{response_id}"
 
 
-def _away() -> PagemillError:
+def _unavailable() -> PagemillError:
     return unavailable("Stored responses lie in Redis, which does not answer. Try again.", code="store_unavailable")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from pagemill_gateway.config import StoredResponsesConfig
 
 if TYPE_CHECKING:
-    from pagemill_gateway.limits.redis.link import Link
+    from pagemill_gateway.limits.redis.link import RedisLink
 
 
 class ResponseStore(Protocol):
@@ -91,7 +91,7 @@ class NoResponses:
         return False
 
 
-def open_responses(config: StoredResponsesConfig | None, link: Link | None) -> ResponseStore:
+def open_responses(config: StoredResponsesConfig | None, link: RedisLink | None) -> ResponseStore:
     """Return the store for the settings. `link` is the connection to Redis, if the gateway has one."""
     if config is None:
         return NoResponses()

@@ -22,7 +22,7 @@ def native() -> ctypes.CDLL:
     """
     loaded = library.load()
     if loaded is None:
-        raise RuntimeError(f"native CPU kernels are not there: {library.why_absent()}")
+        raise RuntimeError(f"native CPU kernels are not there: {library.unavailable_reason()}")
     return loaded
 
 

@@ -1,7 +1,8 @@
 """Loads the compiled CPU kernels and declares their C functions. Mirrors cpu/src/abi.h.
 
-`load()` returns the library of the highest level that `processor` allows, or None with the cause in `why_absent()`;
-callers then use the torch implementation. The library has threads of its own (cpu/src/threads.cpp).
+`load()` returns the library of the highest level that `processor` allows, or None with the cause in
+`unavailable_reason()`; callers then use the torch implementation. The library has threads of its own
+(cpu/src/threads.cpp).
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def has_bfloat16() -> bool:
     return loaded is not None and loaded.pagemill_has_bfloat16() != 0
 
 
-def why_absent() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why torch runs instead of the native kernels; None if they are loaded."""
     return None if load() is not None else _open()[1]
 
@@ -228,7 +229,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     except ValueError as error:
         return None, str(error)
     if not levels:
-        return None, processor.why_no_level()
+        return None, processor.no_level_reason()
     for level in levels:
         path = _LIBRARY_DIR / f"libpagemill_cpu.{level}.so"
         if not path.exists():

@@ -64,7 +64,7 @@ def levels() -> tuple[str, ...]:
     return (wanted,)
 
 
-def why_no_level() -> str:
+def no_level_reason() -> str:
     """Return why `levels` is empty."""
     if chosen_level() == NONE:
         return f"{LEVEL_SETTING} is {NONE}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from pagemill_kernels.gpu.settings import chosen_compiler
 
 
-def why_not_built() -> str | None:
+def build_problem() -> str | None:
     """Return what is missing and what to do, as the end of a sentence; None if nothing is missing."""
     return explain(chosen_compiler(), Path(sysconfig.get_path("include")))
 

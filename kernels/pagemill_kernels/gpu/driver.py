@@ -42,7 +42,7 @@ def find_driver(kernel_module: Path = KERNEL_MODULE) -> Driver | None:
     return Driver((version.value // 1000, version.value % 1000 // 10), _release(kernel_module))
 
 
-def why_no_device() -> str:
+def device_problem() -> str:
     """Return the problem and its remedy, as the end of a sentence. Call this only if torch finds no device."""
     import torch
 

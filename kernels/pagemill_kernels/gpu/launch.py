@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill_kernels.gpu.build_tools import why_not_built
-from pagemill_kernels.gpu.driver import why_no_device
+from pagemill_kernels.gpu.build_tools import build_problem
+from pagemill_kernels.gpu.driver import device_problem
 
 OLDEST_CAPABILITY = (8, 0)
 """The first capability with bfloat16 and asynchronous copies, which the kernels need."""
@@ -35,24 +35,24 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def why_absent() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why no kernel can be launched here, and the remedy; None if kernels can be launched."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; install it"
     if interpreted():
         return None
     if not torch.cuda.is_available():
-        return why_no_device()
+        return device_problem()
     capability = torch.cuda.get_device_capability()
     if capability < OLDEST_CAPABILITY:
         name = torch.cuda.get_device_name()
         has = f"{name} has compute capability {capability[0]}.{capability[1]}"
         return f"{has}, 8.0 is the oldest supported; take another GPU"
-    return why_not_built()
+    return build_problem()
 
 
-def why_no_fp8() -> str | None:
-    """Return why e4m3 is not supported here, or None. Call this only if `why_absent` returns None."""
+def fp8_problem() -> str | None:
+    """Return why e4m3 is not supported here, or None. Call this only if `unavailable_reason` returns None."""
     if interpreted():
         return None
     capability = torch.cuda.get_device_capability()

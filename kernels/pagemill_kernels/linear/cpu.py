@@ -16,7 +16,7 @@ PACK_ROWS = 64
 """Rows of x for which the packed layout is chosen; other row counts use the same layout."""
 
 
-class OneDNNLinear:
+class TorchOneDNNLinear:
     can_gather = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -38,7 +38,7 @@ class OneDNNLinear:
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     """Pack a weight. weight: [out, in]; bias: [out]."""
-    return OneDNNLinear(weight, bias) if can_pack(weight.dtype) else reference.pack_linear(weight, bias)
+    return TorchOneDNNLinear(weight, bias) if can_pack(weight.dtype) else reference.pack_linear(weight, bias)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

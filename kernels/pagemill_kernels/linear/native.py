@@ -14,7 +14,7 @@ import numpy as np
 from pagemill_kernels import arrays
 from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library, processor
-from pagemill_kernels.kept_memory import kept
+from pagemill_kernels.huge_pages import empty_weights
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
 
 BFLOAT16_ROWS = 9
@@ -132,7 +132,7 @@ def pack_linear(weight: Array, bias: Array | None) -> NativeLinear:
         raise ValueError(f"linear: weights of {weight.dtype} are not packed; float32 or bfloat16 (uint16) are")
     out_features, in_features = weight.shape
     weight = np.ascontiguousarray(weight)
-    packed = kept(_panels(out_features) * in_features * library.PANEL, weight.dtype)
+    packed = empty_weights(_panels(out_features) * in_features * library.PANEL, weight.dtype)
     launch.native().pagemill_pack_plain(
         address(weight), out_features, in_features, weight.itemsize, address(packed), launch.num_threads()
     )
@@ -155,7 +155,7 @@ def pack_pairs(weight: Array, bias: Array | None) -> NativeLinear:
         return pack_linear(weight, bias)
     out_features, in_features = weight.shape
     weight = np.ascontiguousarray(weight)
-    packed = kept(_panels(out_features) * -(-in_features // 2) * 2 * library.PANEL, weight.dtype)
+    packed = empty_weights(_panels(out_features) * -(-in_features // 2) * 2 * library.PANEL, weight.dtype)
     launch.native().pagemill_pack_pairs(
         address(weight), out_features, in_features, address(packed), launch.num_threads()
     )
@@ -199,9 +199,9 @@ def _integers_format(bits: int) -> int:
 def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_rows: int = 0) -> NativeLinear:
     out_features, in_features = weight.codes.shape
     has_offsets = weight.offsets is not None
-    is_whole = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
+    is_complete = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
     needs_offsets = weight.bits == 4 and weight.table is None
-    if in_features % GROUP_SIZE or not is_whole or (needs_offsets and not has_offsets):
+    if in_features % GROUP_SIZE or not is_complete or (needs_offsets and not has_offsets):
         raise ValueError(
             f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} are not packed; "
             f"groups of multiples of {GROUP_SIZE} are, or of 16 for 8-bit codes, and integers of 4 bits need offsets"
@@ -209,8 +209,8 @@ def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_ro
     codes, scales = np.ascontiguousarray(weight.codes), np.ascontiguousarray(weight.scales)
     offsets = None if weight.offsets is None else np.ascontiguousarray(weight.offsets)
     num_weights = _panels(out_features) * library.PANEL * in_features
-    packed = kept(num_weights * weight.bits // 8, np.uint8)
-    packed_scales = kept(num_weights // weight.group_size * (1 + has_offsets))
+    packed = empty_weights(num_weights * weight.bits // 8, np.uint8)
+    packed_scales = empty_weights(num_weights // weight.group_size * (1 + has_offsets))
     launch.native().pagemill_pack_codes(
         address(codes),
         address(scales),
@@ -274,8 +274,8 @@ def _pack_blocks(weight: CodeBlocks, bias: Array | None, format: int, bfloat16_r
         raise ValueError(f"linear: {block_bytes} bytes are no block of {weight.bits}-bit codes that is packed")
     data = np.ascontiguousarray(weight.data)
     num_weights = _panels(out_features) * library.PANEL * in_features
-    packed = kept(num_weights * weight.bits // 8, np.uint8)
-    packed_scales = kept(num_weights // GROUP_SIZE * (1 + has_offsets))
+    packed = empty_weights(num_weights * weight.bits // 8, np.uint8)
+    packed_scales = empty_weights(num_weights // GROUP_SIZE * (1 + has_offsets))
     launch.native().pagemill_pack_blocks(
         address(data),
         out_features,

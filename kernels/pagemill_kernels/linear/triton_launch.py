@@ -270,8 +270,8 @@ def pack_rows(table: Tensor) -> FloatLinear:
 def pack_codes(weight: GroupCodes, bias: Tensor | None) -> CodesLinear:
     """Pack a quantized weight without dequantizing it. Raises ValueError for unsupported groups and floats."""
     in_features = weight.codes.shape[1]
-    is_whole = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
-    if in_features % GROUP_SIZE or not is_whole or weight.is_float or weight.table is not None:
+    is_complete = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
+    if in_features % GROUP_SIZE or not is_complete or weight.is_float or weight.table is not None:
         raise ValueError(
             f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} as "
             f"{weight.codes.dtype} are not packed; integers in groups of multiples of {GROUP_SIZE} are, or of 16 for "

@@ -30,7 +30,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 """Approximate number of decode-attention programs that run on one multiprocessor."""
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """The sizes of one compiled kernel."""
 
     block_m: int
@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
     """Tiles that are being loaded at a time."""
 
 
-def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, cached: torch.dtype, is_decode: bool) -> Tiles:
+def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, cached: torch.dtype, is_decode: bool) -> AttentionTiles:
     """Choose the sizes of a kernel.
 
     Decodes are bound by memory: they take the fewest rows of a tensor-core operation and load many keys at a time.
@@ -52,38 +52,38 @@ def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, cached: torch.dt
     rows = max(16, triton.next_power_of_2(group))
     is_large = launch.shared_bytes() >= LARGE_SHARED_BYTES
     if dtype == torch.float32 and head_dim > 128:
-        return Tiles(rows, 16, 4, 2) if is_decode else Tiles(max(rows, 32), 16, 8, 2)
+        return AttentionTiles(rows, 16, 4, 2) if is_decode else AttentionTiles(max(rows, 32), 16, 8, 2)
     has_codes = cached in LARGEST_CODES
     if dtype == torch.float32 or head_dim > 128:
         # With 2 stages wide 8-bit caches spill on a B200.
         stages = 3 if is_decode and is_large and has_codes and dtype != torch.float32 else 2
-        return Tiles(rows, 32, 4, stages) if is_decode else Tiles(64, 32, 8, stages)
+        return AttentionTiles(rows, 32, 4, stages) if is_decode else AttentionTiles(64, 32, 8, stages)
     if is_decode:
         return _decode_tiles(rows, has_codes, is_large)
     return _prefill_tiles(head_dim, group, has_codes, is_large)
 
 
-def _decode_tiles(rows: int, has_codes: bool, is_large: bool) -> Tiles:
+def _decode_tiles(rows: int, has_codes: bool, is_large: bool) -> AttentionTiles:
     if not is_large:
-        return Tiles(rows, 64, 4, 2)
+        return AttentionTiles(rows, 64, 4, 2)
     if has_codes:
         # 128 8-bit keys are as many bytes as 64 floats; their scores take registers too, which more rows need.
-        return Tiles(rows, 128 if rows == 16 else 64, 4, 2)
+        return AttentionTiles(rows, 128 if rows == 16 else 64, 4, 2)
     # With few requests (a program or two per multiprocessor) 3 stages are a sixth faster than 2; with many 1 % slower.
-    return Tiles(rows, 64, 4, 3)
+    return AttentionTiles(rows, 64, 4, 3)
 
 
-def _prefill_tiles(head_dim: int, group: int, has_codes: bool, is_large: bool) -> Tiles:
+def _prefill_tiles(head_dim: int, group: int, has_codes: bool, is_large: bool) -> AttentionTiles:
     if has_codes:
         # 64 rows with as many keys and 4 warps are 2 to 6 % faster on an H100, but spill.
         if is_large and launch.capability() < TENSOR_MEMORY_CAPABILITY:
-            return Tiles(128, 64, 8, 2)
-        return Tiles(64, 32, 4, 3 if head_dim <= 64 else 2)
+            return AttentionTiles(128, 64, 8, 2)
+        return AttentionTiles(64, 32, 4, 3 if head_dim <= 64 else 2)
     if not is_large:
         # With 64 keys ALiBi spills.
-        return Tiles(128, 32, 8, 2)
+        return AttentionTiles(128, 32, 8, 2)
     # With large groups whole tokens fill 64 rows badly.
-    return Tiles(64, 64, 4, 3) if group <= 16 else Tiles(128, 64, 8, 3)
+    return AttentionTiles(64, 64, 4, 3) if group <= 16 else AttentionTiles(128, 64, 8, 3)
 
 
 def choose_splits(num_programs: int) -> int:

@@ -19,8 +19,8 @@ from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store.storage import LARGEST_CODES, token_width
 from pagemill_kernels.paged_attention import triton_body
 from pagemill_kernels.paged_attention.batch import DECODE_LIMIT, AttentionBatch
-from pagemill_kernels.paged_attention.tiles import SPLIT_TOKENS, Tiles, choose_splits, choose_tiles
-from pagemill_kernels.request_rows.layout import StepInputs
+from pagemill_kernels.paged_attention.tiles import SPLIT_TOKENS, AttentionTiles, choose_splits, choose_tiles
+from pagemill_kernels.request_rows.layout import DeviceStepInputs
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_GROUP = 64
@@ -90,7 +90,12 @@ def plan_attention(
 
 
 def plan_on_device(
-    inputs: StepInputs, num_requests: int, longest: int, sliding_window: int | None, block_size: int, num_kv_heads: int
+    inputs: DeviceStepInputs,
+    num_requests: int,
+    longest: int,
+    sliding_window: int | None,
+    block_size: int,
+    num_kv_heads: int,
 ) -> TritonPlan:
     """Plan attention for inputs that are on the device. `longest`: tokens of the request that has most tokens."""
     return TritonPlan(
@@ -173,7 +178,7 @@ class _Parts(NamedTuple):
     sums: Tensor
 
 
-def _parts(few_tokens: int, tiles: Tiles, plan: TritonPlan, out: Tensor) -> _Parts:
+def _parts(few_tokens: int, tiles: AttentionTiles, plan: TritonPlan, out: Tensor) -> _Parts:
     """Return the size and outputs of the decodes' launch; every request has `few_tokens` rows in them."""
     _, num_heads, head_dim = out.shape
     num_requests = len(plan.seq_lens)
@@ -189,7 +194,7 @@ def _parts(few_tokens: int, tiles: Tiles, plan: TritonPlan, out: Tensor) -> _Par
 
 def _decode(
     few_tokens: int,
-    tiles: Tiles,
+    tiles: AttentionTiles,
     plan: TritonPlan,
     query: Tensor,
     cache: Tensor,
@@ -219,7 +224,7 @@ def _decode(
 def _attend(
     is_decode: bool,
     few_tokens: int,
-    tiles: Tiles,
+    tiles: AttentionTiles,
     plan: TritonPlan,
     query: Tensor,
     cache: Tensor,

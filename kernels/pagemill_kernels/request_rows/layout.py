@@ -79,7 +79,7 @@ class RowState:
         self.tables[self.layout.padding_row].fill_(block)
 
 
-class Writes(NamedTuple):
+class RowWrites(NamedTuple):
     """Changes of rows. No element is written twice."""
 
     pieces: Tensor
@@ -100,7 +100,7 @@ class StepRows(NamedTuple):
 
 
 @dataclass(slots=True, frozen=True)
-class StepInputs:
+class DeviceStepInputs:
     """Inputs of a forward pass and of the sampler, all on the device. They may be longer than a step needs."""
 
     token_ids: Tensor
@@ -122,7 +122,7 @@ class StepInputs:
     @classmethod
     def empty(
         cls, num_tokens: int, num_requests: int, num_sampled: int, table_width: int, device: torch.device
-    ) -> StepInputs:
+    ) -> DeviceStepInputs:
         ids = torch.empty(3, aligned(num_tokens), dtype=torch.int64, device=device)
         return cls(
             token_ids=ids[0, :num_tokens],
@@ -135,9 +135,9 @@ class StepInputs:
             settings=torch.empty(NUM_SETTINGS * num_sampled, dtype=torch.int32, device=device),
         )
 
-    def first(self, num_tokens: int, num_requests: int) -> StepInputs:
+    def first(self, num_tokens: int, num_requests: int) -> DeviceStepInputs:
         """Return the inputs of the first tokens and requests, with those of all sampling requests."""
-        return StepInputs(
+        return DeviceStepInputs(
             token_ids=self.token_ids[:num_tokens],
             positions=self.positions[:num_tokens],
             slots=self.slots[:num_tokens],

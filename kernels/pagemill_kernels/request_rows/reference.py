@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.request_rows import layout
-from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowState, StepInputs, StepRows, Writes
+from pagemill_kernels.request_rows.layout import NUM_SETTINGS, DeviceStepInputs, RowState, RowWrites, StepRows
 from pagemill_kernels.sampling import randomness
 
 
-def write_rows(state: RowState, writes: Writes) -> None:
+def write_rows(state: RowState, writes: RowWrites) -> None:
     for to, source, count in writes.pieces.t().tolist():
         state.values[to : to + count] = writes.values[source : source + count]
 
 
 def build_inputs(
-    state: RowState, step: StepRows, longest: int, num_sampled: int, block_size: int, out: StepInputs
+    state: RowState, step: StepRows, longest: int, num_sampled: int, block_size: int, out: DeviceStepInputs
 ) -> None:
     settings = out.settings[: NUM_SETTINGS * num_sampled].view(NUM_SETTINGS, num_sampled)
     out.query_start_loc[: len(step.query_start_loc)] = step.query_start_loc

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.request_rows import triton_body
-from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowState, StepInputs, StepRows, Writes
+from pagemill_kernels.request_rows.layout import NUM_SETTINGS, DeviceStepInputs, RowState, RowWrites, StepRows
 from pagemill_kernels.request_rows.staging import PIECE
 
 BLOCK = 256
 """Tokens of a prompt, or blocks of a table, that a program takes at a time."""
 
 
-def write_rows(state: RowState, writes: Writes) -> None:
+def write_rows(state: RowState, writes: RowWrites) -> None:
     num_pieces = writes.pieces.shape[1]
     if num_pieces == 0:
         return
@@ -35,7 +35,7 @@ def write_rows(state: RowState, writes: Writes) -> None:
 
 
 def build_inputs(
-    state: RowState, step: StepRows, longest: int, num_sampled: int, block_size: int, out: StepInputs
+    state: RowState, step: StepRows, longest: int, num_sampled: int, block_size: int, out: DeviceStepInputs
 ) -> None:
     """Build a step's inputs.
 

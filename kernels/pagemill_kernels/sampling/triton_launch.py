@@ -23,7 +23,7 @@ from pagemill_kernels.sampling.batch import (
     SamplingBatch,
     TokenMasks,
 )
-from pagemill_kernels.sampling.drawn import Drawn
+from pagemill_kernels.sampling.device_sample import DeviceSample
 from pagemill_kernels.sampling.filters import log_min_p
 from pagemill_kernels.sampling.randomness import halves
 
@@ -46,17 +46,17 @@ MAX_VOCAB = 1 << 22
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     """Sample one token for each row of logits, float32 [rows, vocab], contiguous, which stay unchanged."""
     tokens, found = draw_tokens(logits, batch, pack_draws(batch.draws, logits))
-    return Drawn(tokens.cpu(), None if found is None else (found[0].cpu(), found[1].cpu())).read()
+    return DeviceSample(tokens.cpu(), None if found is None else (found[0].cpu(), found[1].cpu())).read()
 
 
-def draw_tokens(logits: Tensor, batch: SamplingBatch, settings: Tensor) -> Drawn:
+def draw_tokens(logits: Tensor, batch: SamplingBatch, settings: Tensor) -> DeviceSample:
     """Sample like `sample_tokens`, without waiting; `settings` come from `pack_draws`."""
     _check(logits)
     changed = _changed(logits, batch)
     tokens = draw_packed(changed, logits, settings)
     if batch.penalties is not None:
         count(batch.penalties, tokens)
-    return Drawn(tokens, None if batch.reports is None else report(logits, tokens, batch.reports))
+    return DeviceSample(tokens, None if batch.reports is None else report(logits, tokens, batch.reports))
 
 
 def apply_masks(logits: Tensor, masks: TokenMasks) -> None:

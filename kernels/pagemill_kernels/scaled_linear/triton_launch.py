@@ -21,7 +21,7 @@ ENCODE_BLOCK = 16384
 BAND = 8
 
 
-class Tiles(NamedTuple):
+class ScaledTiles(NamedTuple):
     block_m: int
     block_n: int
     block_k: int
@@ -113,13 +113,13 @@ def encode_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def choose_tiles(num_rows: int) -> Tiles:
+def choose_tiles(num_rows: int) -> ScaledTiles:
     """Choose tiles like `linear.triton_launch`; a tile's stages fit into the 99 KiB of the smallest multiprocessors."""
     if num_rows <= 16:
-        return Tiles(16, 32, 256, 4, 4)
+        return ScaledTiles(16, 32, 256, 4, 4)
     if num_rows <= 64:
-        return Tiles(64, 64, 128, 4, 4)
-    return Tiles(128, 128, 128, 8, 3)
+        return ScaledTiles(64, 64, 128, 4, 4)
+    return ScaledTiles(128, 128, 128, 8, 3)
 
 
 def pack_w8a8(weight: Tensor, bias: Tensor | None) -> ScaledLinear:
@@ -129,7 +129,7 @@ def pack_w8a8(weight: Tensor, bias: Tensor | None) -> ScaledLinear:
 
 def pack_fp8(weight: Tensor, bias: Tensor | None) -> ScaledLinear:
     """Pack a layer of e4m3 weights and activations. Raises ValueError on a device without e4m3."""
-    problem = launch.why_no_fp8()
+    problem = launch.fp8_problem()
     if problem is not None:
         raise ValueError(f"scaled linear: {problem}; int8 is multiplied there")
     return _pack(weight, bias, torch.float8_e4m3fn)

@@ -18,7 +18,7 @@ LONGEST_WINDOW_S = 3600.0
 MAX_DEMANDS = 2048
 
 
-class Demanded(msgspec.Struct, frozen=True, array_like=True):
+class DemandSample(msgspec.Struct, frozen=True, array_like=True):
     """The demand at one time."""
 
     at_s: float
@@ -39,7 +39,7 @@ class History(msgspec.Struct, frozen=True):
     """The time of the latest decision."""
     since_s: float | None = None
     """The start of the time that was watched without a gap; None: nothing was watched yet."""
-    demands: tuple[Demanded, ...] = ()
+    demands: tuple[DemandSample, ...] = ()
     changes: tuple[Change, ...] = ()
 
     def at(self, now: float) -> History:
@@ -48,13 +48,13 @@ class History(msgspec.Struct, frozen=True):
             return self
         return History(at_s=now, since_s=now)
 
-    def demanded(self, now: float, replicas: int, keep_s: float) -> History:
+    def with_demand(self, now: float, replicas: int, keep_s: float) -> History:
         """Return the history with one more demand and without those that are older than `keep_s`."""
         kept = [each for each in self.demands if now - each.at_s <= keep_s]
         # A demand that is repeated is kept once, with the time of its latest repeat, which windows go by.
         if len(kept) > 1 and kept[-1].replicas == kept[-2].replicas == replicas:
             kept.pop()
-        kept.append(Demanded(now, replicas))
+        kept.append(DemandSample(now, replicas))
         return msgspec.structs.replace(self, at_s=now, demands=tuple(kept[-MAX_DEMANDS:]))
 
     def changed(self, now: float, delta: int) -> History:

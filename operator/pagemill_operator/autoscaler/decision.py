@@ -43,7 +43,7 @@ class Goal(msgspec.Struct, frozen=True):
         return max(self.enough, self.ample)
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class ReplicaCandidate(msgspec.Struct, frozen=True):
     """A number of replicas that was weighed against the SLO, with its predicted latencies."""
 
     replicas: int
@@ -67,7 +67,7 @@ class Decision(msgspec.Struct, frozen=True):
     demand: int = 0
     """The replicas that the load needs, before stabilization windows and rate limits."""
     goals: tuple[Goal, ...] = ()
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[ReplicaCandidate, ...] = ()
     missing: tuple[str, ...] = ()
     """The missing signals of all goals."""
     unreachable: str = ""

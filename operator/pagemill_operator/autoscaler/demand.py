@@ -13,10 +13,10 @@ import msgspec
 
 from pagemill_operator.autoscaler.behavior import allowed, stabilized
 from pagemill_operator.autoscaler.decision import (
-    Candidate,
     Decision,
     Goal,
     Reason,
+    ReplicaCandidate,
     rate_limited,
     reason_for,
     replicas_of,
@@ -58,7 +58,7 @@ class DemandPolicy:
         demand = _demand(settings, signals, memory)
         # Without all signals the demand is a lower bound, and a window of lower bounds allows no removal.
         least = before if demand.missing else 0
-        memory = memory.demanded(
+        memory = memory.with_demand(
             now, max(least, demand.replicas), max(least, demand.ample), settings, signals.fleet.cold_start_s
         )
         step = _step(settings, signals, memory, demand)
@@ -88,7 +88,7 @@ class _Demand(NamedTuple):
     leading: Goal
     """The goal that asks for most."""
     goals: tuple[Goal, ...]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ReplicaCandidate, ...]
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 """The load at the time when a replica that is ordered now could serve: arrivals, and what is left of the queue.
 
-A rise of the rate that is significant and not over is extrapolated over the cold start. Replicas are ordered for the
-lower bound that chance leaves of the estimates (`sure_arrivals_per_s`), and kept for the estimates themselves. Requests that
-wait now are served by ready and starting replicas at the rate that the step-time model predicts; those that will be
-served by then are no reason for another replica. Neighbours: `targets` and `slo` compute the replicas that the load
-needs, and `prediction` has the capacity of a replica.
+A significant rise of the rate (`arrival_trend`) is extrapolated over the start of a replica. Replicas are ordered for
+the lower bound that chance leaves of the arrivals and of the work of a request, and kept for the estimates themselves.
+Requests that wait now are served by ready and starting replicas at the rate that the step-time model predicts; those
+that will be served by then are no reason for another replica. Neighbours: `targets` and `slo` compute the replicas that
+the load needs, and `prediction` has the capacity of a replica.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_GROWTH = 3.0
 """A rise is extrapolated to at most this many times the present rate."""
 ORDER_SPREADS = 1.0
 """Standard deviations between the estimate of the arrivals and the lower bound for which replicas are ordered."""
-SURE_SPREADS = 1.645
+LENGTHS_SPREADS = 1.645
 """Standard deviations between an estimate and its lower bound, which holds in 19 of 20 cases."""
 CAPACITY_SHARE = 0.5
 """The percentile at which the capacity of a replica is predicted."""
@@ -40,9 +40,9 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     """The time until a replica that is ordered now is ready."""
     arrivals_per_s: float
     """Arriving requests per second."""
-    sure_arrivals_per_s: float
+    arrivals_lower_bound_per_s: float
     """The lower bound of `arrivals_per_s`, scaled down where few answers determine the work of a request."""
-    sure_of_lengths: float
+    lengths_confidence: float
     """The lower bound of the work of a request as a share of its estimate, 0 to 1."""
     num_waiting: float
     """Requests of the queue that will still wait; where the capacity is not known, those that wait now."""
@@ -54,7 +54,7 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
         """Arrivals, and the rest of the queue if it is served within another cold start."""
         return self.arrivals_per_s + self.num_waiting / max(LEAST_DRAIN_S, self.horizon_s)
 
-    def to_serve(self, factor: float = 1.0) -> int | None:
+    def replicas_to_serve(self, factor: float = 1.0) -> int | None:
         """Return the replicas that serve `factor` times the arrivals and the queue; None where not known."""
         if self.capacity_per_s is None:
             return None
@@ -68,19 +68,21 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     if fleet.asleep:
         horizon_s = 0.0  # a replica that sleeps is awake at once
     arriving = _arriving(signals, memory)
-    rate, sure_of_lengths = arriving.after(horizon_s), _sure(signals.lengths.output.total)
-    sure = rate * arriving.sure * sure_of_lengths
+    rate, lengths_confidence = arriving.after(horizon_s), _confidence(signals.lengths.output.total)
+    lower_bound = rate * arriving.confidence * lengths_confidence
     waiting = float(signals.num_waiting)
     load = offered_load(signals, max(rate, 1.0), CAPACITY_SHARE) if waiting else None
-    capacity = None if load is None or _is_refuted(signals, memory, horizon_s) else _capacity_per_s(load, memory.shape)
+    capacity = (
+        None if load is None or _is_contradicted(signals, memory, horizon_s) else _capacity_per_s(load, memory.shape)
+    )
     if load is None or capacity is None:
-        return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, waiting)
+        return ExpectedLoad(horizon_s, rate, lower_bound, lengths_confidence, waiting)
     served = capacity * (fleet.ready * horizon_s + fleet.starting * min(fleet.starting_s, horizon_s))
     # A prompt that is longer than usual counts as several requests.
     tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
     waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
     left = max(0.0, waiting + arriving.requests_per_s * horizon_s - served)
-    return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, left, capacity)
+    return ExpectedLoad(horizon_s, rate, lower_bound, lengths_confidence, left, capacity)
 
 
 class _Arriving(NamedTuple):
@@ -90,7 +92,7 @@ class _Arriving(NamedTuple):
     slope: float
     lasts_s: float
     """The time for which the slope is extrapolated: as long as it has lasted."""
-    sure: float
+    confidence: float
     """The lower bound of the rate as a share of its estimate."""
 
     def after(self, horizon_s: float) -> float:
@@ -111,11 +113,11 @@ def _arriving(signals: Signals, memory: Memory) -> _Arriving:
     found = trend(counts, ages_s, window_s, together)
     if found is None:
         return _Arriving(rate, 0.0, 0.0, _lower_bound(ORDER_SPREADS, rate * arrivals.window_s / together))
-    sure = _lower_bound(ORDER_SPREADS, found.num_requests / together)
-    return _Arriving(found.requests_per_s, found.slope, found.duration_s, sure)
+    confidence = _lower_bound(ORDER_SPREADS, found.num_requests / together)
+    return _Arriving(found.requests_per_s, found.slope, found.duration_s, confidence)
 
 
-def _is_refuted(signals: Signals, memory: Memory, horizon_s: float) -> bool:
+def _is_contradicted(signals: Signals, memory: Memory, horizon_s: float) -> bool:
     """Whether requests have waited for a whole cold start, so that replicas may serve less than is predicted."""
     since_s = memory.waiting_since_s
     return since_s is not None and signals.at_s - since_s >= horizon_s
@@ -152,9 +154,9 @@ def _capacity_per_s(load: OfferedLoad, shape: Shape | None) -> float | None:
     return predictor.highest_rate(load, 1, lambda found: math.isfinite(found.ttft_ms)) or None
 
 
-def _sure(num_samples: float) -> float:
+def _confidence(num_samples: float) -> float:
     """Return the lower bound of a mean of so many samples as a share of it."""
-    return _lower_bound(SURE_SPREADS, num_samples)
+    return _lower_bound(LENGTHS_SPREADS, num_samples)
 
 
 def _lower_bound(spreads: float, num_samples: float) -> float:

@@ -54,7 +54,7 @@ class Memory(msgspec.Struct, frozen=True):
     """The time at which `flaps` changed last."""
     emptied_at_s: float | None = None
     """The time at which the last replica was removed."""
-    returns: int = 0
+    quick_returns: int = 0
     """The number of recent removals of the last replica after which a request soon came."""
 
     def at(self, now: float) -> Memory:
@@ -88,13 +88,15 @@ class Memory(msgspec.Struct, frozen=True):
         """Return the memory with the capacity of a replica, where the engines report it."""
         return msgspec.structs.replace(self, shape=shape_of(signals.engines) or self.shape)
 
-    def demanded(
+    def with_demand(
         self, now: float, replicas: int, ample: int, settings: ScalingSettings, cold_start_s: float | None
     ) -> Memory:
         """Return the memory with the present demands, of the load and of 1.5 times the load."""
         keep_s = max(settings.up.window_s, self.down_window_s(settings, cold_start_s))
         return msgspec.structs.replace(
-            self, history=self.history.demanded(now, replicas, keep_s), ample=self.ample.demanded(now, ample, keep_s)
+            self,
+            history=self.history.with_demand(now, replicas, keep_s),
+            ample=self.ample.with_demand(now, ample, keep_s),
         )
 
     def idle_window_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
@@ -117,7 +119,7 @@ class Memory(msgspec.Struct, frozen=True):
         if not settings.learns_idle_s:
             return settings.idle_s
         start_s = UNLEARNED_COLD_START_S if cold_start_s is None else cold_start_s
-        return min(DEFAULT_IDLE_S, max(LEAST_IDLE_S, IDLE_STARTS * start_s) * 2.0**self.returns)
+        return min(DEFAULT_IDLE_S, max(LEAST_IDLE_S, IDLE_STARTS * start_s) * 2.0**self.quick_returns)
 
     def down_window_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
         """Return the stabilization window for removals, unless the resource sets it.
@@ -144,23 +146,23 @@ class Memory(msgspec.Struct, frozen=True):
         if after < before:
             return msgspec.structs.replace(self, history=history, removed_at_s=now)
         if not before:
-            returns = self._returns(now, self.idle_s(settings, cold_start_s))
-            return msgspec.structs.replace(self, history=history, returns=returns)
+            quick_returns = self._quick_returns(now, self.idle_s(settings, cold_start_s))
+            return msgspec.structs.replace(self, history=history, quick_returns=quick_returns)
         removed_at_s = self.removed_at_s
         if removed_at_s is None or now - removed_at_s > 2 * self.down_window_s(settings, cold_start_s):
             return msgspec.structs.replace(self, history=history)
         flaps = min(MAX_FLAPS, self.flaps + 1)
         return msgspec.structs.replace(self, history=history, removed_at_s=None, flaps=flaps, flapped_at_s=now)
 
-    def _returns(self, now: float, idle_s: float) -> int:
-        """Return the new `returns` when a request finds no replica.
+    def _quick_returns(self, now: float, idle_s: float) -> int:
+        """Return the new `quick_returns` when a request finds no replica.
 
         The removal was too early if the request came within `idle_s` of it: keeping the last replica twice as long
         would have served the request without a start.
         """
         if self.emptied_at_s is None or now - self.emptied_at_s > idle_s:
-            return max(0, self.returns - 1)
-        return min(MAX_FLAPS, self.returns + 1)
+            return max(0, self.quick_returns - 1)
+        return min(MAX_FLAPS, self.quick_returns + 1)
 
     def decayed(self, now: float, settings: ScalingSettings, cold_start_s: float | None) -> Memory:
         """Return the memory with one flap less after a long time without a flap."""

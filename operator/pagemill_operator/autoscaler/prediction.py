@@ -25,7 +25,7 @@ LEAST_RATE, MOST_RATE = 1e-3, 1e6
 """The range of requests per second that is searched."""
 RATE_PRECISION = 0.02
 """The relative precision of `highest_rate` by default."""
-FULLEST = 0.95
+MAX_UTILIZATION = 0.95
 """The share of the KV cache, of concurrent requests and of a step's tokens beyond which requests wait."""
 
 
@@ -210,15 +210,15 @@ class _ReplicaPredictor:
 
     def _exhausted(self, load: OfferedLoad, decoding: float, prefill: float) -> str:
         shape = self._shape
-        if decoding + prefill > FULLEST * self._max_step_tokens:
+        if decoding + prefill > MAX_UTILIZATION * self._max_step_tokens:
             return "tokens"
-        if shape.max_num_seqs and decoding > FULLEST * max(2, shape.max_num_seqs):
+        if shape.max_num_seqs and decoding > MAX_UTILIZATION * max(2, shape.max_num_seqs):
             return "maxNumSeqs"
         return "blocks" if self._lacks_blocks(decoding, load.prompt_tokens + load.output_tokens / 2) else ""
 
     def _lacks_blocks(self, sequences: float, tokens: float) -> bool:
         """Whether so many sequences of so many tokens, the last block half full, need more than the KV cache."""
-        return sequences * (tokens + self._shape.block_size / 2) > FULLEST * self._shape.num_tokens
+        return sequences * (tokens + self._shape.block_size / 2) > MAX_UTILIZATION * self._shape.num_tokens
 
     def _tpot_s(self, load: OfferedLoad, rate: float, decoding: float, prefill: float) -> float:
         """Return the least fixed point of the time per token, since a longer decode shares steps with more prompts."""
@@ -257,10 +257,10 @@ def waits_s(rate: float, service_s: float, share: float, together: float = 1.0) 
     """Return the mean wait for one server, and the wait that a `share` of the arrivals do not exceed, in seconds.
 
     Pollaczek and Khinchine with exponential service, and Allen and Cunneen for the dispersion `together` of the
-    arrivals; the tail of the wait is exponential too. Both are infinite from `FULLEST` on.
+    arrivals; the tail of the wait is exponential too. Both are infinite from `MAX_UTILIZATION` on.
     """
     busy = rate * service_s
-    if busy >= FULLEST:
+    if busy >= MAX_UTILIZATION:
         return math.inf, math.inf
     if busy <= 0:
         return 0.0, 0.0

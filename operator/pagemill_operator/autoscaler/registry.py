@@ -27,7 +27,7 @@ class UnknownPolicyError(LookupError):
     """No policy of that name is installed, or it cannot be loaded; the message says which, and names the others."""
 
 
-class Registered(NamedTuple):
+class RegisteredPolicies(NamedTuple):
     """All policies that were found."""
 
     policies: Mapping[str, ScalingPolicy[Any]]
@@ -37,7 +37,7 @@ class Registered(NamedTuple):
 
 
 @cache
-def registered() -> Registered:
+def registered() -> RegisteredPolicies:
     """Return the operator's policies and those of installed packages."""
     policies, faults = dict(BUILT_IN), {}
     for entry in entry_points(group=GROUP):
@@ -46,7 +46,7 @@ def registered() -> Registered:
         except Exception as error:
             faults[entry.name] = f"{entry.value}: {type(error).__name__}: {error}"
             logger.warning("scaling policy %s of another package is left out: %s", entry.name, faults[entry.name])
-    return Registered(policies, {name: fault for name, fault in faults.items() if name not in policies})
+    return RegisteredPolicies(policies, {name: fault for name, fault in faults.items() if name not in policies})
 
 
 def find_policy(name: str) -> ScalingPolicy[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from pagemill_protocol.histogram import merged
-from pagemill_protocol.load import Arrivals, DeploymentLoad, EngineHeld, EnginesLoad, Latencies, Lengths, QueueLoad
+from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, EngineWork, Latencies, Lengths, QueueLoad
 from pagemill_protocol.state import StepTimeParams
 
 ALIKE = 1.25
@@ -90,14 +90,14 @@ class Signals(msgspec.Struct, frozen=True):
     """The load of each engine, for policies whose `sees_replicas` is True."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every gateway reports; otherwise sums over gateways are lower bounds."""
         return 0 < self.num_gateways <= self.num_reporting
 
     @property
     def missing(self) -> str:
-        """What is not known and may hide load. Empty: nothing."""
-        if not self.is_whole:
+        """The names of unknown inputs that may hide load; empty if all are known."""
+        if not self.is_complete:
             return f"{self.num_reporting} of {self.num_gateways} gateways report"
         if self.engines.truth != "value":
             return f"the engines' reports are {self.engines.truth}"
@@ -112,7 +112,7 @@ class Signals(msgspec.Struct, frozen=True):
         return engines.num_requests_running + engines.num_requests_waiting + self.queue.num_requests
 
     @property
-    def is_still(self) -> bool:
+    def has_no_traffic(self) -> bool:
         """Whether no request runs or waits and none has arrived within the window of the arrivals."""
         return self.num_requests == 0 and self.arrivals.requests_per_s <= 0
 
@@ -122,7 +122,7 @@ class Signals(msgspec.Struct, frozen=True):
         return self.engines.num_requests_waiting + self.queue.num_requests
 
 
-class View(msgspec.Struct, frozen=True):
+class GatewayReport(msgspec.Struct, frozen=True):
     """The report of one gateway and its age."""
 
     load: DeploymentLoad
@@ -130,16 +130,16 @@ class View(msgspec.Struct, frozen=True):
 
 
 def merge(
-    views: Sequence[View], fleet: Fleet, *, num_gateways: int, at_s: float, has_replicas: bool = False
+    reports: Sequence[GatewayReport], fleet: Fleet, *, num_gateways: int, at_s: float, has_replicas: bool = False
 ) -> Signals:
     """Combine the reports of gateways. `num_gateways`: gateways that serve. `has_replicas`: fill `Signals.replicas`."""
-    loads = [view.load for view in views]
+    loads = [view.load for view in reports]
     return Signals(
         at_s=at_s,
         fleet=fleet,
         num_gateways=num_gateways,
-        num_reporting=len(views),
-        engines=_engines(views, fleet),
+        num_reporting=len(reports),
+        engines=_engines(reports, fleet),
         queue=_queue([load.queue for load in loads]),
         arrivals=_arrivals([load.arrivals for load in loads]),
         latencies=_latencies([load.latencies for load in loads]),
@@ -170,42 +170,42 @@ def _slowness(ratios: Sequence[float]) -> tuple[float, ...]:
     return tuple(known)
 
 
-def most_held(loads: Iterable[DeploymentLoad]) -> dict[str, EngineHeld]:
+def most_in_flight(loads: Iterable[DeploymentLoad]) -> dict[str, EngineWork]:
     """Return for each engine the report of the gateway that sees most on it, by the engine's id."""
-    held: dict[str, EngineHeld] = {}
+    held: dict[str, EngineWork] = {}
     for engine in (engine for load in loads for engine in load.held):
         held[engine.id] = max(held.get(engine.id, engine), engine, key=weight)
     return held
 
 
-def weight(engine: EngineHeld) -> tuple[int, int]:
+def weight(engine: EngineWork) -> tuple[int, int]:
     """Return the sort key of an engine's work: its KV blocks, which another engine would compute again, come first."""
     return engine.num_blocks_active, engine.num_requests
 
 
 def _replicas(loads: Sequence[DeploymentLoad]) -> tuple[ReplicaLoad, ...]:
-    return tuple(_replica(engine) for _, engine in sorted(most_held(loads).items()))
+    return tuple(_replica(engine) for _, engine in sorted(most_in_flight(loads).items()))
 
 
-def _replica(engine: EngineHeld) -> ReplicaLoad:
+def _replica(engine: EngineWork) -> ReplicaLoad:
     waiting = min(max(0, engine.num_requests_waiting), max(0, engine.num_requests))
     total, active = engine.num_blocks_total, max(0, engine.num_blocks_active)
     usage = min(1.0, active / total) if total > 0 else None
     return ReplicaLoad(engine.id, max(0, engine.num_requests) - waiting, waiting, usage)
 
 
-def _engines(views: Sequence[View], fleet: Fleet) -> EnginesLoad:
-    if not views:
+def _engines(reports: Sequence[GatewayReport], fleet: Fleet) -> EnginesLoad:
+    if not reports:
         return EnginesLoad()
     order = {"unknown": 0, "stale": 1, "value": 2}
     best = max(
-        views, key=lambda v: (order[v.load.engines.truth], v.load.engines.num_reporting, -v.age_s - _age(v.load))
+        reports, key=lambda v: (order[v.load.engines.truth], v.load.engines.num_reporting, -v.age_s - _age(v.load))
     )
     reported = best.load.engines
     engines = msgspec.structs.replace(
         reported, age_s=round(best.age_s + _age(best.load), 3), step_time=_readable(reported.step_time)
     )
-    if not is_sound(engines):
+    if not is_valid(engines):
         return EnginesLoad()
     # Engines that the platform calls ready may be busy although they report to no gateway.
     if engines.truth == "value" and engines.num_reporting < fleet.ready:
@@ -214,7 +214,7 @@ def _engines(views: Sequence[View], fleet: Fleet) -> EnginesLoad:
     return engines
 
 
-def is_sound(engines: EnginesLoad) -> bool:
+def is_valid(engines: EnginesLoad) -> bool:
     """Whether all counts are 0 or more and the age is finite."""
     counts = (
         engines.num_blocks_total,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill_operator.autoscaler.decision import Candidate, Goal, replicas_of
+from pagemill_operator.autoscaler.decision import Goal, ReplicaCandidate, replicas_of
 from pagemill_operator.autoscaler.expected_load import ExpectedLoad, offered_load, predictor_of
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, Predictor
@@ -31,7 +31,7 @@ class SloTarget(msgspec.Struct, frozen=True):
     """The goal of the SLO and the numbers of replicas that were weighed for it."""
 
     goal: Goal = Goal("slo")
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[ReplicaCandidate, ...] = ()
 
 
 def slo_target(
@@ -41,35 +41,37 @@ def slo_target(
     if signals.arrivals.truth != "value":
         return SloTarget(Goal("slo", missing=f"the arrivals are {signals.arrivals.truth}"))
     rate = expected.requests_per_s
-    if rate <= 0 or signals.is_still:
+    if rate <= 0 or signals.has_no_traffic:
         return SloTarget(Goal("slo", reason="nothing arrives"))
     load = offered_load(signals, rate, slo.share)
-    if load is None or not expected.sure_of_lengths:
+    if load is None or not expected.lengths_confidence:
         number = "no answer has" if load is None else "too few answers have"
         return SloTarget(Goal("slo", missing=f"{number} ended yet, so lengths are not known"))
     load = msgspec.structs.replace(load, dispersion=memory.dispersion(signals.arrivals))
     predictor = predictor_of(memory.shape, slo.share)
     if predictor is None:
         return SloTarget(Goal("slo", missing="the engines have reported no step times yet"))
-    weighed: dict[int, Candidate] = {}
+    weighed: dict[int, ReplicaCandidate] = {}
 
     most, wanted = settings.max_replicas, signals.fleet.wanted
-    sure = msgspec.structs.replace(load, requests_per_s=expected.sure_arrivals_per_s)
-    needed = fewest(predictor, sure, slo, most, weighed)
+    bound = msgspec.structs.replace(load, requests_per_s=expected.arrivals_lower_bound_per_s)
+    needed = fewest(predictor, bound, slo, most, weighed)
     seen = tuple(weighed[number] for number in sorted(weighed))
-    offered = f"{sure.requests_per_s:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
+    offered = f"{bound.requests_per_s:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
     if needed > most:
         unreachable = _unreachable(settings, slo, weighed[max(weighed)])
         return SloTarget(Goal("slo", most, most, offered, unreachable=unreachable), seen)
-    queue = _for_queue(predictor, sure, slo, expected, needed, most, memory.idle_window_s(settings, expected.horizon_s))
+    queue = _for_queue(
+        predictor, bound, slo, expected, needed, most, memory.idle_window_s(settings, expected.horizon_s)
+    )
     enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
     reason = f"{offered} need {replicas_of(needed)}"
     if needed > wanted > 0:
-        short = sure.requests_per_s - predictor.highest_rate(
+        short = bound.requests_per_s - predictor.highest_rate(
             load, wanted, lambda found: meets(found, slo), SHORTAGE / 10
         )
-        missed = f"{_number(60 * short)} requests/min would miss {_aim(slo)} from {expected.horizon_s:.0f} s on"
-        if short <= SHORTAGE * sure.requests_per_s:
+        missed = f"{_number(60 * short)} requests/min would miss {_slo_text(slo)} from {expected.horizon_s:.0f} s on"
+        if short <= SHORTAGE * bound.requests_per_s:
             needed, reason = wanted, f"{offered}: with {wanted}, no more than {missed}, too few to measure"
         else:
             reason += f"; with {wanted}, {missed}"
@@ -102,7 +104,7 @@ def _for_queue(
     if expected.num_waiting <= 0:
         return _ForQueue()
     held = predictor.highest_rate(load, needed, lambda found: meets(found, slo))
-    late = expected.sure_of_lengths * expected.num_waiting - held * (slo.ttft_ms or 0.0) / 1000
+    late = expected.lengths_confidence * expected.num_waiting - held * (slo.ttft_ms or 0.0) / 1000
     if late <= 0 or held <= 0:
         return _ForQueue()
     spare = max(0.0, held - load.requests_per_s)
@@ -123,7 +125,7 @@ def _for_queue(
     return _ForQueue(extra, reason)
 
 
-def fewest(predictor: Predictor, load: OfferedLoad, slo: Slo, most: int, weighed: dict[int, Candidate]) -> int:
+def fewest(predictor: Predictor, load: OfferedLoad, slo: Slo, most: int, weighed: dict[int, ReplicaCandidate]) -> int:
     """Return the fewest replicas that meet the SLO, or `most` + 1 where none do.
 
     A bisection, since more replicas are never slower. Each number that was weighed is added to `weighed`.
@@ -139,11 +141,11 @@ def fewest(predictor: Predictor, load: OfferedLoad, slo: Slo, most: int, weighed
     return low
 
 
-def weigh(predictor: Predictor, load: OfferedLoad, slo: Slo, replicas: int) -> Candidate:
+def weigh(predictor: Predictor, load: OfferedLoad, slo: Slo, replicas: int) -> ReplicaCandidate:
     """Predict the latencies that a number of replicas would give."""
     prediction = predictor.predict(load, replicas)
     ttft_ms, tpot_ms = prediction.ttft_ms, prediction.tpot_ms
-    return Candidate(
+    return ReplicaCandidate(
         replicas,
         round(ttft_ms, 1) if math.isfinite(ttft_ms) else None,
         round(tpot_ms, 2) if math.isfinite(tpot_ms) else None,
@@ -165,15 +167,15 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 1 else f"{value:.1g}"
 
 
-def _aim(slo: Slo) -> str:
+def _slo_text(slo: Slo) -> str:
     named = [f"ttft {slo.ttft_ms:.0f} ms" if slo.ttft_ms else "", f"tpot {slo.tpot_ms:.0f} ms" if slo.tpot_ms else ""]
     return " and ".join(filter(None, named))
 
 
-def _unreachable(settings: ScalingSettings, slo: Slo, best: Candidate) -> str:
+def _unreachable(settings: ScalingSettings, slo: Slo, best: ReplicaCandidate) -> str:
     reach = (
         f"the best is ttft {best.ttft_ms:.0f} ms and tpot {best.tpot_ms:.0f} ms"
         if best.ttft_ms is not None and best.tpot_ms is not None
         else f"even those run out of {best.limit or 'steps'}"
     )
-    return f"{settings.max_replicas} replicas do not reach {_aim(slo)}: {reach}; raise maxReplicas or the SLO"
+    return f"{settings.max_replicas} replicas do not reach {_slo_text(slo)}: {reach}; raise maxReplicas or the SLO"

@@ -38,7 +38,7 @@ class TargetTracking:
         missing = tuple(dict.fromkeys(goal.missing for goal in goals if goal.missing))
         # Without all signals the demand is a lower bound.
         keep_s = max(settings.up.window_s, settings.down.window_s)
-        history = memory.at(now).demanded(now, max(wanted, demand) if missing else demand, keep_s)
+        history = memory.at(now).with_demand(now, max(wanted, demand) if missing else demand, keep_s)
         replicas, reason, message = _follow(settings, signals, history, demand, goals)
         decision = Decision(wanted, replicas, reason, message, demand=demand, goals=goals, missing=missing)
         if decision.changes and settings.mode == "Active":

@@ -78,7 +78,7 @@ def _capacity(signals: Signals, shape: Shape | None) -> Goal:
 def _queue(depth: int, signals: Signals, expected: ExpectedLoad) -> Goal:
     waiting, left = signals.num_waiting, expected.num_waiting
     reason = f"{waiting} requests wait; the target is {depth} for each replica"
-    serving, serving_more = expected.to_serve(), expected.to_serve(MARGIN)
+    serving, serving_more = expected.replicas_to_serve(), expected.replicas_to_serve(MARGIN)
     if serving is not None and serving_more is not None:
         reason += f"; {left:.0f} will when a replica ordered now could serve, in {expected.horizon_s:.0f} s"
     if depth == 0:

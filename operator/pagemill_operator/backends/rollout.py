@@ -13,10 +13,10 @@ from typing import NamedTuple
 from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.plan.types import Group
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineHeld
+from pagemill_protocol.load import EngineWork
 
-NOTHING_KNOWN: Mapping[str, EngineHeld] = {}
-_WORTH: Mapping[Phase, int] = {"asleep": 1, "pending": 2, "starting": 2, "loading": 2, "waking": 3, "ready": 3}
+NO_REPORTS: Mapping[str, EngineWork] = {}
+_PHASE_RANK: Mapping[Phase, int] = {"asleep": 1, "pending": 2, "starting": 2, "loading": 2, "waking": 3, "ready": 3}
 """What removing a replica costs: almost nothing if it sleeps, a partly paid start if it starts."""
 
 
@@ -30,7 +30,7 @@ class Actions(NamedTuple):
 def next_actions(
     group: Group,
     replicas: Sequence[ReplicaObservation],
-    held: Mapping[str, EngineHeld] = NOTHING_KNOWN,
+    held: Mapping[str, EngineWork] = NO_REPORTS,
     standby: int = 0,
 ) -> Actions:
     """Return the replicas to start and to drain.
@@ -50,10 +50,10 @@ def next_actions(
     return Actions(max(0, min(missing, num_allowed)), drain)
 
 
-def _surplus(current: list[ReplicaObservation], wanted: int, held: Mapping[str, EngineHeld]) -> list[str]:
+def _surplus(current: list[ReplicaObservation], wanted: int, held: Mapping[str, EngineWork]) -> list[str]:
     """Return the surplus replicas of the wanted digest: the cheapest to lose first, then the emptiest and youngest."""
     emptiest = emptiest_first(reversed(current), lambda replica: replica.name, held)
-    by_worth = sorted(emptiest, key=lambda replica: _WORTH.get(replica.phase, 0))
+    by_worth = sorted(emptiest, key=lambda replica: _PHASE_RANK.get(replica.phase, 0))
     return [replica.name for replica in by_worth[: max(0, len(current) - wanted)]]
 
 

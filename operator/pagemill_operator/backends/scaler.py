@@ -19,12 +19,12 @@ from pagemill_operator.autoscaler.policy import ScalingPolicy, ask
 from pagemill_operator.autoscaler.records import Record
 from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
-from pagemill_operator.autoscaler.signals import Fleet, Signals, View, merge
+from pagemill_operator.autoscaler.signals import Fleet, GatewayReport, Signals, merge
 from pagemill_operator.backends.start_durations import StartDurations
-from pagemill_operator.status.observation import Observation, Scaling
+from pagemill_operator.status.observation import Observation, ScalingState
 from pagemill_protocol.histogram import Histogram
 
-REMEMBERED = 64
+NUM_KEPT_RECORDS = 64
 """Number of records kept per deployment: of changes, and of new reasons to change nothing."""
 PATIENCE_S = 5.0
 """Seconds that a signal may be missing before that is reported: streams reconnect, and a new leader starts without any.
@@ -42,7 +42,7 @@ class _Scaled:
     memory: Any
     """The policy's memory."""
     starts: StartDurations = field(default_factory=StartDurations)
-    records: deque[Record] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    records: deque[Record] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_RECORDS))
     settings: ScalingSettings | None = None
     signals: Signals | None = None
     decision: Decision | None = None
@@ -85,7 +85,7 @@ class Scaler:
         key: str,
         settings: ScalingSettings,
         seen: Observation,
-        views: Sequence[View],
+        reports: Sequence[GatewayReport],
         *,
         start: int,
         num_gateways: int,
@@ -98,7 +98,7 @@ class Scaler:
         now = self._clock()
         scaled.starts.observe(seen.current(), now)
         signals = merge(
-            views,
+            reports,
             _fleet(scaled, seen, now),
             num_gateways=num_gateways,
             at_s=now,
@@ -145,7 +145,7 @@ class Scaler:
         records = [record for key in wanted if key in self._scaled for record in self._scaled[key].records]
         return sorted(records, key=lambda record: record.signals.at_s)
 
-    def state(self, key: str) -> Scaling | None:
+    def state(self, key: str) -> ScalingState | None:
         """Return the state for conditions, or None before a decision or while too little is known for one."""
         scaled = self._scaled.get(key)
         if scaled is None or scaled.decision is None or scaled.settings is None:
@@ -154,7 +154,7 @@ class Scaler:
             return None
         decision, settings = scaled.decision, scaled.settings
         slo_met, slo_message = _slo_met(scaled)
-        return Scaling(
+        return ScalingState(
             active=not scaled.missing_is_reported,
             advisory=settings.mode == "Advisory",
             message=_condition_message(settings, decision, is_missing=scaled.missing_is_reported),

@@ -16,7 +16,7 @@ import aiohttp
 from pagemill_operator.autoscaler.signals import weight
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineHeld
+from pagemill_protocol.load import EngineWork
 
 Call = Literal["sleep", "wake_up"]
 """Both calls may be repeated."""
@@ -26,20 +26,20 @@ CALL_MARGIN_S = 5.0
 MAX_ANSWER_BYTES = 1000
 
 
-class Orders(NamedTuple):
+class StandbyActions(NamedTuple):
     """Names of the replicas to wake and to put to sleep."""
 
     wake: list[str]
     sleep: list[str]
 
 
-NONE = Orders([], [])
-NOTHING_KNOWN: Mapping[str, EngineHeld] = {}
+NONE = StandbyActions([], [])
+NO_REPORTS: Mapping[str, EngineWork] = {}
 
 
-def next_orders(
-    plan: Plan, replicas: Sequence[ReplicaObservation], held: Mapping[str, EngineHeld] = NOTHING_KNOWN
-) -> Orders:
+def next_standby_actions(
+    plan: Plan, replicas: Sequence[ReplicaObservation], held: Mapping[str, EngineWork] = NO_REPORTS
+) -> StandbyActions:
     """Return the calls to make. `replicas` come oldest first; `held` is each replica's known load by name."""
     if plan.autoscaling is None or plan.autoscaling.mode != "Active":
         return NONE
@@ -47,17 +47,17 @@ def next_orders(
     ready, waking, asleep = (_in_phase(phase, live) for phase in ("ready", "waking", "asleep"))
     missing = plan.replicas - len(ready) - len(waking)
     if missing > 0:
-        return Orders([replica.name for replica in asleep[:missing]], [])
+        return StandbyActions([replica.name for replica in asleep[:missing]], [])
     if any(replica.digest != plan.groups[0].digest for replica in live):
         # A rollout counts ready replicas: a sleeping one would look like one that never becomes ready.
         return NONE
     num_surplus = min(len(ready) - plan.replicas, plan.standby - len(asleep))
     youngest_first = ready[::-1]
     least_missed = sorted(youngest_first, key=lambda replica: _loss(replica, held))
-    return Orders([], [replica.name for replica in least_missed[: max(0, num_surplus)]])
+    return StandbyActions([], [replica.name for replica in least_missed[: max(0, num_surplus)]])
 
 
-def _loss(replica: ReplicaObservation, held: Mapping[str, EngineHeld]) -> tuple[bool, tuple[int, int], float]:
+def _loss(replica: ReplicaObservation, held: Mapping[str, EngineWork]) -> tuple[bool, tuple[int, int], float]:
     """Return the sort key of what putting a replica to sleep costs.
 
     A replica to which no gateway sends requests sleeps first, as it has just started; then the emptiest; among equals

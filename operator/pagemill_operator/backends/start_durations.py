@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from pagemill_operator.status.observation import ReplicaObservation
 
-REMEMBERED = 8
+NUM_KEPT_STARTS = 8
 CAREFUL = 0.75
 """Quantile of the remembered starts that `learned_s` returns."""
 
@@ -22,7 +22,7 @@ class StartDurations:
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
         self._known: set[str] = set()
-        self._durations: deque[float] = deque(maxlen=REMEMBERED)
+        self._durations: deque[float] = deque(maxlen=NUM_KEPT_STARTS)
 
     @property
     def learned_s(self) -> float | None:

@@ -37,7 +37,7 @@ def claim_of(key: str, owner: Manifest) -> Claim:
     return Claim(key, (name, *model.get("aliases", [])), weight, owner["metadata"].get("creationTimestamp", ""))
 
 
-class Names:
+class ClaimedNames:
     """The model names that deployments claim, and the conflicts among them."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Names:
         return {key for key in before.keys() | self._conflicts.keys() if before.get(key) != self._conflicts.get(key)}
 
 
-class Cache:
+class ObjectCache:
     def __init__(
         self, namespace: str, gateway_selector: Mapping[str, str], watch_namespaces: Collection[str] = ()
     ) -> None:
@@ -81,7 +81,7 @@ class Cache:
         """Owner's key -> (kind, name) -> child or pod."""
         self._gateways: dict[str, Manifest] = {}
         """Name -> gateway pod."""
-        self.names = Names()
+        self.names = ClaimedNames()
 
     # Reads
 

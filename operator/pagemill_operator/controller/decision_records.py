@@ -20,7 +20,7 @@ from pagemill_operator.autoscaler.records import Record, encode_record, is_recor
 from pagemill_operator.backends.kubernetes.kinds import CONFIG_MAP
 from pagemill_operator.backends.kubernetes.render.records import lines_of, records_name, render_records
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner
-from pagemill_operator.backends.scaler import REMEMBERED
+from pagemill_operator.backends.scaler import NUM_KEPT_RECORDS
 
 logger = logging.getLogger("pagemill.operator.scaling")
 
@@ -35,7 +35,7 @@ class _Kept:
     """The content, present or wanted, of one deployment's ConfigMap."""
 
     uid: str
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_RECORDS))
     is_ours: bool = False
     """Whether the ConfigMap was read and belongs to this deployment or did not exist."""
     fault: str = ""
@@ -142,7 +142,7 @@ class DecisionRecords:
             )
         # Records of another operator version may have other fields, which `pagemill why` could not read.
         earlier = [line for line in lines_of(found) if is_record(line.encode())]
-        kept.lines = deque([*earlier, *kept.lines], maxlen=REMEMBERED)
+        kept.lines = deque([*earlier, *kept.lines], maxlen=NUM_KEPT_RECORDS)
 
 
 def _newest(lines: deque[str]) -> list[str]:

@@ -47,9 +47,9 @@ class Health:
             report(max(0.0, now - self._turned_at - LAG_INTERVAL_S))
             self._turned_at = now
 
-    def troubles(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Return the reasons to restart this process."""
-        return list(self._troubles())
+        return list(self._problems())
 
     def waits(self) -> list[str]:
         """Return what is missing before the operator can work."""
@@ -57,7 +57,7 @@ class Health:
             return [self.starting]
         return [f"the first listing of {kind} is not complete" for kind in self._unsynced()]
 
-    def _troubles(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
         if not self.starting and (age_s := self._stalled_watch_s()) > STALLED_WATCH_S:
             yield f"a watch has received nothing for {age_s:.0f} s"
         if (age_s := self._longest_reconcile_s()) > STALLED_RECONCILE_S:
@@ -75,10 +75,10 @@ async def serve(
     """
 
     async def livez(_: web.Request) -> web.Response:
-        return _answer(health.troubles())
+        return _answer(health.problems())
 
     async def readyz(_: web.Request) -> web.Response:
-        return _answer(health.troubles() + health.waits())
+        return _answer(health.problems() + health.waits())
 
     async def show_metrics(request: web.Request) -> web.Response:
         scrape = metrics.scrape(request.headers.get("Accept", ""))

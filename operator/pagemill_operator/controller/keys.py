@@ -56,7 +56,7 @@ def read_keys(secret: Manifest) -> Keys | None:
     return Keys(keys, rotated_at)
 
 
-class KeyRing:
+class ClusterKeys:
     """The keys of the cluster. `on_change` is called when they have changed."""
 
     def __init__(

@@ -18,18 +18,18 @@ from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.snapshot import Owner, RenderContext
 from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.config import OperatorConfig
-from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.controller.cold_starts import ColdStarts
 from pagemill_operator.controller.decision_records import DecisionRecords
 from pagemill_operator.controller.events import EventRecorder
-from pagemill_operator.controller.keys import KeyRing
-from pagemill_operator.controller.load_progress import LoadProgress
+from pagemill_operator.controller.keys import ClusterKeys
+from pagemill_operator.controller.load_progress import LoaderProgress
 from pagemill_operator.controller.load_stream import LoadStreams, display_wait_s
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.periodic import PodMonitors, repeat, retry
 from pagemill_operator.controller.queue import WorkQueue
 from pagemill_operator.controller.reconcile import Reconciler
-from pagemill_operator.controller.scaling import Autoscaling
+from pagemill_operator.controller.scaling import AutoscalingLoop
 from pagemill_operator.controller.standby import Standby
 from pagemill_operator.controller.workers import Workers
 from pagemill_operator.load.store import LoadStore
@@ -45,7 +45,7 @@ class Leader:
         config: OperatorConfig,
         identity: str,
         client: Client,
-        cache: Cache,
+        cache: ObjectCache,
         queue: WorkQueue,
         metrics: OperatorMetrics,
         namespaces: Sequence[str],
@@ -59,11 +59,11 @@ class Leader:
         self._recorder = EventRecorder(client, identity)
         self._is_working = False
         """Whether this process leads and has its keys; until then no deployment is queued."""
-        self.keys = KeyRing(
+        self.keys = ClusterKeys(
             client, config.namespace, config.keys_secret, config.key_rotation_s, on_change=self.wake_all
         )
         self.loads = LoadStore()
-        self.progress = LoadProgress(client)
+        self.progress = LoaderProgress(client)
         self.scaler = Scaler()
         self._pod_monitors = PodMonitors(client, cache, namespaces, self.wake)
         self._records = DecisionRecords(client, cache.owner, on_write=metrics.wrote)
@@ -152,8 +152,8 @@ class Leader:
             on_change=self._load_changed,
         )
 
-    def _make_autoscaling(self) -> Autoscaling:
-        return Autoscaling(
+    def _make_autoscaling(self) -> AutoscalingLoop:
+        return AutoscalingLoop(
             self.scaler,
             self.loads,
             self._cache,

@@ -146,7 +146,7 @@ class LeaderElection:
         record = await self._store.read(self._settings.renew_deadline_s / 2)
         if record is not None:
             self._see(record)
-            if not self._may_take(record["spec"]):
+            if not self._may_acquire(record["spec"]):
                 return False
         write = self._store.create if record is None else self._store.replace
         try:
@@ -198,7 +198,7 @@ class LeaderElection:
             self._seen_spec, self._seen_at = record["spec"], self._clock()
         self._record = record
 
-    def _may_take(self, spec: Record) -> bool:
+    def _may_acquire(self, spec: Record) -> bool:
         holder = spec.get("holderIdentity")
         if not holder or holder == self._settings.identity:
             return True

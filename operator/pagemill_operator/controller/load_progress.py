@@ -27,7 +27,7 @@ TIMEOUT_S = 3.0
 QUERY = {"container": LOADER, "tailLines": "20", "limitBytes": "8192"}
 
 
-class LoadProgress:
+class LoaderProgress:
     def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock

@@ -23,7 +23,7 @@ from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, SECRET, 
 from pagemill_operator.backends.kubernetes.snapshot import FIELD_MANAGER, Manifest
 from pagemill_operator.config import OperatorConfig
 from pagemill_operator.controller import health
-from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.controller.leader import Leader
 from pagemill_operator.controller.lease import KubernetesLease, LeaderElection, Leadership, LeaseSettings
 from pagemill_operator.controller.metrics import OperatorMetrics
@@ -67,7 +67,7 @@ class Operator:
             remaining_s=self.leadership.remaining_s,
             on_response=self.metrics.responded,
         )
-        self.cache = Cache(config.namespace, config.gateway_selector, config.watch_namespaces)
+        self.cache = ObjectCache(config.namespace, config.gateway_selector, config.watch_namespaces)
         self.queue = WorkQueue(observer=self.metrics)
         self.watches = Watches(WATCHED_KINDS, self._namespaces, on_listed=self._listed)
         self.leader = Leader(config, identity, self.client, self.cache, self.queue, self.metrics, self._namespaces)

@@ -15,7 +15,7 @@ from pagemill_kube.client import Client
 from pagemill_kube.errors import ApiError, NotLeading, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import POD_MONITOR
 from pagemill_operator.backends.kubernetes.snapshot import MANAGED_BY_LABEL, Manifest
-from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.cache import ObjectCache
 
 logger = logging.getLogger("pagemill.operator")
 
@@ -54,7 +54,7 @@ class PodMonitors:
     def __init__(
         self,
         client: Client,
-        cache: Cache,
+        cache: ObjectCache,
         namespaces: Sequence[str],
         on_change: Callable[[set[str]], None],
     ) -> None:

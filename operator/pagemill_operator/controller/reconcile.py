@@ -22,12 +22,12 @@ from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
 from pagemill_operator.backends.kubernetes.observe import load_wait_s, status_body
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
-from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.controller.cold_starts import ColdStarts
 from pagemill_operator.controller.events import EventRecorder
-from pagemill_operator.controller.load_progress import LoadProgress
+from pagemill_operator.controller.load_progress import LoaderProgress
 from pagemill_operator.controller.metrics import OperatorMetrics
-from pagemill_operator.controller.status_writing import merge_patch, ready_after_s, soonest_s, wait_s
+from pagemill_operator.controller.status_writing import merge_patch, ready_after_s, shortest_wait_s, wait_s
 from pagemill_operator.plan.planner import make_plan
 from pagemill_operator.plan.types import Plan, Problem
 from pagemill_operator.status.conditions import events_between
@@ -45,7 +45,7 @@ MAX_PROBLEMS = 8
 class Reconciler:
     def __init__(
         self,
-        cache: Cache,
+        cache: ObjectCache,
         cluster: KubernetesCluster,
         client: Client,
         recorder: EventRecorder,
@@ -54,7 +54,7 @@ class Reconciler:
         url: str,
         scaled: Callable[[Plan], Plan] = lambda plan: plan,
         starts: ColdStarts | None = None,
-        progress: LoadProgress | None = None,
+        progress: LoaderProgress | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
@@ -93,7 +93,7 @@ class Reconciler:
         if owner is None or owner["metadata"].get("deletionTimestamp"):
             raise KeyError(key)
         try:
-            has_written = await self._carry_out(key, owner)
+            has_written = await self._apply_plan(key, owner)
         except (ApiError, Unreachable):
             if self._cluster.has_apply_errors(key):
                 await self._write_status_and_events(key)
@@ -108,9 +108,9 @@ class Reconciler:
         if self._progress:
             await self._progress.look(key, self._cluster.snapshot(key).pods)
         written_again_s = await self._write_status_and_events(key)
-        return soonest_s(written_again_s, self._cluster.observe(key).look_again_s)
+        return shortest_wait_s(written_again_s, self._cluster.observe(key).requeue_after_s)
 
-    def has_lasting_errors(self, key: str) -> bool:
+    def has_permanent_errors(self, key: str) -> bool:
         """Whether there is an error that only a change in the cluster repairs, such as an exceeded quota."""
         return self._cluster.has_apply_errors(key)
 
@@ -128,11 +128,11 @@ class Reconciler:
             each.pop(key, None)
         return True
 
-    async def _carry_out(self, key: str, owner: Manifest) -> bool:
+    async def _apply_plan(self, key: str, owner: Manifest) -> bool:
         plan, problems = self._read(key, owner)
         if plan is None:
-            return await self._cluster.refuse(key, problems)
-        return await self._cluster.carry_out(self._scaled(plan))
+            return await self._cluster.report_invalid(key, problems)
+        return await self._cluster.apply_plan(self._scaled(plan))
 
     def _settling_s(self, key: str) -> float:
         now = self._clock()

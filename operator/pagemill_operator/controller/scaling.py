@@ -16,7 +16,7 @@ from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.render.names import AWAKE_ANNOTATION, engine_name
 from pagemill_operator.backends.scaler import Scaler
-from pagemill_operator.controller.cache import Cache
+from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.controller.decision_records import DecisionRecords
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.metrics import OperatorMetrics
@@ -29,12 +29,12 @@ logger = logging.getLogger("pagemill.operator.scaling")
 INTERVAL_S = 2.0
 
 
-class Autoscaling:
+class AutoscalingLoop:
     def __init__(
         self,
         scaler: Scaler,
         loads: LoadStore,
-        cache: Cache,
+        cache: ObjectCache,
         cluster: KubernetesCluster,
         recorder: EventRecorder,
         records: DecisionRecords,
@@ -88,13 +88,13 @@ class Autoscaling:
         if plan is None or plan.autoscaling is None or self._cache.owner(key) is None:
             return
         seen = self._cluster.observe(key)
-        if not seen.carried_out:
+        if not seen.is_in_effect:
             return
         record = self._scaler.decide(
             key,
             plan.autoscaling,
             seen,
-            self._loads.views(key),
+            self._loads.reports(key),
             start=self._start(plan),
             num_gateways=self._cache.num_gateways_ready(),
         )

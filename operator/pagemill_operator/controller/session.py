@@ -38,7 +38,7 @@ def watch_session(
         on_response(str(response.status), request.method)
         if at and response.status >= 400:
             watches.tried(at)
-            _raise_for_passing(response)
+            _raise_for_transient(response)
         return response
 
     class Observed(aiohttp.ClientResponse):
@@ -74,7 +74,7 @@ def watch_session(
     )
 
 
-def _raise_for_passing(response: aiohttp.ClientResponse) -> None:
+def _raise_for_transient(response: aiohttp.ClientResponse) -> None:
     """Turn answers for which kopf would exit into connection errors, after which it tries again."""
     if response.status == 404:
         response.release()

@@ -19,13 +19,13 @@ import aiohttp
 from pagemill_kube.client import Client
 from pagemill_kube.errors import ApiError, NotLeading, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import POD
-from pagemill_operator.backends.kubernetes.observe.pods import Rest, ordered_rest
+from pagemill_operator.backends.kubernetes.observe.pods import OrderedState, ordered_state
 from pagemill_operator.backends.kubernetes.ownership import is_ending
-from pagemill_operator.backends.kubernetes.render.names import REST_ANNOTATION, engine_name
+from pagemill_operator.backends.kubernetes.render.names import SLEEP_ANNOTATION, engine_name
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
-from pagemill_operator.backends.standby import Call, Orders, call_engine, next_orders
-from pagemill_operator.config import EngineTLSConfig
-from pagemill_operator.controller.cache import Cache
+from pagemill_operator.backends.standby import Call, StandbyActions, call_engine, next_standby_actions
+from pagemill_operator.config import EngineTLSSettings
+from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Observation, ReplicaObservation
@@ -34,18 +34,18 @@ from pagemill_protocol.http.tls import EngineTrust
 
 logger = logging.getLogger("pagemill.operator.standby")
 
-ASSUMED_S = 10.0
+PENDING_LIMIT_S = 10.0
 """Seconds for which a pod counts as in the ordered phase after a call: gateways and kubelet notice it a little later.
 """
 RETRY_S = 10.0
 """Seconds before a call that failed is repeated."""
 SETTLED = "NewReplicaSetAvailable"
 """The reason of a Deployment whose rollout is complete: Kubernetes does not wait for any pod's readiness."""
-CALLS: Mapping[Rest, Call] = {"asleep": "sleep", "waking": "wake_up"}
+CALLS: Mapping[OrderedState, Call] = {"asleep": "sleep", "waking": "wake_up"}
 
 
-class _Ordered(NamedTuple):
-    rest: Rest | None
+class _PendingCall(NamedTuple):
+    rest: OrderedState | None
     """None if the call failed."""
     until_s: float
     """Time until which the entry counts; infinity while the call runs."""
@@ -55,12 +55,12 @@ class Standby:
     def __init__(
         self,
         client: Client,
-        cache: Cache,
+        cache: ObjectCache,
         loads: LoadStore,
         *,
         token: Callable[[str, str], str | None],
         port: int,
-        tls: EngineTLSConfig,
+        tls: EngineTLSSettings,
         on_write: Callable[[str, str], None] = lambda kind, verb: None,
     ) -> None:
         """`token` returns the token of a deployment's engines, by namespace and name. `port` is for engines without
@@ -74,7 +74,7 @@ class Standby:
         self._tls = tls
         self._on_write = on_write
         self._session: aiohttp.ClientSession | None = None
-        self._ordered: dict[str, _Ordered] = {}
+        self._pending_calls: dict[str, _PendingCall] = {}
         """Orders by pod uid."""
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -96,77 +96,81 @@ class Standby:
         """Start the calls that are due for one deployment. `plan` must have the wanted number of replicas."""
         if self._session is None:
             return
-        self._forget_past()
+        self._forget_expired()
         pods = {pod["metadata"]["name"]: pod for pod in self._cache.pods(key) if not is_ending(pod)}
-        replicas = [self._as_ordered(each, pods[each.name]) for each in seen.replicas if each.name in pods]
-        orders = self._orders_for(key, plan, replicas, pods)
-        ordered: list[tuple[Rest, str]] = [("waking", name) for name in orders.wake]
-        ordered += [("asleep", name) for name in orders.sleep]
+        replicas = [self._with_pending_call(each, pods[each.name]) for each in seen.replicas if each.name in pods]
+        standby_actions = self._standby_actions(key, plan, replicas, pods)
+        ordered: list[tuple[OrderedState, str]] = [("waking", name) for name in standby_actions.wake]
+        ordered += [("asleep", name) for name in standby_actions.sleep]
         for rest, name in ordered:
-            self._ordered[_uid(pods[name])] = _Ordered(rest, math.inf)
+            self._pending_calls[_uid(pods[name])] = _PendingCall(rest, math.inf)
             self._begin(self._order(plan, pods[name], rest))
         for pod in (pods[replica.name] for replica in replicas if replica.phase == "ready"):
-            if ordered_rest(pod) is not None and _uid(pod) not in self._ordered:
-                self._ordered[_uid(pod)] = _Ordered(None, math.inf)
+            if ordered_state(pod) is not None and _uid(pod) not in self._pending_calls:
+                self._pending_calls[_uid(pod)] = _PendingCall(None, math.inf)
                 self._begin(self._ready_again(pod))
 
-    def _orders_for(
+    def _standby_actions(
         self, key: str, plan: Plan, replicas: Sequence[ReplicaObservation], pods: Mapping[str, Manifest]
-    ) -> Orders:
+    ) -> StandbyActions:
         held = self._loads.held(key)
-        orders = next_orders(plan, replicas, {name: held[_uid(pod)] for name, pod in pods.items() if _uid(pod) in held})
-        free = [name for name, pod in pods.items() if _uid(pod) not in self._ordered]
-        sleep = orders.sleep if self._is_settled(key, plan) else []
-        return Orders([name for name in orders.wake if name in free], [name for name in sleep if name in free])
+        standby_actions = next_standby_actions(
+            plan, replicas, {name: held[_uid(pod)] for name, pod in pods.items() if _uid(pod) in held}
+        )
+        free = [name for name, pod in pods.items() if _uid(pod) not in self._pending_calls]
+        sleep = standby_actions.sleep if self._is_settled(key, plan) else []
+        return StandbyActions(
+            [name for name in standby_actions.wake if name in free], [name for name in sleep if name in free]
+        )
 
     def _is_settled(self, key: str, plan: Plan) -> bool:
         deployment = self._cache.children(key).get(("Deployment", engine_name(plan.name)), {})
         conditions = deployment.get("status", {}).get("conditions") or []
         return any(each["type"] == "Progressing" and each.get("reason") == SETTLED for each in conditions)
 
-    def _as_ordered(self, replica: ReplicaObservation, pod: Manifest) -> ReplicaObservation:
-        ordered = self._ordered.get(_uid(pod))
+    def _with_pending_call(self, replica: ReplicaObservation, pod: Manifest) -> ReplicaObservation:
+        ordered = self._pending_calls.get(_uid(pod))
         if ordered is None or ordered.rest is None or not replica.loaded:
             return replica
         is_seen = replica.phase == "asleep" if ordered.rest == "asleep" else replica.phase in ("ready", "waking")
         if is_seen and ordered.until_s < math.inf:
-            del self._ordered[_uid(pod)]
+            del self._pending_calls[_uid(pod)]
         return replica if is_seen else replace(replica, phase=ordered.rest)
 
-    def _forget_past(self) -> None:
+    def _forget_expired(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        self._ordered = {uid: each for uid, each in self._ordered.items() if each.until_s > now_s}
+        self._pending_calls = {uid: each for uid, each in self._pending_calls.items() if each.until_s > now_s}
 
-    async def _order(self, plan: Plan, pod: Manifest, rest: Rest) -> None:
+    async def _order(self, plan: Plan, pod: Manifest, rest: OrderedState) -> None:
         """Annotate the pod and call its engine concurrently; neither waits for the other."""
-        where, ordered = f"{plan.namespace}/{pod['metadata']['name']}", _Ordered(None, _now_s() + RETRY_S)
+        where, ordered = f"{plan.namespace}/{pod['metadata']['name']}", _PendingCall(None, _now_s() + RETRY_S)
         try:
             unwritten, refused = await asyncio.gather(self._annotate(pod, rest), self._call(plan, pod, CALLS[rest]))
             for fault in filter(None, (unwritten, refused)):
                 logger.warning("%s: %s: %s", where, CALLS[rest], fault)
             if not refused:
                 logger.info("%s: %s", where, CALLS[rest])
-                ordered = _Ordered(rest, _now_s() + ASSUMED_S)
+                ordered = _PendingCall(rest, _now_s() + PENDING_LIMIT_S)
         finally:
-            self._ordered[_uid(pod)] = ordered
+            self._pending_calls[_uid(pod)] = ordered
 
     async def _ready_again(self, pod: Manifest) -> None:
-        self._ordered[_uid(pod)] = _Ordered(None, _now_s() + RETRY_S)
+        self._pending_calls[_uid(pod)] = _PendingCall(None, _now_s() + RETRY_S)
         if not await self._annotate(pod, None):
-            del self._ordered[_uid(pod)]
+            del self._pending_calls[_uid(pod)]
 
     async def _call(self, plan: Plan, pod: Manifest, call: Call) -> str:
         token, address = self._token(plan.namespace, plan.name), pod.get("status", {}).get("podIP")
         if self._session is None or not token or not address:
             return "its address or its token is not known"
-        control_url = engine_url(address, TLS_CONTROL_PORT if _speaks_tls(pod) else self._port)
+        control_url = engine_url(address, TLS_CONTROL_PORT if _uses_tls(pod) else self._port)
         return await call_engine(self._session, control_url, token, call)
 
-    async def _annotate(self, pod: Manifest, rest: Rest | None) -> str:
+    async def _annotate(self, pod: Manifest, rest: OrderedState | None) -> str:
         """Write or remove the annotation; return the error, or ""."""
         metadata = pod["metadata"]
         self._on_write(POD.name, "rest")
-        patch = {"metadata": {"annotations": {REST_ANNOTATION: rest}}}
+        patch = {"metadata": {"annotations": {SLEEP_ANNOTATION: rest}}}
         try:
             answer = await self._client.merge(POD, metadata["namespace"], metadata["name"], patch)
         except (ApiError, Unreachable, NotLeading) as error:
@@ -180,7 +184,7 @@ class Standby:
         task.add_done_callback(self._calls.discard)
 
 
-def _speaks_tls(pod: Manifest) -> bool:
+def _uses_tls(pod: Manifest) -> bool:
     ports = [port for container in pod["spec"].get("containers", []) for port in container.get("ports", [])]
     return any(port["containerPort"] == TLS_CONTROL_PORT for port in ports)
 

@@ -12,19 +12,19 @@ from typing import Any
 
 Status = Mapping[str, Any]
 
-CALM_INTERVAL_S = 5.0
+MIN_WRITE_INTERVAL_S = 5.0
 """Seconds between two writes that only update messages and counts."""
-_CALM_FIELDS = frozenset({"readyReplicas", "standbyReplicas", "load", "lastStart"})
+_RATE_LIMITED_FIELDS = frozenset({"readyReplicas", "standbyReplicas", "load", "lastStart"})
 
 
 def wait_s(old: Status, new: Status, since_write_s: float) -> float:
     """Return the seconds until `new`, which differs from `old`, should be written; 0 means now."""
     if _without_counts(old) != _without_counts(new):
         return 0.0
-    return max(0.0, CALM_INTERVAL_S - since_write_s)
+    return max(0.0, MIN_WRITE_INTERVAL_S - since_write_s)
 
 
-def soonest_s(*waits: float | None) -> float | None:
+def shortest_wait_s(*waits: float | None) -> float | None:
     """Return the shortest of some waits in seconds; None if all are None."""
     return min((wait for wait in waits if wait is not None), default=None)
 
@@ -58,7 +58,7 @@ def _without_counts(status: Status) -> Any:
         (each["type"], each["status"], each["reason"], each.get("observedGeneration"))
         for each in status.get("conditions", [])
     ]
-    rest = {name: value for name, value in status.items() if name not in _CALM_FIELDS and name != "conditions"}
+    rest = {name: value for name, value in status.items() if name not in _RATE_LIMITED_FIELDS and name != "conditions"}
     return conditions, rest
 
 

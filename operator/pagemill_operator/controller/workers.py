@@ -14,9 +14,9 @@ from pagemill_operator.controller.reconcile import Reconciler
 
 logger = logging.getLogger("pagemill.operator")
 
-PASSING_LONGEST_S = 4.0
+TRANSIENT_RETRY_MAX_S = 4.0
 """Longest pause in seconds while the API server is away, so that everything is reconciled soon after its return."""
-LASTING_LONGEST_S = 60.0
+PERMANENT_RETRY_MAX_S = 60.0
 """Longest pause in seconds between tries of what the API server refuses, for example because of a quota."""
 
 
@@ -56,18 +56,18 @@ class Workers:
             return "success"
         except NotLeading:
             # The election ends the process; until then there is nothing to do.
-            self._queue.add(key, PASSING_LONGEST_S)
+            self._queue.add(key, TRANSIENT_RETRY_MAX_S)
             return "requeue"
         except (ApiError, Unreachable) as error:
-            pause_s = self._queue.add_failed(key, PASSING_LONGEST_S)
+            pause_s = self._queue.add_failed(key, TRANSIENT_RETRY_MAX_S)
             logger.info("reconciling %s failed, trying again in %.1f s: %s", key, pause_s, error)
             return "error"
         except Exception:
             pause_s = self._queue.add_failed(key)
             logger.exception("reconciling %s failed, trying again in %.1f s", key, pause_s)
             return "error"
-        if self._reconciler.has_lasting_errors(key):
-            self._queue.add_failed(key, LASTING_LONGEST_S)
+        if self._reconciler.has_permanent_errors(key):
+            self._queue.add_failed(key, PERMANENT_RETRY_MAX_S)
             return "error"
         self._queue.succeeded(key)
         resync_s = self._resync_s * random.uniform(0.9, 1.1)

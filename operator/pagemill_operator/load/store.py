@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from pagemill_operator.autoscaler.signals import View, most_held, weight
-from pagemill_protocol.load import DeploymentLoad, EngineHeld, EngineStart, LoadFrame
+from pagemill_operator.autoscaler.signals import GatewayReport, most_in_flight, weight
+from pagemill_protocol.load import DeploymentLoad, EngineStart, EngineWork, LoadFrame
 
 Item = TypeVar("Item")
 
@@ -58,14 +58,14 @@ class LoadStore:
         """Remove the reports of a gateway whose stream has ended: they may be outdated."""
         self._reports.pop(gateway, None)
 
-    def views(self, key: str) -> list[View]:
+    def reports(self, key: str) -> list[GatewayReport]:
         """Return the latest report of each gateway that knows the deployment."""
         now = self._clock()
-        return [View(report.load, now - report.at_s) for report in self._of(key)]
+        return [GatewayReport(report.load, now - report.at_s) for report in self._of(key)]
 
-    def held(self, key: str) -> dict[str, EngineHeld]:
+    def held(self, key: str) -> dict[str, EngineWork]:
         """Return each engine's load, the highest that any gateway reports."""
-        return most_held(report.load for report in self._of(key))
+        return most_in_flight(report.load for report in self._of(key))
 
     def starts(self, key: str) -> dict[str, EngineStart]:
         """Return each engine's start and its latest wake."""
@@ -98,7 +98,7 @@ class LoadStore:
         return [loads[key] for loads in self._reports.values() if key in loads]
 
 
-def emptiest_first(items: Iterable[Item], id_of: Callable[[Item], str], held: Mapping[str, EngineHeld]) -> list[Item]:
+def emptiest_first(items: Iterable[Item], id_of: Callable[[Item], str], held: Mapping[str, EngineWork]) -> list[Item]:
     """Return the items ordered by what their engines hold for running requests, least first.
 
     Items without a report come last, because their load is unknown. Equal items keep their order.

@@ -10,7 +10,7 @@ from typing import Any
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
-from pagemill_crds.sections.model import GenerationDefaults
+from pagemill_crds.sections.model import GenerationDefaultsSection
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
 from pagemill_protocol.sources import in_full
 
@@ -44,7 +44,7 @@ def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
     return settings | {name: value for name, value in optional.items() if value is not None}
 
 
-def _defaults(defaults: GenerationDefaults | None) -> dict[str, float] | None:
+def _defaults(defaults: GenerationDefaultsSection | None) -> dict[str, float] | None:
     return None if defaults is None else defaults.model_dump(by_alias=False, exclude_none=True) or None
 
 

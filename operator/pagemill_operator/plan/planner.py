@@ -18,12 +18,12 @@ from pagemill_operator.plan.extra_args import apply_extra_args
 from pagemill_operator.plan.support import Backend, find_notes, find_problems
 from pagemill_operator.plan.types import (
     Group,
-    ModelCache,
+    ModelCachePlan,
     Plan,
     Probe,
     Problem,
     Process,
-    Queue,
+    QueuePlan,
     SecretKey,
 )
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
@@ -69,8 +69,8 @@ def _replica_price(spec: LLMDeploymentSpec) -> float | None:
     return None if gpu_hour is None or not gpus else gpu_hour * gpus
 
 
-def _queue(queue: routing.Queue) -> Queue:
-    return Queue(queue.max_requests, memory_bytes(queue.max_bytes), duration_seconds(queue.timeout))
+def _queue(queue: routing.Queue) -> QueuePlan:
+    return QueuePlan(queue.max_requests, memory_bytes(queue.max_bytes), duration_seconds(queue.timeout))
 
 
 def partial_problems(deployment: LLMDeployment, backend: Backend = "local") -> list[Problem]:
@@ -173,12 +173,12 @@ def _engine_process(deployment: LLMDeployment, settings: dict[str, Any]) -> Proc
     )
 
 
-def _model_cache(cache: Cache | None) -> ModelCache | None:
+def _model_cache(cache: Cache | None) -> ModelCachePlan | None:
     if cache is None:
         return None
-    access_mode = cache.access_mode or ModelCache.access_mode
+    access_mode = cache.access_mode or ModelCachePlan.access_mode
     limit_bytes = None if cache.size_limit is None else memory_bytes(cache.size_limit)
-    return ModelCache(
+    return ModelCachePlan(
         claim_name=cache.claim_name,
         size=cache.size,
         storage_class_name=cache.storage_class_name,

@@ -36,7 +36,7 @@ _OWN_FIELDS = {
     "terminationMessagePolicy": "the operator reads the engine's own message, not its log; remove it",
 }
 """Fields of the engine's container that no override may change, and what to do instead."""
-_DELICATE_FIELDS = {
+_SECURITY_FIELDS = {
     "command": "it must start the engine and pass SIGTERM on to it; otherwise running requests are cut off",
     "livenessProbe": "merged into the operator's: an engine that loads or drains must not be restarted",
     "readinessProbe": "merged into the operator's: replicas count as ready by it",
@@ -73,8 +73,8 @@ def template_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
             yield Problem(f"{FIELD}.spec.{name}", True, message)
     for kind, index, container in _containers(pod):
         if kind == "containers" and container.get("name") == CONTAINER:
-            present = (name for name in _DELICATE_FIELDS if container.get(name) is not None)
-            yield from (Problem(f"{FIELD}.spec.{kind}[{index}].{name}", "", _DELICATE_FIELDS[name]) for name in present)
+            present = (name for name in _SECURITY_FIELDS if container.get(name) is not None)
+            yield from (Problem(f"{FIELD}.spec.{kind}[{index}].{name}", "", _SECURITY_FIELDS[name]) for name in present)
 
 
 def _own_names(kind: str, given: dict[str, str]) -> Iterator[Problem]:

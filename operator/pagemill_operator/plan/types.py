@@ -90,7 +90,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class ModelCache:
+class ModelCachePlan:
     """The cache that keeps the model beyond a pod's life: a claim, a folder of each node, or an image."""
 
     claim_name: str | None = None
@@ -111,7 +111,7 @@ class ModelCache:
 
 
 @dataclass(frozen=True)
-class Queue:
+class QueuePlan:
     """Limits of a gateway's queue: requests, their bytes, and the seconds that each may wait."""
 
     max_requests: int
@@ -142,7 +142,7 @@ class Plan:
     """The number of replicas to start with, and to keep without autoscaling."""
     weight: int | None = None
     """Share of the requests among deployments that claim the same name; None: the name is not shared."""
-    queue: Queue | None = None
+    queue: QueuePlan | None = None
     """None: the gateways' defaults apply."""
     prefix_scope: str = "tenant"
     routing_policy: str = "Auto"
@@ -150,7 +150,7 @@ class Plan:
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    cache: ModelCache | None = None
+    cache: ModelCachePlan | None = None
     gpu_hour_price: float | None = None
     """Price of one GPU for one hour; for metrics only."""
     credentials: SecretKey | None = None

@@ -16,7 +16,7 @@ from pagemill_operator.status.observation import Fault, Observation, Phase, Repl
 
 __all__ = ["Finding", "Observation", "Phase", "ReplicaObservation", "find_conditions", "merge_conditions"]
 
-Truth = Literal["True", "False", "Unknown"]
+ConditionStatus = Literal["True", "False", "Unknown"]
 
 PROGRESS = frozenset(
     {"Starting", "Loading", "Downloading", "NoReplicas", "NoReadyReplica", "ScaledToZero", "Progressing"}
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
     """One condition without its times."""
 
     type: str
-    status: Truth
+    status: ConditionStatus
     reason: str
     message: str
 
@@ -117,7 +117,7 @@ def _refused_model(seen: Observation) -> Fault | None:
 
 
 def _scheduled(seen: Observation) -> Finding:
-    if seen.plan is None or not seen.carried_out:
+    if seen.plan is None or not seen.is_in_effect:
         return Finding("Scheduled", "False", "NotPlanned", "no new replica is started: see condition Planned")
     if fault := _first_fault(seen, "Scheduled"):
         return Finding("Scheduled", "False", fault.reason, fault.message)
@@ -135,7 +135,7 @@ def _model_loaded(seen: Observation) -> Finding:
         return Finding("ModelLoaded", "True", "Loaded", "the model is loaded and has generated a token")
     if any(replica.loaded for replica in seen.current()):
         return Finding("ModelLoaded", "True", "Loaded", "the model is loaded; its replicas sleep")
-    if not seen.carried_out and seen.ready():
+    if not seen.is_in_effect and seen.ready():
         message = "no new replica is started" if seen.conflict else f"no new replica is started; {OLDER_SERVE}"
         return Finding("ModelLoaded", "Unknown", "NotPlanned", message)
     if fault := _first_fault(seen, "ModelLoaded"):
@@ -185,7 +185,7 @@ def _slo_met(seen: Observation) -> Finding:
 
 
 def _is_scaled(seen: Observation) -> bool:
-    return seen.carried_out and seen.plan is not None and seen.plan.autoscaling is not None
+    return seen.is_in_effect and seen.plan is not None and seen.plan.autoscaling is not None
 
 
 def _ready(seen: Observation, findings: list[Finding]) -> Finding:
@@ -216,7 +216,7 @@ def _zero_message(seen: Observation) -> str:
 
 def _faults(seen: Observation) -> Iterator[Fault]:
     """Yield the faults of the plan's own replicas and of what they wait for, not those of an earlier plan."""
-    if not seen.carried_out:
+    if not seen.is_in_effect:
         return
     if seen.fault:
         yield seen.fault

@@ -51,14 +51,14 @@ class ReplicaObservation:
 
     @property
     def fault(self) -> Fault | None:
-        """What keeps the replica from becoming ready, unless it only needs time."""
+        """The fault that keeps the replica from becoming ready; None if it only needs time."""
         if not self.reason or not self.live or self.loaded:
             return None
         return Fault("Scheduled" if self.phase == "pending" else "ModelLoaded", self.reason, self.message)
 
 
 @dataclass(frozen=True)
-class Scaling:
+class ScalingState:
     """The autoscaler's state."""
 
     active: bool
@@ -88,7 +88,7 @@ class LastStart:
 
 @dataclass(frozen=True)
 class Observation:
-    """What is known about one deployment."""
+    """The observed state of one deployment."""
 
     plan: Plan | None
     """None if the spec cannot be read; see `invalid`."""
@@ -100,20 +100,20 @@ class Observation:
     """Why it is unknown whether the plan can work, for example a source that only pods can read."""
     invalid: tuple[Problem, ...] = ()
     fault: Fault | None = None
-    """What keeps replicas from existing at all."""
+    """The fault that prevents any replica from existing."""
     loader: ReplicaObservation | None = None
     """The loader that fills the model's volume while engines wait for it."""
-    scaling: Scaling | None = None
+    scaling: ScalingState | None = None
     """None if the number of replicas is fixed, or nothing was decided yet."""
     last_start: LastStart | None = None
     """None if no start was measured."""
     progress: str = ""
     """The loader's progress, such as `1.2 of 4.0 GiB`; empty if no loader runs or it is unknown."""
-    look_again_s: float | None = None
+    requeue_after_s: float | None = None
     """Seconds after which time alone may change the observation; None: never."""
 
     @property
-    def carried_out(self) -> bool:
+    def is_in_effect(self) -> bool:
         """Whether the plan runs or is on its way to."""
         refused = self.fault is not None and self.fault.stage == "Planned"
         return self.plan is not None and not self.plan.problems and self.conflict is None and not refused

@@ -17,11 +17,11 @@ from pagemill_protocol.structural_tags import (
     Optional,
     Or,
     Regex,
+    SequenceFormat,
     Tag,
     TagsWithSeparator,
     TriggeredTags,
 )
-from pagemill_protocol.structural_tags import Sequence as InOrder
 
 Schema = Mapping[str, Any]
 _GAP = Optional(content=Regex(pattern="\\n{1,2}"))
@@ -93,15 +93,15 @@ def with_opening(syntax: CallSyntax | None, form: Format) -> Format:
     """Return `form` after the header that the format writes before content, if it writes one."""
     if syntax is None or not syntax.text_opening:
         return form
-    return InOrder(elements=[ConstString(value=syntax.text_opening), form])
+    return SequenceFormat(elements=[ConstString(value=syntax.text_opening), form])
 
 
-def behind_reasoning(begin: str, end: str, form: Format, *, is_open: bool) -> Format:
+def after_reasoning(begin: str, end: str, form: Format, *, is_open: bool) -> Format:
     """Return `form` after reasoning between two markers.
 
     `is_open`: the prompt already ends with `begin`, so the end marker must follow.
     """
     thought = Tag(begin="" if is_open else begin, content=AnyText(), end=end)
     if is_open:
-        return InOrder(elements=[thought, _GAP, form])
-    return InOrder(elements=[Optional(content=InOrder(elements=[thought, _GAP])), form])
+        return SequenceFormat(elements=[thought, _GAP, form])
+    return SequenceFormat(elements=[Optional(content=SequenceFormat(elements=[thought, _GAP])), form])

@@ -50,7 +50,7 @@ class HarmonyParser(MarkupParser):
 
     def _body(self) -> bool:
         text, marker = self._take(*_ENDS)
-        self._give(text)
+        self._emit(text)
         if not marker:
             return False
         if self._in_call and self._is_empty:
@@ -60,7 +60,7 @@ class HarmonyParser(MarkupParser):
         self._state = self._text
         return True
 
-    def _give(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self._is_empty = self._is_empty and not text.strip()
         if self._in_call:
             self._arguments(text)

@@ -10,8 +10,8 @@ from typing import Any
 from pagemill_protocol.answers.call_syntax import CallSyntax, Schema
 from pagemill_protocol.answers.json_text import ValueScanner, json_of
 from pagemill_protocol.answers.markup import MarkupParser
-from pagemill_protocol.answers.one_by_one import Argument, arguments_of
-from pagemill_protocol.structural_tags import ConstString, Format, JsonSchema, Optional, Or, Regex, Sequence
+from pagemill_protocol.answers.one_by_one import CallArgument, arguments_of
+from pagemill_protocol.structural_tags import ConstString, Format, JsonSchema, Optional, Or, Regex, SequenceFormat
 
 _TAGS = ("<|python_start|>", "<|python_tag|>")
 _OPENING = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -28,9 +28,11 @@ def _keywords(schema: Schema) -> Format:
     others = [_keyword(each) for each in arguments if not each.required]
     if required:
         first, *rest = required
-        return Sequence(elements=[first, *map(_further, rest), *(Optional(content=_further(each)) for each in others)])
+        return SequenceFormat(
+            elements=[first, *map(_further, rest), *(Optional(content=_further(each)) for each in others)]
+        )
     starts: list[Format] = [
-        Sequence(elements=[each, *(Optional(content=_further(other)) for other in others[at:])])
+        SequenceFormat(elements=[each, *(Optional(content=_further(other)) for other in others[at:])])
         for at, each in enumerate(others, start=1)
     ]
     return Optional(content=Or(elements=starts)) if starts else ConstString(value="")
@@ -42,12 +44,12 @@ def _written(arguments: Any) -> str:
     return ", ".join(f"{name}={json_of(value)}" for name, value in arguments.items())
 
 
-def _keyword(argument: Argument) -> Format:
-    return Sequence(elements=[ConstString(value=f"{argument.name}="), JsonSchema(json_schema=argument.schema)])
+def _keyword(argument: CallArgument) -> Format:
+    return SequenceFormat(elements=[ConstString(value=f"{argument.name}="), JsonSchema(json_schema=argument.schema)])
 
 
 def _further(argument: Format) -> Format:
-    return Sequence(elements=[ConstString(value=", "), argument])
+    return SequenceFormat(elements=[ConstString(value=", "), argument])
 
 
 SYNTAX = CallSyntax(
@@ -112,10 +114,10 @@ class PythonicParser(MarkupParser):
         self._raw += self._buffer[:end]
         self._buffer = self._buffer[end:]
         if self._scanner.done:
-            self._give()
+            self._emit()
         return bool(self._buffer)
 
-    def _give(self) -> None:
+    def _emit(self) -> None:
         call = _parsed(self._raw)
         if call is None:
             self._content(self._raw)
@@ -157,9 +159,9 @@ def _with_json_names(value: ast.expr) -> ast.expr:
     """Return the expression with `true`, `false` and `null` replaced by their values in JSON."""
     known = {"true": True, "false": False, "null": None}
 
-    class Names(ast.NodeTransformer):
+    class JsonNames(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> ast.expr:
             return ast.Constant(known[node.id]) if node.id in known else node
 
-    transformed: ast.expr = Names().visit(value)
+    transformed: ast.expr = JsonNames().visit(value)
     return transformed

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from collections.abc import Sequence as AnySequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagemill_protocol.answers.call_syntax import CallSyntax, Schema
 from pagemill_protocol.answers.json_text import json_of
 from pagemill_protocol.answers.markup import MarkupParser
-from pagemill_protocol.answers.one_by_one import Argument, arguments_of
+from pagemill_protocol.answers.one_by_one import CallArgument, arguments_of
 from pagemill_protocol.structural_tags import (
     AnyText,
     ConstString,
@@ -23,7 +22,7 @@ from pagemill_protocol.structural_tags import (
     Optional,
     Or,
     Regex,
-    Sequence,
+    SequenceFormat,
     Tag,
 )
 
@@ -39,7 +38,7 @@ def _parameters_of(schema: Schema) -> Format:
     for each in arguments:
         if not re.fullmatch(r"[^<>\s]+", each.name):
             raise ValueError(f"the property {each.name[:80]!r} cannot be written in a tag; rename it")
-    return Sequence(
+    return SequenceFormat(
         elements=[_parameter(each) if each.required else Optional(content=_parameter(each)) for each in arguments]
     )
 
@@ -51,13 +50,13 @@ def _written(arguments: Any) -> str:
     return "".join(f"{_PARAMETER}{name}>\n{value}\n{_PARAMETER_END}\n" for name, value in values.items())
 
 
-def _parameter(argument: Argument) -> Format:
+def _parameter(argument: CallArgument) -> Format:
     value = _value(argument)
     end = "" if isinstance(value, AnyText) else "\n"  # free text ends at the end marker that the parser searches
     return Tag(begin=f"{_PARAMETER}{argument.name}>\n", content=value, end=f"{end}{_PARAMETER_END}\n")
 
 
-def _value(argument: Argument) -> Format:
+def _value(argument: CallArgument) -> Format:
     """Return the form of a value. Text is not quoted, so its schema becomes an expression; all other values are
     JSON."""
     schema = argument.schema
@@ -88,7 +87,7 @@ SYNTAX = CallSyntax(
 class Qwen3CoderParser(MarkupParser):
     """Emits a value as a whole, once its parameter closes."""
 
-    def __init__(self, string_parameters: Mapping[str, AnySequence[str]]) -> None:
+    def __init__(self, string_parameters: Mapping[str, Sequence[str]]) -> None:
         super().__init__()
         self._string_parameters = string_parameters
         self._held = ""

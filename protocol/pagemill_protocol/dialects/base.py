@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo, Transport
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai.logprobs import PositionLogprobs
@@ -125,7 +125,7 @@ class ParsedBody(Protocol):
 
     @property
     def renders(self) -> bool:
-        """Whether `prepare` runs a chat template: then `render_soon` may render it without a thread."""
+        """Whether `prepare` runs a chat template: then `render_inline` may render it without a thread."""
         ...
 
     def prompt_texts(self, max_chars: int) -> list[str]:
@@ -143,7 +143,7 @@ class ParsedBody(Protocol):
         """Refuse a form of answers that cannot be compiled. Blocks while it is compiled. Raises `PagemillError` 400."""
         ...
 
-    async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+    async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         """Render the prompt of a short body on the event loop, or return None: then `prepare` renders it."""
         ...
 
@@ -160,9 +160,9 @@ class ParsedBody(Protocol):
 def check_kind(body: ParsedBody, tokenizer: Tokenizer) -> None:
     """Refuse a body for text at a model that pools, and the reverse. Raises `PagemillError` 400.
 
-    Bodies for vectors have a method `wanted`, which other bodies do not have.
+    Bodies for vectors have a method `pooling_params`, which other bodies do not have.
     """
-    wanted, model = getattr(body, "wanted", None), tokenizer.bundle.pooling
+    wanted, model = getattr(body, "pooling_params", None), tokenizer.bundle.pooling
     check_task(None if wanted is None else wanted(model), model)
 
 
@@ -171,7 +171,7 @@ class Dialect(Protocol):
     """Value of `GenerateRequest.dialect`."""
     path: str
     """The route, for example `/v1/chat/completions`; may have parameters, written as in Starlette. Further routes are
-    in the attribute `more_paths`, which most dialects do not have."""
+    in the attribute `alias_paths`, which most dialects do not have."""
     transport: Transport
     operation: str
     """`gen_ai.operation.name` of traces (OpenTelemetry semantic conventions)."""
@@ -180,7 +180,7 @@ class Dialect(Protocol):
 
     def new_request_id(self) -> str: ...
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> ParsedBody:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ParsedBody:
         """Parse and check a body. Raises `PagemillError` 400."""
         ...
 

@@ -9,7 +9,7 @@ from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece, Preparation, PromptReport
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
-from pagemill_protocol.dialects.transport import NOWHERE, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai import call_parts, logprobs, prepare, render
 from pagemill_protocol.openai.parse import parse_body
@@ -28,7 +28,7 @@ class ChatDialect(OpenAIDialect):
     id_prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> ChatBody:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ChatBody:
         return ChatBody(parse_body(raw, ChatCompletionRequest))
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> ChatRenderer:
@@ -51,8 +51,8 @@ class ChatBody:
     def check_form(self) -> None:
         prepare.check_form(self.fields)
 
-    async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
-        return await prepare.render_soon(self.fields, tokenizer, parsers)
+    async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+        return await prepare.render_inline(self.fields, tokenizer, parsers)
 
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None

@@ -9,7 +9,7 @@ from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece, Preparation
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
-from pagemill_protocol.dialects.transport import NOWHERE, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai import logprobs, prepare, render
 from pagemill_protocol.openai.parse import parse_body
@@ -28,7 +28,7 @@ class CompletionsDialect(OpenAIDialect):
     id_prefix = "cmpl"
     chunk_object = "text_completion"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> CompletionsBody:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> CompletionsBody:
         return CompletionsBody(parse_body(raw, CompletionRequest))
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> CompletionsRenderer:
@@ -51,7 +51,7 @@ class CompletionsBody:
     def check_form(self) -> None:
         prepare.check_form(self.fields)
 
-    async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+    async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return None
 
     def prepare(

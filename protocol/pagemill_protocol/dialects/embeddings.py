@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from pagemill_protocol.dialects.transport import NOWHERE, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_protocol.dialects.vectors.parts import Part, PartRequest, VectorBody, VectorDialect, usage_of
 from pagemill_protocol.dialects.vectors.request import EmbeddingRequest
 from pagemill_protocol.dialects.vectors.texts import TextEncoder
@@ -21,7 +21,7 @@ class EmbeddingsDialect(VectorDialect):
     prompt_field = "input"
     id_prefix = "embd"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> EmbeddingsBody:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> EmbeddingsBody:
         return EmbeddingsBody(parse_body(raw, EmbeddingRequest), self)
 
     def finish(self, parts: Sequence[Part]) -> bytes:
@@ -57,11 +57,11 @@ class EmbeddingsBody(VectorBody):
         inputs = (each[:max_chars] for each in self._embedding.input)
         return [each if isinstance(each, str) else repr(each) for each in inputs]
 
-    def wanted(self, model: PoolingSpec | None) -> PoolingParams:
+    def pooling_params(self, model: PoolingSpec | None) -> PoolingParams:
         return PoolingParams("embed", self._embedding.dimensions)
 
     def parts(self, encoder: TextEncoder, spec: PoolingSpec) -> list[PartRequest]:
-        request, params = self._embedding, self.wanted(spec)
+        request, params = self._embedding, self.pooling_params(spec)
         before = encoder.prompt(request.prompt_name)
         fields = {"encoding_format": request.encoding_format}
         several = len(request.input) > 1

@@ -16,7 +16,7 @@ from pagemill_protocol.dialects.open_inference import render
 from pagemill_protocol.dialects.open_inference.request import INPUTS, GenerateBody, InferBody
 from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.translation import TranslatedCompletion, TranslatedDialect, as_request
-from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo, Transport
 from pagemill_protocol.errors import invalid_field, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
@@ -34,7 +34,7 @@ HEADER_LENGTH = "inference-header-content-length"
 class KserveGenerateDialect(TranslatedDialect):
     name = "kserve-generate"
     path = f"{MODEL}/generate"
-    more_paths: tuple[str, ...] = (f"{MODEL}/generate_stream",)
+    alias_paths: tuple[str, ...] = (f"{MODEL}/generate_stream",)
     operation = "text_completion"
     prompt_field = "text_input"
     error_body = staticmethod(render.error_body)
@@ -43,14 +43,14 @@ class KserveGenerateDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"infer-{new_id()}"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedCompletion:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedCompletion:
         body = parse_body(raw, GenerateBody)
-        stream = place.path.endswith("/generate_stream")
+        stream = info.path.endswith("/generate_stream")
 
         def translate() -> dict[str, Any]:
             nonlocal body
             body = body.merged()
-            return body.for_completion(_model(place), stream=stream)
+            return body.for_completion(_model(info), stream=stream)
 
         completion = as_request(translate, RENAMED, CompletionRequest)
         return TranslatedCompletion(completion, self.name, RENAMED, _repeated(body, id=body.id))
@@ -62,17 +62,17 @@ class KserveGenerateDialect(TranslatedDialect):
 class KserveInferDialect(KserveGenerateDialect):
     name = "kserve-infer"
     path = f"{MODEL}/infer"
-    more_paths = ()
+    alias_paths = ()
     transport = Transport(body_headers=render.body_headers, media_types=("application/octet-stream",))
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedCompletion:
-        length = _header_length(place.header(HEADER_LENGTH), len(raw))
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedCompletion:
+        length = _header_length(info.header(HEADER_LENGTH), len(raw))
         infer = parse_body(raw[:length], InferBody)
         found: list[GenerateBody] = []
 
         def translate() -> dict[str, Any]:
             found.append(infer.for_generate(raw[length:]))
-            return found[0].for_completion(_model(place))
+            return found[0].for_completion(_model(info))
 
         completion = as_request(translate, RENAMED, CompletionRequest)
         repeated = _repeated(found[0], id=infer.id, binary=infer.binary_output, shape=infer.text_shape)
@@ -82,8 +82,8 @@ class KserveInferDialect(KserveGenerateDialect):
         return render.InferRenderer(request)
 
 
-def _model(place: Place) -> str:
-    return place.parameters["model"].removesuffix(f"/versions/{render.VERSION}")
+def _model(info: RequestInfo) -> str:
+    return info.parameters["model"].removesuffix(f"/versions/{render.VERSION}")
 
 
 def _repeated(body: GenerateBody, **fields: Any) -> str:
@@ -104,7 +104,7 @@ def _header_length(value: str | None, num_bytes: int) -> int:
 
 
 def _card(request: PageRequest) -> ModelCard:
-    return request.card(_model(request.place))
+    return request.card(_model(request.info))
 
 
 def _server(request: PageRequest) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagemill_protocol.dialects.anthropic import render
 from pagemill_protocol.dialects.anthropic.request import CountRequest, MessagesRequest
 from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_request
-from pagemill_protocol.dialects.transport import NOWHERE, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.parse import parse_body
@@ -45,7 +45,7 @@ class MessagesDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"msg_{new_id()}"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedChat:
         chat = as_request(parse_body(raw, MessagesRequest).for_chat, RENAMED, ChatCompletionRequest)
         return TranslatedChat(chat, self.name, RENAMED)
 

@@ -16,7 +16,7 @@ from pagemill_protocol.dialects.ollama_api import render
 from pagemill_protocol.dialects.ollama_api.request import LATEST, OllamaChatRequest, OllamaGenerateRequest
 from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.translation import Renamed, TranslatedChat, TranslatedDialect, as_request
-from pagemill_protocol.dialects.transport import NDJSON, NOWHERE, Place
+from pagemill_protocol.dialects.transport import NDJSON, NO_REQUEST, RequestInfo
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.fields import Name, RequestModel
@@ -49,7 +49,7 @@ class OllamaChatDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"ollama-{new_id()}"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedChat:
         request = parse_body(raw, OllamaChatRequest)
         chat = as_request(request.for_chat, RENAMED, ChatCompletionRequest)
         return TranslatedChat(chat, self.name, RENAMED, request.model)
@@ -64,7 +64,7 @@ class OllamaGenerateDialect(OllamaChatDialect):
     operation = "text_completion"
     prompt_field = "prompt"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedChat:
         request = parse_body(raw, OllamaGenerateRequest)
         chat = as_request(request.for_chat, RENAMED, ChatCompletionRequest)
         renamed = (*RENAMED, ("messages", "prompt"))
@@ -87,7 +87,7 @@ class RawPrompt(TranslatedChat):
         super().__init__(fields, dialect, renamed, state)
         self._suffix = suffix
 
-    async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+    async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return self._text(tokenizer)
 
     def prepare(

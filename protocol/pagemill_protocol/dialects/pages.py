@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pagemill_protocol.dialects.transport import Place
+from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError, model_not_found
 from pagemill_protocol.openai.render import ModelCard
 
@@ -16,7 +16,7 @@ from pagemill_protocol.openai.render import ModelCard
 class PageRequest(NamedTuple):
     cards: Sequence[ModelCard]
     """The models that the caller may use."""
-    place: Place
+    info: RequestInfo
     raw: bytes
     version: str
     """Version of the server."""

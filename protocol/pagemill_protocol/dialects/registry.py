@@ -63,7 +63,7 @@ def generating_routes() -> Mapping[str, Dialect]:
     """Return all dialects by path. Raises `ValueError` if two have the same path."""
     found: dict[str, Dialect] = {}
     for dialect in dialects().values():
-        for path in (dialect.path, *getattr(dialect, "more_paths", ())):
+        for path in (dialect.path, *getattr(dialect, "alias_paths", ())):
             if path in found:
                 raise ValueError(f"two dialects have the path {path!r}: remove one")
             found[path] = dialect

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from pagemill_protocol.dialects.transport import NOWHERE, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_protocol.dialects.vectors.parts import (
     Part,
     PartRequest,
@@ -31,11 +31,11 @@ _QUERY, _DOCUMENT = ("query",), ("document", "passage")
 class RerankDialect(VectorDialect):
     name = "rerank"
     path = "/v1/rerank"
-    more_paths = ("/rerank", "/v2/rerank")
+    alias_paths = ("/rerank", "/v2/rerank")
     prompt_field = "documents"
     id_prefix = "rerank"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> RerankBody:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> RerankBody:
         return RerankBody(parse_body(raw, RerankRequest), self)
 
     def finish(self, parts: Sequence[Part]) -> bytes:

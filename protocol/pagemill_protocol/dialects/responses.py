@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pagemill_protocol.dialects.openai_responses import render
 from pagemill_protocol.dialects.openai_responses.request import Item, ResponsesRequest
 from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_request
-from pagemill_protocol.dialects.transport import NOWHERE, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
@@ -37,7 +37,7 @@ class ResponsesDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"resp_{new_id()}"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedChat:
         request = parse_body(raw, ResponsesRequest)
         if request.previous_response_id is not None:
             raise invalid_field(
@@ -70,7 +70,7 @@ class StoredResponsesDialect(ResponsesDialect):
         self.input: list[Item] = []
         """All items from which the answer is generated."""
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedChat:
         request = parse_body(raw, ResponsesRequest)
         self.stores = request.store
         self.input = [*self._before, *request.input]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from pagemill_protocol.dialects.transport import NOWHERE, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_protocol.dialects.vectors.parts import (
     Part,
     PartRequest,
@@ -24,11 +24,11 @@ from pagemill_protocol.pooling import PoolingParams, PoolingSpec
 class ScoreDialect(VectorDialect):
     name = "score"
     path = "/v1/score"
-    more_paths = ("/score",)
+    alias_paths = ("/score",)
     prompt_field = "text_2"
     id_prefix = "score"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> ScoreBody:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ScoreBody:
         return ScoreBody(parse_body(raw, ScoreRequest), self)
 
     def finish(self, parts: Sequence[Part]) -> bytes:

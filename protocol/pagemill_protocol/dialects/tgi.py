@@ -12,7 +12,7 @@ from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.text_generation import render
 from pagemill_protocol.dialects.text_generation.request import TgiRequest
 from pagemill_protocol.dialects.translation import Renamed, TranslatedCompletion, TranslatedDialect, as_request
-from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
+from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo, Transport
 from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
@@ -32,7 +32,7 @@ RENAMED: Sequence[Renamed] = (
 class TgiDialect(TranslatedDialect):
     name = "tgi"
     path = "/generate"
-    more_paths = ("/generate_stream", "/")
+    alias_paths = ("/generate_stream", "/")
     operation = "text_completion"
     prompt_field = "inputs"
     transport = Transport(may_omit_model=True)
@@ -42,13 +42,13 @@ class TgiDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"tgi-{new_id()}"
 
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> TgiBody:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TgiBody:
         request = parse_body(raw, TgiRequest)
-        stream = place.path == "/generate_stream" or (request.stream and place.path != "/generate")
+        stream = info.path == "/generate_stream" or (request.stream and info.path != "/generate")
         completion = as_request(
-            partial(request.for_completion, place.only_model, stream=stream), RENAMED, CompletionRequest
+            partial(request.for_completion, info.only_model, stream=stream), RENAMED, CompletionRequest
         )
-        return TgiBody(completion, self.name, request, in_list=place.path == "/")
+        return TgiBody(completion, self.name, request, in_list=info.path == "/")
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.TgiRenderer:
         return render.TgiRenderer(request)

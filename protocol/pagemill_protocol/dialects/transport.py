@@ -11,7 +11,7 @@ EVENT_STARTS = (b"data:", b"event:", b"id:", b":")
 """Fields of server-sent events, and comments (WHATWG HTML, section 9.2)."""
 
 
-class Place(NamedTuple):
+class RequestInfo(NamedTuple):
     """The HTTP request of a body."""
 
     path: str = ""
@@ -23,10 +23,10 @@ class Place(NamedTuple):
     """The only model that the caller may use, if there is one; set for a `Transport.may_omit_model`."""
 
 
-NOWHERE = Place()
+NO_REQUEST = RequestInfo()
 
 
-def _whole_events(payload: bytes) -> bool:
+def _complete_events(payload: bytes) -> bool:
     return payload.startswith(EVENT_STARTS) and payload.endswith(b"\n\n")
 
 
@@ -36,7 +36,7 @@ def _json_headers(body: bytes) -> Mapping[str, str]:
 
 class Transport(NamedTuple):
     stream_type: str = SSE_CONTENT_TYPE
-    is_whole: Callable[[bytes], bool] = _whole_events
+    is_complete: Callable[[bytes], bool] = _complete_events
     """Whether the payload of a frame ends where an event does."""
     has_comments: bool = True
     """Whether a stream may contain comments, which clients skip."""

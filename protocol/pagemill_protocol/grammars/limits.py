@@ -18,7 +18,7 @@ from pagemill_protocol.structural_tags import (
     Optional,
     Or,
     Regex,
-    Sequence,
+    SequenceFormat,
     Tag,
     TagsWithSeparator,
     TriggeredTags,
@@ -148,7 +148,7 @@ def _elements(form: Format, depth: int) -> Iterator[tuple[Format, int]]:
     if depth > MAX_DEPTH:
         return
     match form:
-        case Sequence(elements=elements) | Or(elements=elements):
+        case SequenceFormat(elements=elements) | Or(elements=elements):
             within: Iterable[Format] = elements
         case TriggeredTags(tags=tags) | TagsWithSeparator(tags=tags):
             within = tags

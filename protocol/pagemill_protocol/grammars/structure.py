@@ -19,7 +19,7 @@ from pagemill_protocol.structural_tags import (
     Optional,
     Or,
     Regex,
-    Sequence,
+    SequenceFormat,
     Tag,
     TagsWithSeparator,
     TriggeredTags,
@@ -61,7 +61,7 @@ class _Writer:
                 return self._rule(f"%lark {{\n{as_lark(grammar)}\n}}")
             case AnyText():
                 return "TEXT"
-            case Sequence(elements=elements):
+            case SequenceFormat(elements=elements):
                 if any(isinstance(each, AnyText) for each in elements[:-1]):
                     raise ValueError("any_text must be the last element of its sequence, or in a tag with an end")
                 return _joined(map(self._group, elements))

@@ -1,7 +1,7 @@
 """The process that compiles forms for the first time, apart from the server: a client's form may take unbounded time or
 memory, or crash the compiler.
 
-`check` starts it as a plain script; `text.confinement` limits its resources. It compiles for a vocabulary of the 256
+`check` starts it as a plain script; `text.sandbox` limits its resources. It compiles for a vocabulary of the 256
 bytes, which costs about as much as a real one and detects forms that no answer can begin.
 """
 
@@ -19,7 +19,7 @@ from pagemill_protocol.grammars.parser import MAX_MESSAGE_CHARS, fault_of, parse
 from pagemill_protocol.grammars.source import grammar_text
 from pagemill_protocol.structural_tags import JsonSchema, Or, read_tag
 from pagemill_protocol.structured_outputs import StructuredOutputs
-from pagemill_protocol.text.confinement import confine, read_frame, timed, write_frame
+from pagemill_protocol.text.sandbox import enter_sandbox, read_frame, timed, write_frame
 
 _EOS = 256
 
@@ -78,7 +78,7 @@ def main() -> None:
         return
     tokenizer = LLTokenizer(TokenizerWrapper(ByteTokenizer()))
     check({"json_schema": '{"$ref": "#/$defs/a", "$defs": {"a": {"type": "string", "pattern": "^a+$"}}}'}, tokenizer)
-    confine(setup["memory_bytes"])
+    enter_sandbox(setup["memory_bytes"])
     write_frame(replies, {"errors": {}})
     while (request := read_frame(requests)) is not None:
         work = request["variables"]

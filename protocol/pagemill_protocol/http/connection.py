@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from pagemill_protocol.errors import PagemillError, headers_too_large, request_timeout
-from pagemill_protocol.http.direct import RESPONSE_EXTENSION, UPGRADE_EXTENSION, DirectResponse, Successor
+from pagemill_protocol.http.direct import RESPONSE_EXTENSION, UPGRADE_EXTENSION, DirectResponse, UpgradedProtocol
 from pagemill_protocol.ids import new_id
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     _direct: DirectResponse | None = None
     """The response to `_current`."""
-    _offer = ""
+    _upgrade = ""
     """The protocol offered by the latest head."""
-    _next_offer = ""
+    _next_upgrade = ""
     """The protocol offered by a head that is parsed again without the offer."""
 
     _refusal: PagemillError | None = None
@@ -69,7 +69,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
-        self._abandon()
+        self._notify_disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -91,7 +91,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_open = True
-        self._offer, self._next_offer = self._next_offer, ""
+        self._upgrade, self._next_upgrade = self._next_upgrade, ""
         self._start_head_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -116,7 +116,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._direct is not None:
-            self._direct.release()
+            self._direct.uncork()
         if self._current is not None:
             # The extensions refer to the request: without this, only the garbage collector would free the cycle.
             self._current.scope["extensions"] = {}
@@ -128,8 +128,8 @@ class _BoundedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._current, self._direct = cycle, DirectResponse(cycle)
         extensions: dict[str, object] = {RESPONSE_EXTENSION: self._direct}
-        if self._offer in self.upgrades and cycle is self.cycle:
-            extensions[UPGRADE_EXTENSION] = partial(self._take_over, self._offer)
+        if self._upgrade in self.upgrades and cycle is self.cycle:
+            extensions[UPGRADE_EXTENSION] = partial(self._take_over, self._upgrade)
         scope: Any = cycle.scope
         scope["extensions"] = extensions
         answering: Any = _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app
@@ -148,22 +148,22 @@ class _BoundedProtocol(HttpToolsProtocol):
                 return
             except httptools.HttpParserUpgrade as offer:
                 rest = memoryview(rest)[offer.args[0] :]
-                head = self._head_without_offer()
-                self._next_offer = next(
+                head = self._head_without_upgrade()
+                self._next_upgrade = next(
                     (value.decode("latin-1") for name, value in self.headers if name == b"upgrade"), ""
                 )
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.parser.feed_data(head)
 
-    def _head_without_offer(self) -> bytes:
+    def _head_without_upgrade(self) -> bytes:
         method = self.parser.get_method()
         if method == b"CONNECT":
             raise httptools.HttpParserError("a tunnel")
         headers = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, self.parser.get_http_version().encode(), headers)
 
-    def _take_over(self, name: str, successor: Successor) -> None:
+    def _take_over(self, name: str, successor: UpgradedProtocol) -> None:
         """Answer 101 and hand the connection over to `successor`."""
         cycle = self.cycle
         cycle.response_started = cycle.response_complete = True
@@ -189,13 +189,13 @@ class _BoundedProtocol(HttpToolsProtocol):
             return True
         return self.cycle is self._current and self.cycle.more_body and not self.cycle.response_started
 
-    def _abandon(self) -> None:
+    def _notify_disconnect(self) -> None:
         """Notify the request being answered that the client is gone."""
         if self._current is not None and not self._current.response_complete:
             self._current.disconnected = True
             self._current.message_event.set()
-            if self._direct is not None and self._direct.on_leave is not None:
-                self._direct.on_leave()
+            if self._direct is not None and self._direct.on_disconnect is not None:
+                self._direct.on_disconnect()
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
@@ -233,7 +233,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         begun = self.cycle.scope["state"].get("request_id") if self._answering else None
         identity: str = begun or new_id()
         logger.info("request %s: %d %s before it was read", identity, error.status, error.code)
-        self._abandon()
+        self._notify_disconnect()
         body = orjson.dumps(error.body())
         self.transport.write(
             STATUS_LINE[error.status]

@@ -22,16 +22,16 @@ UPGRADE_EXTENSION = "pagemill.upgrade"
 class DirectResponse:
     """The response to one request. Its head and its end are ASGI messages; chunks between them are written directly."""
 
-    __slots__ = ("_cycle", "_held", "on_leave")
+    __slots__ = ("_cycle", "_held", "on_disconnect")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
-        self._held: _Held | None = None
-        self.on_leave: Callable[[], None] | None = None
+        self._held: _CorkedTransport | None = None
+        self.on_disconnect: Callable[[], None] | None = None
         """Called when the client disconnects before the response is complete."""
 
     @property
-    def has_left(self) -> bool:
+    def is_disconnected(self) -> bool:
         return self._cycle.disconnected
 
     @property
@@ -56,24 +56,24 @@ class DirectResponse:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
-    def hold(self) -> None:
+    def cork(self) -> None:
         """Collect what is written, and send it in one write.
 
-        It is sent at `release`, at the end of the response, or in the next turn of the event loop.
+        It is sent at `uncork`, at the end of the response, or in the next turn of the event loop.
         """
         if self._held is None:
             cycle: Any = self._cycle
-            self._held = cycle.transport = _Held(cycle.transport)
-            asyncio.get_running_loop().call_soon(self.release)
+            self._held = cycle.transport = _CorkedTransport(cycle.transport)
+            asyncio.get_running_loop().call_soon(self.uncork)
 
-    def release(self) -> None:
+    def uncork(self) -> None:
         held, self._held = self._held, None
         if held is not None:
             self._cycle.transport = held.transport
             held.send()
 
 
-class _Held:
+class _CorkedTransport:
     """Collects writes in place of a transport."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -93,7 +93,7 @@ class _Held:
         self.transport.close()
 
 
-class Successor(asyncio.Protocol):
+class UpgradedProtocol(asyncio.Protocol):
     """A protocol that takes over a connection from HTTP."""
 
     on_lost: Callable[[], None] = staticmethod(lambda: None)
@@ -104,7 +104,7 @@ class Successor(asyncio.Protocol):
         raise NotImplementedError
 
 
-TakeOver = Callable[[Successor], None]
+TakeOver = Callable[[UpgradedProtocol], None]
 """Answers 101 and hands over the connection; nothing else may be sent for the request."""
 
 
@@ -113,7 +113,7 @@ def direct_response(scope: Scope) -> DirectResponse | None:
     return found if isinstance(found, DirectResponse) else None
 
 
-def offered_upgrade(scope: Scope) -> TakeOver | None:
+def upgrade_of(scope: Scope) -> TakeOver | None:
     """Return the function that takes over the connection, or None.
 
     None: the client did not offer one of the server's protocols, or the connection has other requests.

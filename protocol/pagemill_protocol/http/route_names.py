@@ -9,7 +9,7 @@ from starlette.routing import compile_path
 
 
 class _AnyText(PathConvertor):
-    """As Starlette's `path`, but also with line breaks: its dialect answers any unknown name, whatever it contains."""
+    """Starlette's `path` convertor, extended to line breaks, so that the dialect answers any unknown name."""
 
     regex = "(?s:.*)"
 

@@ -13,7 +13,7 @@ from pagemill_protocol.keys.caller import PRIORITY_CLASSES, Caller, Limits
 
 _SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-HASH_EACH = "Write the hash of each key, never the key itself: printf %s KEY | sha256sum"
+HASH_REMEDY = "Write the hash of each key, never the key itself: printf %s KEY | sha256sum"
 MAX_LIMIT = 10**12
 """Sums of some thousands of such numbers are still exact as doubles, such as in Redis's scripts."""
 FIELDS = ("tenant", "models", *Limits._fields, "priority")
@@ -27,7 +27,7 @@ def parse_entry(line: str) -> Caller:
     """Parse an entry. Raises `EntryError`."""
     key_hash, *words = line.split() or [""]
     if _SHA256_HEX.fullmatch(key_hash) is None:
-        raise EntryError(f"does not begin with a SHA-256 in hex (64 characters). {HASH_EACH}")
+        raise EntryError(f"does not begin with a SHA-256 in hex (64 characters). {HASH_REMEDY}")
     fields: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")

@@ -58,9 +58,9 @@ class KeyRing:
         if token is None:
             raise unauthorized()
         self._follow_file()
-        given = self._blind(hash_key(token))
+        given = self._keyed_hash(hash_key(token))
         caller = self._callers.get(given)
-        known = self._blind(caller.key_hash) if caller is not None else self._anonymous
+        known = self._keyed_hash(caller.key_hash) if caller is not None else self._anonymous
         if not hmac.compare_digest(known, given) or caller is None:
             raise self._unknown_key()
         return caller
@@ -74,7 +74,7 @@ class KeyRing:
         if self.open:
             return ANONYMOUS
         self._follow_file()
-        caller = self._callers.get(self._blind(key_hash))
+        caller = self._callers.get(self._keyed_hash(key_hash))
         if caller is None and self._waits_for_shared:
             raise self._unknown_key()
         return caller
@@ -92,8 +92,8 @@ class KeyRing:
         if self._file is not None:
             self._file_lines = self._file.lines()
         from_file = (parse_entry(line) for line in self._file_lines)
-        self._callers = {self._blind(each.key_hash): each for each in (*self._shared, *from_file, *self._fixed)}
+        self._callers = {self._keyed_hash(each.key_hash): each for each in (*self._shared, *from_file, *self._fixed)}
 
-    def _blind(self, key_hash: str) -> bytes:
+    def _keyed_hash(self, key_hash: str) -> bytes:
         # Not `hmac.digest`, which releases the interpreter's lock: every request would wait to get it back.
         return blake2b(key_hash.encode("ascii"), digest_size=32, key=self._secret).digest()

@@ -78,7 +78,7 @@ _NAMES = GGUFNames(
         "ffn_up": "mlp.dense_h_to_4h",
         "ffn_down": "mlp.dense_4h_to_h",
     },
-    elsewhere={
+    outside_layers={
         "token_embd.weight": "transformer.word_embeddings.weight",
         "token_embd_norm.weight": "transformer.word_embeddings_layernorm.weight",
         "token_embd_norm.bias": "transformer.word_embeddings_layernorm.bias",

@@ -12,7 +12,7 @@ from typing import Any
 
 from pagemill_protocol.models.declaration import Activation, RopeSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
-from pagemill_protocol.models.known import rope_refusals, unsupported
+from pagemill_protocol.models.known import rope_errors, unsupported
 from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
 from pagemill_protocol.rope_scaling import LongRopeScaling, RopeError, UnsupportedRopeError, wrong
 from pagemill_protocol.rope_settings import read_scaling, rope_theta, settings_of
@@ -187,7 +187,7 @@ class ConfigValues:
         `partial`: key of the share of a head that is rotated, and its default; None: the whole head is rotated. `kind`:
         kind of layer, where `rope_parameters` has entries by kind.
         """
-        with rope_refusals(self.architecture, self.path):
+        with rope_errors(self.architecture, self.path):
             where, values = self._rope_settings(kind)
             theta = rope_theta(self._values, where, values, "rotary_emb_base")
             share = self._rotary_share(values.get("partial_rotary_factor"), partial)

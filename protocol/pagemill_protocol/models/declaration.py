@@ -131,7 +131,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         return 2 * self.num_kv_heads if self.causal else 0
 
     @property
-    def turning_dim(self) -> int:
+    def rotary_table_dim(self) -> int:
         """Number of values in a rotary table; a partial rotary embedding leaves the last of them unrotated."""
         return self.head_dim
 
@@ -182,7 +182,7 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
         return self.latent_size + self.rope.rotary_dim
 
     @property
-    def turning_dim(self) -> int:
+    def rotary_table_dim(self) -> int:
         return self.rope.rotary_dim
 
     def linears(self) -> Iterator[LinearSpec]:

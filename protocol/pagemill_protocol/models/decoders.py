@@ -12,7 +12,7 @@ from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.models.known import BUILT_IN, GROUP, RECURRENT, unsupported
 from pagemill_protocol.models.pooled import CLASSIFIER, pools, without_head
-from pagemill_protocol.models.registry import Found, find_family
+from pagemill_protocol.models.registry import FoundFamily, find_family
 from pagemill_protocol.source_errors import UnreadableModelError
 
 
@@ -34,14 +34,14 @@ def architectures_of(values: dict[str, Any]) -> list[str]:
     return [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
 
 
-def _is_headless(names: list[str], found: Found) -> bool:
+def _is_headless(names: list[str], found: FoundFamily) -> bool:
     """Whether the files name a family's class without its head, such as `Qwen3Model`, and not an old spelling of it."""
     spellings = {spelling for known in BUILT_IN.values() for spelling in known.architectures}
     headless = found.architecture.partition("For")[0] + "Model"
     return headless in names and headless not in spellings
 
 
-def _find_family(architectures: list[str], values: dict[str, Any], path: Path) -> Found:
+def _find_family(architectures: list[str], values: dict[str, Any], path: Path) -> FoundFamily:
     model_type, names = values.get("model_type"), list(architectures)
     may_be_headless = any(name.endswith((CLASSIFIER, "Model")) for name in names)
     if isinstance(model_type, str) and (may_be_headless or not names):
@@ -55,7 +55,7 @@ def _find_family(architectures: list[str], values: dict[str, Any], path: Path) -
         if key is not None:
             raise unsupported(names[0], path.parent, f" with {RECURRENT} (`{key}`)") from error
         if class_is_installed(model_type, names[0] if "auto_map" in values else None):
-            return Found(names[0], by_transformers.FAMILY)
+            return FoundFamily(names[0], by_transformers.FAMILY)
         if "auto_map" not in values:
             raise
         raise UnsupportedModelArchitecture(

@@ -121,7 +121,7 @@ _NAMES = GGUFNames(
         "ffn_up": "mlp.dense_h_to_4h",
         "ffn_down": "mlp.dense_4h_to_h",
     },
-    elsewhere={
+    outside_layers={
         "token_embd.weight": "transformer.word_embeddings.weight",
         "output_norm.weight": "transformer.ln_f.weight",
         "output_norm.bias": "transformer.ln_f.bias",

@@ -21,7 +21,7 @@ class GGUFNames(NamedTuple):
     in_layer: dict[str, str]
     """Names without `.weight` and `.bias`: {`attn_q`: `self_attn.q_proj`}; with it where the other name has none. `*`
     stands for the number of an expert: the tensor contains all experts of a layer."""
-    elsewhere: dict[str, str]
+    outside_layers: dict[str, str]
     """Whole names: {`token_embd.weight`: `model.embed_tokens.weight`}."""
     interleaved: dict[str, str]
     """Matrices of a layer whose rows converters store with the two rotary halves of each head interleaved, and the
@@ -33,7 +33,7 @@ class GGUFNames(NamedTuple):
         if match is not None and f"{match[2]}.{match[3]}" in self.in_layer:
             return f"{self.layers}.{match[1]}.{self.in_layer[f'{match[2]}.{match[3]}']}"
         if match is None or match[2] not in self.in_layer:
-            return self.elsewhere.get(name, name)
+            return self.outside_layers.get(name, name)
         return f"{self.layers}.{match[1]}.{self.in_layer[match[2]]}.{match[3]}"
 
 

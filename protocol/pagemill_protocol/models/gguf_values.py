@@ -12,7 +12,7 @@ import struct
 from pagemill_protocol.gguf_file import GGMLType, GGUFError, GGUFFile
 from pagemill_protocol.models.declaration import RopeSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
-from pagemill_protocol.models.known import rope_refusals, unsupported
+from pagemill_protocol.models.known import rope_errors, unsupported
 from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
 from pagemill_protocol.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
 from pagemill_protocol.rope_settings import DEFAULT_THETA, read_gguf_scaling
@@ -42,7 +42,7 @@ class GGUFValues:
         limit."""
         return check_size(self.file.path, field, self.integer(key, default))
 
-    def knows(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         return f"{self._prefix}.{key}" in self.file.metadata
 
     def flag(self, key: str, default: bool) -> bool:
@@ -87,7 +87,7 @@ class GGUFValues:
         theta = check_positive(
             self.file.path, "rope.freq_base", _shortest(self.number("rope.freq_base", default=DEFAULT_THETA))
         )
-        with rope_refusals(self._prefix, self.file.path):
+        with rope_errors(self._prefix, self.file.path):
             scaling = read_gguf_scaling(self.file.metadata, self._prefix, theta, context, self._long_rope())
             self._check_divisors(rotary_dim, scaling)
         divisors = ROPE_DIVISORS if self.has(ROPE_FACTORS) else None

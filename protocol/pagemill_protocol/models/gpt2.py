@@ -20,7 +20,7 @@ from pagemill_protocol.models.gguf_values import HEAD, GGUFValues
 from pagemill_protocol.models.parts import layer_norm, linear, plain_mlp, sequential
 
 
-class Numbers(NamedTuple):
+class GPT2Numbers(NamedTuple):
     architecture: str
     num_layers: int
     size: int
@@ -42,11 +42,11 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return decoder(numbers_from_config(config))
 
 
-def numbers_from_config(config: ConfigValues) -> Numbers:
+def numbers_from_config(config: ConfigValues) -> GPT2Numbers:
     if config.flag("add_cross_attention", False):
         raise config.unsupported("cross-attention")
     size = config.size("hidden_size", "n_embd", "hidden_size", default=768)
-    return Numbers(
+    return GPT2Numbers(
         architecture=config.architecture,
         num_layers=config.size("num_layers", "n_layer", "num_hidden_layers", default=12),
         size=size,
@@ -64,7 +64,7 @@ def numbers_from_config(config: ConfigValues) -> Numbers:
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
     return decoder(
-        Numbers(
+        GPT2Numbers(
             architecture=values.architecture,
             num_layers=values.size("num_layers", "block_count"),
             size=values.size("hidden_size", "embedding_length"),
@@ -79,7 +79,7 @@ def read_gguf(values: GGUFValues) -> DecoderSpec:
     )
 
 
-def decoder(numbers: Numbers) -> DecoderSpec:
+def decoder(numbers: GPT2Numbers) -> DecoderSpec:
     size = numbers.size
     positions = PositionsSpec(name="transformer.wpe", num_rows=numbers.context)
     return DecoderSpec(
@@ -96,7 +96,7 @@ def decoder(numbers: Numbers) -> DecoderSpec:
     )
 
 
-def _layer(numbers: Numbers, index: int) -> LayerSpec:
+def _layer(numbers: GPT2Numbers, index: int) -> LayerSpec:
     name, size, inner = f"transformer.h.{index}", numbers.size, numbers.intermediate_size
     head_dim = size // numbers.num_heads
     product = partial(linear, bias=True, transposed=numbers.conv1d)
@@ -128,7 +128,7 @@ GGUF_NAMES = GGUFNames(
         "ffn_up": "mlp.c_fc",
         "ffn_down": "mlp.c_proj",
     },
-    elsewhere={
+    outside_layers={
         "token_embd.weight": "transformer.wte.weight",
         "position_embd.weight": "transformer.wpe.weight",
         "output_norm.weight": "transformer.ln_f.weight",

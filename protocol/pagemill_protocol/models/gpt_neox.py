@@ -82,7 +82,7 @@ _NAMES = GGUFNames(
         "ffn_up": "mlp.dense_h_to_4h",
         "ffn_down": "mlp.dense_4h_to_h",
     },
-    elsewhere={
+    outside_layers={
         "token_embd.weight": "gpt_neox.embed_in.weight",
         "output_norm.weight": "gpt_neox.final_layer_norm.weight",
         "output_norm.bias": "gpt_neox.final_layer_norm.bias",

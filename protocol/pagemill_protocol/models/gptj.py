@@ -81,11 +81,11 @@ _IN_LAYER = {
     "ffn_up": "mlp.fc_in",
     "ffn_down": "mlp.fc_out",
 }
-_ELSEWHERE = {
+_OUTSIDE_LAYERS = {
     "token_embd.weight": "transformer.wte.weight",
     "output_norm.weight": "transformer.ln_f.weight",
     "output_norm.bias": "transformer.ln_f.bias",
     "output.weight": "lm_head.weight",
     "output.bias": "lm_head.bias",
 }
-FAMILY = Family(read_config, read_gguf, GGUFNames("transformer.h", _IN_LAYER, _ELSEWHERE, {}))
+FAMILY = Family(read_config, read_gguf, GGUFNames("transformer.h", _IN_LAYER, _OUTSIDE_LAYERS, {}))

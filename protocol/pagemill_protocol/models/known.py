@@ -93,7 +93,7 @@ RECURRENT_GGUF = (
 
 def known_architectures() -> list[str]:
     """Return all canonical names, including those of external packages, without importing a family."""
-    return sorted({known.architectures[0] for known in BUILT_IN.values()} | outside(GROUP).keys())
+    return sorted({known.architectures[0] for known in BUILT_IN.values()} | entry_points_of(GROUP).keys())
 
 
 def unsupported(architecture: str, path: Path, feature: str = "") -> UnsupportedModelArchitecture:
@@ -105,7 +105,7 @@ def unsupported(architecture: str, path: Path, feature: str = "") -> Unsupported
 
 
 @contextmanager
-def rope_refusals(architecture: str, path: Path) -> Iterator[None]:
+def rope_errors(architecture: str, path: Path) -> Iterator[None]:
     """Convert errors of rope settings to errors of the model at `path`."""
     try:
         yield
@@ -115,6 +115,6 @@ def rope_refusals(architecture: str, path: Path) -> Iterator[None]:
         raise UnreadableModelError(f"`{path}`: {error}") from None
 
 
-def outside(group: str) -> dict[str, EntryPoint]:
+def entry_points_of(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of installed packages by name."""
     return {point.name: point for point in entry_points(group=group)}

@@ -188,7 +188,7 @@ def gguf_names(interleaved: bool) -> GGUFNames:
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
     }
-    elsewhere = {
+    outside_layers = {
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
         "output_norm.bias": "model.norm.bias",
@@ -197,4 +197,4 @@ def gguf_names(interleaved: bool) -> GGUFNames:
         ROPE_FACTORS: ROPE_DIVISORS,
     }
     heads = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-    return GGUFNames("model.layers", in_layer, elsewhere, heads if interleaved else {})
+    return GGUFNames("model.layers", in_layer, outside_layers, heads if interleaved else {})

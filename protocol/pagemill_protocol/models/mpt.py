@@ -108,7 +108,7 @@ _NAMES = GGUFNames(
         "ffn_up": "ffn.up_proj",
         "ffn_down": "ffn.down_proj",
     },
-    elsewhere={
+    outside_layers={
         "token_embd.weight": "transformer.wte.weight",
         "output_norm.weight": "transformer.norm_f.weight",
         HEAD: "lm_head.weight",

@@ -59,5 +59,5 @@ _OUTER = {f"output_norm.{part}": f"model.final_layernorm.{part}" for part in ("w
 FAMILY = Family(
     read_config,
     read_gguf,
-    _NAMES._replace(in_layer=_NAMES.in_layer | _OWN, elsewhere=_NAMES.elsewhere | _OUTER),
+    _NAMES._replace(in_layer=_NAMES.in_layer | _OWN, outside_layers=_NAMES.outside_layers | _OUTER),
 )

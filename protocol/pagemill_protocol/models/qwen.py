@@ -72,7 +72,7 @@ def _eps(config: ConfigValues) -> float:
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
     """Declare a GGUF file's decoder. Old converters write the norms' epsilon under the key of RMS norms."""
-    eps = "rms_epsilon" if values.knows("attention.layer_norm_rms_epsilon") else "epsilon"
+    eps = "rms_epsilon" if values.has_key("attention.layer_norm_rms_epsilon") else "epsilon"
     config = GGUFConfig(
         values,
         seq_length=values.integer("context_length"),
@@ -93,7 +93,7 @@ _NAMES = GGUFNames(
         "ffn_gate": "mlp.w2",
         "ffn_down": "mlp.c_proj",
     },
-    elsewhere={
+    outside_layers={
         "token_embd.weight": "transformer.wte.weight",
         "output_norm.weight": "transformer.ln_f.weight",
         HEAD: "lm_head.weight",

@@ -10,16 +10,24 @@ from typing import NamedTuple
 
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.known import BUILT_IN, GGUF_GROUP, GROUP, RECURRENT, RECURRENT_GGUF, outside, unsupported
+from pagemill_protocol.models.known import (
+    BUILT_IN,
+    GGUF_GROUP,
+    GROUP,
+    RECURRENT,
+    RECURRENT_GGUF,
+    entry_points_of,
+    unsupported,
+)
 
 
-class Found(NamedTuple):
+class FoundFamily(NamedTuple):
     architecture: str
     """Canonical name of the architecture."""
     family: Family
 
 
-def find_family(names: Iterable[str], path: Path) -> Found:
+def find_family(names: Iterable[str], path: Path) -> FoundFamily:
     """Return the family of the first known name of `names`, which are architectures or a model type.
 
     Raises `UnsupportedModelArchitecture` with the list of known ones. `path`: path of the model, for the message.
@@ -28,22 +36,22 @@ def find_family(names: Iterable[str], path: Path) -> Found:
     for name in names:
         for module, known in BUILT_IN.items():
             if name in (*known.architectures, known.model_type):
-                return Found(known.architectures[0], _built_in(module))
-    added = outside(GROUP)
+                return FoundFamily(known.architectures[0], _built_in(module))
+    added = entry_points_of(GROUP)
     for name in names:
         if name in added:
-            return Found(name, _load(added[name]))
+            return FoundFamily(name, _load(added[name]))
     raise unsupported(names[0] if names else "", path)
 
 
-def find_gguf_family(name: str, path: Path) -> Found:
+def find_gguf_family(name: str, path: Path) -> FoundFamily:
     """Return the family as `find_family`, by `general.architecture`."""
     for module, known in BUILT_IN.items():
         if name in known.gguf:
-            return Found(known.architectures[0], _built_in(module))
-    added = outside(GGUF_GROUP)
+            return FoundFamily(known.architectures[0], _built_in(module))
+    added = entry_points_of(GGUF_GROUP)
     if name in added:
-        return Found(name, _load(added[name]))
+        return FoundFamily(name, _load(added[name]))
     raise unsupported(name, path, f" with {RECURRENT}" if name in RECURRENT_GGUF else "")
 
 

@@ -13,7 +13,7 @@ from pagemill_protocol.answers.call_syntax import (
     CallSyntax,
     Function,
     Schema,
-    behind_reasoning,
+    after_reasoning,
     calls_only,
     text_and_calls,
     with_opening,
@@ -61,11 +61,11 @@ def prescribed(
     `syntax` and `reasoning`: the model's call syntax and the name of its reasoning parser.
     """
     text = req.form[1] if req.form is not None else None
-    if text is None and not req.holds_calls:
+    if text is None and not req.constrains_calls:
         return None
     begin, end = REASONING_ENDS.get(reasoning, ("", ""))
     shown = prompt.rstrip()
-    has_tools = bool(req.prompt_tools) and (syntax is not None or req.holds_calls)
+    has_tools = bool(req.prompt_tools) and (syntax is not None or req.constrains_calls)
     reasons = bool(end) and not shown.endswith(end)
     if not has_tools and not reasons and (syntax is None or not syntax.text_opening):
         return text
@@ -74,7 +74,7 @@ def prescribed(
         form = _with_calls(req, syntax, form)
     assert form is not None  # there are calls, or a form of the text
     if reasons:
-        form = behind_reasoning(begin, end, form, is_open=shown.endswith(begin))
+        form = after_reasoning(begin, end, form, is_open=shown.endswith(begin))
     outputs = StructuredOutputs(structural_tag=write_tag(form))
     outputs.validate("tools" if has_tools else "response_format")
     return outputs

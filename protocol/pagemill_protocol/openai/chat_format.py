@@ -49,7 +49,7 @@ class ChatFormat(NamedTuple):
     reasoning: str = ""
     """Name of the parser of the model's reasoning."""
 
-    def answer_behind(self, prompt: str) -> AnswerFormat | None:
+    def answer_format_after(self, prompt: str) -> AnswerFormat | None:
         """Return the answer format for the rendered `prompt`."""
         if self.answer is None or self.answer.reasoning not in MARKERS:
             return self.answer

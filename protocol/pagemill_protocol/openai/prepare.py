@@ -75,12 +75,12 @@ def within_vocabulary(sampling: SamplingParams, tokenizer: Tokenizer) -> Samplin
 
 def needs_check(fields: SamplingFields) -> bool:
     """Whether `check_form` has anything to compile."""
-    return fields.form is not None or (isinstance(fields, ChatCompletionRequest) and fields.holds_calls)
+    return fields.form is not None or (isinstance(fields, ChatCompletionRequest) and fields.constrains_calls)
 
 
 def check_form(fields: SamplingFields) -> None:
     """Refuse a form of answers that cannot be compiled. Blocks while it is compiled. Raises `PagemillError` 400."""
-    if isinstance(fields, ChatCompletionRequest) and fields.holds_calls:
+    if isinstance(fields, ChatCompletionRequest) and fields.constrains_calls:
         check_schemas(fields)
     if fields.form is None:
         return
@@ -105,8 +105,9 @@ def prepare_chat(
 ) -> GenerateRequest:
     """Render and tokenize a chat; without a limit the answer may fill the context. Raises `PagemillError` 400.
 
-    `sampling` and `text`: results of `within_vocabulary` and `render_soon`, if they were called. `seed` and the model's
-    own sampling values apply where the client sent none. `max_model_len` 0: not known; the engine checks the length.
+    `sampling` and `text`: results of `within_vocabulary` and `render_inline`, if they were called. `seed` and the
+    model's own sampling values apply where the client sent none. `max_model_len` 0: not known; the engine checks the
+    length.
     """
     defaults = tokenizer.bundle.sampling_defaults
     sampling = sampling or within_vocabulary(sampling_of(req, seed=seed, defaults=defaults), tokenizer)
@@ -134,7 +135,7 @@ def prepare_chat(
         prompt_token_ids=token_ids,
         sampling=_limited(sampling, max_tokens),
         dialect="chat",
-        answer_format=form.answer_behind(text),
+        answer_format=form.answer_format_after(text),
         return_token_ids=req.return_token_ids,
         created_unix_s=created_unix_s,
         stream=req.stream,
@@ -219,13 +220,13 @@ def detokenize(req: DetokenizeRequest, tokenizer: Tokenizer, max_model_len: int)
     return tokenizer.decode(req.tokens, skip_special_tokens=False)
 
 
-async def render_soon(req: ChatCompletionRequest, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+async def render_inline(req: ChatCompletionRequest, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
     """Render the prompt of a short chat on the event loop, or return None: then `prepare_chat` renders it.
 
     Raises `PagemillError` 400.
     """
     form = chat_format(req, tokenizer, parsers)
-    return await tokenizer.chat_template.render_soon(form.messages, tools=form.tools, **_rendering(req))
+    return await tokenizer.chat_template.render_inline(form.messages, tools=form.tools, **_rendering(req))
 
 
 def _render(form: ChatFormat, req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:
@@ -253,7 +254,7 @@ def _prompt_tokens(
         text = fill_in_middle(tokenizer, prompt, req.suffix) if req.suffix else prompt
         return _encode(tokenizer, text, req.add_special_tokens, max_model_len, param, sampling, scope)
     _check_vocabulary(prompt, tokenizer, param)
-    return sampling.cut_prompt(prompt, max_model_len)
+    return sampling.truncate_prompt(prompt, max_model_len)
 
 
 def _encode(
@@ -263,7 +264,7 @@ def _encode(
     token_ids = tokenizer.encode_within(text, most, special, param=param, scope=scope)
     if not token_ids:
         raise invalid_field(param, f"`{param}` has no tokens. Send some text.")
-    return sampling.cut_prompt(token_ids, max_model_len)
+    return sampling.truncate_prompt(token_ids, max_model_len)
 
 
 def _response_id(req: SamplingFields, request_id: str, *, several: bool) -> str:

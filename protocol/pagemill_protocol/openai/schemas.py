@@ -154,7 +154,7 @@ class SamplingFields(RequestModel, FormFields):
         return self
 
     @model_validator(mode="after")
-    def _choice_among_several(self) -> SamplingFields:
+    def _check_best_of(self) -> SamplingFields:
         if self.beam_width is not None:
             if not self.use_beam_search:
                 raise refusal("beam_width", f"`beam_width` ({self.beam_width}) needs `use_beam_search: true`.")
@@ -261,7 +261,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
         return mode == "required" or bool(self.names_function)
 
     @property
-    def holds_calls(self) -> bool:
+    def constrains_calls(self) -> bool:
         """Whether calls are constrained to the schema of their function."""
         return self.forces_calls or any(tool["function"].get("strict") for tool in self.prompt_tools)
 
@@ -284,7 +284,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
             choice_error(self.tool_choice, self.tools),
             _history_error(self.messages),
             _reasoning_error(self),
-            _held_beams_error(self),
+            _beam_search_error(self),
         )
         for error in errors:
             if error is not None:
@@ -385,8 +385,8 @@ class DetokenizeRequest(RequestModel):
     tokens: TokenIds
 
 
-def _held_beams_error(request: ChatCompletionRequest) -> PydanticCustomError | None:
-    if not request.use_beam_search or not (request.holds_calls or request.reasoning_budget is not None):
+def _beam_search_error(request: ChatCompletionRequest) -> PydanticCustomError | None:
+    if not request.use_beam_search or not (request.constrains_calls or request.reasoning_budget is not None):
         return None
     message = "Forced and strict tool calls and reasoning budgets do not work with `use_beam_search`. Remove it."
     return refusal("use_beam_search", message)

@@ -13,7 +13,7 @@ from typing import BinaryIO, ClassVar, Literal, NamedTuple, Protocol, runtime_ch
 
 from pagemill_protocol.source_errors import SourceError
 
-Where = Literal["machine", "cluster", "network"]
+SourceLocation = Literal["machine", "cluster", "network"]
 """Location of the files: this machine or the engine's image, a claim in a cluster, or a network."""
 
 
@@ -83,7 +83,7 @@ class SourceKind(ABC):
     """One kind of source, which is one scheme."""
 
     scheme: ClassVar[str]
-    where: ClassVar[Where]
+    where: ClassVar[SourceLocation]
     form: ClassVar[str]
     """Syntax of a source, for messages and the reference page."""
     about: ClassVar[str]

@@ -51,7 +51,7 @@ def can_read_header(source: str) -> bool:
 
 
 def fetch_header(source: str, folder: Path, field: str = "model.source") -> Path:
-    """Return the folder, or the `.gguf` file in it, for `model_files.load_outlined_spec`. Raises `SourceError`."""
+    """Return the folder, or its `.gguf` file, for `model_files.load_spec_without_weights`. Raises `SourceError`."""
     written = in_full(source)
     kind = find_kind(written, field)
     kind.check(written, field)

@@ -79,7 +79,7 @@ class HuggingFace(SourceKind):
             return None
         if model.file:
             return folder / model.file if all((folder / part).is_file() for part in patterns) else None
-        return folder if _is_whole(folder) else None
+        return folder if _is_complete(folder) else None
 
     def open(self, source: str) -> Repository:
         try:
@@ -98,7 +98,7 @@ def parse_hub_source(source: str, field: str = "model.source") -> HubModel:
     return HubModel(match["repo"], match["revision"], match["file"].lstrip("/") if match["file"] else None)
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """Whether the folder is complete. Other programs may have fetched only tokenizers or only weights."""
     try:
         weight_map(folder)

@@ -38,14 +38,14 @@ BUILT_IN: tuple[SourceKind, ...] = (
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
-class Registered(NamedTuple):
+class RegisteredSources(NamedTuple):
     kinds: Mapping[str, SourceKind]
     faults: Mapping[str, str]
     """Scheme to reason for kinds of packages that cannot be used."""
 
 
 @cache
-def registered() -> Registered:
+def registered() -> RegisteredSources:
     found, faults = {kind.scheme: kind for kind in BUILT_IN}, {}
     for entry in entry_points(group=GROUP):
         try:
@@ -53,7 +53,7 @@ def registered() -> Registered:
         except Exception as error:
             faults[entry.name] = f"{entry.value}: {type(error).__name__}: {error}"
             logger.warning("model sources %s:// of another package are left out: %s", entry.name, faults[entry.name])
-    return Registered(found, {name: fault for name, fault in faults.items() if name not in found})
+    return RegisteredSources(found, {name: fault for name, fault in faults.items() if name not in found})
 
 
 def kinds() -> list[SourceKind]:

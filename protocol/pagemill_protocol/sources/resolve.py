@@ -16,14 +16,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from pagemill_protocol.gguf_split import part_names, whole_name
+from pagemill_protocol.gguf_split import part_names, unsplit_name
 from pagemill_protocol.source_errors import FetchError, SourceError
 from pagemill_protocol.sources.base import SourceKind
 from pagemill_protocol.sources.registry import find_kind, forms, in_full
 from pagemill_protocol.sources.settings import cache_settings
 from pagemill_protocol.sources.store.cache import ModelCache
 from pagemill_protocol.sources.store.fetch import UNWATCHED, Watch
-from pagemill_protocol.sources.store.record import HOLDS, NAME
+from pagemill_protocol.sources.store.record import NAME, SHARED_LOCKS
 
 logger = logging.getLogger("pagemill.sources")
 
@@ -48,7 +48,7 @@ class Opened(NamedTuple):
 
     path: Path
     fetched: Future[Path] | None = None
-    """The final path, once the model is whole: until then `path` is a folder of `arriving_files`. `None`: it is
+    """The final path, once the model is whole: until then `path` is a folder of `partial_download`. `None`: it is
     whole."""
 
     def whole(self) -> Path:
@@ -139,7 +139,7 @@ def default_name(source: str) -> str:
     name = PurePosixPath(path.rstrip("/")).name or "model"
     if not name.lower().endswith(".gguf"):
         return name
-    stem = whole_name(name)[: -len(".gguf")]
+    stem = unsplit_name(name)[: -len(".gguf")]
     return _QUANTIZATION_SUFFIX.sub("", stem) or stem
 
 
@@ -169,7 +169,7 @@ def _held(path: Path) -> Path:
     """Keep a model of a shared cache from being removed while this process lives. Returns `path`."""
     for folder in (path, *path.parents[: _SEARCH_DEPTH + 1]):
         if (folder / NAME).is_file():
-            HOLDS.hold(folder)
+            SHARED_LOCKS.acquire(folder)
     return path
 
 

@@ -22,8 +22,8 @@ from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.chat_messages import check_template_kwargs, normalize_messages
 from pagemill_protocol.text.plain_template import PlainTemplate
 from pagemill_protocol.text.template_process import (
-    MAX_UNWAITED_BYTES,
-    Broke,
+    MAX_INLINE_WRITE_BYTES,
+    ExchangeError,
     TemplateLimits,
     TemplateProcess,
     TimeLimitReached,
@@ -73,7 +73,7 @@ class ChatTemplate:
         reply = self._run_plain(name, variables) or self._run(name, _to_json(variables))
         return _text_of(reply, continue_final_message)
 
-    async def render_soon(
+    async def render_inline(
         self,
         messages: list[dict[str, Any]],
         *,
@@ -92,8 +92,8 @@ class ChatTemplate:
         reply = self._run_plain(name, variables)
         if reply is None:
             encoded = _to_json(variables)
-            process = self._borrow_idle(name) if len(encoded) <= MAX_UNWAITED_BYTES else None
-            reply = await self._run_soon(process, name, encoded) if process is not None else None
+            process = self._borrow_idle(name) if len(encoded) <= MAX_INLINE_WRITE_BYTES else None
+            reply = await self._run_async(process, name, encoded) if process is not None else None
         return _text_of(reply, continue_final_message) if reply is not None else None
 
     def source(self, *, has_tools: bool) -> str:
@@ -160,7 +160,7 @@ class ChatTemplate:
         finally:
             self._slots.release()
 
-    async def _run_soon(self, process: TemplateProcess, name: str, variables: bytes) -> dict[str, Any] | None:
+    async def _run_async(self, process: TemplateProcess, name: str, variables: bytes) -> dict[str, Any] | None:
         """Render in a process of `_borrow_idle`, which is returned afterwards. None: the process was killed, before or
         now."""
 
@@ -168,10 +168,10 @@ class ChatTemplate:
             self._idle.append(process)
             self._slots.release()
 
-        answered = process.render_soon(name, variables, on_free, self._slots.release)
+        answered = process.render_inline(name, variables, on_free, self._slots.release)
         try:
             return await answered
-        except Broke as broken:
+        except ExchangeError as broken:
             verdict = await asyncio.to_thread(process.verdict, broken.cause)
         except asyncio.CancelledError:
             if not answered.cancelled() and answered.done() and answered.exception() is not None:

@@ -28,7 +28,7 @@ class _Undefined:
 _UNDEFINED = _Undefined()
 
 
-class NotPlain(Exception):
+class NeedsTemplateProcess(Exception):
     """The template itself has to be run with these variables."""
 
 
@@ -53,7 +53,7 @@ class _Frame:
     def put(self, text: str) -> None:
         self.num_chars += len(text)
         if self.num_chars > self.max_chars:
-            raise NotPlain
+            raise NeedsTemplateProcess
         self.pieces.append(text)
 
 
@@ -72,7 +72,7 @@ class PlainTemplate:
         try:
             for statement in self._statements:
                 statement(frame)
-        except NotPlain:
+        except NeedsTemplateProcess:
             return None
         return "".join(frame.pieces)
 
@@ -110,7 +110,7 @@ def _for(name: str, body: list[Any]) -> Statement:
     def run(frame: _Frame) -> None:
         messages = frame.variables.get("messages")
         if not isinstance(messages, list):
-            raise NotPlain
+            raise NeedsTemplateProcess
         frame.item_name = name
         for frame.index, frame.item in enumerate(messages):
             for statement in statements:
@@ -147,7 +147,7 @@ def _key(of: list[Any], key: str) -> Expression:
     def value_of(frame: _Frame) -> Any:
         owner = owner_of(frame)
         if type(owner) is not dict:
-            raise NotPlain
+            raise NeedsTemplateProcess
         return owner.get(key, _UNDEFINED)
 
     return value_of
@@ -159,7 +159,7 @@ def _item(of: list[Any], index: int) -> Expression:
     def value_of(frame: _Frame) -> Any:
         owner = owner_of(frame)
         if type(owner) is not list or not -len(owner) <= index < len(owner):
-            raise NotPlain
+            raise NeedsTemplateProcess
         return owner[index]
 
     return value_of
@@ -180,7 +180,7 @@ def _add(*parts: list[Any]) -> Expression:
     def value_of(frame: _Frame) -> str:
         texts = [_as_text(each(frame)) for each in values_of]
         if sum(map(len, texts)) > frame.max_chars:
-            raise NotPlain
+            raise NeedsTemplateProcess
         return "".join(texts)
 
     return value_of
@@ -222,9 +222,9 @@ def _compare(operator: str, left: list[Any], right: list[Any]) -> Expression:
         one, other = first(frame), second(frame)
         if is_equality:
             if not (_is_simple(one) and _is_simple(other)):
-                raise NotPlain
+                raise NeedsTemplateProcess
         elif type(one) is not type(other) or type(one) not in types:
-            raise NotPlain
+            raise NeedsTemplateProcess
         return compare(one, other)
 
     return value_of
@@ -251,7 +251,7 @@ def _is_simple(value: Any) -> bool:
 
 def _as_text(value: Any) -> str:
     if type(value) is not str:
-        raise NotPlain
+        raise NeedsTemplateProcess
     return value
 
 

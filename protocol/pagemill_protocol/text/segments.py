@@ -48,7 +48,7 @@ class SegmentEncoder:
         special_ids = {token["content"]: token["id"] for token in added if token["content"]}
         looks_around = any(token.get(rule) for token in added for rule in ("lstrip", "rstrip", "single_word"))
         is_random = bool((tokenizer_json.get("model") or {}).get("dropout"))
-        if not special_ids or looks_around or is_random or _knows_the_beginning(tokenizer_json):
+        if not special_ids or looks_around or is_random or _depends_on_text_start(tokenizer_json):
             return None
         return cls(special_ids, longest_entry_bytes)
 
@@ -107,9 +107,9 @@ class SegmentEncoder:
                 self._num_kept_tokens -= len(oldest)
 
 
-def _knows_the_beginning(step: Any) -> bool:
+def _depends_on_text_start(step: Any) -> bool:
     """Whether a step of the tokenizer treats the beginning of a whole text differently from that of a segment."""
     if isinstance(step, Mapping):
         parts = (value for key, value in step.items() if key not in ("vocab", "merges", "added_tokens"))
-        return step.get("prepend_scheme") == "first" or any(map(_knows_the_beginning, parts))
-    return isinstance(step, list) and any(map(_knows_the_beginning, step))
+        return step.get("prepend_scheme") == "first" or any(map(_depends_on_text_start, parts))
+    return isinstance(step, list) and any(map(_depends_on_text_start, step))

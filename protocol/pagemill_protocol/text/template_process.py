@@ -28,7 +28,7 @@ _HEAD_BYTES = 4
 _GRACE_S = 5.0
 """Seconds that this side waits in addition to the worker's own timers."""
 _READ_BYTES = 1 << 20
-MAX_UNWAITED_BYTES = 32 * 1024
+MAX_INLINE_WRITE_BYTES = 32 * 1024
 """Maximum size of a request that can be written without blocking: half of a pipe's buffer."""
 
 
@@ -48,7 +48,7 @@ class WorkerDied(Exception):
     """The worker ended for another reason: killed, out of memory, or stack overflow."""
 
 
-class Broke(Exception):
+class ExchangeError(Exception):
     """An exchange on the event loop failed; `TemplateProcess.verdict` of `cause` returns the reason."""
 
     def __init__(self, cause: Exception) -> None:
@@ -87,12 +87,13 @@ class TemplateProcess:
         """
         return self._exchange(_request(template, variables), self._limits.wall_limit_s + _GRACE_S)
 
-    def render_soon(
+    def render_inline(
         self, template: str, variables: bytes, on_free: Callable[[], None], on_broken: Callable[[], None]
     ) -> asyncio.Future[dict[str, Any]]:
-        """Render as `render`, on the running event loop without a thread. `variables`: at most `MAX_UNWAITED_BYTES`.
+        """Render as `render`, on the running event loop without a thread. `variables` has at most
+        `MAX_INLINE_WRITE_BYTES`.
 
-        The future ends with the reply or with `Broke`. The process is busy until then, even if the caller stops
+        The future ends with the reply or with `ExchangeError`. The process is busy until then, even if the caller stops
         waiting: `on_free` or `on_broken` is called when it no longer is, before the future ends.
         """
         answered = asyncio.get_running_loop().create_future()
@@ -221,7 +222,7 @@ class _Reading:
         if self._answered.done():
             self._loop.run_in_executor(None, self._process.close)
         else:
-            self._answered.set_exception(Broke(error))
+            self._answered.set_exception(ExchangeError(error))
 
     def _stop(self) -> None:
         self._timer.cancel()

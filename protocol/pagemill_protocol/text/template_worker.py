@@ -1,9 +1,9 @@
 """The process that runs chat templates, apart from the server because a template is a program of the model's author.
 
-`template_process` starts it as a plain script: it imports the standard library, jinja2, `confinement` and
+`template_process` starts it as a plain script: it imports the standard library, jinja2, `sandbox` and
 `plain_program` only. It reads a setup frame, then answers one frame with one frame until its input ends.
 
-It is confined before it runs anything, and each render is timed (`confinement`). Templates get the environment of
+It is confined before it runs anything, and each render is timed (`sandbox`). Templates get the environment of
 Hugging Face templates: an immutable sandbox, trimmed blocks, `raise_exception`, `strftime_now`, `tojson` without HTML
 escaping, loop controls, and `generation` blocks that print their body.
 """
@@ -18,14 +18,14 @@ import sys
 from typing import Any
 
 import jinja2
-import jinja2.debug  # jinja2 loads it lazily, which would fail after confinement
+import jinja2.debug  # jinja2 loads it lazily, which would fail in the sandbox
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pagemill_protocol.text.confinement import confine, read_frame, timed, write_frame
 from pagemill_protocol.text.plain_program import plain_program
+from pagemill_protocol.text.sandbox import enter_sandbox, read_frame, timed, write_frame
 
 MAX_MESSAGE_CHARS = 500
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -107,7 +107,7 @@ def _prepared(variables: dict[str, Any]) -> dict[str, Any]:
     return {**variables, "messages": messages}
 
 
-class Worker:
+class TemplateWorker:
     def __init__(self, setup: dict[str, Any]) -> None:
         self._cpu_limit_s: float = setup["cpu_limit_s"]
         self._wall_limit_s: float = setup["wall_limit_s"]
@@ -161,9 +161,9 @@ def _describe(error: BaseException) -> str:
     return _ADDRESS.sub("", f"{type(error).__name__}: {error}{line}")[:MAX_MESSAGE_CHARS]
 
 
-def _confine(memory_bytes: int) -> None:
+def _enter_sandbox(memory_bytes: int) -> None:
     make_environment().from_string("{{ strftime_now('%d %b %Y') }}{{ x | tojson }}").render(x={"warm": 1})
-    confine(memory_bytes)
+    enter_sandbox(memory_bytes)
 
 
 def main() -> None:
@@ -171,8 +171,8 @@ def main() -> None:
     setup = read_frame(requests)
     if setup is None:
         return
-    _confine(setup["memory_bytes"])
-    worker = Worker(setup)
+    _enter_sandbox(setup["memory_bytes"])
+    worker = TemplateWorker(setup)
     with worker.timed():
         errors = worker.compile(setup["templates"])
         plain = worker.plain_programs(setup["templates"])

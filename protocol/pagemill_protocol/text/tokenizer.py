@@ -15,7 +15,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from pagemill_protocol.errors import context_length_exceeded, invalid_field
-from pagemill_protocol.malloc import give_back
+from pagemill_protocol.malloc import trim_heap
 from pagemill_protocol.source_errors import UnreadableModelError
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.chat_template import ChatTemplate
@@ -206,7 +206,7 @@ class Tokenizer:
     def warm_up(self) -> None:
         """Prepare the chat template, and release the memory that reading the vocabulary took."""
         self.chat_template.prepare()
-        give_back()
+        trim_heap()
 
     def close(self) -> None:
         """Stop the template process, if one runs. Also happens when the tokenizer is collected."""

@@ -119,7 +119,7 @@ def ascii_pattern(pattern: str) -> str | None:
         if token is None:
             return None
         plain = token["plain"] or ""
-        if _is_unsure(plain, pattern, at, in_class):
+        if _is_ambiguous(plain, pattern, at, in_class):
             return None
         in_class = plain == "[" or (in_class and plain != "]")
         members = _members(token["name"]) if token["name"] else token[0]
@@ -128,7 +128,7 @@ def ascii_pattern(pattern: str) -> str | None:
     return "".join(parts)
 
 
-def _is_unsure(plain: str, pattern: str, at: int, in_class: bool) -> bool:
+def _is_ambiguous(plain: str, pattern: str, at: int, in_class: bool) -> bool:
     """Whether an unescaped character may mean something else in the other language."""
     if in_class:
         return plain == "["

@@ -19,7 +19,7 @@ Value = str | bool | int | float
 Attribute = tuple[str, Value | Sequence[str]]
 
 
-class Kind(enum.IntEnum):
+class SpanKind(enum.IntEnum):
     """Kind of a span, with OTLP's numbers."""
 
     INTERNAL = 1

@@ -21,7 +21,7 @@ from starlette.types import Scope
 
 from pagemill_protocol.tracing.config import TracingConfig
 from pagemill_protocol.tracing.context import TraceContext, trace_context
-from pagemill_protocol.tracing.messages import Batch, WriteSpans
+from pagemill_protocol.tracing.messages import SpanBatch, WriteSpans
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ExportedTraces:
                     break
 
     def _next_batch(self) -> bytes:
-        batch = Batch()
+        batch = SpanBatch()
         for _ in range(min(len(self._waiting), MAX_BATCH_TRACES)):
             context, write = self._waiting.popleft()
             try:

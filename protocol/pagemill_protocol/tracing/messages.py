@@ -15,13 +15,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
 
-from pagemill_protocol.tracing.attributes import Attribute, Kind, Value
+from pagemill_protocol.tracing.attributes import Attribute, SpanKind, Value
 from pagemill_protocol.tracing.context import TraceContext
 
 SCOPE = "pagemill"
 
 
-class Batch:
+class SpanBatch:
     """Spans of several requests, grouped by service as OTLP requires."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Batch:
 class TraceWriter:
     """Adds the spans of one request."""
 
-    def __init__(self, batch: Batch, context: TraceContext) -> None:
+    def __init__(self, batch: SpanBatch, context: TraceContext) -> None:
         self._batch = batch
         self._context = context
 
@@ -67,7 +67,7 @@ class TraceWriter:
         end_s: float,
         *,
         parent: bytes = b"",
-        kind: Kind = Kind.INTERNAL,
+        kind: SpanKind = SpanKind.INTERNAL,
         attributes: Iterable[Attribute] = (),
         error: str | None = None,
     ) -> bytes:

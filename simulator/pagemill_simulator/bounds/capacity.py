@@ -16,7 +16,7 @@ from pagemill_operator.autoscaler.slo import meets
 from pagemill_simulator.bounds.schedule import Schedule
 from pagemill_simulator.bounds.trials import Trials
 from pagemill_simulator.fleet.settings import FleetSettings
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.workloads.generator import Generator
 from pagemill_simulator.workloads.request import computed_tokens
 
@@ -102,7 +102,7 @@ class SteadyCapacity:
 
     def _holds(self, replicas: int, intensity: float) -> bool:
         settings = msgspec.structs.replace(
-            self._settings, bounds=Bounds(replicas, replicas), start_replicas=replicas, crash_mean_s=0.0
+            self._settings, bounds=ReplicaBounds(replicas, replicas), start_replicas=replicas, crash_mean_s=0.0
         )
         workload = self._kind.steady(intensity, self._duration_s).workload(self._seed)
         trials = Trials("steady", workload, settings, self._slo)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pagemill_simulator.bounds.schedule import GRID_S, Order, Schedule
 from pagemill_simulator.bounds.trials import Trial, Trials, share
-from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.outcome import FleetOutcome
 from pagemill_simulator.fleet.settings import ColdStart
 
 NUM_CHANGES = 24
@@ -31,7 +31,9 @@ TOLERANCE = 0.005
 """How much lower the share within the SLO may be than the best one for a lower cost."""
 
 
-def search(trials: Trials, *, others: Iterable[Outcome] = (), num_changes: int = NUM_CHANGES, seed: int = 0) -> Trial:
+def search(
+    trials: Trials, *, others: Iterable[FleetOutcome] = (), num_changes: int = NUM_CHANGES, seed: int = 0
+) -> Trial:
     """Return the cheapest schedule whose share within the SLO is within half a point of the best that was found.
 
     `others` are outcomes of policies on the same workload and fleet; their orders are tried as schedules too. All tried
@@ -43,7 +45,7 @@ def search(trials: Trials, *, others: Iterable[Outcome] = (), num_changes: int =
     if found := _fewest_suffice(trials):
         return found
     for price in PRICES:
-        ready = cheapest_course(missed, window_s, price * _pod_seconds_each(trials), trials.settings.cold_start)
+        ready = cheapest_schedule(missed, window_s, price * _pod_seconds_each(trials), trials.settings.cold_start)
         trials.challenge(Schedule.ready_at(ready, window_s, AHEAD * trials.settings.cold_start.total_s))
     draw = random.Random(f"changes {seed}")
     for _ in range(num_changes):
@@ -106,7 +108,9 @@ def _numbers(low: int, high: int) -> Iterable[int]:
     yield high
 
 
-def cheapest_course(missed: Mapping[int, Sequence[int]], window_s: float, price: float, start: ColdStart) -> list[int]:
+def cheapest_schedule(
+    missed: Mapping[int, Sequence[int]], window_s: float, price: float, start: ColdStart
+) -> list[int]:
     """Return the replicas in each window, at `price` pod-seconds per missed request.
 
     `missed` has the missed requests of each window, by the numbers of replicas to choose from. An added replica also
@@ -123,10 +127,10 @@ def cheapest_course(missed: Mapping[int, Sequence[int]], window_s: float, price:
         }
         came_from.append({number: before for number, (_, before) in best.items()})
         costs = {number: best[number][0] + price * missed[number][window] + number * window_s for number in numbers}
-    course = [min(numbers, key=lambda number: costs[number])]
+    ready_by_window = [min(numbers, key=lambda number: costs[number])]
     for before in reversed(came_from):
-        course.append(before[course[-1]])
-    return course[::-1]
+        ready_by_window.append(before[ready_by_window[-1]])
+    return ready_by_window[::-1]
 
 
 def _changed(schedule: Schedule, trials: Trials, draw: random.Random) -> Schedule:

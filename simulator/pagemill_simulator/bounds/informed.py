@@ -13,7 +13,7 @@ import math
 
 from pagemill_simulator.bounds.capacity import SteadyCapacity
 from pagemill_simulator.bounds.schedule import GRID_S
-from pagemill_simulator.scaling.policy import Seen
+from pagemill_simulator.scaling.policy import FleetSnapshot
 from pagemill_simulator.workloads.generator import Generator
 
 PRICE = 3.0
@@ -37,7 +37,7 @@ class Informed:
         self._extra = 0
         """Replicas ordered for waiting requests."""
 
-    def decide(self, seen: Seen) -> int:
+    def decide(self, seen: FleetSnapshot) -> int:
         rate = self._traffic.intensity_at(seen.at_s)
         before = self._traffic.intensity_at(max(0.0, seen.at_s - SLOPE_S))
         # A jump is not a slope: it does not predict the future.

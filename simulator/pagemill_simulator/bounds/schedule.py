@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pagemill_simulator.fleet.outcome import FleetPoint
-from pagemill_simulator.scaling.policy import Seen
+from pagemill_simulator.scaling.policy import FleetSnapshot
 
 GRID_S = 2.0
 """Orders are on this grid of seconds, like the operator's."""
@@ -74,5 +74,5 @@ class ScheduledReplicas:
         self.name = name
         self._schedule = schedule
 
-    def decide(self, seen: Seen) -> int:
+    def decide(self, seen: FleetSnapshot) -> int:
         return self._schedule.at(seen.at_s)

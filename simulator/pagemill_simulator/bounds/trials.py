@@ -15,7 +15,7 @@ from pagemill_simulator.bounds.schedule import Schedule, ScheduledReplicas
 from pagemill_simulator.bounds.schedule_cost import least_pod_seconds
 from pagemill_simulator.fleet.figures import Figures, figures_of, is_within_slo
 from pagemill_simulator.fleet.fleet import simulate_fleet
-from pagemill_simulator.fleet.outcome import Outcome, Served
+from pagemill_simulator.fleet.outcome import FleetOutcome, Served
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.workloads.request import Workload
 
@@ -66,10 +66,10 @@ class Trials:
         """Whether at most `most` requests miss the SLO."""
         return self._unless_more_miss(schedule, most) is not None
 
-    def simulate(self, schedule: Schedule) -> Outcome:
+    def simulate(self, schedule: Schedule) -> FleetOutcome:
         return simulate_fleet(self.workload, self.settings, ScheduledReplicas(self._name, schedule), fast=True)
 
-    def _unless_more_miss(self, schedule: Schedule, most: float) -> Outcome | None:
+    def _unless_more_miss(self, schedule: Schedule, most: float) -> FleetOutcome | None:
         """Return the outcome, or None as soon as more than `most` requests miss the SLO."""
         if most < 0:
             return None
@@ -87,7 +87,7 @@ class Trials:
         except _Enough:
             return None
 
-    def add(self, schedule: Schedule, outcome: Outcome) -> None:
+    def add(self, schedule: Schedule, outcome: FleetOutcome) -> None:
         """Add an outcome to the known trials and the frontier."""
         arrivals_s = tuple(served.arrival_s for served in outcome.requests if self.missed(served))
         figures = figures_of(outcome, slo_ttft_ms=self._slo.ttft_ms, slo_tpot_ms=self._slo.tpot_ms)

@@ -12,7 +12,7 @@ from pagemill_gateway.config import BatchesConfig
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.conversations import fresh_prompt
 from pagemill_simulator.fleet.event_log import EventLog
-from pagemill_simulator.fleet.relay import MODEL, Relay
+from pagemill_simulator.fleet.relay import MODEL, SimulatedRelay
 from pagemill_simulator.workloads.request import Workload
 
 
@@ -23,7 +23,7 @@ class BatchLines:
         config: BatchesConfig,
         vocab_size: int,
         brain: LocalBrain,
-        relay: Relay,
+        relay: SimulatedRelay,
         events: Events,
         loop: EventsLoop,
         event_log: EventLog,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.platform import Platform
-from pagemill_simulator.scaling.policy import Bounds, FleetScaler, Seen
+from pagemill_simulator.scaling.policy import FleetScaler, FleetSnapshot, ReplicaBounds
 
 POINT_S = 5.0
 """Seconds between two points of the timeline if nothing changes."""
@@ -14,7 +14,12 @@ POINT_S = 5.0
 
 class Controller:
     def __init__(
-        self, events: Events, platform: Platform, policy: FleetScaler, bounds: Bounds, see: Callable[[], Seen]
+        self,
+        events: Events,
+        platform: Platform,
+        policy: FleetScaler,
+        bounds: ReplicaBounds,
+        see: Callable[[], FleetSnapshot],
     ) -> None:
         """`see` returns the present state of the fleet."""
         self._events = events

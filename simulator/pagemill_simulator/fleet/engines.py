@@ -14,7 +14,7 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.state import EngineLoad, StateFrame
 
 
-class Delivery(NamedTuple):
+class TokenDelivery(NamedTuple):
     """New tokens of one request."""
 
     request_id: str
@@ -26,11 +26,11 @@ class Delivery(NamedTuple):
 
 Observe = Callable[[StateFrame], None]
 """Called when a frame reaches the gateway."""
-Deliver = Callable[[Sequence[Delivery]], None]
+Deliver = Callable[[Sequence[TokenDelivery]], None]
 """Called when tokens reach the gateway."""
 
 
-class Engine(Protocol):
+class SimulatedEngine(Protocol):
     """One start of a pod."""
 
     @property
@@ -74,7 +74,7 @@ class EngineKind(Protocol):
     is_exact: bool
     vocab_size: int
 
-    def start(self, pod_name: str, observe: Observe, deliver: Deliver) -> Engine: ...
+    def start(self, pod_name: str, observe: Observe, deliver: Deliver) -> SimulatedEngine: ...
 
     def prefix_chunks(self, prompt: Sequence[int], session: int | None, scheme: HashScheme) -> tuple[bytes, ...]:
         """Return the names that the engines give to the prompt's full prefix chunks."""

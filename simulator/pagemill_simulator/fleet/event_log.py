@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
-from pagemill_simulator.fleet.outcome import FleetPoint, Outcome, Served
+from pagemill_simulator.fleet.outcome import FleetOutcome, FleetPoint, Served
 from pagemill_simulator.workloads.request import Workload
 
 FLAP_S = 300.0
@@ -54,12 +54,12 @@ class EventLog:
     def crashed(self) -> None:
         self.num_crashes += 1
 
-    def outcome(self, policy: str, duration_s: float, *, is_exact: bool) -> Outcome:
+    def outcome(self, policy: str, duration_s: float, *, is_exact: bool) -> FleetOutcome:
         """Return the outcome. Raise `RuntimeError` if a request never ended."""
         served = [each for each in self._served if each is not None]
         if len(served) != len(self._served):
             raise RuntimeError(f"{len(self._served) - len(served)} requests never ended")
-        return Outcome(
+        return FleetOutcome(
             policy=policy,
             workload=self._workload.name,
             requests=sorted(served, key=lambda each: each.arrival_s),

@@ -18,7 +18,7 @@ from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.state import EngineLoad
 from pagemill_simulator.events import Events
-from pagemill_simulator.fleet.engines import Deliver, Delivery, Observe
+from pagemill_simulator.fleet.engines import Deliver, Observe, TokenDelivery
 from pagemill_simulator.pod import RunningPod, SimulatedPod
 
 VOCAB_SIZE = 32000
@@ -73,13 +73,13 @@ class ExactEngine:
 
     def drain(self) -> None:
         self._pod.drain()
-        self._running.tell()
+        self._running.request_frame()
 
     def _delivered(self, outputs: StepOutputs) -> None:
         self.num_output_tokens += sum(len(each.token_ids) for each in outputs.outputs)
         self._deliver(
             [
-                Delivery(
+                TokenDelivery(
                     each.request_id,
                     each.token_ids,
                     each.num_cached_tokens,

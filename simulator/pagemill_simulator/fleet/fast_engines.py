@@ -16,7 +16,7 @@ import msgspec
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_engine.runner.null import DEFAULT_STEP_TIME, NullRunner
-from pagemill_gateway.admission.reservations import REPORTS_UNTIL_SEEN
+from pagemill_gateway.admission.reservations import REPORTS_UNTIL_COUNTED
 from pagemill_gateway.brain.interface import HashScheme
 from pagemill_protocol.errors import context_length_exceeded, unavailable
 from pagemill_protocol.generate import GenerateRequest
@@ -24,9 +24,9 @@ from pagemill_protocol.hashes import prefix_chunk_blocks
 from pagemill_protocol.state import EngineLoad, StateFrame
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.conversations import FILLER
-from pagemill_simulator.fleet.engines import Deliver, Delivery, Observe
+from pagemill_simulator.fleet.engines import Deliver, Observe, TokenDelivery
 from pagemill_simulator.fleet.fast_pod import FastPod
-from pagemill_simulator.fleet.fast_row import Row
+from pagemill_simulator.fleet.fast_sequence import FastSequence
 from pagemill_simulator.fleet.fast_steps import StepTimes
 from pagemill_simulator.pod import FRAME_INTERVAL_S, HEARTBEAT_S, NETWORK_S, digests_of
 
@@ -126,10 +126,10 @@ class FastEngine:
             raise unavailable("The queue of the simulated engine is full.", retry_after_s=1)
         num_output_tokens = min(request.sampling.max_tokens or room, room) - num_made
         self._pod.advance(now)
-        row = Row(now, num_prompt_tokens + num_made, num_output_tokens, session, request.request_id)
+        row = FastSequence(now, num_prompt_tokens + num_made, num_output_tokens, session, request.request_id)
         row.priority = request.priority
         self._pod.add(row, now)
-        self._num_owed = REPORTS_UNTIL_SEEN
+        self._num_owed = REPORTS_UNTIL_COUNTED
         self._plan()
 
     def drain(self) -> None:
@@ -170,11 +170,11 @@ class FastEngine:
         if not self._pod.is_starting:
             self._report_in_time(now)
 
-    def _deliver_first(self, row: Row) -> None:
+    def _deliver_first(self, row: FastSequence) -> None:
         if not row.num_delivered and row.first_token_s <= self._stopped_s:
             row.num_delivered = 1
             is_last = row.num_output_tokens == 1
-            self._deliver([Delivery(str(row.client), [FILLER], row.num_cached_tokens, is_last)])
+            self._deliver([TokenDelivery(str(row.client), [FILLER], row.num_cached_tokens, is_last)])
 
     def _pass_on(self, now: float) -> None:
         """Schedule the delivery of answers that are complete by now."""
@@ -183,18 +183,18 @@ class FastEngine:
             row = ended.popleft()
             self._events.at(row.end_s + NETWORK_S, partial(self._deliver_rest, row))
 
-    def _deliver_rest(self, row: Row) -> None:
+    def _deliver_rest(self, row: FastSequence) -> None:
         num_tokens = row.num_output_tokens - row.num_delivered
         if num_tokens:
             row.num_delivered += num_tokens
-            self._deliver([Delivery(str(row.client), [FILLER] * num_tokens, row.num_cached_tokens, True)])
+            self._deliver([TokenDelivery(str(row.client), [FILLER] * num_tokens, row.num_cached_tokens, True)])
 
-    def _deliver_cut(self, cut: Sequence[tuple[Row, int]]) -> None:
+    def _deliver_cut(self, cut: Sequence[tuple[FastSequence, int]]) -> None:
         """Deliver the tokens of answers that end here unfinished."""
         for row, num_made in cut:
             num_tokens = num_made - row.num_delivered
             if num_tokens > 0:
-                self._deliver([Delivery(str(row.client), [FILLER] * num_tokens, row.num_cached_tokens, False)])
+                self._deliver([TokenDelivery(str(row.client), [FILLER] * num_tokens, row.num_cached_tokens, False)])
 
     # Reports.
 

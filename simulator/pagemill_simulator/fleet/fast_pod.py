@@ -23,11 +23,11 @@ import msgspec
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.policies import POLICIES
-from pagemill_engine.scheduler.sorted_sequences import unhurried_last
+from pagemill_engine.scheduler.sorted_sequences import low_priority_last
 from pagemill_protocol.state import EngineLoad
 from pagemill_simulator.fleet.fast_kv import KVCounts
-from pagemill_simulator.fleet.fast_row import Place, Row
-from pagemill_simulator.fleet.fast_steps import Run, StepTimes
+from pagemill_simulator.fleet.fast_sequence import FastSequence, SequencePhase
+from pagemill_simulator.fleet.fast_steps import StepRun, StepTimes
 
 
 class FastPod:
@@ -42,48 +42,48 @@ class FastPod:
         self._num_latest_tokens = self._num_tokens_before = 0
         """Tokens sampled by the latest step, and by the one before it."""
         self.busy_s = 0.0
-        self.ended: deque[Row] = deque()
+        self.ended: deque[FastSequence] = deque()
         """Rows whose last step was launched, in the order of its end; the reader removes them."""
         self._steps = steps
         self._overlaps = overlaps
-        self._rank = unhurried_last(POLICIES[limits.policy])
+        self._rank = low_priority_last(POLICIES[limits.policy])
         self._budget = limits.max_num_batched_tokens
         self._num_arrivals = 0
         self._launch_s = 0.0
         """Launch time of the next step: the step before the latest one was read then."""
         self._read_s = 0.0
         """When the step before the running one was read."""
-        self._started: list[Row] = []
+        self._started: list[FastSequence] = []
         """Rows whose first token's step was launched; the reader removes them."""
         self._end_s: float | None = None
         """End of the step in flight; None: there is none."""
-        self._waiting: list[tuple[tuple[int, ...], Row]] = []
+        self._waiting: list[tuple[tuple[int, ...], FastSequence]] = []
         """A heap."""
         self._num_waiting_tokens = 0
-        self._prefilling: list[tuple[tuple[int, ...], Row]] = []
+        self._prefilling: list[tuple[tuple[int, ...], FastSequence]] = []
         """Sorted by rank."""
-        self._decoding: list[tuple[int, int, Row]] = []
+        self._decoding: list[tuple[int, int, FastSequence]] = []
         """A heap by the step after the row's last one, then by arrival."""
         self._num_decode_tokens = 0
         """Number of tokens that decoding rows have computed."""
-        self._leaving: deque[Row] = deque()
-        self._unreported: list[Row] = []
+        self._leaving: deque[FastSequence] = deque()
+        self._unreported: list[FastSequence] = []
         """Decoding rows whose next step samples their first token."""
         self._is_stuck = False
         """Whether no waiting request can start before a row ends."""
         self._last_report: EngineLoad | None = None
         """None: nothing was decided since."""
-        self._known_run: tuple[Run, int] | None = None
+        self._known_run: tuple[StepRun, int] | None = None
         """None: a step was launched, or blocks were freed, since it was computed."""
         self._is_starting = False
-        self._num_new = self._num_new_tokens = self._num_new_unhurried = 0
+        self._num_new = self._num_new_tokens = self._num_new_low_priority = 0
         """Requests, prompt tokens, and low-priority requests that arrived since the last launch of a step."""
-        self._num_unhurried = 0
+        self._num_low_priority = 0
         """Number of low-priority rows, in any place."""
 
     # -- arrivals -------------------------------------------------------------------------------------------------
 
-    def add(self, row: Row, now_s: float) -> None:
+    def add(self, row: FastSequence, now_s: float) -> None:
         """Add a row that arrives; the pod must have been advanced to `now_s` before."""
         if not self.has_work:
             self._launch_s = max(self._launch_s, now_s)
@@ -92,8 +92,8 @@ class FastPod:
         row.num_tokens, row.num_left = row.num_prompt_tokens, row.num_output_tokens
         row.owner = row.session
         self._num_new, self._num_new_tokens = self._num_new + 1, self._num_new_tokens + row.num_tokens
-        self._num_unhurried += row.is_unhurried
-        self._num_new_unhurried += row.is_unhurried
+        self._num_low_priority += row.is_low_priority
+        self._num_new_low_priority += row.is_low_priority
         self._queue(row)
 
     @property
@@ -139,7 +139,7 @@ class FastPod:
             num_requests_prefilling=len(self._prefilling),
             num_tokens_prefilling=num_tokens_prefilling,
             num_tokens_prefilled=num_tokens_prefilled,
-            num_requests_giving_way=self._num_unhurried - self._num_new_unhurried,
+            num_low_priority_requests=self._num_low_priority - self._num_new_low_priority,
         )
 
     def report_age_s(self, now_s: float) -> float:
@@ -160,7 +160,7 @@ class FastPod:
         num_unread += self._num_tokens_before if self._launch_s > now_s else 0
         return self.num_sampled_tokens - num_unread
 
-    def take_started(self) -> list[Row]:
+    def take_started(self) -> list[FastSequence]:
         """Return the rows whose first token is sampled by a step that was launched since the last call."""
         started, self._started = self._started, []
         return started
@@ -176,7 +176,7 @@ class FastPod:
         is_tight = 2 * self.kv.num_active > self.limits.num_blocks
         return self.has_work and (self._last_report is not None or is_tight)
 
-    def cut(self, now_s: float) -> list[tuple[Row, int]]:
+    def cut(self, now_s: float) -> list[tuple[FastSequence, int]]:
         """Return all unfinished rows of a pod that is gone at `now_s`, with the number of their generated tokens."""
         found = [row for _, row in self._waiting] + [row for _, row in self._prefilling]
         for _, _, row in self._decoding:
@@ -194,14 +194,14 @@ class FastPod:
             self._release(self._launch_s)
             if not self.has_work:
                 break
-            if self._is_calm() and self._leap(until_s):
+            if self._decodes_only() and self._skip_steps(until_s):
                 self._last_report, self._is_starting = None, False
             else:
                 # What arrived while the step ran was not there when its report was made.
                 self._last_report = None
                 self._last_report = self.report()
                 self._is_starting = self._end_s is None and self._overlaps
-                self._num_new = self._num_new_tokens = self._num_new_unhurried = 0
+                self._num_new = self._num_new_tokens = self._num_new_low_priority = 0
                 self._iterate()
         self._release(until_s)
 
@@ -214,18 +214,18 @@ class FastPod:
             return self.ended[0].end_s
         if not self.has_work:
             return math.inf
-        if self._is_starting or not self._is_calm():
+        if self._is_starting or not self._decodes_only():
             return self._launch_s
         run, num_steps = self._run()
         return run.end_s(num_steps) if num_steps else self._launch_s
 
-    def _is_calm(self) -> bool:
+    def _decodes_only(self) -> bool:
         """Whether the next steps only decode the same rows."""
         if self._prefilling or not self._decoding or (self._overlaps and self._end_s is None):
             return False
         return not self._waiting or (self._is_stuck and not self._leaving)
 
-    def _run(self) -> tuple[Run, int]:
+    def _run(self) -> tuple[StepRun, int]:
         """Return the run of steps that decode just these rows, and its length."""
         if self._known_run is not None:
             return self._known_run
@@ -236,7 +236,7 @@ class FastPod:
         self._known_run = run, self.kv.steps_until_full(self.num_steps, num_rows, left)
         return self._known_run
 
-    def _leap(self, until_s: float) -> bool:
+    def _skip_steps(self, until_s: float) -> bool:
         """Launch the steps of the run that are launched in time; return False if the next one lacks blocks."""
         run, most = self._run()
         if not most:
@@ -248,7 +248,7 @@ class FastPod:
             # Each is launched when the step before the previous one ends: the second when the one in flight does.
             num_steps += 1 + run.num_ended_before(until_s, most - 2)
         if self._unreported:
-            self._tell_first(run.end_s(1))
+            self._report_first_token(run.end_s(1))
         kv, num_rows = self.kv, len(self._decoding)
         kv.take(kv.needed_by(self.num_steps, num_steps, num_rows))
         end_s = run.end_s(num_steps)
@@ -273,8 +273,8 @@ class FastPod:
 
     def _launch(self, begin_s: float) -> float | None:
         """Decide a step that begins at `begin_s`; return its end, or None if nothing can run before another is read."""
-        if self._num_unhurried:
-            self._make_way()
+        if self._num_low_priority:
+            self._preempt_low_priority()
         num_preemptions = self.num_preemptions
         kv = self.kv
         while kv.needed_at(self.num_steps) > kv.num_free:
@@ -288,7 +288,7 @@ class FastPod:
             return None
         end_s = begin_s + self._steps.step_s(num_tokens, step.num_context_tokens, step.products)
         if self._unreported:
-            self._tell_first(end_s)
+            self._report_first_token(end_s)
         self._stepped(1, begin_s, end_s)
         for row, num_chunk_tokens in step.chunks:
             self._computed(row, num_chunk_tokens, end_s)
@@ -310,31 +310,31 @@ class FastPod:
                 fits = self._start(self._waiting[0][1], step)
             elif running:
                 row = running.popleft()[1]
-                if row.place is Place.PREFILLING:
+                if row.phase is SequencePhase.PREFILLING:
                     self._continue(row, step)
             else:
-                self._is_stuck = self.num_preemptions == num_preemptions and not self._makes_way_next()
+                self._is_stuck = self.num_preemptions == num_preemptions and not self._preempts_next()
                 return
 
-    def _make_way(self) -> None:
-        """See `Scheduler._make_way`."""
+    def _preempt_low_priority(self) -> None:
+        """See `Scheduler._preempt_low_priority`."""
         most = self.limits.max_num_seqs
         if self.num_running < most:
             return
-        num_hurried = sum(1 for _, row in self._waiting if not row.is_unhurried)
+        num_hurried = sum(1 for _, row in self._waiting if not row.is_low_priority)
         for _ in range(min(num_hurried, most)):
             last = self._newest()
-            if not last.is_unhurried:
+            if not last.is_low_priority:
                 return
             self._preempt(last)
 
-    def _makes_way_next(self) -> bool:
+    def _preempts_next(self) -> bool:
         """Whether the next step preempts a low-priority row: all sequence slots are taken and another request waits."""
-        if not self._num_unhurried or not self._waiting or self.num_running < self.limits.max_num_seqs:
+        if not self._num_low_priority or not self._waiting or self.num_running < self.limits.max_num_seqs:
             return False
-        return not self._waiting[0][1].is_unhurried and self._newest().is_unhurried
+        return not self._waiting[0][1].is_low_priority and self._newest().is_low_priority
 
-    def _start(self, row: Row, step: _Step) -> bool:
+    def _start(self, row: FastSequence, step: _Step) -> bool:
         """See `Scheduler._start`."""
         kv = self.kv
         num_hits = 0
@@ -355,13 +355,13 @@ class FastPod:
         row.num_computed_tokens, row.num_blocks = num_cached_tokens, num_hits
         if not row.started:
             row.started, row.num_cached_tokens = True, num_cached_tokens
-        row.place = Place.PREFILLING
+        row.phase = SequencePhase.PREFILLING
         insort(self._prefilling, (self._rank_of(row), row))
         self._place(row, num_tokens, step)
         step.num_reserved_blocks += kv.blocks_for(row.num_tokens) - row.num_blocks
         return True
 
-    def _continue(self, row: Row, step: _Step) -> None:
+    def _continue(self, row: FastSequence, step: _Step) -> None:
         """See `Scheduler._continue`: other rows are preempted until this one fits, or it is preempted itself."""
         kv = self.kv
         num_tokens = min(row.num_due_tokens, step.budget)
@@ -375,16 +375,16 @@ class FastPod:
         self._place(row, num_tokens, step)
         step.num_reserved_blocks -= num_new
 
-    def _place(self, row: Row, num_tokens: int, step: _Step) -> None:
+    def _place(self, row: FastSequence, num_tokens: int, step: _Step) -> None:
         num_blocks = self.kv.blocks_for(row.num_computed_tokens + num_tokens)
         self.kv.take(num_blocks - row.num_blocks)
         row.num_blocks = num_blocks
         step.chunks.append((row, num_tokens))
         step.count(row, num_tokens, 1)
 
-    def _withdraw(self, victim: Row, step: _Step) -> None:
+    def _withdraw(self, victim: FastSequence, step: _Step) -> None:
         """Remove a preempted row's part from the step."""
-        if victim.place is Place.DECODING:
+        if victim.phase is SequencePhase.DECODING:
             num_computed_tokens = victim.num_computed_tokens + self.num_steps - victim.as_of_step
             step.budget += 1
             step.num_context_tokens -= num_computed_tokens + 1
@@ -413,7 +413,7 @@ class FastPod:
             self._settle(row)
             self._leave(row, end_s)
 
-    def _computed(self, row: Row, num_tokens: int, end_s: float) -> None:
+    def _computed(self, row: FastSequence, num_tokens: int, end_s: float) -> None:
         row.num_computed_tokens += num_tokens
         row.num_unread_tokens = num_tokens
         if row.num_due_tokens == 0:
@@ -428,27 +428,27 @@ class FastPod:
         if not row.num_left:
             self._leave(row, end_s)
             return
-        row.place, row.as_of_step = Place.DECODING, self.num_steps
+        row.phase, row.as_of_step = SequencePhase.DECODING, self.num_steps
         self._num_decode_tokens += row.num_computed_tokens
         self.kv.watch(self.num_steps, row.num_computed_tokens)
         heappush(self._decoding, (self.num_steps + row.num_left, row.arrival, row))
         if row.first_token_s == math.inf:
             self._unreported.append(row)
 
-    def _tell_first(self, end_s: float) -> None:
+    def _report_first_token(self, end_s: float) -> None:
         for row in self._unreported:
             self._started_at(row, end_s)
         self._unreported.clear()
 
-    def _started_at(self, row: Row, end_s: float) -> None:
+    def _started_at(self, row: FastSequence, end_s: float) -> None:
         if row.first_token_s == math.inf:
             row.first_token_s = end_s
             self._started.append(row)
             if row.session is not None:
                 self.kv.hold(row.session, row.num_computed_tokens)
 
-    def _leave(self, row: Row, end_s: float) -> None:
-        row.place, row.end_s = Place.LEAVING, end_s
+    def _leave(self, row: FastSequence, end_s: float) -> None:
+        row.phase, row.end_s = SequencePhase.LEAVING, end_s
         self._leaving.append(row)
         self.ended.append(row)
 
@@ -457,30 +457,30 @@ class FastPod:
         leaving = self._leaving
         while leaving and leaving[0].end_s <= now_s:
             row = leaving.popleft()
-            row.place = Place.GONE
-            self._num_unhurried -= row.is_unhurried
+            row.phase = SequencePhase.GONE
+            self._num_low_priority -= row.is_low_priority
             self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
             self._is_stuck, self._last_report, self._known_run = False, None, None
 
     # -- moves of rows --------------------------------------------------------------------------------------------
 
-    def _rank_of(self, row: Row) -> tuple[int, ...]:
+    def _rank_of(self, row: FastSequence) -> tuple[int, ...]:
         return self._rank(row)  # type: ignore[arg-type]  # a row has all fields that ranks use
 
-    def _queue(self, row: Row) -> None:
-        row.place = Place.WAITING
+    def _queue(self, row: FastSequence) -> None:
+        row.phase = SequencePhase.WAITING
         heappush(self._waiting, (self._rank_of(row), row))
         self._num_waiting_tokens += row.num_due_tokens
         self._is_stuck = False
 
-    def _newest(self) -> Row:
+    def _newest(self) -> FastSequence:
         """Return the row to preempt first: the latest arrival among running low-priority rows, or else among all."""
         rows = [row for _, _, row in self._decoding]
         rows += [row for _, row in self._prefilling]
         rows += self._leaving
         return max(rows, key=lambda row: (row.priority, row.arrival))
 
-    def _settle(self, row: Row) -> None:
+    def _settle(self, row: FastSequence) -> None:
         """Update the counters of a decoding row that the caller has taken out of the heap."""
         num_steps = self.num_steps - row.as_of_step
         self._num_decode_tokens -= row.num_computed_tokens + num_steps
@@ -491,15 +491,15 @@ class FastPod:
         row.num_left -= num_steps
         row.num_blocks = self.kv.blocks_for(row.num_computed_tokens)
 
-    def _preempt(self, row: Row) -> None:
+    def _preempt(self, row: FastSequence) -> None:
         self.num_preemptions += 1
-        if row.place is Place.LEAVING:  # the row ends anyway: only its blocks are freed
+        if row.phase is SequencePhase.LEAVING:  # the row ends anyway: only its blocks are freed
             self._leaving.remove(row)
             self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
-            row.place = Place.GONE
-            self._num_unhurried -= row.is_unhurried
+            row.phase = SequencePhase.GONE
+            self._num_low_priority -= row.is_low_priority
             return
-        if row.place is Place.DECODING:
+        if row.phase is SequencePhase.DECODING:
             self._decoding = [each for each in self._decoding if each[2] is not row]
             heapify(self._decoding)
             self._settle(row)
@@ -515,7 +515,7 @@ class FastPod:
         self._queue(row)
 
 
-def _num_made(row: Row, num_unread: int, now_s: float) -> int:
+def _num_made(row: FastSequence, num_unread: int, now_s: float) -> int:
     """Return the tokens that were read by then; the last ones may have been sampled by unread steps."""
     if row.first_token_s > now_s:
         return 0
@@ -534,9 +534,9 @@ class _Step:
         self.products = 0
         """Sum over chunks of tokens times context."""
         self.num_reserved_blocks = 0
-        self.chunks: list[tuple[Row, int]] = []
+        self.chunks: list[tuple[FastSequence, int]] = []
 
-    def count(self, row: Row, num_tokens: int, sign: int) -> None:
+    def count(self, row: FastSequence, num_tokens: int, sign: int) -> None:
         """Add or remove a chunk of a prompt; a single due token counts as a decode's."""
         num_context_tokens = row.num_computed_tokens + num_tokens
         self.budget -= sign * num_tokens

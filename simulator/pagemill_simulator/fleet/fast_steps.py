@@ -31,13 +31,13 @@ class StepTimes:
         base_s = self.base_s[num_tokens]
         return base_s + self.decode_context_s * num_context_tokens + self.chunk_context_s * products
 
-    def run_of(self, num_rows: int, num_context_tokens: int, begin_s: float) -> Run:
+    def run_of(self, num_rows: int, num_context_tokens: int, begin_s: float) -> StepRun:
         """Return the run of decode steps; `num_context_tokens` is what the first step reads."""
         first_s = self.base_s[num_rows] + self.decode_context_s * num_context_tokens
-        return Run(begin_s, first_s, self.decode_context_s * num_rows)
+        return StepRun(begin_s, first_s, self.decode_context_s * num_rows)
 
 
-class Run(NamedTuple):
+class StepRun(NamedTuple):
     """Successive steps, each longer than the previous one by the same time."""
 
     begin_s: float

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pagemill_simulator.fleet.outcome import Outcome, Served
+from pagemill_simulator.fleet.outcome import FleetOutcome, Served
 
 Span = tuple[float, float]
 """Start and end in seconds since the first request could arrive."""
@@ -56,7 +56,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures_of(
-    outcome: Outcome,
+    outcome: FleetOutcome,
     *,
     slo_ttft_ms: float | None = None,
     slo_tpot_ms: float | None = None,

@@ -19,10 +19,10 @@ from pagemill_engine.config import EngineConfig
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import FailureKind
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.garbage import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
-from pagemill_operator.autoscaler.signals import View, merge
+from pagemill_gateway.garbage_collection import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
+from pagemill_operator.autoscaler.signals import GatewayReport, merge
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.load import DeploymentLoad, EngineHeld
+from pagemill_protocol.load import DeploymentLoad, EngineWork
 from pagemill_protocol.state import StateFrame
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.batch_lines import BatchLines
@@ -32,12 +32,12 @@ from pagemill_simulator.fleet.engines import EngineKind
 from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.exact_engines import ExactEngines
 from pagemill_simulator.fleet.fast_engines import FastEngines
-from pagemill_simulator.fleet.outcome import Outcome, Served
+from pagemill_simulator.fleet.outcome import FleetOutcome, Served
 from pagemill_simulator.fleet.platform import Platform, Pod
-from pagemill_simulator.fleet.relay import MODEL, Relay, Site
+from pagemill_simulator.fleet.relay import MODEL, PodRun, SimulatedRelay
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.pod import NETWORK_S
-from pagemill_simulator.scaling.policy import FleetScaler, PodSeen, Seen
+from pagemill_simulator.scaling.policy import FleetScaler, FleetSnapshot, PodSnapshot
 from pagemill_simulator.workloads.request import Workload
 
 PROGRESS_STEPS = 200
@@ -51,7 +51,7 @@ def simulate_fleet(
     fast: bool = False,
     progress: Callable[[float], None] | None = None,
     on_end: Callable[[Served], None] | None = None,
-) -> Outcome:
+) -> FleetOutcome:
     """Serve `workload` with as many pods as `policy` orders; return the outcome.
 
     With `fast`, engines decide on counters: a hundred pods for an hour take minutes, and figures are within a few
@@ -59,13 +59,13 @@ def simulate_fleet(
     ends; an exception of it ends the simulation. Raise `SettingsError`, or `RuntimeError` if a request ended twice or
     never.
     """
-    with _collecting_seldom():
+    with _reduced_garbage_collection():
         kind = FastEngines if fast else ExactEngines
         return _Fleet(workload, settings.checked(), policy, kind, progress, on_end).run()
 
 
 @contextmanager
-def _collecting_seldom() -> Iterator[None]:
+def _reduced_garbage_collection() -> Iterator[None]:
     """Collect garbage rarely, as a gateway does: a simulation creates no cycles, and what it keeps grows."""
     before = gc.get_threshold()
     gc.set_threshold(NEW_OBJECTS, YOUNG_ROUNDS, MIDDLE_ROUNDS)
@@ -100,21 +100,21 @@ class _Fleet:
         config = GatewayConfig(routing_policy=settings.routing_policy, discovery="kubernetes", decision_log_size=0)
         self._handover_timeout_s = config.handover_timeout_s
         self._brain = LocalBrain(config, clock=events.now, rng=random.Random(f"{settings.seed} gateway"))
-        self._sites: dict[str, Site] = {}
+        self._pod_runs: dict[str, PodRun] = {}
         """The engine that runs in each pod."""
-        self._relay = Relay(
+        self._relay = SimulatedRelay(
             self._brain,
             events,
             self._loop,
-            self._sites,
+            self._pod_runs,
             self._kinds[0].prefix_chunks,
             max_attempts=settings.max_attempts,
             seed=settings.seed,
-            on_empty=self._look_whether_empty,
+            on_empty=self._check_empty,
         )
         self._conversations = Conversations(workload.requests, self._kinds[0].vocab_size)
         self._platform = Platform(events, settings, self, self._event_log)
-        self._controller = Controller(events, self._platform, policy, settings.bounds, self._see)
+        self._controller = Controller(events, self._platform, policy, settings.bounds, self._snapshot)
         self._batch_lines = BatchLines(
             workload,
             settings.batches,
@@ -127,7 +127,7 @@ class _Fleet:
         )
         self._num_arrived = self._num_ended = self._num_prompt_tokens = self._num_made_by_gone = 0
 
-    def run(self) -> Outcome:
+    def run(self) -> FleetOutcome:
         """Run to the end of the traffic and the last token."""
         events, loop, event_log = self._events, self._loop, self._event_log
         self._apply_catalog()
@@ -144,8 +144,8 @@ class _Fleet:
         finally:
             loop.close()
         self._platform.end()
-        for site in self._sites.values():
-            site.engine.check()
+        for pod_run in self._pod_runs.values():
+            pod_run.engine.check()
         return event_log.outcome(self._policy.name, events.now_s, is_exact=self._kinds[0].is_exact)
 
     def _schedule_progress(self) -> None:
@@ -160,38 +160,38 @@ class _Fleet:
         self._events.after(NETWORK_S, self._apply_catalog)
 
     def ready(self, pod: Pod) -> None:
-        site = Site(pod.name)
-        observe, deliver = partial(self._observe, site), partial(self._relay.deliver, site)
+        pod_run = PodRun(pod.name)
+        observe, deliver = partial(self._observe, pod_run), partial(self._relay.deliver, pod_run)
         kind = self._kinds[pod.number % len(self._kinds)]
-        site.engine = kind.start(pod.name, observe, deliver)
-        self._sites[pod.name] = site
+        pod_run.engine = kind.start(pod.name, observe, deliver)
+        self._pod_runs[pod.name] = pod_run
         self.listed()
-        self._events.after(NETWORK_S, partial(observe, site.engine.snapshot()))
+        self._events.after(NETWORK_S, partial(observe, pod_run.engine.snapshot()))
 
     def crashed(self, pod: Pod) -> None:
         self._end(pod, "lost")
         self.listed()
 
     def drains(self, pod: Pod) -> None:
-        site = self._sites[pod.name]
-        site.engine.drain()
-        self._loop.spawn(self._hand_over(site))
+        pod_run = self._pod_runs[pod.name]
+        pod_run.engine.drain()
+        self._loop.spawn(self._hand_over(pod_run))
 
     def gone(self, pod: Pod) -> None:
         self._end(pod, "declined")
 
-    def held(self) -> Mapping[str, EngineHeld]:
+    def held(self) -> Mapping[str, EngineWork]:
         return {each.id: each for each in self._load().held}
 
     def num_in_system(self) -> int:
         return self._num_arrived - self._num_ended
 
     def _end(self, pod: Pod, kind: FailureKind) -> None:
-        site = self._sites.pop(pod.name, None)
-        if site is not None:
-            site.engine.stop()
-            self._num_made_by_gone += site.engine.num_output_tokens
-            self._events.after(NETWORK_S, partial(self._cut, site, kind))
+        pod_run = self._pod_runs.pop(pod.name, None)
+        if pod_run is not None:
+            pod_run.engine.stop()
+            self._num_made_by_gone += pod_run.engine.num_output_tokens
+            self._events.after(NETWORK_S, partial(self._cut, pod_run, kind))
 
     # Input of the gateway.
 
@@ -206,31 +206,31 @@ class _Fleet:
         )
         self._brain.apply_catalog(Catalog(models=[model]))
 
-    def _observe(self, site: Site, frame: StateFrame) -> None:
-        if site.engine.is_up:
-            self._brain.observe(site.pod_name, frame)
+    def _observe(self, pod_run: PodRun, frame: StateFrame) -> None:
+        if pod_run.engine.is_up:
+            self._brain.observe(pod_run.pod_name, frame)
 
-    def _cut(self, site: Site, kind: FailureKind) -> None:
-        self._brain.stream_lost(site.pod_name)
-        if site.pod_name not in self._sites:
-            self._brain.unreachable(site.pod_name)
-        self._relay.cut(site, kind)
+    def _cut(self, pod_run: PodRun, kind: FailureKind) -> None:
+        self._brain.stream_lost(pod_run.pod_name)
+        if pod_run.pod_name not in self._pod_runs:
+            self._brain.unreachable(pod_run.pod_name)
+        self._relay.cut(pod_run, kind)
 
-    async def _hand_over(self, site: Site) -> None:
+    async def _hand_over(self, pod_run: PodRun) -> None:
         """Drain a pod as `discovery.handover` does: nothing more goes there once another pod can take over."""
-        brain, name = self._brain, site.pod_name
+        brain, name = self._brain, pod_run.pod_name
         await asyncio.sleep(2 * NETWORK_S)
         await brain.changes.wait_until(lambda: brain.replaceable(name), self._handover_timeout_s)
         brain.drain(name)
         # What was sent before has arrived by then.
         await asyncio.sleep(2 * NETWORK_S)
         brain.drain_acknowledged(name)
-        site.takes_more = False
-        self._look_whether_empty(site)
+        pod_run.accepts_requests = False
+        self._check_empty(pod_run)
 
-    def _look_whether_empty(self, site: Site) -> None:
-        pod = self._platform.pods.get(site.pod_name)
-        if pod is not None and not site.takes_more and not site.courses:
+    def _check_empty(self, pod_run: PodRun) -> None:
+        pod = self._platform.pods.get(pod_run.pod_name)
+        if pod is not None and not pod_run.accepts_requests and not pod_run.requests:
             self._platform.emptied(pod)
 
     # Requests.
@@ -273,28 +273,30 @@ class _Fleet:
     def _load(self) -> DeploymentLoad:
         return self._brain.load()[0]
 
-    def _see(self) -> Seen:
+    def _snapshot(self) -> FleetSnapshot:
         load, now = self._load(), self._events.now_s
         pods = self._platform.pods.values()
-        return Seen(
+        return FleetSnapshot(
             at_s=now,
             wanted=self._platform.wanted,
-            pods=tuple(self._pod_seen(pod) for pod in pods if pod.live),
-            num_on_leaving=sum(len(site.courses) for name, site in self._sites.items() if not self._is_live(name)),
+            pods=tuple(self._pod_snapshot(pod) for pod in pods if pod.live),
+            num_on_leaving=sum(
+                len(pod_run.requests) for name, pod_run in self._pod_runs.items() if not self._is_live(name)
+            ),
             num_held=load.queue.num_requests,
             num_arrived=self._num_arrived,
             num_prompt_tokens_arrived=self._num_prompt_tokens,
             num_output_tokens_made=self._num_made_by_gone
-            + sum(each.engine.num_output_tokens for each in self._sites.values()),
-            signals=merge([View(load)], self._platform.fleet(), num_gateways=1, at_s=now),
+            + sum(each.engine.num_output_tokens for each in self._pod_runs.values()),
+            signals=merge([GatewayReport(load)], self._platform.fleet(), num_gateways=1, at_s=now),
         )
 
-    def _pod_seen(self, pod: Pod) -> PodSeen:
-        site = self._sites.get(pod.name)
-        if site is None:
-            return PodSeen(pod.name, is_ready=False)
-        load = site.engine.load
-        return PodSeen(pod.name, True, load.num_requests_running, load.num_requests_waiting, load.kv_cache_usage)
+    def _pod_snapshot(self, pod: Pod) -> PodSnapshot:
+        pod_run = self._pod_runs.get(pod.name)
+        if pod_run is None:
+            return PodSnapshot(pod.name, is_ready=False)
+        load = pod_run.engine.load
+        return PodSnapshot(pod.name, True, load.num_requests_running, load.num_requests_waiting, load.kv_cache_usage)
 
     def _is_live(self, name: str) -> bool:
         pod = self._platform.pods.get(name)

@@ -35,7 +35,7 @@ class FleetPoint(NamedTuple):
     num_in_system: int
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class FleetOutcome(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     workload: str
     requests: Sequence[Served]

@@ -16,11 +16,11 @@ from pagemill_operator.autoscaler.signals import Fleet
 from pagemill_operator.backends.start_durations import StartDurations
 from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.status.observation import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineHeld
+from pagemill_protocol.load import EngineWork
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.outcome import FleetPoint
-from pagemill_simulator.fleet.settings import FleetSettings, Start
+from pagemill_simulator.fleet.settings import FleetSettings, PodStart
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class Engines(Protocol):
         """Cut off what still runs in the pod."""
         ...
 
-    def held(self) -> Mapping[str, EngineHeld]:
+    def held(self) -> Mapping[str, EngineWork]:
         """Return the load by pod name, of those that report."""
         ...
 
@@ -109,7 +109,7 @@ class Platform:
         for _ in range(replicas - len(live)):
             self._start(self._make())
         if len(live) > replicas:
-            for pod in self._first_to_go(live)[: len(live) - replicas]:
+            for pod in self._removal_order(live)[: len(live) - replicas]:
                 self._remove(pod)
         self.note()
 
@@ -164,13 +164,13 @@ class Platform:
         pod.num_starts = 1
         self._events.after(start.schedule_s, partial(self._place, pod, start))
 
-    def _place(self, pod: Pod, start: Start) -> None:
+    def _place(self, pod: Pod, start: PodStart) -> None:
         if pod.phase != "pending":
             return
         pod.phase, pod.placed_s = "starting", self._events.now_s
         self._events.after(start.pull_s, partial(self._load, pod, start))
 
-    def _load(self, pod: Pod, start: Start) -> None:
+    def _load(self, pod: Pod, start: PodStart) -> None:
         if pod.phase != "starting":
             return
         pod.phase = "loading"
@@ -204,7 +204,7 @@ class Platform:
         self._events.after(again.restart_s, partial(self._loaded, pod, pod.num_starts))
         self.note()
 
-    def _first_to_go(self, live: list[Pod]) -> list[Pod]:
+    def _removal_order(self, live: list[Pod]) -> list[Pod]:
         """Return the pods in Kubernetes's order of removal with the operator's deletion costs: unready, then emptiest
         first.
         """

@@ -30,9 +30,9 @@ from pagemill_gateway.relay.relay import LEAST_TIMED_TOKENS
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.hashes import token_bytes
-from pagemill_protocol.sampling import SamplingParams, gives_way
+from pagemill_protocol.sampling import SamplingParams, is_low_priority
 from pagemill_simulator.events import Events, EventsLoop
-from pagemill_simulator.fleet.engines import Delivery, Engine
+from pagemill_simulator.fleet.engines import SimulatedEngine, TokenDelivery
 from pagemill_simulator.fleet.outcome import Ending, Served
 from pagemill_simulator.pod import NETWORK_S
 
@@ -46,18 +46,18 @@ PrefixChunks = Callable[[Sequence[int], int | None, HashScheme], tuple[bytes, ..
 
 
 @dataclass(slots=True, eq=False)
-class Site:
+class PodRun:
     """One start of a pod, as far as requests are concerned."""
 
     pod_name: str
-    engine: Engine = field(init=False)
-    courses: dict[str, Course] = field(default_factory=dict)
+    engine: SimulatedEngine = field(init=False)
+    requests: dict[str, RelayedRequest] = field(default_factory=dict)
     """Accepted requests that have not ended, by the engine's id for them."""
-    takes_more: bool = True
+    accepts_requests: bool = True
 
 
 @dataclass(slots=True, eq=False)
-class Course:
+class RelayedRequest:
     """One request in flight."""
 
     index: int
@@ -94,24 +94,24 @@ class Course:
         return Served(self.arrival_s, len(self.prompt), len(self.output), ending, ttft_ms, tpot_ms)
 
 
-class Relay:
+class SimulatedRelay:
     def __init__(
         self,
         brain: LocalBrain,
         events: Events,
         loop: EventsLoop,
-        sites: Mapping[str, Site],
+        pod_runs: Mapping[str, PodRun],
         prefix_chunks: PrefixChunks,
         *,
         max_attempts: int,
         seed: int,
-        on_empty: Callable[[Site], None],
+        on_empty: Callable[[PodRun], None],
     ) -> None:
-        """`sites` are the running engines by endpoint; `on_empty` is called when the last request has left a site."""
+        """`pod_runs`: the running pods by endpoint; `on_empty` is called when the last request has left a pod."""
         self._brain = brain
         self._events = events
         self._loop = loop
-        self._sites = sites
+        self._pod_runs = pod_runs
         self._prefix_chunks = prefix_chunks
         self._max_attempts = max_attempts
         self._rng = random.Random(f"{seed} pauses")
@@ -124,94 +124,94 @@ class Relay:
         attempts = Attempts(self._max_attempts, uniform=self._rng.uniform)
         engine_failures = EngineFailures(self._rng.uniform)
         now, num_tokens = self._events.now_s, max(1, num_output_tokens)
-        course = Course(index, session, prompt, num_tokens, priority, now, attempts, engine_failures)
+        request = RelayedRequest(index, session, prompt, num_tokens, priority, now, attempts, engine_failures)
         try:
-            is_served = await self._serve(course)
+            is_served = await self._serve(request)
         except PagemillError:
             is_served = False
         if is_served:
-            return course.served("served"), course.output
-        return course.served("lost" if course.was_accepted else "refused"), course.output
+            return request.served("served"), request.output
+        return request.served("lost" if request.was_accepted else "refused"), request.output
 
-    def deliver(self, site: Site, deliveries: Sequence[Delivery]) -> None:
+    def deliver(self, pod_run: PodRun, deliveries: Sequence[TokenDelivery]) -> None:
         """Deliver what an engine has computed."""
-        now, courses = self._events.now_s, site.courses
+        now, requests = self._events.now_s, pod_run.requests
         for each in deliveries:
-            course = courses.get(each.request_id)
-            if course is None:
+            request = requests.get(each.request_id)
+            if request is None:
                 continue
             if each.error:
-                raise RuntimeError(f"a simulated engine failed request {course.index}: {each.error}")
-            if course.attempt_first_s is None and each.token_ids:
-                self._started(course, each.num_cached_tokens)
-            course.output += each.token_ids
-            course.last_token_s = now
+                raise RuntimeError(f"a simulated engine failed request {request.index}: {each.error}")
+            if request.attempt_first_s is None and each.token_ids:
+                self._started(request, each.num_cached_tokens)
+            request.output += each.token_ids
+            request.last_token_s = now
             if each.is_last:
-                del courses[each.request_id]
-                self._end(course, None)
-        if not courses:
-            self._on_empty(site)
+                del requests[each.request_id]
+                self._end(request, None)
+        if not requests:
+            self._on_empty(pod_run)
 
-    def cut(self, site: Site, kind: FailureKind) -> None:
-        """End the connections to a site."""
-        courses, site.courses = site.courses, {}
-        for course in courses.values():
-            self._end(course, kind)
+    def cut(self, pod_run: PodRun, kind: FailureKind) -> None:
+        """End the connections to a pod."""
+        requests, pod_run.requests = pod_run.requests, {}
+        for request in requests.values():
+            self._end(request, kind)
 
-    async def _serve(self, course: Course) -> bool:
+    async def _serve(self, request: RelayedRequest) -> bool:
         """Return whether the request was answered completely. Raise `PagemillError` if it is refused."""
         ticket = QueueTicket(
-            priority=course.priority,
-            num_bytes=len(course.prompt) * BYTES_PER_TOKEN,
-            arrived_at=course.arrival_s,
-            max_tokens=course.max_tokens,
+            priority=request.priority,
+            num_bytes=len(request.prompt) * BYTES_PER_TOKEN,
+            arrived_at=request.arrival_s,
+            max_tokens=request.max_tokens,
         )
         target = await self._brain.find(MODEL, ticket)
-        room = target.max_model_len - len(course.prompt)
+        room = target.max_model_len - len(request.prompt)
         if room < 1:
             return False
-        course.max_tokens = min(course.max_tokens, room)
-        routing_request = self._ask(course, target)
+        request.max_tokens = min(request.max_tokens, room)
+        routing_request = self._ask(request, target)
         retry: RetryContext | None = None
         while True:
-            choice = await self._choose(course, target, routing_request, ticket, retry)
-            failure = await self._attempt(course, choice)
+            choice = await self._choose(request, target, routing_request, ticket, retry)
+            failure = await self._attempt(request, choice)
             if failure is None:
-                self._finished(course, choice, target)
+                self._finished(request, choice, target)
                 return True
             if isinstance(failure, PagemillError):
                 self._brain.failed(choice, "request")
                 raise failure
             self._brain.failed(choice, failure)
-            if self._is_over(course, choice, failure):
+            if self._is_over(request, choice, failure):
                 return False
-            if pause_s := course.engine_failures.take_pause_s():
+            if pause_s := request.engine_failures.take_pause_s():
                 await asyncio.sleep(pause_s)
-            engine_failures, num_tokens = course.engine_failures.recorded, len(course.output)
+            engine_failures, num_tokens = request.engine_failures.recorded, len(request.output)
             retry = RetryContext(
-                choice.decision, choice.endpoint_id, failure, course.weights_digest, num_tokens, engine_failures
+                choice.decision, choice.endpoint_id, failure, request.weights_digest, num_tokens, engine_failures
             )
 
-    def _ask(self, course: Course, target: Target) -> RoutingRequest:
-        prefix_chunks = self._prefix_chunks(course.prompt, course.session, target.scheme)
+    def _ask(self, request: RelayedRequest, target: Target) -> RoutingRequest:
+        prefix_chunks = self._prefix_chunks(request.prompt, request.session, target.scheme)
         return RoutingRequest(
-            len(course.prompt),
+            len(request.prompt),
             prefix_chunks,
             target.scheme.prefix_chunk_tokens,
-            token_bytes(course.prompt[:KEY_TOKENS]),
+            token_bytes(request.prompt[:KEY_TOKENS]),
         )
 
     async def _choose(
         self,
-        course: Course,
+        request: RelayedRequest,
         target: Target,
         routing_request: RoutingRequest,
         ticket: QueueTicket,
         retry: RetryContext | None,
     ) -> Assignment:
-        attempts = course.attempts
+        attempts = request.attempts
         ticket = ticket._replace(
-            max_tokens=course.max_tokens,
+            max_tokens=request.max_tokens,
             waited_s=target.queued_s + attempts.queued_s,
             num_refusals=attempts.num_refusals,
             paid=attempts.count > 0,
@@ -221,98 +221,98 @@ class Relay:
             attempts.queued(choice.queued_s)
         if pause_s := attempts.pause_s(choice.endpoint_id):
             await asyncio.sleep(pause_s)
-        attempts.chose(choice.endpoint_id)
+        attempts.record_choice(choice.endpoint_id)
         return choice
 
-    async def _attempt(self, course: Course, choice: Assignment) -> FailureKind | PagemillError | None:
-        course.choice, course.attempt_first_s, course.num_tokens_before = choice, None, len(course.output)
-        course.ended, course.attempt_sent_s = self._loop.create_future(), self._events.now_s
-        self._events.after(NETWORK_S, partial(self._enter, course, choice))
-        return await course.ended
+    async def _attempt(self, request: RelayedRequest, choice: Assignment) -> FailureKind | PagemillError | None:
+        request.choice, request.attempt_first_s, request.num_tokens_before = choice, None, len(request.output)
+        request.ended, request.attempt_sent_s = self._loop.create_future(), self._events.now_s
+        self._events.after(NETWORK_S, partial(self._enter, request, choice))
+        return await request.ended
 
-    def _enter(self, course: Course, choice: Assignment) -> None:
+    def _enter(self, request: RelayedRequest, choice: Assignment) -> None:
         """Hand the request to the pod."""
-        site = self._sites.get(choice.endpoint_id)
-        if site is None or not site.takes_more:
-            kind: FailureKind = "unreachable" if site is None else "declined"
-            self._events.after(NETWORK_S, partial(self._end, course, kind))
+        pod_run = self._pod_runs.get(choice.endpoint_id)
+        if pod_run is None or not pod_run.accepts_requests:
+            kind: FailureKind = "unreachable" if pod_run is None else "declined"
+            self._events.after(NETWORK_S, partial(self._end, request, kind))
             return
-        name = f"{course.index}-{course.attempts.count}"
+        name = f"{request.index}-{request.attempts.count}"
         try:
-            site.engine.enter(_request(name, course), course.session)
+            pod_run.engine.enter(_request(name, request), request.session)
         except PagemillError as error:
             is_full = error.status in (429, 503)
-            self._events.after(NETWORK_S, partial(self._end, course, "refused" if is_full else error))
+            self._events.after(NETWORK_S, partial(self._end, request, "refused" if is_full else error))
             return
-        site.courses[name] = course
-        course.was_accepted = True
-        course.weights_digest = course.weights_digest or site.engine.weights_digest
+        pod_run.requests[name] = request
+        request.was_accepted = True
+        request.weights_digest = request.weights_digest or pod_run.engine.weights_digest
         self._events.after(NETWORK_S, partial(self._brain.accepted, choice))
 
-    def _started(self, course: Course, num_cached_tokens: int) -> None:
-        assert course.choice is not None
-        self._brain.started(course.choice, (self._events.now_s - course.attempt_sent_s) * 1000)
-        course.attempt_first_s = self._events.now_s
-        if course.first_token_s is None:
-            course.first_token_s, course.num_cached_tokens = self._events.now_s, num_cached_tokens
+    def _started(self, request: RelayedRequest, num_cached_tokens: int) -> None:
+        assert request.choice is not None
+        self._brain.started(request.choice, (self._events.now_s - request.attempt_sent_s) * 1000)
+        request.attempt_first_s = self._events.now_s
+        if request.first_token_s is None:
+            request.first_token_s, request.num_cached_tokens = self._events.now_s, num_cached_tokens
 
-    def _end(self, course: Course, how: FailureKind | PagemillError | None) -> None:
+    def _end(self, request: RelayedRequest, how: FailureKind | PagemillError | None) -> None:
         """End the latest attempt."""
-        assert course.ended is not None
-        course.ended.set_result(how)
+        assert request.ended is not None
+        request.ended.set_result(how)
 
-    def _finished(self, course: Course, choice: Assignment, target: Target) -> None:
-        num_tokens = len(course.output)
-        self._brain.finished(choice, CompletedRequest(num_tokens, _pace_ms(course)))
-        if gives_way(course.priority):
+    def _finished(self, request: RelayedRequest, choice: Assignment, target: Target) -> None:
+        num_tokens = len(request.output)
+        self._brain.finished(choice, CompletedRequest(num_tokens, _pace_ms(request)))
+        if is_low_priority(request.priority):
             return
-        served = course.served("served")
+        served = request.served("served")
         self._brain.record_outcome(
             RequestOutcome(
                 target.deployment,
-                len(course.prompt),
-                course.num_cached_tokens,
+                len(request.prompt),
+                request.num_cached_tokens,
                 num_tokens,
                 served.ttft_ms,
                 served.tpot_ms,
             )
         )
 
-    def _is_over(self, course: Course, choice: Assignment, kind: FailureKind) -> bool:
+    def _is_over(self, request: RelayedRequest, choice: Assignment, kind: FailureKind) -> bool:
         """Record a failure; return whether the request may not be tried again."""
-        attempts = course.attempts
-        progressed = len(course.output) > course.num_tokens_before
-        if not course.output:
-            course.weights_digest = ""
+        attempts = request.attempts
+        progressed = len(request.output) > request.num_tokens_before
+        if not request.output:
+            request.weights_digest = ""
         if progressed:
             attempts.progressed()
         if kind == "refused":
             attempts.refused("full")
         elif kind in ("declined", "unreachable"):
-            attempts.declined("gone")
+            attempts.record_decline("gone")
         else:
             attempts.ended("lost", crashed=kind == "crashed")
-        course.engine_failures.failed(choice, kind, progressed=progressed)
+        request.engine_failures.failed(choice, kind, progressed=progressed)
         return attempts.exhausted
 
 
-def _request(name: str, course: Course) -> GenerateRequest:
+def _request(name: str, request: RelayedRequest) -> GenerateRequest:
     """Return the engine request for the missing part of the answer."""
     return GenerateRequest(
         request_id=name,
         model=MODEL,
-        prompt_token_ids=course.prompt,
-        sampling=SamplingParams(max_tokens=course.max_tokens, ignore_eos=True, seed=course.index),
-        resume=[ChoiceResume(0, list(course.output), 0)] if course.output else [],
-        weights_digest=course.weights_digest if course.output else "",
-        cached_tokens=course.num_cached_tokens if course.output else None,
-        priority=course.priority,
+        prompt_token_ids=request.prompt,
+        sampling=SamplingParams(max_tokens=request.max_tokens, ignore_eos=True, seed=request.index),
+        resume=[ChoiceResume(0, list(request.output), 0)] if request.output else [],
+        weights_digest=request.weights_digest if request.output else "",
+        cached_tokens=request.num_cached_tokens if request.output else None,
+        priority=request.priority,
     )
 
 
-def _pace_ms(course: Course) -> float | None:
+def _pace_ms(request: RelayedRequest) -> float | None:
     """Return the mean time between tokens of the latest attempt, in milliseconds; None with too few tokens."""
-    num_tokens = len(course.output) - course.num_tokens_before - 1
-    if course.attempt_first_s is None or num_tokens < LEAST_TIMED_TOKENS:
+    num_tokens = len(request.output) - request.num_tokens_before - 1
+    if request.attempt_first_s is None or num_tokens < LEAST_TIMED_TOKENS:
         return None
-    return (course.last_token_s - course.attempt_first_s) * 1000 / num_tokens
+    return (request.last_token_s - request.attempt_first_s) * 1000 / num_tokens

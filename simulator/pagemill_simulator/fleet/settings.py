@@ -16,16 +16,16 @@ from pagemill_engine.config import EngineConfig
 from pagemill_gateway.config import BatchesConfig, GatewayConfig
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import QueueLimits
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.policy import ReplicaBounds
 
 MAX_REPLICAS = 10_000
 
 
-class SettingsError(ValueError):
+class FleetSettingsError(ValueError):
     """Invalid settings; the message names the field, its value and the remedy."""
 
 
-class Start(NamedTuple):
+class PodStart(NamedTuple):
     """Seconds of the phases of one pod's start."""
 
     schedule_s: float
@@ -57,13 +57,13 @@ class ColdStart(msgspec.Struct, frozen=True, kw_only=True):
     def total_s(self) -> float:
         return self.schedule_s + self.pull_s + self.load_s + self.warm_s
 
-    def draw(self, seed: int, pod: int, start: int = 0) -> Start:
+    def draw(self, seed: int, pod: int, start: int = 0) -> PodStart:
         """Draw the `start`-th start of the `pod`-th pod, which is the same whenever it is and whatever else is
         drawn.
         """
         rng = random.Random(f"{seed} start {start} of pod {pod}")
         medians = (self.schedule_s, self.pull_s, self.load_s, self.warm_s)
-        return Start(*(median_s * math.exp(rng.gauss(0.0, self.spread)) for median_s in medians))
+        return PodStart(*(median_s * math.exp(rng.gauss(0.0, self.spread)) for median_s in medians))
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of every pod. `step_time` gives its step times, `num_kv_blocks` its KV cache."""
     slowness: tuple[float, ...] = (1.0,)
     """Factors of `step_time` if replicas differ: for the first replica, the second, and so on, repeated."""
-    bounds: Bounds
+    bounds: ReplicaBounds
     """A policy's decision is clamped to these bounds."""
     start_replicas: int | None = None
     """Replicas that are ready when traffic begins; None: as few as the bounds allow."""
@@ -111,24 +111,24 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self.engine, step_time=slower)
 
     def checked(self) -> FleetSettings:
-        """Return self. Raise `SettingsError` for the first invalid setting."""
+        """Return self. Raise `FleetSettingsError` for the first invalid setting."""
         low, high = self.bounds
         if not 0 <= low <= high or not 1 <= high <= MAX_REPLICAS:
-            raise SettingsError(f"bounds: {low} to {high} replicas: use 0 <= minimum <= maximum <= {MAX_REPLICAS}")
+            raise FleetSettingsError(f"bounds: {low} to {high} replicas: use 0 <= minimum <= maximum <= {MAX_REPLICAS}")
         if not low <= self.first_replicas <= high:
-            raise SettingsError(f"start_replicas: {self.first_replicas} is not between {low} and {high}")
+            raise FleetSettingsError(f"start_replicas: {self.first_replicas} is not between {low} and {high}")
         start = self.cold_start
         for name in ("schedule_s", "pull_s", "load_s", "warm_s", "spread"):
             _check("cold_start." + name, getattr(start, name))
         for name in ("drain_timeout_s", "crash_mean_s"):
             _check(name, getattr(self, name))
         if not self.slowness or not all(0 < each < math.inf for each in self.slowness):
-            raise SettingsError(f"slowness: {self.slowness} must be one or more numbers above 0")
+            raise FleetSettingsError(f"slowness: {self.slowness} must be one or more numbers above 0")
         if self.max_attempts < 1:
-            raise SettingsError(f"max_attempts: {self.max_attempts} must be at least 1")
+            raise FleetSettingsError(f"max_attempts: {self.max_attempts} must be at least 1")
         return self
 
 
 def _check(name: str, value: float) -> None:
     if not 0 <= value < math.inf:
-        raise SettingsError(f"{name}: {value} must be a number of 0 or more")
+        raise FleetSettingsError(f"{name}: {value} must be a number of 0 or more")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from pagemill_simulator.fleet.outcome import Outcome, Served
+from pagemill_simulator.fleet.outcome import FleetOutcome, Served
 
 BINS = 100
 """Number of bins over the time of a simulation."""
@@ -20,7 +20,7 @@ HIGH = 0.95
 Point = tuple[float, float]
 
 
-class Line(NamedTuple):
+class ChartLine(NamedTuple):
     label: str
     points: Sequence[Point]
     hue: int
@@ -48,7 +48,7 @@ class Chart(NamedTuple):
     """Description in words with the main numbers, for users who cannot see the chart."""
     x_label: str
     y_label: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     is_x_log: bool = False
     is_y_log: bool = False
     marks: Sequence[Mark] = ()
@@ -56,31 +56,31 @@ class Chart(NamedTuple):
     """End of the horizontal axis, the same in all charts over time; None: the last point."""
 
 
-class Clock(NamedTuple):
+class TimeUnit(NamedTuple):
     """The unit in which times are shown."""
 
     unit: str
     seconds: float
 
     @classmethod
-    def of(cls, duration_s: float) -> Clock:
+    def of(cls, duration_s: float) -> TimeUnit:
         if duration_s <= 900:
             return cls("s", 1.0)
         return cls("min", 60.0) if duration_s <= 6 * 3600 else cls("h", 3600.0)
 
 
-class Run(NamedTuple):
+class ChartedRun(NamedTuple):
     """One policy's outcome, with a unique label."""
 
     label: str
-    outcome: Outcome
+    outcome: FleetOutcome
     hue: int
 
 
-def charts_of(runs: Sequence[Run], *, slo_ttft_ms: float | None) -> list[Chart]:
+def charts_of(runs: Sequence[ChartedRun], *, slo_ttft_ms: float | None) -> list[Chart]:
     """Return the charts of policies under the same workload."""
     duration_s = max(run.outcome.duration_s for run in runs)
-    clock = Clock.of(duration_s)
+    clock = TimeUnit.of(duration_s)
     replicas = [_replicas(run, duration_s, clock) for run in runs]
     return [
         _arrivals(runs[0].outcome.requests, duration_s, clock),
@@ -90,7 +90,7 @@ def charts_of(runs: Sequence[Run], *, slo_ttft_ms: float | None) -> list[Chart]:
     ]
 
 
-def _arrivals(requests: Sequence[Served], duration_s: float, clock: Clock) -> Chart:
+def _arrivals(requests: Sequence[Served], duration_s: float, clock: TimeUnit) -> Chart:
     width_s = _width_s(duration_s)
     counts = [0] * _count(duration_s, width_s)
     for request in requests:
@@ -104,12 +104,12 @@ def _arrivals(requests: Sequence[Served], duration_s: float, clock: Clock) -> Ch
         f"Requests per second over time: {len(requests):,} requests, at most {max(rates):.1f} per second.",
         f"time ({clock.unit})",
         "requests per second",
-        [Line("arrivals", points, 0, is_step=True, is_solid=True)],
+        [ChartLine("arrivals", points, 0, is_step=True, is_solid=True)],
         x_end=duration_s / clock.seconds,
     )
 
 
-def _replicas(run: Run, duration_s: float, clock: Clock) -> Chart:
+def _replicas(run: ChartedRun, duration_s: float, clock: TimeUnit) -> Chart:
     timeline, end_s = run.outcome.timeline, run.outcome.duration_s
     wanted, ready = (
         _steps([(point.at_s, float(value)) for point, value in each], end_s, clock)
@@ -123,14 +123,14 @@ def _replicas(run: Run, duration_s: float, clock: Clock) -> Chart:
         f"time ({clock.unit})",
         "replicas",
         [
-            Line("wanted", wanted, run.hue, is_step=True, is_faint=True),
-            Line("ready", ready, run.hue, is_step=True, is_solid=True),
+            ChartLine("wanted", wanted, run.hue, is_step=True, is_faint=True),
+            ChartLine("ready", ready, run.hue, is_step=True, is_solid=True),
         ],
         x_end=duration_s / clock.seconds,
     )
 
 
-def _ttft_over_time(runs: Sequence[Run], duration_s: float, clock: Clock, slo_ttft_ms: float | None) -> Chart:
+def _ttft_over_time(runs: Sequence[ChartedRun], duration_s: float, clock: TimeUnit, slo_ttft_ms: float | None) -> Chart:
     width_s = _width_s(duration_s)
     lines = []
     for run in runs:
@@ -143,7 +143,7 @@ def _ttft_over_time(runs: Sequence[Run], duration_s: float, clock: Clock, slo_tt
             for number, values in enumerate(bins)
             if values
         ]
-        lines.append(Line(run.label, points, run.hue))
+        lines.append(ChartLine(run.label, points, run.hue))
     texts = ", ".join(f"{line.label} at most {max((y for _, y in line.points), default=0):.2f} s" for line in lines)
     return Chart(
         "ttft",
@@ -158,14 +158,14 @@ def _ttft_over_time(runs: Sequence[Run], duration_s: float, clock: Clock, slo_tt
     )
 
 
-def _ttft_shares(runs: Sequence[Run], slo_ttft_ms: float | None) -> Chart:
+def _ttft_shares(runs: Sequence[ChartedRun], slo_ttft_ms: float | None) -> Chart:
     """Chart the shares of requests by TTFT; requests without a first token never count as fast enough."""
     lines, texts = [], []
     for run in runs:
         requests = run.outcome.requests
         values = sorted(request.ttft_ms / 1000 for request in requests if request.ttft_ms is not None)
         shares = [(value, number / len(requests)) for number, value in enumerate(values, start=1)]
-        lines.append(Line(run.label, _thinned(shares), run.hue, is_step=True))
+        lines.append(ChartLine(run.label, _thinned(shares), run.hue, is_step=True))
         texts.append(f"{run.label} {nearest_rank(values, 0.5):.2f} s" if values else f"{run.label} none")
     return Chart(
         "ttft-shares",
@@ -200,7 +200,7 @@ def _bin(at_s: float, width_s: float, count: int) -> int:
     return min(count - 1, max(0, int(at_s / width_s)))
 
 
-def _steps(points: Sequence[Point], end_s: float, clock: Clock) -> list[Point]:
+def _steps(points: Sequence[Point], end_s: float, clock: TimeUnit) -> list[Point]:
     """Return only the changes, and the end."""
     changes = [points[0], *(after for before, after in pairwise(points) if after[1] != before[1])] if points else []
     kept = _peaks(changes, end_s)

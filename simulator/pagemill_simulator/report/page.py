@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 
 from pagemill_simulator.fleet.figures import Figures, Quantiles
-from pagemill_simulator.report.charts import Chart, Run
+from pagemill_simulator.report.charts import Chart, ChartedRun
 from pagemill_simulator.report.svg import draw, legend
 
 TITLE = "Simulated scaling"
@@ -32,7 +32,7 @@ HEADS = (
 
 
 def section(
-    number: int, workload: str, runs: Sequence[Run], figures: Sequence[Figures], charts: Sequence[Chart]
+    number: int, workload: str, runs: Sequence[ChartedRun], figures: Sequence[Figures], charts: Sequence[Chart]
 ) -> str:
     """Return the section of all policies under one workload; `figures` have the order of `runs`."""
     rows = "\n".join(_row(run.label, each) for run, each in zip(runs, figures, strict=True))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from pagemill_simulator.report.axis import Axis, axis_of, shown
-from pagemill_simulator.report.charts import Chart, Line, Mark, Point
+from pagemill_simulator.report.charts import Chart, ChartLine, Mark, Point
 
 WIDTH = 480
 HEIGHT = 280
@@ -41,7 +41,7 @@ def draw(chart: Chart, ident: str) -> str:
     return "\n".join(parts)
 
 
-def legend(lines: Sequence[Line]) -> str:
+def legend(lines: Sequence[ChartLine]) -> str:
     """Return the legend beside the drawing, in the page's font size."""
     entries = (
         f'<li><svg class="swatch" viewBox="0 0 36 10" aria-hidden="true">'
@@ -86,7 +86,7 @@ def _mark(mark: Mark, x_axis: Axis, y_axis: Axis) -> str:
     return f'<path class="mark" d="{line}"/><text class="mark-label" {place}>{escape(mark.label)}</text>'
 
 
-def _path(line: Line, x_axis: Axis, y_axis: Axis) -> str:
+def _path(line: ChartLine, x_axis: Axis, y_axis: Axis) -> str:
     points = [(_x(x_axis, x), _y(y_axis, y)) for x, y in line.points]
     course = _stairs(points) if line.is_step else "L".join(f"{x:g} {y:g}" for x, y in points)
     return f'<path class="{_classes(line)}"{_dashes(line)} d="M{course}"/>'
@@ -97,17 +97,17 @@ def _stairs(points: Sequence[Point]) -> str:
     return f"{x:g} {y:g}" + "".join(f"H{x:g}V{y:g}" for x, y in rest)
 
 
-def dashes_of(line: Line) -> str:
+def dashes_of(line: ChartLine) -> str:
     """Return the lengths of dashes and gaps; empty for a solid line."""
     if line.is_faint:
         return "3 3"
     return "" if line.is_solid else DASHES[line.hue % len(DASHES)]
 
 
-def _classes(line: Line) -> str:
+def _classes(line: ChartLine) -> str:
     return f"line hue-{line.hue % HUES}{' faint' * line.is_faint}"
 
 
-def _dashes(line: Line) -> str:
+def _dashes(line: ChartLine) -> str:
     dashes = dashes_of(line)
     return f' stroke-dasharray="{dashes}"' if dashes else ""

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pagemill_simulator.fleet.figures import figures_of
-from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.outcome import FleetOutcome
 from pagemill_simulator.report import page, png
-from pagemill_simulator.report.charts import Run, charts_of
+from pagemill_simulator.report.charts import ChartedRun, charts_of
 
 PAGE = "report.html"
 
 
 def write_report(
-    outcomes: Sequence[Outcome], folder: Path, *, slo_ttft_ms: float | None, slo_tpot_ms: float | None
+    outcomes: Sequence[FleetOutcome], folder: Path, *, slo_ttft_ms: float | None, slo_tpot_ms: float | None
 ) -> Path:
     """Write the page, and the plots if `png.can_draw`, into a folder that is created if needed; return the page's path.
 
@@ -40,21 +40,21 @@ def write_report(
     return path
 
 
-def _by_workload(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    groups: dict[str, list[Outcome]] = {}
+def _by_workload(outcomes: Sequence[FleetOutcome]) -> dict[str, list[FleetOutcome]]:
+    groups: dict[str, list[FleetOutcome]] = {}
     for outcome in outcomes:
         groups.setdefault(outcome.workload, []).append(outcome)
     return groups
 
 
-def _named(outcomes: Sequence[Outcome]) -> list[Run]:
+def _named(outcomes: Sequence[FleetOutcome]) -> list[ChartedRun]:
     """Label the outcomes; a policy that occurs again, with other parameters, is numbered."""
     count: Counter[str] = Counter()
     runs = []
     for hue, outcome in enumerate(outcomes):
         count[outcome.policy] += 1
         again = count[outcome.policy]
-        runs.append(Run(outcome.policy if again == 1 else f"{outcome.policy} ({again})", outcome, hue))
+        runs.append(ChartedRun(outcome.policy if again == 1 else f"{outcome.policy} ({again})", outcome, hue))
     return runs
 
 

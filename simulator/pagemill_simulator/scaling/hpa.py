@@ -24,8 +24,8 @@ from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Signals
 from pagemill_operator.autoscaler.target_tracking import external_metric, pods_metric
 from pagemill_simulator.parameters import NotNegative, Parameters, Positive
-from pagemill_simulator.scaling.hpa_behavior import DOWN, UP, Behavior, BehaviorMemory
-from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.scaling.hpa_behavior import DOWN, UP, BehaviorMemory, HpaBehavior
+from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.scaling.rival import engines, is_due, within
 
 
@@ -75,14 +75,14 @@ class HpaMemory(msgspec.Struct, frozen=True):
 
 
 class _Autoscaler:
-    """What both autoscalers do with the replicas that their metrics ask for."""
+    """The common part of both autoscalers, from the replicas that their metrics require to the decision."""
 
     memory_type: ClassVar[type[HpaMemory]] = HpaMemory
     wakes_at_once: ClassVar[bool] = False
 
     def __init__(self, parameters: Hpa | KedaEpp) -> None:
         self.interval_s = parameters.interval_s
-        self._behavior = Behavior(
+        self._behavior = HpaBehavior(
             UP._replace(window_s=parameters.up_window_s), DOWN._replace(window_s=parameters.down_window_s)
         )
 
@@ -94,7 +94,7 @@ class _Autoscaler:
         desired = self._desired(signals)
         if desired is None:
             return decided(before, current, "no engine has metrics"), HpaMemory(at_s, memory.behavior)
-        bounds = Bounds(max(1, settings.min_replicas), max(1, settings.max_replicas))
+        bounds = ReplicaBounds(max(1, settings.min_replicas), max(1, settings.max_replicas))
         replicas, behavior = self._behavior.limit(memory.behavior, at_s, current, desired, bounds)
         message = f"the metrics ask for {desired}"
         return decided(before, within(settings, replicas, least=1), message), HpaMemory(at_s, behavior)

@@ -19,7 +19,7 @@ from pagemill_operator.autoscaler.decision import Decision, decided
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Signals
 from pagemill_simulator.parameters import Factor, NotNegative, Parameters, Positive, Share
-from pagemill_simulator.scaling.rival import Window, is_due, within
+from pagemill_simulator.scaling.rival import LoadWindow, is_due, within
 
 
 class Knative(Parameters, frozen=True, kw_only=True):
@@ -56,8 +56,8 @@ class Knative(Parameters, frozen=True, kw_only=True):
 
 class KnativeMemory(msgspec.Struct, frozen=True):
     decided_at_s: float | None = None
-    stable: Window = Window()
-    panic: Window = Window()
+    stable: LoadWindow = LoadWindow()
+    panic: LoadWindow = LoadWindow()
     panics_since_s: float | None = None
     most_in_panic: int = 0
     zero_since_s: float | None = None

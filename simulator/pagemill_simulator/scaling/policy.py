@@ -1,7 +1,7 @@
 """The measurements of a simulated fleet for scaling, and the interface of a scaler.
 
-A fleet measures its pods directly (`Seen.pods`), as other platforms scrape them, and has the signals of the load
-stream, which Pagemill's own policies get. `simulated` runs any scaling policy of the operator's protocol
+A fleet measures its pods directly (`FleetSnapshot.pods`), as other platforms scrape them, and has the signals of the
+load stream, which Pagemill's own policies get. `simulated` runs any scaling policy of the operator's protocol
 (`pagemill_operator.autoscaler.policy`) as a `FleetScaler`.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 from pagemill_operator.autoscaler.signals import Signals
 
 
-class PodSeen(NamedTuple):
+class PodSnapshot(NamedTuple):
     """One ordered pod that is neither gone nor draining."""
 
     name: str
@@ -26,13 +26,13 @@ class PodSeen(NamedTuple):
     """Share of the blocks that running requests hold, 0 to 1."""
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class FleetSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One deployment at one instant."""
 
     at_s: float
     wanted: int
     """Replicas that were ordered last."""
-    pods: tuple[PodSeen, ...]
+    pods: tuple[PodSnapshot, ...]
     num_held: int
     """Requests that wait in the gateway, for capacity or for the first pod."""
     num_arrived: int
@@ -54,7 +54,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_held + self.num_on_leaving + sum(pod.num_running + pod.num_waiting for pod in self.pods)
 
 
-class Bounds(NamedTuple):
+class ReplicaBounds(NamedTuple):
     """The user's bounds, the same for every policy."""
 
     min_replicas: int
@@ -77,6 +77,6 @@ class FleetScaler(Protocol):
         """Whether it is asked at once when a request finds no pod, not even a starting one."""
         ...
 
-    def decide(self, seen: Seen) -> int:
+    def decide(self, seen: FleetSnapshot) -> int:
         """Return the new number of replicas; the caller clamps it to the bounds."""
         ...

@@ -46,22 +46,22 @@ def within(settings: ScalingSettings, replicas: float, *, least: int = 0) -> int
     return min(settings.max_replicas, max(settings.min_replicas, least, wanted))
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True):
+class LoadSample(msgspec.Struct, frozen=True, array_like=True):
     at_s: float
     value: float
 
 
-class Window(msgspec.Struct, frozen=True):
+class LoadWindow(msgspec.Struct, frozen=True):
     """Samples of the last seconds."""
 
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[LoadSample, ...] = ()
 
-    def add(self, at_s: float, value: float, length_s: float) -> Window:
+    def add(self, at_s: float, value: float, length_s: float) -> LoadWindow:
         """Return the window with a new sample; a clock that went back starts a new window."""
         if self.samples and at_s < self.samples[-1].at_s:
-            return Window((Sample(at_s, value),))
+            return LoadWindow((LoadSample(at_s, value),))
         kept = [each for each in self.samples if each.at_s > at_s - length_s]
-        return Window((*kept, Sample(at_s, value)))
+        return LoadWindow((*kept, LoadSample(at_s, value)))
 
     @property
     def mean(self) -> float:

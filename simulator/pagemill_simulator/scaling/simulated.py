@@ -18,7 +18,7 @@ from pagemill_operator.autoscaler.policy import ScalingPolicy, ask
 from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import ReplicaLoad, Signals
-from pagemill_simulator.scaling.policy import Bounds, PodSeen, Seen
+from pagemill_simulator.scaling.policy import FleetSnapshot, PodSnapshot, ReplicaBounds
 from pagemill_simulator.scaling.rival import Rival
 
 INTERVAL_S = 2.0
@@ -51,14 +51,14 @@ class SimulatedPolicy:
         self.changes: deque[tuple[float, Decision]] = deque(maxlen=REMEMBERED)
         """The latest changes of the replicas, with their times."""
 
-    def decide(self, seen: Seen) -> int:
+    def decide(self, seen: FleetSnapshot) -> int:
         signals = scraped(seen) if self._scrapes else self._signals(seen)
         decision, self._memory = ask(self._policy, self._settings, signals, self._memory)
         if decision.changes:
             self.changes.append((seen.at_s, decision))
         return decision.replicas
 
-    def _signals(self, seen: Seen) -> Signals:
+    def _signals(self, seen: FleetSnapshot) -> Signals:
         if not self._policy.sees_replicas:
             return seen.signals
         return msgspec.structs.replace(seen.signals, replicas=_replicas(seen))
@@ -69,7 +69,7 @@ def own(settings: ScalingSettings, *, name: str = "pagemill") -> SimulatedPolicy
     return SimulatedPolicy(find_policy(settings.policy), settings, name=name)
 
 
-def rival(policy: Rival[Any], bounds: Bounds) -> SimulatedPolicy:
+def rival(policy: Rival[Any], bounds: ReplicaBounds) -> SimulatedPolicy:
     return SimulatedPolicy(
         policy,
         ScalingSettings("Active", *bounds, learns_idle_s=True),
@@ -79,7 +79,7 @@ def rival(policy: Rival[Any], bounds: Bounds) -> SimulatedPolicy:
     )
 
 
-def scraped(seen: Seen) -> Signals:
+def scraped(seen: FleetSnapshot) -> Signals:
     """Return the signals with the pods' present gauges, and the requests that draining pods still run."""
     signals = seen.signals
     engines = msgspec.structs.replace(
@@ -97,11 +97,11 @@ def scraped(seen: Seen) -> Signals:
     )
 
 
-def _replicas(seen: Seen) -> tuple[ReplicaLoad, ...]:
+def _replicas(seen: FleetSnapshot) -> tuple[ReplicaLoad, ...]:
     """Return the ready pods' loads: a pod that loads has no metrics."""
     return tuple(_replica(pod) for pod in seen.pods if pod.is_ready)
 
 
-def _replica(pod: PodSeen) -> ReplicaLoad:
+def _replica(pod: PodSnapshot) -> ReplicaLoad:
     usage = pod.kv_usage if 0 <= pod.kv_usage < math.inf else None
     return ReplicaLoad(pod.name, pod.num_running, pod.num_waiting, usage)

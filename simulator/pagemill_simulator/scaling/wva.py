@@ -24,13 +24,13 @@ from pagemill_operator.autoscaler.decision import Decision, decided
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import ReplicaLoad, Signals
 from pagemill_simulator.parameters import NotNegative, Parameters, Positive, Share
-from pagemill_simulator.scaling.hpa_behavior import Behavior, BehaviorMemory, Direction, Rule
-from pagemill_simulator.scaling.policy import Bounds
-from pagemill_simulator.scaling.rival import Rival, Window, engines, is_due, within
+from pagemill_simulator.scaling.hpa_behavior import BehaviorMemory, HpaBehavior, HpaDirection, HpaRule
+from pagemill_simulator.scaling.policy import ReplicaBounds
+from pagemill_simulator.scaling.rival import LoadWindow, Rival, engines, is_due, within
 
 SCRAPE_S = 15.0
 """Seconds between scrapes, and between runs of the autoscaler."""
-CHART_RULES = (Rule("pods", 10.0, 150.0),)
+CHART_RULES = (HpaRule("pods", 10.0, 150.0),)
 """Rules of the chart's autoscaler, for both directions."""
 
 
@@ -68,7 +68,7 @@ class WvaHpa(Wva, frozen=True, kw_only=True):
         return WvaThroughHpa(self)
 
 
-class Load(NamedTuple):
+class WvaLoad(NamedTuple):
     """The load of one engine."""
 
     kv_usage: float
@@ -76,8 +76,8 @@ class Load(NamedTuple):
 
 
 class Peaks(msgspec.Struct, frozen=True):
-    kv_usage: Window = Window()
-    num_waiting: Window = Window()
+    kv_usage: LoadWindow = LoadWindow()
+    num_waiting: LoadWindow = LoadWindow()
 
     def add(self, at_s: float, engine: ReplicaLoad, length_s: float) -> Peaks:
         usage = engine.kv_cache_usage or 0.0
@@ -112,7 +112,7 @@ class WvaSaturation:
         memory = WvaMemory(at_s, at_s, peaks)
         if not peaks or len(peaks) != before:
             return decided(before, wanted, "a replica starts, or no engine has metrics"), memory
-        loads = [Load(peak.kv_usage.max, peak.num_waiting.max) for peak in peaks.values()]
+        loads = [WvaLoad(peak.kv_usage.max, peak.num_waiting.max) for peak in peaks.values()]
         replicas = within(settings, len(loads) + step(loads, self._parameters), least=1)
         return decided(before, replicas, f"what {len(loads)} engines can spare"), memory
 
@@ -142,8 +142,9 @@ class WvaThroughHpa:
     def __init__(self, parameters: WvaHpa | None = None) -> None:
         self._parameters = parameters or WvaHpa()
         self._decider = WvaSaturation(self._parameters)
-        self._behavior = Behavior(
-            Direction(self._parameters.up_window_s, CHART_RULES), Direction(self._parameters.down_window_s, CHART_RULES)
+        self._behavior = HpaBehavior(
+            HpaDirection(self._parameters.up_window_s, CHART_RULES),
+            HpaDirection(self._parameters.down_window_s, CHART_RULES),
         )
 
     def decide(
@@ -156,13 +157,13 @@ class WvaThroughHpa:
         decision, decider = self._decider.decide(settings, signals, memory.decider)
         published = decision.replicas if memory.published in (None, wanted) else memory.published
         low, high = settings.min_replicas, settings.max_replicas
-        least_one = Bounds(min(high, max(1, low)), high)
+        least_one = ReplicaBounds(min(high, max(1, low)), high)
         replicas, behavior = self._behavior.limit(memory.behavior, at_s, wanted, published or wanted, least_one)
         message = f"the metric asks for {published}"
         return decided(before, replicas, message), WvaHpaMemory(at_s, decider, behavior, published)
 
 
-def step(loads: Sequence[Load], parameters: Wva) -> int:
+def step(loads: Sequence[WvaLoad], parameters: Wva) -> int:
     """Return 1 for one replica more, -1 for one fewer, else 0."""
     free = [
         load
@@ -175,7 +176,7 @@ def step(loads: Sequence[Load], parameters: Wva) -> int:
     return -1 if len(free) > 1 and _spares(free, len(free) - 1, parameters) else 0
 
 
-def _spares(loads: Sequence[Load], replicas: int, parameters: Wva) -> bool:
+def _spares(loads: Sequence[WvaLoad], replicas: int, parameters: Wva) -> bool:
     """Whether so many replicas under these loads have enough to spare on average."""
     kv_usage = math.fsum(load.kv_usage for load in loads) / replicas
     num_waiting = math.fsum(load.num_waiting for load in loads) / replicas

@@ -17,7 +17,7 @@ MOST_TOKENS = 100_000_000
 GENERATION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """One request. Without output tokens it failed when it was recorded."""
 
     at_s: float
@@ -33,7 +33,7 @@ class Broken(ValueError):
 
 class TraceKind(NamedTuple):
     name: str
-    parse: Callable[[str], Row | None]
+    parse: Callable[[str], TraceRow | None]
     """Returns None if the line is about something else. Raises `Broken`."""
     has_header: bool
     is_in_order: bool
@@ -57,9 +57,9 @@ def _azure(first: str) -> TraceKind | None:
     if columns is None:
         return None
 
-    def parse(line: str) -> Row:
+    def parse(line: str) -> TraceRow:
         moment, prompt, output = _fields(line, columns)
-        return Row(_moment_s(moment), _tokens("ContextTokens", prompt), _tokens("GeneratedTokens", output))
+        return TraceRow(_moment_s(moment), _tokens("ContextTokens", prompt), _tokens("GeneratedTokens", output))
 
     return TraceKind("Azure LLM inference trace", parse, has_header=True, is_in_order=True)
 
@@ -71,11 +71,11 @@ def _burstgpt(first: str) -> TraceKind | None:
         return None
     session_column = _columns(first, ("Session ID",))
 
-    def parse(line: str) -> Row:
+    def parse(line: str) -> TraceRow:
         moment, prompt, output = _fields(line, columns)
         session = _fields(line, session_column)[0].strip() if session_column else ""
         at_s = _seconds("Timestamp", moment)
-        return Row(at_s, _tokens("Request tokens", prompt), _tokens("Response tokens", output), session or None)
+        return TraceRow(at_s, _tokens("Request tokens", prompt), _tokens("Response tokens", output), session or None)
 
     return TraceKind("BurstGPT trace", parse, has_header=True, is_in_order=True)
 
@@ -89,13 +89,13 @@ def _recording(first: str) -> TraceKind | None:
     return TraceKind("gateway's log", _logged, has_header=False, is_in_order=False) if is_one else None
 
 
-def _logged(line: str) -> Row | None:
+def _logged(line: str) -> TraceRow | None:
     values = _object(line)
     if values.get("event") != "request" or values.get("route") not in GENERATION_ROUTES:
         return None
     # Zero numbers are omitted from the line.
     prompt, output = (_tokens(name, values.get(name, 0)) for name in ("prompt_tokens", "completion_tokens"))
-    return Row(_seconds("arrived_at", values.get("arrived_at")), prompt, output)
+    return TraceRow(_seconds("arrived_at", values.get("arrived_at")), prompt, output)
 
 
 def _object(line: str) -> dict[str, object]:

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from pagemill_simulator.workloads.request import SimRequest, Workload
-from pagemill_simulator.workloads.trace_lines import KNOWN, Broken, Row, TraceKind, recognize
+from pagemill_simulator.workloads.trace_lines import KNOWN, Broken, TraceKind, TraceRow, recognize
 
 LONGEST_LINE = 1_000_000
 """Characters; the rest counts as another line."""
@@ -24,9 +24,9 @@ class TraceError(ValueError):
 
 @dataclass(slots=True)
 class _Reading:
-    """What was read so far."""
+    """The lines that were read so far."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TraceRow] = field(default_factory=list)
     num_unanswered: int = 0
     num_broken: int = 0
     first_broken: str = ""
@@ -86,7 +86,7 @@ def _read(lines: Iterable[str], path: Path, limit: int | None, skip_broken: bool
     return kind, reading
 
 
-def _take(row: Row | None, reading: _Reading) -> None:
+def _take(row: TraceRow | None, reading: _Reading) -> None:
     if row is None:
         return
     if row.num_prompt_tokens and row.num_output_tokens:
@@ -95,7 +95,7 @@ def _take(row: Row | None, reading: _Reading) -> None:
         reading.num_unanswered += 1
 
 
-def _requests(rows: list[Row], limit: int | None, speedup: float) -> list[SimRequest]:
+def _requests(rows: list[TraceRow], limit: int | None, speedup: float) -> list[SimRequest]:
     rows.sort(key=lambda row: row.at_s)
     sessions: dict[str, int] = {}
     return [

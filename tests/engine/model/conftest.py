@@ -144,7 +144,7 @@ def load_runner(model: str | Path, *, backend: str | None = None, by_torch: bool
 def backend(request: pytest.FixtureRequest) -> str:
     """Return the backends of the machine: the C++ kernels, and the torch fallback."""
     if request.param == "cpu_native" and library.load() is None:
-        pytest.skip(f"no native kernels: {library.why_absent()}")
+        pytest.skip(f"no native kernels: {library.unavailable_reason()}")
     return str(request.param)
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
-from pagemill_protocol.arriving_files import ArrivingFiles, Link
+from pagemill_protocol.partial_download import FileLink, PartialDownload
 from pagemill_protocol.safetensors_header import INDEX_FILE
 
 FIRST, LATE = "model-1.safetensors", "model-2.safetensors"
@@ -21,7 +21,7 @@ VALUES = {FIRST: np.arange(4096, dtype=np.float32), LATE: np.arange(4096, 9000, 
 
 
 @pytest.fixture
-def arriving(tmp_path: Path) -> Iterator[ArrivingFiles]:
+def arriving(tmp_path: Path) -> Iterator[PartialDownload]:
     """Create a folder in which the first file is complete and the late one has only its header."""
     for name, values in VALUES.items():
         save_file({name[6]: values}, tmp_path / name)
@@ -29,13 +29,13 @@ def arriving(tmp_path: Path) -> Iterator[ArrivingFiles]:
     num_bytes = (tmp_path / LATE).stat().st_size
     with (tmp_path / LATE).open("r+b") as late:
         late.truncate(100)
-    links = {name: Link(tmp_path / name, 0, is_whole=True) for name in (FIRST, INDEX_FILE)}
-    arriving = ArrivingFiles(tmp_path / "m", links | {LATE: Link(tmp_path / LATE, num_bytes, is_whole=False)})
+    links = {name: FileLink(tmp_path / name, 0, is_complete=True) for name in (FIRST, INDEX_FILE)}
+    arriving = PartialDownload(tmp_path / "m", links | {LATE: FileLink(tmp_path / LATE, num_bytes, is_complete=False)})
     yield arriving
     arriving.close()
 
 
-def test_a_tensor_is_read_once_its_file_is_complete(arriving: ArrivingFiles, tmp_path: Path) -> None:
+def test_a_tensor_is_read_once_its_file_is_complete(arriving: PartialDownload, tmp_path: Path) -> None:
     weights = SafetensorsFolder(arriving.folder)
     assert weights.shapes == {"1": (4096,), "2": (4904,)}
     first, late = np.empty(4096, np.float32), np.empty(4904, np.float32)
@@ -49,7 +49,7 @@ def test_a_tensor_is_read_once_its_file_is_complete(arriving: ArrivingFiles, tmp
     whole.mkdir()
     save_file({"2": VALUES[LATE]}, whole / LATE)
     (tmp_path / LATE).write_bytes((whole / LATE).read_bytes())
-    arriving.is_whole(LATE)
+    arriving.mark_complete(LATE)
     reading.join()
     assert np.array_equal(late, VALUES[LATE])
     save_file({"1": VALUES[FIRST]}, whole / FIRST)
@@ -57,7 +57,7 @@ def test_a_tensor_is_read_once_its_file_is_complete(arriving: ArrivingFiles, tmp
     assert weights.digest() == SafetensorsFolder(whole).digest()
 
 
-def test_a_download_that_ended_without_the_file_is_an_error_with_its_name(arriving: ArrivingFiles) -> None:
+def test_a_download_that_ended_without_the_file_is_an_error_with_its_name(arriving: PartialDownload) -> None:
     weights = SafetensorsFolder(arriving.folder)
     arriving.close()
     with pytest.raises(LoadError, match=rf"`{LATE}` has not arrived.*Start again") as error:

@@ -25,7 +25,7 @@ from pagemill_kernels.cpu import library, processor
 from pagemill_kernels.linear import cpu, native, onednn, reference
 from pagemill_protocol.model_files import load_model_spec
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]

@@ -20,7 +20,7 @@ from triton_device import HAS_GPU
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner import compiling
 from pagemill_engine.runner.compiling import compile_kernels
-from pagemill_engine.runner.graphs import recorded_shapes
+from pagemill_engine.runner.graphs import shapes_to_capture
 from pagemill_kernels.gpu import launch
 from pagemill_protocol.sampling import SamplingParams
 
@@ -138,15 +138,15 @@ def test_cuda_graphs_launch_no_kernel_that_was_not_launched_before(
     found: list[int] = []
 
     class Watched:
-        def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        def capture(self, run: Callable[[], None]) -> Callable[[], None]:
             before = set(launched)
             run()
             found.append(len(launched - before))
             return run
 
-    runner.record_steps(recorded_shapes(4, 40), Watched)
+    runner.capture_graphs(shapes_to_capture(4, 40), Watched)
     assert len(runner._forward._kinds) == 1
-    assert found == [0] * len(recorded_shapes(4, 40))
+    assert found == [0] * len(shapes_to_capture(4, 40))
 
 
 @pytest.mark.full

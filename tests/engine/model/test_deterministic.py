@@ -16,7 +16,7 @@ from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import library
 from pagemill_protocol.sampling import SamplingParams
 
-needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 Loader = Callable[..., Any]
 NUM_TOKENS = 6

@@ -22,7 +22,7 @@ from pagemill_engine.runner import device_runner
 from pagemill_engine.runner.device_rows import DeviceRows
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.errors import StepSkippedError
-from pagemill_engine.runner.graphs import CudaRecorder, Shape, recorded_shapes
+from pagemill_engine.runner.graphs import CudaGraphCapturer, GraphShape, shapes_to_capture
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_kernels.kv_store import storage
@@ -38,7 +38,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_tokens": 3, "stop_token_ids": list(range(0, 64, 3))},
     {"temperature": 0.8, "n": 2, "logprobs": 2},
 ]
-DECODES = [Shape(1, 1, True), Shape(4, 4, True)]
+DECODES = [GraphShape(1, 1, True), GraphShape(4, 4, True)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 Answers = dict[tuple[str, int], tuple[list[int], list[float]]]
 
@@ -178,7 +178,7 @@ def test_padding_does_not_affect_requests() -> None:
 def test_an_unchanged_decode_is_not_uploaded_again(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is uploaded again if a block, a row, or the padding changes."""
     runner = load(device="cuda")
-    runner.record_steps([Shape(4, 4, True)], ReplayRecorder)
+    runner.capture_graphs([GraphShape(4, 4, True)], ReplayRecorder)
     uploaded: list[int] = []
     upload = runner._upload
     monkeypatch.setattr(runner, "_upload", lambda *step: (uploaded.append(len(step[1].rows)), upload(*step))[1])
@@ -215,7 +215,7 @@ class ReplayRecorder:
         self.errors: list[Exception] = []
         """The errors that the next replays raise."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         self.num_recorded += 1
         run()
 
@@ -234,7 +234,7 @@ def test_padded_decodes_give_the_answers_of_unpadded_ones(
     load: Callable[..., Any], expected: Answers, overlap: bool
 ) -> None:
     runner, recorder = load(device="cuda"), ReplayRecorder()
-    runner.record_steps(DECODES, lambda: recorder)
+    runner.capture_graphs(DECODES, lambda: recorder)
     answers, _ = serve(runner, overlap=overlap)
     assert_alike(answers, expected)
     assert recorder.num_recorded == 2
@@ -255,9 +255,9 @@ def test_padded_prompts_give_the_answers_of_unpadded_ones(
 ) -> None:
     """Prompts run alone, with decodes, in chunks, and after a preemption: no step launches single kernels."""
     runner, recorder = load(device="cuda"), ReplayRecorder()
-    runner.record_steps(recorded_shapes(4, 24), lambda: recorder)
+    runner.capture_graphs(shapes_to_capture(4, 24), lambda: recorder)
     recorded = set(runner._graphs.shapes)
-    assert recorded == set(recorded_shapes(4, 24))
+    assert recorded == set(shapes_to_capture(4, 24))
     runner._forward.logits = None  # called if no graph fits
     answers, core = serve(runner, overlap=overlap)
     assert_alike(answers, expected)
@@ -267,7 +267,7 @@ def test_padded_prompts_give_the_answers_of_unpadded_ones(
 
 def test_only_decodes_of_a_captured_size_run_as_graphs(load: Callable[..., Any]) -> None:
     runner, recorder = load(device="cuda"), ReplayRecorder()
-    runner.record_steps([Shape(1, 1, True), Shape(2, 2, True), Shape(16, 2, False)], lambda: recorder)
+    runner.capture_graphs([GraphShape(1, 1, True), GraphShape(2, 2, True), GraphShape(16, 2, False)], lambda: recorder)
     names = {"a": [0], "b": [1], "c": [2]}
     rows = [admitted(name, [5, 6], blocks) for name, blocks in names.items()]
     runner.wait(runner.launch(plan_of(dict.fromkeys(names, 2), admitted=rows)))
@@ -385,7 +385,7 @@ def test_a_failure_after_a_reported_one_is_reported_too(runner: Any, monkeypatch
 
 def test_a_failure_of_a_cuda_graph_is_reported_like_that_of_a_launch(load: Callable[..., Any]) -> None:
     runner, recorder = load(device="cuda"), ReplayRecorder()
-    runner.record_steps([Shape(1, 1, True), Shape(8, 2, False)], lambda: recorder)
+    runner.capture_graphs([GraphShape(1, 1, True), GraphShape(8, 2, False)], lambda: recorder)
     admission = {"admitted": [admitted("a", [5, 6], [0])]}
     for plan in (plan_of({"a": 2}, **admission), plan_of({"a": 1})):
         recorder.errors.append(torch.OutOfMemoryError("no memory"))
@@ -458,7 +458,7 @@ def test_cuda_graphs_give_the_answers_of_launches(load: Callable[..., Any], expe
     runner.sleep()
     runner.wake()
     assert_alike(serve(runner, overlap=True)[0], expected)
-    runner.record_steps([Shape(2, 2, True), Shape(4, 4, True)], CudaRecorder)
+    runner.capture_graphs([GraphShape(2, 2, True), GraphShape(4, 4, True)], CudaGraphCapturer)
     assert_alike(serve(runner)[0], expected)
 
 
@@ -509,7 +509,7 @@ def test_requests_that_arrive_during_decodes_get_the_answers_of_single_launches(
     runner = runner_loader(folder, num_kv_blocks=12, max_model_len=64, max_num_seqs=6, device="cuda")
     runner._graphs = None
     eager, _, _, _ = arriving(runner)
-    runner.record_steps(recorded_shapes(6, 40), CudaRecorder)
+    runner.capture_graphs(shapes_to_capture(6, 40), CudaGraphCapturer)
     runner._forward.logits = None  # called if no graph fits
     recorded, core, sizes, num_cached = arriving(runner)
     assert_alike(recorded, eager)
@@ -537,7 +537,7 @@ def test_a_step_of_thousands_of_tokens_runs_as_a_cuda_graph(tmp_path: Path, runn
         return found
 
     launched = answered()
-    runner.record_steps(recorded_shapes(3, 4000), CudaRecorder)
+    runner.capture_graphs(shapes_to_capture(3, 4000), CudaGraphCapturer)
     runner._forward.logits = None  # called if no graph fits
     assert answered() == launched
 

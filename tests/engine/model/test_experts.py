@@ -32,7 +32,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module", params=["cpu_native", "cpu"])
 def any_backend(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu_native" and library.load() is None:
-        pytest.skip(f"no native kernels: {library.why_absent()}")
+        pytest.skip(f"no native kernels: {library.unavailable_reason()}")
     return str(request.param)
 
 
@@ -163,7 +163,7 @@ def test_without_sinks_or_limits_the_answers_differ(
     assert tokens_of(make_driver(runner).greedy(gpt_oss.prompts, NUM_TOKENS)) != gpt_oss.expected
 
 
-@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 @pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss"])
 @pytest.mark.parametrize(
     "storage", [{}, {"quantization": "int4"}, {"dtype": "bfloat16"}], ids=["float32", "int4", "bf16"]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.sizing import sizes_here, sizes_on_gpu
-from pagemill_protocol.model_files import load_model_spec, load_outlined_spec
+from pagemill_protocol.model_files import load_model_spec, load_spec_without_weights
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
@@ -130,7 +130,7 @@ def test_the_memory_of_a_folder_in_mxfp4_is_known_from_its_index(tmp_path: Path)
     config, spec = EngineConfig(model=str(folder)), load_model_spec(folder)
     sizes = [each(config, folder, spec) for each in (sizes_on_gpu, sizes_here)]
     outline(folder)
-    outlined = load_outlined_spec(folder)
+    outlined = load_spec_without_weights(folder)
     assert [each(config, folder, outlined) for each in (sizes_on_gpu, sizes_here)] == sizes
 
 

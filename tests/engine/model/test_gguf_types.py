@@ -90,7 +90,7 @@ def test_every_documented_type_is_read() -> None:
     assert promised <= set(supported_types())
 
 
-@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 @pytest.mark.parametrize(("kind", "said"), [("Q2_K", "8-bit codes of 12 bits"), ("IQ4_XS", "8-bit codes of 9 bits")])
 def test_the_log_says_what_a_type_becomes_in_memory(tmp_path: Path, kind: str, said: str) -> None:
     write_gguf(tmp_path / "model.gguf", llama(), {"": kind})

@@ -290,7 +290,7 @@ def rounded(
 ) -> RoundedModel:
     backend, architecture = request.param
     if backend != "cpu" and library.load() is None:
-        pytest.skip(f"no native kernels: {library.why_absent()}")
+        pytest.skip(f"no native kernels: {library.unavailable_reason()}")
     folder = tmp_path_factory.mktemp("rounded")
     kind, overrides = ARCHITECTURES[architecture]
     # The logits are so large that bfloat16, with its 8 bits, resolves differences far smaller than a near tie.

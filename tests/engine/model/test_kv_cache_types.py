@@ -20,7 +20,7 @@ from pagemill_kernels.torch_arrays import to_torch
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import ModelSpec
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 Loader = Callable[..., Any]
 HEAD_DIM, NUM_LAYERS, NUM_KV_HEADS, BLOCK = 16, 2, 2, 16

@@ -43,7 +43,7 @@ def latent_attentions(runner: Any) -> list[LatentAttention]:
 @pytest.mark.parametrize("backend", ["cpu_native", "reference"])
 def test_the_cache_of_a_token_is_its_latent_and_its_shared_key(backend: str, v3: Family, runner_loader: Loader) -> None:
     if backend == "cpu_native" and library.load() is None:
-        pytest.skip(f"no native kernels: {library.why_absent()}")
+        pytest.skip(f"no native kernels: {library.unavailable_reason()}")
     runner = runner_loader(v3.folder, backend=backend, num_kv_blocks=32)
     assert runner.info.kv_bytes_per_token == 3 * CACHED * 4
     assert load_model_spec(v3.folder).kv_bytes_per_token(2) == 3 * CACHED * 2
@@ -156,7 +156,7 @@ def test_a_backend_without_a_kernel_for_latents_is_refused_by_name(
     settings: dict[str, Any], message: str, v3: Family, runner_loader: Loader
 ) -> None:
     if "device" not in settings and library.load() is None:
-        pytest.skip(f"no native kernels: {library.why_absent()}")
+        pytest.skip(f"no native kernels: {library.unavailable_reason()}")
     with pytest.raises(LoadError, match=message):
         runner_loader(v3.folder, **settings)
 

@@ -113,8 +113,8 @@ def test_steps_are_queued_without_reads_and_decodes_are_launched_alike_at_any_le
     runner: Any, launches: list[Launch], recorded: bool
 ) -> None:
     if recorded:
-        again = type("Again", (), {"record": lambda self, run: run})
-        runner.record_steps(decode_shapes(4), again)
+        again = type("Again", (), {"capture": lambda self, run: run})
+        runner.capture_graphs(decode_shapes(4), again)
     found: list[list[Launch]] = []
     for num_tokens in (3, 11, 40):
         queued(runner, prompts(num_tokens))

@@ -59,7 +59,7 @@ def test_quantized_weights_equal_the_dequantized_values(kind: str) -> None:
     np.testing.assert_allclose(codes.dequantize(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 @pytest.mark.parametrize("kinds", [("Q4_0",), ("Q4_1",), ("Q8_0",), ("Q4_1", "Q4_1", "Q4_1"), ("Q8_0", "Q8_0")])
 @pytest.mark.parametrize("rows", [1, 16, 37])
 @pytest.mark.parametrize("for_dots", [False, True])
@@ -292,7 +292,7 @@ def test_a_missing_file_is_refused(tmp_path: Path, runner_loader: Loader) -> Non
 
 
 @pytest.mark.model
-@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 def test_the_embedded_model_stays_quantized(smollm2_runner: Any, smollm2_path: Path) -> None:
     """4-bit weights take 6 bits with their scales, 8-bit ones 9; a tied embedding is in memory once."""
     assert isinstance(smollm2_runner.model, NativeDecoder)

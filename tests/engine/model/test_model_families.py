@@ -56,7 +56,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family
 @pytest.fixture(scope="module", params=["cpu_native", "cpu", pytest.param("reference", marks=IN_FULL)])
 def any_backend(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu_native" and library.load() is None:
-        pytest.skip(f"no native kernels: {library.why_absent()}")
+        pytest.skip(f"no native kernels: {library.unavailable_reason()}")
     return str(request.param)
 
 

@@ -20,7 +20,7 @@ from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, NormParts
 from pagemill_kernels.linear import native
 from pagemill_protocol.models.declaration import AttentionSpec, LayerSpec, MLPSpec, MoESpec
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]

@@ -29,7 +29,7 @@ from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.runner.sizing import sizes_here, sizes_on_gpu
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.torch_arrays import from_torch, to_torch
-from pagemill_protocol.model_files import load_model_spec, load_outlined_spec
+from pagemill_protocol.model_files import load_model_spec, load_spec_without_weights
 from pagemill_protocol.models.config_values import READ_QUANTIZATIONS
 
 RECORDS: dict[str, Any] = json.loads((Path(__file__).parent / "packed_by_others.json").read_text())
@@ -315,7 +315,7 @@ def test_the_memory_of_a_packed_checkpoint_is_known_from_its_index(name: str, tm
     spec = load_model_spec(folder)
     sizes = [each(config, folder, spec) for each in (sizes_on_gpu, sizes_here)]
     outline(folder)
-    outlined = load_outlined_spec(folder)
+    outlined = load_spec_without_weights(folder)
     assert outlined == msgspec.structs.replace(spec, weight_bytes=outlined.weight_bytes)
     assert [each(config, folder, outlined) for each in (sizes_on_gpu, sizes_here)] == sizes
 

@@ -26,7 +26,7 @@ NUM_TOKENS = 24
 HIDDEN, INTERMEDIATE, VOCAB = 256, 288, 128
 MODES = ("int8", "int4")
 
-needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 
 def llama(tie: bool = False) -> Any:

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagemill_engine.runner.device_rows import DeviceStep
-from pagemill_engine.runner.graphs import decode_shapes, mixed_shapes, recorded_shapes
+from pagemill_engine.runner.graphs import decode_shapes, mixed_shapes, shapes_to_capture
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 100, 256, 1024])
@@ -48,7 +48,7 @@ def test_no_graph_is_captured_for_steps_longer_than_their_launches() -> None:
         "launches of larger steps cost next to nothing"
     )
     assert mixed_shapes(256, 700, 10)[-1].num_tokens == 700
-    assert len(recorded_shapes(256, 8192)) < 90, "capturing must take seconds"
+    assert len(shapes_to_capture(256, 8192)) < 90, "capturing must take seconds"
 
 
 @given(

@@ -16,11 +16,11 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner import compiling, load_device
-from pagemill_engine.runner.budget import GPU_SHARE, Measured, Sizes, plan_measured, plan_memory
+from pagemill_engine.runner.budget import GPU_SHARE, MeasuredMemory, Sizes, plan_measured, plan_memory
 from pagemill_engine.runner.factory import create_runner
-from pagemill_engine.runner.graphs import recorded_shapes
+from pagemill_engine.runner.graphs import shapes_to_capture
 from pagemill_engine.runner.memory import MemoryState
-from pagemill_engine.runner.settling import CudaMeter, settle
+from pagemill_engine.runner.memory_profiling import CudaMeter, profile_memory
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import ModelSpec
 
@@ -48,7 +48,7 @@ def test_the_parts_and_the_free_memory_add_up_to_the_device_or_the_plan_is_refus
     spec: ModelSpec, held: int, step: int, recording: int, kv_bytes: int | None
 ) -> None:
     config = EngineConfig(model="m", kv_cache_memory_bytes=kv_bytes)
-    measured = Measured(BEFORE.available_bytes - SIZES.weight_bytes - held, step, recording)
+    measured = MeasuredMemory(BEFORE.available_bytes - SIZES.weight_bytes - held, step, recording)
     try:
         plan = plan_measured(config, spec, SIZES, BEFORE, measured)
     except LoadError:
@@ -66,7 +66,9 @@ def test_the_parts_and_the_free_memory_add_up_to_the_device_or_the_plan_is_refus
 
 def test_memory_of_steps_is_not_given_to_the_cache(spec: ModelSpec) -> None:
     free = BEFORE.available_bytes - SIZES.weight_bytes
-    small, large = (plan_measured(CONFIG, spec, SIZES, BEFORE, Measured(free, step, 0)) for step in (GIB, 3 * GIB))
+    small, large = (
+        plan_measured(CONFIG, spec, SIZES, BEFORE, MeasuredMemory(free, step, 0)) for step in (GIB, 3 * GIB)
+    )
     lost = (small.num_blocks - large.num_blocks) * CONFIG.block_size * SIZES.kv_bytes_per_token
     assert lost == pytest.approx(2 * GIB, abs=4 * MIB)
 
@@ -84,7 +86,7 @@ def test_an_error_for_what_does_not_fit_names_its_setting(
 ) -> None:
     config = EngineConfig(model="test", max_num_seqs=256, max_num_batched_tokens=8192, **settings)  # type: ignore[arg-type]
     with pytest.raises(LoadError, match=words) as caught:
-        plan_measured(config, spec, SIZES, BEFORE, Measured(60 * GIB, 58 * GIB, 0))
+        plan_measured(config, spec, SIZES, BEFORE, MeasuredMemory(60 * GIB, 58 * GIB, 0))
     assert caught.value.reason == reason
 
 
@@ -122,7 +124,7 @@ def test_the_step_size_of_a_gpu_engine_depends_on_its_memory(folder: Path, monke
 class PlainRecorder:
     """Replaces CUDA graphs if there is no device."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         return run
 
 
@@ -145,14 +147,14 @@ def test_the_cache_is_sized_by_measured_steps(
 ) -> None:
     config = EngineConfig(model="test", max_num_seqs=2, max_num_batched_tokens=5)
     runner = runner_loader(folder, device="cuda", num_kv_blocks=40, max_num_seqs=2)
-    runner.record_steps(recorded_shapes(2, 5), PlainRecorder)
+    runner.capture_graphs(shapes_to_capture(2, 5), PlainRecorder)
     before = make_driver(runner).greedy([[3, 5, 7]], 3, max_num_seqs=2)
     shapes: list[tuple[int, int]] = []
     warm_up = runner.warm_up
     runner.warm_up = lambda *shape: (shapes.append(shape), warm_up(*shape))
     sizes = Sizes(0, runner.info.kv_bytes_per_token, 4, gathers=False)
     state = MemoryState(40 * MIB, 40 * MIB, 0, is_gpu=True)
-    settle(runner, config, spec, sizes, state, SimulatedMemory(20 * MIB, [8 * MIB, 4 * MIB]))
+    profile_memory(runner, config, spec, sizes, state, SimulatedMemory(20 * MIB, [8 * MIB, 4 * MIB]))
     assert {(2, 2), (1, 5), (2, 5)} <= set(shapes)
     assert shapes[-3:-1] == [(2, 2), (2, 5)], "the largest captured shape"
     assert shapes[-1] == (2, 5), "the largest step once more, with the cache"
@@ -177,11 +179,11 @@ def test_an_error_for_a_device_without_memory_for_cuda_graphs_names_the_setting(
     def full(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr(runner, "record_steps", full)
+    monkeypatch.setattr(runner, "capture_graphs", full)
     with pytest.raises(
         LoadError, match=r"up to 2 requests and 512 tokens .* Lower maxNumSeqs \(now 2\) or kvCacheMemory"
     ) as caught:
-        compiling.record_steps(runner, EngineConfig(model="test", max_num_seqs=2))
+        compiling.capture_graphs(runner, EngineConfig(model="test", max_num_seqs=2))
     assert caught.value.reason == "GraphsTooLarge"
 
 
@@ -195,13 +197,13 @@ def test_a_start_measures_then_allocates_then_captures(
     recordings: list[Callable[[], None]] = []
 
     class Recorder:
-        def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        def capture(self, run: Callable[[], None]) -> Callable[[], None]:
             recordings.append(run)
             return run
 
-    monkeypatch.setattr(load_device, "settles_on", lambda device: True)
+    monkeypatch.setattr(load_device, "compiles_ahead", lambda device: True)
     monkeypatch.setattr(load_device, "CudaMeter", lambda: SimulatedMemory(2 * GIB, [8 * MIB, 4 * MIB]))
-    monkeypatch.setattr(compiling, "CudaRecorder", Recorder)
+    monkeypatch.setattr(compiling, "CudaGraphCapturer", Recorder)
     config = EngineConfig(
         model=str(folder), device="cuda", dtype="float32", max_num_seqs=3, max_num_batched_tokens=4, num_threads=1,
         kv_cache_memory_bytes=MIB, cuda_graphs=recorded,

@@ -14,9 +14,9 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.factory import create_runner
-from pagemill_engine.runner.sizing import held_by_gpu, sizes_here, sizes_on_gpu
+from pagemill_engine.runner.sizing import gpu_storage_forms, sizes_here, sizes_on_gpu
 from pagemill_kernels.registry import ops_for
-from pagemill_protocol.model_files import load_model_spec, load_outlined_spec
+from pagemill_protocol.model_files import load_model_spec, load_spec_without_weights
 
 pytestmark = [pytest.mark.model]
 
@@ -36,8 +36,8 @@ def test_the_computed_sizes_equal_those_of_the_engine(smollm2_path: Path, settin
 
 
 def test_the_assumed_weight_formats_equal_those_of_the_triton_kernels() -> None:
-    ops, holding = ops_for("triton"), held_by_gpu(EngineConfig(model="m"))
-    assert holding.weights == ops.holds
+    ops, holding = ops_for("triton"), gpu_storage_forms(EngineConfig(model="m"))
+    assert holding.weights == ops.weight_forms
 
 
 def test_on_a_gpu_floats_take_two_bytes_and_quantized_weights_stay_quantized(
@@ -63,6 +63,6 @@ def test_an_index_suffices_to_compute_a_models_size(name: str, tmp_path: Path) -
     spec, config = load_model_spec(tmp_path), EngineConfig(model=str(tmp_path))
     sizes = sizes_here(config, tmp_path, spec)
     outline(tmp_path)
-    outlined = load_outlined_spec(tmp_path)
+    outlined = load_spec_without_weights(tmp_path)
     assert (outlined.num_parameters, outlined.decoder) == (spec.num_parameters, spec.decoder)
     assert sizes_here(config, tmp_path, outlined) == sizes

@@ -19,7 +19,7 @@ from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.grammar.masks import begin_masks
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner import eager
-from pagemill_protocol.answers.call_syntax import Function, behind_reasoning, calls_only
+from pagemill_protocol.answers.call_syntax import Function, after_reasoning, calls_only
 from pagemill_protocol.answers.events import AnswerFormat
 from pagemill_protocol.answers.hermes import SYNTAX as HERMES
 from pagemill_protocol.errors import PagemillError
@@ -58,7 +58,7 @@ class Engine:
             model="test", block_size=self.runner.info.block_size, eos_token_ids=self.tokenizer.eos_token_ids, **settings
         )
         core = EngineCore(config, self.runner)
-        core.forming.load_tokenizer = lambda: self.tokenizer
+        core.grammar_requests.load_tokenizer = lambda: self.tokenizer
         return core
 
     def add(
@@ -293,7 +293,7 @@ def test_forced_tokens_are_added_at_once_and_equal_the_sampled_ones(
 
 def test_each_token_of_a_constant_is_forced(engine: Engine) -> None:
     grammar = GrammarCompiler(lambda: engine.tokenizer, engine.tokenizer.eos_token_ids, engine.tokenizer.vocab_size)
-    state = grammar.submit(json_form({"const": "unité, lorem ipsum " * 20})).result().state((), keeps_on=False)
+    state = grammar.submit(json_form({"const": "unité, lorem ipsum " * 20})).result().state((), forbids_end=False)
     forced = list(state.forced)
     assert len(forced) > 100
     for token_id in forced:
@@ -338,7 +338,7 @@ def test_another_engine_continues_an_answer_at_any_token(engine: Engine, every: 
 @pytest.mark.parametrize("every", [pytest.param(5, marks=pytest.mark.full), 15])
 def test_another_engine_continues_a_forced_call_after_reasoning_at_any_token(engine: Engine, every: int) -> None:
     call = calls_only(HERMES, [Function("get", JsonSchema(json_schema=PERSON))], parallel=False)
-    form = behind_reasoning("<think>", "</think>", call, is_open=True)
+    form = after_reasoning("<think>", "</think>", call, is_open=True)
     outputs = StructuredOutputs(structural_tag=write_tag(form))
     thought = engine.tokenizer.encode("I think.</think>", add_special_tokens=False)
     engine.add("r", outputs, resume=[ChoiceResume(0, thought, 0)])
@@ -392,7 +392,7 @@ def test_an_answer_that_does_not_start_with_reasoning_has_no_budget(engine: Engi
 @pytest.mark.sample("True")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_form_applies_after_reasoning_that_ended_at_its_budget_on_any_engine(engine: Engine, overlap: bool) -> None:
-    form = behind_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True)
+    form = after_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True)
     outputs = StructuredOutputs(structural_tag=write_tag(form))
     engine.use(overlap=overlap)
     engine.add("r", outputs, answer_format=budget(12), logit_bias=engine.bias)
@@ -409,7 +409,7 @@ def test_the_form_applies_after_reasoning_that_ended_at_its_budget_on_any_engine
 def test_a_character_is_completed_before_reasoning_is_ended(engine: Engine) -> None:
     pieces = next(ids for letter in "🜚𐍈𒀀🂡" if len(ids := engine.tokenizer.encode(letter, add_special_tokens=False)) > 2)
     outputs = StructuredOutputs(
-        structural_tag=write_tag(behind_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True))
+        structural_tag=write_tag(after_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True))
     )
     engine.add("r", outputs, answer_format=budget(1), resume=[ChoiceResume(0, pieces, 0)])
     answer = engine.run()["r", 0]
@@ -459,7 +459,7 @@ def test_an_allowance_raised_during_compilation_applies(engine: Engine) -> None:
     engine.core.add(
         GenerateRequest(request_id="r", model="test", prompt_token_ids=[1], sampling=sampling, token_allowance=1)
     )
-    engine.core.forming.raise_allowance("r", 50)
+    engine.core.grammar_requests.raise_allowance("r", 50)
     engine.run()
     assert engine.text("r") == "a" * 40
 
@@ -482,7 +482,7 @@ def test_masks_computed_in_parallel_with_the_step_are_the_same(engine: Engine) -
     compiler = GrammarCompiler(lambda: engine.tokenizer, engine.tokenizer.eos_token_ids, engine.tokenizer.vocab_size)
     forms = [json_form(PERSON), StructuredOutputs(regex="[0-9]+!"), StructuredOutputs(choice=("yes", "no"))]
     texts = ['{"name": "Ada", "age": 36}', "12345!", "yes"]
-    beside, alone = ([compiler.submit(form).result().state((), keeps_on=False) for form in forms] for _ in range(2))
+    beside, alone = ([compiler.submit(form).result().state((), forbids_end=False) for form in forms] for _ in range(2))
     spelled = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     for position in range(max(map(len, spelled))):
         running = [at for at, token_ids in enumerate(spelled) if position < len(token_ids)]

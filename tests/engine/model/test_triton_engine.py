@@ -318,7 +318,7 @@ def test_fp8_is_refused_if_the_device_does_not_support_it(
     folder: Path, settings: dict[str, str], remedy: str, runner_loader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = "A10 has compute capability 8.6, fp8 needs 8.9 (L4, H100 and later)"
-    monkeypatch.setattr(launch, "why_no_fp8", lambda: problem)
+    monkeypatch.setattr(launch, "fp8_problem", lambda: problem)
     with pytest.raises(LoadError, match=remedy):
         runner_loader(folder, device="cuda", **settings)
     assert runner_loader(folder, device="cuda", quantization="w8a8").info.device == DEVICE.type

@@ -100,9 +100,9 @@ async def test_a_request_with_more_sequences_than_the_queue_is_refused_without_r
     with pytest.raises(PagemillError, match="at most 8") as caught:
         inside.submit(request(n=9))
     assert (caught.value.status, caught.value.param) == (400, "n")
-    inside.client.check_room([request(n=4)] * 2)
+    inside.client.check_capacity([request(n=4)] * 2)
     with pytest.raises(PagemillError, match="12 answers") as caught:
-        inside.client.check_room([request(n=4)] * 3)
+        inside.client.check_capacity([request(n=4)] * 3)
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 

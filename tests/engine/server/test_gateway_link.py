@@ -18,8 +18,8 @@ from pagemill_protocol.link import (
     LINK_PATH,
     LINK_PROTOCOL,
     WINDOW_BYTES,
-    Kind,
     RecordDecoder,
+    RecordKind,
     Refusal,
     encode_credit,
     encode_pieces,
@@ -48,13 +48,15 @@ class Link:
         self.records = self._decoder.feed(rest) if self.status == 101 else []
 
     def send(self, number: int, request: GenerateRequest) -> None:
-        for record in encode_pieces(Kind.REQUEST_PART, number, msgspec.msgpack.encode(request)):
+        for record in encode_pieces(RecordKind.REQUEST_PART, number, msgspec.msgpack.encode(request)):
             self.socket.sendall(record)
-        self.socket.sendall(encode_record(Kind.REQUEST, number))
+        self.socket.sendall(encode_record(RecordKind.REQUEST, number))
 
     def read_until(self, *ended: int) -> None:
         """Read until these streams have ended."""
-        while not set(ended) <= {number for kind, number, _ in self.records if kind in (Kind.END, Kind.REFUSED)}:
+        while not set(ended) <= {
+            number for kind, number, _ in self.records if kind in (RecordKind.END, RecordKind.REFUSED)
+        }:
             data = self.socket.recv(1 << 20)
             assert data, "the engine closed the connection"
             self.records += self._decoder.feed(data)
@@ -72,17 +74,17 @@ class Link:
         return [kind for kind, stream, _ in self.records if stream == number]
 
     def num_bytes(self, number: int) -> int:
-        return sum(len(data) for kind, stream, data in self.records if (kind, stream) == (Kind.DATA, number))
+        return sum(len(data) for kind, stream, data in self.records if (kind, stream) == (RecordKind.DATA, number))
 
     def frames(self, number: int) -> list[tuple[FrameMeta, bytes]]:
-        data = b"".join(data for kind, stream, data in self.records if (kind, stream) == (Kind.DATA, number))
+        data = b"".join(data for kind, stream, data in self.records if (kind, stream) == (RecordKind.DATA, number))
         decoder = FrameDecoder()
         frames = decoder.feed(data)
         decoder.close()
         return frames
 
     def refusal(self, number: int) -> Refusal:
-        (data,) = [data for kind, stream, data in self.records if (kind, stream) == (Kind.REFUSED, number)]
+        (data,) = [data for kind, stream, data in self.records if (kind, stream) == (RecordKind.REFUSED, number)]
         return msgspec.msgpack.decode(data, type=Refusal)
 
 
@@ -113,7 +115,7 @@ def test_answers_over_a_link_equal_those_over_http(link: Link, null_server: Any)
         httpx.post(f"{null_server.url}/internal/generate", content=body, headers=null_server.auth).content
     )
     for number in (1, 2, 3):
-        assert link.kinds(number)[0] == Kind.ACCEPTED
+        assert link.kinds(number)[0] == RecordKind.ACCEPTED
         frames = link.frames(number)
         assert [meta.token_ids for meta, _ in frames] == [meta.token_ids for meta, _ in expected]
         assert frames[-1][0].last
@@ -134,26 +136,26 @@ def test_another_protocol_is_not_accepted(null_server: Any) -> None:
 
 
 def test_a_request_is_refused_like_over_http_and_the_link_continues(link: Link) -> None:
-    link.socket.sendall(encode_record(Kind.REQUEST, 1, b"no msgpack"))
+    link.socket.sendall(encode_record(RecordKind.REQUEST, 1, b"no msgpack"))
     link.send(2, a_request("too-long", prompt_token_ids=list(range(100_000))))
     link.send(3, a_request("other", weights_digest="other"))
     link.send(4, a_request("good"))
     link.read_until(1, 2, 3, 4)
     assert [link.refusal(number).status for number in (1, 2, 3)] == [400, 400, 409]
     assert b"GenerateRequest" in link.refusal(1).body
-    assert link.kinds(4)[-1] == Kind.END
+    assert link.kinds(4)[-1] == RecordKind.END
 
 
 def test_a_large_request_arrives_in_parts_and_one_beyond_the_limit_is_refused(link: Link) -> None:
     raw = msgspec.msgpack.encode(a_request("parts"))
     for piece in (raw[:10], raw[10:20]):
-        link.socket.sendall(encode_record(Kind.REQUEST_PART, 1, piece))
-    link.socket.sendall(encode_record(Kind.REQUEST, 1, raw[20:]))
-    for record in encode_pieces(Kind.REQUEST_PART, 2, bytes(9 * 2**20)):
+        link.socket.sendall(encode_record(RecordKind.REQUEST_PART, 1, piece))
+    link.socket.sendall(encode_record(RecordKind.REQUEST, 1, raw[20:]))
+    for record in encode_pieces(RecordKind.REQUEST_PART, 2, bytes(9 * 2**20)):
         link.socket.sendall(record)
-    link.socket.sendall(encode_record(Kind.REQUEST, 2))
+    link.socket.sendall(encode_record(RecordKind.REQUEST, 2))
     link.read_until(1, 2)
-    assert link.kinds(1)[-1] == Kind.END
+    assert link.kinds(1)[-1] == RecordKind.END
     assert link.refusal(2).status == 413
 
 
@@ -162,9 +164,9 @@ def test_a_cancelled_request_and_those_of_a_closed_link_are_aborted(null_server:
     endless = SamplingParams(max_tokens=900, ignore_eos=True)
     for number in (1, 2):
         link.send(number, a_request(f"endless-{number}", sampling=endless))
-    while {link.kinds(number)[:1] == [Kind.ACCEPTED] for number in (1, 2)} != {True}:
+    while {link.kinds(number)[:1] == [RecordKind.ACCEPTED] for number in (1, 2)} != {True}:
         link.records += link._decoder.feed(link.socket.recv(1 << 16))
-    link.socket.sendall(encode_record(Kind.CANCEL, 1))
+    link.socket.sendall(encode_record(RecordKind.CANCEL, 1))
     link.socket.close()
     wait_until(lambda: httpx.get(null_server.url + "/load", headers=null_server.auth).json()["server_load"] == 0)
 
@@ -186,7 +188,7 @@ def test_an_engine_that_stops_ends_its_streams_with_an_error_and_closes_its_link
     server.wait_for("ready")
     link = Link(server)
     link.send(1, a_request("cut", sampling=SamplingParams(max_tokens=900, ignore_eos=True)))
-    while Kind.DATA not in link.kinds(1):
+    while RecordKind.DATA not in link.kinds(1):
         link.records += link._decoder.feed(link.socket.recv(1 << 16))
     server.process.send_signal(signal.SIGTERM)
     link.read_until(1)

@@ -61,7 +61,7 @@ def test_weights_are_read_while_the_rest_is_downloaded(
     origin.proxy.bytes_per_s = 50_000
     text = text_of(origin.source)
     assert sent[0] < weight_bytes(folder)
-    assert not list((origin.cache / ".arriving").iterdir())
+    assert not list((origin.cache / ".partial").iterdir())
     wait_until(lambda: bool(published(origin)))
     assert text == text_of(str(folder))
 
@@ -113,4 +113,4 @@ async def test_async_llm_loads_available_files_and_reports_why_others_are_missin
     async with AsyncLLM(origin.source, **SETTINGS) as llm:
         outputs = [output async for output in llm.generate(PROMPT, GREEDY)]
     assert outputs[-1].outputs[0].text == text_of(str(folder))
-    assert not list((origin.cache / ".arriving").iterdir())
+    assert not list((origin.cache / ".partial").iterdir())

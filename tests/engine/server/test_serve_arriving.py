@@ -68,7 +68,7 @@ def test_an_engine_loads_while_its_model_is_downloaded(
         assert proxy.sent_bytes < weight_bytes(folder)
         proxy.bytes_per_s = float("inf")
         served = answer(server)
-        assert not list((cache / ".arriving").iterdir())
+        assert not list((cache / ".partial").iterdir())
         # Once the model is published, it can be found again.
         wait_until(lambda: bool(list(cache.glob("[!.]*/config.json"))))
         server.stop()

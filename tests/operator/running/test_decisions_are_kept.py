@@ -121,12 +121,12 @@ async def test_another_owners_config_map_is_not_changed_and_reported_once(
 
 async def test_a_refused_write_is_retried_and_delays_no_decision(api: Any, run_operator: Any) -> None:
     refused = (403, "Forbidden", "no config maps today")
-    api.refuse = lambda write: refused if write.name == NAME else None
+    api.report_invalid = lambda write: refused if write.name == NAME else None
     api.change("LLMDeployment", scaled(minReplicas=2))
     run_operator()
     await api.until(lambda: (api.get("Deployment", "chat-engine") or {}).get("spec", {}).get("replicas") == 2)
     await api.until(lambda: api.names("apply").count(f"ConfigMap/{NAME}") > 1)
-    api.refuse = lambda write: None
+    api.report_invalid = lambda write: None
     await api.until(lambda: kept(api))
 
 

@@ -16,11 +16,11 @@ from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import (
     Arrivals,
     DeploymentLoad,
-    EngineHeld,
     EnginesLoad,
     EngineStart,
+    EngineWork,
     LoadFrame,
-    PodsSeen,
+    PodCounts,
     QueueLoad,
 )
 
@@ -45,7 +45,7 @@ class FakeGateway:
             namespace="default",
             name="chat",
             engines=engines,
-            pods=PodsSeen(ready=1),
+            pods=PodCounts(ready=1),
             arrivals=Arrivals(truth="value", window_s=60.0, requests_per_s=1.0, burst_window_s=6.0),
         )
         self.tokens: list[str] = []
@@ -193,7 +193,7 @@ async def test_a_waiting_request_wakes_a_deployment_at_zero(api: Any, gateway: F
     resource = scaled(minReplicas=0)
     resource["spec"]["replicas"] = 0
     api.change("LLMDeployment", resource)
-    gateway.set_load(engines=EnginesLoad(truth="value"), pods=PodsSeen(), arrivals=Arrivals(truth="value", idle_s=9.0))
+    gateway.set_load(engines=EnginesLoad(truth="value"), pods=PodCounts(), arrivals=Arrivals(truth="value", idle_s=9.0))
     run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: replicas(api) == 0 and condition(api, "Ready") == "ScaledToZero")
     gateway.set_load(queue=waiting(1, needs_engine=True))
@@ -244,7 +244,7 @@ async def test_the_emptiest_pod_gets_the_lowest_deletion_cost_before_replicas_ar
         metadata = {"name": f"chat-{number}", "namespace": "default", "uid": f"pod-{number}", **template}
         status = {"podIP": "127.0.0.2", "conditions": [{"type": "Ready", "status": "True"}]}
         api.change("Pod", {"metadata": metadata, "spec": {"containers": [], "nodeName": "n"}, "status": status})
-    held = [EngineHeld(f"pod-{number}", blocks, 1) for number, blocks in enumerate((3, 1, 2))]
+    held = [EngineWork(f"pod-{number}", blocks, 1) for number, blocks in enumerate((3, 1, 2))]
     gateway.set_load(held=held)
     await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 3)
     api.writes.clear()
@@ -272,7 +272,7 @@ async def test_the_phases_of_a_pods_start_are_measured_and_shown(
     containers = [{"name": "engine", "restartCount": 0, "state": {"running": {"startedAt": created}}}]
     status = {"podIP": "127.0.0.2", "conditions": conditions, "containerStatuses": containers}
     api.change("Pod", {"metadata": metadata, "spec": {"containers": [], "nodeName": "n"}, "status": status})
-    gateway.set_load(starts=[EngineStart("pod-0", {"load": 4.0, "warm": 1.0})], pods=PodsSeen(ready=2))
+    gateway.set_load(starts=[EngineStart("pod-0", {"load": 4.0, "warm": 1.0})], pods=PodCounts(ready=2))
 
     def start() -> dict[str, Any]:
         reported: dict[str, Any] = (api.get("LLMDeployment", "chat").get("status") or {}).get("lastStart") or {}

@@ -16,11 +16,11 @@ from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import (
     Arrivals,
     DeploymentLoad,
-    EngineHeld,
     EnginesLoad,
     EngineStart,
+    EngineWork,
     LoadFrame,
-    PodsSeen,
+    PodCounts,
     QueueLoad,
 )
 
@@ -143,13 +143,13 @@ async def test_one_replica_stands_by_and_is_woken_before_another_one_could_start
     await api.until(lambda: world.replicas() == 2)
     assert api.get("Deployment", "chat-engine")["metadata"]["annotations"]["pagemill.dev/awake"] == "1"
     world.pods(a=True, b=True)
-    world.set_load(held=[EngineHeld("uid-a", 9, 1), EngineHeld("uid-b", 0, 0)], pods=PodsSeen(ready=2))
+    world.set_load(held=[EngineWork("uid-a", 9, 1), EngineWork("uid-b", 0, 0)], pods=PodCounts(ready=2))
     await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 2)
     assert world.calls == [], "Kubernetes must wait for both of them to be ready"
     world.rolled_out()
     await api.until(lambda: world.calls == ["sleep"] and world.reported("b") == "asleep")
     assert world.reported("a") is None
-    world.set_load(asleep=["uid-b"], pods=PodsSeen(ready=1, asleep=1))
+    world.set_load(asleep=["uid-b"], pods=PodCounts(ready=1, asleep=1))
     world.pods(b=False)
     await api.until(lambda: world.status().get("standbyReplicas") == 1)
     assert (world.status()["readyReplicas"], world.status()["desiredReplicas"]) == (1, 1)
@@ -158,7 +158,7 @@ async def test_one_replica_stands_by_and_is_woken_before_another_one_could_start
     world.set_load(queue=waiting(4))
     await api.until(lambda: world.calls == ["sleep", "wake_up"] and world.reported("b") == "waking")
     await api.until(lambda: world.replicas() == 3)
-    world.set_load(queue=waiting(0), asleep=[], pods=PodsSeen(ready=2))
+    world.set_load(queue=waiting(0), asleep=[], pods=PodCounts(ready=2))
     world.pods(b=True)
     await api.until(lambda: world.reported("b") is None)
     keys = running.operator.leader.keys.keys.keys
@@ -173,22 +173,22 @@ async def test_the_next_leader_continues_with_the_sleeping_replicas(api: Any, wo
     assert api.get("Deployment", "chat-engine")["metadata"]["annotations"]["pagemill.dev/awake"] == "0"
     world.pods(a=True)
     world.rolled_out()
-    world.set_load(pods=PodsSeen(ready=1))
+    world.set_load(pods=PodCounts(ready=1))
     await api.until(lambda: world.calls == ["sleep"] and world.reported("a") == "asleep")
-    world.set_load(asleep=["uid-a"], engines=EnginesLoad(truth="value"), pods=PodsSeen(asleep=1))
+    world.set_load(asleep=["uid-a"], engines=EnginesLoad(truth="value"), pods=PodCounts(asleep=1))
     world.pods(a=False)
     await api.until(lambda: world.reason("Ready") == "ScaledToZero" and world.status().get("standbyReplicas") == 1)
     await first.stop()
 
     transitions = {each["type"]: each["lastTransitionTime"] for each in world.status()["conditions"]}
-    world.set_load(asleep=[], pods=PodsSeen())  # the leader has just started and has no report of an engine yet
+    world.set_load(asleep=[], pods=PodCounts())  # the leader has just started and has no report of an engine yet
     second = run_operator("b", gateway_control_port=world.port, engine_control_port=world.port)
     await second.leads()
     await second.settled()
     await api.until(lambda: second.operator.leader.loads.measured("default/chat") is not None)
     assert world.status()["standbyReplicas"] == 1, "the annotation must say so"
     assert {each["type"]: each["lastTransitionTime"] for each in world.status()["conditions"]} == transitions
-    world.set_load(asleep=["uid-a"], pods=PodsSeen(asleep=1), queue=waiting(1, needs_engine=True))
+    world.set_load(asleep=["uid-a"], pods=PodCounts(asleep=1), queue=waiting(1, needs_engine=True))
     await api.until(lambda: world.calls == ["sleep", "wake_up"])
     assert world.replicas() == 1
 
@@ -199,7 +199,7 @@ async def test_during_a_rollout_no_engine_is_put_to_sleep(api: Any, world: World
     await api.until(lambda: world.replicas() == 2)
     world.pods(a=True, b=True)
     world.rolled_out("ReplicaSetUpdated")
-    world.set_load(pods=PodsSeen(ready=2))
+    world.set_load(pods=PodCounts(ready=2))
     await api.until(lambda: len(running.operator.leader.scaler.records()) > 0)
     await asyncio.gather(*(running.operator.leader.autoscaling.look("default/chat") for _ in range(3)))
     assert world.calls == []
@@ -214,7 +214,7 @@ async def test_an_engine_that_refuses_to_sleep_keeps_serving(api: Any, world: Wo
     await api.until(lambda: world.replicas() == 2)
     world.pods(a=True, b=True)
     world.rolled_out()
-    world.set_load(pods=PodsSeen(ready=2))
+    world.set_load(pods=PodCounts(ready=2))
     await api.until(lambda: world.calls == ["sleep"])
     await api.until(lambda: world.status().get("readyReplicas") == 2)
     assert world.reason("Ready") == "AllReplicasReady"
@@ -227,7 +227,7 @@ async def test_the_time_of_a_wake_is_measured(api: Any, world: World, run_operat
     running = run_operator(gateway_control_port=world.port, engine_control_port=world.port)
     await api.until(lambda: world.replicas() == 2)
     world.pods(a=True)
-    world.set_load(starts=[EngineStart("uid-a", {"load": 1.0})], pods=PodsSeen(ready=1))
+    world.set_load(starts=[EngineStart("uid-a", {"load": 1.0})], pods=PodCounts(ready=1))
     await api.until(lambda: world.status().get("readyReplicas") == 1)
     world.set_load(starts=[EngineStart("uid-a", {"load": 1.0, "wake": 0.2}, 1)], queue=waiting(1))
 

@@ -138,14 +138,14 @@ async def test_a_younger_deployment_of_a_name_starts_nothing_until_the_older_is_
 
 async def test_a_refused_child_is_reported_and_retried(ready: Any, run_operator: Any) -> None:
     message = 'deployments "chat-engine" is forbidden: exceeded quota: few'
-    ready.refuse = lambda write: (403, "Forbidden", message) if write.kind == "Deployment" else None
+    ready.report_invalid = lambda write: (403, "Forbidden", message) if write.kind == "Deployment" else None
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
     ready.change("LLMDeployment", llm_deployment("other"))
     await ready.until(lambda: reason(ready))
     assert condition(ready, "Ready")["status"] == "False"
     assert "quota" in condition(ready, "Ready")["message"]
-    ready.refuse = lambda write: None
+    ready.report_invalid = lambda write: None
     await ready.until(lambda: ready.get("Deployment", "chat-engine"))
 
 
@@ -329,10 +329,10 @@ async def test_deleted_keys_are_restored_at_once(ready: Any, run_operator: Any) 
 
 async def test_a_webhook_that_does_not_answer_is_reported_and_retried(ready: Any, run_operator: Any) -> None:
     message = 'Internal error occurred: failed calling webhook "policy.corp": refused'
-    ready.refuse = lambda write: (500, "InternalError", message) if write.kind == "Deployment" else None
+    ready.report_invalid = lambda write: (500, "InternalError", message) if write.kind == "Deployment" else None
     run_operator()
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: reason(ready) == "WebhookFailed")
-    ready.refuse = lambda write: None
+    ready.report_invalid = lambda write: None
     await ready.until(lambda: ready.get("Deployment", "chat-engine"))
     await ready.until(lambda: reason(ready) != "WebhookFailed")

@@ -40,7 +40,7 @@ FORMATS: Mapping[str, Format] = {
 """To add a format, add a module and an entry here."""
 
 
-def in_words(settings: Settings) -> str:
+def describe_format(settings: Settings) -> str:
     """Return a description of a folder's quantization by its settings."""
     method = str(settings.get("quant_method"))
     found = FORMATS.get(method)

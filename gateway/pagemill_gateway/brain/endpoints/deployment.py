@@ -13,15 +13,15 @@ from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Target
 from pagemill_protocol.catalog import CatalogModel
 
-REMEMBERED = 5
-LAPSE_S = 300.0
+NUM_KEPT_STARTS = 5
+START_TIMING_LIMIT_S = 300.0
 """A start is not timed any more if no request has needed an engine for this long."""
 LEAST_LEFT_S = 1.0
 WAIT_FACTOR = 2.0
 """A start may take this many times as long as it usually does before requests stop waiting for it."""
 
 
-class Starts:
+class StartEstimator:
     """Estimates how long a deployment without an engine has to wait for one, from the durations of earlier starts.
 
     A start lasts from the first request that found no engine to the first report of a serving engine. Starts from zero
@@ -30,7 +30,9 @@ class Starts:
     """
 
     def __init__(self) -> None:
-        self._took_s: dict[bool, deque[float]] = {from_zero: deque(maxlen=REMEMBERED) for from_zero in (True, False)}
+        self._durations_s: dict[bool, deque[float]] = {
+            from_zero: deque(maxlen=NUM_KEPT_STARTS) for from_zero in (True, False)
+        }
         self._reported_s: float | None = None
         self._requested_at: float | None = None
         self._latest_request_at = 0.0
@@ -47,20 +49,20 @@ class Starts:
 
     def requested(self, now: float, *, from_zero: bool) -> None:
         """Note a request that needs an engine while none serves. `from_zero`: there is no engine that could return."""
-        if self._requested_at is None or now - self._latest_request_at > LAPSE_S:
+        if self._requested_at is None or now - self._latest_request_at > START_TIMING_LIMIT_S:
             self._requested_at, self._from_zero = now, from_zero
         self._latest_request_at = now
 
     def served(self, now: float) -> None:
         """Note that an engine serves, which ends the start."""
-        if self._requested_at is not None and now - self._latest_request_at <= LAPSE_S:
+        if self._requested_at is not None and now - self._latest_request_at <= START_TIMING_LIMIT_S:
             self._ended_at, self._latest_until = now, self.waits_until(now)
-            self._took_s[self._from_zero].append(now - self._requested_at)
+            self._durations_s[self._from_zero].append(now - self._requested_at)
         self._requested_at = None
 
     def usual_s(self, *, from_zero: bool) -> float | None:
         """Return the median duration of a start; `None` if unknown."""
-        took_s = self._took_s[from_zero]
+        took_s = self._durations_s[from_zero]
         return median(took_s) if took_s else self._reported_s
 
     def waits_until(self, arrived_at: float) -> float:
@@ -93,7 +95,7 @@ class DeploymentRecord:
     output_tokens: OutputTokens = field(default_factory=OutputTokens)
     bundle_digest: str = ""
     """The tokenizer that one of its endpoints reported last, which its next endpoint most likely has as well."""
-    starts: Starts = field(default_factory=Starts)
+    starts: StartEstimator = field(default_factory=StartEstimator)
     targets: dict[str, Target] = field(default_factory=dict)
     """Cached targets for requests, by the endpoints' tokenizer, until `changed`."""
     _usable: list[EndpointRecord] | None = None

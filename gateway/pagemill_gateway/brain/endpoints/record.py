@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagemill_gateway.admission.reservations import Need, RefusalBackoff, Reservations
+from pagemill_gateway.admission.reservations import CapacityNeed, RefusalBackoff, Reservations
 from pagemill_gateway.brain.endpoints.adapters import Adapters
 from pagemill_gateway.brain.endpoints.dispatches import Dispatches
 from pagemill_gateway.brain.endpoints.reports import EndpointReports
@@ -45,7 +45,7 @@ class EndpointRecord:
     """Whether the gateway sends it no requests, because it declined one or drains, until it restarts or wakes up."""
     readmitted_at: int = 0
     """The latest decision when `draining` ended; refusals of earlier decisions are ignored."""
-    made_token: str | None = None
+    generated_token: str | None = None
     """The token that the engine generated for itself, read when its stream was opened; `None` if not read yet."""
     drain_acknowledged: bool = False
     """Whether it has received the confirmation that this gateway sends no more requests."""
@@ -140,7 +140,7 @@ class EndpointRecord:
         return self.reports.external if self.reports.fresh(now) else 0
 
 
-def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
+def has_capacity(record: EndpointRecord, need: CapacityNeed, now: float) -> bool:
     """Whether the engine has capacity for another request, by its latest report and the requests sent since.
 
     Our sequences are counted exactly, others by the reports. Available blocks are the free and evictable ones, less
@@ -158,8 +158,10 @@ def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
     num_there = record.reserved.num_sequences + (record.reports.external if fresh else 0)
     if not num_there:
         return True
-    if not need.gives_way:
-        num_there -= record.reserved.num_sequences_giving_way + (record.reports.external_giving_way() if fresh else 0)
+    if not need.is_low_priority:
+        num_there -= record.reserved.num_low_priority_sequences + (
+            record.reports.external_low_priority() if fresh else 0
+        )
     if 0 < frame.max_num_seqs < num_there + need.num_sequences:
         return False
     total = frame.load.num_blocks_total
@@ -175,15 +177,15 @@ def num_blocks_left(load: EngineLoad, reserved: Reservations, block_size: int) -
     """Return the number of blocks that another request may take, by a report and the requests sent since."""
     growing = _num_tokens_to_come(load, reserved) + load.num_tokens_waiting
     # A sequence's last block is rarely full, so each sequence may need one block more than its tokens.
-    num_growing_blocks = -(-growing // block_size) + reserved.num_seen_sequences
-    return load.num_blocks_free + load.num_blocks_evictable - reserved.num_unseen_blocks - num_growing_blocks
+    num_growing_blocks = -(-growing // block_size) + reserved.num_reported_sequences
+    return load.num_blocks_free + load.num_blocks_evictable - reserved.num_unreported_blocks - num_growing_blocks
 
 
 def _num_tokens_to_come(load: EngineLoad, reserved: Reservations) -> int:
     """Return the expected tokens of our reported requests that the report shows neither computed nor waiting."""
-    if not reserved.num_seen_sequences:
+    if not reserved.num_reported_sequences:
         return 0
     num_rows = max(1, load.num_requests_running + load.num_requests_waiting)
-    share = min(1.0, reserved.num_seen_sequences / num_rows)
+    share = min(1.0, reserved.num_reported_sequences / num_rows)
     num_there = int(share * (load.num_tokens_running + load.num_tokens_waiting))
-    return max(0, reserved.num_seen_prompt_tokens + reserved.num_seen_output_tokens - num_there)
+    return max(0, reserved.num_reported_prompt_tokens + reserved.num_reported_output_tokens - num_there)

@@ -33,7 +33,7 @@ class EndpointReports:
         self._external: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
         self.external = 0
         """The number of requests from elsewhere, by the latest reports."""
-        self._external_giving_way: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
+        self._external_low_priority: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
         self.latest: StateFrame | None = None
         """The latest frame. It is kept while the stream is down, because digests and limits stay valid."""
         self.scheme = NO_SCHEME
@@ -49,8 +49,8 @@ class EndpointReports:
         """Whether a stream is open and its snapshot has arrived."""
         return self._connected
 
-    def accept(self, frame: StateFrame, in_flight: int, now: float, num_giving_way: int = 0) -> None:
-        """Apply a frame. `in_flight` is the number of our requests, of which `num_giving_way` have low priority.
+    def accept(self, frame: StateFrame, in_flight: int, now: float, num_low_priority: int = 0) -> None:
+        """Apply a frame. `in_flight` is the number of our requests, of which `num_low_priority` have low priority.
 
         Raises `StateGap`.
         """
@@ -72,14 +72,14 @@ class EndpointReports:
         reported = frame.load.num_requests_running + frame.load.num_requests_waiting
         self._external.append(max(0, reported - in_flight))
         self.external = min(self._external)
-        self._external_giving_way.append(max(0, frame.load.num_requests_giving_way - num_giving_way))
+        self._external_low_priority.append(max(0, frame.load.num_low_priority_requests - num_low_priority))
 
     def disconnected(self) -> None:
         self._connected = False
         self.fresh_until = -math.inf
         self._external.clear()
         self.external = 0
-        self._external_giving_way.clear()
+        self._external_low_priority.clear()
 
     def age_s(self, now: float) -> float | None:
         return now - self._received_at if self.latest is not None else None
@@ -91,9 +91,9 @@ class EndpointReports:
         """Whether frames arrive; engines send one at least every second."""
         return self._connected and now - self._received_at <= self._stale_after_s
 
-    def external_giving_way(self) -> int:
+    def external_low_priority(self) -> int:
         """Return the number of low-priority requests in `external`."""
-        return min(self.external, min(self._external_giving_way, default=0))
+        return min(self.external, min(self._external_low_priority, default=0))
 
 
 def _differ(one: StateFrame, other: StateFrame) -> bool:

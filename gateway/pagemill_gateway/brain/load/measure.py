@@ -17,10 +17,10 @@ from pagemill_gateway.brain.queue.queues import Queues, QueueState
 from pagemill_protocol.load import (
     Arrivals,
     DeploymentLoad,
-    EngineHeld,
     EnginesLoad,
     EngineStart,
-    PodsSeen,
+    EngineWork,
+    PodCounts,
     QueueLoad,
 )
 from pagemill_protocol.state import EngineLoad, StateFrame
@@ -37,12 +37,12 @@ def measure_load(registry: Registry, queues: Queues, traffic: TrafficMeter, now:
     ]
 
 
-def same_but_older(load: DeploymentLoad, published: DeploymentLoad) -> bool:
+def differs_only_in_age(load: DeploymentLoad, published: DeploymentLoad) -> bool:
     """Whether only rates and ages differ, which change constantly."""
-    return _ageless(load) == _ageless(published)
+    return _without_ages(load) == _without_ages(published)
 
 
-def _ageless(load: DeploymentLoad) -> DeploymentLoad:
+def _without_ages(load: DeploymentLoad) -> DeploymentLoad:
     return msgspec.structs.replace(
         load,
         engines=msgspec.structs.replace(load.engines, age_s=0.0),
@@ -70,19 +70,19 @@ def _of_deployment(
             oldest_s=round(queue.oldest_age_s, 3) if queue.num_requests else None,
             needs_engine=queue.num_requests > 0 and pods.ready + pods.loading == 0,
         ),
-        arrivals=traffic.arrivals(deployment.key, busy=queue.num_requests > 0 or _is_asked(deployment)),
+        arrivals=traffic.arrivals(deployment.key, busy=queue.num_requests > 0 or _has_requests(deployment)),
         latencies=traffic.latencies(deployment.key),
         lengths=traffic.lengths(deployment.key),
     )
 
 
-def _is_asked(deployment: DeploymentRecord) -> bool:
+def _has_requests(deployment: DeploymentRecord) -> bool:
     """Whether this gateway has requests at its engines, whose reports may not show them yet."""
     return any(record.in_flight for record in deployment.records)
 
 
 def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
-    published = [record for record in records if record.max_model_len > 0 and not _rests(record)]
+    published = [record for record in records if record.max_model_len > 0 and not _sleeps_idle(record)]
     fresh = [record for record in published if record.reports.fresh(now)]
     frames = [record.reports.latest for record in fresh if record.reports.latest is not None]
     if not frames:
@@ -93,9 +93,9 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
         return EnginesLoad(truth="stale" if silent else "unknown" if expected else "value")
     ages = [age for record in fresh if (age := record.reports.age_s(now)) is not None]
     loads = [frame.load for frame in frames]
-    is_whole = all(record.reports.fresh(now) for record in published if record.usable)
+    is_complete = all(record.reports.fresh(now) for record in published if record.usable)
     return EnginesLoad(
-        truth="value" if is_whole else "stale",
+        truth="value" if is_complete else "stale",
         age_s=round(max(ages, default=0.0), 3),
         num_reporting=len(frames),
         num_blocks_total=sum(load.num_blocks_total for load in loads),
@@ -107,15 +107,15 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
         block_size=min(frame.block_size for frame in frames),
         max_num_seqs=min(frame.max_num_seqs for frame in frames),
         max_step_tokens=min(frame.max_num_batched_tokens for frame in frames),
-        step_time=_most_experienced(frames).step_time,
+        step_time=_with_most_steps(frames).step_time,
         step_time_ratios=_step_time_ratios(fresh),
     )
 
 
-def _held(record: EndpointRecord) -> EngineHeld:
+def _held(record: EndpointRecord) -> EngineWork:
     load = record.reports.latest.load if record.reports.latest is not None else EngineLoad()
     num_reported = load.num_requests_running + load.num_requests_waiting
-    return EngineHeld(
+    return EngineWork(
         record.endpoint.id,
         load.num_blocks_active,
         max(num_reported, record.in_flight),
@@ -131,7 +131,7 @@ def _starts(records: list[EndpointRecord], now: float) -> Iterator[EngineStart]:
             yield EngineStart(record.endpoint.id, frame.start_s, frame.num_wakes)
 
 
-def _most_experienced(frames: list[StateFrame]) -> StateFrame:
+def _with_most_steps(frames: list[StateFrame]) -> StateFrame:
     return max(frames, key=lambda frame: frame.step_time.num_steps_observed)
 
 
@@ -148,12 +148,12 @@ def _step_time_ratios(records: list[EndpointRecord]) -> list[float]:
     return sorted(round(model.relative_to(usual), 3) for _, model in known)
 
 
-def _pods(records: list[EndpointRecord]) -> PodsSeen:
+def _pods(records: list[EndpointRecord]) -> PodCounts:
     leaving = sum(record.leaving or (record.draining and not record.sleeping) for record in records)
     ready = sum(record.usable and record.reports.connected for record in records)
     asleep = sum(_is_asleep(record) for record in records)
     loading = max(0, len(records) - leaving - ready - asleep)
-    return PodsSeen(loading=loading, ready=ready, leaving=leaving, asleep=asleep)
+    return PodCounts(loading=loading, ready=ready, leaving=leaving, asleep=asleep)
 
 
 def _is_asleep(record: EndpointRecord) -> bool:
@@ -161,7 +161,7 @@ def _is_asleep(record: EndpointRecord) -> bool:
     return record.sleeping and record.reports.connected and not record.leaving
 
 
-def _rests(record: EndpointRecord) -> bool:
+def _sleeps_idle(record: EndpointRecord) -> bool:
     """Whether the engine sleeps and nothing runs on it, so that it is no capacity."""
     state = record.reports.latest
     return record.sleeping and (state is None or not state.load.num_requests_running + state.load.num_requests_waiting)

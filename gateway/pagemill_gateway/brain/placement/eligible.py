@@ -79,7 +79,9 @@ class Eligible:
             return deployment, usable
         return deployment, [each for each in self._departing(deployment) if each.bundle_digest == target.bundle_digest]
 
-    def able(self, records: list[EndpointRecord], to_place: PlacementRequest, now: float) -> list[EndpointRecord]:
+    def with_capability(
+        self, records: list[EndpointRecord], to_place: PlacementRequest, now: float
+    ) -> list[EndpointRecord]:
         """Return the records that may take the request or its continuation now.
 
         Raises `PagemillError` if the request needs an adapter and none serves adapters, and with code `OTHER_WEIGHTS`

@@ -31,7 +31,7 @@ def read_report(frame: StateFrame, before: PodReport | None, params_before: Step
         step_time=take_snapshot(model, frame.max_num_batched_tokens, load.num_requests_running, load.num_tokens_running)
         if model is not None
         else None,
-        num_giving_way=load.num_requests_giving_way,
+        num_low_priority=load.num_low_priority_requests,
     )
 
 
@@ -47,7 +47,7 @@ def with_own_counts(report: PodReport, num_running: int) -> PodReport:
         num_blocks_total=0,
         num_blocks_available=0,
         num_blocks_active=0,
-        num_giving_way=0,
+        num_low_priority=0,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pagemill_gateway.admission.reservations import Need
+from pagemill_gateway.admission.reservations import CapacityNeed
 from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Probe, QueueTicket, RetryContext, RoutingRequest, Target
@@ -18,7 +18,7 @@ class PlacementRequest(NamedTuple):
     request: RoutingRequest
     ticket: QueueTicket
     retry: RetryContext | None
-    need: Need
+    need: CapacityNeed
     """The need without cached prompt tokens."""
     probe: Probe = "none"
     charged_tokens: int | None = None
@@ -57,7 +57,7 @@ class InFlightRequest(NamedTuple):
     """A request at an engine."""
 
     record: EndpointRecord
-    need: Need
+    need: CapacityNeed
     key: str
     priority: int
     charged_tokens: int
@@ -82,12 +82,12 @@ def make_placement_request(
         num_there = retry.num_tokens // ticket.num_sequences if retry is not None else 0
         expected = max(deployment.output_tokens.expect(ticket.max_tokens), num_there + 1)
         num_output_tokens = max(1, min(expected, target.max_model_len - request.num_prompt_tokens))
-    need = Need(
+    need = CapacityNeed(
         request.num_prompt_tokens,
         request.num_prompt_tokens,
         num_output_tokens,
         ticket.num_sequences,
         ticket.max_tokens,
-        ticket.gives_way,
+        ticket.is_low_priority,
     )
     return PlacementRequest(target, tried, request, ticket, retry, need, probe)

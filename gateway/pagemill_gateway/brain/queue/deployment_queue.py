@@ -87,7 +87,7 @@ class DeploymentQueue:
     def set_limits(self, limits: QueueLimits) -> None:
         self.waiting.max_requests, self.waiting.max_bytes = limits.max_requests, limits.max_bytes
 
-    def hopeless_wait_s(self, entry: QueueEntry) -> float | None:
+    def excess_wait_s(self, entry: QueueEntry) -> float | None:
         """Return the time that the request would wait, if it would miss its deadline, otherwise `None`."""
         if entry.deadline_at == math.inf or not len(self.waiting):
             return None

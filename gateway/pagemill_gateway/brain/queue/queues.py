@@ -209,7 +209,7 @@ class Queues:
 
     def _admit(self, deployment: str, queue: DeploymentQueue, entry: QueueEntry) -> None:
         """Add an entry to its queue. Raises `PagemillError` if the request must not wait."""
-        if self._is_serving(deployment) and (wait_s := queue.hopeless_wait_s(entry)) is not None:
+        if self._is_serving(deployment) and (wait_s := queue.excess_wait_s(entry)) is not None:
             self.outcomes[deployment, "deadline"] += 1
             raise unavailable(
                 f"The request would wait about {wait_s:.0f} s for its turn, longer than its deadline allows. Try again "

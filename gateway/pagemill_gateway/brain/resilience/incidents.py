@@ -61,11 +61,11 @@ class Incidents:
             )
         )
 
-    def had(self, failure: EngineFailure) -> bool:
+    def involved(self, failure: EngineFailure) -> bool:
         """Whether the engine of a recorded incident had the request."""
         return self._of(failure.decision) is not None
 
-    def was_only_one(self, failure: EngineFailure) -> bool:
+    def was_alone(self, failure: EngineFailure) -> bool:
         """Whether no other request of this gateway waited for its first token at the engine."""
         incident = self._of(failure.decision)
         return incident is not None and incident.unstarted == {failure.decision}
@@ -75,7 +75,7 @@ class Incidents:
         incident = self._of(failure.decision)
         return incident is not None and incident.num_elsewhere > 0
 
-    def is_chance(self, deployment: str, failures: Sequence[EngineFailure]) -> bool:
+    def is_coincidence(self, deployment: str, failures: Sequence[EngineFailure]) -> bool:
         """Whether engines of the deployment end in the same way without the request of these failures.
 
         Incidents count from `CHANCE_WINDOW_S` before the first failure on, except those that a probe of another request

@@ -73,7 +73,7 @@ class PoisonDetection:
         if failures and self._blames(deployment, failures):
             self.outcomes[deployment, "blamed"] += 1
             raise request_crashed_engine()
-        recent = [failure for failure in _since_last_token(failures) if self._incidents.had(failure)]
+        recent = [failure for failure in _since_last_token(failures) if self._incidents.involved(failure)]
         relevant = [failure for failure in recent if failure.kind != "killed"]
         if any(failure.probe != "none" and not failure.progressed for failure in relevant):
             return "alone"
@@ -128,7 +128,7 @@ class PoisonDetection:
         if last.kind == "killed" or last.probe == "none" or last.progressed:
             return False
         proven = last.probe == "alone" or (last.kind == "crashed" and not self._incidents.was_shared(last))
-        return proven and self._incidents.was_only_one(last) and not self._incidents.is_chance(deployment, failures)
+        return proven and self._incidents.was_alone(last) and not self._incidents.is_coincidence(deployment, failures)
 
     def _num_before(self, record: EndpointRecord) -> tuple[bool, int]:
         """Return the sort key of endpoints for a probe `alone`: held ones first, then by requests without a token."""

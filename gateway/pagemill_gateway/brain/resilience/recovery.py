@@ -18,8 +18,8 @@ from pagemill_protocol.errors import unavailable
 
 SLOW_EJECTION_FACTOR = 20.0
 """A slow endpoint is ejected this many times longer than one that failed, because detecting it takes many requests."""
-EJECTING: frozenset[FailureKind] = frozenset({"unreachable", "broken", "lost", "killed", "stalled", "crashed"})
-BUDGETED: frozenset[FailureKind] = frozenset({"request", "broken"})
+EJECTING_FAILURES: frozenset[FailureKind] = frozenset({"unreachable", "broken", "lost", "killed", "stalled", "crashed"})
+BUDGETED_FAILURES: frozenset[FailureKind] = frozenset({"request", "broken"})
 """The failures whose retries use the budget, because they may fail again. Other retries are free: a refusal costs an
 engine nothing, and the work of an engine that ended must be done elsewhere.
 """
@@ -43,7 +43,7 @@ class Recovery:
         self._failed: set[str] = set()
         """The endpoints that failed and may be ejected, so that decisions need not check all endpoints."""
 
-    def know(self, deployments: Iterable[str], endpoint_ids: Iterable[str]) -> None:
+    def keep_only(self, deployments: Iterable[str], endpoint_ids: Iterable[str]) -> None:
         """Forget all deployments and endpoints but these, after a change of the catalogue."""
         known, known_endpoints = set(deployments), set(endpoint_ids)
         self._budgets = {key: budget for key, budget in self._budgets.items() if key in known}
@@ -67,7 +67,7 @@ class Recovery:
             budget.began(now)
             return
         same_incident = failed_at is not None and self.ejection(failed_at).covers(retry.decision)
-        if retry.kind not in BUDGETED or same_incident or budget.take(now):
+        if retry.kind not in BUDGETED_FAILURES or same_incident or budget.take(now):
             return
         raise unavailable(
             f"Too many requests of {deployment} are being tried a second time. Try again shortly.",
@@ -105,7 +105,7 @@ class Recovery:
 
     def failed(self, record: EndpointRecord, decision: int, kind: FailureKind, newest: int, now: float) -> None:
         """Note a decision that failed at the endpoint."""
-        if kind in EJECTING:
+        if kind in EJECTING_FAILURES:
             self._eject(record, now, newest)
         elif kind in ("refused", "request"):
             self.ejection(record).succeeded(decision)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from typing import NamedTuple
 
-from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, Queue, SliceEndpoint
+from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, SliceEndpoint, WatchedDeployment, WatchedQueue
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.engine_ports import engine_url
 from pagemill_protocol.engine_token import EngineKeys
@@ -35,7 +35,7 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def build_catalog(
-    deployments: Iterable[LLMDeployment], slices: Iterable[EndpointSlice], keys: EngineKeys | None
+    deployments: Iterable[WatchedDeployment], slices: Iterable[EndpointSlice], keys: EngineKeys | None
 ) -> Catalog:
     """Return the catalogue. `keys` is `None` while they are unknown; engines refuse requests without a token."""
     endpoints = _endpoints_by_deployment(slices)
@@ -48,7 +48,7 @@ def build_catalog(
     return Catalog(models=models)
 
 
-def _is_served(deployment: LLMDeployment, has_pods: bool) -> bool:
+def _is_served(deployment: WatchedDeployment, has_pods: bool) -> bool:
     if deployment.metadata.deletion_timestamp is not None:
         return False
     planned = deployment.planned
@@ -57,9 +57,9 @@ def _is_served(deployment: LLMDeployment, has_pods: bool) -> bool:
     return has_pods and planned.reason != "NameConflict"
 
 
-def _without_conflicts(oldest_first: list[LLMDeployment]) -> Iterator[LLMDeployment]:
+def _without_conflicts(oldest_first: list[WatchedDeployment]) -> Iterator[WatchedDeployment]:
     """Yield the deployments that own their names, alone or shared by weights."""
-    holders: dict[str, LLMDeployment] = {}
+    holders: dict[str, WatchedDeployment] = {}
     for deployment in oldest_first:
         if deployment.metadata.deletion_timestamp is not None:
             continue
@@ -72,21 +72,21 @@ def _without_conflicts(oldest_first: list[LLMDeployment]) -> Iterator[LLMDeploym
         yield deployment
 
 
-def _names(deployment: LLMDeployment) -> list[str]:
+def _names(deployment: WatchedDeployment) -> list[str]:
     return [_model_name(deployment), *deployment.spec.model.aliases]
 
 
-def _model_name(deployment: LLMDeployment) -> str:
+def _model_name(deployment: WatchedDeployment) -> str:
     return deployment.spec.model.name or deployment.metadata.name
 
 
-def _age(deployment: LLMDeployment) -> tuple[str, str, str]:
+def _age(deployment: WatchedDeployment) -> tuple[str, str, str]:
     """Return the sort key for age; times in RFC 3339 and UTC sort as text."""
     metadata = deployment.metadata
     return metadata.creation_timestamp, metadata.namespace, metadata.name
 
 
-def _model(deployment: LLMDeployment, endpoints: list[Endpoint], keys: EngineKeys | None) -> CatalogModel:
+def _model(deployment: WatchedDeployment, endpoints: list[Endpoint], keys: EngineKeys | None) -> CatalogModel:
     metadata, spec = deployment.metadata, deployment.spec
     return CatalogModel(
         namespace=metadata.namespace,
@@ -107,7 +107,7 @@ def _model(deployment: LLMDeployment, endpoints: list[Endpoint], keys: EngineKey
     )
 
 
-def _queue_limits(queue: Queue | None) -> QueueLimits | None:
+def _queue_limits(queue: WatchedQueue | None) -> QueueLimits | None:
     """Return the queue's limits; None, for the gateway's own, if they are missing or invalid."""
     if queue is None:
         return None

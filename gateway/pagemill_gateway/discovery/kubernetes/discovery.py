@@ -17,8 +17,8 @@ from typing import Any
 
 from pagemill_gateway.config import KubernetesConfig
 from pagemill_gateway.discovery.kubernetes.builder import build_catalog
-from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, Secret
-from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
+from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, Secret, WatchedDeployment
+from pagemill_gateway.discovery.last_known import LastKnown, read_last_known, write_last_known
 from pagemill_kube.client import Client
 from pagemill_kube.credentials import Credentials
 from pagemill_kube.kinds import Kind
@@ -51,8 +51,8 @@ class KubernetesDiscovery:
         self._apply_catalog = apply_catalog
         self._client = Client(credentials)
         self._changed = asyncio.Event()
-        self._published: Known | None = None
-        self._written: Known | None = None
+        self._published: LastKnown | None = None
+        self._written: LastKnown | None = None
         self._write_fault = ""
         self._keys: EngineKeys | None = None
         self._keys_fault = ""
@@ -63,8 +63,8 @@ class KubernetesDiscovery:
         def watch(kind: Any, path: str, selector: dict[str, str]) -> ListWatch[Any]:
             return ListWatch(self._client, kind, path, selector, intervals, self._changed.set)
 
-        self._deployments: list[ListWatch[LLMDeployment]] = [
-            watch(LLMDeployment, LLM_DEPLOYMENTS.path(each), {}) for each in namespaces
+        self._deployments: list[ListWatch[WatchedDeployment]] = [
+            watch(WatchedDeployment, LLM_DEPLOYMENTS.path(each), {}) for each in namespaces
         ]
         self._slices: list[ListWatch[EndpointSlice]] = [
             watch(EndpointSlice, ENDPOINT_SLICES.path(each), SLICES) for each in namespaces
@@ -117,7 +117,7 @@ class KubernetesDiscovery:
             return
         deployments = chain.from_iterable(watch.objects.values() for watch in self._deployments)
         slices = chain.from_iterable(watch.objects.values() for watch in self._slices)
-        known = Known(build_catalog(deployments, slices, self._keys), list(self.control_tokens))
+        known = LastKnown(build_catalog(deployments, slices, self._keys), list(self.control_tokens))
         if known != self._published:
             self._publish(known.catalog)
             self._published = known
@@ -129,7 +129,7 @@ class KubernetesDiscovery:
         """Whether every watch was listed or refused. A refused namespace must not block the others."""
         return self._secrets.listed and all(_answered(watches) for watches in (self._deployments, self._slices))
 
-    def _write(self, known: Known) -> None:
+    def _write(self, known: LastKnown) -> None:
         """Write the last known catalogue. A failed write is retried with the next change."""
         path = Path(self._config.last_known_file)
         try:

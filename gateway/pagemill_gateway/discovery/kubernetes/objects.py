@@ -15,7 +15,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The base of all objects: fields in snake case, keys in camel case."""
 
 
-class Metadata(Struct, frozen=True, kw_only=True):
+class WatchedMetadata(Struct, frozen=True, kw_only=True):
     name: str = ""
     namespace: str = NO_NAMESPACE
     generation: int = 0
@@ -24,7 +24,7 @@ class Metadata(Struct, frozen=True, kw_only=True):
     deletion_timestamp: str | None = None
 
 
-class Model(Struct, frozen=True, kw_only=True):
+class WatchedModel(Struct, frozen=True, kw_only=True):
     name: str | None = None
     aliases: list[str] = []
     chat_template: str | None = None
@@ -32,15 +32,15 @@ class Model(Struct, frozen=True, kw_only=True):
     reasoning_parser: str = "auto"
 
 
-class PrefixCaching(Struct, frozen=True, kw_only=True):
+class WatchedPrefixCaching(Struct, frozen=True, kw_only=True):
     scope: str = "tenant"
 
 
-class Engine(Struct, frozen=True, kw_only=True):
-    prefix_caching: PrefixCaching = PrefixCaching()
+class WatchedEngine(Struct, frozen=True, kw_only=True):
+    prefix_caching: WatchedPrefixCaching = WatchedPrefixCaching()
 
 
-class Queue(Struct, frozen=True, kw_only=True):
+class WatchedQueue(Struct, frozen=True, kw_only=True):
     max_requests: int = 1000
     max_bytes: int | str = "256Mi"
     timeout: str = "60s"
@@ -50,21 +50,21 @@ class Routing(Struct, frozen=True, kw_only=True):
     policy: str = "Auto"
     session_header: str | None = None
     weight: int | None = None
-    queue: Queue | None = None
+    queue: WatchedQueue | None = None
 
 
-class Autoscaling(Struct, frozen=True, kw_only=True):
+class WatchedAutoscaling(Struct, frozen=True, kw_only=True):
     mode: str = "Active"
 
 
 class DeploymentSpec(Struct, frozen=True, kw_only=True):
-    model: Model = Model()
-    engine: Engine = Engine()
+    model: WatchedModel = WatchedModel()
+    engine: WatchedEngine = WatchedEngine()
     routing: Routing = Routing()
-    autoscaling: Autoscaling | None = None
+    autoscaling: WatchedAutoscaling | None = None
 
 
-class Condition(Struct, frozen=True, kw_only=True):
+class WatchedCondition(Struct, frozen=True, kw_only=True):
     type: str
     status: str = "Unknown"
     observed_generation: int = 0
@@ -72,16 +72,16 @@ class Condition(Struct, frozen=True, kw_only=True):
 
 
 class DeploymentStatus(Struct, frozen=True, kw_only=True):
-    conditions: list[Condition] = []
+    conditions: list[WatchedCondition] = []
 
 
-class LLMDeployment(Struct, frozen=True, kw_only=True):
-    metadata: Metadata
+class WatchedDeployment(Struct, frozen=True, kw_only=True):
+    metadata: WatchedMetadata
     spec: DeploymentSpec = DeploymentSpec()
     status: DeploymentStatus = DeploymentStatus()
 
     @property
-    def planned(self) -> Condition | None:
+    def planned(self) -> WatchedCondition | None:
         """The operator's condition Planned for the current generation; `None` if there is none yet."""
         for condition in self.status.conditions:
             if condition.type == "Planned" and condition.observed_generation >= self.metadata.generation:
@@ -111,13 +111,13 @@ class Port(Struct, frozen=True, kw_only=True):
 
 
 class EndpointSlice(Struct, frozen=True, kw_only=True):
-    metadata: Metadata
+    metadata: WatchedMetadata
     address_type: str = "IPv4"
     endpoints: list[SliceEndpoint] | None = None
     ports: list[Port] | None = None
 
 
 class Secret(Struct, frozen=True, kw_only=True):
-    metadata: Metadata
+    metadata: WatchedMetadata
     data: dict[str, str] | None = None
     """The values in base64."""

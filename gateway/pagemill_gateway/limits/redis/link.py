@@ -1,4 +1,5 @@
-"""The connection to Redis: runs scripts and commands within a deadline, or raises `Away`. It does not retry.
+"""The connection to Redis: runs scripts and commands within a deadline, or raises `RedisUnavailable`. It does not
+retry.
 
 `store` counts limits with it, and `shared_keys` reads API keys.
 """
@@ -34,7 +35,7 @@ SOCKET_TIMEOUT_S = 15.0
 Result = TypeVar("Result")
 
 
-class Away(Exception):
+class RedisUnavailable(Exception):
     """Redis is unavailable. `in_doubt`: it may have executed the command."""
 
     def __init__(self, *, in_doubt: bool) -> None:
@@ -50,19 +51,19 @@ class Script:
         self.digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-class Link:
+class RedisLink:
     def __init__(self, config: RedisConfig) -> None:
         """Create the client without connecting. Raises `SettingsError`."""
         self._timeout_s = config.timeout_ms / 1000
         self.breaker = Breaker()
         self.prefix = config.prefix
-        self._odd = ""
+        self._unexpected = ""
         self._abandoned: set[asyncio.Task[Any]] = set()
         """Calls that are past their deadline and have not ended."""
         self._client = _client(config)
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
-        """Run a script, and return its result. Raises `Away`."""
+        """Run a script, and return its result. Raises `RedisUnavailable`."""
 
         async def evaluate() -> Any:
             try:
@@ -73,7 +74,7 @@ class Link:
         return await self._ask(evaluate)
 
     async def run_all(self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[str | int]]]) -> list[Any]:
-        """Run a script for each of `calls` in one pipeline, and return the results. Raises `Away`."""
+        """Run a script for each of `calls` in one pipeline, and return the results. Raises `RedisUnavailable`."""
 
         async def evaluate() -> list[Any]:
             async with self._client.pipeline(transaction=False) as pipeline:
@@ -86,7 +87,7 @@ class Link:
         return await self._ask(evaluate)
 
     async def call(self, command: Callable[[Redis], Any]) -> Any:
-        """Run a command, and return its reply. Raises `Away`."""
+        """Run a command, and return its reply. Raises `RedisUnavailable`."""
         return await self._ask(lambda: _reply(command(self._client)))
 
     async def call_or_probe(self, command: Callable[[Redis], Any]) -> Any:
@@ -97,7 +98,7 @@ class Link:
         return await self.call(command)
 
     async def add(self, amounts: dict[str, int], expire_s: int) -> None:
-        """Add to counters. Raises `Away`."""
+        """Add to counters. Raises `RedisUnavailable`."""
 
         async def add_all() -> None:
             async with self._client.pipeline(transaction=True) as pipeline:
@@ -109,11 +110,11 @@ class Link:
         await self._ask(add_all)
 
     async def remove(self, key: str, members: Sequence[str]) -> None:
-        """Remove members of a sorted set. Raises `Away`."""
+        """Remove members of a sorted set. Raises `RedisUnavailable`."""
         await self._ask(lambda: _reply(self._client.zrem(key, *members)))
 
     async def hash_of(self, key: str) -> dict[bytes, bytes]:
-        """Return the fields of a hash. Raises `Away`."""
+        """Return the fields of a hash. Raises `RedisUnavailable`."""
         return dict(await self._ask(lambda: _reply(self._client.hgetall(key))))
 
     async def probe(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
@@ -132,7 +133,7 @@ class Link:
 
     async def _ask(self, call: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         if not self.breaker.closed:
-            raise Away(in_doubt=False)
+            raise RedisUnavailable(in_doubt=False)
         result = await self._within(call, self._timeout_s)
         self.breaker.succeeded()
         return result
@@ -143,15 +144,15 @@ class Link:
         The other accounts must still be published.
         """
         if type(result) is ResponseError:
-            self._note_odd(result)
+            self._note_unexpected(result)
             return None
         if isinstance(result, Exception):
             raise result
         return result
 
-    def _note_odd(self, error: ResponseError) -> None:
-        if (shown := _shown(error)) != self._odd:
-            self._odd = shown
+    def _note_unexpected(self, error: ResponseError) -> None:
+        if (shown := _shown(error)) != self._unexpected:
+            self._unexpected = shown
             logger.warning(
                 "Redis refuses a script of the limits (%s); does another program write to `%s:*`?", shown, self.prefix
             )
@@ -166,20 +167,20 @@ class Link:
                 self._abandon(task)
         if not task.done():
             self.breaker.failed("no answer in time", certain=False)
-            raise Away(in_doubt=True)
+            raise RedisUnavailable(in_doubt=True)
         try:
             return task.result()
         except ResponseError as error:
             if type(error) is ResponseError:
-                self._note_odd(error)
+                self._note_unexpected(error)
             else:  # the server is read-only or out of memory, so that no call can succeed
                 self.breaker.failed(_shown(error), certain=False)
-            raise Away(in_doubt=False) from error
+            raise RedisUnavailable(in_doubt=False) from error
         except Exception as error:  # no error of the client library may fail a request
             if not isinstance(error, RedisError | OSError):
                 logger.exception("Redis's client failed")
             self.breaker.failed(_shown(error), certain=isinstance(error, RedisConnectionError))
-            raise Away(in_doubt=True) from error
+            raise RedisUnavailable(in_doubt=True) from error
 
     def _abandon(self, task: asyncio.Task[Any]) -> None:
         self._abandoned.add(task)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from pagemill_gateway.limits.redis.link import Away, Link
+from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.keys.entries import EntryError, parse_entry
 
@@ -25,7 +25,7 @@ RETRY_S = 0.25
 
 
 class SharedKeys:
-    def __init__(self, link: Link, publish: Callable[[list[Caller]], None]) -> None:
+    def __init__(self, link: RedisLink, publish: Callable[[list[Caller]], None]) -> None:
         """`publish` is called with all keys, at first and after every change."""
         self._link = link
         self._publish = publish
@@ -43,7 +43,7 @@ class SharedKeys:
     async def read(self) -> None:
         try:
             entries = await self._link.hash_of(f"{self._link.prefix}:keys")
-        except Away:
+        except RedisUnavailable:
             return
         if entries != self._known:
             self._known = entries

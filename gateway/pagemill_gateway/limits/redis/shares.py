@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill_gateway.limits.store import Answer, Level
+from pagemill_gateway.limits.store import Level, ReservationAnswer
 from pagemill_protocol.keys.caller import Limits
 
 
@@ -11,7 +11,7 @@ def share_of(limits: Limits, num_gateways: int) -> Limits:
     return Limits(*(None if each is None else -(-each // num_gateways) for each in limits))
 
 
-def with_whole_limits(answer: Answer, limits: Limits) -> Answer:
+def with_whole_limits(answer: ReservationAnswer, limits: Limits) -> ReservationAnswer:
     """Return the answer with the whole limits for clients; the remaining amounts stay those of this gateway."""
     return answer._replace(
         requests=_whole(answer.requests, limits.requests_per_minute),

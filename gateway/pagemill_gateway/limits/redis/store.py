@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from pagemill_gateway.limits.memory import MemoryStore, monotonic_ms
 from pagemill_gateway.limits.periods import Calendar, Periods
-from pagemill_gateway.limits.redis.link import Away, Link, Script
+from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable, Script
 from pagemill_gateway.limits.redis.shares import share_of, with_whole_limits
-from pagemill_gateway.limits.store import Answer, Ask, Level, More, amount_of
+from pagemill_gateway.limits.store import ExtensionRequest, Level, ReservationAnswer, ReservationRequest, amount_of
 
 logger = logging.getLogger("pagemill.gateway.limits")
 
@@ -61,7 +61,7 @@ class RedisStore:
 
     def __init__(
         self,
-        link: Link,
+        link: RedisLink,
         *,
         num_gateways: int = 1,
         on_fallback: Callable[[], None] = lambda: None,
@@ -79,9 +79,9 @@ class RedisStore:
         self.local = MemoryStore(now_ms or monotonic_ms, now_unix_s)
         self._open: dict[str, _Open] = {}
         self._ended: deque[_Ended] = deque()
-        self._owed: defaultdict[str, int] = defaultdict(int)
+        self._queued_usage: defaultdict[str, int] = defaultdict(int)
         """The tokens of requests unknown to Redis, by budget counter."""
-        self._num_telling = 0
+        self._num_publishing = 0
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -97,11 +97,11 @@ class RedisStore:
     @property
     def num_unpublished(self) -> int:
         """The number of settlements and charges that Redis does not know yet."""
-        return self._num_telling + len(self._ended) + len(self._owed)
+        return self._num_publishing + len(self._ended) + len(self._queued_usage)
 
     def start(self) -> None:
         self._tasks = [
-            asyncio.create_task(each) for each in (self._beat_for_ever(), self._renew_for_ever(), self._tell())
+            asyncio.create_task(each) for each in (self._heartbeat_for_ever(), self._renew_for_ever(), self._publish())
         ]
 
     async def close(self) -> None:
@@ -112,17 +112,17 @@ class RedisStore:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.flush()
                 await self._link.remove(self._key("gateways"), [self._name])
-        except (Away, TimeoutError):
+        except (RedisUnavailable, TimeoutError):
             logger.warning("the gateway stops, and Redis does not know that %d requests have ended", len(self._ended))
         await self._link.close()
 
     # -- methods of `Store` --------------------------------------------------------------------------------------------
 
-    async def reserve(self, ask: Ask) -> Answer:
+    async def reserve(self, ask: ReservationRequest) -> ReservationAnswer:
         reservation = self._opened(ask)
         try:
             raw = await self._link.run(RESERVE, self._keys(reservation), self._reserve_arguments(ask, reservation))
-        except Away as away:
+        except RedisUnavailable as away:
             return self._reserve_here(ask, reservation._replace(known=away.in_doubt, in_doubt=away.in_doubt))
         except asyncio.CancelledError:
             self._end(_Ended(ask.lease, 0, reservation._replace(in_doubt=True)))
@@ -133,7 +133,7 @@ class RedisStore:
             self.local.record(ask)
         return answer
 
-    async def extend(self, more: More) -> int:
+    async def extend(self, more: ExtensionRequest) -> int:
         reservation = self._open.get(more.lease)
         if reservation is None:
             return 0
@@ -142,23 +142,23 @@ class RedisStore:
             now = reservation._replace(periods=periods)
             _, tokens, _, held, *booked = self._keys(reservation)
             keys = [tokens, held, *booked, *self._keys(now)[4:]]
-            with suppress(Away):
+            with suppress(RedisUnavailable):
                 granted = int(await self._link.run(EXTEND, keys, self._extend_arguments(more, periods)))
                 if granted >= 0:
                     return self._extended(more._replace(tokens=granted), now)
         self._on_fallback()
         return self.local.decide_more(more._replace(limits=share_of(more.limits, self.num_gateways)))
 
-    def _extended(self, more: More, reservation: _Open) -> int:
+    def _extended(self, more: ExtensionRequest, reservation: _Open) -> int:
         if more.lease in self._open:
             self._open[more.lease] = reservation
             self.local.record_more(more)
         return more.tokens
 
-    def _opened(self, ask: Ask) -> _Open:
+    def _opened(self, ask: ReservationRequest) -> _Open:
         return _Open(ask.account, f"{ask.lease}|{ask.sequences}", self._calendar.now(), known=True)
 
-    def adopt(self, ask: Ask) -> None:
+    def adopt(self, ask: ReservationRequest) -> None:
         self._open[ask.lease] = self._opened(ask)
         self.local.record(ask)
 
@@ -170,11 +170,11 @@ class RedisStore:
         if reservation.known:
             self._end(_Ended(lease, tokens, reservation))
         else:
-            self._owe(reservation, tokens)
+            self._queue_usage(reservation, tokens)
 
     # -- without Redis ------------------------------------------------------------------------------------------------
 
-    def _reserve_here(self, ask: Ask, reservation: _Open) -> Answer:
+    def _reserve_here(self, ask: ReservationRequest, reservation: _Open) -> ReservationAnswer:
         self._on_fallback()
         share = share_of(ask.limits, self.num_gateways)
         answer = with_whole_limits(self.local.decide(ask._replace(limits=share)), ask.limits)
@@ -184,10 +184,10 @@ class RedisStore:
             self._end(_Ended(ask.lease, 0, reservation))
         return answer
 
-    def _owe(self, reservation: _Open, tokens: int) -> None:
+    def _queue_usage(self, reservation: _Open, tokens: int) -> None:
         if tokens:
             for key in self._keys(reservation)[4:]:
-                self._owed[key] += tokens
+                self._queued_usage[key] += tokens
             self._wake.set()
 
     # -- publication to Redis ----------------------------------------------------------------------------------------
@@ -196,40 +196,40 @@ class RedisStore:
         self._ended.append(ended)
         self._wake.set()
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
             try:
                 await self.flush()
-            except Away:
+            except RedisUnavailable:
                 continue  # the next successful heartbeat wakes this task
 
     async def flush(self) -> None:
-        """Publish all settlements and charges. Raises `Away`; unpublished ones are kept."""
-        while self._ended or self._owed:
+        """Publish all settlements and charges. Raises `RedisUnavailable`; unpublished ones are kept."""
+        while self._ended or self._queued_usage:
             batch = [self._ended.popleft() for _ in range(min(MAX_BATCH, len(self._ended)))]
-            owed, self._owed = self._owed, defaultdict(int)
-            self._num_telling += len(batch) + len(owed)
+            owed, self._queued_usage = self._queued_usage, defaultdict(int)
+            self._num_publishing += len(batch) + len(owed)
             try:
-                await self._tell_of(batch, owed)
+                await self._publish_usage(batch, owed)
             finally:
-                self._num_telling -= len(batch) + len(owed)
+                self._num_publishing -= len(batch) + len(owed)
 
-    async def _tell_of(self, batch: list[_Ended], owed: dict[str, int]) -> None:
+    async def _publish_usage(self, batch: list[_Ended], owed: dict[str, int]) -> None:
         """Publish a batch, and put back what could not be published."""
         try:
             settled = await self._link.run_all(SETTLE, [self._settlement(each) for each in batch]) if batch else []
             batch, published = [], batch
             for each, was_open in zip(published, settled, strict=True):
                 if each.reservation.in_doubt and not was_open:
-                    self._owe(each.reservation, each.tokens)
+                    self._queue_usage(each.reservation, each.tokens)
             if owed:
                 await self._link.add(owed, BUDGET_EXPIRE_S)
         except BaseException:
             self._ended.extendleft(reversed(batch))
             for key, tokens in owed.items():
-                self._owed[key] += tokens
+                self._queued_usage[key] += tokens
             raise
 
     def _settlement(self, ended: _Ended) -> tuple[list[str], list[str | int]]:
@@ -243,7 +243,7 @@ class RedisStore:
             await asyncio.sleep(RENEW_S)
             try:
                 await self._renew()
-            except Away:
+            except RedisUnavailable:
                 continue
 
     async def _renew(self) -> None:
@@ -258,15 +258,15 @@ class RedisStore:
             if gone:  # they ended during the call, which may have added them again
                 await self._link.remove(keys[0], gone)
 
-    async def _beat_for_ever(self) -> None:
+    async def _heartbeat_for_ever(self) -> None:
         while True:
-            await self._beat()
+            await self._heartbeat()
             await asyncio.sleep(BEAT_S if self.up else PROBE_S)
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         try:
             alive = await self._link.probe(BEAT, [self._key("gateways")], [self._name, ALIVE_S * 1000])
-        except Away:
+        except RedisUnavailable:
             return
         self.num_gateways = max(1, int(alive))
         self._link.breaker.probed()
@@ -289,7 +289,7 @@ class RedisStore:
     def _key(self, name: str) -> str:
         return f"{self._link.prefix}:{name}"
 
-    def _reserve_arguments(self, ask: Ask, reservation: _Open) -> list[str | int]:
+    def _reserve_arguments(self, ask: ReservationRequest, reservation: _Open) -> list[str | int]:
         limits, periods = ask.limits, reservation.periods
         bounds = (
             limits.requests_per_minute,
@@ -301,7 +301,7 @@ class RedisStore:
         lefts = _milliseconds_left(periods)
         return [ask.lease, amount_of(ask), ask.sequences, *_numbers(bounds), LEASE_S * 1000, *lefts, self._now()]
 
-    def _extend_arguments(self, more: More, periods: Periods) -> list[str | int]:
+    def _extend_arguments(self, more: ExtensionRequest, periods: Periods) -> list[str | int]:
         limits = more.limits
         bounds = _numbers((limits.tokens_per_minute, limits.tokens_per_day, limits.tokens_per_month))
         return [more.lease, more.used, more.tokens, *bounds, *_milliseconds_left(periods), self._now()]
@@ -315,9 +315,9 @@ def _milliseconds_left(periods: Periods) -> tuple[int, int]:
     return int(periods.day_left_s * 1000), int(periods.month_left_s * 1000)
 
 
-def _answer(ask: Ask, raw: list[bytes | int]) -> Answer:
+def _answer(ask: ReservationRequest, raw: list[bytes | int]) -> ReservationAnswer:
     refused, retry_ms, requests, requests_reset_ms, tokens, tokens_reset_ms = raw
-    return Answer(
+    return ReservationAnswer(
         refused.decode() or None,  # type: ignore[union-attr, arg-type]  # the script's first value, a Reason or empty
         int(retry_ms) / 1000,
         _level(ask.limits.requests_per_minute, int(requests), int(requests_reset_ms)),

@@ -40,8 +40,8 @@ from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest,
 from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
 from pagemill_operator.load.store import MeasuredLoad
 from pagemill_operator.plan.types import Plan, Problem
-from pagemill_operator.status.observation import Observation, Scaling
-from pagemill_protocol.load import EngineHeld
+from pagemill_operator.status.observation import Observation, ScalingState
+from pagemill_protocol.load import EngineWork
 
 logger = logging.getLogger("pagemill.operator.kubernetes")
 
@@ -77,8 +77,8 @@ class KubernetesCluster(Cluster):
         make_context: MakeContext,
         *,
         load: Callable[[str], MeasuredLoad | None] = lambda key: None,
-        scaling: Callable[[str], Scaling | None] = lambda key: None,
-        held: Callable[[str], Mapping[str, EngineHeld]] = lambda key: {},
+        scaling: Callable[[str], ScalingState | None] = lambda key: None,
+        held: Callable[[str], Mapping[str, EngineWork]] = lambda key: {},
         asleep: Callable[[str], frozenset[str]] = lambda key: frozenset(),
         progress: Callable[[str], str] = lambda key: "",
         on_write: OnWrite = lambda kind, verb: None,
@@ -107,7 +107,7 @@ class KubernetesCluster(Cluster):
         self._rendered: OrderedDict[str, tuple[tuple[Plan, Owner, RenderContext], list[Manifest]]] = OrderedDict()
         """The manifests rendered last by key, with their inputs: events of one deployment come in bursts."""
 
-    async def carry_out(self, plan: Plan) -> bool:
+    async def apply_plan(self, plan: Plan) -> bool:
         """Write what differs from the plan; return whether anything was written.
 
         Raise `ApiError` or `Unreachable` for temporary errors, so that the caller tries again; other errors appear in
@@ -117,8 +117,8 @@ class KubernetesCluster(Cluster):
         is_refused = plan.problems or self._known.conflict(plan.key)
         return await self._turn(plan.key, None if is_refused else plan)
 
-    async def refuse(self, key: str, problems: Sequence[Problem]) -> bool:
-        """Do what `carry_out` does for a spec that cannot be read; return whether anything was written."""
+    async def report_invalid(self, key: str, problems: Sequence[Problem]) -> bool:
+        """Do what `apply_plan` does for a spec that cannot be read; return whether anything was written."""
         self._plans[key], self._invalid[key] = None, tuple(problems)
         return await self._turn(key, None)
 
@@ -210,11 +210,11 @@ class KubernetesCluster(Cluster):
 
     def _note(self, key: str, writes: Writes) -> None:
         """Record the errors of the turn. Raise a temporary one."""
-        failures = self._failures[key] = self._failures.get(key, 0) + 1 if writes.passing else 0
-        lasting = writes.passing_errors if failures >= TRIES else []
+        failures = self._failures[key] = self._failures.get(key, 0) + 1 if writes.transient_error else 0
+        lasting = writes.transient_errors if failures >= TRIES else []
         self._apply_errors[key] = (*writes.errors, *lasting)
-        if writes.passing:
-            raise writes.passing
+        if writes.transient_error:
+            raise writes.transient_error
 
     def _kept(self, owner: Manifest, live: Children) -> list[Manifest]:
         """Return the manifests that are maintained without a plan: the token Secret, as tokens rotate whatever the spec

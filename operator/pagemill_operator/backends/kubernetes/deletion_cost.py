@@ -15,13 +15,13 @@ from pagemill_operator.backends.kubernetes.ownership import is_ending
 from pagemill_operator.backends.kubernetes.render.names import ENGINE, TEMPLATE_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import COMPONENT_LABEL, Manifest
 from pagemill_operator.load.store import emptiest_first
-from pagemill_protocol.load import EngineHeld
+from pagemill_protocol.load import EngineWork
 
 COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 REMOVED_FIRST = "-1"
 
 
-class Cost(NamedTuple):
+class DeletionCost(NamedTuple):
     """The value that a pod's cost annotation must get; None removes the annotation."""
 
     pod: Manifest
@@ -30,11 +30,11 @@ class Cost(NamedTuple):
 
 def costs_to_write(
     pods: Collection[Manifest],
-    held: Mapping[str, EngineHeld],
+    held: Mapping[str, EngineWork],
     replicas: int,
     template: str | None,
     asleep: Collection[str] = (),
-) -> Iterator[Cost]:
+) -> Iterator[DeletionCost]:
     """Yield the annotations to write so that the emptiest pods go when `replicas` are left.
 
     `held` is each engine's load by pod uid. Pods of another `template` are ignored: a rollout replaces them anyway.
@@ -44,7 +44,7 @@ def costs_to_write(
     ready = [pod for pod in live if _is_ready(pod) and _uid(pod) not in asleep]
     resting = [pod for pod in live if _uid(pod) in asleep]
     if len(live) > replicas and len(ready) + len(resting) < len(live):
-        yield from (Cost(pod, REMOVED_FIRST) for pod in resting if COST_ANNOTATION not in _annotations(pod))
+        yield from (DeletionCost(pod, REMOVED_FIRST) for pod in resting if COST_ANNOTATION not in _annotations(pod))
     num_going = len(ready) - replicas
     # If all pods go, or only pods that are not ready, there is nothing to choose.
     if not held or replicas <= 0 or num_going <= 0:
@@ -58,7 +58,7 @@ def costs_to_write(
             _annotations(pod).get(COST_ANNOTATION) in (None, REMOVED_FIRST)
             and _annotations(pod).get(COST_ANNOTATION) != wanted
         ):
-            yield Cost(pod, wanted)
+            yield DeletionCost(pod, wanted)
 
 
 def _is_live(pod: Manifest) -> bool:

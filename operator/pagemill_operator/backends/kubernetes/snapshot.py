@@ -46,7 +46,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class RenderContext:
-    """What the manifests need beyond the plan: the installation's settings and the cluster's state."""
+    """The inputs of manifests beyond the plan: the installation's settings and the cluster's state."""
 
     namespace: str
     """The release's namespace, where the gateway runs."""
@@ -87,7 +87,7 @@ class ApplyError:
     reason: str
     """The API's reason, such as `Forbidden` or `Invalid`."""
     message: str
-    is_passing: bool = False
+    is_transient: bool = False
     """Whether the error may pass by itself; it is reported only if it lasts."""
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from pagemill_kube.client import Client
 from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_kube.kinds import Kind
-from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION, Cost
+from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION, DeletionCost
 from pagemill_operator.backends.kubernetes.differences import Answers
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD
 from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, is_own
@@ -31,7 +31,7 @@ class KnownChildren(Protocol):
     def remove(self, kind: str, namespace: str, name: str, uid: str | None = None) -> set[str]: ...
 
 
-class _Taken(Exception):
+class _NotOwned(Exception):
     """Raised if an object that the operator does not own has the name."""
 
 
@@ -45,15 +45,15 @@ class Writes:
         self._answers = answers
         self._on_write = on_write
         self.errors: list[ApplyError] = []
-        self.passing_errors: list[ApplyError] = []
+        self.transient_errors: list[ApplyError] = []
         """Errors of the turn that may not recur."""
-        self.passing: ApiError | Unreachable | None = None
+        self.transient_error: ApiError | Unreachable | None = None
         """The last temporary error."""
         self.has_written = False
 
     def has_failed(self, kinds: Iterable[str]) -> bool:
         """Whether an object of `kinds` was not written, or a temporary error occurred."""
-        return self.passing is not None or any(error.kind in kinds for error in self.errors)
+        return self.transient_error is not None or any(error.kind in kinds for error in self.errors)
 
     async def apply(self, manifests: Iterable[Manifest], live: Children) -> None:
         await asyncio.gather(*(self._apply(manifest, live) for manifest in manifests))
@@ -66,11 +66,11 @@ class Writes:
         """Set the replicas and the awake annotation on the version of the Deployment that they were decided on."""
         await self._noted(deployment, "scale", self._scaled(deployment, replicas, awake))
 
-    async def rank(self, costs: Iterable[Cost]) -> None:
+    async def rank(self, costs: Iterable[DeletionCost]) -> None:
         """Mark the pods to remove first. This is only a hint: an error is no fault of the deployment."""
         await asyncio.gather(*(self._ranked(cost) for cost in costs))
 
-    async def _ranked(self, cost: Cost) -> None:
+    async def _ranked(self, cost: DeletionCost) -> None:
         metadata = cost.pod["metadata"]
         self._on_write(POD.name, "rank")
         patch = {"metadata": {"annotations": {COST_ANNOTATION: cost.value}}}
@@ -95,9 +95,9 @@ class Writes:
         except ApiError as error:
             self._add_error(kind, name, error)
         except Unreachable as error:
-            self.passing = error
-            self.passing_errors.append(ApplyError(kind, name, 0, "Unreachable", str(error), is_passing=True))
-        except _Taken:
+            self.transient_error = error
+            self.transient_errors.append(ApplyError(kind, name, 0, "Unreachable", str(error), is_transient=True))
+        except _NotOwned:
             message = (
                 f"a {kind} named {name} exists and belongs to something else: "
                 "delete or rename it, or give the LLMDeployment another name"
@@ -105,22 +105,22 @@ class Writes:
             self.errors.append(ApplyError(kind, name, 409, "AlreadyExists", message))
 
     def _add_error(self, kind: str, name: str, error: ApiError) -> None:
-        met = ApplyError(kind, name, error.status, error.reason, error.message, is_passing=error.is_passing)
-        if error.is_passing:
-            self.passing = error
-            self.passing_errors.append(met)
+        met = ApplyError(kind, name, error.status, error.reason, error.message, is_transient=error.is_transient)
+        if error.is_transient:
+            self.transient_error = error
+            self.transient_errors.append(met)
         else:
             self.errors.append(met)
 
     async def _applied(self, manifest: Manifest, *, is_known: bool) -> None:
         kind = BY_NAME[manifest["kind"]]
-        force = is_known or await self._may_take(kind, manifest)
+        force = is_known or await self._may_update(kind, manifest)
         answer = await self._client.apply(kind, manifest, force=force)
         self._answers.note(manifest, slim(kind.name, answer))
         self._known.put(kind.name, answer)
 
-    async def _may_take(self, kind: Kind, manifest: Manifest) -> bool:
-        """Whether the object exists and may be updated. Raise `_Taken` if it is not the operator's."""
+    async def _may_update(self, kind: Kind, manifest: Manifest) -> bool:
+        """Whether the object exists and may be updated. Raise `_NotOwned` if it is not the operator's."""
         metadata = manifest["metadata"]
         found = await self._client.find(kind, metadata["namespace"], metadata["name"])
         if found is None:
@@ -128,7 +128,7 @@ class Writes:
         if is_ending(found):
             raise ApiError(409, "AlreadyExists", f"{kind.name} {metadata['name']} is still being deleted")
         if not is_own(found, self._owner):
-            raise _Taken
+            raise _NotOwned
         return True
 
     async def _deleted(self, manifest: Manifest) -> None:

@@ -19,23 +19,23 @@ import aiohttp
 from pagemill_operator.autoscaler.records import Record, encode_record
 from pagemill_operator.backends.base import Cluster, Event
 from pagemill_operator.backends.deployment_metrics import DEPLOYMENT_METRICS, DeploymentMetrics
-from pagemill_operator.backends.local.gateway import Gateway
-from pagemill_operator.backends.local.load import Load, read_load
+from pagemill_operator.backends.local.gateway import LocalGateway
+from pagemill_operator.backends.local.load import MachineLoad, read_load
 from pagemill_operator.backends.local.machine import least_used, threads_per_engine
 from pagemill_operator.backends.local.ports import ensure_bindable, free_port
 from pagemill_operator.backends.local.replicas import Deployment, Replica, SleepCalls, engine_launcher, unused_name
 from pagemill_operator.backends.local.scaling import LocalScaling
 from pagemill_operator.backends.local.settings import LocalSettings
-from pagemill_operator.backends.local.state_dir import StateDir, Target
+from pagemill_operator.backends.local.state_dir import ScrapeTarget, StateDir
 from pagemill_operator.backends.local.supervisor import Supervisor
 from pagemill_operator.backends.rollout import Actions, next_actions
-from pagemill_operator.backends.standby import next_orders
+from pagemill_operator.backends.standby import next_standby_actions
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import Observation
 from pagemill_operator.status.observation import ReplicaObservation
 from pagemill_protocol.catalog import Catalog
-from pagemill_protocol.load import EngineHeld
+from pagemill_protocol.load import EngineWork
 from pagemill_protocol.metrics import Metrics, Scrape
 
 logger = logging.getLogger("pagemill.operator.local")
@@ -63,12 +63,12 @@ class LocalBackend(Cluster):
         self._wake = asyncio.Event()
         self._stopped = False
         self._metrics = DeploymentMetrics(Metrics(DEPLOYMENT_METRICS))
-        self._targets: list[Target] | None = None
+        self._targets: list[ScrapeTarget] | None = None
         """The targets that were written last."""
         self._state_dir: StateDir
         self._session: aiohttp.ClientSession
         self._reconciler: asyncio.Task[None] | None = None
-        self.gateway: Gateway
+        self.gateway: LocalGateway
         self._scaling: LocalScaling
         self._sleep_calls: SleepCalls
         self._started_s = 0.0
@@ -97,7 +97,7 @@ class LocalBackend(Cluster):
         self._state_dir = StateDir(settings.runtime_folder)
         # No proxy is used: everything is on this machine.
         self._session = aiohttp.ClientSession(trust_env=False)
-        self.gateway = Gateway(
+        self.gateway = LocalGateway(
             settings.port or free_port(settings.host),
             settings=settings,
             state_dir=self._state_dir,
@@ -150,13 +150,13 @@ class LocalBackend(Cluster):
         """Return the supervisors of a deployment's replicas, oldest first."""
         return [replica.supervisor for replica in self._deployments[key].replicas]
 
-    async def load(self) -> Load:
+    async def load(self) -> MachineLoad:
         """Return the load that gateway and engines report now."""
         gateway = self.gateway
         engines = [replica.supervisor.launch for replica in self._all_replicas()]
         urls = [launch.control_url for launch in engines if launch]
         if gateway.control_url is None:
-            return Load()
+            return MachineLoad()
         return await read_load(self._session, gateway.control_url, gateway.token, urls)
 
     async def stop(self) -> None:
@@ -239,12 +239,14 @@ class LocalBackend(Cluster):
         self._write_targets()
 
     def _reconcile_deployment(self, deployment: Deployment) -> None:
-        if deployment.carried_out:
+        if deployment.is_in_effect:
             plan, held = self._plan(deployment), self._held(deployment)
             seen = [replica.observation for replica in deployment.replicas]
             actions = next_actions(plan.groups[0], seen, held, plan.standby)
             staying = [replica for replica in seen if replica.name not in actions.drain]
-            self._sleep_calls.carry_out(next_orders(plan, staying, held), deployment.replicas, deployment.token)
+            self._sleep_calls.start_calls(
+                next_standby_actions(plan, staying, held), deployment.replicas, deployment.token
+            )
         else:
             actions = Actions(0, [replica.name for replica in deployment.replicas if replica.ending is None])
         num_starts, names = actions
@@ -253,7 +255,7 @@ class LocalBackend(Cluster):
         for _ in range(num_starts):
             self._start_replica(deployment)
 
-    def _held(self, deployment: Deployment) -> dict[str, EngineHeld]:
+    def _held(self, deployment: Deployment) -> dict[str, EngineWork]:
         """Return each replica's load, as far as the gateway reports it."""
         reported = self._scaling.held(deployment.plan.key)
         endpoints = {replica.name: replica.endpoint for replica in deployment.replicas}
@@ -310,7 +312,7 @@ class LocalBackend(Cluster):
         return least_used(self._settings.gpus, [replica.gpu for replica in self._all_replicas()])
 
     def _threads_per_engine(self) -> int:
-        wanted = sum(self._plan(each).replicas for each in self._deployments.values() if each.carried_out)
+        wanted = sum(self._plan(each).replicas for each in self._deployments.values() if each.is_in_effect)
         return threads_per_engine(self._settings.cores, wanted)
 
     def _write_targets(self) -> None:
@@ -329,11 +331,11 @@ class LocalBackend(Cluster):
             logger.warning("the targets of Prometheus and `pagemill top` could not be updated: %s", error)
 
     def _catalog(self) -> Catalog:
-        served = (each for each in self._deployments.values() if each.replicas or each.carried_out)
+        served = (each for each in self._deployments.values() if each.replicas or each.is_in_effect)
         return Catalog([deployment.catalog_model for deployment in served])
 
 
-def _target(process: Supervisor, job: str, **labels: str) -> Target:
+def _target(process: Supervisor, job: str, **labels: str) -> ScrapeTarget:
     """Return a target; it has no address while the process does not answer."""
     addresses = [urlsplit(process.launch.control_url).netloc] if process.launch else []
     return {"targets": addresses, "labels": {"job": job, **labels}}

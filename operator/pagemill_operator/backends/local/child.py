@@ -48,7 +48,7 @@ class Child:
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> Child:
         """Start a command; its output goes to a fresh log file, and the earlier log is kept beside it."""
-        _set_aside(log_path)
+        _rotate_log(log_path)
         descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -58,7 +58,7 @@ class Child:
                 stdout=descriptor,
                 stderr=descriptor,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=_kill_with_parent(),
             )
         finally:
             os.close(descriptor)
@@ -128,7 +128,7 @@ def older(log_path: Path) -> Path:
     return log_path.with_name(f"{log_path.name}.1")
 
 
-def _set_aside(log_path: Path) -> None:
+def _rotate_log(log_path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         log_path.rename(older(log_path))
 
@@ -154,7 +154,7 @@ def tail(log_path: Path, max_bytes: int = MAX_TAIL_BYTES) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def _kill_with_parent() -> Callable[[], None] | None:
     """Return a function to run between fork and exec: the kernel then kills the child when this process ends."""
     if sys.platform != "linux":
         return None

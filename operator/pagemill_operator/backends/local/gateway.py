@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from pagemill_operator.backends.base import Event
-from pagemill_operator.backends.local.ports import kept_port
+from pagemill_operator.backends.local.ports import port_or_free_one
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Launch, Supervisor
@@ -26,13 +26,13 @@ TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 RETRY_FIRST_S = 0.2
 RETRY_LONGEST_S = 10.0
 """Longest pause in seconds before a catalogue is sent again; the pause doubles each time."""
-LASTING_STATUSES = frozenset(range(400, 500)) - {408, 429}
+PERMANENT_STATUSES = frozenset(range(400, 500)) - {408, 429}
 """HTTP statuses that do not change if the same catalogue is sent again."""
 READINESS = Probe(CONTROL_PORT, "/readyz", 2.0, 2)
 LIVENESS = Probe(CONTROL_PORT, "/livez", 5.0, 6)
 
 
-class Gateway:
+class LocalGateway:
     def __init__(
         self,
         port: int,
@@ -110,7 +110,7 @@ class Gateway:
         await self.supervisor.end(timeout_s)
 
     def _prepare(self) -> Launch:
-        control_port = self._control_port = kept_port(self._control_port, LOOPBACK)
+        control_port = self._control_port = port_or_free_one(self._control_port, LOOPBACK)
         content: dict[str, object] = {
             "host": self._settings.host,
             "port": self._port,
@@ -172,7 +172,7 @@ class Gateway:
             async with self._session.put(url, data=body, headers=headers, timeout=TIMEOUT) as response:
                 if response.status >= 300:
                     self._report_refusal(response.status, await response.content.read(500))
-                    if response.status in LASTING_STATUSES:
+                    if response.status in PERMANENT_STATUSES:
                         self._refused = (pid, catalog)
                     return False
         except (aiohttp.ClientError, TimeoutError, OSError):

@@ -17,7 +17,7 @@ GENERATED = re.compile(r"^vllm:generation_tokens(?:_total)?(?:\{[^}]*\})? ([0-9.
 
 
 @dataclass(frozen=True)
-class Load:
+class MachineLoad:
     """The load at one instant."""
 
     num_running: int = 0
@@ -29,13 +29,15 @@ class Load:
     at_s: float = 0.0
     """Monotonic time of the measurement in seconds."""
 
-    def tokens_per_s(self, before: Load) -> float:
+    def tokens_per_s(self, before: MachineLoad) -> float:
         """Return the tokens generated per second between two instants; a restarted engine counts from 0 again."""
         elapsed_s = self.at_s - before.at_s
         return max(0.0, self.num_generated - before.num_generated) / elapsed_s if elapsed_s > 0 else 0.0
 
 
-async def read_load(session: aiohttp.ClientSession, gateway_url: str, token: str, engine_urls: Iterable[str]) -> Load:
+async def read_load(
+    session: aiohttp.ClientSession, gateway_url: str, token: str, engine_urls: Iterable[str]
+) -> MachineLoad:
     """Read the load from the control ports; a process that does not answer counts as idle.
 
     `token` is the token of the gateway's control port.
@@ -48,10 +50,10 @@ async def read_load(session: aiohttp.ClientSession, gateway_url: str, token: str
     return _sum(_loads(status), generated)
 
 
-def _sum(loads: list[dict[str, Any]], num_generated: float) -> Load:
+def _sum(loads: list[dict[str, Any]], num_generated: float) -> MachineLoad:
     total = sum(load.get("num_blocks_total", 0) for load in loads)
     active = sum(load.get("num_blocks_active", 0) for load in loads)
-    return Load(
+    return MachineLoad(
         num_running=sum(load.get("num_requests_running", 0) for load in loads),
         num_waiting=sum(load.get("num_requests_waiting", 0) for load in loads),
         kv_cache_usage=active / total if total else 0.0,

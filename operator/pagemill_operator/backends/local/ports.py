@@ -13,7 +13,7 @@ from pagemill_operator.backends.base import BackendError
 # These lie below the ports that Linux and macOS give to outgoing connections: such a connection could take the port
 # before the server starts, or while it is restarted.
 _CANDIDATES = range(20_000, 30_000)
-_in_turn = itertools.cycle(random.sample(_CANDIDATES, len(_CANDIDATES)))
+_next_candidates = itertools.cycle(random.sample(_CANDIDATES, len(_CANDIDATES)))
 
 
 class PortInUse(BackendError):
@@ -37,7 +37,7 @@ def ensure_bindable(host: str, port: int) -> None:
         raise BackendError(f"--host {host}: {error.strerror}; use 127.0.0.1 or an address of this machine") from None
 
 
-def kept_port(port: int | None, host: str = "127.0.0.1") -> int:
+def port_or_free_one(port: int | None, host: str = "127.0.0.1") -> int:
     """Return `port` if nothing else listens there, or else another free port."""
     if port is not None:
         with contextlib.suppress(OSError):
@@ -48,7 +48,7 @@ def kept_port(port: int | None, host: str = "127.0.0.1") -> int:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a port that is free now and that no outgoing connection is given; each call returns another one."""
-    for port in itertools.islice(_in_turn, len(_CANDIDATES)):
+    for port in itertools.islice(_next_candidates, len(_CANDIDATES)):
         try:
             _bind(host, port).close()
         except OSError as error:

@@ -19,7 +19,7 @@ from pagemill_operator.backends.local.ports import free_port
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Launch, Supervisor
-from pagemill_operator.backends.standby import Call, Orders, call_engine
+from pagemill_operator.backends.standby import Call, StandbyActions, call_engine
 from pagemill_operator.plan.types import Group, Plan, Problem, Process
 from pagemill_operator.status.conditions import ReplicaObservation
 from pagemill_protocol.catalog import CatalogModel, Endpoint, QueueLimits
@@ -83,7 +83,7 @@ class Deployment:
         return self.plan.groups[0]
 
     @property
-    def carried_out(self) -> bool:
+    def is_in_effect(self) -> bool:
         return self.wanted and self.conflict is None and not self.plan.problems
 
     @property
@@ -101,7 +101,7 @@ class Deployment:
             prefix_scope=plan.prefix_scope,
             routing_policy=plan.routing_policy,
             session_header=plan.session_header,
-            wakes=self.carried_out and plan.autoscaling is not None and plan.autoscaling.mode == "Active",
+            wakes=self.is_in_effect and plan.autoscaling is not None and plan.autoscaling.mode == "Active",
             queue=QueueLimits(**asdict(plan.queue)) if plan.queue is not None else None,
             chat_template=plan.chat_template,
             tool_call_parser=plan.tool_call_parser,
@@ -119,14 +119,14 @@ class SleepCalls:
         self._calls: dict[str, asyncio.Task[None]] = {}
         """Running calls by replica name."""
 
-    def carry_out(self, orders: Orders, replicas: Iterable[Replica], token: str) -> None:
+    def start_calls(self, standby_actions: StandbyActions, replicas: Iterable[Replica], token: str) -> None:
         for replica in replicas:
             if replica.name in self._calls:
                 continue
-            if replica.name in orders.wake:
+            if replica.name in standby_actions.wake:
                 replica.ordered = "waking"
                 self._begin(replica, token, "wake_up")
-            elif replica.name in orders.sleep:
+            elif replica.name in standby_actions.sleep:
                 replica.ordered = "asleep"
                 self._begin(replica, token, "sleep")
 

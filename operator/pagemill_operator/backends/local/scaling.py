@@ -18,8 +18,8 @@ from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.plan.types import Plan
-from pagemill_operator.status.observation import Observation, Scaling
-from pagemill_protocol.load import EngineHeld, LoadFrame
+from pagemill_operator.status.observation import Observation, ScalingState
+from pagemill_protocol.load import EngineWork, LoadFrame
 
 logger = logging.getLogger("pagemill.operator.scaling")
 
@@ -58,11 +58,11 @@ class LocalScaling:
     def wanted(self, plan: Plan) -> int:
         return self._scaler.wanted(plan.key, plan.spec_replicas, plan.autoscaling)
 
-    def held(self, key: str) -> dict[str, EngineHeld]:
+    def held(self, key: str) -> dict[str, EngineWork]:
         """Return the load of each engine by endpoint, as far as the gateway reports it."""
         return self._loads.held(key)
 
-    def state(self, key: str) -> Scaling | None:
+    def state(self, key: str) -> ScalingState | None:
         return self._scaler.state(key)
 
     def records(self) -> list[Record]:
@@ -106,11 +106,11 @@ class LocalScaling:
         self._scaler.keep(key for key, seen in observed.items() if seen.plan is not None and seen.plan.autoscaling)
         for key, seen in observed.items():
             plan = seen.plan
-            if plan is None or plan.autoscaling is None or not seen.carried_out:
+            if plan is None or plan.autoscaling is None or not seen.is_in_effect:
                 continue
-            views = self._loads.views(key)
+            reports = self._loads.reports(key)
             record = self._scaler.decide(
-                key, plan.autoscaling, seen, views, start=plan.spec_replicas, num_gateways=int(seen.gateway_ready)
+                key, plan.autoscaling, seen, reports, start=plan.spec_replicas, num_gateways=int(seen.gateway_ready)
             )
             if record is not None:
                 logger.info("%s", log_line(record))

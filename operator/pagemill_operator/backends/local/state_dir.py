@@ -28,7 +28,7 @@ MAX_TEMPORARY_PATH = 70
 """Bytes. A Unix socket's path has at most 107, and engines add a folder of their own."""
 
 
-class Target(TypedDict):
+class ScrapeTarget(TypedDict):
     """Addresses that serve metrics, and the labels of their series."""
 
     targets: list[str]
@@ -63,7 +63,7 @@ class StateDir:
     def write_records(self, lines: Iterable[bytes]) -> None:
         self._replace(RECORDS_FILE, b"".join(line + b"\n" for line in lines))
 
-    def write_targets(self, targets: list[Target]) -> None:
+    def write_targets(self, targets: list[ScrapeTarget]) -> None:
         self._replace(TARGETS_FILE, json.dumps(targets).encode())
 
     def log_path(self, name: str) -> Path:

@@ -29,7 +29,7 @@ _UNREADY: Mapping[str, Phase] = {"sleeping": "asleep", "waking": "waking"}
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReadyzAnswer:
     """A process's answer to `/readyz`."""
 
     ready: bool
@@ -194,7 +194,7 @@ class Supervisor:
             is_stable = self.phase in ("ready", "asleep")
             await asyncio.sleep(self._settings.watch_interval_s if is_stable else self._settings.readyz_interval_s)
 
-    async def _ask(self, launch: Launch) -> Answer | None:
+    async def _ask(self, launch: Launch) -> ReadyzAnswer | None:
         async with self._asking:
             answer = await ask_readyz(self._session, launch.control_url)
             if answer and not self._ending.is_set():
@@ -218,7 +218,7 @@ class Supervisor:
         self._unresponsive = f"did not answer {probe.path} {num_silent} times, {probe.period_s:g} s apart"
         await child.end(self._settings.stop_timeout_s)
 
-    def _note(self, answer: Answer) -> None:
+    def _note(self, answer: ReadyzAnswer) -> None:
         if answer.ready:
             if self.phase != "ready":
                 self._ready_s = time.monotonic()
@@ -239,12 +239,12 @@ class Supervisor:
         self._on_event(Event(self.name, message, time.monotonic() - self._started_s))
 
 
-async def ask_readyz(session: aiohttp.ClientSession, control_url: str) -> Answer | None:
+async def ask_readyz(session: aiohttp.ClientSession, control_url: str) -> ReadyzAnswer | None:
     """Return the answer to `/readyz`, or None if there is none."""
     try:
         async with session.get(f"{control_url}/readyz", timeout=READYZ_TIMEOUT) as response:
             body = await response.content.read(MAX_READYZ_BYTES)
-            return Answer(response.status == 200, describe(body), phase_of(body))
+            return ReadyzAnswer(response.status == 200, describe(body), phase_of(body))
     except (aiohttp.ClientError, TimeoutError, OSError):
         return None
 

@@ -17,7 +17,7 @@ from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai import call_parts
 
 
-class Part(NamedTuple):
+class LinePart(NamedTuple):
     """The part of an answer that some events add."""
 
     content: str
@@ -52,7 +52,7 @@ class OllamaRenderer:
         return self._line(part, done=False) if part else b""
 
     def end(self, usage: Usage) -> bytes:
-        return self._line(Part("", "", []), done=True, **self._end(usage, self._first_token_s))
+        return self._line(LinePart("", "", []), done=True, **self._end(usage, self._first_token_s))
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         (choice,) = choices
@@ -60,7 +60,7 @@ class OllamaRenderer:
         part = self._read([Content(choice.text)] if choice.events is None else choice.events)
         return self._line(part, done=True, **self._end(usage, choice.first_token_s))
 
-    def _read(self, events: Iterable[Event]) -> Part:
+    def _read(self, events: Iterable[Event]) -> LinePart:
         content: list[str] = []
         thinking: list[str] = []
         calls: list[dict[str, Any]] = []
@@ -77,13 +77,13 @@ class OllamaRenderer:
                 case CallEnd() if self._call is not None:
                     calls.append(self._shown(*self._call))
                     self._call = None
-        return Part("".join(content), "".join(thinking), calls)
+        return LinePart("".join(content), "".join(thinking), calls)
 
     def _shown(self, index: int, name: str, arguments: Sequence[str]) -> dict[str, Any]:
         function = {"index": index, "name": name, "arguments": call_parts.arguments_object("".join(arguments))}
         return {"id": call_parts.call_id(self._response_id, 0, index), "function": function}
 
-    def _line(self, part: Part, *, done: bool, **fields: Any) -> bytes:
+    def _line(self, part: LinePart, *, done: bool, **fields: Any) -> bytes:
         shown: dict[str, Any] = {"content" if self._is_chat else "response": part.content}
         if part.thinking:
             shown["thinking"] = part.thinking

@@ -53,14 +53,14 @@ class Options(RequestModel):
         }
 
 
-class Function(RequestModel):
+class OllamaFunction(RequestModel):
     name: Name
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class Call(RequestModel):
+class OllamaCall(RequestModel):
     id: Name | None = None
-    function: Function
+    function: OllamaFunction
 
 
 class Message(RequestModel):
@@ -68,7 +68,7 @@ class Message(RequestModel):
     content: Text = ""
     thinking: Text | None = None
     images: list[Any] = Field(default_factory=list)
-    tool_calls: list[Call] = Field(default_factory=list)
+    tool_calls: list[OllamaCall] = Field(default_factory=list)
     tool_name: Name | None = None
     tool_call_id: Name | None = None
 
@@ -176,7 +176,7 @@ def refuse_images(images: list[Any], field: str) -> None:
         raise refusal(f"{field}[0]", f"`{field}[0]` is an image. {message}", "unsupported_parameter")
 
 
-def _call(call: Call, usual_id: str) -> dict[str, Any]:
+def _call(call: OllamaCall, usual_id: str) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": json.dumps(call.function.arguments, ensure_ascii=False)}
     return {"id": call.id or usual_id, "type": "function", "function": function}
 

@@ -22,7 +22,7 @@ _COMPLETIONS = "Send the request to /v1/completions, which has it."
 _SEVERAL = "Send the request several times."
 
 
-class Settings(SamplingExtensions):
+class InferSettings(SamplingExtensions):
     """Inputs other than the text. `random_seed` and `stop_words` are other names of `seed` and `stop`."""
 
     UNSUPPORTED: ClassVar = {
@@ -57,7 +57,7 @@ class Settings(SamplingExtensions):
         return {**values, "stop": stop, "seed": self.random_seed if self.seed is None else self.seed}
 
 
-class GenerateBody(Settings):
+class GenerateBody(InferSettings):
     text_input: Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
     parameters: dict[str, Any] = Field(default_factory=dict)
     id: str = Field("", max_length=512)
@@ -103,7 +103,7 @@ class Tensor(RequestModel):
     parameters: TensorParameters = Field(default_factory=lambda: TensorParameters.model_validate({}))
 
 
-class Output(RequestModel):
+class OutputTensor(RequestModel):
     name: Literal["text_output"]
     parameters: OutputParameters = Field(default_factory=lambda: OutputParameters.model_validate({}))
 
@@ -111,7 +111,7 @@ class Output(RequestModel):
 class InferBody(RequestModel):
     id: str = Field("", max_length=512)
     inputs: list[Tensor] = Field(min_length=1, max_length=MAX_TENSORS)
-    outputs: list[Output] = Field([], max_length=1)
+    outputs: list[OutputTensor] = Field([], max_length=1)
     parameters: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -175,7 +175,7 @@ INPUTS = {
 """The inputs that metadata lists; other integer and float types are accepted too."""
 
 
-NAMES = {"text_input", *Settings.model_fields}
+NAMES = {"text_input", *InferSettings.model_fields}
 
 
 def _value(tensor: Tensor, raw: bytes | None) -> Any:

@@ -102,7 +102,7 @@ class TextConfig(RequestModel):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Reasoning(RequestModel):
+class ReasoningConfig(RequestModel):
     effort: Effort | None = None
     summary: str | None = None
     """Without effect: reasoning is not summarized."""
@@ -130,7 +130,7 @@ class ResponsesRequest(SamplingExtensions):
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningConfig | None = None
     metadata: dict[str, str] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
     store: bool = True

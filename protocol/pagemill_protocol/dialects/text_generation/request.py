@@ -20,12 +20,12 @@ _FORMS = {"json": "guided_json", "json_schema": "guided_json", "regex": "guided_
 StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 
 
-class Grammar(RequestModel):
+class TgiGrammar(RequestModel):
     type: Literal["json", "json_schema", "regex"]
     value: dict[str, Any] | str
 
 
-class Parameters(RequestModel):
+class TgiParameters(RequestModel):
     UNSUPPORTED: ClassVar = {
         "typical_p": Unsupported("Use `top_p` or `min_p`.", (1, 1.0)),
         "watermark": Unsupported(_REMOVE, (False,)),
@@ -49,7 +49,7 @@ class Parameters(RequestModel):
     details: bool = False
     decoder_input_details: bool = False
     top_n_tokens: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
-    grammar: Grammar | None = None
+    grammar: TgiGrammar | None = None
 
     @property
     def samples(self) -> bool:
@@ -72,7 +72,7 @@ class Parameters(RequestModel):
 
 class TgiRequest(RequestModel):
     inputs: Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
-    parameters: Parameters = Field(default_factory=lambda: Parameters.model_validate({}))
+    parameters: TgiParameters = Field(default_factory=lambda: TgiParameters.model_validate({}))
     stream: bool = False
     model: str = Field("", max_length=512)
 

@@ -16,7 +16,7 @@ import msgspec
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece, Preparation
-from pagemill_protocol.dialects.transport import NOWHERE, SSE, Place
+from pagemill_protocol.dialects.transport import NO_REQUEST, SSE, RequestInfo
 from pagemill_protocol.dialects.vectors.request import VectorRequest
 from pagemill_protocol.dialects.vectors.texts import TextEncoder
 from pagemill_protocol.errors import PagemillError, invalid_field
@@ -88,7 +88,7 @@ class VectorDialect(ABC):
     id_prefix: str
 
     @abstractmethod
-    def parse(self, raw: bytes, place: Place = NOWHERE) -> VectorBody: ...
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> VectorBody: ...
 
     @abstractmethod
     def finish(self, parts: Sequence[Part]) -> bytes:
@@ -160,7 +160,7 @@ class VectorBody(ABC):
     @abstractmethod
     def prompt_texts(self, max_chars: int) -> list[str]: ...
 
-    def wanted(self, model: PoolingSpec | None) -> PoolingParams:
+    def pooling_params(self, model: PoolingSpec | None) -> PoolingParams:
         """Return the pooling that the body asks for; by default the model's own task."""
         return PoolingParams("embed" if model is None else model.task)
 
@@ -170,7 +170,7 @@ class VectorBody(ABC):
     def check_form(self) -> None:  # noqa: B027
         """Accept any body: vectors have no form."""
 
-    async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+    async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return None
 
     def prepare(

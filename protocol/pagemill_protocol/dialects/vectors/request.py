@@ -80,7 +80,7 @@ class VectorRequest(RequestModel):
     user: Annotated[str, Field(max_length=1024)] | None = None
 
     @model_validator(mode="after")
-    def _cuts_to_something(self) -> VectorRequest:
+    def _check_truncation(self) -> VectorRequest:
         if self.truncate_prompt_tokens == 0:
             raise refusal("truncate_prompt_tokens", "`truncate_prompt_tokens` must be -1 or at least 1, got 0.")
         return self

@@ -53,7 +53,7 @@ class TextEncoder:
     def text(self, text: str | list[int], param: str, before: str = "") -> list[int]:
         """Encode a text; token ids are only truncated."""
         if isinstance(text, str):
-            token_ids = self._encoded(self._lowered(before + text), param)
+            token_ids = self._encoded(self._lowercased(before + text), param)
         else:
             token_ids = text[: self._cut] if self._cut else text
             self._check(token_ids, param)
@@ -63,8 +63,8 @@ class TextEncoder:
 
     def pair(self, first: str, second: str, param: str) -> Pair:
         """Encode two texts as one prompt, joined by the tokenizer. `param`: field of the second text."""
-        texts = self._lowered(first), self._lowered(second)
-        with self._cuts_offered(param):
+        texts = self._lowercased(first), self._lowercased(second)
+        with self._with_truncation_remedy(param):
             pair = self._tokenizer.encode_pair(*texts, self._max_tokens, self._cut, param=param)
         if not pair.ids:
             raise _empty(param)
@@ -74,11 +74,11 @@ class TextEncoder:
     def _encoded(self, text: str, param: str) -> list[int]:
         if self._cut:
             return self._tokenizer.encode_cut(text, self._cut, param=param)
-        with self._cuts_offered(param):
+        with self._with_truncation_remedy(param):
             return self._tokenizer.encode_within(text, self._max_tokens, param=param)
 
     @contextmanager
-    def _cuts_offered(self, param: str) -> Iterator[None]:
+    def _with_truncation_remedy(self, param: str) -> Iterator[None]:
         """Extend errors about the length by the remedy that a text, unlike a prompt to answer, may be truncated."""
         try:
             yield
@@ -88,7 +88,7 @@ class TextEncoder:
             remedy = "Shorten it, or send `truncate_prompt_tokens` -1 to have it cut."
             raise beyond_context(self._max_tokens, f"`{param}` has more. {remedy}", param) from None
 
-    def _lowered(self, text: str) -> str:
+    def _lowercased(self, text: str) -> str:
         return text.lower() if self._spec.lower_case else text
 
     def _check(self, token_ids: list[int], param: str) -> None:
@@ -98,7 +98,7 @@ class TextEncoder:
                 param, f"`{param}` has the token id {largest}; this model's token ids go from 0 to {vocab_size - 1}."
             )
         if self._max_tokens and len(token_ids) > self._max_tokens:
-            with self._cuts_offered(param):
+            with self._with_truncation_remedy(param):
                 raise context_length_exceeded(len(token_ids), self._max_tokens, param)
 
 

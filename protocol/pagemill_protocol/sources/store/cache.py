@@ -15,17 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from pagemill_protocol.arriving_files import arriving_folder
+from pagemill_protocol.partial_download import partial_folder
 from pagemill_protocol.source_errors import FetchError
 from pagemill_protocol.sources.base import SourceKind
 from pagemill_protocol.sources.store.faults import FREE_SPACE, explain_disk, size_text
 from pagemill_protocol.sources.store.fetch import UNWATCHED, Fetch, Report, Watch
 from pagemill_protocol.sources.store.folder import ModelFolder
-from pagemill_protocol.sources.store.record import HOLDS, NAME, is_in_use
+from pagemill_protocol.sources.store.record import NAME, SHARED_LOCKS, is_in_use
 
 SPARE_BYTES = 16 * 1024 * 1024
 """Reserve for names and metadata."""
-MAX_NEIGHBOURS = 8
+MAX_LISTED_ENTRIES = 8
 """Maximum number of folders that a message names."""
 NAME_CHARS = 16
 LOADING = ".loading"
@@ -73,13 +73,13 @@ class ModelCache:
         folder = ModelFolder(self.root / (name or entry_name(source)))
         try:
             if folder.complete:
-                HOLDS.hold(folder.target)
+                SHARED_LOCKS.acquire(folder.target)
                 report(event="complete", source=source)
                 return folder.target
-            with folder.alone():
+            with folder.locked():
                 if not folder.complete:  # another process filled it meanwhile
                     Fetch(kind, source, folder, self._evict_for, num_downloads, report, watch).run()
-                HOLDS.hold(folder.target)
+                SHARED_LOCKS.acquire(folder.target)
         except OSError as error:
             raise explain_disk(error) from error
         report(event="loaded", source=source)
@@ -93,7 +93,7 @@ class ModelCache:
 
     def _evict_for(self, folder: ModelFolder, missing_bytes: int) -> None:
         """Evict models until the missing bytes fit. Raises `FetchError` when they cannot."""
-        with self._alone():
+        with self._locked():
             while lack_bytes := self._lack_bytes(missing_bytes):
                 if not self._evicts or not self._evict_one(folder):
                     raise self._full(folder, missing_bytes, lack_bytes)
@@ -111,7 +111,7 @@ class ModelCache:
                 away = entry.path.with_name(f".{entry.path.name.strip('.')}.evicted")
                 shutil.rmtree(away, ignore_errors=True)
                 shutil.rmtree(
-                    arriving_folder(entry.path), ignore_errors=True
+                    partial_folder(entry.path), ignore_errors=True
                 )  # left by a process that ended before it was ready
                 os.replace(entry.path, away)  # so that the model disappears in one step
                 shutil.rmtree(away)
@@ -146,10 +146,10 @@ class ModelCache:
         return FetchError(
             "DiskFull",
             f"The model needs {size_text(missing_bytes)} more{limit}, {size_text(lack_bytes)} too many: "
-            f"{self.root} has {size_text(free)} left. {self._neighbours(folder)}{FREE_SPACE}.",
+            f"{self.root} has {size_text(free)} left. {self._other_entries(folder)}{FREE_SPACE}.",
         )
 
-    def _neighbours(self, folder: ModelFolder) -> str:
+    def _other_entries(self, folder: ModelFolder) -> str:
         """Return a sentence on other entries: models of earlier sources or of others who share the volume, and
         remains."""
         own = (folder.target, folder.staging)
@@ -158,10 +158,10 @@ class ModelCache:
         if not named:
             return ""
         why = "in use, or of an earlier version" if self._evicts else "delete the folders that are not used"
-        return f"The volume also holds models of other sources: {', '.join(named[:MAX_NEIGHBOURS])}; {why}. "
+        return f"The volume also holds models of other sources: {', '.join(named[:MAX_LISTED_ENTRIES])}; {why}. "
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         with (self.root / ".room.lock").open("w") as lock:
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)

@@ -23,7 +23,7 @@ CONFIG = "config.json"
 HEADS = (CONFIG, INDEX)
 """Files that describe the others, fetched first."""
 _UPLOAD = "The file is invalid at the source: upload the file again."
-_WHOLE: dict[str, Callable[[Path], object]] = {
+_COMPLETE: dict[str, Callable[[Path], object]] = {
     ".safetensors": read_header,
     ".gguf": check_gguf,
     "tokenizer.json": read_object,
@@ -42,9 +42,9 @@ def check_heads(folder: Path, names: set[str], source: str) -> None:
         _check_index(folder / INDEX, names, source)
 
 
-def check_whole(path: Path, name: str, source: str) -> None:
+def check_complete(path: Path, name: str, source: str) -> None:
     """Check a complete file. Raises `FetchError` and removes an invalid file, so that the next run fetches it again."""
-    check = next((check for ending, check in _WHOLE.items() if name.endswith(ending)), None)
+    check = next((check for ending, check in _COMPLETE.items() if name.endswith(ending)), None)
     try:
         if check is not None:
             check(path)
@@ -52,8 +52,8 @@ def check_whole(path: Path, name: str, source: str) -> None:
         raise _unreadable(path, name, source, error) from error
 
 
-def check_begun(path: Path, file: RemoteFile, source: str) -> None:
-    """Check a weight file of which only the header has arrived, as `check_whole`."""
+def check_started(path: Path, file: RemoteFile, source: str) -> None:
+    """Check a weight file of which only the header has arrived, as `check_complete`."""
     try:
         read_header(path, file.num_bytes)
     except SourceError as error:

@@ -15,24 +15,24 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from pagemill_protocol.arriving_files import ArrivingFiles, Link
+from pagemill_protocol.partial_download import FileLink, PartialDownload
 from pagemill_protocol.safetensors_header import header_end
 from pagemill_protocol.source_errors import FetchError, SourceError
 from pagemill_protocol.sources.base import ReadsRanges, RemoteFile, Repository, SourceKind
 from pagemill_protocol.sources.selection import INDEX, select_files
-from pagemill_protocol.sources.store.checks import CONFIG, HEADS, check_begun, check_heads, check_whole
+from pagemill_protocol.sources.store.checks import CONFIG, HEADS, check_complete, check_heads, check_started
 from pagemill_protocol.sources.store.faults import explain_disk
 from pagemill_protocol.sources.store.folder import ModelFolder
 from pagemill_protocol.sources.store.part import PartFile
 
-PASSING = frozenset({"HubUnreachable", "SourceUnreachable"})
+TRANSIENT = frozenset({"HubUnreachable", "SourceUnreachable"})
 TRIES = 4
 """Failures in a row without a byte."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 PROGRESS_S = 1.0
 FIRST_BYTES = 256 * 1024
 """Bytes read first from a weight file: most headers are shorter."""
-LEAST_IN_ORDER = 2
+MIN_FILES_IN_ORDER = 2
 """Weight files fetched at once while the model is loaded: one may arrive while another is written to disk."""
 
 Evict = Callable[[ModelFolder, int], None]
@@ -54,7 +54,7 @@ class Watch(NamedTuple):
     on_fault: OnFault = ignore_fault
     """Receives a fault at once; it is raised when the running downloads have ended, which may take hours."""
     on_open: OnOpen | None = None
-    """Receives a folder of `arriving_files` with everything but the weights; not called where these are one file."""
+    """Receives a folder of `partial_download` with everything but the weights; not called where these are one file."""
 
 
 UNWATCHED = Watch()
@@ -121,33 +121,33 @@ class Fetch:
 
     def _fetch_in_order(self, files: list[RemoteFile], weights: list[RemoteFile]) -> None:
         """Fetch all files; `weights` last, for a loader that gets the folder before."""
-        self._at_once(self._fetch, (file for file in files if file not in weights), self._num_downloads)
+        self._fetch_in_parallel(self._fetch, (file for file in files if file not in weights), self._num_downloads)
         if not weights:
             return
-        self._at_once(self._begin, weights, self._num_downloads)
+        self._fetch_in_parallel(self._begin, weights, self._num_downloads)
         assert isinstance(self._repository, ReadsRanges)
         assert self._watch.on_open is not None
         try:
-            arriving = ArrivingFiles(self._folder.target, {file.path: self._link(file) for file in files})
+            arriving = PartialDownload(self._folder.target, {file.path: self._link(file) for file in files})
         except OSError:  # a volume without hard links: no loader begins early
-            self._at_once(self._fetch, weights, self._num_downloads)
+            self._fetch_in_parallel(self._fetch, weights, self._num_downloads)
             return
 
         def fetch(file: RemoteFile) -> None:
             self._fetch(file)
-            arriving.is_whole(file.path)
+            arriving.mark_complete(file.path)
 
-        num_files = max(LEAST_IN_ORDER, self._num_downloads // self._repository.connections)
+        num_files = max(MIN_FILES_IN_ORDER, self._num_downloads // self._repository.connections)
         if self._repository.connections > 1:  # keep the total number of connections equal
             self._repository.connections = self._repository.connections * self._num_downloads // num_files
         with closing(arriving):
             self._watch.on_open(arriving.folder)
-            self._at_once(fetch, weights, num_files, arriving.close)
+            self._fetch_in_parallel(fetch, weights, num_files, arriving.close)
 
-    def _link(self, file: RemoteFile) -> Link:
-        return Link(self._folder.place(file), file.num_bytes, self._folder.has(file))
+    def _link(self, file: RemoteFile) -> FileLink:
+        return FileLink(self._folder.place(file), file.num_bytes, self._folder.has(file))
 
-    def _at_once(
+    def _fetch_in_parallel(
         self,
         fetch: Callable[[RemoteFile], None],
         files: Iterable[RemoteFile],
@@ -180,7 +180,7 @@ class Fetch:
         with self._folder.part(file) as part:
             self._complete(file, part)
             self._folder.accept(file, part)
-        check_whole(self._folder.staging / file.path, file.path, self._repository.name)
+        check_complete(self._folder.staging / file.path, file.path, self._repository.name)
         self._report(event="file", path=file.path, num_bytes=file.num_bytes)
 
     def _begin(self, file: RemoteFile) -> None:
@@ -189,7 +189,7 @@ class Fetch:
             return
         with self._folder.part(file) as part:
             self._until(lambda: _header_is_there(file, part), part, lambda: self._append_header(file, part))
-        check_begun(self._folder.place(file), file, self._repository.name)
+        check_started(self._folder.place(file), file, self._repository.name)
 
     def _append_header(self, file: RemoteFile, part: PartFile) -> None:
         assert isinstance(self._repository, ReadsRanges)
@@ -213,7 +213,7 @@ class Fetch:
                 failures = 0 if part.num_bytes > before else failures + 1
                 if error.reason == "SourceChanged":
                     self._folder.forget()
-                if error.reason not in PASSING or failures >= TRIES:
+                if error.reason not in TRANSIENT or failures >= TRIES:
                     raise
                 if self._ends.wait(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**failures)):
                     raise

@@ -42,7 +42,7 @@ class ModelFolder:
         return self.target.is_dir() and is_intact(self.target)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Lock the folder against other loaders while the block runs. Raises `OSError`."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         with self._lock.open("w") as lock:

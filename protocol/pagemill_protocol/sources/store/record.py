@@ -27,7 +27,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     modified_ns: int
 
 
-class Record(msgspec.Struct, frozen=True):
+class ModelRecord(msgspec.Struct, frozen=True):
     source: str
     version: str
     files: list[StoredFile]
@@ -37,14 +37,14 @@ class Record(msgspec.Struct, frozen=True):
         return sum(file.num_bytes for file in self.files)
 
 
-class Holds:
+class SharedLocks:
     """Shared locks of this process, kept until it ends."""
 
     def __init__(self) -> None:
         self._held: dict[Path, BinaryIO] = {}
         self._lock = threading.Lock()
 
-    def hold(self, folder: Path) -> None:
+    def acquire(self, folder: Path) -> None:
         """Lock a folder; does nothing without a record or on a file system without locks."""
         with self._lock, suppress(OSError):
             if folder in self._held:
@@ -65,19 +65,19 @@ class Holds:
             self._held.clear()
 
 
-HOLDS = Holds()
-atexit.register(HOLDS.release)
+SHARED_LOCKS = SharedLocks()
+atexit.register(SHARED_LOCKS.release)
 # Made at import by one thread: msgspec 0.22 crashes when several threads are the first to decode the type.
-_decoder = msgspec.json.Decoder(Record)
+_decoder = msgspec.json.Decoder(ModelRecord)
 
 
 def write_record(folder: Path, source: str, version: str, sha256: dict[str, str]) -> None:
     """Write the record. `sha256`: known digests by path; the other files are read."""
     files = [_stored(folder, path, sha256) for path in sorted(folder.rglob("*")) if path.is_file()]
-    (folder / NAME).write_bytes(msgspec.json.encode(Record(source, version, files)))
+    (folder / NAME).write_bytes(msgspec.json.encode(ModelRecord(source, version, files)))
 
 
-def read_record(folder: Path) -> Record | None:
+def read_record(folder: Path) -> ModelRecord | None:
     """Return the record, or None if it is missing or unreadable."""
     try:
         return _decoder.decode((folder / NAME).read_bytes())

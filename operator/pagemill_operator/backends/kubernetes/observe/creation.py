@@ -67,7 +67,7 @@ def not_applied(error: ApplyError) -> Fault:
     """Return the fault of a child that could not be applied."""
     words = quote(without_object_name(error.message))
     what = f"the {error.kind} {error.name} is refused ({words})"
-    if error.is_passing:
+    if error.is_transient:
         return _not_answered(error)
     if error.reason == "AlreadyExists":
         return Fault("Scheduled", "NameTaken", quote(error.message))

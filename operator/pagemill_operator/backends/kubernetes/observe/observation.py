@@ -51,7 +51,7 @@ def observe(snapshot: Snapshot, plan: Plan | None, now: datetime | None = None) 
         fault=_fault(snapshot, loader),
         loader=loader,
         progress=snapshot.progress,
-        look_again_s=_look_again_s(snapshot, plan, now),
+        requeue_after_s=_requeue_after_s(snapshot, plan, now),
     )
 
 
@@ -105,7 +105,7 @@ def _waits_for_its_pod(job: Manifest) -> bool:
     return not job["metadata"].get("deletionTimestamp") and not (job.get("status") or {}).get("active")
 
 
-def _look_again_s(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> float | None:
+def _requeue_after_s(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> float | None:
     """Return the seconds until something missing becomes a fault, or None; no cluster event marks that moment."""
     waits = []
     claim = snapshot.child("PersistentVolumeClaim", claim_name(snapshot.name))

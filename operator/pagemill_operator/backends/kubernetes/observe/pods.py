@@ -14,12 +14,12 @@ from pagemill_operator.backends.kubernetes.observe.container import (
     waiting_cause,
 )
 from pagemill_operator.backends.kubernetes.observe.scheduling import unschedulable
-from pagemill_operator.backends.kubernetes.render.names import LOADER, REST_ANNOTATION
+from pagemill_operator.backends.kubernetes.render.names import LOADER, SLEEP_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.plan.types import Process
 from pagemill_operator.status.observation import Phase, ReplicaObservation
 
-Rest = Literal["asleep", "waking"]
+OrderedState = Literal["asleep", "waking"]
 
 CLOCK_STEP = timedelta(seconds=1)
 """The resolution of times in a status: whole seconds."""
@@ -43,13 +43,13 @@ def runs_loader(pod: Manifest) -> bool:
     return any(each["name"] == LOADER and "running" in each.get("state", {}) for each in _container_statuses(pod))
 
 
-def ordered_rest(pod: Manifest) -> Rest | None:
+def ordered_state(pod: Manifest) -> OrderedState | None:
     """Return what the operator has ordered the engine to do, or None if it was ready since then.
 
     Gateways report at once whether an engine sleeps; the kubelet notices late. If gateways report nothing, for example
     to an operator that has just become leader, the order keeps a sleeping pod from being reported as failing.
     """
-    ordered = (pod["metadata"].get("annotations") or {}).get(REST_ANNOTATION)
+    ordered = (pod["metadata"].get("annotations") or {}).get(SLEEP_ANNOTATION)
     return ordered if ordered in ("asleep", "waking") else None
 
 
@@ -104,7 +104,7 @@ def _on_node(pod: Manifest, main: str, sleeps: bool) -> tuple[Phase, Cause | Non
         return "asleep", None
     if not _was_ready(pod, status):
         return "loading", None
-    rest = ordered_rest(pod)
+    rest = ordered_state(pod)
     return (rest, None) if rest is not None else ("loading", unready_cause())
 
 

@@ -22,7 +22,7 @@ from pagemill_operator.backends.kubernetes.render.placement import common_spec, 
 from pagemill_operator.backends.kubernetes.render.security import container_security
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.plan.pod_template import MODEL_PATH
-from pagemill_operator.plan.types import ModelCache, Plan, SecretKey
+from pagemill_operator.plan.types import ModelCachePlan, Plan, SecretKey
 from pagemill_protocol.sources import find_kind
 from pagemill_protocol.sources.base import Credential
 
@@ -62,7 +62,7 @@ def loader_name(plan: Plan) -> str | None:
     return f"{plan.name}-load-{digest(parts, 8)}"
 
 
-def render_claim(plan: Plan, owner: Owner, cache: ModelCache) -> Manifest:
+def render_claim(plan: Plan, owner: Owner, cache: ModelCachePlan) -> Manifest:
     spec: dict[str, Any] = {
         "accessModes": [cache.access_mode],
         "resources": {"requests": {"storage": str(cache.size)}},

@@ -20,36 +20,36 @@ import msgspec
 
 from pagemill_protocol.source_errors import UnreadableModelError
 
-SIZES = ".arriving.json"
+SIZES = ".partial.json"
 """JSON object with the final size in bytes of each file that was not whole at first; the fetch holds a lock on it."""
-PARENT = ".arriving"
+PARENT = ".partial"
 """Name of the parent folder of arriving models, beside the published ones."""
 POLL_S = 0.02
 _decoder = msgspec.json.Decoder(dict[str, int])
 
 
-def arriving_folder(target: Path) -> Path:
+def partial_folder(target: Path) -> Path:
     """Return the folder of a model while it arrives. `target`: the folder where it will be published."""
     return target.parent / PARENT / target.name
 
 
-class Link(NamedTuple):
+class FileLink(NamedTuple):
     place: Path
     """Path of the linked file, on the same file system."""
     num_bytes: int
     """Final size."""
-    is_whole: bool
+    is_complete: bool
 
 
-class ArrivingFiles:
+class PartialDownload:
     """The fetching side: makes the folder of links and marks files as whole."""
 
-    def __init__(self, target: Path, links: Mapping[str, Link]) -> None:
+    def __init__(self, target: Path, links: Mapping[str, FileLink]) -> None:
         """Link the files. Raises `OSError` where the file system has no hard links."""
-        self.folder = arriving_folder(target)
+        self.folder = partial_folder(target)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        sizes = {name: link.num_bytes for name, link in links.items() if not link.is_whole}
+        sizes = {name: link.num_bytes for name, link in links.items() if not link.is_complete}
         self._lock = (self.folder / SIZES).open("wb")
         try:
             self._lock.write(msgspec.json.encode(sizes))
@@ -62,7 +62,7 @@ class ArrivingFiles:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def is_whole(self, name: str) -> None:
+    def mark_complete(self, name: str) -> None:
         """Mark a file as complete and checked."""
         with suppress(FileNotFoundError):  # a reader that has all it needs may have removed the folder
             _mark(self.folder / name).touch()
@@ -76,7 +76,7 @@ def awaited_bytes(path: Path) -> int | None:
     return None if _mark(path).exists() else _sizes(path.parent).get(path.name)
 
 
-def wait_until_whole(path: Path) -> None:
+def wait_until_complete(path: Path) -> None:
     """Block until the file is whole. Raises `UnreadableModelError` when the fetch has ended before that."""
     while awaited_bytes(path) is not None:
         if _has_ended(path.parent) and awaited_bytes(path) is not None:
@@ -85,9 +85,9 @@ def wait_until_whole(path: Path) -> None:
 
 
 def wait_for_all(folder: Path) -> None:
-    """Block until all arriving files of a folder are whole. Raises `UnreadableModelError` as `wait_until_whole`."""
+    """Block until all arriving files of a folder are whole. Raises `UnreadableModelError` as `wait_until_complete`."""
     for name in _sizes(folder):
-        wait_until_whole(folder / name)
+        wait_until_complete(folder / name)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

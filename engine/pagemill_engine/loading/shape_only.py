@@ -24,7 +24,7 @@ from pagemill_protocol.models.declaration import DecoderSpec, Shapes
 from pagemill_protocol.safetensors_header import INDEX_FILE, read_index
 
 
-class OutlinedWeights:
+class ShapeOnlyWeights:
     """`WeightSource` without tensors. Raises `LoadError` if the names do not determine the tensors' forms."""
 
     def __init__(self, folder: Path, spec: ModelSpec, settings: Settings, keeps_small_floats: bool) -> None:

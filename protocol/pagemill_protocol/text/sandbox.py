@@ -1,4 +1,4 @@
-"""The confinement of worker processes that run code of a client or of a model's author, and their protocol.
+"""The sandbox of worker processes that run code of a client or of a model's author, and their protocol.
 
 A process gives up opening files and starting processes and limits its memory; before each piece of work it arms kernel
 timers with their default action, so that even a single C call that never returns ends the process. A frame is four
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 
-def confine(memory_bytes: int) -> None:
+def enter_sandbox(memory_bytes: int) -> None:
     """Confine this process: timers end it, signals to the terminal's group do not; no files, no processes, limited
     memory."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

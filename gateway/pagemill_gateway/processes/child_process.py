@@ -16,28 +16,28 @@ from collections.abc import Callable
 
 import msgspec
 
-from pagemill_gateway.processes.child import BEAT_INTERVAL_S, UP, Setup, encode_setup
+from pagemill_gateway.processes.child import HEARTBEAT_INTERVAL_S, READY, Setup, encode_setup
 
 logger = logging.getLogger("pagemill.gateway.supervisor")
 
 PAUSE_FIRST_S = 0.05
 PAUSE_LONGEST_S = 5.0
-"""First and longest pause before a process is replaced; it doubles if the process ran less than `LASTING_S`."""
-LASTING_S = 10.0
+"""First and longest pause before a process is replaced; it doubles if the process ran less than `STABLE_AFTER_S`."""
+STABLE_AFTER_S = 10.0
 START_TIMEOUT_S = 120.0
 """The timeout of imports and settings, before the event loop runs."""
 
 
-class Keeper:
-    def __init__(self, setup: Setup, on_up: Callable[[Keeper], None]) -> None:
+class ChildProcess:
+    def __init__(self, setup: Setup, on_ready: Callable[[ChildProcess], None]) -> None:
         self.name = setup.name
-        self.up = asyncio.Event()
+        self.ready = asyncio.Event()
         """Set while the process serves."""
         self.wanted = True
         """Whether the process is replaced when it exits."""
         self._setup = setup
-        self._on_up = on_up
-        self._was_up = False
+        self._on_ready = on_ready
+        self._was_ready = False
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> bool:
@@ -47,18 +47,18 @@ class Keeper:
         while self.wanted:
             started_at = loop.time()
             code = await self._run_once()
-            self._was_up = self._was_up or self.up.is_set()
-            self.up.clear()
-            if not self._was_up:
+            self._was_ready = self._was_ready or self.ready.is_set()
+            self.ready.clear()
+            if not self._was_ready:
                 break
-            if loop.time() - started_at > LASTING_S:
+            if loop.time() - started_at > STABLE_AFTER_S:
                 pause_s = PAUSE_FIRST_S
             if self.wanted:
                 logger.warning("%s ended (%s) and is replaced", self.name, _describe(code))
                 await asyncio.sleep(pause_s)
             pause_s = min(PAUSE_LONGEST_S, pause_s * 2)
             self._setup = msgspec.structs.replace(self._setup, restarts=self._setup.restarts + 1)
-        return self._was_up
+        return self._was_ready
 
     def ask_to_stop(self) -> None:
         """Send a stop signal. A process that does not serve yet exits at once."""
@@ -101,10 +101,10 @@ class Keeper:
         silent_s, patience_s = 0.0, max(START_TIMEOUT_S, self._setup.config.hang_timeout_s)
         while True:
             try:
-                async with asyncio.timeout(BEAT_INTERVAL_S):
+                async with asyncio.timeout(HEARTBEAT_INTERVAL_S):
                     line = await output.readline()
             except TimeoutError:
-                silent_s += BEAT_INTERVAL_S
+                silent_s += HEARTBEAT_INTERVAL_S
                 if silent_s >= patience_s:
                     logger.error("%s has said nothing for %.0f s and is killed", self.name, silent_s)
                     process.kill()
@@ -113,9 +113,9 @@ class Keeper:
             if not line:
                 return
             silent_s, patience_s = 0.0, self._setup.config.hang_timeout_s
-            if line == UP:
-                self.up.set()
-                self._on_up(self)
+            if line == READY:
+                self.ready.set()
+                self._on_ready(self)
 
 
 def _describe(code: int) -> str:

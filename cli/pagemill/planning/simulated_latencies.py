@@ -24,7 +24,7 @@ WARM_UP = 0.2
 SPARE_BLOCKS = 64
 
 
-class Rehearsed(NamedTuple):
+class SimulatedLatencies(NamedTuple):
     """The simulated latencies at the SLO's percentile."""
 
     ttft_ms: float
@@ -33,7 +33,7 @@ class Rehearsed(NamedTuple):
     num_requests: int
 
 
-def rehearse(
+def simulate_latencies(
     shape: Shape,
     input_tokens: int,
     output_tokens: int,
@@ -42,7 +42,7 @@ def rehearse(
     *,
     overlaps: bool = False,
     seed: int = 0,
-) -> Rehearsed:
+) -> SimulatedLatencies:
     count = max(FEWEST_REQUESTS, min(REQUESTS, MOST_TOKENS // output_tokens))
     simulation = EngineSimulation(
         _arrivals(count, input_tokens, output_tokens, requests_per_s, seed),
@@ -52,7 +52,7 @@ def rehearse(
     simulation.run()
     counted = simulation.latencies[int(WARM_UP * count) :]
     tpots = [each.tpot_ms for each in counted if each.tpot_ms is not None]
-    return Rehearsed(
+    return SimulatedLatencies(
         _percentile([each.ttft_ms for each in counted], share),
         _percentile(tpots, share) if tpots else None,
         len(counted),

@@ -14,7 +14,7 @@ YOUNG_ROUNDS = 10
 MIDDLE_ROUNDS = 10
 
 
-def collect_seldom() -> None:
+def reduce_garbage_collection() -> None:
     """Exclude all current objects from collection, and collect rarely. Call it when everything is set up."""
     gc.collect()
     gc.freeze()

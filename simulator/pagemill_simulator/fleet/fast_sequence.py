@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
-from pagemill_protocol.sampling import gives_way
+from pagemill_protocol.sampling import is_low_priority
 from pagemill_simulator.fleet.fast_kv import Owner
 
 
-class Place(IntEnum):
+class SequencePhase(IntEnum):
     WAITING = 0
     PREFILLING = 1
     DECODING = 2
@@ -20,7 +20,7 @@ class Place(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class FastSequence:
     arrival_s: float
     num_prompt_tokens: int
     """Includes the part of an answer that was generated elsewhere."""
@@ -51,7 +51,7 @@ class Row:
     num_cached_tokens: int = 0
     """Tokens found in the cache when it first started."""
     num_preemptions: int = 0
-    place: Place = Place.WAITING
+    phase: SequencePhase = SequencePhase.WAITING
     started: bool = False
     num_delivered: int = 0
     """Tokens that the sender has received."""
@@ -60,9 +60,9 @@ class Row:
     """End of the step that samples its last token."""
 
     @property
-    def is_unhurried(self) -> bool:
+    def is_low_priority(self) -> bool:
         """Whether the row is low-priority, as in `pagemill_engine.scheduler.sequence.Sequence`."""
-        return gives_way(self.priority)
+        return is_low_priority(self.priority)
 
     @property
     def num_due_tokens(self) -> int:

@@ -35,7 +35,7 @@ POLL_S = 0.005
 """Time that an engine without other work waits for a grammar before it reads messages again."""
 
 
-class FormingRequests:
+class GrammarRequests:
     def __init__(self, model: str, scheduler: Scheduler, info: RunnerInfo) -> None:
         limits = scheduler.limits
         self.load_tokenizer: Callable[[], Tokenizer] = partial(_tokenizer_of, model)
@@ -46,12 +46,12 @@ class FormingRequests:
         self._scheduler = scheduler
         self._masks_tokens = info.masks_tokens
         self._compiler = GrammarCompiler(lambda: self.load_tokenizer(), limits.eos_token_ids, limits.vocab_size)
-        self._forming: dict[str, tuple[GenerateRequest, Future[TokenStates]]] = {}
+        self._compiling: dict[str, tuple[GenerateRequest, Future[TokenStates]]] = {}
         self._ends: list[TokensOut] = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self._forming or self._ends)
+        return bool(self._compiling or self._ends)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request, now or when its form is compiled. Raises `PagemillError` if it cannot be served here."""
@@ -64,38 +64,38 @@ class FormingRequests:
         if outputs is None and limited is None:
             self._scheduler.add(request)
             return
-        num_forming = sum(each.sampling.num_sequences for each, _ in self._forming.values())
+        num_forming = sum(each.sampling.num_sequences for each, _ in self._compiling.values())
         self._scheduler.check(request, num_forming)
-        if request.request_id in self._forming:
+        if request.request_id in self._compiling:
             raise already_served(request.request_id)
-        self._forming[request.request_id] = (request, self._compiler.submit(outputs, limited))
+        self._compiling[request.request_id] = (request, self._compiler.submit(outputs, limited))
 
     def abort(self, request_id: str) -> None:
         """Abort a request whose form is not compiled yet; other ids are ignored."""
-        if request_id in self._forming:
-            request, _ = self._forming.pop(request_id)
+        if request_id in self._compiling:
+            request, _ = self._compiling.pop(request_id)
             self._ends += aborts(request)
 
     def raise_allowance(self, request_id: str, allowance: int) -> None:
         """Let each sequence of a request generate up to `allowance` tokens. Ids of ended requests are ignored."""
         self._scheduler.raise_allowance(request_id, allowance)
-        if request_id in self._forming:
-            request, future = self._forming[request_id]
+        if request_id in self._compiling:
+            request, future = self._compiling[request_id]
             if request.token_allowance is not None and request.token_allowance < allowance:
-                self._forming[request_id] = (msgspec.structs.replace(request, token_allowance=allowance), future)
+                self._compiling[request_id] = (msgspec.structs.replace(request, token_allowance=allowance), future)
 
     def queue_compiled(self, *, may_wait: bool) -> None:
         """Queue the requests whose form is compiled, in order of arrival.
 
         `may_wait`: whether to wait up to `POLL_S` for a form.
         """
-        if not self._forming:
+        if not self._compiling:
             return
         if may_wait:
-            wait([future for _, future in self._forming.values()], POLL_S, FIRST_COMPLETED)
-        for request_id, (request, future) in list(self._forming.items()):
+            wait([future for _, future in self._compiling.values()], POLL_S, FIRST_COMPLETED)
+        for request_id, (request, future) in list(self._compiling.items()):
             if future.done():
-                del self._forming[request_id]
+                del self._compiling[request_id]
                 try:
                     self._scheduler.add(request, _grammar_of(future))
                 except PagemillError as error:

@@ -14,20 +14,20 @@ from types import TracebackType
 from pagemill_protocol.errors import PagemillError, deadline_exceeded, unavailable
 
 
-class Gate:
+class InFlightLimit:
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._num_inside = 0
-        self._num_entered = 0
+        self._num_in_flight = 0
+        self._num_admitted = 0
         self._num_bytes = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._closed_reason: str | None = None
 
     @property
-    def num_inside(self) -> int:
-        return self._num_inside
+    def num_in_flight(self) -> int:
+        return self._num_in_flight
 
     @property
     def num_bytes(self) -> int:
@@ -39,38 +39,38 @@ class Gate:
         self._closed_reason = reason
 
     @contextmanager
-    def enter(self) -> Iterator[GateSlot]:
+    def enter(self) -> Iterator[InFlightSlot]:
         """Hold a slot for the body of the `with`. Raises `PagemillError` (503) at once if there is none."""
         if self._closed_reason is not None:
             raise unavailable(self._closed_reason, retry_after_s=1, code="draining")
-        if self._num_inside >= self._max_requests:
+        if self._num_in_flight >= self._max_requests:
             raise unavailable(
-                f"The gateway already serves {self._num_inside} requests, its limit. Try again shortly.",
+                f"The gateway already serves {self._num_in_flight} requests, its limit. Try again shortly.",
                 retry_after_s=1,
             )
-        self._num_inside += 1
-        self._num_entered += 1
+        self._num_in_flight += 1
+        self._num_admitted += 1
         self._empty.clear()
-        slot = GateSlot(self)
+        slot = InFlightSlot(self)
         try:
             yield slot
         finally:
             self._num_bytes -= slot.num_bytes
-            self._num_inside -= 1
-            if self._num_inside == 0:
+            self._num_in_flight -= 1
+            if self._num_in_flight == 0:
                 self._empty.set()
 
     async def wait_empty(self) -> None:
         """Return when no request is inside."""
         await self._empty.wait()
 
-    async def wait_quiet(self, quiet_s: float) -> None:
-        """Return when no request is inside and none has arrived for `quiet_s`."""
+    async def wait_idle(self, idle_s: float) -> None:
+        """Return when no request is inside and none has arrived for `idle_s`."""
         while True:
             await self._empty.wait()
-            num_entered = self._num_entered
-            await asyncio.sleep(quiet_s)
-            if self._num_entered == num_entered:
+            num_entered = self._num_admitted
+            await asyncio.sleep(idle_s)
+            if self._num_admitted == num_entered:
                 return
 
     def has_capacity(self, num_bytes: int) -> bool:
@@ -87,22 +87,22 @@ class Gate:
         )
 
 
-class GateSlot:
+class InFlightSlot:
     """The slot of one request and the bytes of its body."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, limit: InFlightLimit) -> None:
+        self._limit = limit
         self.num_bytes = 0
 
     def expect(self, num_bytes: int) -> None:
         """Raise `PagemillError` (503) if a body of this length would exceed the limit. Reserves nothing."""
-        if not self._gate.has_capacity(num_bytes):
-            raise self._gate.over_capacity()
+        if not self._limit.has_capacity(num_bytes):
+            raise self._limit.over_capacity()
 
     def hold(self, num_bytes: int) -> None:
         """Count received bytes. Raises `PagemillError` (503), and counts nothing, if they exceed the limit."""
         self.expect(num_bytes)
-        self._gate.take(num_bytes)
+        self._limit.take(num_bytes)
         self.num_bytes += num_bytes
 
 
@@ -114,10 +114,10 @@ class RunningRequests:
         self._ending = False
 
     def limited(self, timeout_s: float | None) -> RunningRequest:
-        """Return a context manager that ends its block after `timeout_s` or at `end_all`, by `PagemillError`."""
+        """Return a context manager that ends its block after `timeout_s` or at `cancel_all`, by `PagemillError`."""
         return RunningRequest(self._limits, asyncio.timeout(0 if self._ending else timeout_s), self._cause)
 
-    def end_all(self) -> None:
+    def cancel_all(self) -> None:
         """End all blocks now, and every later one at once."""
         self._ending = True
         now = asyncio.get_running_loop().time()

@@ -30,45 +30,45 @@ PIECE_BYTES = 8 * 1024**2
 MADV_COLLAPSE = 25
 """Constant of Linux 6.1 and later."""
 LOWEST_PRIORITY = 19
-_PASSING = frozenset({errno.ENOMEM, errno.EAGAIN, errno.EBUSY})
+_TRANSIENT = frozenset({errno.ENOMEM, errno.EAGAIN, errno.EBUSY})
 """Errors of one piece only: no huge page is available, or the pages are in use."""
 
-_kept: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
-def kept(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
-    """Return an uninitialized array like `arrays.empty`, whose pages `join_when_idle` collapses."""
+def empty_weights(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
+    """Return an uninitialized array like `arrays.empty`, whose pages `collapse_when_idle` collapses."""
     sizes = (shape,) if isinstance(shape, int) else shape
     num_bytes = math.prod(sizes) * np.dtype(dtype).itemsize
     if num_bytes < LEAST_BYTES:
         return empty(shape, dtype)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _kept.add(pages)
+    _mapped.add(pages)
     return np.frombuffer(pages, dtype).reshape(sizes)
 
 
-def join_when_idle() -> threading.Thread:
+def collapse_when_idle() -> threading.Thread:
     """Collapse all memory kept so far into huge pages, on a thread. Systems without this feature are left unchanged."""
-    thread = threading.Thread(target=_join_in_idle_time, name="huge-pages", daemon=True)
+    thread = threading.Thread(target=_collapse_in_idle_time, name="huge-pages", daemon=True)
     thread.start()
     return thread
 
 
-def _join_in_idle_time() -> None:
+def _collapse_in_idle_time() -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        for pages in list(_kept):
-            _join(pages)
+        for pages in list(_mapped):
+            _collapse(pages)
     except OSError as error:
         logger.debug("weights stay in small pages: %s", error)
 
 
-def _join(pages: mmap.mmap) -> None:
+def _collapse(pages: mmap.mmap) -> None:
     """Collapse the pages. Raises `OSError` if the system does not support it."""
     memory = np.frombuffer(pages, np.uint8)  # keeps the memory from being freed meanwhile
     advise = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for start in range(0, len(memory), PIECE_BYTES):
         piece = memory[start : start + PIECE_BYTES]
-        if advise(address(piece), len(piece), MADV_COLLAPSE) and ctypes.get_errno() not in _PASSING:
+        if advise(address(piece), len(piece), MADV_COLLAPSE) and ctypes.get_errno() not in _TRANSIENT:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

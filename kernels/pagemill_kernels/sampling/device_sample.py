@@ -15,16 +15,16 @@ Report = tuple[Tensor, Tensor]
 """The result of `triton_launch.report`."""
 
 
-class Drawn(NamedTuple):
+class DeviceSample(NamedTuple):
     """Sampled tokens on the device, or being copied from it."""
 
     tokens: Tensor
     """int64 [rows], -1 where the raw logits are not finite."""
     report: Report | None
 
-    def download(self) -> Drawn:
+    def download(self) -> DeviceSample:
         """Copy the tensors to the host without waiting; read them once the device has finished."""
-        return Drawn(launch.download(self.tokens), None if self.report is None else download_report(self.report))
+        return DeviceSample(launch.download(self.tokens), None if self.report is None else download_report(self.report))
 
     def read(self) -> SampledTokens:
         """Return the result from tensors on the host."""
@@ -35,7 +35,7 @@ class Drawn(NamedTuple):
 
 
 def download_report(report: Report) -> Report:
-    """Copy a report to the host without waiting, like `Drawn.download`."""
+    """Copy a report to the host without waiting, like `DeviceSample.download`."""
     return launch.download(report[0]), launch.download(report[1])
 
 

@@ -12,8 +12,8 @@ import torch
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.models.weights import weight_bytes
-from pagemill_engine.runner.budget import Measured, Sizes, plan_measured
-from pagemill_engine.runner.compiling import compile_kernels, largest_recorded, run_largest
+from pagemill_engine.runner.budget import MeasuredMemory, Sizes, plan_measured
+from pagemill_engine.runner.compiling import compile_kernels, largest_captured, run_largest
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.kv_cache import max_model_len_for
 from pagemill_engine.runner.memory import MemoryState
@@ -44,7 +44,7 @@ class CudaMeter:
         return torch.cuda.max_memory_reserved() - before_bytes
 
 
-def settle(
+def profile_memory(
     runner: DeviceRunner, config: EngineConfig, spec: ModelSpec, sizes: Sizes, before: MemoryState, meter: Meter
 ) -> None:
     """Size the KV cache by measured steps. Raises `LoadError`.
@@ -52,9 +52,9 @@ def settle(
     `before`: the device's memory before the weights. The contents of the runner's cache are lost.
     """
     step_bytes = meter.peak_bytes(lambda: compile_kernels(runner, config))
-    recording_bytes = _recording_bytes(runner, config, meter) if config.cuda_graphs else 0
+    graph_bytes = _graph_bytes(runner, config, meter) if config.cuda_graphs else 0
     sizes = sizes._replace(weight_bytes=weight_bytes(runner.model))
-    measured = Measured(meter.free_bytes(), step_bytes, recording_bytes)
+    measured = MeasuredMemory(meter.free_bytes(), step_bytes, graph_bytes)
     num_blocks, budget = plan_measured(config, spec, sizes, before, measured)
     max_model_len = min(runner.info.max_model_len, max_model_len_for(config, spec, num_blocks))
     runner.resize_cache(
@@ -64,12 +64,12 @@ def settle(
     run_largest(runner, config)
 
 
-def _recording_bytes(runner: DeviceRunner, config: EngineConfig, meter: Meter) -> int:
-    """Return the bytes of the recordings, which share the memory of the largest decode or other step."""
-    num_tokens, num_requests = largest_recorded(config, runner.model.spec)
+def _graph_bytes(runner: DeviceRunner, config: EngineConfig, meter: Meter) -> int:
+    """Return the bytes of the CUDA graphs, which share the memory of the largest decode or other step."""
+    num_tokens, num_requests = largest_captured(config, runner.model.spec)
 
     def run() -> None:
         runner.warm_up(num_requests, num_requests)
         runner.warm_up(num_requests, min(num_tokens, num_requests * runner.info.max_model_len))
 
-    return meter.peak_bytes(run) + runner.recording_bytes(num_tokens, num_requests)
+    return meter.peak_bytes(run) + runner.graph_bytes(num_tokens, num_requests)

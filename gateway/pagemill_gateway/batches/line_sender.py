@@ -21,7 +21,7 @@ DEFAULT_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
 
 
-class Reply(NamedTuple):
+class LineReply(NamedTuple):
     status: int
     headers: dict[str, str]
     body: bytes
@@ -41,13 +41,13 @@ class Reply(NamedTuple):
         return min(float(given), MAX_PAUSE_S) if given.isdigit() else DEFAULT_PAUSE_S
 
 
-class Asker:
+class LineSender:
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         """`app` has the generating routes and the access log."""
         self._app = app
         self._keys = keys
 
-    async def ask(self, path: str, body: bytes, key_hash: str, request_id: str) -> Reply:
+    async def send(self, path: str, body: bytes, key_hash: str, request_id: str) -> LineReply:
         caller = self._keys.by_hash(key_hash)
         if caller is None:
             return _refused(unauthorized("The API key that made this batch is not accepted any more."))
@@ -83,9 +83,9 @@ class _Collected:
         else:
             self._parts.append(message.get("body", b""))
 
-    def reply(self) -> Reply:
-        return Reply(self._status, self._headers, b"".join(self._parts))
+    def reply(self) -> LineReply:
+        return LineReply(self._status, self._headers, b"".join(self._parts))
 
 
-def _refused(error: PagemillError) -> Reply:
-    return Reply(error.status, {}, error_body(error))
+def _refused(error: PagemillError) -> LineReply:
+    return LineReply(error.status, {}, error_body(error))

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 
-def keep_compiled(folder: Path) -> OSError | None:
+def use_kernel_cache(folder: Path) -> OSError | None:
     """Load and store compiled kernels in the folder. Returns the error if that is impossible; then nothing changes.
 
     Triton names a kernel by its source, its types, its device and the compiler, and moves complete files into place:
