@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from examples import num_examples
 from pagemill.main import app
-from pagemill.planning.forecast import Workload
-from pagemill.planning.replica import Replica
-from pagemill.planning.role_pools import Loads, Pair, RolePools
+from pagemill.planning.forecast import PlannedWorkload
+from pagemill.planning.replica import PlannedReplica
+from pagemill.planning.role_pools import Loads, RolePair, RolePools
 from pagemill.planning.roles import Prices, cheapest, forecast_roles
 from pagemill.planning.users import MEAN, Users
 from pagemill_operator.autoscaler.prediction import Predictor
@@ -30,7 +30,7 @@ from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.autoscaler.slo import meets
 from pagemill_protocol.state import StepTimeParams
 
-REPLICA = Replica(Shape(4000, BLOCK_SIZE, 64, 512, STEP_TIME), 4096, 10**8, 100_000, None, "cpu", "given")
+REPLICA = PlannedReplica(Shape(4000, BLOCK_SIZE, 64, 512, STEP_TIME), 4096, 10**8, 100_000, None, "cpu", "given")
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 ONE_PRICE = Prices(1.0, 1.0, is_money=True)
 NO_COST = math.inf
@@ -38,7 +38,7 @@ NO_COST = math.inf
 
 
 @st.composite
-def replicas(draw: st.DrawFn) -> Replica:
+def replicas(draw: st.DrawFn) -> PlannedReplica:
     knots = [1, 64, 512, 2048]
     rises = [draw(st.floats(2, 30)), draw(st.floats(0, 20)), draw(st.floats(5, 100)), draw(st.floats(20, 300))]
     step_time = StepTimeParams(
@@ -52,7 +52,7 @@ def replicas(draw: st.DrawFn) -> Replica:
     return REPLICA._replace(shape=shape, kv_bytes_per_token=draw(st.integers(1000, 400_000)))
 
 
-lengths = st.builds(Workload, st.floats(0.05, 200), st.integers(1, 3000), st.integers(2, 800))
+lengths = st.builds(PlannedWorkload, st.floats(0.05, 200), st.integers(1, 3000), st.integers(2, 800))
 objectives = st.builds(Slo, st.none() | st.floats(100, 5000), st.none() | st.floats(15, 200))
 
 
@@ -62,7 +62,13 @@ objectives = st.builds(Slo, st.none() | st.floats(100, 5000), st.none() | st.flo
 @settings(max_examples=num_examples(100), deadline=None)
 @given(replicas(), replicas(), lengths, objectives, st.floats(1.1, 8), st.floats(0.5, 400), st.floats(0.1, 10))
 def test_more_load_never_needs_fewer_replicas(
-    prefill: Replica, decode: Replica, load: Workload, slo: Slo, factor: float, gbit_per_s: float, price: float
+    prefill: PlannedReplica,
+    decode: PlannedReplica,
+    load: PlannedWorkload,
+    slo: Slo,
+    factor: float,
+    gbit_per_s: float,
+    price: float,
 ) -> None:
     """At one price for all this is a statement about the replicas, otherwise about what they cost together."""
     for prices in (ONE_PRICE, Prices(price, 1.0, is_money=True)):
@@ -78,30 +84,30 @@ def test_more_load_never_needs_fewer_replicas(
 @settings(max_examples=num_examples(200), deadline=None)
 @given(
     replicas(),
-    st.builds(Workload, st.floats(0.05, 20), st.integers(1, 2000), st.integers(2, 400)),
+    st.builds(PlannedWorkload, st.floats(0.05, 20), st.integers(1, 2000), st.integers(2, 400)),
     st.integers(5, 20),
     st.sampled_from([0.5, 0.9, 0.95, 0.99]),
 )
 def test_over_a_link_without_cost_equal_devices_decode_no_slower_than_mixed_ones(
-    replica: Replica, load: Workload, number: int, share: float
+    replica: PlannedReplica, load: PlannedWorkload, number: int, share: float
 ) -> None:
     """At the same decodes for each replica: their steps differ only in the prompts."""
     mixed = Predictor(replica.shape, share).predict(load.offered, number)
     assume(math.isfinite(mixed.tpot_ms))
     pools = RolePools(replica, replica, Slo(share=share), NO_COST)
-    found = pools.predict_decode(load.offered, Pair(number, number))
+    found = pools.predict_decode(load.offered, RolePair(number, number))
     assert found.tpot_ms <= mixed.tpot_ms * 1.001
-    assert pools.predict_prefill(load.offered, Pair(number, number)).ttft_ms <= mixed.ttft_ms * 1.001
+    assert pools.predict_prefill(load.offered, RolePair(number, number)).ttft_ms <= mixed.ttft_ms * 1.001
 
 
 @settings(max_examples=num_examples(60), deadline=None)
 @given(replicas(), replicas(), lengths, objectives, st.floats(0.1, 9), st.floats(0.5, 100))
 def test_the_chosen_pair_is_the_cheapest_that_meets_the_slo(
-    prefill: Replica, decode: Replica, load: Workload, slo: Slo, price: float, gbit_per_s: float
+    prefill: PlannedReplica, decode: PlannedReplica, load: PlannedWorkload, slo: Slo, price: float, gbit_per_s: float
 ) -> None:
     most, prices = 12, Prices(price, 1.0, is_money=True)
     pools = RolePools(prefill, decode, slo, gbit_per_s)
-    pairs = [Pair(*each) for each in product(range(1, most + 1), repeat=2)]
+    pairs = [RolePair(*each) for each in product(range(1, most + 1), repeat=2)]
     enough = [pair for pair in pairs if meets(pools.predict(load.offered, pair), slo)]
     chosen = forecast_roles((prefill, decode), load, None, slo, most, prices, gbit_per_s).chosen
     assert (chosen is None) == (not enough)
@@ -113,7 +119,7 @@ def test_the_chosen_pair_is_the_cheapest_that_meets_the_slo(
 @settings(max_examples=num_examples(60), deadline=None)
 @given(replicas(), lengths, st.floats(0.1, 9), st.floats(0.1, 9))
 def test_costs_are_those_of_both_roles_over_the_tokens_that_come(
-    replica: Replica, load: Workload, prefill_price: float, decode_price: float
+    replica: PlannedReplica, load: PlannedWorkload, prefill_price: float, decode_price: float
 ) -> None:
     prices = Prices(prefill_price, decode_price, is_money=True)
     chosen = forecast_roles((replica, replica), load, None, Slo(), 1000, prices).chosen
@@ -132,9 +138,9 @@ def test_costs_are_those_of_both_roles_over_the_tokens_that_come(
 @settings(max_examples=num_examples(60), deadline=None)
 @given(replicas(), lengths, st.integers(1, 9), st.integers(1, 9), st.floats(0.5, 400), st.floats(1, 50))
 def test_a_slower_link_delays_first_tokens_by_the_transfer_at_least_and_no_others(
-    replica: Replica, load: Workload, prefill: int, decode: int, gbit_per_s: float, slower: float
+    replica: PlannedReplica, load: PlannedWorkload, prefill: int, decode: int, gbit_per_s: float, slower: float
 ) -> None:
-    pair = Pair(prefill, decode)
+    pair = RolePair(prefill, decode)
     free, fast, slow = (RolePools(replica, replica, SLO, speed) for speed in (NO_COST, gbit_per_s, gbit_per_s / slower))
     predictions = [each.predict(load.offered, pair) for each in (free, fast, slow)]
     assert predictions[0].ttft_ms <= predictions[1].ttft_ms <= predictions[2].ttft_ms
@@ -151,7 +157,7 @@ def test_a_slower_link_delays_first_tokens_by_the_transfer_at_least_and_no_other
 
 def test_a_prompt_alone_takes_its_own_steps_and_its_transfer() -> None:
     """512 tokens are one full step of 60 ms, and 51.2 MB take 409.6 ms at 1 Gbit/s; a decode step takes 10 ms."""
-    found = forecast_roles((REPLICA, REPLICA), Workload(1e-6, 512, 100), None, Slo(), 5, ONE_PRICE, 1.0)
+    found = forecast_roles((REPLICA, REPLICA), PlannedWorkload(1e-6, 512, 100), None, Slo(), 5, ONE_PRICE, 1.0)
     assert found.transfer_bytes == 512 * 100_000
     assert found.transfer_ms == pytest.approx(409.6)
     assert found.idle.ttft_ms == pytest.approx(60.0 + 409.6, rel=0.01)
@@ -161,14 +167,14 @@ def test_a_prompt_alone_takes_its_own_steps_and_its_transfer() -> None:
 @pytest.mark.parametrize(
     ("shape", "workload", "gbit_per_s", "role", "limit"),
     [
-        ({}, Workload(10.0, 500, 50), 100.0, "prefill", "TTFT"),
-        ({}, Workload(10.0, 50, 500), 100.0, "decode", "TPOT"),
-        ({"max_num_seqs": 8}, Workload(10.0, 50, 500), 100.0, "decode", "maxNumSeqs"),
-        ({"num_blocks": 200}, Workload(10.0, 500, 500), 100.0, "decode", "blocks"),
+        ({}, PlannedWorkload(10.0, 500, 50), 100.0, "prefill", "TTFT"),
+        ({}, PlannedWorkload(10.0, 50, 500), 100.0, "decode", "TPOT"),
+        ({"max_num_seqs": 8}, PlannedWorkload(10.0, 50, 500), 100.0, "decode", "maxNumSeqs"),
+        ({"num_blocks": 200}, PlannedWorkload(10.0, 500, 500), 100.0, "decode", "blocks"),
     ],
 )
 def test_what_limits_each_role_is_named(
-    shape: dict[str, int], workload: Workload, gbit_per_s: float, role: str, limit: str
+    shape: dict[str, int], workload: PlannedWorkload, gbit_per_s: float, role: str, limit: str
 ) -> None:
     replica = REPLICA._replace(shape=msgspec.structs.replace(REPLICA.shape, **shape))
     slo = Slo(ttft_ms=1500.0, tpot_ms=13.0)
@@ -178,16 +184,16 @@ def test_what_limits_each_role_is_named(
 
 
 def test_decodes_do_not_wait_for_prompts_nor_prompts_for_decodes() -> None:
-    load = Workload(10.0, 500, 200).offered
+    load = PlannedWorkload(10.0, 500, 200).offered
     mixed = Predictor(REPLICA.shape, 0.95).predict(load, 2)
-    alone = RolePools(REPLICA, REPLICA, SLO, NO_COST).predict(load, Pair(2, 2))
+    alone = RolePools(REPLICA, REPLICA, SLO, NO_COST).predict(load, RolePair(2, 2))
     assert alone.tpot_ms < 0.7 * mixed.tpot_ms
     assert alone.ttft_ms < 0.9 * mixed.ttft_ms
 
 
 @pytest.mark.parametrize(("gbit_per_s", "limit"), [(100.0, "steps"), (2.0, "link")])
 def test_without_an_slo_throughput_limits_prefill(gbit_per_s: float, limit: str) -> None:
-    load = Workload(10.0, 500, 50)
+    load = PlannedWorkload(10.0, 500, 50)
     chosen = forecast_roles((REPLICA, REPLICA), load, None, Slo(), 500, ONE_PRICE, gbit_per_s).chosen
     assert chosen is not None
     assert chosen.prefill.limit == limit
@@ -196,7 +202,7 @@ def test_without_an_slo_throughput_limits_prefill(gbit_per_s: float, limit: str)
 
 def test_prefill_replicas_need_blocks_for_prompts_that_are_transferred() -> None:
     few = REPLICA._replace(shape=msgspec.structs.replace(REPLICA.shape, num_blocks=70))
-    load = Workload(2.0, 500, 50).offered
+    load = PlannedWorkload(2.0, 500, 50).offered
     held_s = 1.0
     assert Predictor(few.shape, 0.95).predict_prefill(load, 1).limit == ""
     assert Predictor(few.shape, 0.95).predict_prefill(load, 1, held_s).limit == "blocks"
@@ -204,7 +210,7 @@ def test_prefill_replicas_need_blocks_for_prompts_that_are_transferred() -> None
 
 def test_no_price_counts_devices() -> None:
     free = Prices(2.0, 1.0, is_money=False)
-    chosen = forecast_roles((REPLICA, REPLICA), Workload(20.0, 300, 100), None, SLO, 50, free).chosen
+    chosen = forecast_roles((REPLICA, REPLICA), PlannedWorkload(20.0, 300, 100), None, SLO, 50, free).chosen
     assert chosen is not None
     assert chosen.cost is None
 
@@ -212,19 +218,19 @@ def test_no_price_counts_devices() -> None:
 def test_a_pair_that_only_more_links_make_possible_is_found() -> None:
     """Two decode replicas would do, but their links delay prompts so much that 9 prefill replicas are needed."""
 
-    def feasible(pair: Pair) -> bool:
+    def feasible(pair: RolePair) -> bool:
         return pair.prefill * min(pair) >= 18 and pair.decode >= 2
 
-    assert cheapest(feasible, 20, sum) == Pair(6, 3)
-    assert cheapest(feasible, 20, lambda pair: pair.prefill + 9 * pair.decode) == Pair(9, 2)
-    assert cheapest(feasible, 8, lambda pair: pair.prefill + 9 * pair.decode) == Pair(6, 3)
+    assert cheapest(feasible, 20, sum) == RolePair(6, 3)
+    assert cheapest(feasible, 20, lambda pair: pair.prefill + 9 * pair.decode) == RolePair(9, 2)
+    assert cheapest(feasible, 8, lambda pair: pair.prefill + 9 * pair.decode) == RolePair(6, 3)
     assert cheapest(feasible, 4, sum) is None
 
 
 @pytest.mark.parametrize(("num_users", "think_s"), [(1, 30.0), (40, 5.0), (400, 2.0)])
 def test_littles_law_holds_for_users_of_both_roles(num_users: int, think_s: float) -> None:
     users = Users(num_users, think_s)
-    found = forecast_roles((REPLICA, REPLICA), Workload(0.0, 256, 100), users, SLO, 50, ONE_PRICE)
+    found = forecast_roles((REPLICA, REPLICA), PlannedWorkload(0.0, 256, 100), users, SLO, 50, ONE_PRICE)
     assert found.chosen is not None
     assert found.workload.users == users
     means = RolePools(REPLICA, REPLICA, Slo(share=MEAN), 25.0).predict(found.workload.offered, found.chosen.replicas)
@@ -234,17 +240,17 @@ def test_littles_law_holds_for_users_of_both_roles(num_users: int, think_s: floa
 
 def test_the_pair_of_users_is_the_cheapest_at_their_own_rate() -> None:
     users, most = Users(400, 2.0), 12
-    lengths = Workload(0.0, 256, 100)
+    lengths = PlannedWorkload(0.0, 256, 100)
     pools, means = (RolePools(REPLICA, REPLICA, each, 25.0) for each in (SLO, Slo(share=MEAN)))
     loads = Loads(means, lengths, users)
 
-    def serves(pair: Pair) -> bool:
+    def serves(pair: RolePair) -> bool:
         load = loads.at(pair)
         return load is not None and meets(pools.predict(load.offered, pair), SLO)
 
     chosen = forecast_roles((REPLICA, REPLICA), lengths, users, SLO, most, ONE_PRICE).chosen
     assert chosen is not None
-    enough = [Pair(*each) for each in product(range(1, most + 1), repeat=2) if serves(Pair(*each))]
+    enough = [RolePair(*each) for each in product(range(1, most + 1), repeat=2) if serves(RolePair(*each))]
     assert sum(chosen.replicas) == min(map(sum, enough))
 
 

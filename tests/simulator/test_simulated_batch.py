@@ -78,12 +78,16 @@ def test_lines_require_no_replica() -> None:
     traffic = msgspec.structs.replace(TRAFFIC, num_lines=2000)
     figures, most = run(traffic, own(ScalingSettings("Active", *SETTINGS.bounds, slo=SLO)))
     assert (most, figures.num_scale_ups) == (1, 0)
-    hurried = [each._replace(priority=0) for each in traffic.lines(3)[:600]]
-    workload = msgspec.structs.replace(traffic.workload(3), lines=hurried)
+    # The same work as interactive requests, which arrive within a minute and do not wait for free capacity.
+    interactive = [
+        each._replace(priority=0, arrival_s=10.0 + index / 10) for index, each in enumerate(traffic.lines(3)[:600])
+    ]
+    requests = sorted([*traffic.requests(3), *interactive], key=lambda each: each.arrival_s)
+    workload = msgspec.structs.replace(traffic.workload(3), requests=requests, lines=[])
     counted = simulate_fleet(workload, SETTINGS, own(ScalingSettings("Active", *SETTINGS.bounds, slo=SLO)), fast=True)
-    assert max(point.wanted for point in counted.timeline) > 1, "as interactive requests, they would require replicas"
+    assert max(point.wanted for point in counted.timeline) > 1, "as interactive requests, they require replicas"
 
 
-def test_lines_have_the_priority_that_gives_way() -> None:
+def test_lines_have_low_priority() -> None:
     assert {each.priority for each in TRAFFIC.lines(1)} == {LINE_PRIORITY}
     assert {each.priority for each in TRAFFIC.requests(1)} == {0}

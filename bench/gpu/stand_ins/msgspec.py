@@ -25,6 +25,11 @@ class Struct:
         dataclasses.dataclass(kw_only=kw_only, unsafe_hash=True)(cls)
 
 
+def field(default: Any, name: str) -> Any:
+    """Return the default; the encoded name is not needed."""
+    return default
+
+
 class Decoder:
     """Accepts the type that modules name at import; it decodes nothing."""
 

@@ -19,7 +19,7 @@ from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, wai
 from pagemill_operator.autoscaler.settings import Slo
 
 
-class Pair(NamedTuple):
+class RolePair(NamedTuple):
     """The number of replicas of each role."""
 
     prefill: int
@@ -45,16 +45,16 @@ class RolePools:
         """Return the time that a prompt's keys and values take on an idle link."""
         return self.transfer_bytes(load) / self._bytes_per_s
 
-    def link_utilization(self, load: OfferedLoad, pair: Pair) -> float:
+    def link_utilization(self, load: OfferedLoad, pair: RolePair) -> float:
         """Return the utilization of the busier end's links."""
         return _rate_of_busier_end(load, pair) * self.transfer_s(load)
 
-    def predict(self, load: OfferedLoad, pair: Pair) -> Prediction:
+    def predict(self, load: OfferedLoad, pair: RolePair) -> Prediction:
         """Predict the latencies of requests, which pass through both roles."""
         prefill, decode = self.predict_prefill(load, pair), self.predict_decode(load, pair)
         return Prediction(prefill.ttft_ms, decode.tpot_ms, prefill.limit or decode.limit)
 
-    def predict_prefill(self, load: OfferedLoad, pair: Pair) -> Prediction:
+    def predict_prefill(self, load: OfferedLoad, pair: RolePair) -> Prediction:
         """Predict the time until the keys and values of a prompt are at a decode replica; the time per token is 0."""
         transfer_s = self.transfer_s(load)
         wait_s, high_wait_s = waits_s(_rate_of_busier_end(load, pair), transfer_s, self._share)
@@ -64,12 +64,12 @@ class RolePools:
         moved_ms = (transfer_s + max(wait_s, high_wait_s)) * 1000
         return msgspec.structs.replace(computed, ttft_ms=computed.ttft_ms + moved_ms)
 
-    def predict_decode(self, load: OfferedLoad, pair: Pair) -> Prediction:
+    def predict_decode(self, load: OfferedLoad, pair: RolePair) -> Prediction:
         """Predict the time per token of decode replicas; the time to first token is 0."""
         return self._decode.predict_decode(load, pair.decode)
 
 
-def _rate_of_busier_end(load: OfferedLoad, pair: Pair) -> float:
+def _rate_of_busier_end(load: OfferedLoad, pair: RolePair) -> float:
     """Return the prompts per second on a link of the role with fewer replicas, whose links are busier."""
     return load.requests_per_s / min(pair)
 
@@ -83,7 +83,7 @@ class Loads:
         self._lengths = lengths
         self._users = users
 
-    def at(self, pair: Pair) -> PlannedWorkload | None:
+    def at(self, pair: RolePair) -> PlannedWorkload | None:
         """Return the load; `None` if users saturate the replicas."""
         if self._users is None:
             return self._lengths
@@ -94,10 +94,10 @@ class Loads:
         """Return the load if every answer were as fast as on idle replicas: the upper bound."""
         if self._users is None:
             return self._lengths
-        cycle_s = self._users.think_s + self._answer_s(0.0, Pair(1, 1))
+        cycle_s = self._users.think_s + self._answer_s(0.0, RolePair(1, 1))
         return self._of(self._users, self._users.num_users / cycle_s)
 
-    def _answer_s(self, rate: float, pair: Pair) -> float:
+    def _answer_s(self, rate: float, pair: RolePair) -> float:
         load = self._lengths.at(max(rate, IDLE_RPS)).offered
         return answer_s(self._means.predict(load, pair), self._lengths.output_tokens)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from pagemill.planning.forecast import IDLE_RPS, PlannedWorkload, ServingCost, cost_of, highest_rate
 from pagemill.planning.replica import PlannedReplica, check_length
-from pagemill.planning.role_pools import Loads, Pair, RolePools
+from pagemill.planning.role_pools import Loads, RolePair, RolePools
 from pagemill.planning.users import MEAN, Users
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction
 from pagemill_operator.autoscaler.settings import Slo
@@ -32,7 +32,7 @@ class Prices(NamedTuple):
     decode: float
     is_money: bool
 
-    def of(self, pair: Pair) -> float:
+    def of(self, pair: RolePair) -> float:
         return pair.prefill * self.prefill + pair.decode * self.decode
 
 
@@ -59,8 +59,8 @@ class Chosen(NamedTuple):
     cost: ServingCost | None
 
     @property
-    def replicas(self) -> Pair:
-        return Pair(self.prefill.replicas, self.decode.replicas)
+    def replicas(self) -> RolePair:
+        return RolePair(self.prefill.replicas, self.decode.replicas)
 
 
 class RolesForecast(NamedTuple):
@@ -99,7 +99,7 @@ def forecast_roles(
     means = RolePools(*replicas, msgspec.structs.replace(slo, share=MEAN), gbit_per_s)
     loads = Loads(means, lengths, users)
 
-    def feasible(pair: Pair) -> bool:
+    def feasible(pair: RolePair) -> bool:
         load = loads.at(pair)
         return load is not None and meets(pools.predict(load.offered, pair), slo)
 
@@ -109,14 +109,14 @@ def forecast_roles(
     return RolesForecast(
         workload=workload,
         most=most,
-        idle=pools.predict(idle_load, Pair(1, 1)),
+        idle=pools.predict(idle_load, RolePair(1, 1)),
         transfer_bytes=round(pools.transfer_bytes(idle_load)),
         transfer_ms=pools.transfer_s(idle_load) * 1000,
         chosen=None if needed is None else _chosen(pools, workload, slo, needed, prices),
     )
 
 
-def cheapest(feasible: Callable[[Pair], bool], most: int, price: Callable[[Pair], float]) -> Pair | None:
+def cheapest(feasible: Callable[[RolePair], bool], most: int, price: Callable[[RolePair], float]) -> RolePair | None:
     """Return the cheapest feasible pair with up to `most` replicas of each role; `None` if there is none.
 
     More replicas of a role never make a pair infeasible, so each number is found by bisection. More decode replicas
@@ -124,14 +124,14 @@ def cheapest(feasible: Callable[[Pair], bool], most: int, price: Callable[[Pair]
     """
 
     def fewest_prefill(decode: int) -> int:
-        return _fewest(lambda number: feasible(Pair(number, decode)), most)
+        return _fewest(lambda number: feasible(RolePair(number, decode)), most)
 
     least_prefill = fewest_prefill(most)
-    best: Pair | None = None
-    for decode in range(_fewest(lambda number: feasible(Pair(most, number)), most), most + 1):
-        if best is not None and (decode > best.prefill or price(Pair(least_prefill, decode)) >= price(best)):
+    best: RolePair | None = None
+    for decode in range(_fewest(lambda number: feasible(RolePair(most, number)), most), most + 1):
+        if best is not None and (decode > best.prefill or price(RolePair(least_prefill, decode)) >= price(best)):
             break
-        found = Pair(fewest_prefill(decode), decode)
+        found = RolePair(fewest_prefill(decode), decode)
         if found.prefill <= most and (best is None or price(found) < price(best)):
             best = found
     return best
@@ -146,7 +146,7 @@ def _fewest(suffices: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _chosen(pools: RolePools, workload: PlannedWorkload, slo: Slo, pair: Pair, prices: Prices) -> Chosen:
+def _chosen(pools: RolePools, workload: PlannedWorkload, slo: Slo, pair: RolePair, prices: Prices) -> Chosen:
     load = workload.offered
     no_tpot, no_ttft = (msgspec.structs.replace(slo, **{limit: None}) for limit in ("tpot_ms", "ttft_ms"))
     return Chosen(

@@ -1,7 +1,7 @@
 """The load at the time when a replica that is ordered now could serve: arrivals, and what is left of the queue.
 
 A significant rise of the rate (`arrival_trend`) is extrapolated over the start of a replica. Replicas are ordered for
-the lower bound that chance leaves of the arrivals and of the work of a request, and kept for the estimates themselves.
+the lower bound that few arrivals and few answers leave of the load, and kept for the estimate itself.
 Requests that wait now are served by ready and starting replicas at the rate that the step-time model predicts; those
 that will be served by then are no reason for another replica. Neighbours: `targets` and `slo` compute the replicas that
 the load needs, and `prediction` has the capacity of a replica.
@@ -25,9 +25,9 @@ BURST = 2.0
 BURST_SPREADS = 5.0
 MOST_GROWTH = 3.0
 """A rise is extrapolated to at most this many times the present rate."""
-ORDER_SPREADS = 1.0
-"""Standard deviations between the estimate of the arrivals and the lower bound for which replicas are ordered."""
-LENGTHS_SPREADS = 1.645
+FEW_ARRIVALS = 30
+"""A rate that fewer requests determine counts by its lower bound."""
+LOWER_BOUND_SPREADS = 1.645
 """Standard deviations between an estimate and its lower bound, which holds in 19 of 20 cases."""
 CAPACITY_SHARE = 0.5
 """The percentile at which the capacity of a replica is predicted."""
@@ -41,7 +41,7 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     arrivals_per_s: float
     """Arriving requests per second."""
     arrivals_lower_bound_per_s: float
-    """The lower bound of `arrivals_per_s`, scaled down where few answers determine the work of a request."""
+    """The arrivals, scaled down where few arrivals or few answers determine the load."""
     lengths_confidence: float
     """The lower bound of the work of a request as a share of its estimate, 0 to 1."""
     num_waiting: float
@@ -69,7 +69,9 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
         horizon_s = 0.0  # a replica that sleeps is awake at once
     arriving = _arriving(signals, memory)
     rate, lengths_confidence = arriving.after(horizon_s), _confidence(signals.lengths.output.total)
-    lower_bound = rate * arriving.confidence * lengths_confidence
+    lower_bound = rate * lengths_confidence
+    if arriving.num_requests < FEW_ARRIVALS:
+        lower_bound *= _confidence(arriving.num_requests)
     waiting = float(signals.num_waiting)
     load = offered_load(signals, max(rate, 1.0), CAPACITY_SHARE) if waiting else None
     capacity = (
@@ -89,11 +91,11 @@ class _Arriving(NamedTuple):
     """The rate of the arrivals now, and its growth."""
 
     requests_per_s: float
-    slope: float
-    lasts_s: float
+    num_requests: float
+    """The requests that determine it; those that arrive together count as one."""
+    slope: float = 0.0
+    lasts_s: float = 0.0
     """The time for which the slope is extrapolated: as long as it has lasted."""
-    confidence: float
-    """The lower bound of the rate as a share of its estimate."""
 
     def after(self, horizon_s: float) -> float:
         grown = self.requests_per_s + max(0.0, self.slope) * min(horizon_s, self.lasts_s)
@@ -101,20 +103,18 @@ class _Arriving(NamedTuple):
 
 
 def _arriving(signals: Signals, memory: Memory) -> _Arriving:
-    arrivals, together = signals.arrivals, memory.dispersion(signals.arrivals)
+    arrivals = signals.arrivals
     if arrivals.truth != "value":
-        return _Arriving(0.0, 0.0, 0.0, 0.0)
-    window_s, rate = arrivals.burst_window_s, arrivals.requests_per_s
+        return _Arriving(0.0, 0.0)
+    window_s, together = arrivals.burst_window_s, memory.dispersion(arrivals)
     if is_burst(signals, memory):
-        burst = arrivals.burst_requests_per_s
-        return _Arriving(burst, 0.0, 0.0, _lower_bound(ORDER_SPREADS, burst * window_s / together))
+        return _Arriving(arrivals.burst_requests_per_s, arrivals.burst_requests_per_s * window_s / together)
     counts = [each.requests_per_s * window_s for each in memory.counts]
     ages_s = [signals.at_s - each.at_s + window_s / 2 for each in memory.counts]
     found = trend(counts, ages_s, window_s, together)
     if found is None:
-        return _Arriving(rate, 0.0, 0.0, _lower_bound(ORDER_SPREADS, rate * arrivals.window_s / together))
-    confidence = _lower_bound(ORDER_SPREADS, found.num_requests / together)
-    return _Arriving(found.requests_per_s, found.slope, found.duration_s, confidence)
+        return _Arriving(arrivals.requests_per_s, arrivals.requests_per_s * arrivals.window_s / together)
+    return _Arriving(found.requests_per_s, found.num_requests / together, found.slope, found.duration_s)
 
 
 def _is_contradicted(signals: Signals, memory: Memory, horizon_s: float) -> bool:
@@ -155,13 +155,11 @@ def _capacity_per_s(load: OfferedLoad, shape: Shape | None) -> float | None:
 
 
 def _confidence(num_samples: float) -> float:
-    """Return the lower bound of a mean of so many samples as a share of it."""
-    return _lower_bound(LENGTHS_SPREADS, num_samples)
+    """Return the lower bound of a mean of so many samples as a share of it.
 
-
-def _lower_bound(spreads: float, num_samples: float) -> float:
-    """Return the bound as a share of the mean: a sample's standard deviation is taken to be its mean."""
-    return max(0.0, 1.0 - spreads / math.sqrt(num_samples)) if num_samples > 0 else 0.0
+    The standard deviation of a sample is taken to be its mean, as for lengths of answers.
+    """
+    return max(0.0, 1.0 - LOWER_BOUND_SPREADS / math.sqrt(num_samples)) if num_samples > 0 else 0.0
 
 
 def is_burst(signals: Signals, memory: Memory) -> bool:

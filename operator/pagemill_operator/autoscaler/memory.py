@@ -13,14 +13,15 @@ from pagemill_protocol.load import Arrivals
 DECAY_WINDOWS = 4.0
 """The count of flaps is lowered by one after this many stabilization windows without a flap."""
 MAX_FLAPS = 3
+DOWN_STARTS, LEAST_DOWN_S = 6.0, 60.0
+"""The window of removals is the duration of so many starts and at least so many seconds: a removal that was too early
+costs a start."""
 IDLE_STARTS = 2.0
 """A replica is kept idle for this many starts: by then it has cost as much as an unneeded removal would have."""
 LEAST_IDLE_S = 60.0
-DOWN_STARTS = 6.0
-LEAST_DOWN_S = 60.0
 UNLEARNED_COLD_START_S = 60.0
 """The duration of a start that is assumed until one was seen."""
-LONGEST_TREND_S = 300.0
+LONGEST_TREND_S = 180.0
 """The time over which the trend of the arrivals is found."""
 
 
