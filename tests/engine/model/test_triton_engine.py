@@ -112,7 +112,7 @@ def test_quantized_matmuls_give_the_answers_of_the_formula(
     ours = make_driver(runner).greedy(PROMPTS, NUM_TOKENS)
 
     def by_formula(weight: torch.Tensor, bias: torch.Tensor | None) -> ScaledReference:
-        pack = ops_for("reference", products=quantization).pack_linear
+        pack = ops_for("reference", matmul_type=quantization).pack_linear
         return pack(weight.to(DEVICE), None if bias is None else bias.to(DEVICE))
 
     others = ops_for("triton")._replace(pack_linear=by_formula)
