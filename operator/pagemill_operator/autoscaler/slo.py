@@ -108,10 +108,11 @@ def _for_queue(
     Requests miss it while those before them take longer than the SLO's time to first token. A replica that is ordered
     for the queue costs its start, the time until the queue is short, and `keep_s` until it is removed.
     """
-    if expected.num_waiting <= 0:
-        return _ForQueue()
+    waiting, ttft_s = expected.lengths_confidence * expected.num_waiting, (slo.ttft_ms or 0.0) / 1000
+    if waiting <= load.requests_per_s * ttft_s:
+        return _ForQueue()  # the needed replicas serve at least the arrivals
     held = predictor.highest_rate(load, needed, lambda found: meets(found, slo))
-    late = expected.lengths_confidence * expected.num_waiting - held * (slo.ttft_ms or 0.0) / 1000
+    late = waiting - held * ttft_s
     if late <= 0 or held <= 0:
         return _ForQueue()
     spare = max(0.0, held - load.requests_per_s)
