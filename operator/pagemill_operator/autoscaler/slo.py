@@ -22,7 +22,8 @@ from pagemill_operator.autoscaler.targets import AMPLE, MARGIN
 SHORTAGE = 0.02
 """No replica is ordered for a shortage of at most this share of the arrivals, as no rate is known more precisely."""
 STEADY_MISSES = 0.4
-"""The part of the requests that may miss the SLO which steady load may use; the rest is left to changes of the load."""
+"""Steady load is planned for this part of the misses that the SLO allows, as far as replicas for 1.1 times the load
+suffice; changes of the load use the rest."""
 MISS_COST = 10.0
 """The cost of a request that misses the SLO, as a multiple of the cost of serving one on fully used replicas."""
 LONGEST_DRAIN_S = 3600.0
@@ -44,31 +45,32 @@ def slo_target(
     rate = expected.requests_per_s
     if rate <= 0 or signals.has_no_traffic:
         return SloTarget(Goal("slo", reason="nothing arrives"))
-    share = 1.0 - STEADY_MISSES * (1.0 - slo.share)
-    load, kept_load = (offered_load(signals, rate, each) for each in (share, slo.share))
-    if load is None or kept_load is None or not expected.lengths_confidence:
+    load = offered_load(signals, rate, slo.share)
+    if load is None or not expected.lengths_confidence:
         number = "no answer has" if load is None else "too few answers have"
         return SloTarget(Goal("slo", missing=f"{number} ended yet, so lengths are not known"))
-    together = memory.dispersion(signals.arrivals)
-    load, kept_load = (msgspec.structs.replace(each, dispersion=together) for each in (load, kept_load))
-    predictor, keeping = (predictor_of(memory.shape, each) for each in (share, slo.share))
-    if predictor is None or keeping is None:
+    load = msgspec.structs.replace(load, dispersion=memory.dispersion(signals.arrivals))
+    strict_share = 1.0 - STEADY_MISSES * (1.0 - slo.share)
+    predictor, strict = (predictor_of(memory.shape, each) for each in (slo.share, strict_share))
+    if predictor is None or strict is None:
         return SloTarget(Goal("slo", missing="the engines have reported no step times yet"))
     weighed: dict[int, ReplicaCandidate] = {}
 
     most, wanted = settings.max_replicas, signals.fleet.wanted
     bound = msgspec.structs.replace(load, requests_per_s=expected.arrivals_lower_bound_per_s)
-    needed = fewest(predictor, bound, slo, most, weighed)
+    # Some requests are too long for the stricter share with any number of replicas.
+    highest = fewest(predictor, bound.times(MARGIN), slo, most, {})
+    needed = min(highest, fewest(strict, bound, slo, most, weighed))
     seen = tuple(weighed[number] for number in sorted(weighed))
     offered = f"{bound.requests_per_s:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
-    if needed > most and not (best := weigh(keeping, kept_load, slo, most)).meets:
+    if needed > most and not (best := weigh(predictor, bound, slo, most)).meets:
         unreachable = _unreachable(settings, slo, best)
         return SloTarget(Goal("slo", most, most, offered, unreachable=unreachable), seen)
     needed = min(needed, most)
     queue = _for_queue(
         predictor, bound, slo, expected, needed, most, memory.idle_window_s(settings, expected.horizon_s)
     )
-    enough, ample = (min(most, fewest(keeping, kept_load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
+    enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
     reason = f"{offered} need {replicas_of(needed)}"
     if needed > wanted > 0:
         short = bound.requests_per_s - predictor.highest_rate(
