@@ -101,8 +101,9 @@ def _hypotheses(sums: _Sums, x: Vector, dispersion: float) -> tuple[Vector, Vect
     """
     earlier = _Sums(*(each[-1] - each for each in sums))
     penalty = SIGNIFICANT_SPREADS**2
-    before = (_deviance(earlier)) / dispersion + np.where(earlier.m > 0, penalty, 0.0)
+    before = _deviance(earlier) / dispersion + np.where(earlier.m > 0, penalty, 0.0)
     mean = sums.n / sums.m
+    variance = dispersion * np.maximum(mean, LEAST_VARIANCE)
     zero = np.zeros_like(mean)
 
     constant = before + _deviance(sums) / dispersion
@@ -111,7 +112,7 @@ def _hypotheses(sums: _Sums, x: Vector, dispersion: float) -> tuple[Vector, Vect
     is_line = (sums.m >= LEAST_ON_LINE) & (spread_xx > 0) & (mean > 0)
     slope = np.divide(spread_xn, spread_xx, out=zero.copy(), where=is_line)
     squares = sums.nn - sums.n * mean - slope * spread_xn
-    line = np.where(is_line, before + squares / np.maximum(mean, LEAST_VARIANCE) / dispersion + penalty, np.inf)
+    line = np.where(is_line, before + squares / variance + penalty, np.inf)
     line_level = mean - slope * sums.x / sums.m
 
     # A line that begins at the earlier rate.
@@ -122,7 +123,7 @@ def _hypotheses(sums: _Sums, x: Vector, dispersion: float) -> tuple[Vector, Vect
     bend_xn = sums.xn - at * sums.n - start * (sums.x - at * sums.m)
     bend = np.divide(bend_xn, bend_xx, out=zero.copy(), where=is_bend)
     squares = sums.nn - 2 * start * sums.n + sums.m * start**2 - bend * bend_xn
-    bent = np.where(is_bend, before + squares / np.maximum(mean, LEAST_VARIANCE) / dispersion, np.inf)
+    bent = np.where(is_bend, before + squares / variance, np.inf)
 
     costs = np.concatenate([constant, line, bent])
     levels = np.concatenate([mean, line_level, start - bend * at])

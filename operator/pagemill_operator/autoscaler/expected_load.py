@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_operator.autoscaler.arrival_trend import trend
-from pagemill_operator.autoscaler.memory import UNLEARNED_COLD_START_S, Memory
+from pagemill_operator.autoscaler.memory import Memory, assumed_start_s
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.signals import Shape, Signals
 
@@ -64,7 +64,7 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
 def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     """Estimate the load; where the arrivals are not known, they count as none."""
     fleet = signals.fleet
-    horizon_s = UNLEARNED_COLD_START_S if fleet.cold_start_s is None else fleet.cold_start_s
+    horizon_s = assumed_start_s(fleet.cold_start_s)
     if fleet.asleep:
         horizon_s = 0.0  # a replica that sleeps is awake at once
     arriving = _arriving(signals, memory)

@@ -25,6 +25,11 @@ LONGEST_TREND_S = 180.0
 """The time over which the trend of the arrivals is found."""
 
 
+def assumed_start_s(cold_start_s: float | None) -> float:
+    """Return the usual duration of a start, or what is assumed until one was seen."""
+    return UNLEARNED_COLD_START_S if cold_start_s is None else cold_start_s
+
+
 class Rate(msgspec.Struct, frozen=True, array_like=True):
     """A rate of arrivals at one time."""
 
@@ -108,8 +113,7 @@ class Memory(msgspec.Struct, frozen=True):
         window_s = self.down_window_s(settings, cold_start_s)
         if settings.down.is_own_window:
             return window_s
-        start_s = UNLEARNED_COLD_START_S if cold_start_s is None else cold_start_s
-        return min(window_s, max(LEAST_IDLE_S, IDLE_STARTS * start_s) * 2.0**self.flaps)
+        return min(window_s, max(LEAST_IDLE_S, IDLE_STARTS * assumed_start_s(cold_start_s)) * 2.0**self.flaps)
 
     def idle_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
         """Return the time without a request after which the last replica is removed.
@@ -119,8 +123,9 @@ class Memory(msgspec.Struct, frozen=True):
         """
         if not settings.learns_idle_s:
             return settings.idle_s
-        start_s = UNLEARNED_COLD_START_S if cold_start_s is None else cold_start_s
-        return min(DEFAULT_IDLE_S, max(LEAST_IDLE_S, IDLE_STARTS * start_s) * 2.0**self.quick_returns)
+        return min(
+            DEFAULT_IDLE_S, max(LEAST_IDLE_S, IDLE_STARTS * assumed_start_s(cold_start_s)) * 2.0**self.quick_returns
+        )
 
     def down_window_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
         """Return the stabilization window for removals, unless the resource sets it.
@@ -129,8 +134,7 @@ class Memory(msgspec.Struct, frozen=True):
         """
         if settings.down.is_own_window:
             return settings.down.window_s
-        start_s = UNLEARNED_COLD_START_S if cold_start_s is None else cold_start_s
-        window_s = min(settings.down.window_s, max(LEAST_DOWN_S, DOWN_STARTS * start_s))
+        window_s = min(settings.down.window_s, max(LEAST_DOWN_S, DOWN_STARTS * assumed_start_s(cold_start_s)))
         return min(LONGEST_WINDOW_S, window_s * 2.0**self.flaps)
 
     def changed(
