@@ -81,7 +81,7 @@ older-triton: .venv/.installed | $(UV) ## Compile the hot kernels with the oldes
 	[[ -e .venv/triton-$(OLDER_TRITON)/triton ]] || $(UV) pip install $(UV_FLAGS) --quiet --no-deps --python $(BIN)/python \
 		--target .venv/triton-$(OLDER_TRITON) triton==$(OLDER_TRITON)
 	PYTHONPATH=.venv/triton-$(OLDER_TRITON) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDER_TRITON)"'
-	PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDER_TRITON) $(BIN)/pytest -q -k spill_nothing tests/kernels/test_triton_compiled.py
+	PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDER_TRITON) $(BIN)/pytest -q tests/kernels/test_triton_compiled.py::test_hot_kernels_spill_no_registers
 
 .PHONY: lint
 lint: .venv/.installed ## Check style, types, import layers, house rules and generated pages

@@ -28,6 +28,28 @@ def test_the_expected_targets_exist(root: Path) -> None:
     assert wanted <= set(targets(root))
 
 
+def test_every_test_that_a_file_names_exists(root: Path) -> None:
+    """A renamed test would otherwise fail only where its old name is used, in a target that developers seldom run."""
+    pages = sorted((root / "docs").rglob("*.md"))
+    named = {
+        (place.relative_to(root), root / file, name)
+        for place in (root / "Makefile", root / ".ci/run", root / "README.md", root / "CONTRIBUTING.md", *pages)
+        for file, name in re.findall(r"([\w./-]+\.py)::(\w+)", place.read_text())
+    }
+    assert Path("Makefile") in {place for place, _, _ in named}
+    for place, file, name in sorted(named):
+        assert file.is_file(), f"{place} names {file}"
+        assert re.search(rf"^ *(async )?def {name}\(", file.read_text(), re.MULTILINE), f"{place} names {file}::{name}"
+    for place in ("Makefile", ".ci/run"):
+        assert not re.search(r"pytest\b.* -k ", (root / place).read_text()), f"{place}: name tests as FILE::TEST"
+
+
+def test_every_file_of_the_order_of_tests_exists(root: Path) -> None:
+    names = re.findall(r'^    "([\w/]+/test_\w+\.py)",$', (root / "tests/conftest.py").read_text(), re.MULTILINE)
+    assert len(names) > 20
+    assert [name for name in names if not (root / "tests" / name).is_file()] == []
+
+
 def test_make_without_a_target_shows_the_help(root: Path) -> None:
     done = subprocess.run(["make"], cwd=root, capture_output=True, text=True, check=True, timeout=WAIT_LIMIT_S)
     assert "make up" in done.stdout
