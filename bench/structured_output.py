@@ -18,7 +18,7 @@ import numpy as np
 from report import ROOT, emit
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.grammar import masks, state
+from pagemill_engine.grammar import state
 from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner import eager
@@ -76,7 +76,7 @@ class Timed:
         """Time all work of grammars in a step while the block runs."""
         owners: list[tuple[Any, str]] = [
             (state.GrammarState, "advance"),
-            (masks, "begin_masks"),
+            (state, "begin_masks"),
             (eager, "masks_of"),
             (reference, "apply_masks"),
         ]

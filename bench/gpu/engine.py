@@ -25,10 +25,10 @@ from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
 from pagemill_engine.runner.compiling import capture_graphs
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
-from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner, InFlight
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token
+from pagemill_engine.runner.load_device import measure_device
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_engine.runner.memory_profiling import CudaMeter, profile_memory
 from pagemill_engine.runner.torch_model import TorchModel

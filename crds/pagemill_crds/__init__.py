@@ -1,7 +1,7 @@
 """The custom resource LLMDeployment: the only source of its types, its schema and its YAML.
 
-`models` holds the resource as strict pydantic models; `schema` and `generate` write the CustomResourceDefinition from
-them; `reference` and `explain` write the documentation. The package uses no cluster and no process: the operator does.
+`models` holds the resource as strict pydantic models; `schema` and `generate` write the CustomResourceDefinition and
+the reference page from them; `explain` describes fields. The package uses no cluster and no process: the operator does.
 """
 
 GROUP = "pagemill.dev"

@@ -1,6 +1,6 @@
 """Find and describe fields by path, such as `llmdeployment.spec.engine.maxModelLen`.
 
-Only the structural schema is read, so the text says exactly what the API server enforces. Neighbours: `reference`
+Only the structural schema is read, so the text says exactly what the API server enforces. Neighbours: `generate`
 writes the whole tree as a page, `pagemill explain` prints one field.
 """
 

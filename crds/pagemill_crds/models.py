@@ -10,11 +10,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pagemill_crds.base import Section, SectionRule
-from pagemill_crds.fields import ObjectName
+from pagemill_crds.fields import Cpu, Memory, ObjectName, Text
 from pagemill_crds.sections.autoscaling import MAX_REPLICAS, AutoscalingSection
 from pagemill_crds.sections.engine import EngineSection
 from pagemill_crds.sections.model import ModelSection
-from pagemill_crds.sections.resources import ResourcesSection
 from pagemill_crds.sections.rollout import CostSection, RolloutSection, TemplateSection
 from pagemill_crds.sections.routing import RoutingSection
 from pagemill_crds.status import LLMDeploymentStatus
@@ -34,6 +33,30 @@ class ObjectMeta(BaseModel):
     generation: int = 0
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
+
+
+class ResourcesSection(Section):
+    """Resources of each pod of a replica."""
+
+    gpus: Annotated[int, Field(ge=0, le=16)] = 0
+    """Number of GPUs per pod; 0 selects the CPU engine."""
+    gpu_product: (
+        Annotated[str, Text(63, r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", "must be a label value")] | None
+    ) = None
+    """GPU model to schedule on, as in the node label `nvidia.com/gpu.product`, such as `NVIDIA-H100-80GB-HBM3`."""
+    cpu: Cpu | None = None
+    """CPU cores, such as `2`, `"1.5"` or `500m`. A CPU engine computes with as many threads."""
+    memory: Memory | None = None
+    """Memory, such as `8Gi`."""
+
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
+            "gpuProduct",
+            "gpuProduct needs GPUs: set gpus to 1 or more, or remove gpuProduct",
+            "!has(self.gpuProduct) || self.gpus > 0",
+            lambda r: r.gpu_product is None or r.gpus > 0,
+        ),
+    )
 
 
 class LLMDeploymentSpec(Section):

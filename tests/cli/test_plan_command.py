@@ -22,8 +22,7 @@ from pagemill.main import app
 from pagemill.planning.accelerators import ACCELERATORS, find_accelerator
 from pagemill.planning.errors import PlanError
 from pagemill.planning.forecast import PlannedWorkload, forecast
-from pagemill.planning.replica import PlannedReplica
-from pagemill.planning.roofline import COMPUTE_SHARE, MEMORY_SHARE, STEP_OVERHEAD_MS, step_time
+from pagemill.planning.replica import COMPUTE_SHARE, MEMORY_SHARE, STEP_OVERHEAD_MS, PlannedReplica, step_time
 from pagemill.planning.simulated_latencies import simulate_latencies
 from pagemill_engine.runner.budget import Sizes
 from pagemill_operator.autoscaler.expected_load import expected_load

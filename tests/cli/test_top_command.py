@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from waiting import WAIT_LIMIT_S
 
 from pagemill.main import app
+from pagemill.top.display import as_table
 from pagemill.top.reading import PodRow, Reading, row_of
-from pagemill.top.table import as_table
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_protocol import metrics
 

@@ -16,9 +16,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill.up.changes import describe_changes
 from pagemill.up.documents import FieldPath, path_text, read_documents
-from pagemill.up.loading import load_files
+from pagemill.up.loading import describe_changes, load_files
 from pagemill_crds import GROUP, SERVED_VERSIONS
 from pagemill_protocol.sources.registry import forms
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagemill_crds.explain import UnknownField, describe, find, root, walk
-from pagemill_crds.reference import reference_page
+from pagemill_crds.generate import reference_page
 
 
 def test_a_field_is_described_with_type_bounds_and_meaning() -> None:

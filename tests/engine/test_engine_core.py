@@ -13,8 +13,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.loop.probe import probe
-from pagemill_engine.loop.warmup import Calibration, SelfTestError, self_test
+from pagemill_engine.loop.warmup import Calibration, SelfTestError, probe, self_test
 from pagemill_engine.runner.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.errors import PagemillError

@@ -16,8 +16,7 @@ from pagemill_engine.ipc.channels import EngineChannel
 from pagemill_engine.ipc.messages import AddRequest, Awake, Ready, Sleep, Slept, StepOutputs, TokensOut, Wake
 from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.loop.process import EngineFault, EngineLoop
-from pagemill_engine.loop.sleep import release_memory
+from pagemill_engine.loop.process import EngineFault, EngineLoop, release_memory
 from pagemill_engine.runner.null import NullRunner, StepPlanError
 from pagemill_engine.runner.sleep import SleepError
 from pagemill_engine.scheduler.step import StepPlan

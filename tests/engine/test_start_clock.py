@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hand_clock import Clock
 
-from pagemill_engine.loop.start_clock import StartClock
+from pagemill_engine.loop.process import StartClock
 
 
 def test_a_phase_ends_where_the_next_begins_and_repeated_phases_are_added() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagemill_kernels.gpu import build_tools, launch
-from pagemill_kernels.gpu.build_tools import explain
+from pagemill_kernels.gpu import building, launch
+from pagemill_kernels.gpu.building import explain
 
 
 @pytest.fixture
@@ -51,5 +51,5 @@ def test_without_build_tools_no_kernel_can_be_launched(monkeypatch: pytest.Monke
     monkeypatch.setattr(launch, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(build_tools, "chosen_compiler", lambda: "/no/such/cc")
+    monkeypatch.setattr(building, "chosen_compiler", lambda: "/no/such/cc")
     assert "'/no/such/cc', is not there" in str(launch.unavailable_reason())

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pagemill_kernels.gpu.kernel_cache import use_kernel_cache
+from pagemill_kernels.gpu.building import use_kernel_cache
 
 COMPILE = """
 import sys
@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from pagemill_kernels.gather import triton_body
-from pagemill_kernels.gpu.kernel_cache import use_kernel_cache
+from pagemill_kernels.gpu.building import use_kernel_cache
 
 assert use_kernel_cache(Path(sys.argv[1])) is None
 kernel = triton_body.gather_rows

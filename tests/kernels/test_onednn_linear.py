@@ -15,9 +15,9 @@ from pagemill_kernels import torch_ops as activation
 from pagemill_kernels import torch_ops as norm
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.cpu import library, processor
-from pagemill_kernels.cpu.settings import LEVEL_SETTING
 from pagemill_kernels.linear import cpu, onednn
 from pagemill_kernels.norm import reference as norm_reference
+from pagemill_kernels.settings import LEVEL_SETTING
 
 SHAPES = ((96, 64), (1, 32), (65, 37), (331, 288), (7, 1))
 ROWS = (*range(1, 20), 31, 32, 33, 63, 64, 127, 129, 200)

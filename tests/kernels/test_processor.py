@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagemill_kernels.cpu import library, processor
-from pagemill_kernels.cpu.settings import LEVEL_SETTING
+from pagemill_kernels.settings import LEVEL_SETTING
 
 AVX2 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}

@@ -35,9 +35,8 @@ def top(
     import sys
 
     from pagemill.printable import printable
+    from pagemill.top.display import as_json, as_table, follow, read_interval
     from pagemill.top.sources import TopError
-    from pagemill.top.table import as_json, as_table
-    from pagemill.top.watching import follow, read_interval
     from pagemill_operator.backends.local import LocalSettings
 
     here = LocalSettings().runtime_folder

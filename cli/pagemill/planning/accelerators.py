@@ -1,6 +1,6 @@
 """The registry of accelerators with figures from their makers' data sheets, and the memory that programs can use.
 
-`roofline` derives step times from them, and `placement` checks what fits on a device.
+`replica` derives step times from them, and `placement` checks what fits on a device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parses one engine's metrics and computes a row of the table from two readings.
 
-`sources` fetches the metrics' text and `table` shows the rows.
+`sources` fetches the metrics' text and `display` shows the rows.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagemill.up.answer import QUESTION, AnswerError, ask
-from pagemill.up.changes import describe_changes
 from pagemill.up.dashboards import Dashboards
-from pagemill.up.loading import Loaded, load_files
+from pagemill.up.loading import Loaded, describe_changes, load_files
 from pagemill.up.screen import Screen, report_errors
 from pagemill_operator.backends.base import BackendError, Event
 from pagemill_operator.backends.local import LocalBackend, LocalSettings

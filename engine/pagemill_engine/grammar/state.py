@@ -7,10 +7,11 @@ a sequence's tokens only grow; a sequence from another engine replays its tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 
@@ -92,3 +93,27 @@ class GrammarState:
 
     def _compute(self) -> None:
         self.matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+
+
+def begin_masks(states: Sequence[GrammarState]) -> None:
+    """Start computing the masks. Each state's `mask` waits for its own from now on."""
+    masks = np.zeros((len(states), states[0].num_words), dtype=np.int32)
+    matchers = [(state.matcher, row) for row, state in enumerate(states)]
+    job = _thread().submit(_fill, matchers, masks)
+    for state, mask in zip(states, masks, strict=True):
+        state.wait_for(job, mask)
+
+
+def _fill(matchers: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
+    _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="masks")
+
+
+@cache
+def _executor() -> LLExecutor:
+    """Return the executor, which releases the interpreter lock while it computes."""
+    return LLExecutor()

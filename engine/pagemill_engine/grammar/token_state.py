@@ -20,7 +20,7 @@ class TokenState(Protocol):
 
     @property
     def due(self) -> GrammarState | None:
-        """The grammar state whose mask must be computed and may be computed during the step (`masks.begin_masks`),
+        """The grammar state whose mask must be computed and may be computed during the step (`begin_masks`),
         or None."""
         ...
 

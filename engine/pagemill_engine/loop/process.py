@@ -39,11 +39,8 @@ from pagemill_engine.ipc.messages import (
 )
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.loop.probe import probe
 from pagemill_engine.loop.refusals import refusals
-from pagemill_engine.loop.sleep import release_memory, wake_up
-from pagemill_engine.loop.start_clock import StartClock
-from pagemill_engine.loop.warmup import Calibration, SelfTestError, self_test
+from pagemill_engine.loop.warmup import Calibration, SelfTestError, probe, self_test
 from pagemill_engine.runner import factory
 from pagemill_engine.runner.sleep import SleepError
 from pagemill_kernels.gpu.driver import find_driver
@@ -307,6 +304,51 @@ def main(argv: list[str]) -> int:
     finally:
         link.close()
     return 0
+
+
+def release_memory(core: EngineCore) -> tuple[int, StepOutputs]:
+    """Free the runner's memory. Call this when there is no work left.
+
+    Returns the number of freed bytes, and the outputs that report the emptied prefix cache. Raises
+    `runner.sleep.SleepError` if the runner cannot sleep; nothing has changed then.
+    """
+    num_bytes = core.runner.sleep()
+    core.scheduler.kv.reset_prefix_cache()
+    return num_bytes, core.step()
+
+
+def wake_up(core: EngineCore) -> None:
+    """Allocate memory again and generate a first token. Raises what allocating raises, or `SelfTestError`."""
+    core.runner.wake()
+    self_test(core)
+
+
+LOAD, WARM, FIRST_TOKEN = "load", "warm", "first_token"
+_PHASE_OF_PROGRESS = {"warming": WARM, "first_token": FIRST_TOKEN}
+"""Phases of progress reports. All other reports belong to the load phase."""
+
+
+class StartClock:
+    """Measures the phases of a start, which the state stream publishes. Times of a repeated phase are added."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._phase, self._since_s = LOAD, clock()
+        self._seconds: dict[str, float] = {}
+
+    def progress(self, phase: str) -> None:
+        """Record a progress report of the start (`LoadProgress`)."""
+        self._enter(_PHASE_OF_PROGRESS.get(phase, LOAD))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds spent in each phase until now."""
+        self._enter(self._phase)
+        return {phase: round(seconds, 3) for phase, seconds in self._seconds.items()}
+
+    def _enter(self, phase: str) -> None:
+        now_s = self._clock()
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now_s - self._since_s
+        self._phase, self._since_s = phase, now_s
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Self-test and calibration before ready: generates a token and measures the times of small steps.
+"""Self-test and calibration before ready, and the probe of a device: tokens that are computed outside all requests.
 
+Before ready the self-test generates a token, and the times of small steps are measured.
 Larger steps are measured once the engine is idle. Everything runs through the whole core, so requests use what was
 tested here. No cached prefix and no counter remains. The measurements are the step-time model's prior; requests refine
 it.
@@ -12,6 +13,7 @@ from collections import deque
 
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import SamplingParams
@@ -175,3 +177,35 @@ def _reset_side_effects(core: EngineCore) -> None:
     core.scheduler.kv.prefix_cache.drain_events()
     core.scheduler.num_preemptions = 0
     core.check_integrity()
+
+
+_NAME = "probe"
+
+
+def probe(core: EngineCore) -> None:
+    """Compute one token, to find out whether the device works when steps keep failing.
+
+    Raises what the runner raises; does nothing if no block is free. Call this with no step in flight.
+    """
+    pool = core.scheduler.kv.pool
+    if pool.num_free == 0:
+        return
+    blocks = pool.allocate(1)
+    pooling = core.runner.info.pooling
+    sequence = AdmittedSequence(
+        _NAME,
+        [0],
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        block_ids=[blocks[0].block_id],
+        sampling=SamplingParams(temperature=0.0),
+        choice=0,
+        seed=0,
+        pooling=None if pooling is None else PoolingParams(pooling.task),
+    )
+    plan = StepPlan(step=0, num_scheduled_tokens={_NAME: 1}, admitted=[sequence], samples={_NAME})
+    plan.released = core.scheduler.swap_released([_NAME])
+    try:
+        core.runner.wait(core.runner.launch(plan))
+    finally:
+        pool.release(blocks)

@@ -6,7 +6,7 @@ with a norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Protocol
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pagemill_engine.models.blocks import MLP, Attention, LayerBlock
-from pagemill_engine.models.classifier import Classifier
 from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.encoder_attention import EncoderAttention
 from pagemill_engine.models.experts import MoE
@@ -27,6 +26,7 @@ from pagemill_protocol.models.declaration import (
     BranchSpec,
     ClassifierSpec,
     DecoderSpec,
+    DenseSpec,
     LatentAttentionSpec,
     LayerSpec,
     LinearSpec,
@@ -241,3 +241,47 @@ def _same_norm_index(spec: ResidualSpec, index: int) -> int | None:
     norm = spec.branches[index].norm
     earlier = [branch.norm for branch in spec.branches[:index]]
     return earlier.index(norm) if norm is not None and norm in earlier else None
+
+
+class _Dense:
+    def __init__(self, spec: DenseSpec, ops: Ops, dtype: torch.dtype) -> None:
+        self.linear = Linear(spec.linear, ops, dtype)
+        self.norm = None if spec.norm is None else Norm(spec.norm, ops, dtype)
+        self._activate = _activation(spec, ops)
+
+    def layers(self) -> Iterator[Layer]:
+        yield self.linear
+        if self.norm is not None:
+            yield self.norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = self._activate(self.linear(x))
+        return x if self.norm is None else self.norm(x)
+
+
+class Classifier:
+    """Classifies the pooled hidden state of each prompt: matmuls with activations and norms between them."""
+
+    def __init__(self, spec: ClassifierSpec, ops: Ops, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._dense = [_Dense(layer, ops, dtype) for layer in spec.layers]
+
+    def layers(self) -> Iterator[Layer]:
+        for dense in self._dense:
+            yield from dense.layers()
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        """Classify prompts. pooled: [prompts, hidden]. Returns float32 [prompts, labels]."""
+        x = pooled.to(self._dtype)
+        for dense in self._dense:
+            x = dense(x).to(self._dtype)
+        return x.float()
+
+
+def _activation(spec: DenseSpec, ops: Ops) -> Callable[[Tensor], Tensor]:
+    kind = spec.activation
+    if kind is None:
+        return lambda x: x
+    if kind == "tanh":
+        return torch.tanh
+    return lambda x: ops.activate(x, kind)

@@ -14,15 +14,15 @@ from pagemill_engine.models.fitting import check_tensors
 from pagemill_engine.models.rope import Rotations
 from pagemill_engine.models.step_model import StepTokens
 from pagemill_engine.models.tensors import TensorSource, read_tensor
-from pagemill_engine.native.classifier import NativeClassifier
 from pagemill_engine.native.layers import layer_bytes, layer_parts
 from pagemill_engine.native.parts import Ids, Parts, Rows, norm_bytes, normalized
+from pagemill_kernels.activation import native as activation
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.decoder_layer.native import CacheAddresses, NativeLayers
 from pagemill_kernels.linear.native import NativeLinear
 from pagemill_kernels.native_ops import NativeOps
 from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.models.declaration import EmbeddingSpec, HeadSpec, LinearSpec
+from pagemill_protocol.models.declaration import ClassifierSpec, DenseSpec, EmbeddingSpec, HeadSpec, LinearSpec
 
 
 class NativeDecoder:
@@ -128,3 +128,39 @@ class _Head:
             np.tanh(logits, out=logits)
             logits *= np.float32(cap)
         return logits
+
+
+class NativeClassifier:
+    """`models.decoder.Classifier` over packed matrices and arrays, without torch."""
+
+    def __init__(self, spec: ClassifierSpec, parts: Parts) -> None:
+        self._dense = [_Dense(layer, parts) for layer in spec.layers]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(dense.num_bytes for dense in self._dense)
+
+    def __call__(self, pooled: Array) -> Array:
+        """Classify prompts. `pooled`: float32 [prompts, hidden]. Returns float32 [prompts, labels]."""
+        for dense in self._dense:
+            pooled = dense(pooled)
+        return pooled
+
+
+class _Dense:
+    def __init__(self, spec: DenseSpec, parts: Parts) -> None:
+        self._linear = parts.linear(spec.linear)
+        self._norm = parts.norm(spec.norm)
+        self._activation = spec.activation
+
+    @property
+    def num_bytes(self) -> int:
+        return self._linear.num_bytes + norm_bytes(self._norm)
+
+    def __call__(self, x: Array) -> Array:
+        x = self._linear(x)
+        if self._activation == "tanh":
+            x = np.tanh(x)
+        elif self._activation is not None:
+            x = activation.activate(x, self._activation)
+        return normalized(x, self._norm)

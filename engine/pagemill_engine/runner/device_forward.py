@@ -5,16 +5,17 @@ It only launches kernels and reads nothing, so that a pass can be recorded (`run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.decoder import Decoder, DecoderLayer
 from pagemill_engine.models.device_rotations import DeviceRotations
-from pagemill_engine.models.layer_kinds import one_of_each
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_kernels.registry import DeviceOps, Ops
 from pagemill_kernels.request_rows.layout import DeviceStepInputs
@@ -94,3 +95,27 @@ class DeviceForward:
             },
         )
         return self._model.forward_layers(self._layers, inputs.token_ids, context)
+
+
+def one_of_each(layers: Iterable[DecoderLayer]) -> list[DecoderLayer]:
+    """Return the first layer of each kind, in order."""
+    return list({_kind(layer): layer for layer in reversed(list(layers))}.values())[::-1]
+
+
+def _kind(layer: DecoderLayer) -> tuple[Any, ...]:
+    declared = msgspec.json.encode(layer.spec).replace(f'"{layer.spec.name}'.encode(), b'"')
+    return declared, *(_held(each.held()) for each in layer.layers())
+
+
+def _held(value: Any) -> Any:
+    """Return everything that launches can depend on. Triton compiles pointers divisible by 16 separately."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.stride(), value.data_ptr() % 16 == 0
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return type(value), value
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_held, value)
+    if fields := getattr(value, "__dict__", None):
+        return type(value), *((name, _held(each)) for name, each in fields.items())
+    # Other objects are equal only if they are the same object.
+    return type(value), id(value)

@@ -27,7 +27,6 @@ from pagemill_engine.runner.errors import NON_FINITE, DeviceLostError, StepSkipp
 from pagemill_engine.runner.graphs import CapturedGraph, GraphCapturer, GraphShape, StepGraphs
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.runner.sleeping import SleepingModel
-from pagemill_engine.sampling.device_counts import counts_on
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import by_row, masks_of
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
@@ -355,3 +354,23 @@ def _read_prompts(
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class DeviceCounts:
+    """`sampling.rows.TokenCounts` as tensors of a device."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        shape = (max_rows, vocab_size)
+        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.in_output = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def reset(self, row: int, prompt: list[int], output: list[int]) -> None:
+        device, vocab_size = self.in_prompt.device, self.in_prompt.shape[1]
+        self.in_prompt[row].zero_().index_fill_(0, upload(np.array(prompt, dtype=np.int64), device), True)
+        counts = np.bincount(np.array(output, dtype=np.int64), minlength=vocab_size)
+        self.in_output[row].copy_(upload(counts, device, torch.int32))
+
+
+def counts_on(device: torch.device) -> Callable[[int, int], DeviceCounts]:
+    """Return a function for `SamplingRows.make_counts`."""
+    return lambda max_rows, vocab_size: DeviceCounts(max_rows, vocab_size, device)

@@ -1,20 +1,22 @@
 """Runs steps on the CPU: applies a plan's differences, runs one forward pass over the flattened batch, and samples.
 
-It is synchronous: `launch` does the work and `wait` returns its result. `runner.threaded` makes it overlap; a GPU has
+It is synchronous: `launch` does the work and `wait` returns its result. `ThreadedRunner` makes it overlap; a GPU has
 `runner.device_runner`. Scheduling is `scheduler`'s part, operations are `pagemill_kernels`', loading
 `runner.load_cpu`'s. Arrays are numpy's; a `step_model.StepModel` computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.models.step_model import StepModel, StepTokens
-from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.runner.errors import NON_FINITE
+from pagemill_engine.runner.base import Runner, RunnerInfo
+from pagemill_engine.runner.errors import NON_FINITE, StepSkippedError
 from pagemill_engine.runner.inputs import RequestRows, StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
@@ -129,3 +131,40 @@ class EagerRunner:
             result.failed[request_ids[i]] = NON_FINITE
             self.kv_cache.scrub(self._rows.blocks(int(rows[i])))
         return result
+
+
+class ThreadedRunner:
+    def __init__(self, inner: Runner, prepare_thread: Callable[[], object] | None = None) -> None:
+        """Start the thread. `prepare_thread` is called on it before its first step: torch has per-thread settings."""
+        self.info = inner.info._replace(overlaps=True)
+        self._inner = inner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="runner", initializer=prepare_thread)
+        self._unread: Future[StepResult] | None = None
+
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        self._unread = self._thread.submit(self._run, plan, self._unread)
+        return self._unread
+
+    def wait(self, handle: Any) -> StepResult:
+        future: Future[StepResult] = handle
+        try:
+            return future.result()
+        finally:
+            if self._unread is future:
+                self._unread = None
+
+    def sleep(self) -> int:
+        return self._thread.submit(self._inner.sleep).result()
+
+    def wake(self) -> None:
+        self._thread.submit(self._inner.wake).result()
+
+    def close(self) -> None:
+        """Wait for the running step and close the inner runner."""
+        self._thread.shutdown(cancel_futures=True)
+        self._inner.close()
+
+    def _run(self, plan: StepPlan, before: Future[StepResult] | None) -> StepResult:
+        if before is not None and before.exception() is not None:
+            raise StepSkippedError(f"step {plan.step} was not run: the one before it failed")
+        return self._inner.wait(self._inner.launch(plan))

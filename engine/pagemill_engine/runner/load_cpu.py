@@ -14,13 +14,12 @@ from pagemill_engine.native.decoder import NativeDecoder
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.budget import keeps_nothing
 from pagemill_engine.runner.compute import Compute
-from pagemill_engine.runner.eager import EagerRunner
+from pagemill_engine.runner.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for
 from pagemill_engine.runner.memory import measure_memory
 from pagemill_engine.runner.pooling import Pooler
 from pagemill_engine.runner.pooling_runner import PoolingRunner
 from pagemill_engine.runner.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
-from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.registry import has_torch
 from pagemill_protocol.cgroup import usable_cores
@@ -61,7 +60,7 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     config, compute, spec, num_blocks = prepared.config, prepared.compute, files.spec, prepared.num_blocks
     max_model_len = max_model_len_for(config, spec, num_blocks)
     if keeps_nothing(spec):
-        from pagemill_engine.runner.load_encoder import load_encoder
+        from pagemill_engine.runner.encoder_runner import load_encoder
 
         return load_encoder(prepared, spec, max_model_len)
     model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)

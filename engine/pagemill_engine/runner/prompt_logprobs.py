@@ -1,6 +1,6 @@
 """Selects the rows of a step whose logits give log probabilities of prompt tokens, in pieces of bounded memory.
 
-The scheduler (`scheduler.prompt_logprobs`) decides which tokens those are; the runner, which has the hidden states,
+The scheduler (`scheduler.builder`) decides which tokens those are; the runner, which has the hidden states,
 computes logits and log probabilities.
 """
 

@@ -34,7 +34,7 @@ class TokenCounts(Protocol):
 
 
 class HostCounts:
-    """`TokenCounts` as numpy arrays; `device_counts` has them as tensors of a device."""
+    """`TokenCounts` as numpy arrays; `runner.device_runner` has them as tensors of a device."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         self.in_prompt = np.zeros((max_rows, vocab_size), dtype=np.bool_)

@@ -25,16 +25,14 @@ from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.manager import NO_NEW_BLOCKS, Allocation, KVCacheManager
 from pagemill_engine.scheduler.admission import Admission, already_served
 from pagemill_engine.scheduler.beam_searches import BeamSearches, clash, sequences_to_abort
-from pagemill_engine.scheduler.builder import StepBuilder
+from pagemill_engine.scheduler.builder import StepBuilder, prompt_targets, reusable_blocks
 from pagemill_engine.scheduler.choices import WaitingChoices
-from pagemill_engine.scheduler.consistency import QUEUED_STATES, inconsistencies
 from pagemill_engine.scheduler.finish import finish_reason
 from pagemill_engine.scheduler.in_flight_steps import InFlightStep, InFlightSteps, can_run_ahead
 from pagemill_engine.scheduler.limits import SchedulerLimits
-from pagemill_engine.scheduler.load import engine_load
 from pagemill_engine.scheduler.outputs import OutputQueue
 from pagemill_engine.scheduler.policies import POLICIES
-from pagemill_engine.scheduler.prompt_logprobs import prompt_targets, reusable_blocks
+from pagemill_engine.scheduler.reports import QUEUED_STATES, engine_load, inconsistencies
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sorted_sequences import (
     LOW_PRIORITY_SERVING,
@@ -183,9 +181,10 @@ class Scheduler:
         states = (self._sequences[name].grammar for name in names)
         due = [found for state in states if state is not None and (found := state.due) is not None]
         if len(due) > 1:
-            from pagemill_engine.grammar import masks  # imports llguidance, which only requests with a form need
+            # Imports llguidance, which only requests with a form need.
+            from pagemill_engine.grammar.state import begin_masks
 
-            masks.begin_masks(due)
+            begin_masks(due)
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
         """Schedule all decodes. Returns the running sequences that are still in their prefill."""

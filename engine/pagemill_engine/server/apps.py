@@ -1,8 +1,15 @@
-"""The ASGI apps of the data port and the control port: their route tables and the middleware around them."""
+"""The ASGI apps of the data port and the control port: route tables, middleware, and the routes of probes and metrics.
+
+Live means that the loop makes progress: the engine process exists and reported recently (at least every second, also
+when idle; one step of a large prompt may take long). Ready means that the model has generated a token since the start
+and that no drain was requested. Load never makes a server unready.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -11,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill_engine.server import health, internal_routes, openai_routes, sleep_routes
+from pagemill_engine.server import internal_routes, openai_routes, sleep_routes
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
 from pagemill_engine.server.metrics import VERSION
@@ -28,6 +35,41 @@ from pagemill_protocol.http.request_middleware import RequestMiddleware, install
 from pagemill_protocol.link import LINK_PATH
 from pagemill_protocol.openapi import OPENAPI_PATH, document
 from pagemill_protocol.versions import PROTOCOL_VERSION
+
+MAX_SILENCE_S = 60.0
+"""Silence of the engine process after which the server reports itself dead and is restarted."""
+
+
+async def livez(request: Request) -> Response:
+    fault = liveness_problem(request.app.state.context)
+    return _report({"alive": fault is None, "detail": fault or "ok"}, fault is None)
+
+
+async def readyz(request: Request) -> Response:
+    context: ServerContext = request.app.state.context
+    return _report(context.lifecycle.report(), context.lifecycle.ready)
+
+
+async def health(request: Request) -> Response:
+    """Serve vLLM's `/health`: an empty body, and status 200 if a request would be served now."""
+    context: ServerContext = request.app.state.context
+    healthy = context.lifecycle.ready and liveness_problem(context) is None
+    return Response(status_code=200 if healthy else 503)
+
+
+def liveness_problem(context: ServerContext) -> str | None:
+    """Return the reason why this process should be restarted, or None."""
+    lifecycle = context.lifecycle
+    if lifecycle.phase in ("failed", "stopped"):
+        return lifecycle.detail or lifecycle.phase
+    if context.client is None or context.client.ready_info is None:
+        return None
+    silence_s = time.monotonic() - context.client.last_message_s
+    return f"the engine process is silent for {silence_s:.0f} s" if silence_s > MAX_SILENCE_S else None
+
+
+def _report(body: dict[str, Any], good: bool) -> Response:
+    return Response(orjson.dumps(body), status_code=200 if good else 503, media_type="application/json")
 
 
 async def show_metrics(request: Request) -> Response:
@@ -70,21 +112,21 @@ async def show_server_info(request: Request) -> Response:
 
 
 COMMON_ROUTES = [
-    Route("/livez", health.livez),
-    Route("/readyz", health.readyz),
+    Route("/livez", livez),
+    Route("/readyz", readyz),
     Route("/metrics", show_metrics),
     Route("/version", show_version),
 ]
 DATA_ROUTES = [
     *COMMON_ROUTES,
-    Route("/health", health.health),
-    Route("/ping", health.health),
+    Route("/health", health),
+    Route("/ping", health),
     Route("/load", keyed(show_load)),
     Route("/server_info", keyed(show_server_info)),
     Route(OPENAPI_PATH, show_openapi),
     Route(DOCS_PATH, show_docs),
-    *(Route(path, health.livez) for path in LIVE_PATHS),
-    *(Route(path, health.readyz) for path in READY_PATHS),
+    *(Route(path, livez) for path in LIVE_PATHS),
+    *(Route(path, readyz) for path in READY_PATHS),
     Route("/v1/models", keyed(openai_routes.list_models)),
     Route("/v1/models/{name:path}", keyed(openai_routes.get_model)),
     *(

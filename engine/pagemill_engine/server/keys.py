@@ -1,25 +1,30 @@
-"""Authentication of the OpenAI routes: API keys if there is a key file, the internal token with `only_gateways`.
+"""Authentication: API keys of the OpenAI routes, and internal tokens of `/internal/*` and the control port.
+
+The OpenAI routes need an API key if there is a key file, and the internal token with `only_gateways`.
 
 Without either, the routes are open. `pagemill_protocol.keys` defines format and look-up, as for gateways. Only a
-gateway enforces limits, so an entry with limits is refused here. `tokens` decides who may call `/internal/*`. Routes
+gateway enforces limits, so an entry with limits is refused here. Routes
 find the caller in `request.state`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from pagemill_engine.config import ServerConfig
 from pagemill_engine.server.failure import StartupError
-from pagemill_protocol.http.guard import require_token
+from pagemill_protocol.http.guard import ControlTokens, require_token
 from pagemill_protocol.keys.caller import ANONYMOUS
 from pagemill_protocol.keys.entries import EntryError, parse_entry
 from pagemill_protocol.keys.file import KeysFileError, check_keys_file, open_keys_file
 from pagemill_protocol.keys.ring import KeyRing
+from pagemill_protocol.token_file import TokenFileError, generated_token_file
 
 if TYPE_CHECKING:
     from pagemill_engine.server.context import ServerContext
@@ -79,3 +84,33 @@ def fault_of(line: str) -> str | None:
 
 def _unusable(error: KeysFileError) -> StartupError:
     return StartupError("SettingsInvalid", f"`api_keys_file`: {error}", "api_keys_file")
+
+
+def internal_tokens(server: ServerConfig) -> ControlTokens:
+    """Return the configured internal tokens. Raises `StartupError` if their file cannot be read."""
+    path = server.internal_tokens_file
+    try:
+        return ControlTokens(server.internal_token, Path(path) if path is not None else None, setting="internal_token")
+    except OSError as error:
+        raise StartupError(
+            "TokensUnreadable",
+            f"internal_tokens_file: cannot read {path}: {error.strerror}. Mount the Secret there or drop the setting.",
+            "internal_tokens_file",
+        ) from error
+
+
+@contextmanager
+def with_token(server: ServerConfig, address: str, port: int) -> Iterator[ServerConfig]:
+    """Yield settings with a token, creating one for the block's duration if none is configured.
+
+    `address` and `port`: those of the bound control port. Raises `StartupError` if the token cannot be written to a
+    file.
+    """
+    if server.internal_token or server.internal_tokens_file is not None:
+        yield server
+        return
+    try:
+        with generated_token_file(address, port) as path:
+            yield msgspec.structs.replace(server, internal_tokens_file=str(path))
+    except TokenFileError as error:
+        raise StartupError("TokensUnwritable", f"internal_token: {error}.", "internal_token") from error

@@ -33,14 +33,13 @@ from pagemill_engine.server.draining import ACKNOWLEDGE_TIMEOUT_S, Draining
 from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.fit import check_fits
-from pagemill_engine.server.keys import open_keys
+from pagemill_engine.server.keys import internal_tokens, open_keys, with_token
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.sockets import bind, bound_address, bound_port
 from pagemill_engine.server.state_stream import StatePublisher
-from pagemill_engine.server.tokens import internal_tokens, with_token
 from pagemill_protocol.answers.registry import ParserSettings, check_parsers
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol

@@ -9,7 +9,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-from pagemill_kernels.cpu.settings import LEVEL_SETTING, NONE, chosen_level
+from pagemill_kernels.settings import LEVEL_SETTING, NONE, chosen_level
 
 _BFLOAT16 = "x86-64-v4-bf16"
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"})

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill_kernels.gpu.build_tools import build_problem
+from pagemill_kernels.gpu.building import build_problem
 from pagemill_kernels.gpu.driver import device_problem
 
 OLDEST_CAPABILITY = (8, 0)

@@ -1,4 +1,4 @@
-"""Check which web page a request comes from, if any. `guard` and `body` refuse pages of other origins."""
+"""Check which web page a request comes from, if any. `guard` and `request_middleware` refuse pages of other origins."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from triton_device import HAS_GPU
 from pagemill_engine.runner import device_kv_cache, device_runner, load_device
 from pagemill_engine.runner.graphs import decode_shapes
 from pagemill_engine.runner.memory import measure_memory
-from pagemill_engine.sampling import device_counts
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.registry import ops_for
@@ -59,7 +58,7 @@ def runner(
     ops_for.cache_clear()
     monkeypatch.setattr(launch, "device", lambda: META)
     monkeypatch.setattr(launch, "num_multiprocessors", lambda: 8)
-    for module in (launch, device_kv_cache, device_counts):
+    for module in (launch, device_kv_cache, device_runner):
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(launch, "download", lambda x: x)
     monkeypatch.setattr(device_runner, "_mark", lambda device: None)

@@ -12,8 +12,7 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.eager import EagerRunner
-from pagemill_engine.runner.threaded import ThreadedRunner
+from pagemill_engine.runner.eager import EagerRunner, ThreadedRunner
 from pagemill_kernels.cpu import launch as native_launch
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams

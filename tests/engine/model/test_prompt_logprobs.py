@@ -18,8 +18,8 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import LogprobsOut
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.device_runner import DeviceRunner
+from pagemill_engine.runner.eager import ThreadedRunner
 from pagemill_engine.runner.prompt_logprobs import MIN_PIECE, PromptRows
-from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.sampling import SamplingParams

@@ -14,11 +14,11 @@ from tiny_llama import write_tiny_llama
 from triton_device import HAS_GPU
 
 from pagemill_engine.models.weights import weight_tensors
-from pagemill_engine.runner import host_weights
-from pagemill_engine.runner.host_weights import HostWeights
+from pagemill_engine.runner import sleeping
+from pagemill_engine.runner.eager import ThreadedRunner
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.sleep import SleepError
-from pagemill_engine.runner.threaded import ThreadedRunner
+from pagemill_engine.runner.sleeping import HostWeights
 
 PROMPT = [(7 * index) % 64 for index in range(20)]
 SPEC: Any = SimpleNamespace(num_layers=2, cache_heads=4, head_dim=64)
@@ -86,8 +86,8 @@ def test_weights_keep_their_identity_and_release_their_memory() -> None:
 def test_pinned_memory_is_released_once_everything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, torch keeps unused pinned memory until its cache is emptied."""
     calls: list[str] = []
-    monkeypatch.setattr(host_weights, "_bytes", lambda storage: torch.empty(4, dtype=torch.uint8))
-    monkeypatch.setattr(host_weights, "_copy", lambda storage: torch.empty(4, dtype=torch.uint8))
+    monkeypatch.setattr(sleeping, "_bytes", lambda storage: torch.empty(4, dtype=torch.uint8))
+    monkeypatch.setattr(sleeping, "_copy", lambda storage: torch.empty(4, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("read"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append(f"{len(weights._copies)} held, given back"))
@@ -102,7 +102,7 @@ def test_without_host_memory_weights_stay_on_the_device(monkeypatch: pytest.Monk
     def refuse(storage: Any) -> Any:
         raise RuntimeError("cannot pin")
 
-    monkeypatch.setattr(host_weights, "_copy", refuse)
+    monkeypatch.setattr(sleeping, "_copy", refuse)
     table = torch.ones(4)
     with pytest.raises(SleepError, match=r"cannot pin.*resources\.memory"):
         HostWeights.of([table]).offload()

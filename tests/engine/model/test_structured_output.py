@@ -16,7 +16,7 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.grammar.compiler import GrammarCompiler
-from pagemill_engine.grammar.masks import begin_masks
+from pagemill_engine.grammar.state import begin_masks
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner import eager
 from pagemill_protocol.answers.call_syntax import Function, after_reasoning, calls_only

@@ -28,8 +28,8 @@ from waiting import WAIT_LIMIT_S, busy_factor, wait_until
 
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.process import EngineProcess
-from pagemill_engine.server import health
 from pagemill_engine.server.__main__ import main
+from pagemill_engine.server.apps import MAX_SILENCE_S, livez
 from pagemill_engine.server.failure import StartupError, Termination
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.main import run_server
@@ -244,8 +244,8 @@ def test_the_http_process_never_imports_torch(null_server: Any) -> None:
     ("phase", "is_ready", "silence_s", "status", "detail"),
     [
         ("ready", True, 1.0, 200, "ok"),
-        ("ready", True, health.MAX_SILENCE_S + 1, 503, "the engine process is silent for 61 s"),
-        ("loading", False, health.MAX_SILENCE_S + 1, 200, "ok"),
+        ("ready", True, MAX_SILENCE_S + 1, 503, "the engine process is silent for 61 s"),
+        ("loading", False, MAX_SILENCE_S + 1, 200, "ok"),
         ("failed", True, 0.0, 503, "DeviceLost"),
     ],
 )
@@ -259,7 +259,7 @@ async def test_an_engine_process_that_hangs_or_has_failed_fails_liveness(
     client = SimpleNamespace(ready_info=object() if is_ready else None, last_message_s=last_message_s)
     app = Starlette()
     app.state.context = SimpleNamespace(lifecycle=lifecycle, client=client)
-    answer = await health.livez(Request({"type": "http", "app": app}))
+    answer = await livez(Request({"type": "http", "app": app}))
     assert (answer.status_code, json.loads(answer.body)["detail"]) == (status, detail)
 
 

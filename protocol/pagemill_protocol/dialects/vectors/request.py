@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
-from pagemill_protocol.dialects.vectors import unsupported
 from pagemill_protocol.openai.fields import (
     MAX_PROMPTS,
     Name,
@@ -20,6 +20,7 @@ from pagemill_protocol.openai.fields import (
     shorten,
 )
 from pagemill_protocol.openai.schemas import Priority
+from pagemill_protocol.openai.unsupported import Unsupported
 
 _TEXTS_SCHEMA = {
     "anyOf": [
@@ -67,10 +68,22 @@ Document = Annotated[
 ]
 
 
+UNSUPPORTED: Mapping[str, Unsupported] = {
+    "messages": Unsupported("Send the text itself."),
+    "stream": Unsupported("Vectors and scores are not streamed; remove it.", (False,)),
+    "normalize": Unsupported("The model's files say whether its vectors are normalized; remove it."),
+    "embedding_types": Unsupported("Send `encoding_format`.", (["float"],)),
+    "output_dtype": Unsupported("Vectors are float32; remove it.", ("float",)),
+    "rank_fields": Unsupported("Send each document as one text.", ([],)),
+    "max_chunks_per_doc": Unsupported("Documents are not split; send `truncate_prompt_tokens` to cut them."),
+}
+"""Fields of embedding APIs that are not supported: refused by name, as in `openai.unsupported`."""
+
+
 class VectorRequest(RequestModel):
     """The fields of all three routes."""
 
-    UNSUPPORTED: ClassVar = unsupported.COMMON
+    UNSUPPORTED: ClassVar = UNSUPPORTED
 
     model: Name
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=2**31 - 1)

@@ -1,4 +1,4 @@
-"""The environment variable of the native kernels: the configured level."""
+"""The environment variables of kernels: the level of the native kernels, and the C compiler for Triton."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ NONE = "none"
 def chosen_level() -> str:
     """Return the configured level; "" chooses the highest that fits the processor."""
     return os.environ.get(LEVEL_SETTING, "")
+
+
+def chosen_compiler() -> str | None:
+    """Return `CC`, which Triton prefers; None: Triton looks for gcc and clang."""
+    return os.environ.get("CC") or None
