@@ -188,7 +188,7 @@ def cli_page() -> str:
 
     parts = [f"# Command line\n\n{NOTE}\n\n`pagemill COMMAND --help` prints the same.\n"]
     for name, summary in COMMANDS.items():
-        parts.append(_command_section(name, summary, LazyCommand(name, help=summary, callback=lambda: None).load()))
+        parts.append(_command_section(name, summary, LazyCommand(name, help=summary, callback=lambda: None)))
     return "\n".join([*parts, _vllm_section()])
 
 
@@ -205,9 +205,9 @@ def _vllm_section() -> str:
     return "\n".join([*VLLM_HEAD, *rows, ""])
 
 
-def _command_section(name: str, summary: str, command: Any) -> str:
-    function = getattr(importlib.import_module(f"pagemill.commands.{name}"), name)
-    types = {key: _type_name(hint) for key, hint in get_type_hints(function).items()}
+def _command_section(name: str, summary: str, lazy: Any) -> str:
+    command = lazy.load()
+    types = {key: _type_name(hint) for key, hint in get_type_hints(lazy.definition()).items()}
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
     usage = " ".join(["pagemill", name, *(["[OPTIONS]"] if options else []), *(_metavar(each) for each in arguments)])

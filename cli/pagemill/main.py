@@ -1,15 +1,17 @@
 """The `pagemill` command: a table of subcommands, each imported only when it is called.
 
 Startup must stay fast: `pagemill --help` imports neither torch, a web framework nor a command's module. This module
-therefore knows a command by its name and one line of help; the options come from the command's function in
-`pagemill.commands.NAME`.
+therefore knows a command by its name and one line of help. In `pagemill.commands.NAME` a command is a function NAME,
+whose parameters are its options, or with many options a dataclass `NameCommand`, whose fields are its options and whose
+method `run` runs it.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version as distribution_version
 from typing import Any
 
@@ -42,12 +44,27 @@ class LazyCommand(TyperCommand):
         return command.make_context(info_name, rewrite(args), parent=parent, **extra)
 
     def load(self) -> Any:
-        """Return the command that typer builds from the function's signature."""
-        assert self.name is not None
-        module = importlib.import_module(f"pagemill.commands.{self.name}")
+        """Return the command that typer builds from the definition's signature."""
+        definition = self.definition()
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(self.name, help=self.help)(getattr(module, self.name))
+        app.command(self.name, help=self.help)(_runner(definition) if isinstance(definition, type) else definition)
         return typer.main.get_command(app)
+
+    def definition(self) -> Any:
+        """Return the command's dataclass, or its function."""
+        assert self.name is not None
+        members = vars(importlib.import_module(f"pagemill.commands.{self.name}"))
+        return members.get(f"{self.name.capitalize()}Command") or members[self.name]
+
+
+def _runner(command: type) -> Callable[..., None]:
+    """Return a function with the dataclass's fields as parameters that creates an object and runs it."""
+
+    def run(**options: Any) -> None:
+        command(**options).run()
+
+    run.__signature__ = inspect.signature(command, eval_str=True)  # type: ignore[attr-defined]  # typer reads it
+    return run
 
 
 class LazyGroup(TyperGroup):

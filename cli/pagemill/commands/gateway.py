@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -16,18 +17,21 @@ from pagemill_protocol.http.tls_config import TLSConfig, tls_files
 from pagemill_protocol.keys.file import KeysFileError, check_keys_file
 
 
-def gateway(
+@dataclass(frozen=True)
+class GatewayCommand:
+    """Run a gateway in front of engines that already run."""
+
     settings: Annotated[
         Path | None, typer.Option(help="JSON file with a GatewayConfig; the other options override its fields.")
-    ] = None,
+    ] = None
     engine: Annotated[
         list[str] | None,
         typer.Option(
             help="URL of an engine's data port, such as http://10.0.0.5:8000, and, after a comma, of its control port "
             "(default: the next port). May be repeated."
         ),
-    ] = None,
-    model: Annotated[str, typer.Option(help="Name by which clients request the engines' model.")] = "",
+    ] = None
+    model: Annotated[str, typer.Option(help="Name by which clients request the engines' model.")] = ""
     engine_token: Annotated[
         str,
         typer.Option(
@@ -36,80 +40,85 @@ def gateway(
             help="Internal token of the engines; can be set in the environment only (default: the tokens that engines "
             "on this machine created).",
         ),
-    ] = "",
-    engine_token_file: Annotated[Path | None, typer.Option(help="File with the internal token of the engines.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port for clients.")] = None,
-    control_port: Annotated[int | None, typer.Option(help="Port for status, catalog and metrics.")] = None,
+    ] = ""
+    engine_token_file: Annotated[Path | None, typer.Option(help="File with the internal token of the engines.")] = None
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None
+    port: Annotated[int | None, typer.Option(help="Port for clients.")] = None
+    control_port: Annotated[int | None, typer.Option(help="Port for status, catalog and metrics.")] = None
     tls_cert_file: Annotated[
         Path | None,
         typer.Option(
             help="PEM file with the data port's certificate chain; turns on HTTPS. It is read again when it changes."
         ),
-    ] = None,
-    tls_key_file: Annotated[Path | None, typer.Option(help="PEM file with the private key of --tls-cert-file.")] = None,
+    ] = None
+    tls_key_file: Annotated[Path | None, typer.Option(help="PEM file with the private key of --tls-cert-file.")] = None
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
             help="Origin whose web pages may call this gateway from a browser (CORS), or `*` for all. May be repeated."
         ),
-    ] = None,
+    ] = None
     engine_ca_file: Annotated[
         Path | None,
         typer.Option(
             help="PEM file with the CA certificates for engines with https URLs (default: those of this machine)."
         ),
-    ] = None,
+    ] = None
     engine_server_name: Annotated[
         str, typer.Option(help="Host name to expect in the engines' certificates (default: the host of each URL).")
-    ] = "",
+    ] = ""
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
             help="Host name that clients use for this gateway, for example that of a proxy in front of it; needed "
             "only without API keys. May be repeated."
         ),
-    ] = None,
+    ] = None
     workers: Annotated[
         int | None,
         typer.Option(help="Number of processes that serve clients; raise it if one CPU core is too little."),
-    ] = None,
+    ] = None
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
             envvar="PAGEMILL_API_KEYS_FILE",
             help="File with the SHA-256 and the limits of one API key per line; needed if other machines can connect.",
         ),
-    ] = None,
-) -> None:
-    """Run a gateway in front of engines that already run."""
-    try:
-        config = load_config(settings) if settings is not None else GatewayConfig()
+    ] = None
+
+    def run(self) -> None:
+        try:
+            config = self._config()
+            from pagemill_gateway.__main__ import run
+
+            run(config)
+        except SettingsError as error:
+            typer.echo(f"pagemill gateway: {error}", err=True)
+            raise typer.Exit(1) from error
+
+    def _config(self) -> GatewayConfig:
+        """Return the gateway's settings: the file's, changed by the other options. Raises `SettingsError`."""
+        config = load_config(self.settings) if self.settings is not None else GatewayConfig()
         changes: dict[str, object] = {
-            "host": host,
-            "port": port,
-            "control_port": control_port,
-            "allowed_hosts": allowed_host,
-            "allowed_origins": allowed_origin,
-            "tls": _tls(tls_cert_file, tls_key_file),
-            "engine_tls": _engine_tls(engine_ca_file, engine_server_name),
-            "workers": workers,
+            "host": self.host,
+            "port": self.port,
+            "control_port": self.control_port,
+            "allowed_hosts": self.allowed_host,
+            "allowed_origins": self.allowed_origin,
+            "tls": _tls(self.tls_cert_file, self.tls_key_file),
+            "engine_tls": _engine_tls(self.engine_ca_file, self.engine_server_name),
+            "workers": self.workers,
         }
-        if engine:
-            token = _token(engine_token_file) if engine_token_file is not None else engine_token
-            changes["catalog"] = _catalog(engine, model, token)
-        if api_keys_file is not None:
-            changes["api_keys_file"] = _keys_file(api_keys_file)
+        if self.engine:
+            token = _token(self.engine_token_file) if self.engine_token_file is not None else self.engine_token
+            changes["catalog"] = _catalog(self.engine, self.model, token)
+        if self.api_keys_file is not None:
+            changes["api_keys_file"] = _keys_file(self.api_keys_file)
         given = {name: value for name, value in changes.items() if value is not None}
         config = msgspec.structs.replace(config, **given).checked()
         if not config.catalog.models:
             raise SettingsError("engine: there is no engine. Pass --engine URL and --model NAME, or --settings FILE.")
-        from pagemill_gateway.__main__ import run
-
-        run(config)
-    except SettingsError as error:
-        typer.echo(f"pagemill gateway: {error}", err=True)
-        raise typer.Exit(1) from error
+        return config
 
 
 def _tls(cert_file: Path | None, key_file: Path | None) -> TLSConfig | None:

