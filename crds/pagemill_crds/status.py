@@ -12,7 +12,6 @@ from pydantic import Field
 from pagemill_crds.base import Section
 from pagemill_crds.fields import Text
 
-ConditionType = Literal["Planned", "Scheduled", "ModelLoaded", "Serving", "ScalingActive", "SLOMet", "Ready"]
 REASON_PATTERN = r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"
 TYPE_PATTERN = r"^[A-Za-z]([A-Za-z0-9]*)$"
 

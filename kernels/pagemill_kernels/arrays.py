@@ -23,14 +23,6 @@ NUMPY_TYPES: dict[FloatType, np.dtype[Any]] = {
 }
 
 
-def float_type(array: Array) -> FloatType:
-    """Return the array's float type. Raises ValueError for any other type."""
-    for name, dtype in NUMPY_TYPES.items():
-        if array.dtype == dtype:
-            return name
-    raise ValueError(f"an array of {array.dtype} where float32, float16 or bfloat16 (uint16) is needed")
-
-
 def widened(array: Array) -> NDArray[np.float32]:
     """Return the exact values as float32; the array itself if it is float32 already."""
     if array.dtype != np.uint16:

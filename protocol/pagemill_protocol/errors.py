@@ -123,12 +123,6 @@ def body_too_large(limit_bytes: int) -> PagemillError:
     )
 
 
-def too_many_requests(message: str, retry_after_s: float) -> PagemillError:
-    return PagemillError(
-        message, status=429, type="rate_limit_error", code="rate_limit_exceeded", retry_after_s=retry_after_s
-    )
-
-
 def headers_too_large(limit_bytes: int) -> PagemillError:
     return PagemillError(
         f"The request's headers are larger than {limit_bytes} bytes.", status=431, code="headers_too_large"

@@ -97,16 +97,6 @@ def prefix_chunk_hash(parent: bytes, prefix_chunk: bytes, block_size: int) -> by
     return parent
 
 
-def prefix_chunk_hashes(hashes: Sequence[bytes], block_size: int) -> list[bytes]:
-    """Return the hashes of the full chunks of a prefix.
-
-    The hash of a chunk is that of its last block, which covers the whole prefix up to it. `hashes` starts at the first
-    block of the prefix.
-    """
-    step = blocks_per_prefix_chunk(block_size)
-    return list(hashes[step - 1 :: step])
-
-
 def _chain(parent: bytes, tokens: bytes | memoryview) -> bytes:
     state = blake2b(parent, digest_size=HASH_BYTES, person=_BLOCK_PERSON)
     state.update(tokens)

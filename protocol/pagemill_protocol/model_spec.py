@@ -92,11 +92,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes of keys and values, or latents, that one token takes over all layers."""
         return sum(each.cache_heads * each.head_dim * dtype_bytes for each in self.decoder.attentions())
 
-    def layer_sliding_window(self, layer: int) -> int | None:
-        """Return the sliding window of one layer, or None where it attends to all tokens."""
-        blocks = self.decoder.layers[layer].blocks()
-        return next((block.window for block in blocks if isinstance(block, AnyAttentionSpec)), None)
-
     @property
     def _attention(self) -> AnyAttentionSpec:
         """Attention of the first layer; `checked` refuses models whose layers cache keys and values of different

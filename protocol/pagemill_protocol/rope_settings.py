@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from pagemill_protocol.rope_scaling import (
     POSITIVE,
@@ -22,7 +22,7 @@ from pagemill_protocol.rope_scaling import (
 )
 
 DEFAULT_THETA = 10_000.0
-_PARTIAL = "partial_rotary_factor"
+
 _GGUF_NAMES = {
     "rope_type": "rope.scaling.type",
     "factor": "rope.scaling.factor",
@@ -43,24 +43,6 @@ _GGUF_WITHOUT_EFFECT = {
 _GGUF_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _SCALED_BY_MAGNITUDE = "deepseek2"
 """Architecture whose files store a tenth of `mscale_all_dim` under that key, and whose `mscale` is equal to it."""
-
-
-class Rope(NamedTuple):
-    theta: float
-    scaling: RopeScaling | None
-    """`None`: plain rotary embedding."""
-
-
-def read_rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
-    """Return the rope settings of a `config.json`. Raises `RopeError`."""
-    where, values = settings_of(config)
-    nested = [name for name, value in values.items() if isinstance(value, dict) or name.endswith("_attention")]
-    if nested:
-        raise UnsupportedRopeError(f"rope settings per attention type (`{where}.{nested[0]}`)")
-    _check_partial(_PARTIAL, config)
-    _check_partial(f"{where}.{_PARTIAL}", values)
-    theta = rope_theta(config, where, values)
-    return Rope(theta, read_scaling(where, values, theta, max_position_embeddings))
 
 
 def settings_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -144,11 +126,6 @@ def rope_theta(config: Mapping[str, Any], where: str, values: Mapping[str, Any],
     if not is_number(value) or value <= 0:
         raise RopeError(wrong(name, value, POSITIVE))
     return float(value)
-
-
-def _check_partial(name: str, values: Mapping[str, Any]) -> None:
-    if values.get(_PARTIAL) not in (None, 1):
-        raise UnsupportedRopeError(f"a partial rotary embedding (`{name}`)")
 
 
 def _decimal(value: Any) -> Any:

@@ -100,6 +100,3 @@ def test_token_ids_beyond_int32_are_refused() -> None:
 @pytest.mark.parametrize(("block_size", "blocks"), [(1, 64), (16, 4), (24, 3), (64, 1), (128, 1)])
 def test_a_prefix_chunk_has_the_fewest_blocks_with_64_tokens(block_size: int, blocks: int) -> None:
     assert hashes.blocks_per_prefix_chunk(block_size) == blocks
-    found = [bytes([number]) for number in range(blocks * 2 + blocks - 1)]
-    prefix_chunks = hashes.prefix_chunk_hashes(found, block_size)
-    assert prefix_chunks == [found[blocks - 1], found[2 * blocks - 1]]

@@ -149,7 +149,7 @@ async def test_the_official_client_reads_the_stream_to_its_end_and_raises_its_er
     import httpx2
     import openai
 
-    chunks = render.sse(render.chat_chunk(HEAD, 0, "a", role=True)) + render.SSE_KEEP_ALIVE
+    chunks = render.sse(render.chat_chunk(HEAD, 0, "a", role=True)) + b": keep-alive\n\n"
     chunks += render.sse(render.chat_chunk(HEAD, 0, "b", finish_reason="stop"))
 
     def client(stream: bytes) -> openai.AsyncOpenAI:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from waiting import WAIT_LIMIT_S
 
-from pagemill_protocol.errors import PagemillError, too_many_requests
+from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http import request_middleware
 from pagemill_protocol.openai.schemas import CompletionRequest
 
@@ -36,7 +36,9 @@ def make_app() -> Starlette:
         raise RuntimeError("secret at 0x7f00deadbeef")
 
     async def limited(request: Request) -> Response:
-        raise too_many_requests("Slow down.", retry_after_s=2.4)
+        raise PagemillError(
+            "Slow down.", status=429, type="rate_limit_error", code="rate_limit_exceeded", retry_after_s=2.4
+        )
 
     async def stream(request: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:

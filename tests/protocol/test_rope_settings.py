@@ -13,9 +13,10 @@ import pytest
 
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import UnsupportedModelArchitecture
+from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import RopeSpec
-from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, RopeError, UnsupportedRopeError, YarnScaling
-from pagemill_protocol.rope_settings import read_gguf_scaling, read_rope
+from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, RopeError, YarnScaling
+from pagemill_protocol.rope_settings import read_gguf_scaling
 from pagemill_protocol.sources import UnreadableModelError
 
 LLAMA3 = {
@@ -37,10 +38,16 @@ def without(settings: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != name}
 
 
+def read_rope(config: dict[str, Any]) -> RopeSpec:
+    return ConfigValues(Path("model"), config, "LlamaForCausalLM").rope(2, 256)
+
+
 def refusal(config: dict[str, Any]) -> str:
-    with pytest.raises(RopeError) as refused:
-        read_rope(config, 256)
-    return str(refused.value)
+    with pytest.raises(UnreadableModelError) as refused:
+        read_rope(config)
+    place, _, message = str(refused.value).partition("`model`: ")
+    assert place == "model.source: "
+    return message
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -112,8 +119,8 @@ def test_every_field_of_a_kind_is_checked(settings, message):
 
 @pytest.mark.parametrize("kind", ["mrope", "proportional", "axial", "YaRN", ""])
 def test_an_unsupported_kind_is_refused_with_the_supported_ones(kind):
-    with pytest.raises(UnsupportedRopeError) as refused:
-        read_rope({"rope_scaling": {"type": kind, "factor": 2.0}}, 256)
+    with pytest.raises(UnsupportedModelArchitecture) as refused:
+        read_rope({"rope_scaling": {"type": kind, "factor": 2.0}})
     assert f"rope scaling `{kind}` (supported are default, linear, dynamic, llama3, yarn, longrope)" in str(
         refused.value
     )
@@ -121,38 +128,39 @@ def test_an_unsupported_kind_is_refused_with_the_supported_ones(kind):
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_settings_per_attention_type_are_refused(key):
-    with pytest.raises(UnsupportedRopeError, match=f"per attention type .`{key}.full_attention`"):
-        read_rope({key: BY_ATTENTION_TYPE | {"rope_theta": 1e4}}, 256)
-    with pytest.raises(UnsupportedRopeError, match="per attention type"):
-        read_rope({key: {"sliding_attention": None}}, 256)
+    with pytest.raises(UnsupportedModelArchitecture, match=f"per attention type .`{key}.full_attention`"):
+        read_rope({key: BY_ATTENTION_TYPE | {"rope_theta": 1e4}})
+    with pytest.raises(UnsupportedModelArchitecture, match="per attention type"):
+        read_rope({key: {"sliding_attention": None}})
 
 
 def test_a_partial_rotary_embedding_is_also_found_outside_the_rope_settings():
-    with pytest.raises(UnsupportedRopeError, match="partial rotary embedding"):
-        read_rope({"partial_rotary_factor": 0.5}, 256)
-    assert read_rope({"partial_rotary_factor": 1.0}, 256).scaling is None
+    with pytest.raises(UnsupportedModelArchitecture, match="partial rotary embedding"):
+        read_rope({"partial_rotary_factor": 0.5})
+    assert read_rope({"partial_rotary_factor": 1.0}).scaling is None
 
 
 def test_optional_fields_have_the_defaults_of_transformers():
-    assert read_rope({}, 256) == (10_000.0, None)
-    assert read_rope({"rope_theta": 5e5, "rope_parameters": LINEAR}, 256) == (5e5, LinearScaling(factor=2.0))
-    llama3 = read_rope({"rope_scaling": without(LLAMA3, "original_max_position_embeddings")}, 256).scaling
+    assert read_rope({}) == RopeSpec(theta=10_000.0, rotary_dim=2, scaling=None)
+    linear = read_rope({"rope_theta": 5e5, "rope_parameters": LINEAR})
+    assert (linear.theta, linear.scaling) == (5e5, LinearScaling(factor=2.0))
+    llama3 = read_rope({"rope_scaling": without(LLAMA3, "original_max_position_embeddings")}).scaling
     assert isinstance(llama3, Llama3Scaling)
     assert llama3.original_max_position_embeddings == 256
-    yarn = read_rope({"rope_scaling": {"type": "yarn", "factor": 1.0, "beta_fast": None}}, 256).scaling
+    yarn = read_rope({"rope_scaling": {"type": "yarn", "factor": 1.0, "beta_fast": None}}).scaling
     assert yarn == YarnScaling(factor=1.0, original_max_position_embeddings=256, attention_factor=1.0)
     assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate) == (32.0, 1.0, True)
 
 
 def test_the_old_key_takes_precedence_unless_it_is_empty():
     both = {"rope_scaling": LINEAR, "rope_parameters": YARN}
-    assert read_rope(both, 256).scaling == LinearScaling(factor=2.0)
-    assert isinstance(read_rope(both | {"rope_scaling": {}}, 256).scaling, YarnScaling)
+    assert read_rope(both).scaling == LinearScaling(factor=2.0)
+    assert isinstance(read_rope(both | {"rope_scaling": {}}).scaling, YarnScaling)
 
 
 @pytest.mark.parametrize("settings", [LINEAR, LLAMA3, YARN])
 def test_a_spec_with_scaling_survives_its_encoding(settings):
-    scaling = read_rope({"rope_scaling": settings}, 256).scaling
+    scaling = read_rope({"rope_scaling": settings}).scaling
     assert msgspec.to_builtins(scaling)["rope_type"] == settings["rope_type"]
     spec = RopeSpec(theta=10_000.0, rotary_dim=2, scaling=scaling)
     assert msgspec.json.decode(msgspec.json.encode(spec), type=RopeSpec) == spec

@@ -112,10 +112,6 @@ class EngineCore:
             self._read(step)
         return self._report(step)
 
-    def prefix_snapshot(self) -> list[bytes]:
-        """Return all prefix chunks that are cached now: the sum of all `StepOutputs.prefixes` so far."""
-        return self.scheduler.kv.prefix_cache.snapshot()
-
     def check_integrity(self) -> None:
         """Raise `kv.integrity.IntegrityError` if the state is inconsistent. Too slow for every step."""
         check_integrity(self.scheduler.kv)

@@ -17,8 +17,6 @@ from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 
 SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
 SSE_DONE = b"data: [DONE]\n\n"
-SSE_KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it, and proxies see traffic."""
 
 ToolReason = Literal["tool_calls"]
 StopReason = str | int | None

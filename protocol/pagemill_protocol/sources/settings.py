@@ -71,9 +71,7 @@ def s3_settings() -> S3Settings:
 
     Without either, requests are not signed.
     """
-    endpoint = next(
-        filter(None, map(os.environ.get, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"))), None
-    )
+    endpoint = next(filter(None, map(os.environ.get, _AWS_ENDPOINTS)), None)
     if any(os.environ.get(name) for name in _AWS_SIGNERS):
         return S3Settings({}, True, endpoint)
     path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from examples import num_examples
 from pagemill_engine.models.rope import rope_tables
 from pagemill_kernels.torch_arrays import to_torch
-from pagemill_protocol.rope_scaling import RopeError
-from pagemill_protocol.rope_settings import read_rope
+from pagemill_protocol.model_spec import UnsupportedModelArchitecture
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import RopeSpec
+from pagemill_protocol.source_errors import UnreadableModelError
 
 HEAD_DIM, CONTEXT = 32, 512
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -70,8 +73,12 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
+def read_rope(config: dict[str, Any]) -> RopeSpec:
+    return ConfigValues(Path("model"), config, "LlamaForCausalLM").rope(HEAD_DIM, CONTEXT)
+
+
 def our_tables(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    rope = read_rope(config, CONTEXT)
+    rope = read_rope(config)
     cos, sin = rope_tables(HEAD_DIM, CONTEXT, rope.theta, rope.scaling)
     return to_torch(cos), to_torch(sin)
 
@@ -109,8 +116,8 @@ some_settings = st.fixed_dictionaries(
 @given(some_settings)
 def test_any_settings_give_finite_tables_or_are_refused(scaling: dict[str, Any]) -> None:
     try:
-        rope = read_rope({"rope_scaling": scaling}, CONTEXT)
-    except RopeError:
+        rope = read_rope({"rope_scaling": scaling})
+    except (UnreadableModelError, UnsupportedModelArchitecture):
         return
     if not 0 < rope.theta < math.inf:
         return  # refused together with other values of the header
