@@ -202,7 +202,11 @@ def test_a_public_class_name_means_one_thing() -> None:
 
 
 def test_no_function_is_longer_than_60_lines() -> None:
-    """Counted without signature and docstring. A Triton kernel is one function, however long it is."""
+    """Counted with signature and docstring.
+
+    Triton kernels are excepted: their pointers, strides and compile-time constants are parameters, and a division into
+    functions can change the compiled code.
+    """
     functions = [
         (path, node)
         for path in product_files()
@@ -210,11 +214,8 @@ def test_no_function_is_longer_than_60_lines() -> None:
         for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
-    lengths = {f"{name(path)}:{node.lineno} {node.name}": _num_lines(node) for path, node in functions}
+    lengths = {
+        f"{name(path)}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1 for path, node in functions
+    }
     assert {function: lines for function, lines in lengths.items() if lines > 60} == {}
     assert max(lengths.values()) > 30
-
-
-def _num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0

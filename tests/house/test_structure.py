@@ -1,4 +1,4 @@
-"""The structure of the packages: no import cycles, no imports against the layers, and a current table of sizes.
+"""The structure of the packages: no import cycles, no imports against the layers, no tiny modules, a table of sizes.
 
 The tests are static: `docs/structure.py` reads the sources and imports none of them. Run it to see what differs.
 """
@@ -17,6 +17,43 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 TOLERANCE = 0.1
 """The relative tolerance of the table, which need not change with every line."""
+SMALL_LINES = 60
+REGISTRIES = {
+    "pagemill_engine.scheduler.policies",
+    "pagemill_gateway.routing.policies",
+    "pagemill_protocol.answers.registry",
+    "pagemill_protocol.sources.registry",
+}
+"""Modules that import the implementations of one interface. An implementation is a module of its own, however small."""
+SEAMS = (
+    # The file of a family of models is found by the architecture's name.
+    r"pagemill_protocol\.models\.\w+",
+    # The folder of an operation has a file for each of its implementations, which the registry finds by a path.
+    r"pagemill_kernels\.\w+\.(reference|cpu|native|triton_launch|triton_body)",
+)
+"""Patterns of implementations that are found by their names."""
+ALONE = {
+    "pagemill_engine.loader.load": "imported after the process has set the variables that its libraries read at import",
+    "pagemill_engine.output.pooled": "the second implementation of `output.processor.Processor`, which has 380 lines",
+    "pagemill_engine.settings": "only settings modules read environment variables",
+    "pagemill_kube.config": "only settings modules read environment variables",
+}
+"""Other small modules with one user, each with the reason why it is not part of it."""
+OF_OTHER_PACKAGES = {
+    "pagemill_gateway.brain.load.idle",
+    "pagemill_gateway.limits.keys_watch",
+    "pagemill_gateway.limits.recount",
+    "pagemill_gateway.limits.redis.breaker",
+    "pagemill_gateway.limits.redis.shares",
+    "pagemill_operator.autoscaler.dispersion",
+    "pagemill_simulator.engine_report",
+    "pagemill_simulator.fleet.controller",
+    "pagemill_simulator.scaling.fixed",
+    "pagemill_simulator.scaling.rivals",
+    "pagemill_simulator.workloads.batches",
+    "pagemill_simulator.workloads.generators",
+}
+"""Small modules of gateway, operator and simulator with one user, which are to be part of it."""
 
 
 def load() -> ModuleType:
@@ -55,6 +92,28 @@ def test_a_cycle_of_three_modules_is_detected() -> None:
 def test_an_import_from_a_higher_layer_is_detected() -> None:
     planted = {"pagemill_protocol.a": {"pagemill_engine.b"}, "pagemill_engine.b": set()}
     assert STRUCTURE.upward_imports(planted) == [("pagemill_protocol.a", "pagemill_engine.b")]
+
+
+def test_a_module_under_60_lines_with_one_user_is_merged_into_it(graph: dict[str, set[str]]) -> None:
+    small = {each for each in _small_with_one_user(graph) if not any(re.fullmatch(seam, each) for seam in SEAMS)}
+    assert small - ALONE.keys() - OF_OTHER_PACKAGES == set(), "merge each into its only user"
+    assert ALONE.keys() - small == set(), "remove the exceptions that are no longer small or have several users"
+
+
+def _small_with_one_user(graph: dict[str, set[str]]) -> set[str]:
+    """Return the modules with few lines that one module imports, which is no registry."""
+    users: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        for each in imported:
+            users.setdefault(each, set()).add(module)
+    return {
+        module
+        for module, path in STRUCTURE.all_modules().items()
+        if path.name not in ("__init__.py", "__main__.py")
+        and len(path.read_text().splitlines()) < SMALL_LINES
+        and len(found := users.get(module, set())) == 1
+        and not found & REGISTRIES
+    }
 
 
 def test_the_table_of_the_architecture_page_is_current() -> None:
