@@ -2,8 +2,8 @@
 
 `run` simulates the cells that the results lack, cheap ones first, and adds one line of JSON for each; it may be stopped
 at any time and continues where it stopped. `--changes 0` leaves the clairvoyant out. `--again pagemill` simulates one
-policy again in existing cells, and `--missing` the policies that existing cells lack; the latest line counts. `render` makes the tables for the documentation from all lines,
-and reports which goals are met.
+policy again in existing cells, and `--missing wva` one that existing cells lack; the latest line counts. `render` makes
+the tables for the documentation from all lines, and reports which goals are met.
 """
 
 from __future__ import annotations
