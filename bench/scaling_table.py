@@ -2,8 +2,8 @@
 
 `run` simulates the cells that the results lack, cheap ones first, and adds one line of JSON for each; it may be stopped
 at any time and continues where it stopped. `--changes 0` leaves the clairvoyant out. `--again pagemill` simulates one
-policy again in existing cells; the latest line counts. `render` makes the tables for the documentation from all lines,
-and reports which goals are met.
+policy again in existing cells, and `--missing wva` one that existing cells lack; the latest line counts. `render` makes
+the tables for the documentation from all lines, and reports which goals are met.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def storage_forms(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+def known_capacity(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
     """Return the known capacity of replicas by kind."""
     found: dict[str, dict[int, float]] = {name: {} for name in KINDS}
     for line in lines:
@@ -74,32 +74,39 @@ def storage_forms(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
     return found
 
 
-def to_do(lines: list[dict[str, Any]], again: list[str], args: argparse.Namespace) -> Iterator[Cell]:
-    done = {Cell(line["kind"], line["load"], line["cold_start_s"], line["seed"]) for line in lines}
+def runs(lines: list[dict[str, Any]], args: argparse.Namespace) -> Iterator[tuple[Cell, list[str]]]:
+    """Yield the cells to simulate, each with its policies; no policies: all of them."""
+    done: dict[Cell, set[str]] = {}
+    for line in lines:
+        cell = Cell(line["kind"], line["load"], line["cold_start_s"], line["seed"])
+        done.setdefault(cell, set()).update(line["figures"])
     for cell in cells(tuple(args.seeds)):
-        is_asked = cell.kind in args.kinds and cell.load in args.loads and cell.cold_start_s in args.cold_starts
-        if is_asked and (cell in done) == bool(again):
-            yield cell
+        if cell.kind not in args.kinds or cell.load not in args.loads or cell.cold_start_s not in args.cold_starts:
+            continue
+        if not args.again and not args.missing and cell not in done:
+            yield cell, args.policies
+        elif cell in done and (names := args.again or [each for each in args.missing if each not in done[cell]]):
+            yield cell, names
 
 
 def run(args: argparse.Namespace) -> None:
     """Add a line for each cell as soon as it is simulated; start none after the time is up."""
     until_s = time.monotonic() + 60 * args.minutes
     lines, about = read(args.results), machine()
-    held, open_cells = storage_forms(lines), to_do(lines, args.again, args)
+    held, open_runs = known_capacity(lines), runs(lines, args)
+    changes = -1 if args.again or args.missing else args.changes
     args.results.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(args.processes) as pool, args.results.open("a") as out:
         running: set[Future[dict[str, Any]]] = set()
         while True:
-            while len(running) < args.processes and time.monotonic() < until_s and (cell := next(open_cells, None)):
-                changes = -1 if args.again else args.changes
-                names = args.again or args.policies
+            while len(running) < args.processes and time.monotonic() < until_s and (each := next(open_runs, None)):
+                cell, names = each
                 running.add(pool.submit(simulate, cell, names, changes, held[cell.kind]))
             if not running:
                 return
             ended, running = wait(running, return_when=FIRST_COMPLETED)
-            for each in ended:
-                line = each.result()
+            for future in ended:
+                line = future.result()
                 held[line["kind"]].update(line["held"])
                 out.write(json.dumps({**line, "commit": about["pagemill"], "date": about["date"]}) + "\n")
                 out.flush()
@@ -119,6 +126,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--again", nargs="+", default=[], metavar="POLICY", help="simulate only these policies, in existing cells"
+    )
+    parser.add_argument(
+        "--missing", nargs="+", default=[], metavar="POLICY", help="simulate these policies in the cells that lack them"
     )
     parser.add_argument(
         "--changes", type=int, default=CHANGES, help="number of changes that the clairvoyant tries; 0: no clairvoyant"

@@ -41,6 +41,14 @@ class Histogram(msgspec.Struct, frozen=True, omit_defaults=True):
             return None
         return sum(value_of(index) * count for index, count in self._valid_bins()) / total
 
+    def squared_variation(self) -> float | None:
+        """Return the variance divided by the square of the mean, or None without values."""
+        mean = self.mean()
+        if mean is None:
+            return None
+        squares = sum(value_of(index) ** 2 * count for index, count in self._valid_bins()) / self.total
+        return max(0.0, squares / mean**2 - 1.0)
+
     def _valid_bins(self) -> Iterator[tuple[int, float]]:
         """Iterate over bins with a valid count; a peer may send anything."""
         return ((index, count) for index, count in self.counts.items() if 0 < count < math.inf)

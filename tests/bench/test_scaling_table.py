@@ -44,10 +44,17 @@ def test_finished_cells_are_repeated_only_on_request(tmp_path: Path) -> None:
     results.write_text(json.dumps(line(dict(BOUNDS))) + "\n" + '{"kind": "ra')
     lines = scaling_table.read(results)
     assert len(lines) == 1, "a truncated line must not count as a result"
-    args = argparse.Namespace(seeds=[1], kinds=["ramp"], loads=["light"], cold_starts=[10.0, 60.0])
-    assert [each.cold_start_s for each in scaling_table.to_do(lines, [], args)] == [10.0]
-    assert [each.cold_start_s for each in scaling_table.to_do(lines, ["pagemill"], args)] == [60.0]
-    assert scaling_table.storage_forms(lines)["ramp"] == {1: 2.5}
+
+    def runs(**names: list[str]) -> list[tuple[float, list[str]]]:
+        asked = {"again": [], "missing": [], "policies": ["hpa"], **names}
+        args = argparse.Namespace(seeds=[1], kinds=["ramp"], loads=["light"], cold_starts=[10.0, 60.0], **asked)
+        return [(cell.cold_start_s, found) for cell, found in scaling_table.runs(lines, args)]
+
+    assert runs() == [(10.0, ["hpa"])]
+    assert runs(again=["pagemill"]) == [(60.0, ["pagemill"])]
+    assert runs(missing=["wva", "informed"]) == [(60.0, ["wva"])]
+    assert runs(missing=["informed"]) == []
+    assert scaling_table.known_capacity(lines)["ramp"] == {1: 2.5}
 
 
 @pytest.mark.parametrize(("changes", "bounds"), [(0, {"informed"}), (1, {"informed", "clairvoyant"})])

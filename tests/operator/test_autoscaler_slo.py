@@ -144,11 +144,33 @@ def test_the_smallest_number_that_meets_the_slo_is_chosen_and_candidates_are_rec
     assert scaled.wanted < decision.replicas
 
 
-def test_for_an_unreachable_slo_the_maximum_is_chosen_and_the_best_prediction_named() -> None:
+def test_beyond_the_maximum_the_best_prediction_is_named() -> None:
+    policy = msgspec.structs.replace(SLO, max_replicas=3)
+    decision = Scaled(policy, replicas=1).decide(rate=400.0)
+    assert decision.replicas == 3
+    assert decision.unreachable.startswith("3 replicas do not reach ttft 500 ms and tpot 40 ms: ")
+    assert decision.unreachable.endswith("raise maxReplicas or the SLO")
+
+
+def test_an_slo_that_no_request_meets_orders_no_replicas_beyond_the_load() -> None:
     policy = msgspec.structs.replace(SLO, max_replicas=3, slo=Slo(ttft_ms=1.0, tpot_ms=1.0))
     decision = Scaled(policy, replicas=1).decide(rate=1.0)
-    assert decision.replicas == 3
-    assert "3 replicas do not reach ttft 1 ms and tpot 1 ms: the best is ttft" in decision.unreachable
+    assert decision.replicas == 1
+    assert "a replica that serves a single request does not reach ttft 1 ms and tpot 1 ms" in decision.unreachable
+    assert Scaled(policy, replicas=1).decide(rate=400.0).replicas == 3
+
+
+@settings(max_examples=num_examples(30))
+@given(st.integers(6, 45), st.floats(1.0, 4.0))
+def test_prompts_that_no_number_of_replicas_serves_in_time_order_none(percent_long: int, rate: float) -> None:
+    """The rest of the prompts are planned for as if they were a smaller SLO's."""
+    computed = histogram_of([500.0] * (100 - percent_long) + [12_000.0] * percent_long)
+    mixed = msgspec.structs.replace(LENGTHS, computed=computed)
+    decision = Scaled(SLO, replicas=1).decide(rate=rate, lengths=mixed)
+    share = 100 - percent_long - (100 - percent_long) % 5
+    assert f"for more than {share} % of the requests" in decision.unreachable
+    smaller = msgspec.structs.replace(SLO, slo=msgspec.structs.replace(SLO.slo, share=share / 100))
+    assert decision.demand == Scaled(smaller, replicas=1).decide(rate=rate, lengths=mixed).demand
 
 
 def test_requests_that_will_still_wait_are_served_within_a_cold_start() -> None:
@@ -330,6 +352,14 @@ def test_clustered_prompts_wait_longer_and_more_replicas_shorten_the_wait(
     assert found.ttft_ms >= apart.ttft_ms
     assert found.tpot_ms == apart.tpot_ms
     assert predictor.predict(uneven, replicas + 1).ttft_ms <= found.ttft_ms * 1.0001
+
+
+@settings(max_examples=num_examples(60))
+@given(rates, st.integers(1, 10), st.floats(1, 4000), st.floats(0.0, 1.0))
+def test_prompts_of_equal_length_wait_no_longer(rate: float, replicas: int, prompt: float, variation: float) -> None:
+    predictor, uneven = Predictor(SHAPE, 0.95), OfferedLoad(rate, prompt, prompt, prompt * 1.5, 50)
+    even = msgspec.structs.replace(uneven, computed_variation=variation)
+    assert predictor.predict(even, replicas).ttft_ms <= predictor.predict(uneven, replicas).ttft_ms
 
 
 def test_replicas_for_the_queue_are_worth_what_they_cost() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean, pvariance
 
 import msgspec
 import pytest
@@ -25,6 +26,13 @@ def test_a_quantile_is_accurate_to_half_a_bin(values: list[float], share: float)
 @given(VALUES, VALUES)
 def test_the_sum_of_two_histograms_equals_one_of_all_values(first: list[float], second: list[float]) -> None:
     assert merged([histogram_of(first), histogram_of(second)]) == histogram_of(first + second)
+
+
+@given(VALUES)
+def test_the_variation_is_that_of_the_values_in_their_bins(values: list[float]) -> None:
+    histogram = histogram_of(values)
+    rounded = [value_of(bin_of(value)) for value in values]
+    assert histogram.squared_variation() == pytest.approx(pvariance(rounded) / fmean(rounded) ** 2, rel=1e-6, abs=1e-9)
 
 
 def test_an_empty_histogram_has_no_quantile_and_no_mean() -> None:

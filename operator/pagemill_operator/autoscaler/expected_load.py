@@ -32,6 +32,9 @@ LOWER_BOUND_SPREADS = 1.645
 CAPACITY_SHARE = 0.5
 """The percentile at which the capacity of a replica is predicted."""
 
+MOST_VARIATION = 1.0
+"""The most that the variation of the prompts' lengths counts: a long prompt is computed in chunks, beside others."""
+
 
 class ExpectedLoad(msgspec.Struct, frozen=True):
     """The load at the end of the horizon."""
@@ -133,7 +136,8 @@ def offered_load(signals: Signals, rate: float, share: float) -> OfferedLoad | N
     high = lengths.computed.quantile(share)
     if lengths.truth != "value" or prompt is None or computed is None or output is None or high is None:
         return None
-    return OfferedLoad(rate, prompt, computed, high, output)
+    variation = min(MOST_VARIATION, lengths.computed.squared_variation() or 0.0)
+    return OfferedLoad(rate, prompt, computed, high, output, computed_variation=variation)
 
 
 def predictor_of(shape: Shape | None, share: float) -> Predictor | None:

@@ -43,6 +43,8 @@ class OfferedLoad(msgspec.Struct, frozen=True):
     """Mean length of an answer."""
     dispersion: float = 1.0
     """The dispersion of the arrivals: 1 where they are independent of each other."""
+    computed_variation: float = 1.0
+    """The variance of the computed tokens of prompts, divided by the square of their mean: 0 for equal prompts."""
 
     def times(self, factor: float) -> OfferedLoad:
         """Return the load with `factor` times the requests."""
@@ -242,8 +244,10 @@ class _ReplicaPredictor:
         # Waiting prompts share their steps, so each delays the others only by its part of a full step.
         budget = max(1.0, self._max_step_tokens - decoding)
         service_s = load.computed_tokens / budget * self._step_s(load, decoding, budget)
-        wait_s, high_wait_s = waits_s(rate, service_s, self._share, together)
-        return max(own_s + wait_s, mean_s + high_wait_s)
+        variation = (together + load.computed_variation) / 2
+        wait_s, high_wait_s = waits_s(rate, service_s, self._share, variation)
+        # A few very long prompts can make the mean longer than most prompts.
+        return max(own_s + wait_s, min(own_s, mean_s) + high_wait_s)
 
     def _prefill_s(self, load: OfferedLoad, num_tokens: float, decoding: float) -> float:
         """Return the time of a prompt that is computed in chunks beside decoding requests."""
@@ -253,18 +257,19 @@ class _ReplicaPredictor:
         return whole_s + (self._step_s(load, decoding, rest) if rest else 0.0)
 
 
-def waits_s(rate: float, service_s: float, share: float, together: float = 1.0) -> tuple[float, float]:
+def waits_s(rate: float, service_s: float, share: float, variation: float = 1.0) -> tuple[float, float]:
     """Return the mean wait for one server, and the wait that a `share` of the arrivals do not exceed, in seconds.
 
-    Pollaczek and Khinchine with exponential service, and Allen and Cunneen for the dispersion `together` of the
-    arrivals; the tail of the wait is exponential too. Both are infinite from `MAX_UTILIZATION` on.
+    Allen and Cunneen: `variation` is the mean of the squared variations of the times between arrivals and of the
+    service, which is 1 where both are exponential. The tail of the wait is exponential. Both are infinite from
+    `MAX_UTILIZATION` on.
     """
     busy = rate * service_s
     if busy >= MAX_UTILIZATION:
         return math.inf, math.inf
     if busy <= 0:
         return 0.0, 0.0
-    wait_s = busy / (1 - busy) * service_s * (1 + together) / 2
+    wait_s = busy / (1 - busy) * service_s * variation
     return wait_s, wait_s / busy * max(0.0, math.log(busy / (1 - share)))
 
 

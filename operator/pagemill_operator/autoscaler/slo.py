@@ -14,9 +14,9 @@ import msgspec
 from pagemill_operator.autoscaler.decision import Goal, ReplicaCandidate, replicas_of
 from pagemill_operator.autoscaler.expected_load import ExpectedLoad, offered_load, predictor_of
 from pagemill_operator.autoscaler.memory import Memory
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, Predictor
+from pagemill_operator.autoscaler.prediction import LEAST_RATE, OfferedLoad, Prediction, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
-from pagemill_operator.autoscaler.signals import Signals
+from pagemill_operator.autoscaler.signals import Shape, Signals
 from pagemill_operator.autoscaler.targets import AMPLE, MARGIN
 
 SHORTAGE = 0.02
@@ -26,6 +26,8 @@ STEADY_MISSES = 0.4
 suffice; changes of the load use the rest."""
 MISS_COST = 10.0
 """The cost of a request that misses the SLO, as a multiple of the cost of serving one on fully used replicas."""
+LOWER_SHARES = tuple(each / 100 for each in range(95, 45, -5))
+"""Shares of the requests for which an SLO is planned that fewer than its own share can meet."""
 LONGEST_DRAIN_S = 3600.0
 
 
@@ -39,7 +41,35 @@ class SloTarget(msgspec.Struct, frozen=True):
 def slo_target(
     settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memory, expected: ExpectedLoad
 ) -> SloTarget:
-    """Return the goal of the SLO, and every number of replicas that was weighed."""
+    """Return the goal of the SLO, and every number of replicas that was weighed.
+
+    Where no number of replicas meets the SLO, because too many requests alone take longer, the goal is that of the
+    requests that can meet it.
+    """
+    found = _target(settings, slo, signals, memory, expected)
+    if not found.goal.unreachable:
+        return found
+    attainable = _attainable(signals, memory.shape, slo)
+    if attainable == slo:
+        return found
+    reached = _target(settings, attainable, signals, memory, expected)
+    unreachable = reached.goal.unreachable or _too_slow(slo, attainable)
+    return SloTarget(msgspec.structs.replace(reached.goal, unreachable=unreachable), reached.candidates)
+
+
+def _attainable(signals: Signals, shape: Shape | None, slo: Slo) -> Slo:
+    """Return the SLO for the largest share of the requests that a replica without other requests serves in time.
+
+    Where that is less than half of them, the SLO without limits, which is met by replicas that serve the load at all.
+    """
+    for share in (slo.share, *(each for each in LOWER_SHARES if each < slo.share)):
+        load, predictor = offered_load(signals, LEAST_RATE, share), predictor_of(shape, share)
+        if load is not None and predictor is not None and meets(predictor.predict(load, 1), slo):
+            return msgspec.structs.replace(slo, share=share)
+    return Slo(share=LOWER_SHARES[-1])
+
+
+def _target(settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memory, expected: ExpectedLoad) -> SloTarget:
     if signals.arrivals.truth != "value":
         return SloTarget(Goal("slo", missing=f"the arrivals are {signals.arrivals.truth}"))
     rate = expected.requests_per_s
@@ -180,6 +210,15 @@ def _number(value: float) -> str:
 def _slo_text(slo: Slo) -> str:
     named = [f"ttft {slo.ttft_ms:.0f} ms" if slo.ttft_ms else "", f"tpot {slo.tpot_ms:.0f} ms" if slo.tpot_ms else ""]
     return " and ".join(filter(None, named))
+
+
+def _too_slow(slo: Slo, attainable: Slo) -> str:
+    if attainable.ttft_ms is None and attainable.tpot_ms is None:
+        return f"a replica that serves a single request does not reach {_slo_text(slo)}; raise the SLO"
+    return (
+        f"no number of replicas reaches {_slo_text(slo)} for more than {100 * attainable.share:.0f} % of the requests, "
+        "as the others take longer alone; raise the SLO"
+    )
 
 
 def _unreachable(settings: ScalingSettings, slo: Slo, best: ReplicaCandidate) -> str:
