@@ -22,7 +22,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.garbage_collection import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
 from pagemill_operator.autoscaler.signals import GatewayReport, merge
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.load import DeploymentLoad, EngineWork
+from pagemill_protocol.load import DeploymentLoad, EngineReport
 from pagemill_protocol.state import StateFrame
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.batch_lines import BatchLines
@@ -180,8 +180,8 @@ class _Fleet:
     def gone(self, pod: Pod) -> None:
         self._end(pod, "declined")
 
-    def held(self) -> Mapping[str, EngineWork]:
-        return {each.id: each for each in self._load().held}
+    def held(self) -> Mapping[str, EngineReport]:
+        return {each.id: each for each in self._load().replicas}
 
     def num_in_system(self) -> int:
         return self._num_arrived - self._num_ended
@@ -295,8 +295,7 @@ class _Fleet:
         pod_run = self._pod_runs.get(pod.name)
         if pod_run is None:
             return PodSnapshot(pod.name, is_ready=False)
-        load = pod_run.engine.load
-        return PodSnapshot(pod.name, True, load.num_requests_running, load.num_requests_waiting, load.kv_cache_usage)
+        return PodSnapshot(pod.name, True, pod_run.engine.load)
 
     def _is_live(self, name: str) -> bool:
         pod = self._platform.pods.get(name)
