@@ -95,11 +95,6 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Requests that run or wait."""
         return self.num_requests_running + self.num_requests_waiting
 
-    @property
-    def num_blocks_available(self) -> int:
-        """Blocks that are free or evictable."""
-        return self.num_blocks_free + self.num_blocks_evictable
-
 
 COUNTS = tuple(name for name in EngineLoad.__struct_fields__ if name.startswith("num_"))
 """The fields of `EngineLoad` that add up over engines; the others are times of one engine."""

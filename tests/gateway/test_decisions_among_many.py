@@ -71,7 +71,7 @@ def cost(
     answer_ms = request.num_output_tokens * snapshot.decode_ms
     if 0 < report.max_num_seqs <= num_before:
         wait_ms = (num_before + 1 - report.max_num_seqs) * answer_ms / report.max_num_seqs
-    missing = (num_uncached + num_ahead) // report.block_size + 1 - load.num_blocks_available
+    missing = (num_uncached + num_ahead) // report.block_size + 1 - load.num_blocks_free
     if num_before and load.num_blocks_active and missing > 0:
         wait_ms = max(wait_ms, missing * answer_ms / load.num_blocks_active)
     token_ms = max(0.0, snapshot.full_ms - snapshot.decode_ms) / budget

@@ -67,7 +67,7 @@ def cost_basis_of(
 ) -> CostBasis:
     """Return the basis. `snapshot` is the pod's own, or with another pod's model if it has reported none."""
     load, budget = report.load, snapshot.budget
-    num_running, num_blocks_available = load.num_requests_running, load.num_blocks_available
+    num_running, num_blocks_available = load.num_requests_running, load.num_blocks_free + load.num_blocks_evictable
     num_ahead = load.num_tokens_waiting + num_unreported_tokens
     num_before = num_running + load.num_requests_waiting + num_unreported
     num_keeping = num_before - load.num_low_priority_requests

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_operator.autoscaler.decision import Goal, ReplicaCandidate, replicas_of
-from pagemill_operator.autoscaler.expected_load import ExpectedLoad, offered_load, predictor_of
+from pagemill_operator.autoscaler.expected_load import ExpectedLoad, offered_load
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
@@ -34,12 +34,13 @@ class SloTarget(msgspec.Struct, frozen=True):
 
     goal: Goal = Goal("slo")
     candidates: tuple[ReplicaCandidate, ...] = ()
+    """First those that were weighed at the stricter percentile, then those that limit their number."""
 
 
 def slo_target(
     settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memory, expected: ExpectedLoad
 ) -> SloTarget:
-    """Return the goal of the SLO, and every number of replicas that was weighed."""
+    """Return the goal of the SLO, and every number of replicas that was weighed for `Goal.needed`."""
     if signals.arrivals.truth != "value":
         return SloTarget(Goal("slo", missing=f"the arrivals are {signals.arrivals.truth}"))
     rate = expected.requests_per_s
@@ -50,18 +51,19 @@ def slo_target(
         number = "no answer has" if load is None else "too few answers have"
         return SloTarget(Goal("slo", missing=f"{number} ended yet, so lengths are not known"))
     load = msgspec.structs.replace(load, dispersion=memory.dispersion(signals.arrivals))
-    strict_share = 1.0 - STEADY_MISSES * (1.0 - slo.share)
-    predictor, strict = (predictor_of(memory.shape, each) for each in (slo.share, strict_share))
-    if predictor is None or strict is None:
+    if expected.predictor is None:
         return SloTarget(Goal("slo", missing="the engines have reported no step times yet"))
+    strict_share = 1.0 - STEADY_MISSES * (1.0 - slo.share)
+    predictor, strict = expected.predictor.at(slo.share), expected.predictor.at(strict_share)
     weighed: dict[int, ReplicaCandidate] = {}
+    limiting: dict[int, ReplicaCandidate] = {}
 
     most, wanted = settings.max_replicas, signals.fleet.wanted
     bound = msgspec.structs.replace(load, requests_per_s=expected.arrivals_lower_bound_per_s)
     # Some requests are too long for the stricter share with any number of replicas.
-    highest = fewest(predictor, bound.times(MARGIN), slo, most, {})
+    highest = fewest(predictor, bound.times(MARGIN), slo, most, limiting)
     needed = min(highest, fewest(strict, bound, slo, most, weighed))
-    seen = tuple(weighed[number] for number in sorted(weighed))
+    seen = tuple(each[number] for each in (weighed, limiting) for number in sorted(each))
     offered = f"{bound.requests_per_s:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
     if needed > most and not (best := weigh(predictor, bound, slo, most)).meets:
         unreachable = _unreachable(settings, slo, best)
@@ -73,20 +75,28 @@ def slo_target(
     enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
     reason = f"{offered} need {replicas_of(needed)}"
     if needed > wanted > 0:
-        short = bound.requests_per_s - predictor.highest_rate(
-            load, wanted, lambda found: meets(found, slo), SHORTAGE / 10
-        )
-        missed = f"{_number(60 * short)} requests/min would miss {_slo_text(slo)} from {expected.horizon_s:.0f} s on"
-        if short <= SHORTAGE * bound.requests_per_s:
-            needed, reason = (
-                wanted,
-                f"{offered}: with {wanted}, no more than {missed}, too few to measure",
-            )
+        shortage = _shortage(predictor, load, slo, expected, wanted)
+        if shortage.is_slight:
+            needed, reason = wanted, f"{offered}: with {wanted}, no more than {shortage.text}, too few to measure"
         else:
-            reason += f"; with {wanted}, {missed}"
+            reason += f"; with {wanted}, {shortage.text}"
     if queue.replicas:
         needed, reason = needed + queue.replicas, f"{reason}; {queue.reason}"
     return SloTarget(Goal("slo", needed, max(needed, enough), reason, ample=ample), seen)
+
+
+class _Shortage(NamedTuple):
+    """The arrivals that would miss the SLO with the present replicas."""
+
+    is_slight: bool
+    text: str
+
+
+def _shortage(predictor: Predictor, load: OfferedLoad, slo: Slo, expected: ExpectedLoad, replicas: int) -> _Shortage:
+    arriving = expected.arrivals_lower_bound_per_s
+    short = arriving - predictor.highest_rate(load, replicas, lambda found: meets(found, slo), SHORTAGE / 10)
+    text = f"{_number(60 * short)} requests/min would miss {_slo_text(slo)} from {expected.horizon_s:.0f} s on"
+    return _Shortage(short <= SHORTAGE * arriving, text)
 
 
 class _ForQueue(NamedTuple):
@@ -161,6 +171,8 @@ def weigh(predictor: Predictor, load: OfferedLoad, slo: Slo, replicas: int) -> R
         round(tpot_ms, 2) if math.isfinite(tpot_ms) else None,
         meets(prediction, slo),
         prediction.limit,
+        predictor.share,
+        round(load.requests_per_s, 3),
     )
 
 

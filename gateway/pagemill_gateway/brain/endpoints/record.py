@@ -178,14 +178,14 @@ def num_blocks_left(load: EngineLoad, reserved: Reservations, block_size: int) -
     growing = _num_tokens_to_come(load, reserved) + load.num_tokens_waiting
     # A sequence's last block is rarely full, so each sequence may need one block more than its tokens.
     num_growing_blocks = -(-growing // block_size) + reserved.num_reported_sequences
-    return load.num_blocks_available - reserved.num_unreported_blocks - num_growing_blocks
+    return load.num_blocks_free + load.num_blocks_evictable - reserved.num_unreported_blocks - num_growing_blocks
 
 
 def _num_tokens_to_come(load: EngineLoad, reserved: Reservations) -> int:
     """Return the expected tokens of our reported requests that the report shows neither computed nor waiting."""
     if not reserved.num_reported_sequences:
         return 0
-    num_rows = max(1, load.num_requests)
+    num_rows = max(1, load.num_requests_running + load.num_requests_waiting)
     share = min(1.0, reserved.num_reported_sequences / num_rows)
     num_there = int(share * (load.num_tokens_running + load.num_tokens_waiting))
     return max(0, reserved.num_reported_prompt_tokens + reserved.num_reported_output_tokens - num_there)

@@ -69,7 +69,8 @@ class EndpointReports:
         self._received_at = now
         self.fresh_until = -math.inf if frame.frozen_s else now + self._stale_after_s
         self.latest = frame
-        self._external.append(max(0, frame.load.num_requests - in_flight))
+        reported = frame.load.num_requests_running + frame.load.num_requests_waiting
+        self._external.append(max(0, reported - in_flight))
         self.external = min(self._external)
         self._external_low_priority.append(max(0, frame.load.num_low_priority_requests - num_low_priority))
 
