@@ -1,7 +1,7 @@
 """The simulated cluster: creates pods for orders, starts them, chooses which to remove, and lets them crash.
 
 It stands for Kubernetes and the operator's writes to it, and knows nothing of requests: it uses `Engines` for what runs
-in the pods. `controller` gives the orders; the fleet has the engines.
+in the pods. `fleet` gives the orders and has the engines.
 """
 
 from __future__ import annotations
