@@ -17,7 +17,7 @@ from pagemill_gateway.routing.policies import PolicyName
 from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.cluster import RoutingReport, simulate_routing
 from pagemill_simulator.conversations import TRAFFIC, among_adapters, at_rate
-from pagemill_simulator.engine_report import Percentiles
+from pagemill_simulator.engine import Percentiles
 
 NUM_PODS = 4
 

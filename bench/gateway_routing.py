@@ -31,7 +31,7 @@ from routers.stage import FOLDER
 
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_simulator.conversations import TRAFFIC
-from pagemill_simulator.engine_report import Percentiles
+from pagemill_simulator.engine import Percentiles
 
 RIVALS = ("vllm-router", "smg")
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)

@@ -21,7 +21,7 @@ from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 from pagemill_simulator.cluster import RoutingReport, simulate_routing
 from pagemill_simulator.conversations import TRAFFIC, at_rate
-from pagemill_simulator.engine_report import Percentiles
+from pagemill_simulator.engine import Percentiles
 
 STEP_TIME = StepTimeParams(
     knots_tokens=[1, 64, 512, 2048], knot_ms=[6.0, 8.0, 22.0, 80.0], decode_context_ms=1e-5, chunk_context_ms=1e-7

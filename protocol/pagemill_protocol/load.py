@@ -2,7 +2,7 @@
 
 Each `LoadFrame` is the complete state of one gateway. Frames are sent on change, at once when a request begins to wait,
 and every few seconds otherwise, as length-prefixed msgpack (`pagemill_protocol.frames`). Every gateway receives the
-reports of every engine, so `engines`, `pods`, `held` and `starts` of several gateways describe the same engines;
+reports of every engine, so `engines`, `pods`, `replicas` and `starts` of several gateways describe the same engines;
 `queue`, `arrivals`, `latencies` and `lengths` are each gateway's own and add up.
 
 Missing is not zero: each group of numbers is a `value`, `unknown` (never reported) or `stale` (reported before, silent
@@ -16,36 +16,30 @@ from typing import Literal
 import msgspec
 
 from pagemill_protocol.histogram import Histogram
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.state import EngineLoad, StepTimeParams
 from pagemill_protocol.versions import FIRST_VERSION
 
 ReportStatus = Literal["value", "unknown", "stale"]
 
 
-class EnginesLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sums over the engines that report; source: their state streams."""
+class EnginesLoad(EngineLoad, frozen=True, kw_only=True, omit_defaults=True):
+    """The load of all engines that report: the sums of their counts, and their smallest limits; source: their state
+    streams. Times of single steps are 0."""
 
     truth: ReportStatus = "unknown"
     age_s: float = 0.0
     """Age of the oldest report in the sums."""
     num_reporting: int = 0
     """Engines in these sums."""
-    num_blocks_total: int = 0
-    num_blocks_active: int = 0
-    """Blocks of running requests; blocks that are only cached are not counted."""
-    num_requests_running: int = 0
-    num_requests_waiting: int = 0
-    num_tokens_running: int = 0
-    num_tokens_waiting: int = 0
-    """Prompt tokens that engines have yet to compute."""
     block_size: int = 0
+    """The smallest value of any engine; 0: not reported."""
     max_num_seqs: int = 0
     """The smallest value of any engine; 0: not reported."""
     max_step_tokens: int = 0
     """The smallest value of any engine; 0: not reported."""
     step_time: StepTimeParams = StepTimeParams()
     """Step-time model of the engine that has observed most steps."""
-    step_time_ratios: list[float] = []
+    step_time_ratios: tuple[float, ...] = ()
     """Step times of the engines that know theirs, as multiples of those of `step_time`, in rising order."""
 
 
@@ -73,18 +67,47 @@ class QueueLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The wake event: requests wait, and no engine is running or starting."""
 
 
-class EngineWork(msgspec.Struct, frozen=True, array_like=True):
-    """The requests that would have to finish or migrate if one engine were removed; source: its state stream."""
+class EngineReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The load of one engine as its state stream reported it, and its requests from the gateway that passes it on."""
 
     id: str
     """Id of the endpoint: in a cluster the uid of its pod."""
+    load: EngineLoad = EngineLoad()
+    num_in_flight: int = 0
+    """Requests of this gateway at the engine; `load` may not count those sent a moment ago."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests running and waiting at the engine, including those sent a moment ago."""
+        return max(self.load.num_requests, self.num_in_flight)
+
+
+class EngineWork(msgspec.Struct, frozen=True, array_like=True):
+    """An `EngineReport` as peers of the previous release send and read it; the next release removes it."""
+
+    id: str
     num_blocks_active: int = 0
     num_requests: int = 0
-    """Requests running and waiting at the engine, including those sent a moment ago."""
     num_requests_waiting: int = 0
-    """The part of `num_requests` that waits in the engine's own queue."""
     num_blocks_total: int = 0
-    """0: not reported."""
+
+    @property
+    def report(self) -> EngineReport:
+        load = EngineLoad(
+            num_blocks_total=self.num_blocks_total,
+            num_blocks_active=self.num_blocks_active,
+            num_requests_running=max(0, self.num_requests - self.num_requests_waiting),
+            num_requests_waiting=self.num_requests_waiting,
+        )
+        return EngineReport(self.id, load)
+
+
+def work_of(report: EngineReport) -> EngineWork:
+    """Return the report in the form of the previous release."""
+    load = report.load
+    return EngineWork(
+        report.id, load.num_blocks_active, report.num_requests, load.num_requests_waiting, load.num_blocks_total
+    )
 
 
 class EngineStart(msgspec.Struct, frozen=True, array_like=True):
@@ -139,7 +162,7 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     engines: EnginesLoad = EnginesLoad()
     pods: PodCounts = PodCounts()
     held: list[EngineWork] = []
-    """One entry per reporting engine; the engine with the least is removed first."""
+    """`replicas` in the form of the previous release."""
     starts: list[EngineStart] = []
     """Starts of the engines that report them."""
     asleep: list[str] = []
@@ -148,10 +171,17 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     arrivals: Arrivals = Arrivals()
     latencies: Latencies = Latencies()
     lengths: Lengths = Lengths()
+    replicas: list[EngineReport] = []
+    """One entry per reporting engine; the engine with the least load is removed first."""
 
     @property
     def key(self) -> str:
         return f"{self.namespace}/{self.name}"
+
+    @property
+    def engine_reports(self) -> list[EngineReport]:
+        """`replicas`, whichever release the gateway is of."""
+        return self.replicas or [each.report for each in self.held]
 
 
 class LoadFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

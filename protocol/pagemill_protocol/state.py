@@ -8,6 +8,8 @@ msgpack (`pagemill_protocol.frames`), at most 20 a second, and at once when othe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from pagemill_protocol.versions import FIRST_VERSION
@@ -48,7 +50,10 @@ class Digests(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The engine's load at one instant, made by the scheduler and read by gateway and autoscaler."""
+    """The load of one engine at one instant, or of several together (`total_counts`).
+
+    The scheduler computes it; gateway, operator and simulator pass it on and have no other type for these numbers.
+    """
 
     num_blocks_total: int = 0
     num_blocks_free: int = 0
@@ -84,6 +89,20 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def kv_cache_usage(self) -> float:
         return self.num_blocks_active / self.num_blocks_total if self.num_blocks_total else 0.0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        return self.num_requests_running + self.num_requests_waiting
+
+
+COUNTS = tuple(name for name in EngineLoad.__struct_fields__ if name.startswith("num_"))
+"""The fields of `EngineLoad` that add up over engines; the others are times of one engine."""
+
+
+def total_counts(loads: Sequence[EngineLoad]) -> dict[str, int]:
+    """Return the sum of each of `COUNTS` by field name."""
+    return {name: sum(getattr(load, name) for load in loads) for name in COUNTS}
 
 
 class AdapterSlots(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -83,10 +83,11 @@ def test_costs_are_shown_with_the_slo(tmp_path: Path, price: float | None) -> No
     path.write_bytes(encode_record(record) + b"\n")
     shown, after = why("d", "--file", path).stdout, record.decision.replicas
     assert f"{after} replicas: {3600 * after:,} pod-seconds/h" in shown
-    head, *rows = shown[shown.index("REPLICAS  TTFT") :].splitlines()
+    head, *rows = shown[shown.index("REPLICAS  REQUESTS/S") :].splitlines()
     assert ("COST/H" in head.split()) == (price is not None)
     for row, candidate in zip(rows, record.decision.candidates, strict=True):
         assert f"{3600 * candidate.replicas:,}" in row.split()
+        assert row.split()[1:3] == [f"{candidate.requests_per_s:.2f}", f"P{100 * candidate.share:.4g}"]
         assert (f"{2.5 * candidate.replicas:.2f}" in row.split()) == (price is not None)
     (costs,) = json.loads(why("d", "--file", path, "-o", "json").stdout)["costs"]
     assert costs["after"] == {"pod_seconds": 3600 * after, "money": None if price is None else price * after}

@@ -54,9 +54,10 @@ def cost(
     request: RequestView, candidate: Candidate, report: PodReport, snapshot: StepTimeSnapshot
 ) -> tuple[float, ...]:
     """Return step, wait, prefill, harm and first token of one candidate, computed term by term."""
-    num_running, budget = report.num_running, snapshot.budget
+    load, budget = report.load, snapshot.budget
+    num_running = load.num_requests_running
     num_uncached = max(1, request.num_prompt_tokens - candidate.num_cached_tokens)
-    num_ahead = report.num_tokens_waiting + candidate.num_unreported_tokens
+    num_ahead = load.num_tokens_waiting + candidate.num_unreported_tokens
     num_full, num_rest = divmod(num_ahead + num_uncached, budget)
     if not num_rest:
         num_full, num_rest = num_full - 1, budget
@@ -66,13 +67,13 @@ def cost(
     if num_running or num_ahead:
         step_ms = snapshot.full_ms if num_ahead >= budget else snapshot.step_ms(num_ahead)
     wait_ms = 0.0
-    num_before = num_running + report.num_waiting + candidate.num_unreported
+    num_before = num_running + load.num_requests_waiting + candidate.num_unreported
     answer_ms = request.num_output_tokens * snapshot.decode_ms
     if 0 < report.max_num_seqs <= num_before:
         wait_ms = (num_before + 1 - report.max_num_seqs) * answer_ms / report.max_num_seqs
-    missing = (num_uncached + num_ahead) // report.block_size + 1 - report.num_blocks_available
-    if num_before and report.num_blocks_active and missing > 0:
-        wait_ms = max(wait_ms, missing * answer_ms / report.num_blocks_active)
+    missing = (num_uncached + num_ahead) // report.block_size + 1 - load.num_blocks_free
+    if num_before and load.num_blocks_active and missing > 0:
+        wait_ms = max(wait_ms, missing * answer_ms / load.num_blocks_active)
     token_ms = max(0.0, snapshot.full_ms - snapshot.decode_ms) / budget
     harm_ms = HARM_SHARE * num_running * token_ms * (num_uncached + request.num_output_tokens)
     return step_ms, wait_ms, prefill_ms, harm_ms, step_ms + wait_ms + prefill_ms
@@ -101,19 +102,16 @@ def one_by_one(request: RequestView, candidates: list[Candidate]) -> tuple[Candi
 def candidates(draw: st.DrawFn) -> Candidate:
     num_running, num_tokens_running = draw(st.integers(0, 60)), draw(st.integers(0, 20000))
     snapshot = take_snapshot(draw(st.sampled_from(MODELS)), 512, num_running, num_tokens_running)
-    report = PodReport(
-        block_size=16,
-        max_step_tokens=512,
-        max_num_seqs=draw(st.sampled_from([0, 8, 64])),
-        num_running=num_running,
-        num_waiting=draw(st.integers(0, 3)),
+    load = EngineLoad(
+        num_requests_running=num_running,
+        num_requests_waiting=draw(st.integers(0, 3)),
         num_tokens_running=num_tokens_running,
         num_tokens_waiting=draw(st.sampled_from([0, 0, 0, 312, 412, 3000])),
         num_blocks_total=1000,
-        num_blocks_available=draw(st.sampled_from([0, 7, 1000])),
+        num_blocks_free=draw(st.sampled_from([0, 7, 1000])),
         num_blocks_active=draw(st.integers(0, 1000)),
-        step_time=snapshot,
     )
+    report = PodReport(load, 16, 512, draw(st.sampled_from([0, 8, 64])), snapshot)
     num_unreported, num_tokens = draw(st.sampled_from([(0, 0), (1, 1), (2, 200), (9, 4000)]))
     kept = draw(st.booleans())
     return Candidate(

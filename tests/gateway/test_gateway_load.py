@@ -17,7 +17,7 @@ from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
-from pagemill_protocol.load import DeploymentLoad, EngineStart, EngineWork
+from pagemill_protocol.load import DeploymentLoad, EngineReport, EngineStart, EngineWork
 from pagemill_protocol.sampling import LOW_PRIORITY
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 
@@ -64,7 +64,7 @@ def test_step_times_of_engines_are_compared_with_the_one_that_has_observed_most(
         record.pod_report = read_report(frame, None, None)
     engines = measured(registry, now=102.0).engines
     assert engines.step_time.knot_ms == [10.0, 90.0]
-    assert engines.step_time_ratios == pytest.approx([0.5, 1.0, 1.6])
+    assert engines.step_time_ratios == pytest.approx((0.5, 1.0, 1.6))
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,14 @@ def test_silent_engines_that_are_draining_make_the_load_not_unknown() -> None:
 
 def test_the_load_of_each_engine_is_reported_by_its_id() -> None:
     one = EngineLoad(num_blocks_total=9, num_blocks_active=5, num_requests_running=2, num_requests_waiting=1)
-    registry = registry_with(one, EngineLoad(num_blocks_active=1), None)
+    two = EngineLoad(num_blocks_active=1)
+    registry = registry_with(one, two, None)
     registry.endpoints["1"].in_flight = 4
-    held = [EngineWork("0", 5, 3, 1, 9), EngineWork("1", 1, 4)]
-    assert measured(registry, 102.0).held == held, "recent requests count, and engines without reports do not"
-    assert measured(registry, 103.5).held == held[1:]
+    load = measured(registry, 102.0)
+    assert load.replicas == [EngineReport("0", one), EngineReport("1", two, 4)], "engines without reports do not count"
+    assert [each.num_requests for each in load.replicas] == [3, 4], "requests that were just sent count"
+    assert load.held == [EngineWork("0", 5, 3, 1, 9), EngineWork("1", 1, 4)], "operators of the release before read it"
+    assert measured(registry, 103.5).replicas == load.replicas[1:]
 
 
 def test_start_times_of_each_engine_are_reported_by_its_id() -> None:

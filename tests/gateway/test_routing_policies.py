@@ -18,7 +18,7 @@ from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.round_robin import RoundRobin
 from pagemill_gateway.routing.step_time_snapshot import take_snapshot
 from pagemill_gateway.routing.weighted322 import Weighted322, queue_scores
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.state import EngineLoad, StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
 PLAIN = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 101], knot_ms=[10.0, 110.0]))
@@ -31,24 +31,10 @@ def pod(name: str = "a", *, in_flight: int = 0, last_chosen: int = 0, cached: in
         for key in ("num_unreported", "num_unreported_tokens", "session", "adapter_ms")
         if key in fields
     }
-    model = fields.pop("model", PLAIN)
-    snapshot = take_snapshot(model, 100, fields.get("num_running", 0), 0) if model is not None else None
-    report = PodReport(
-        **{
-            "block_size": 16,
-            "max_step_tokens": 100,
-            "max_num_seqs": 0,
-            "num_running": 0,
-            "num_waiting": 0,
-            "num_tokens_running": 0,
-            "num_tokens_waiting": 0,
-            "num_blocks_total": 100,
-            "num_blocks_available": 100,
-            "num_blocks_active": 0,
-            "step_time": snapshot,
-            **fields,
-        }
-    )
+    model, max_num_seqs = fields.pop("model", PLAIN), fields.pop("max_num_seqs", 0)
+    load = EngineLoad(**{"num_blocks_total": 100, "num_blocks_free": 100, **fields})
+    snapshot = take_snapshot(model, 100, load.num_requests_running, 0) if model is not None else None
+    report = PodReport(load, 16, 100, max_num_seqs, snapshot)
     return Candidate(name, in_flight, 0, last_chosen, report, True, cached, **own)
 
 
@@ -64,7 +50,7 @@ def test_an_idle_pod_costs_the_steps_of_the_prompt_without_its_cached_tokens() -
 
 def test_waiting_tokens_are_computed_first_whether_reported_or_not() -> None:
     request = RequestView(50)
-    reported = terms(CostPolicy().choose(request, [pod(num_waiting=1, num_tokens_waiting=150)]))
+    reported = terms(CostPolicy().choose(request, [pod(num_requests_waiting=1, num_tokens_waiting=150)]))
     unreported = terms(CostPolicy().choose(request, [pod(num_unreported=1, num_unreported_tokens=150)]))
     assert reported == unreported
     assert reported["prefill_ms"] == pytest.approx(2 * 109)
@@ -72,7 +58,9 @@ def test_waiting_tokens_are_computed_first_whether_reported_or_not() -> None:
 
 
 def test_running_requests_use_a_share_of_the_budget_and_are_delayed() -> None:
-    row = terms(CostPolicy().choose(RequestView(90, num_output_tokens=0.0), [pod(num_running=10, in_flight=10)]))
+    row = terms(
+        CostPolicy().choose(RequestView(90, num_output_tokens=0.0), [pod(num_requests_running=10, in_flight=10)])
+    )
     assert row["step_ms"] == pytest.approx(19)
     assert row["prefill_ms"] == pytest.approx(109)
     assert row["harm_ms"] == pytest.approx(0.1 * 10 * (109 - 20) / 90 * 90)
@@ -80,9 +68,9 @@ def test_running_requests_use_a_share_of_the_budget_and_are_delayed() -> None:
 
 def test_without_slots_or_blocks_a_request_waits_for_others_to_end() -> None:
     request = RequestView(32, num_output_tokens=10.0)
-    full = pod(num_running=4, max_num_seqs=4)
+    full = pod(num_requests_running=4, max_num_seqs=4)
     assert terms(CostPolicy().choose(request, [full]))["wait_ms"] == pytest.approx(1 * 10 * 14 / 4)
-    packed = pod(num_running=4, num_blocks_active=100, num_blocks_available=1)
+    packed = pod(num_requests_running=4, num_blocks_active=100, num_blocks_free=1)
     assert terms(CostPolicy().choose(request, [packed]))["wait_ms"] == pytest.approx(2 * 10 * 14 / 100)
 
 
@@ -98,13 +86,13 @@ def test_a_popular_prefix_spreads_when_waiting_costs_more_than_computing_it() ->
 
 def test_a_faster_pod_is_chosen_despite_a_longer_queue() -> None:
     slow = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 101], knot_ms=[100.0, 1100.0]))
-    candidates = [pod("slow", model=slow), pod("fast", num_waiting=2, num_tokens_waiting=300)]
+    candidates = [pod("slow", model=slow), pod("fast", num_requests_waiting=2, num_tokens_waiting=300)]
     assert CostPolicy().choose(RequestView(100), candidates).chosen.endpoint_id == "fast"
 
 
 def test_a_resident_adapter_is_worth_a_queue_up_to_the_time_of_a_load() -> None:
     """50 tokens take 59 ms; 100 tokens before them add 218 ms (a running step of 109 ms, and the same again)."""
-    request, queue = RequestView(50, is_for_adapter=True), {"num_waiting": 1, "num_tokens_waiting": 100}
+    request, queue = RequestView(50, is_for_adapter=True), {"num_requests_waiting": 1, "num_tokens_waiting": 100}
     for load_ms, chosen in ((200.0, "loads"), (250.0, "has it")):
         decision = CostPolicy().choose(request, [pod("has it", **queue), pod("loads", adapter_ms=load_ms)])
         assert decision.chosen.endpoint_id == chosen
@@ -130,8 +118,8 @@ def test_a_session_stays_until_it_loses_more_than_the_limit(lost_ms: int) -> Non
 def test_a_sessions_limit_does_not_depend_on_the_length_of_the_queues(
     num_ahead: int, num_more: int, in_flight: int
 ) -> None:
-    here = pod("here", session=True, num_waiting=1, num_tokens_waiting=num_ahead + num_more)
-    elsewhere = pod("elsewhere", num_waiting=1, num_tokens_waiting=num_ahead, in_flight=in_flight)
+    here = pod("here", session=True, num_requests_waiting=1, num_tokens_waiting=num_ahead + num_more)
+    elsewhere = pod("elsewhere", num_requests_waiting=1, num_tokens_waiting=num_ahead, in_flight=in_flight)
     decision = CostPolicy(session_ms=50.0).choose(RequestView(100), [elsewhere, here])
     costs = [terms(decision, index) for index in range(2)]
     lost_ms = costs[1]["cost_ms"] - (costs[0]["cost_ms"] - costs[0]["affinity_ms"])
@@ -139,7 +127,7 @@ def test_a_sessions_limit_does_not_depend_on_the_length_of_the_queues(
 
 
 def test_a_pod_without_a_step_time_model_gets_that_of_the_others() -> None:
-    silent = pod("silent", model=None, num_waiting=1, num_tokens_waiting=500)
+    silent = pod("silent", model=None, num_requests_waiting=1, num_tokens_waiting=500)
     decision = CostPolicy().choose(RequestView(100), [silent, pod("b", num_tokens_waiting=100, in_flight=9)])
     assert decision.chosen.endpoint_id == "b"
     nothing_known = [pod("a", in_flight=3)._replace(report=None), pod("b", in_flight=2)]
@@ -153,10 +141,10 @@ pods = st.builds(
     in_flight=st.integers(0, 50),
     cached=st.integers(0, 6).map(lambda number: number * 64),
     max_num_seqs=st.integers(0, 8),
-    num_running=st.integers(0, 200),
-    num_waiting=st.integers(0, 50),
+    num_requests_running=st.integers(0, 200),
+    num_requests_waiting=st.integers(0, 50),
     num_tokens_waiting=st.integers(0, 10**6),
-    num_blocks_available=st.integers(0, 100),
+    num_blocks_free=st.integers(0, 100),
     num_blocks_active=st.integers(0, 100),
     num_unreported_tokens=st.integers(0, 10**5),
 )
@@ -185,9 +173,9 @@ def test_llm_d_scores_queues_between_the_shortest_and_the_longest() -> None:
 
 def test_weighted322_adds_queue_kv_and_prefix_with_their_weights() -> None:
     candidates = [
-        pod("a", num_waiting=0, num_blocks_active=80),
-        pod("b", num_waiting=2, num_blocks_active=20, cached=64),
-        pod("c", num_waiting=4, num_blocks_active=50, cached=128),
+        pod("a", num_requests_waiting=0, num_blocks_active=80),
+        pod("b", num_requests_waiting=2, num_blocks_active=20, cached=64),
+        pod("c", num_requests_waiting=4, num_blocks_active=50, cached=128),
     ]
     decision = Weighted322().choose(RequestView(128), candidates)
     assert [row[-1] for row in decision.rows] == pytest.approx([2 + 0.4, 1 + 1.6 + 1.5, 0 + 1 + 3])

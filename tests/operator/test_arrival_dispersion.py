@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_operator.autoscaler.dispersion import dispersion
+from pagemill_operator.autoscaler.memory import dispersion
 
 
 def poisson(source: random.Random, mean: float) -> int:

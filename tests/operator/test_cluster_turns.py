@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from engine_reports import reported
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_kube.errors import ApiError
@@ -17,7 +18,7 @@ from pagemill_operator.backends.kubernetes.snapshot import RenderContext
 from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.plan.types import Problem
-from pagemill_protocol.load import EngineWork
+from pagemill_protocol.load import EngineReport
 
 Manifest = dict[str, Any]
 KEY = "default/chat"
@@ -76,7 +77,7 @@ class World:
         self.tokens = ("one",)
         self.image = "engine:1"
         client: Any = self.api
-        self.held: dict[str, EngineWork] = {}
+        self.held: dict[str, EngineReport] = {}
         self.cluster = KubernetesCluster(client, self.cache, self._context, held=lambda key: self.held)
         self.own("uid-1")
 
@@ -121,7 +122,7 @@ class World:
             pod = {"kind": "Pod", "metadata": metadata, "spec": {"containers": []}, "status": status}
             self.api.objects["Pod", name] = pod
             self.cache.put("Pod", pod)
-            self.held[name] = EngineWork(name, count)
+            self.held[name] = reported(name, count)
 
     def remove(self, kind: str) -> None:
         """Delete an object as another client; the watch reports it."""

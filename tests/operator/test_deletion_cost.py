@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engine_reports import reported
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION, costs_to_write
 from pagemill_operator.load.store import emptiest_first, weight
-from pagemill_protocol.load import EngineWork
+from pagemill_protocol.load import EngineReport
 
 Manifest = dict[str, Any]
 TEMPLATE = "t1"
@@ -29,11 +30,11 @@ def pod(name: str, *, ready: bool = True, cost: str | None = None, template: str
     return {"metadata": metadata, "status": {"conditions": [{"type": "Ready", "status": str(ready)}]}}
 
 
-def held(**blocks: int) -> dict[str, EngineWork]:
-    return {name: EngineWork(name, count, 1) for name, count in blocks.items()}
+def held(**blocks: int) -> dict[str, EngineReport]:
+    return {name: reported(name, count, 1) for name, count in blocks.items()}
 
 
-def written(pods: list[Manifest], known: dict[str, EngineWork], replicas: int) -> dict[str, str | None]:
+def written(pods: list[Manifest], known: dict[str, EngineReport], replicas: int) -> dict[str, str | None]:
     return {each["metadata"]["name"]: value for each, value in costs_to_write(pods, known, replicas, TEMPLATE)}
 
 
@@ -86,7 +87,7 @@ THREE = [pod("a"), pod("b"), pod("c")]
     ],
 )
 def test_the_written_deletion_costs(
-    pods: list[Manifest], known: dict[str, EngineWork], replicas: int, expected: dict[str, str | None]
+    pods: list[Manifest], known: dict[str, EngineReport], replicas: int, expected: dict[str, str | None]
 ) -> None:
     assert written(pods, known, replicas) == expected
 
@@ -96,7 +97,7 @@ def test_a_removed_pod_is_never_fuller_than_a_remaining_one(
     pods: list[tuple[int, int, str | None]], data: st.DataObject
 ) -> None:
     names = [chr(ord("a") + index) for index in range(len(pods))]
-    known = {name: EngineWork(name, blocks, requests) for name, (blocks, requests, _) in zip(names, pods, strict=True)}
+    known = {name: reported(name, blocks, requests) for name, (blocks, requests, _) in zip(names, pods, strict=True)}
     there = [pod(name, cost=cost) for name, (_, _, cost) in zip(names, pods, strict=True)]
     replicas = data.draw(st.integers(0, len(pods) + 1))
     for each, value in costs_to_write(there, known, replicas, TEMPLATE):
@@ -115,9 +116,9 @@ def test_a_removed_pod_is_never_fuller_than_a_remaining_one(
 
 def test_pods_are_ranked_by_blocks_then_requests_and_equal_ones_keep_their_order() -> None:
     known = {
-        "a": EngineWork("a", 3, 1),
-        "b": EngineWork("b", 1, 9),
-        "c": EngineWork("c", 1, 2),
-        "d": EngineWork("d", 1, 2),
+        "a": reported("a", 3, 1),
+        "b": reported("b", 1, 9),
+        "c": reported("c", 1, 2),
+        "d": reported("d", 1, 2),
     }
     assert emptiest_first(["e", "d", "c", "b", "a"], str, known) == ["d", "c", "b", "a", "e"]

@@ -15,22 +15,24 @@ from killable_server import serve
 
 from pagemill_operator.autoscaler.signals import Fleet, Signals, merge
 from pagemill_operator.controller.load_stream import display_wait_s
-from pagemill_operator.load.store import LoadStore, MeasuredLoad
+from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import follow_load
+from pagemill_operator.status.load import summarize
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import (
     Arrivals,
     DeploymentLoad,
+    EngineReport,
     EnginesLoad,
     EngineStart,
-    EngineWork,
     Latencies,
     Lengths,
     LoadFrame,
     PodCounts,
     QueueLoad,
 )
+from pagemill_protocol.state import EngineLoad
 from pagemill_protocol.versions import OLDEST_VERSION, PROTOCOL_HEADER, PROTOCOL_VERSION, UnsupportedProtocol
 
 KEY = "default/chat"
@@ -75,14 +77,16 @@ def test_a_missing_report_is_not_zero(loads: LoadStore) -> None:
 def test_of_reports_on_the_same_engines_the_newest_counts(loads: LoadStore, clock: Clock) -> None:
     loads.put("g1", frame(7, age_s=0.1))
     loads.put("g2", frame(5, age_s=3.0))
-    assert loads.measured(KEY) == MeasuredLoad(kv_cache_usage=0.5, running=7, waiting=1)
+    assert loads.measured(KEY) == EngineLoad(
+        num_blocks_total=100, num_blocks_active=50, num_requests_running=7, num_requests_waiting=1
+    )
     assert signals(loads, num_gateways=2).engines.num_requests_running == 7
     clock.now += 4
     loads.put("g2", frame(6))
     assert signals(loads, num_gateways=2).engines.num_requests_running == 6
     measured = loads.measured(KEY)
     assert measured is not None
-    assert measured.running == 6
+    assert measured.num_requests_running == 6
 
 
 def test_a_report_on_more_engines_takes_precedence_over_a_newer_one(loads: LoadStore) -> None:
@@ -101,13 +105,11 @@ def test_ready_engines_without_reports_make_the_sums_stale(loads: LoadStore) -> 
 
 
 def test_for_each_engine_the_highest_reported_load_counts(loads: LoadStore) -> None:
-    loads.put("g1", frame(held=[EngineWork("a", 4, 2), EngineWork("b", 1, 1)]))
-    loads.put("g2", frame(held=[EngineWork("a", 3, 9), EngineWork("c", 0, 0)]))
-    assert loads.held(KEY) == {
-        "a": EngineWork("a", 4, 2),
-        "b": EngineWork("b", 1, 1),
-        "c": EngineWork("c", 0, 0),
-    }
+    four, three = (EngineReport("a", EngineLoad(num_blocks_active=count), 9 - count) for count in (4, 3))
+    b, c = EngineReport("b", EngineLoad(num_blocks_active=1)), EngineReport("c")
+    loads.put("g1", frame(replicas=[four, b]))
+    loads.put("g2", frame(replicas=[three, c]))
+    assert loads.held(KEY) == {"a": four, "b": b, "c": c}
     loads.remove("g1")
     assert loads.held(KEY).keys() == {"a", "c"}
     assert loads.held("default/other") == {}
@@ -146,7 +148,7 @@ def test_values_of_each_gateways_own_requests_are_added(loads: LoadStore) -> Non
     assert (seen.num_waiting, seen.num_requests) == (1 + 6, 2 + 1 + 6)
     measured = loads.measured(KEY)
     assert measured is not None
-    assert measured.waiting == 1 + 6
+    assert measured.num_requests_waiting == 1 + 6
     assert seen.is_complete
     loads.remove("g2")
     assert not signals(loads, num_gateways=2).is_complete
@@ -196,12 +198,12 @@ def test_a_deployment_that_needs_an_engine_is_known(loads: LoadStore) -> None:
     assert loads.needs_engine(KEY)
 
 
-@pytest.mark.parametrize(("active", "shown"), [(150, 1.0), (-10, 0.0), (50, 0.5)])
-def test_shares_are_between_zero_and_one(loads: LoadStore, active: int, shown: float) -> None:
+@pytest.mark.parametrize(("active", "shown"), [(150, 100), (-10, 0), (50, 50)])
+def test_shares_are_between_zero_and_one(loads: LoadStore, active: int, shown: int) -> None:
     loads.put("g1", frame(engines=EnginesLoad(truth="value", num_blocks_total=100, num_blocks_active=active)))
     measured = loads.measured(KEY)
     assert measured is not None
-    assert measured.kv_cache_usage == shown
+    assert summarize(measured, "2026-01-01T00:00:00Z").kv_cache_usage_percent == shown
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from engine_reports import used
 
 from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
@@ -15,7 +16,7 @@ from pagemill_operator.controller.cache import ObjectCache
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.reconcile import SETTLE_LONGEST_S, Reconciler
-from pagemill_operator.load.store import MeasuredLoad
+from pagemill_protocol.state import EngineLoad
 
 Manifest = dict[str, Any]
 KEY = "default/chat"
@@ -31,7 +32,7 @@ class World:
         self.statuses: list[Manifest] = []
         self.before_apply: Callable[[Manifest], None] = lambda manifest: None
         self.status_error: ApiError | None = None
-        self.load: MeasuredLoad | None = None
+        self.load: EngineLoad | None = None
         client: Any = self
         metrics = OperatorMetrics()
         self.cluster = KubernetesCluster(client, self.cache, self._context, load=lambda key: self.load)
@@ -113,10 +114,10 @@ async def test_children_that_are_written_repeatedly_do_not_block_the_status(worl
 
 
 async def test_a_load_that_changes_too_soon_is_shown_later(world: World) -> None:
-    world.load = MeasuredLoad(0.1, 1, 0)
+    world.load = used(0.1, 1, 0)
     await world.settle()
     world.now += 10
-    world.load = MeasuredLoad(0.9, 5, 0)
+    world.load = used(0.9, 5, 0)
     assert await world.reconciler.reconcile(KEY) == pytest.approx(30.0 - 10.0, abs=3.0)
     await world.settle()
     assert world.statuses[-1]["load"]["kvCacheUsagePercent"] == 90

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from engine_reports import reported
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_operator.backends.rollout import next_actions
 from pagemill_operator.plan import Group, Process
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineWork
 
 PROCESS = Process("module", {})
 
@@ -57,7 +57,7 @@ def test_scaling_down_removes_unready_replicas_then_the_youngest() -> None:
 
 def test_scaling_down_removes_the_emptiest_ready_replicas() -> None:
     running = [replica("a"), replica("b"), replica("c"), replica("d", "loading")]
-    held = {"a": EngineWork("a", 0, 0), "b": EngineWork("b", 7, 2), "c": EngineWork("c", 9, 1)}
+    held = {"a": reported("a", 0, 0), "b": reported("b", 7, 2), "c": reported("c", 9, 1)}
     assert next_actions(group(3), running, held) == (0, ["d"])
     assert next_actions(group(1), running, held) == (0, ["d", "a", "b"])
     assert next_actions(group(2), running[:3], {"a": held["a"]}) == (0, ["a"]), "the others have not reported"

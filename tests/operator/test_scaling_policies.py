@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +18,13 @@ from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.records import decode_record, encode_record, replay
 from pagemill_operator.autoscaler.registry import BUILT_IN, UnknownPolicyError, find_policy, registered
 from pagemill_operator.autoscaler.settings import DEFAULT_POLICY, ScalingSettings, settings_of
-from pagemill_operator.autoscaler.signals import Fleet, GatewayReport, ReplicaLoad, merge
+from pagemill_operator.autoscaler.signals import Fleet, GatewayReport, merge
 from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.status.conditions import find_conditions
 from pagemill_operator.status.observation import Observation, ReplicaObservation
-from pagemill_protocol.load import DeploymentLoad, EngineWork, Lengths, QueueLoad
+from pagemill_protocol.load import DeploymentLoad, EngineReport, EngineWork, Lengths, QueueLoad, work_of
+from pagemill_protocol.state import EngineLoad
 
 KEY = "default/chat"
 Install = Callable[..., None]
@@ -74,8 +76,8 @@ def plan(deployment: Any) -> Callable[..., Plan]:
     return make
 
 
-def held(*running: int) -> list[EngineWork]:
-    return [EngineWork(f"engine-{n}", 10 * count, count, 0, 1000) for n, count in enumerate(running)]
+def held(*running: int) -> list[EngineReport]:
+    return [EngineReport(f"engine-{n}", EngineLoad(num_requests_running=count)) for n, count in enumerate(running)]
 
 
 # Names
@@ -143,12 +145,12 @@ def test_the_scaler_follows_a_policy_of_another_package_and_its_records_can_be_r
     plan: Callable[..., Plan],
 ) -> None:
     world = World(plan(policy="PerRequest"))
-    record = world.decide(held=held(9))
+    record = world.decide(replicas=held(9))
     assert (record.decision.replicas, record.decision.reason) == (3, "ScaledUp")
     assert record.decision.message == "9 requests run"
     assert world.wanted == 3
     world.phases = ["ready"] * 3
-    assert world.decide(held=held(1, 0, 0)).decision.reason == "Steady", "the policy must get its memory"
+    assert world.decide(replicas=held(1, 0, 0)).decision.reason == "Steady", "the policy must get its memory"
     assert world.wanted == 3
     records = [decode_record(encode_record(each)) for each in world.scaler.records()]
     assert {each.settings.policy for each in records} == {"PerRequest"}
@@ -158,7 +160,7 @@ def test_the_scaler_follows_a_policy_of_another_package_and_its_records_can_be_r
 @pytest.mark.usefixtures("foreign")
 def test_bounds_hold_whatever_a_policy_returns(plan: Callable[..., Plan]) -> None:
     world = World(plan(policy="PerRequest"))
-    record = world.decide(held=held(99))
+    record = world.decide(replicas=held(99))
     assert (record.decision.replicas, record.decision.reason) == (5, "OutOfBounds")
     assert "25 replicas are out of bounds: minReplicas 1 and maxReplicas 5" in record.decision.message
     assert replay(decode_record(encode_record(record))) == record.decision
@@ -167,33 +169,36 @@ def test_bounds_hold_whatever_a_policy_returns(plan: Callable[..., Plan]) -> Non
 @pytest.mark.usefixtures("foreign")
 def test_another_policy_starts_with_an_empty_memory(plan: Callable[..., Plan]) -> None:
     world = World(plan(policy="PerRequest"))
-    world.decide(held=held(9))
+    world.decide(replicas=held(9))
     queue = QueueLoad(num_requests=8, num_tokens=10)
     assert world.decide(plan(), queue=queue).decision.replicas == 4, "it starts from the number that was decided before"
-    assert world.decide(plan(policy="PerRequest"), held=held(1)).memory == msgspec.structs.replace(
+    assert world.decide(plan(policy="PerRequest"), replicas=held(1)).memory == msgspec.structs.replace(
         find_policy("PerRequest").memory_type()
     )
 
 
 def test_only_a_policy_that_requests_it_gets_each_replica(plan: Callable[..., Plan]) -> None:
-    assert World(plan()).decide(held=held(9)).signals.replicas == ()
+    assert World(plan()).decide(replicas=held(9)).signals.replicas == ()
 
 
 def test_each_replica_is_reported_once_by_the_gateway_with_the_most_reports() -> None:
-    def view(*engines_held: EngineWork) -> GatewayReport:
-        return GatewayReport(DeploymentLoad(namespace="default", name="chat", held=list(engines_held)))
+    def view(*reports: EngineReport) -> GatewayReport:
+        return GatewayReport(DeploymentLoad(namespace="default", name="chat", replicas=list(reports)))
 
-    reports = [
-        view(EngineWork("b", 5, 3, 1, 10), EngineWork("a", 0, 0)),
-        view(EngineWork("b", 2, 1, 0, 10), EngineWork("a", 4, 2, 9, 0)),
-    ]
+    idle, busy = EngineLoad(), EngineLoad(num_blocks_active=4, num_requests_running=2)
+    impossible = EngineReport("c", EngineLoad(step_ms=math.inf))
+    reports = [view(EngineReport("b", busy), EngineReport("a", idle), impossible), view(EngineReport("b", idle, 9))]
     signals = merge(reports, Fleet(wanted=2), num_gateways=2, at_s=0.0, has_replicas=True)
-    assert signals.replicas == (ReplicaLoad("a", 0, 2, None), ReplicaLoad("b", 2, 1, 0.5))
+    assert signals.replicas == (EngineReport("a", idle), EngineReport("b", busy))
 
 
-def test_gateways_of_the_previous_version_report_engines_without_queues() -> None:
-    before = msgspec.msgpack.encode(["engine", 7, 3])
-    assert msgspec.msgpack.decode(before, type=EngineWork) == EngineWork("engine", 7, 3, 0, 0)
+def test_gateways_of_the_previous_release_report_parts_of_the_load() -> None:
+    before = msgspec.msgpack.encode({"namespace": "a", "name": "b", "held": [["x", 7, 3, 1, 9], ["y", 4, 2]]})
+    load = msgspec.msgpack.decode(before, type=DeploymentLoad)
+    x = EngineLoad(num_blocks_total=9, num_blocks_active=7, num_requests_running=2, num_requests_waiting=1)
+    y = EngineLoad(num_blocks_active=4, num_requests_running=2)
+    assert load.engine_reports == [EngineReport("x", x), EngineReport("y", y)]
+    assert [work_of(each) for each in load.engine_reports] == [EngineWork("x", 7, 3, 1, 9), EngineWork("y", 4, 2)]
 
 
 @pytest.mark.usefixtures("foreign")

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from engine_reports import reported
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_world import arrivals, engines, signals
@@ -20,7 +21,7 @@ from pagemill_operator.backends.rollout import next_actions
 from pagemill_operator.backends.standby import next_standby_actions
 from pagemill_operator.plan import Group, Plan, Process
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineWork, Lengths, QueueLoad
+from pagemill_protocol.load import Lengths, QueueLoad
 
 PROCESS = Process("module", {})
 WAKING: Phase = "waking"
@@ -68,7 +69,7 @@ def test_a_waking_replica_counts_so_that_no_second_one_is_woken() -> None:
 
 
 def test_the_emptiest_replica_beyond_the_required_number_sleeps() -> None:
-    held = {"a": EngineWork("a", 0, 0), "b": EngineWork("b", 9, 1), "c": EngineWork("c", 3, 1)}
+    held = {"a": reported("a", 0, 0), "b": reported("b", 9, 1), "c": reported("c", 3, 1)}
     assert next_standby_actions(plan(2), replicas(a="ready", b="ready", c="ready"), held) == ([], ["a"])
     assert next_standby_actions(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
     assert next_standby_actions(plan(0), replicas(b="ready")) == ([], ["b"])
@@ -78,14 +79,14 @@ def test_of_equally_empty_replicas_the_one_that_became_ready_last_sleeps() -> No
     """After a crash, the woken replica serves; the crashed one is ready again and is the older one."""
     started_anew = ReplicaObservation("a", "ready", "new", ready_at=20.0)
     woken = ReplicaObservation("b", "ready", "new", ready_at=10.0)
-    empty = {name: EngineWork(name, 0, 0) for name in "ab"}
+    empty = {name: reported(name, 0, 0) for name in "ab"}
     for held in ({}, empty, {"b": empty["b"]}):
         assert next_standby_actions(plan(1), [started_anew, woken], held) == ([], ["a"])
         assert next_standby_actions(plan(1), [woken, started_anew], held) == ([], ["a"])
 
 
 def test_a_replica_unknown_to_gateways_sleeps_before_one_that_serves() -> None:
-    held = {"b": EngineWork("b", 9, 1)}
+    held = {"b": reported("b", 9, 1)}
     assert next_standby_actions(plan(1), replicas(a="ready", b="ready"), held) == ([], ["a"])
     assert next_standby_actions(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
 
@@ -140,7 +141,7 @@ class World:
         """Run one reconcile; return the replicas that were woken and put to sleep."""
         target = plan(wanted, self.warm, self.most)
         seen = [ReplicaObservation(name, phase, "new") for name, phase in self.seen.items()]
-        held = {name: EngineWork(name, self.served.get(name, 0), 1) for name in self.seen}
+        held = {name: reported(name, self.served.get(name, 0), 1) for name in self.seen}
         actions = next_actions(target.groups[0], seen, held, target.standby)
         self.check_removed(actions.drain)
         staying = [replica for replica in seen if replica.name not in actions.drain]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from engine_reports import used
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,20 +16,18 @@ from pagemill_crds.models import LLMDeployment
 from pagemill_crds.status import LLMDeploymentStatus
 from pagemill_operator.backends.kubernetes.observe import observe, status_body
 from pagemill_operator.backends.kubernetes.snapshot import Snapshot
-from pagemill_operator.load.store import MeasuredLoad
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.status.conditions import events_between
 from pagemill_operator.status.load import REQUEST_STEPS, coarse, next_load, summarize
 from pagemill_operator.status.observation import Fault, LastStart, Observation, ReplicaObservation
+from pagemill_protocol.state import EngineLoad
 
 Make = Callable[..., LLMDeployment]
 T0, T1, T2 = "2026-01-01T00:00:00Z", "2026-01-01T00:00:10Z", "2026-01-01T00:01:00Z"
 URL = "http://pagemill-gateway.pagemill-system"
 
 
-def snapshot(
-    status: dict[str, Any] | None = None, *, generation: int = 1, load: MeasuredLoad | None = None
-) -> Snapshot:
+def snapshot(status: dict[str, Any] | None = None, *, generation: int = 1, load: EngineLoad | None = None) -> Snapshot:
     metadata = {"name": "chat", "namespace": "default", "generation": generation, "uid": "uid"}
     return Snapshot({"metadata": metadata, "status": status or {}}, num_gateways=1, num_gateways_ready=1, load=load)
 
@@ -62,7 +61,7 @@ def test_the_first_status_has_every_condition_and_count(deployment: Make) -> Non
 def test_without_changes_the_status_is_equal(deployment: Make) -> None:
     plan = make_plan(deployment(replicas=2, resources={"gpus": 1}), "kubernetes")
     observation = seen(plan, "ready", "loading")
-    load = MeasuredLoad(kv_cache_usage=0.42, running=7, waiting=3)
+    load = used(0.42, 7, 3)
     first = written(status_body(snapshot(load=load), observation, URL, T0))
     assert status_body(snapshot(first, load=load), observation, URL, T2) == first
 
@@ -139,24 +138,24 @@ def test_a_long_message_is_truncated(deployment: Make) -> None:
 def test_load_changes_in_steps_and_not_too_often(deployment: Make) -> None:
     plan = make_plan(deployment(), "kubernetes")
     observation = seen(plan, "ready")
-    first = written(status_body(snapshot(load=MeasuredLoad(0.42, 7, 0)), observation, URL, T0))
+    first = written(status_body(snapshot(load=used(0.42, 7, 0)), observation, URL, T0))
     assert first["load"] == {
         "kvCacheUsagePercent": 40,
         "requestsRunning": 5,
         "requestsWaiting": 0,
         "lastUpdateTime": T0,
     }
-    same_step = status_body(snapshot(first, load=MeasuredLoad(0.41, 9, 0)), observation, URL, T2)
+    same_step = status_body(snapshot(first, load=used(0.41, 9, 0)), observation, URL, T2)
     assert same_step == first
-    too_early = status_body(snapshot(first, load=MeasuredLoad(0.9, 64, 30)), observation, URL, T1)
+    too_early = status_body(snapshot(first, load=used(0.9, 64, 30)), observation, URL, T1)
     assert too_early == first
-    later = status_body(snapshot(first, load=MeasuredLoad(0.9, 64, 30)), observation, URL, T2)
+    later = status_body(snapshot(first, load=used(0.9, 64, 30)), observation, URL, T2)
     assert (later["load"]["kvCacheUsagePercent"], later["load"]["requestsWaiting"]) == (90, 20)
     assert status_body(snapshot(written(later), load=None), observation, URL, T2) == later
 
 
 def test_a_clock_that_was_set_back_does_not_stop_the_display() -> None:
-    shown, measured = summarize(0.1, 1, 0, T2), summarize(0.9, 50, 9, T0)
+    shown, measured = summarize(used(0.1, 1), T2), summarize(used(0.9, 50, 9), T0)
     assert next_load(shown, measured) == measured
 
 
@@ -166,9 +165,15 @@ def test_a_rounded_count_is_a_step_and_never_more_than_the_count(count: int) -> 
     assert coarse(count) <= max(0, count)
 
 
-@given(st.none() | st.floats(-1, 3), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_any_reported_load_can_be_written(usage: float | None, running: int, waiting: int) -> None:
-    summary = summarize(usage, running, waiting, T0)
+@given(st.integers(0, 9), st.integers(-9, 27), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_any_reported_load_can_be_written(total: int, active: int, running: int, waiting: int) -> None:
+    load = EngineLoad(
+        num_blocks_total=total,
+        num_blocks_active=active,
+        num_requests_running=running,
+        num_requests_waiting=waiting,
+    )
+    summary = summarize(load, T0)
     assert summary.kv_cache_usage_percent % 5 == 0
 
 

@@ -30,7 +30,7 @@ class PerRequest:
     sees_replicas = True
 
     def decide(self, settings, signals, memory):
-        running = sum(replica.num_running for replica in signals.replicas)
+        running = sum(replica.num_requests for replica in signals.replicas)
         most = max(memory.replicas, signals.fleet.wanted, -(-running // 4), min(1, signals.num_requests))
         return decided(signals.fleet.wanted, most, f"{running} requests run"), Most(most)
 """

@@ -9,8 +9,7 @@ import pytest
 
 from pagemill_engine.config import EngineConfig
 from pagemill_protocol.state import StepTimeParams
-from pagemill_simulator.engine import EngineSimulation, simulate
-from pagemill_simulator.engine_report import Percentiles
+from pagemill_simulator.engine import EngineSimulation, Percentiles, simulate
 from pagemill_simulator.workloads.request import SimRequest
 from pagemill_simulator.workloads.shapes import Steady
 

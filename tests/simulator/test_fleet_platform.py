@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from engine_reports import reported
 
 from pagemill_engine.config import EngineConfig
-from pagemill_protocol.load import EngineWork
+from pagemill_protocol.load import EngineReport
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.event_log import EventLog, count_flaps
 from pagemill_simulator.fleet.outcome import FleetOutcome, Served
@@ -43,8 +44,8 @@ class Engines:
     def gone(self, pod: Pod) -> None:
         self.reported.append((self.events.now_s, "gone", pod.name))
 
-    def held(self) -> Mapping[str, EngineWork]:
-        return {name: EngineWork(name, blocks, 1) for name, blocks in self.holding.items()}
+    def held(self) -> Mapping[str, EngineReport]:
+        return {name: reported(name, blocks, 1) for name, blocks in self.holding.items()}
 
     def num_in_system(self) -> int:
         return 0

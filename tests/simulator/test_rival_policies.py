@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from engine_reports import used
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from pagemill_operator.autoscaler.signals import Fleet, Signals
 from pagemill_operator.autoscaler.target_tracking import external_metric, pods_metric
 from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import EnginesLoad, Lengths
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.state import EngineLoad, StepTimeParams
 from pagemill_simulator.parameters import ParameterError
 from pagemill_simulator.scaling.dynamo import Dynamo, DynamoLoad
 from pagemill_simulator.scaling.fixed import Fixed, FixedReplicas
@@ -39,8 +40,15 @@ ANY = ReplicaBounds(0, 100)
 DEFAULT_UP = HpaDirection(0.0, (HpaRule("percent", 100.0, 15.0), HpaRule("pods", 4.0, 15.0)))
 
 
+def load_of(num_running: int = 0, num_waiting: int = 0, kv_usage: float = 0.0) -> EngineLoad:
+    """Return a load; a usage that no engine can have stands for an engine that does not report its KV cache."""
+    if 0 <= kv_usage < math.inf:
+        return used(kv_usage, num_running, num_waiting)
+    return EngineLoad(num_requests_running=num_running, num_requests_waiting=num_waiting)
+
+
 def pods(ready: int, starting: int = 0, **load: Any) -> list[PodSnapshot]:
-    return [PodSnapshot(f"pod-{number}", number < ready, **load) for number in range(ready + starting)]
+    return [PodSnapshot(f"pod-{number}", number < ready, load_of(**load)) for number in range(ready + starting)]
 
 
 def seen(at_s: float, fleet: Sequence[PodSnapshot], *, num_held: int = 0, **reported: Any) -> FleetSnapshot:
@@ -58,11 +66,11 @@ def seen(at_s: float, fleet: Sequence[PodSnapshot], *, num_held: int = 0, **repo
 def running(policy: FleetScaler, until_s: float, fleet: Sequence[PodSnapshot], *, from_s: float = 0.0) -> list[int]:
     """Return the policy's answer at each of its decisions, with replicas that are ready at once."""
     replicas, answers, at_s = len(fleet), [], from_s
-    load = fleet[0]
-    total = load.num_running * len(fleet)
+    load = fleet[0].load
+    total = load.num_requests_running * len(fleet)
     while at_s <= until_s:
-        each = [PodSnapshot(f"pod-{number}", True, total // max(1, replicas)) for number in range(replicas)]
-        rest = total - sum(pod.num_running for pod in each)
+        each = pods(replicas, num_running=total // max(1, replicas))
+        rest = total - sum(pod.load.num_requests_running for pod in each)
         replicas = policy.decide(seen(at_s, each, num_held=rest))
         answers.append(replicas)
         at_s += policy.interval_s
@@ -292,7 +300,7 @@ def test_dynamo_adds_one_replica_if_the_estimates_of_all_engines_exceed_the_targ
     """30 prompts of 1,000 tokens wait in each: some 15 steps of 105 ms, three times the 500 ms of the guide."""
     policy = rival(DynamoLoad(), BOUNDS)
     assert policy.decide(planner(pods(2, num_running=20, num_waiting=30, kv_usage=0.3))) == 3
-    one_is_free = [*pods(1, num_running=20, num_waiting=30, kv_usage=0.3), PodSnapshot("free", True)]
+    one_is_free = [*pods(1, num_running=20, num_waiting=30, kv_usage=0.3), PodSnapshot("free", True, load_of())]
     assert rival(DynamoLoad(), BOUNDS).decide(planner(one_is_free)) == 2
 
 
@@ -339,7 +347,7 @@ def test_rival_policies_are_created_by_name_and_parameters() -> None:
 numbers = st.integers(0, 10_000)
 usages = st.one_of(st.floats(0, 1), st.sampled_from([math.nan, math.inf, -1.0]))
 pods_seen = st.lists(st.tuples(st.booleans(), numbers, numbers, usages), max_size=4).map(
-    lambda each: [PodSnapshot(f"pod-{number}", *fields) for number, fields in enumerate(each)]
+    lambda each: [PodSnapshot(f"pod-{n}", ready, load_of(*load)) for n, (ready, *load) in enumerate(each)]
 )
 step_times = st.sampled_from(
     [

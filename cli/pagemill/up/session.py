@@ -294,7 +294,12 @@ class Session:
 
     def _status_line(self, load: MachineLoad, tokens_per_s: float) -> str:
         parts = [self._replicas_text(plan) for plan in self._plans]
-        parts += [f"KV {load.kv_cache_usage:.0%}", f"{load.num_running} running", f"{load.num_waiting} waiting"]
+        engines = load.engines
+        parts += [
+            f"KV {engines.kv_cache_usage:.0%}",
+            f"{engines.num_requests_running} running",
+            f"{engines.num_requests_waiting} waiting",
+        ]
         return " | ".join([*parts, f"{tokens_per_s:.0f} tok/s"])
 
     def _replicas_text(self, plan: Plan) -> str:

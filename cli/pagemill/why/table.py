@@ -147,7 +147,10 @@ def _goals(decision: Decision) -> list[str]:
 
 
 def _candidates(record: Record) -> Iterator[str]:
-    """Yield a table of the numbers of replicas that were compared with the SLO."""
+    """Yield a table of the numbers of replicas that were compared with the SLO.
+
+    The policy may weigh them at a stricter percentile than the SLO's, or at more arrivals than it expects.
+    """
     candidates, slo = record.decision.candidates, record.settings.slo
     if not candidates or slo is None:
         return
@@ -156,6 +159,8 @@ def _candidates(record: Record) -> Iterator[str]:
     rows = [
         [
             str(each.replicas),
+            f"{each.requests_per_s:.2f}" if each.requests_per_s else "-",
+            f"P{100 * (each.share or slo.share):.4g}",
             _ms(each.ttft_ms),
             _ms(each.tpot_ms),
             f"{cost.pod_seconds:,}",
@@ -165,7 +170,7 @@ def _candidates(record: Record) -> Iterator[str]:
         for each, cost in zip(candidates, costs, strict=True)
     ]
     yield ""
-    head = ["REPLICAS", f"TTFT P{slo.share * 100:.0f}", "TPOT", "POD-S/H", *(["COST/H"] if has_price else [])]
+    head = ["REPLICAS", "REQUESTS/S", "PERCENTILE", "TTFT", "TPOT", "POD-S/H", *(["COST/H"] if has_price else [])]
     yield from columns([[*head, "MEETS THE SLO"], *rows])
 
 

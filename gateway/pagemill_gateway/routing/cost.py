@@ -130,4 +130,5 @@ def _cost_bases(candidates: Sequence[Candidate]) -> Sequence[CostBasis] | None:
 
 
 def _with_model(model: StepTimeModel, report: PodReport) -> StepTimeSnapshot:
-    return take_snapshot(model, report.max_step_tokens, report.num_running, report.num_tokens_running)
+    load = report.load
+    return take_snapshot(model, report.max_step_tokens, load.num_requests_running, load.num_tokens_running)

@@ -66,14 +66,15 @@ def cost_basis_of(
     report: PodReport, snapshot: StepTimeSnapshot, num_unreported: int, num_unreported_tokens: int
 ) -> CostBasis:
     """Return the basis. `snapshot` is the pod's own, or with another pod's model if it has reported none."""
-    num_running, budget = report.num_running, snapshot.budget
-    num_ahead = report.num_tokens_waiting + num_unreported_tokens
-    num_before = num_running + report.num_waiting + num_unreported
-    num_keeping = num_before - report.num_low_priority
+    load, budget = report.load, snapshot.budget
+    num_running, num_blocks_available = load.num_requests_running, load.num_blocks_free + load.num_blocks_evictable
+    num_ahead = load.num_tokens_waiting + num_unreported_tokens
+    num_before = num_running + load.num_requests_waiting + num_unreported
+    num_keeping = num_before - load.num_low_priority_requests
     step_ms = 0.0
     if num_running or num_ahead:
         step_ms = snapshot.full_ms if num_ahead >= budget else snapshot.step_ms(num_ahead)
-    waits_for_blocks = num_before > 0 and report.num_blocks_active > 0
+    waits_for_blocks = num_before > 0 and load.num_blocks_active > 0
     return CostBasis(
         snapshot.model.predict_ms,
         snapshot.num_running,
@@ -87,10 +88,10 @@ def cost_basis_of(
         HARM_SHARE * num_running * (max(0.0, snapshot.full_ms - snapshot.decode_ms) / budget),
         num_keeping + 1 - report.max_num_seqs if 0 < report.max_num_seqs <= num_keeping else 0,
         report.max_num_seqs,
-        report.num_blocks_available * report.block_size if waits_for_blocks else math.inf,
+        num_blocks_available * report.block_size if waits_for_blocks else math.inf,
         report.block_size,
-        report.num_blocks_available,
-        report.num_blocks_active,
+        num_blocks_available,
+        load.num_blocks_active,
         snapshot.model.pieces,
     )
 

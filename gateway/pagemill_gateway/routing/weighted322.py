@@ -40,14 +40,11 @@ def queue_scores(waiting: Sequence[int]) -> list[float]:
 
 
 def _num_waiting(candidate: Candidate) -> int:
-    return candidate.report.num_waiting if candidate.report is not None else 0
+    return candidate.report.load.num_requests_waiting if candidate.report is not None else 0
 
 
 def _kv_usage(candidate: Candidate) -> float:
-    report = candidate.report
-    if report is None or not report.num_blocks_total:
-        return 0.0
-    return report.num_blocks_active / report.num_blocks_total
+    return candidate.report.load.kv_cache_usage if candidate.report is not None else 0.0
 
 
 def _hit_share(candidate: Candidate, request: RequestView) -> float:

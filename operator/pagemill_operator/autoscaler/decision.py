@@ -55,6 +55,10 @@ class ReplicaCandidate(msgspec.Struct, frozen=True):
     """Whether the predicted latencies meet the SLO."""
     limit: str = ""
     """The resource of a replica that runs out. Empty: none."""
+    share: float = 0.0
+    """The share of the requests that the predicted latencies apply to; 0: not recorded."""
+    requests_per_s: float = 0.0
+    """The arrivals for which the latencies are predicted; 0: not recorded."""
 
 
 class Decision(msgspec.Struct, frozen=True):

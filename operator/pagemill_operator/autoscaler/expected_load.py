@@ -51,6 +51,8 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     """Requests of the queue that will still wait; where the capacity is not known, those that wait now."""
     capacity_per_s: float | None = None
     """Requests per second that one replica can serve; None: not known, contradicted by a long wait, or not needed."""
+    predictor: Predictor | None = None
+    """The predictor at `CAPACITY_SHARE`; None where the engines have reported no usable step times."""
 
     @property
     def requests_per_s(self) -> float:
@@ -77,17 +79,18 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
         lower_bound *= _confidence(arriving.num_requests)
     waiting = float(signals.num_waiting)
     load = offered_load(signals, max(rate, 1.0), CAPACITY_SHARE) if waiting else None
-    capacity = (
-        None if load is None or _is_contradicted(signals, memory, horizon_s) else _capacity_per_s(load, memory.shape)
-    )
+    predictor = _predictor_of(memory.shape)
+    capacity = None
+    if load is not None and predictor is not None and not _is_contradicted(signals, memory, horizon_s):
+        capacity = predictor.highest_rate(load, 1, lambda found: math.isfinite(found.ttft_ms)) or None
     if load is None or capacity is None:
-        return ExpectedLoad(horizon_s, rate, lower_bound, lengths_confidence, waiting)
+        return ExpectedLoad(horizon_s, rate, lower_bound, lengths_confidence, waiting, predictor=predictor)
     served = capacity * (fleet.ready * horizon_s + fleet.starting * min(fleet.starting_s, horizon_s))
     # A prompt that is longer than usual counts as several requests.
     tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
     waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
     left = max(0.0, waiting + arriving.requests_per_s * horizon_s - served)
-    return ExpectedLoad(horizon_s, rate, lower_bound, lengths_confidence, left, capacity)
+    return ExpectedLoad(horizon_s, rate, lower_bound, lengths_confidence, left, capacity, predictor)
 
 
 class _Arriving(NamedTuple):
@@ -140,22 +143,14 @@ def offered_load(signals: Signals, rate: float, share: float) -> OfferedLoad | N
     return OfferedLoad(rate, prompt, computed, high, output, computed_variation=variation)
 
 
-def predictor_of(shape: Shape | None, share: float) -> Predictor | None:
-    """Return the predictor for a replica; None where the engines have reported no usable step times."""
+def _predictor_of(shape: Shape | None) -> Predictor | None:
     if shape is None:
         return None
     try:
-        predictor = Predictor(shape, share)
+        predictor = Predictor(shape, CAPACITY_SHARE)
     except ValueError:
         return None
     return predictor if predictor.known else None
-
-
-def _capacity_per_s(load: OfferedLoad, shape: Shape | None) -> float | None:
-    predictor = predictor_of(shape, CAPACITY_SHARE)
-    if predictor is None:
-        return None
-    return predictor.highest_rate(load, 1, lambda found: math.isfinite(found.ttft_ms)) or None
 
 
 def _confidence(num_samples: float) -> float:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
 import msgspec
 
 from pagemill_operator.autoscaler.behavior import LONGEST_WINDOW_S, History
-from pagemill_operator.autoscaler.dispersion import dispersion
 from pagemill_operator.autoscaler.settings import DEFAULT_IDLE_S, ScalingSettings
 from pagemill_operator.autoscaler.signals import Shape, Signals, shape_of
 from pagemill_protocol.load import Arrivals
@@ -23,6 +26,11 @@ UNLEARNED_COLD_START_S = 60.0
 """The duration of a start that is assumed until one was seen."""
 LONGEST_TREND_S = 180.0
 """The time over which the trend of the arrivals is found."""
+LEAST_PAIRS = 5
+"""The fewest pairs of windows from which a dispersion is computed."""
+PAIRS_PER_STEP = 20
+CHANCE_SPREADS = 1.645
+"""Standard deviations that independent arrivals exceed in one of 20 cases."""
 
 
 def assumed_start_s(cold_start_s: float | None) -> float:
@@ -176,3 +184,21 @@ class Memory(msgspec.Struct, frozen=True):
         if now - self.flapped_at_s < DECAY_WINDOWS * self.down_window_s(settings, cold_start_s):
             return self
         return msgspec.structs.replace(self, flaps=self.flaps - 1, flapped_at_s=now)
+
+
+def dispersion(counts: Sequence[float]) -> float:
+    """Return the dispersion of the counts of consecutive windows of one length; 1 where chance may explain it.
+
+    It is the variance of the number of requests in a window, divided by its mean: 1 for requests that arrive
+    independently of each other, and larger where they arrive in clusters, as completions of code or the calls of
+    agents do. Then the same number of arrivals determines the rate less precisely, a rise or a burst must be larger to
+    be significant, and requests wait longer at the same rate. Neighbouring windows are compared, so a rate that changes
+    slowly adds nothing; the largest of each `PAIRS_PER_STEP` differences is left out, as a step of the rate makes one.
+    """
+    # The difference of two independent counts has the variance of their sum.
+    ratios = sorted((after - before) ** 2 / (after + before) for before, after in pairwise(counts) if after + before)
+    ratios = ratios[: len(ratios) - math.ceil(len(ratios) / PAIRS_PER_STEP)]
+    if len(ratios) < LEAST_PAIRS:
+        return 1.0
+    found = sum(ratios) / len(ratios)
+    return found if found > 1.0 + CHANCE_SPREADS * math.sqrt(2.0 / len(ratios)) else 1.0

@@ -67,10 +67,11 @@ class Predictor:
     of the slowest replica, on which all latencies are longest.
     """
 
-    def __init__(self, shape: Shape, share: float) -> None:
+    def __init__(self, shape: Shape, share: float, model: StepTimeModel | None = None) -> None:
+        """`share` is the percentile of the latencies, 0 to 1; `model` is that of the shape's step times, if built."""
         self._shape = shape
-        self._share = share
-        self._model = StepTimeModel.from_params(shape.step_time)
+        self.share = share
+        self._model = StepTimeModel.from_params(shape.step_time) if model is None else model
         self._slowness = shape.slowness or (1.0,)
         self._slowest = _ReplicaPredictor(shape, self._model, share, max(self._slowness))
 
@@ -78,6 +79,10 @@ class Predictor:
     def known(self) -> bool:
         """Whether the step-time model has learned anything."""
         return self._model.known
+
+    def at(self, share: float) -> Predictor:
+        """Return the predictor for another percentile, with the same step-time model."""
+        return Predictor(self._shape, share, self._model)
 
     def predict(self, load: OfferedLoad, replicas: int) -> Prediction:
         if replicas <= 0:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from pagemill_protocol.histogram import merged
-from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, EngineWork, Latencies, Lengths, QueueLoad
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.load import Arrivals, DeploymentLoad, EngineReport, EnginesLoad, Latencies, Lengths, QueueLoad
+from pagemill_protocol.state import COUNTS, EngineLoad, StepTimeParams
 
 ALIKE = 1.25
 """Replicas whose step times differ by at most this factor count as equal: they may have learned from other steps."""
@@ -61,17 +61,6 @@ class Fleet(msgspec.Struct, frozen=True):
         return self.loading + self.pending
 
 
-class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
-    """The load of one engine that reports."""
-
-    id: str
-    num_running: int
-    num_waiting: float
-    """Requests in the engine's own queue."""
-    kv_cache_usage: float | None = None
-    """The share of its blocks that running requests use; None: not reported."""
-
-
 class Signals(msgspec.Struct, frozen=True):
     """Everything that is known at one time."""
 
@@ -86,7 +75,7 @@ class Signals(msgspec.Struct, frozen=True):
     arrivals: Arrivals = Arrivals()
     latencies: Latencies = Latencies()
     lengths: Lengths = Lengths()
-    replicas: tuple[ReplicaLoad, ...] = ()
+    replicas: tuple[EngineReport, ...] = msgspec.field(default=(), name="engine_reports")
     """The load of each engine, for policies whose `sees_replicas` is True."""
 
     @property
@@ -108,8 +97,7 @@ class Signals(msgspec.Struct, frozen=True):
     @property
     def num_requests(self) -> int:
         """Requests that run or wait anywhere."""
-        engines = self.engines
-        return engines.num_requests_running + engines.num_requests_waiting + self.queue.num_requests
+        return self.engines.num_requests + self.queue.num_requests
 
     @property
     def has_no_traffic(self) -> bool:
@@ -170,28 +158,22 @@ def _slowness(ratios: Sequence[float]) -> tuple[float, ...]:
     return tuple(known)
 
 
-def most_in_flight(loads: Iterable[DeploymentLoad]) -> dict[str, EngineWork]:
+def most_in_flight(loads: Iterable[DeploymentLoad]) -> dict[str, EngineReport]:
     """Return for each engine the report of the gateway that sees most on it, by the engine's id."""
-    held: dict[str, EngineWork] = {}
-    for engine in (engine for load in loads for engine in load.held):
-        held[engine.id] = max(held.get(engine.id, engine), engine, key=weight)
-    return held
+    found: dict[str, EngineReport] = {}
+    for engine in (engine for load in loads for engine in load.engine_reports):
+        found[engine.id] = max(found.get(engine.id, engine), engine, key=weight)
+    return found
 
 
-def weight(engine: EngineWork) -> tuple[int, int]:
+def weight(engine: EngineReport) -> tuple[int, int]:
     """Return the sort key of an engine's work: its KV blocks, which another engine would compute again, come first."""
-    return engine.num_blocks_active, engine.num_requests
+    return engine.load.num_blocks_active, engine.num_requests
 
 
-def _replicas(loads: Sequence[DeploymentLoad]) -> tuple[ReplicaLoad, ...]:
-    return tuple(_replica(engine) for _, engine in sorted(most_in_flight(loads).items()))
-
-
-def _replica(engine: EngineWork) -> ReplicaLoad:
-    waiting = min(max(0, engine.num_requests_waiting), max(0, engine.num_requests))
-    total, active = engine.num_blocks_total, max(0, engine.num_blocks_active)
-    usage = min(1.0, active / total) if total > 0 else None
-    return ReplicaLoad(engine.id, max(0, engine.num_requests) - waiting, waiting, usage)
+def _replicas(loads: Sequence[DeploymentLoad]) -> tuple[EngineReport, ...]:
+    """Return the reports with possible numbers, by id."""
+    return tuple(each for _, each in sorted(most_in_flight(loads).items()) if is_valid(each.load))
 
 
 def _engines(reports: Sequence[GatewayReport], fleet: Fleet) -> EnginesLoad:
@@ -205,7 +187,7 @@ def _engines(reports: Sequence[GatewayReport], fleet: Fleet) -> EnginesLoad:
     engines = msgspec.structs.replace(
         reported, age_s=round(best.age_s + _age(best.load), 3), step_time=_readable(reported.step_time)
     )
-    if not is_valid(engines):
+    if not (is_valid(engines) and math.isfinite(engines.age_s)):
         return EnginesLoad()
     # Engines that the platform calls ready may be busy although they report to no gateway.
     if engines.truth == "value" and engines.num_reporting < fleet.ready:
@@ -214,17 +196,10 @@ def _engines(reports: Sequence[GatewayReport], fleet: Fleet) -> EnginesLoad:
     return engines
 
 
-def is_valid(engines: EnginesLoad) -> bool:
-    """Whether all counts are 0 or more and the age is finite."""
-    counts = (
-        engines.num_blocks_total,
-        engines.num_blocks_active,
-        engines.num_requests_running,
-        engines.num_requests_waiting,
-        engines.num_tokens_running,
-        engines.num_tokens_waiting,
-    )
-    return all(count >= 0 for count in counts) and math.isfinite(engines.age_s)
+def is_valid(load: EngineLoad) -> bool:
+    """Whether all counts are 0 or more, and all times are finite so that JSON can represent them in a record."""
+    times = (load.step_ms, load.step_in_flight_ms, load.step_drift)
+    return all(getattr(load, name) >= 0 for name in COUNTS) and all(map(math.isfinite, times))
 
 
 def _readable(step_time: StepTimeParams) -> StepTimeParams:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_operator.autoscaler.decision import Goal, ReplicaCandidate, replicas_of
-from pagemill_operator.autoscaler.expected_load import ExpectedLoad, offered_load, predictor_of
+from pagemill_operator.autoscaler.expected_load import ExpectedLoad, offered_load
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.prediction import LEAST_RATE, OfferedLoad, Prediction, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
-from pagemill_operator.autoscaler.signals import Shape, Signals
+from pagemill_operator.autoscaler.signals import Signals
 from pagemill_operator.autoscaler.targets import AMPLE, MARGIN
 
 SHORTAGE = 0.02
@@ -36,20 +36,21 @@ class SloTarget(msgspec.Struct, frozen=True):
 
     goal: Goal = Goal("slo")
     candidates: tuple[ReplicaCandidate, ...] = ()
+    """First those that were weighed at the stricter percentile, then those that limit their number."""
 
 
 def slo_target(
     settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memory, expected: ExpectedLoad
 ) -> SloTarget:
-    """Return the goal of the SLO, and every number of replicas that was weighed.
+    """Return the goal of the SLO, and every number of replicas that was weighed for `Goal.needed`.
 
     Where no number of replicas meets the SLO, because too many requests alone take longer, the goal is that of the
     requests that can meet it.
     """
     found = _target(settings, slo, signals, memory, expected)
-    if not found.goal.unreachable:
+    if not found.goal.unreachable or expected.predictor is None:
         return found
-    attainable = _attainable(signals, memory.shape, slo)
+    attainable = _attainable(signals, expected.predictor, slo)
     if attainable == slo:
         return found
     reached = _target(settings, attainable, signals, memory, expected)
@@ -57,14 +58,14 @@ def slo_target(
     return SloTarget(msgspec.structs.replace(reached.goal, unreachable=unreachable), reached.candidates)
 
 
-def _attainable(signals: Signals, shape: Shape | None, slo: Slo) -> Slo:
+def _attainable(signals: Signals, predictor: Predictor, slo: Slo) -> Slo:
     """Return the SLO for the largest share of the requests that a replica without other requests serves in time.
 
     Where that is less than half of them, the SLO without limits, which is met by replicas that serve the load at all.
     """
     for share in (slo.share, *(each for each in LOWER_SHARES if each < slo.share)):
-        load, predictor = offered_load(signals, LEAST_RATE, share), predictor_of(shape, share)
-        if load is not None and predictor is not None and meets(predictor.predict(load, 1), slo):
+        load = offered_load(signals, LEAST_RATE, share)
+        if load is not None and meets(predictor.at(share).predict(load, 1), slo):
             return msgspec.structs.replace(slo, share=share)
     return Slo(share=LOWER_SHARES[-1])
 
@@ -80,18 +81,19 @@ def _target(settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memor
         number = "no answer has" if load is None else "too few answers have"
         return SloTarget(Goal("slo", missing=f"{number} ended yet, so lengths are not known"))
     load = msgspec.structs.replace(load, dispersion=memory.dispersion(signals.arrivals))
-    strict_share = 1.0 - STEADY_MISSES * (1.0 - slo.share)
-    predictor, strict = (predictor_of(memory.shape, each) for each in (slo.share, strict_share))
-    if predictor is None or strict is None:
+    if expected.predictor is None:
         return SloTarget(Goal("slo", missing="the engines have reported no step times yet"))
+    strict_share = 1.0 - STEADY_MISSES * (1.0 - slo.share)
+    predictor, strict = expected.predictor.at(slo.share), expected.predictor.at(strict_share)
     weighed: dict[int, ReplicaCandidate] = {}
+    limiting: dict[int, ReplicaCandidate] = {}
 
     most, wanted = settings.max_replicas, signals.fleet.wanted
     bound = msgspec.structs.replace(load, requests_per_s=expected.arrivals_lower_bound_per_s)
     # Some requests are too long for the stricter share with any number of replicas.
-    highest = fewest(predictor, bound.times(MARGIN), slo, most, {})
+    highest = fewest(predictor, bound.times(MARGIN), slo, most, limiting)
     needed = min(highest, fewest(strict, bound, slo, most, weighed))
-    seen = tuple(weighed[number] for number in sorted(weighed))
+    seen = tuple(each[number] for each in (weighed, limiting) for number in sorted(each))
     offered = f"{bound.requests_per_s:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
     if needed > most and not (best := weigh(predictor, bound, slo, most)).meets:
         unreachable = _unreachable(settings, slo, best)
@@ -103,20 +105,28 @@ def _target(settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memor
     enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
     reason = f"{offered} need {replicas_of(needed)}"
     if needed > wanted > 0:
-        short = bound.requests_per_s - predictor.highest_rate(
-            load, wanted, lambda found: meets(found, slo), SHORTAGE / 10
-        )
-        missed = f"{_number(60 * short)} requests/min would miss {_slo_text(slo)} from {expected.horizon_s:.0f} s on"
-        if short <= SHORTAGE * bound.requests_per_s:
-            needed, reason = (
-                wanted,
-                f"{offered}: with {wanted}, no more than {missed}, too few to measure",
-            )
+        shortage = _shortage(predictor, load, slo, expected, wanted)
+        if shortage.is_slight:
+            needed, reason = wanted, f"{offered}: with {wanted}, no more than {shortage.text}, too few to measure"
         else:
-            reason += f"; with {wanted}, {missed}"
+            reason += f"; with {wanted}, {shortage.text}"
     if queue.replicas:
         needed, reason = needed + queue.replicas, f"{reason}; {queue.reason}"
     return SloTarget(Goal("slo", needed, max(needed, enough), reason, ample=ample), seen)
+
+
+class _Shortage(NamedTuple):
+    """The arrivals that would miss the SLO with the present replicas."""
+
+    is_slight: bool
+    text: str
+
+
+def _shortage(predictor: Predictor, load: OfferedLoad, slo: Slo, expected: ExpectedLoad, replicas: int) -> _Shortage:
+    arriving = expected.arrivals_lower_bound_per_s
+    short = arriving - predictor.highest_rate(load, replicas, lambda found: meets(found, slo), SHORTAGE / 10)
+    text = f"{_number(60 * short)} requests/min would miss {_slo_text(slo)} from {expected.horizon_s:.0f} s on"
+    return _Shortage(short <= SHORTAGE * arriving, text)
 
 
 class _ForQueue(NamedTuple):
@@ -191,6 +201,8 @@ def weigh(predictor: Predictor, load: OfferedLoad, slo: Slo, replicas: int) -> R
         round(tpot_ms, 2) if math.isfinite(tpot_ms) else None,
         meets(prediction, slo),
         prediction.limit,
+        predictor.share,
+        round(load.requests_per_s, 3),
     )
 
 

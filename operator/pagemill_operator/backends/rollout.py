@@ -13,9 +13,9 @@ from typing import NamedTuple
 from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.plan.types import Group
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineWork
+from pagemill_protocol.load import EngineReport
 
-NO_REPORTS: Mapping[str, EngineWork] = {}
+NO_REPORTS: Mapping[str, EngineReport] = {}
 _PHASE_RANK: Mapping[Phase, int] = {"asleep": 1, "pending": 2, "starting": 2, "loading": 2, "waking": 3, "ready": 3}
 """What removing a replica costs: almost nothing if it sleeps, a partly paid start if it starts."""
 
@@ -30,7 +30,7 @@ class Actions(NamedTuple):
 def next_actions(
     group: Group,
     replicas: Sequence[ReplicaObservation],
-    held: Mapping[str, EngineWork] = NO_REPORTS,
+    held: Mapping[str, EngineReport] = NO_REPORTS,
     standby: int = 0,
 ) -> Actions:
     """Return the replicas to start and to drain.
@@ -50,7 +50,7 @@ def next_actions(
     return Actions(max(0, min(missing, num_allowed)), drain)
 
 
-def _surplus(current: list[ReplicaObservation], wanted: int, held: Mapping[str, EngineWork]) -> list[str]:
+def _surplus(current: list[ReplicaObservation], wanted: int, held: Mapping[str, EngineReport]) -> list[str]:
     """Return the surplus replicas of the wanted digest: the cheapest to lose first, then the emptiest and youngest."""
     emptiest = emptiest_first(reversed(current), lambda replica: replica.name, held)
     by_worth = sorted(emptiest, key=lambda replica: _PHASE_RANK.get(replica.phase, 0))

@@ -16,7 +16,7 @@ import aiohttp
 from pagemill_operator.autoscaler.signals import weight
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineWork
+from pagemill_protocol.load import EngineReport
 
 Call = Literal["sleep", "wake_up"]
 """Both calls may be repeated."""
@@ -34,11 +34,11 @@ class StandbyActions(NamedTuple):
 
 
 NONE = StandbyActions([], [])
-NO_REPORTS: Mapping[str, EngineWork] = {}
+NO_REPORTS: Mapping[str, EngineReport] = {}
 
 
 def next_standby_actions(
-    plan: Plan, replicas: Sequence[ReplicaObservation], held: Mapping[str, EngineWork] = NO_REPORTS
+    plan: Plan, replicas: Sequence[ReplicaObservation], held: Mapping[str, EngineReport] = NO_REPORTS
 ) -> StandbyActions:
     """Return the calls to make. `replicas` come oldest first; `held` is each replica's known load by name."""
     if plan.autoscaling is None or plan.autoscaling.mode != "Active":
@@ -57,7 +57,7 @@ def next_standby_actions(
     return StandbyActions([], [replica.name for replica in least_missed[: max(0, num_surplus)]])
 
 
-def _loss(replica: ReplicaObservation, held: Mapping[str, EngineWork]) -> tuple[bool, tuple[int, int], float]:
+def _loss(replica: ReplicaObservation, held: Mapping[str, EngineReport]) -> tuple[bool, tuple[int, int], float]:
     """Return the sort key of what putting a replica to sleep costs.
 
     A replica to which no gateway sends requests sleeps first, as it has just started; then the emptiest; among equals

@@ -13,19 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from pagemill_operator.autoscaler.signals import GatewayReport, most_in_flight, weight
-from pagemill_protocol.load import DeploymentLoad, EngineStart, EngineWork, LoadFrame
+from pagemill_protocol.load import DeploymentLoad, EngineReport, EngineStart, LoadFrame
+from pagemill_protocol.state import EngineLoad
 
 Item = TypeVar("Item")
-
-
-class MeasuredLoad(NamedTuple):
-    """The values of `status.load`."""
-
-    kv_cache_usage: float | None
-    """Share of all blocks that running requests hold; None if no engine is known."""
-    running: int
-    waiting: int
-    """Waiting requests in engines and in the gateways' queues."""
 
 
 class _Report(NamedTuple):
@@ -38,7 +29,7 @@ class _Report(NamedTuple):
     @property
     def counts(self) -> tuple[int, ...]:
         engines, queue, pods = self.load.engines, self.load.queue, self.load.pods
-        usage = round(100 * engines.num_blocks_active / max(1, engines.num_blocks_total))
+        usage = round(100 * engines.kv_cache_usage)
         return usage, engines.num_requests_running, engines.num_requests_waiting, pods.ready, queue.num_requests
 
 
@@ -63,7 +54,7 @@ class LoadStore:
         now = self._clock()
         return [GatewayReport(report.load, now - report.at_s) for report in self._of(key)]
 
-    def held(self, key: str) -> dict[str, EngineWork]:
+    def held(self, key: str) -> dict[str, EngineReport]:
         """Return each engine's load, the highest that any gateway reports."""
         return most_in_flight(report.load for report in self._of(key))
 
@@ -79,26 +70,29 @@ class LoadStore:
         """Whether a request waits and there is no engine."""
         return any(report.load.queue.needs_engine for report in self._of(key))
 
-    def measured(self, key: str) -> MeasuredLoad | None:
-        """Return the measured load, or None if no gateway knows the deployment."""
+    def measured(self, key: str) -> EngineLoad | None:
+        """Return the load of all engines, with the gateways' queues among the waiting requests, as `status` shows it.
+
+        None if no gateway knows the deployment.
+        """
         reports = self._of(key)
         if not reports:
             return None
         best = max(reports, key=lambda each: (each.load.engines.num_reporting > 0, each.at_s - _age(each.load)))
         engines = best.load.engines
-        usage = engines.num_blocks_active / engines.num_blocks_total if engines.num_blocks_total > 0 else None
         queued = sum(max(0, each.load.queue.num_requests) for each in reports)
-        return MeasuredLoad(
-            kv_cache_usage=None if usage is None else min(1.0, max(0.0, usage)),
-            running=max(0, engines.num_requests_running),
-            waiting=max(0, engines.num_requests_waiting) + queued,
+        return EngineLoad(
+            num_blocks_total=engines.num_blocks_total,
+            num_blocks_active=engines.num_blocks_active,
+            num_requests_running=max(0, engines.num_requests_running),
+            num_requests_waiting=max(0, engines.num_requests_waiting) + queued,
         )
 
     def _of(self, key: str) -> list[_Report]:
         return [loads[key] for loads in self._reports.values() if key in loads]
 
 
-def emptiest_first(items: Iterable[Item], id_of: Callable[[Item], str], held: Mapping[str, EngineWork]) -> list[Item]:
+def emptiest_first(items: Iterable[Item], id_of: Callable[[Item], str], held: Mapping[str, EngineReport]) -> list[Item]:
     """Return the items ordered by what their engines hold for running requests, least first.
 
     Items without a report come last, because their load is unknown. Equal items keep their order.

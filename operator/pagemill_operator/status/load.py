@@ -6,20 +6,21 @@ import bisect
 from datetime import datetime
 
 from pagemill_crds.status import LoadSummary
+from pagemill_protocol.state import EngineLoad
 
 LEAST_SECONDS_BETWEEN_WRITES = 30.0
 PERCENT_STEP = 5
 REQUEST_STEPS = [0, *(step * scale for scale in (1, 10, 100, 1000, 10_000, 100_000) for step in (1, 2, 5))]
 
 
-def summarize(kv_cache_usage: float | None, running: int, waiting: int, now: str) -> LoadSummary:
+def summarize(load: EngineLoad, now: str) -> LoadSummary:
     """Return the coarse load. `now` is an RFC 3339 time; an unknown share of the cache counts as 0."""
-    percent = 100 * min(1.0, max(0.0, kv_cache_usage or 0.0))
+    percent = 100 * min(1.0, max(0.0, load.kv_cache_usage))
     return LoadSummary.model_validate(
         {
             "kvCacheUsagePercent": PERCENT_STEP * round(percent / PERCENT_STEP),
-            "requestsRunning": coarse(running),
-            "requestsWaiting": coarse(waiting),
+            "requestsRunning": coarse(load.num_requests_running),
+            "requestsWaiting": coarse(load.num_requests_waiting),
             "lastUpdateTime": now,
         }
     )

@@ -44,7 +44,7 @@ class Informed:
         slope = (rate - before) / SLOPE_S if before > 0 and rate < 1.5 * before else 0.0
         ahead = max(rate, rate + slope * self._cold_start_s)
         needed = self._capacity.needed(ahead)
-        waiting = seen.concurrency - sum(pod.num_running for pod in seen.pods) - seen.num_on_leaving
+        waiting = seen.num_held + sum(pod.load.num_requests_waiting for pod in seen.pods)
         self._extra = max(self._extra, self._worth(rate, needed, waiting, seen.ready)) if waiting else 0
         needed = max(needed, seen.concurrency > 0)
         return min(self._most, needed + self._extra)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pagemill_protocol.load import EngineWork
+from pagemill_protocol.load import EngineReport
 from pagemill_simulator.bounds.schedule import GRID_S, Schedule
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.event_log import EventLog
@@ -57,7 +57,7 @@ class _NoEngines:
     def gone(self, pod: Pod) -> None:
         pass
 
-    def held(self) -> Mapping[str, EngineWork]:
+    def held(self) -> Mapping[str, EngineReport]:
         return {}
 
     def num_in_system(self) -> int:

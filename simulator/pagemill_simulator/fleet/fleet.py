@@ -22,11 +22,10 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.garbage_collection import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
 from pagemill_operator.autoscaler.signals import GatewayReport, merge
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.load import DeploymentLoad, EngineWork
+from pagemill_protocol.load import DeploymentLoad, EngineReport
 from pagemill_protocol.state import StateFrame
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.batch_lines import BatchLines
-from pagemill_simulator.fleet.controller import Controller
 from pagemill_simulator.fleet.conversations import Conversations
 from pagemill_simulator.fleet.engines import EngineKind
 from pagemill_simulator.fleet.event_log import EventLog
@@ -37,10 +36,12 @@ from pagemill_simulator.fleet.platform import Platform, Pod
 from pagemill_simulator.fleet.relay import MODEL, PodRun, SimulatedRelay
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.pod import NETWORK_S
-from pagemill_simulator.scaling.policy import FleetScaler, FleetSnapshot, PodSnapshot
+from pagemill_simulator.scaling.policy import FleetScaler, FleetSnapshot, PodSnapshot, ReplicaBounds
 from pagemill_simulator.workloads.request import Workload
 
 PROGRESS_STEPS = 200
+POINT_S = 5.0
+"""Seconds between two points of the timeline if nothing changes."""
 
 
 def simulate_fleet(
@@ -114,7 +115,7 @@ class _Fleet:
         )
         self._conversations = Conversations(workload.requests, self._kinds[0].vocab_size)
         self._platform = Platform(events, settings, self, self._event_log)
-        self._controller = Controller(events, self._platform, policy, settings.bounds, self._snapshot)
+        self._controller = _Controller(events, self._platform, policy, settings.bounds, self._snapshot)
         self._batch_lines = BatchLines(
             workload,
             settings.batches,
@@ -180,8 +181,8 @@ class _Fleet:
     def gone(self, pod: Pod) -> None:
         self._end(pod, "declined")
 
-    def held(self) -> Mapping[str, EngineWork]:
-        return {each.id: each for each in self._load().held}
+    def held(self) -> Mapping[str, EngineReport]:
+        return {each.id: each for each in self._load().replicas}
 
     def num_in_system(self) -> int:
         return self._num_arrived - self._num_ended
@@ -295,12 +296,57 @@ class _Fleet:
         pod_run = self._pod_runs.get(pod.name)
         if pod_run is None:
             return PodSnapshot(pod.name, is_ready=False)
-        load = pod_run.engine.load
-        return PodSnapshot(pod.name, True, load.num_requests_running, load.num_requests_waiting, load.kv_cache_usage)
+        return PodSnapshot(pod.name, True, pod_run.engine.load)
 
     def _is_live(self, name: str) -> bool:
         pod = self._platform.pods.get(name)
         return pod is not None and pod.live
+
+
+class _Controller:
+    """Asks the scaling policy, periodically and when a request finds no pod, and orders the replicas."""
+
+    def __init__(
+        self,
+        events: Events,
+        platform: Platform,
+        policy: FleetScaler,
+        bounds: ReplicaBounds,
+        see: Callable[[], FleetSnapshot],
+    ) -> None:
+        """`see` returns the present state of the fleet."""
+        self._events = events
+        self._platform = platform
+        self._policy = policy
+        self._bounds = bounds
+        self._see = see
+        self._is_woken = False
+
+    def begin(self) -> None:
+        self._events.after(self._policy.interval_s, self._decide_regularly)
+        self._events.after(POINT_S, self._note_regularly)
+
+    def wake(self) -> None:
+        """Decide at once: a request finds no pod, not even a starting one."""
+        if self._policy.wakes_at_once and not self._is_woken:
+            self._is_woken = True
+            self._events.after(0.0, self._decide_now)
+
+    def _decide_regularly(self) -> None:
+        self._decide()
+        self._events.after(self._policy.interval_s, self._decide_regularly)
+
+    def _decide_now(self) -> None:
+        self._is_woken = False
+        self._decide()
+
+    def _decide(self) -> None:
+        replicas = self._policy.decide(self._see())
+        self._platform.order(max(self._bounds.min_replicas, min(self._bounds.max_replicas, replicas)))
+
+    def _note_regularly(self) -> None:
+        self._platform.note()
+        self._events.after(POINT_S, self._note_regularly)
 
 
 def _ignored(share: float) -> None:

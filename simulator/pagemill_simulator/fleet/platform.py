@@ -1,7 +1,7 @@
 """The simulated cluster: creates pods for orders, starts them, chooses which to remove, and lets them crash.
 
 It stands for Kubernetes and the operator's writes to it, and knows nothing of requests: it uses `Engines` for what runs
-in the pods. `controller` gives the orders; the fleet has the engines.
+in the pods. `fleet` gives the orders and has the engines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagemill_operator.autoscaler.signals import Fleet
 from pagemill_operator.backends.start_durations import StartDurations
 from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.status.observation import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineWork
+from pagemill_protocol.load import EngineReport
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.outcome import FleetPoint
@@ -67,7 +67,7 @@ class Engines(Protocol):
         """Cut off what still runs in the pod."""
         ...
 
-    def held(self) -> Mapping[str, EngineWork]:
+    def held(self) -> Mapping[str, EngineReport]:
         """Return the load by pod name, of those that report."""
         ...
 

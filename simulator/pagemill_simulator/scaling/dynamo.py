@@ -19,12 +19,12 @@ import msgspec
 
 from pagemill_operator.autoscaler.decision import Decision, decided
 from pagemill_operator.autoscaler.settings import ScalingSettings
-from pagemill_operator.autoscaler.signals import ReplicaLoad, Signals
-from pagemill_protocol.load import EnginesLoad
+from pagemill_operator.autoscaler.signals import Signals
+from pagemill_protocol.load import EngineReport, EnginesLoad
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 from pagemill_simulator.parameters import Parameters, Positive, Share
-from pagemill_simulator.scaling.rival import engines, is_due, within
+from pagemill_simulator.scaling.rival import engines, is_due, num_waiting, within
 
 ROUNDS = 8
 
@@ -123,7 +123,7 @@ class DynamoLoad:
         if estimator is None:
             return decided(before, wanted, "step times, lengths or sizes are not known"), memory
         capacity = _cache_tokens(signals.engines)
-        works = [_work(engine, capacity, prompt_tokens) for engine in reporting]
+        works = [_work(engine, signals, capacity, prompt_tokens) for engine in reporting]
         replicas = within(settings, len(works) + step(works, estimator, capacity, self._parameters), least=1)
         return decided(before, replicas, f"estimated latencies of {len(works)} engines"), memory
 
@@ -155,8 +155,9 @@ def _bears(work: Work, estimator: Estimator, capacity: float, parameters: Dynamo
     return estimator.itl_ms(all_running) < parameters.itl_ms * parameters.sensitivity
 
 
-def _work(engine: ReplicaLoad, capacity: float, prompt_tokens: float) -> Work:
-    return Work(engine.num_waiting * prompt_tokens, (engine.kv_cache_usage or 0.0) * capacity, engine.num_running)
+def _work(engine: EngineReport, signals: Signals, capacity: float, prompt_tokens: float) -> Work:
+    load = engine.load
+    return Work(num_waiting(engine, signals) * prompt_tokens, load.kv_cache_usage * capacity, load.num_requests_running)
 
 
 def _estimator(signals: Signals, prompt_tokens: float, num_engines: int) -> Estimator | None:

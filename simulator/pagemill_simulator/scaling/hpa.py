@@ -26,7 +26,7 @@ from pagemill_operator.autoscaler.target_tracking import external_metric, pods_m
 from pagemill_simulator.parameters import NotNegative, Parameters, Positive
 from pagemill_simulator.scaling.hpa_behavior import DOWN, UP, BehaviorMemory, HpaBehavior
 from pagemill_simulator.scaling.policy import ReplicaBounds
-from pagemill_simulator.scaling.rival import engines, is_due, within
+from pagemill_simulator.scaling.rival import engines, is_due, num_waiting, within
 
 
 class Hpa(Parameters, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ class HpaOnQueue(_Autoscaler):
         super().__init__(self._parameters)
 
     def _desired(self, signals: Signals) -> int | None:
-        waiting, wanted = [engine.num_waiting for engine in engines(signals)], signals.fleet.wanted
+        waiting, wanted = [num_waiting(engine, signals) for engine in engines(signals)], signals.fleet.wanted
         if not waiting:
             return None
         num_silent = max(0, wanted - len(waiting))

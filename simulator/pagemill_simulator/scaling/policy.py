@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from pagemill_operator.autoscaler.signals import Signals
+from pagemill_protocol.state import EngineLoad
 
 
 class PodSnapshot(NamedTuple):
@@ -19,11 +20,8 @@ class PodSnapshot(NamedTuple):
 
     name: str
     is_ready: bool
-    num_running: int = 0
-    num_waiting: int = 0
-    """Requests in the engine's own queue."""
-    kv_usage: float = 0.0
-    """Share of the blocks that running requests hold, 0 to 1."""
+    load: EngineLoad = EngineLoad()
+    """The present load of its engine."""
 
 
 class FleetSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +49,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def concurrency(self) -> int:
         """Number of requests anywhere in the system."""
-        return self.num_held + self.num_on_leaving + sum(pod.num_running + pod.num_waiting for pod in self.pods)
+        return self.num_held + self.num_on_leaving + sum(pod.load.num_requests for pod in self.pods)
 
 
 class ReplicaBounds(NamedTuple):

@@ -13,7 +13,8 @@ import msgspec
 
 from pagemill_operator.autoscaler.policy import ScalingPolicy
 from pagemill_operator.autoscaler.settings import ScalingSettings
-from pagemill_operator.autoscaler.signals import ReplicaLoad, Signals
+from pagemill_operator.autoscaler.signals import Signals
+from pagemill_protocol.load import EngineReport
 
 M = TypeVar("M")
 
@@ -30,14 +31,14 @@ class Rival(ScalingPolicy[M], Protocol[M]):
         ...
 
 
-def engines(signals: Signals) -> list[ReplicaLoad]:
-    """Return the engines that report all of their metrics, each with its part of the gateway's waiting requests."""
-    held = signals.queue.num_requests / max(1, signals.fleet.ready)
-    return [
-        msgspec.structs.replace(replica, num_waiting=replica.num_waiting + held)
-        for replica in signals.replicas
-        if replica.kv_cache_usage is not None
-    ]
+def engines(signals: Signals) -> list[EngineReport]:
+    """Return the engines that report all of their metrics."""
+    return [replica for replica in signals.replicas if replica.load.num_blocks_total > 0]
+
+
+def num_waiting(engine: EngineReport, signals: Signals) -> float:
+    """Return the requests that would wait in the engine: its own, and its part of those that wait in the gateway."""
+    return engine.load.num_requests_waiting + signals.queue.num_requests / max(1, signals.fleet.ready)
 
 
 def within(settings: ScalingSettings, replicas: float, *, least: int = 0) -> int:

@@ -7,7 +7,6 @@ gauges instead of what their engines have reported to a gateway.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import Any
 
@@ -17,8 +16,9 @@ from pagemill_operator.autoscaler.decision import Decision
 from pagemill_operator.autoscaler.policy import ScalingPolicy, ask
 from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
-from pagemill_operator.autoscaler.signals import ReplicaLoad, Signals
-from pagemill_simulator.scaling.policy import FleetSnapshot, PodSnapshot, ReplicaBounds
+from pagemill_operator.autoscaler.signals import Signals
+from pagemill_protocol.load import EngineReport
+from pagemill_simulator.scaling.policy import FleetSnapshot, ReplicaBounds
 from pagemill_simulator.scaling.rival import Rival
 
 INTERVAL_S = 2.0
@@ -84,8 +84,8 @@ def scraped(seen: FleetSnapshot) -> Signals:
     signals = seen.signals
     engines = msgspec.structs.replace(
         signals.engines,
-        num_requests_running=sum(pod.num_running for pod in seen.pods) + seen.num_on_leaving,
-        num_requests_waiting=sum(pod.num_waiting for pod in seen.pods),
+        num_requests_running=sum(pod.load.num_requests_running for pod in seen.pods) + seen.num_on_leaving,
+        num_requests_waiting=sum(pod.load.num_requests_waiting for pod in seen.pods),
     )
     return msgspec.structs.replace(
         signals,
@@ -97,11 +97,6 @@ def scraped(seen: FleetSnapshot) -> Signals:
     )
 
 
-def _replicas(seen: FleetSnapshot) -> tuple[ReplicaLoad, ...]:
+def _replicas(seen: FleetSnapshot) -> tuple[EngineReport, ...]:
     """Return the ready pods' loads: a pod that loads has no metrics."""
-    return tuple(_replica(pod) for pod in seen.pods if pod.is_ready)
-
-
-def _replica(pod: PodSnapshot) -> ReplicaLoad:
-    usage = pod.kv_usage if 0 <= pod.kv_usage < math.inf else None
-    return ReplicaLoad(pod.name, pod.num_running, pod.num_waiting, usage)
+    return tuple(EngineReport(pod.name, pod.load) for pod in seen.pods if pod.is_ready)

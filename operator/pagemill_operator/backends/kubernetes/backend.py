@@ -38,10 +38,10 @@ from pagemill_operator.backends.kubernetes.render import render_children, render
 from pagemill_operator.backends.kubernetes.render.names import TEMPLATE_ANNOTATION, awake_note, engine_name
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest, Owner, RenderContext, Snapshot
 from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
-from pagemill_operator.load.store import MeasuredLoad
 from pagemill_operator.plan.types import Plan, Problem
 from pagemill_operator.status.observation import Observation, ScalingState
-from pagemill_protocol.load import EngineWork
+from pagemill_protocol.load import EngineReport
+from pagemill_protocol.state import EngineLoad
 
 logger = logging.getLogger("pagemill.operator.kubernetes")
 
@@ -76,9 +76,9 @@ class KubernetesCluster(Cluster):
         known: KnownCluster,
         make_context: MakeContext,
         *,
-        load: Callable[[str], MeasuredLoad | None] = lambda key: None,
+        load: Callable[[str], EngineLoad | None] = lambda key: None,
         scaling: Callable[[str], ScalingState | None] = lambda key: None,
-        held: Callable[[str], Mapping[str, EngineWork]] = lambda key: {},
+        held: Callable[[str], Mapping[str, EngineReport]] = lambda key: {},
         asleep: Callable[[str], frozenset[str]] = lambda key: frozenset(),
         progress: Callable[[str], str] = lambda key: "",
         on_write: OnWrite = lambda kind, verb: None,

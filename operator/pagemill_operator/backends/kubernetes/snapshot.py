@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagemill_operator.load.store import MeasuredLoad
 from pagemill_operator.plan.types import Problem
+from pagemill_protocol.state import EngineLoad
 
 Manifest = dict[str, Any]
 """A Kubernetes object as JSON."""
@@ -111,7 +111,7 @@ class Snapshot:
     """Problems of a spec that cannot be read: the CRD's schema accepts it, but the models refuse it."""
     apply_errors: tuple[ApplyError, ...] = ()
     """Errors of the last attempt to apply the children; empty if all were applied."""
-    load: MeasuredLoad | None = None
+    load: EngineLoad | None = None
     """The measured load; None while no gateway reports the deployment."""
     asleep: frozenset[str] = frozenset()
     """Uids of the pods whose engines sleep, as gateways report."""

@@ -35,7 +35,7 @@ from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import Observation
 from pagemill_operator.status.observation import ReplicaObservation
 from pagemill_protocol.catalog import Catalog
-from pagemill_protocol.load import EngineWork
+from pagemill_protocol.load import EngineReport
 from pagemill_protocol.metrics import Metrics, Scrape
 
 logger = logging.getLogger("pagemill.operator.local")
@@ -255,7 +255,7 @@ class LocalBackend(Cluster):
         for _ in range(num_starts):
             self._start_replica(deployment)
 
-    def _held(self, deployment: Deployment) -> dict[str, EngineWork]:
+    def _held(self, deployment: Deployment) -> dict[str, EngineReport]:
         """Return each replica's load, as far as the gateway reports it."""
         reported = self._scaling.held(deployment.plan.key)
         endpoints = {replica.name: replica.endpoint for replica in deployment.replicas}

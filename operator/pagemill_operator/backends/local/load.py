@@ -7,23 +7,22 @@ import json
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import aiohttp
+import msgspec
+
+from pagemill_protocol.state import EngineLoad, total_counts
 
 TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 GENERATED = re.compile(r"^vllm:generation_tokens(?:_total)?(?:\{[^}]*\})? ([0-9.eE+]+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class MachineLoad:
+class MachineLoad(NamedTuple):
     """The load at one instant."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_cache_usage: float = 0.0
-    """Share of all blocks that running requests hold."""
+    engines: EngineLoad = EngineLoad()
+    """The load of all engines."""
     num_generated: float = 0.0
     """Tokens generated since the engines started."""
     at_s: float = 0.0
@@ -47,28 +46,17 @@ async def read_load(
         *(_get(session, f"{url}/metrics", {}) for url in engine_urls),
     )
     generated = sum(float(number) for text in texts for number in GENERATED.findall(text.decode("utf-8", "replace")))
-    return _sum(_loads(status), generated)
+    return MachineLoad(EngineLoad(**total_counts(_loads(status))), generated, time.monotonic())
 
 
-def _sum(loads: list[dict[str, Any]], num_generated: float) -> MachineLoad:
-    total = sum(load.get("num_blocks_total", 0) for load in loads)
-    active = sum(load.get("num_blocks_active", 0) for load in loads)
-    return MachineLoad(
-        num_running=sum(load.get("num_requests_running", 0) for load in loads),
-        num_waiting=sum(load.get("num_requests_waiting", 0) for load in loads),
-        kv_cache_usage=active / total if total else 0.0,
-        num_generated=num_generated,
-        at_s=time.monotonic(),
-    )
-
-
-def _loads(status: bytes) -> list[dict[str, Any]]:
+def _loads(status: bytes) -> list[EngineLoad]:
     """Return the `load` of every endpoint in the gateway's `GET /status`."""
     try:
         models = json.loads(status)["models"]
+        loads = [endpoint["load"] for model in models for endpoint in model["endpoints"] if endpoint.get("load")]
+        return msgspec.convert(loads, list[EngineLoad])
     except (ValueError, KeyError, TypeError):
         return []
-    return [endpoint["load"] for model in models for endpoint in model["endpoints"] if endpoint.get("load")]
 
 
 async def _get(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> bytes:

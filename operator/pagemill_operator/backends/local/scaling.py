@@ -19,7 +19,7 @@ from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Observation, ScalingState
-from pagemill_protocol.load import EngineWork, LoadFrame
+from pagemill_protocol.load import EngineReport, LoadFrame
 
 logger = logging.getLogger("pagemill.operator.scaling")
 
@@ -58,7 +58,7 @@ class LocalScaling:
     def wanted(self, plan: Plan) -> int:
         return self._scaler.wanted(plan.key, plan.spec_replicas, plan.autoscaling)
 
-    def held(self, key: str) -> dict[str, EngineWork]:
+    def held(self, key: str) -> dict[str, EngineReport]:
         """Return the load of each engine by endpoint, as far as the gateway reports it."""
         return self._loads.held(key)
 

@@ -82,7 +82,7 @@ def _measured(snapshot: Snapshot, now: str) -> LoadSummary | None:
     load = snapshot.load
     if load is None:
         return None
-    return summarize(load.kv_cache_usage, load.running, load.waiting, now)
+    return summarize(load, now)
 
 
 def _scaling_reason(observation: Observation) -> str:
