@@ -308,5 +308,5 @@ class Session:
 
 def _notes(loaded: Sequence[Loaded]) -> Iterator[str]:
     for item in loaded:
-        for note in item.plan.notes:
-            yield f"note: {item.document.file}: {item.plan.name}: {note}"
+        for each in item.plan.ignored:
+            yield f"note: {item.document.file}: {item.plan.name}: {each.as_ignored}"
