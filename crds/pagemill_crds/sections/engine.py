@@ -114,7 +114,8 @@ class EngineSection(Section):
     block_size: Literal[8, 16, 32, 64, 128] = 16
     """Number of tokens per block of the KV cache."""
     kv_cache_memory: Memory | None = None
-    """Memory for the KV cache; when absent, a share of the memory that is free after the model is loaded."""
+    """Memory for the KV cache; when absent, a share of the memory that is free after the model is loaded. Encoders
+    have no KV cache and refuse it, as well as `kvCacheDtype`."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
     """Data type of the KV cache; `auto` uses that of `dtype`. Compared with float32, bfloat16 needs half the memory,
     int8 and fp8 little more than a quarter. fp8 needs a GPU."""
