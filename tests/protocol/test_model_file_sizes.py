@@ -9,9 +9,28 @@ import pytest
 import pagemill_protocol.models.known as known
 
 LLAMA_LIKE = (
-    "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gemma3 granite phi phi3 smollm3 stablelm starcoder2 cohere "
-    "nemotron internlm internlm3 aquila olmo2 olmoe"
-).split()
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma",
+    "gemma3",
+    "granite",
+    "phi",
+    "phi3",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    "cohere",
+    "nemotron",
+    "internlm",
+    "internlm3",
+    "aquila",
+    "olmo2",
+    "olmoe",
+)
 """Families that state their differences from Llama, and define no new kind of layer or tensor layout."""
 
 
