@@ -91,9 +91,7 @@ def stream_tools() -> None:
     _assert_calls(answer.tool_calls)
 
 
-@check(
-    "`OpenAIEmbeddings` with `check_embedding_ctx_length=False`; without it the client sends token ids of another model"
-)
+@check("`OpenAIEmbeddings` with `check_embedding_ctx_length=False`; else it sends token ids of another model")
 async def embeddings() -> None:
     embedder = OpenAIEmbeddings(
         model=EMBEDDING_MODEL, base_url=base_url(), api_key=SecretStr(KEY), check_embedding_ctx_length=False

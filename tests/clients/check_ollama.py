@@ -57,7 +57,7 @@ def form() -> None:
     City.model_validate_json(client.generate(MODEL, QUESTION, options=LONG, format=CITY_SCHEMA).response)
 
 
-@check("tools: an answer without a call, and an answer to a result")
+@check("an answer with tools offered, and an answer to a result")
 def tools() -> None:
     answer = client.chat(MODEL, MESSAGES, tools=[CITY_TOOL], options=SHORT)
     assert answer.message.content or answer.message.tool_calls
