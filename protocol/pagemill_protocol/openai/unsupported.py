@@ -2,7 +2,8 @@
 
 Ignoring such a field would silently give the client something it did not ask for, so it is refused with 400 and the
 remedy. A value without effect beyond the default (`tools: []`, `echo: false`) is harmless and accepted. Fields in no
-table and no schema are ignored; `IGNORED` lists those of OpenAI's APIs. A field that becomes supported moves from here to `schemas`.
+table and no schema are ignored; `IGNORED` lists those of OpenAI's APIs. A field that becomes supported moves from here
+to `schemas`.
 """
 
 from __future__ import annotations
