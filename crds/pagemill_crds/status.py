@@ -24,7 +24,8 @@ class Condition(Section):
 
     # No enumeration: an older schema must keep the conditions of a newer operator.
     type: Annotated[str, Text(316, TYPE_PATTERN)]
-    """Type of the condition: Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet or Ready."""
+    """Type of the condition: Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet, FieldsSupported or
+    Ready."""
     status: Literal["True", "False", "Unknown"]
     """Whether the condition holds: True, False or Unknown."""
     observed_generation: Count = 0
@@ -49,7 +50,8 @@ class PlanSummary(Section):
     pods_per_replica: Count = 0
     """Number of pods per replica."""
     notes: Annotated[list[str], Field(max_length=32)] = Field(default_factory=list)
-    """Fields of the spec that have no effect in this cluster, and why."""
+    """Fields of the spec that have a consequence which is easily overlooked. The condition `FieldsSupported` names the
+    fields that have no effect."""
 
 
 class LoadSummary(Section):
@@ -134,4 +136,4 @@ class LLMDeploymentStatus(Section):
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
         ),
     ] = Field(default_factory=list)
-    """Conditions: Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet and Ready."""
+    """Conditions: Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet, FieldsSupported and Ready."""

@@ -33,7 +33,7 @@ def count_tokens() -> None:
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-@check("tools: `any` and named, and the result sent back")
+@check("tools: `any` and named, and an answer to the result")
 def tools() -> None:
     for choice in ({"type": "any", **ONE}, {"type": "tool", "name": "record_city", **ONE}):
         answer = client.messages.create(**ASK, tools=TOOLS, tool_choice=choice)

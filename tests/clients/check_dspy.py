@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["dspy==3.4.1"]
 # ///
-"""dspy. It asks a model that it does not know for plain JSON; register a provider that has schemas and tools."""
+"""dspy. For unknown models it asks for plain JSON; register a provider that supports schemas and tools."""
 
 from __future__ import annotations
 

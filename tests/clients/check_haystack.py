@@ -59,7 +59,7 @@ def response_format() -> None:
     City.model_validate_json(str(reply(generator({"response_format": City})).text))
 
 
-@check("tools, and the result sent back")
+@check("tools, and an answer to the result")
 def tools() -> None:
     answer = reply(generator(FORCED, tools=[TOOL]))
     _assert_calls(answer)

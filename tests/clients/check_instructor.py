@@ -25,7 +25,7 @@ def client(mode: Mode) -> Any:
     return instructor.from_openai(openai.OpenAI(base_url=base_url(), api_key=KEY, max_retries=0), mode=mode)
 
 
-@check("the how-to's example")
+@check("the example of the how-to guide")
 def howto() -> None:
     assert run_howto("Instructor")["answer"].name
 

@@ -38,7 +38,7 @@ model = ChatOpenAI(
 )
 
 
-@check("the how-to's example")
+@check("the example of the how-to guide")
 def howto() -> None:
     assert run_howto("LangChain")["answer"].name
 
@@ -72,7 +72,7 @@ def json_mode() -> None:
     assert isinstance(model.with_structured_output(City, method="json_mode").invoke(JSON_QUESTION), City)
 
 
-@check("`bind_tools`: `any`, by name, strict, and the result sent back")
+@check("`bind_tools`: `any`, by name, strict, and an answer to the result")
 def bind_tools() -> None:
     for choice in ("any", "record_city"):
         answer: Any = model.bind_tools([CITY_TOOL], tool_choice=choice, strict=True, parallel_tool_calls=False).invoke(
@@ -91,7 +91,7 @@ def stream_tools() -> None:
     _assert_calls(answer.tool_calls)
 
 
-@check("`OpenAIEmbeddings`, with `check_embedding_ctx_length=False`: it sends another model's token ids otherwise")
+@check("`OpenAIEmbeddings` with `check_embedding_ctx_length=False`; else it sends token ids of another model")
 async def embeddings() -> None:
     embedder = OpenAIEmbeddings(
         model=EMBEDDING_MODEL, base_url=base_url(), api_key=SecretStr(KEY), check_embedding_ctx_length=False

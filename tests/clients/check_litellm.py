@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["litellm==1.106.2", "mcp==2.3.0"]
 # ///
-"""litellm, with its providers `openai` and `hosted_vllm`. Tools need the package `mcp`, which it does not bring."""
+"""litellm, with its providers `openai` and `hosted_vllm`. For tools, also install the package `mcp`."""
 
 from __future__ import annotations
 

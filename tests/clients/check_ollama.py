@@ -29,7 +29,7 @@ SHORT: Any = {"temperature": 0, "num_predict": TEXT_TOKENS, "num_ctx": 2048}
 LONG: Any = {"temperature": 0, "num_predict": MAX_TOKENS}
 
 
-@check("`chat`, streamed too, with counts and durations")
+@check("`chat`, also streamed, with counts and durations")
 def chat() -> None:
     answer = client.chat(MODEL, MESSAGES, options=SHORT, keep_alive="5m")
     assert answer.message.content
@@ -41,7 +41,7 @@ def chat() -> None:
     assert all((last.done, last.prompt_eval_count, last.total_duration, last.eval_duration))
 
 
-@check("`generate`, streamed too, with `system` and `raw`")
+@check("`generate`, also streamed, with `system` and `raw`")
 def generate() -> None:
     answer = client.generate(MODEL, QUESTION, system="Be brief.", options=SHORT)
     parts = client.generate(MODEL, QUESTION, system="Be brief.", options=SHORT, stream=True)
@@ -57,7 +57,7 @@ def form() -> None:
     City.model_validate_json(client.generate(MODEL, QUESTION, options=LONG, format=CITY_SCHEMA).response)
 
 
-@check("tools: an answer beside them, and a result sent back")
+@check("an answer with tools offered, and an answer to a result")
 def tools() -> None:
     answer = client.chat(MODEL, MESSAGES, tools=[CITY_TOOL], options=SHORT)
     assert answer.message.content or answer.message.tool_calls
@@ -87,7 +87,7 @@ async def asynchronous() -> None:
     assert parts[-1].done
 
 
-@check("errors are the client's own, before a stream too")
+@check("errors raise the client's exceptions, also before a stream")
 def errors() -> None:
     for stream in (False, True):
         status, message = 0, ""

@@ -40,7 +40,7 @@ RESPOND: dict[str, Any] = {"model": MODEL, "input": QUESTION, "max_output_tokens
 NAMED = {"type": "function", "function": {"name": "record_city"}}
 
 
-@check("the how-to's example")
+@check("the example of the how-to guide")
 def howto() -> None:
     assert run_howto("OpenAI")["answer"]
 
@@ -116,7 +116,7 @@ def tool_stream() -> None:
     assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
 
 
-@check("the result of a call, sent back")
+@check("an answer to the result of a call")
 def tool_result() -> None:
     message = client.chat.completions.create(**ASK, tools=[CITY_TOOL], tool_choice=NAMED).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "Recorded."} for call in message.tool_calls]

@@ -68,7 +68,7 @@ async def asynchronous() -> None:
     assert streamed[-1].generated_text == answer.generated_text
 
 
-@check("errors are the client's own; `/info`")
+@check("errors raise the client's exceptions; `/info`")
 def errors() -> None:
     message = ""
     try:

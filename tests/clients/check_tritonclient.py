@@ -78,7 +78,7 @@ def generated() -> None:
     assert generate(exclude_input_in_output=False)["text_output"] == QUESTION + whole
 
 
-@check("errors are the client's own")
+@check("errors raise the client's exceptions")
 def errors() -> None:
     message = ""
     try:

@@ -43,8 +43,9 @@ def page(note: str) -> str:
     ]
     about = (
         "Clients that `make clients` runs against a gateway and an engine with the embedded model, each in an "
-        "environment of its own. The checks judge the form of answers: types are valid, calls are named and their "
-        "arguments fit the schema, streams have their events. [How to use yours](../how-to/use-your-client.md)."
+        "environment of its own. The checks test the form of answers, not their content: types are valid, calls have "
+        "the right names and arguments that fit the schema, and streams contain all events. "
+        "[How to use yours](../how-to/use-your-client.md)."
     )
     head = ["| Client | Works | Does not work, and why |", "|---|---|---|"]
     return "\n".join([f"# Clients\n\n{note}\n\n{about}\n", *head, *rows, ""])

@@ -40,7 +40,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def cluster(bert: tuple[Path, Any], start_cluster: Callable[..., Cluster]) -> Cluster:
-    return start_cluster(2, model=str(bert[0]), max_model_len=None, dtype="float32")
+    return start_cluster(2, model=str(bert[0]), max_model_len=None, kv_cache_memory_bytes=None, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,11 @@ def ranker(tmp_path_factory: pytest.TempPathFactory, start_cluster: Callable[...
     model = write_encoder(*CLASSIFIERS["bert"], folder)
     write_wordpiece(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return start_cluster(1, model=str(folder), max_model_len=None, dtype="float32"), model, tokenizer
+    return (
+        start_cluster(1, model=str(folder), max_model_len=None, kv_cache_memory_bytes=None, dtype="float32"),
+        model,
+        tokenizer,
+    )
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -166,7 +170,7 @@ def test_unigram_pairs_are_joined_like_xlm_roberta_joins_them(
     with torch.no_grad():
         encoded = [tokenizer("paris", each, return_tensors="pt")["input_ids"] for each in TEXTS]
         expected = torch.cat([model(input_ids=ids).logits[0] for ids in encoded]).sigmoid()
-    cluster = start_cluster(1, model=str(tmp_path), max_model_len=None, dtype="float32")
+    cluster = start_cluster(1, model=str(tmp_path), max_model_len=None, kv_cache_memory_bytes=None, dtype="float32")
     answer = post(cluster.url, "/v1/score", {"model": "smol", "text_1": "paris", "text_2": TEXTS})[1]
     scores = torch.tensor([each["score"] for each in answer["data"]])
     torch.testing.assert_close(scores, expected, atol=TOLERANCE, rtol=0)
@@ -200,7 +204,9 @@ def test_the_limits_of_a_key_apply_to_concurrent_embeddings(
 ) -> None:
     key, limit = "sk-embeds", 300
     keys = (f"{hash_key(key)} tokens_per_minute={limit}",)
-    cluster = start_cluster(1, keys, model=str(bert[0]), max_model_len=None, dtype="float32")
+    cluster = start_cluster(
+        1, keys, model=str(bert[0]), max_model_len=None, kv_cache_memory_bytes=None, dtype="float32"
+    )
     with openai.OpenAI(base_url=cluster.url + "/v1", api_key=key, max_retries=0) as client:
         each = client.embeddings.create(model="smol", input=TEXTS).usage.total_tokens
 

@@ -6,6 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
+
+from pagemill_crds.status import ConditionType
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "conditions.md"
@@ -23,6 +26,7 @@ OTHERS = {
     "ModelLoaded",
     "ScalingActive",
     "SLOMet",
+    "FieldsSupported",
     "ReplicaObservation",
     # Kubernetes' reasons, which the operator reads and does not set.
     "ErrImagePull",
@@ -89,6 +93,6 @@ def test_the_page_lists_every_reason() -> None:
 def test_the_page_lists_no_reason_that_is_never_set() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     listed = {reason for row in rows for reason in re.findall(r"`([A-Z][A-Za-z]+)`", row.split("|")[1])}
-    conditions = {"Planned", "Scheduled", "ModelLoaded", "Serving", "ScalingActive", "SLOMet", "Ready"}
+    conditions = set(get_args(ConditionType))
     plain = {"Unauthorized", "Unschedulable", "Forbidden"}
     assert listed - conditions - plain - set(_given()) == set()

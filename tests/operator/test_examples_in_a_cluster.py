@@ -16,7 +16,7 @@ from pagemill_operator.plan.planner import name_conflicts
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*.yaml")) if "kind: LLMDeployment" in path.read_text()]
 WITHOUT_EFFECT = {"hugging-face.yaml": {"spec.model.cache.accessMode"}}
-"""Notes that the example or its page explains to readers; a change here requires a change there."""
+"""Notes and ignored fields that the example or its page explains to readers; a change here requires a change there."""
 
 
 def plans_of(example: Path) -> list[Plan]:
@@ -40,7 +40,7 @@ def test_a_cluster_carries_out_every_example(example: Path) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_settings_without_effect_in_an_example_are_known(example: Path) -> None:
-    notes = {note.field for plan in plans_of(example) for note in plan.notes}
+    notes = {note.field for plan in plans_of(example) for note in (*plan.notes, *plan.ignored)}
     assert notes == WITHOUT_EFFECT.get(example.name, set())
 
 

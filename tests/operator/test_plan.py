@@ -229,14 +229,6 @@ def test_settings_that_float16_does_not_support_are_refused(
     assert make_plan(deployment(engine__dtype="bfloat16", **changes)).problems == ()
 
 
-def test_a_setting_without_effect_on_this_machine_is_noted(deployment: Make) -> None:
-    local = make_plan(deployment(engine__image="x:1", resources__memory="2Gi"), "local")
-    cluster = make_plan(deployment(engine__image="x:1", resources__memory="2Gi"), "kubernetes")
-    assert {note.field for note in local.notes} == {"spec.engine.image", "spec.resources.memory"}
-    assert cluster.notes == ()
-    assert local.groups[0].digest == cluster.groups[0].digest
-
-
 def test_the_queue_is_planned_in_bytes_and_seconds(deployment: Make) -> None:
     changes = {"routing__queue__maxRequests": 5, "routing__queue__maxBytes": "1Mi", "routing__queue__timeout": "1m30s"}
     plan = make_plan(deployment(**changes))
@@ -244,15 +236,9 @@ def test_the_queue_is_planned_in_bytes_and_seconds(deployment: Make) -> None:
     assert plan.notes == ()
 
 
-def test_an_external_autoscaler_is_noted_on_a_machine_and_not_in_a_cluster(deployment: Make) -> None:
-    external = deployment(autoscaling={"mode": "External", "maxReplicas": 2})
-    assert [note.field for note in make_plan(external, "local").notes] == ["spec.autoscaling"]
-    assert make_plan(external, "kubernetes").notes == ()
-
-
 def test_the_price_of_a_gpu_is_planned(deployment: Make) -> None:
     plan = make_plan(deployment(cost__gpuHour=2.5, resources__gpus=2, engine__tensorParallel=2), "kubernetes")
-    assert (plan.gpu_hour_price, plan.gpus_per_replica, plan.notes) == (2.5, 2, ())
+    assert (plan.gpu_hour_price, plan.gpus_per_replica, plan.ignored) == (2.5, 2, ())
     assert make_plan(deployment()).gpu_hour_price is None
 
 
@@ -263,10 +249,10 @@ def test_the_maximum_of_replicas_is_that_of_the_autoscaler(deployment: Make) -> 
     assert make_plan(external).max_replicas == 2
 
 
-def test_routing_settings_of_the_gateway_are_planned_and_not_noted(deployment: Make) -> None:
+def test_routing_settings_of_the_gateway_are_planned(deployment: Make) -> None:
     plan = make_plan(deployment(routing__policy="PrefixHash", routing__sessionHeader="x-session-id"))
-    assert (plan.routing_policy, plan.session_header, plan.notes) == ("PrefixHash", "x-session-id", ())
-    assert make_plan(deployment(routing__weight=5)).notes == ()
+    assert (plan.routing_policy, plan.session_header) == ("PrefixHash", "x-session-id")
+    assert make_plan(deployment(routing__weight=5)).weight == 5
 
 
 def test_a_revision_becomes_part_of_the_source(deployment: Make) -> None:

@@ -124,7 +124,7 @@ class Session:
 
     async def run(self) -> None:
         """Start everything and serve until cancelled; without terminal and `keep`, return once all are ready."""
-        for line in _notes(self._loaded):
+        for line in notes_of(self._loaded):
             self._screen.line(line)
         await self._backend.start()
         if self._dashboards is not None:
@@ -274,7 +274,7 @@ class Session:
         for line in changes:
             self._screen.line(line)
         if changes:
-            for line in _notes(self._loaded):
+            for line in notes_of(self._loaded):
                 self._screen.line(line)
             await self._backend.forget(gone)
             await self._backend.apply(self._plans)
@@ -310,7 +310,8 @@ class Session:
         return f"{plan.name} {ready}/{wanted} ready{why}"
 
 
-def _notes(loaded: Sequence[Loaded]) -> Iterator[str]:
+def notes_of(loaded: Sequence[Loaded]) -> Iterator[str]:
+    """Yield a line for each field that has no effect on this machine."""
     for item in loaded:
-        for note in item.plan.notes:
-            yield f"note: {item.document.file}: {item.plan.name}: {note}"
+        for each in item.plan.ignored:
+            yield f"note: {item.document.file}: {item.plan.name}: {each.as_ignored}"

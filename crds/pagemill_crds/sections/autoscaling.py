@@ -96,7 +96,8 @@ class AutoscalingSection(Section):
     min_replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
     """Minimum number of replicas that serve; 0 allows scaling to zero."""
     max_replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
-    """Maximum number of replicas, including those of `warm`."""
+    """Maximum number of replicas, including those of `warm`. In mode `External` the other controller's own bounds apply
+    in place of these."""
     warm: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
     """Number of standby replicas kept in addition to the demand, up to `maxReplicas`. A standby replica has loaded the
     weights and sleeps: it releases the memory of its KV cache, receives no requests, and is woken before any new
@@ -105,7 +106,8 @@ class AutoscalingSection(Section):
     """Load per replica above which replicas are added. Default without `targets` and `slo`: `kvCacheUsage` 0.8 and
     `queueDepth` 2."""
     slo: SLO | None = None
-    """Latency objective. The autoscaler runs the fewest replicas that are predicted to meet it."""
+    """Latency objective, which the condition `SLOMet` compares with what clients observe. Policy `Demand` runs the
+    fewest replicas that are predicted to meet it; `TargetTracking` does not scale by it."""
     scale_to_zero_after: Duration | None = None
     """Time without requests after which the last replica is removed. Default: the duration of two starts, at least one
     and at most five minutes, and longer after requests came soon after a removal."""

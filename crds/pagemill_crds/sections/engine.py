@@ -96,7 +96,8 @@ class EngineSection(Section):
     image: Annotated[str, Text(512, r"^[^\s]+$", "must be an image reference without spaces")] | None = None
     """Container image of the engine; when absent, the image that the operator is configured with."""
     version: Annotated[str, Text(64, r"^[A-Za-z0-9][A-Za-z0-9.+_-]*$", "must be a version such as 0.1.0")] | None = None
-    """Engine version to pin, so that an upgrade of the operator does not replace the pods."""
+    """Engine version to pin, so that an upgrade of the operator does not replace the pods. Without effect beside
+    `image`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of float weights and of the KV cache; `auto` chooses the type that the device computes natively."""
     quantization: Literal["none", "fp8", "w8a8", "int8", "int4", "awq", "gptq"] = "none"
@@ -113,7 +114,8 @@ class EngineSection(Section):
     block_size: Literal[8, 16, 32, 64, 128] = 16
     """Number of tokens per block of the KV cache."""
     kv_cache_memory: Memory | None = None
-    """Memory for the KV cache; when absent, a share of the memory that is free after the model is loaded."""
+    """Memory for the KV cache; when absent, a share of the memory that is free after the model is loaded. Encoders
+    have no KV cache and refuse it, as well as `kvCacheDtype`."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
     """Data type of the KV cache; `auto` uses that of `dtype`. Compared with float32, bfloat16 needs half the memory,
     int8 and fp8 little more than a quarter. fp8 needs a GPU."""
@@ -122,8 +124,8 @@ class EngineSection(Section):
     deterministic: bool = False
     """Whether answers are bitwise equal regardless of the other requests in a batch. Reduces speed."""
     speculative: Speculative | None = None
-    """Speculative decoding; disabled when absent. Reserved: this version ignores the field and says so in condition
-    `Planned`."""
+    """Speculative decoding; disabled when absent. Reserved: this version ignores the field and reports it in the
+    condition `FieldsSupported`."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of devices that share each layer. This version supports 1; a larger number results in `Planned=False`."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1

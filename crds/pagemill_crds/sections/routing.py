@@ -43,6 +43,6 @@ class RoutingSection(Section):
         Annotated[str, Text(64, r"^[A-Za-z0-9-]+$", "must be a header name such as x-session-id")] | None
     ) = None
     """Request header whose value identifies a session. Requests of a session go to the same replica while that costs
-    little."""
+    little. Policies other than `Auto` do not keep sessions."""
     queue: Queue = Queue()
     """Requests that wait in a gateway for a replica."""

@@ -30,6 +30,7 @@ class TargetTracking:
     name: ClassVar[str] = "TargetTracking"
     memory_type: ClassVar[type[History]] = History
     sees_replicas: ClassVar[bool] = False
+    reads_slo: ClassVar[bool] = False
 
     def decide(self, settings: ScalingSettings, signals: Signals, memory: History) -> tuple[Decision, History]:
         now, wanted = signals.at_s, signals.fleet.wanted

@@ -74,6 +74,13 @@ SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 """Setting -> (section of the settings file, parser of its text)."""
 
+IGNORED_UNLESS: dict[str, tuple[str, Any, str]] = {
+    "cuda_graphs": ("device", "cuda", "only a GPU runs CUDA graphs; set spec.resources.gpus to 1, or remove it"),
+    "vocab_size": ("null_runner", True, "only a simulated device needs it; add --null-runner, or remove it"),
+    "step_time": ("null_runner", True, "only a simulated device needs it; add --null-runner, or remove it"),
+}
+"""Engine setting that has no effect -> (the other setting, the value of that setting with which it has one, remedy)."""
+
 
 def apply_extra_args(arguments: list[str], settings: dict[str, dict[str, Any]]) -> list[Problem]:
     """Write the arguments into `settings`; return the problems of those that are invalid."""

@@ -15,6 +15,7 @@ from pagemill_crds.sections.model import Cache, SecretRef
 from pagemill_operator.autoscaler.settings import settings_of
 from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision
 from pagemill_operator.plan.extra_args import apply_extra_args
+from pagemill_operator.plan.ignored import find_ignored
 from pagemill_operator.plan.support import Backend, find_notes, find_problems
 from pagemill_operator.plan.types import (
     Group,
@@ -59,6 +60,7 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         gpu_hour_price=spec.cost.gpu_hour if spec.cost else None,
         credentials=_secret_key(spec.model.credentials_secret_ref),
         problems=tuple(problems),
+        ignored=tuple(find_ignored(spec, backend, settings)),
         notes=tuple(find_notes(spec, backend)),
     )
 

@@ -1,7 +1,7 @@
-"""Finds the fields that this version cannot carry out yet, and those that have no effect on this backend.
+"""Finds the fields that this version cannot carry out, and those whose consequences are easily overlooked.
 
-A field that changes answers or resources is refused with a remedy; one that only tunes is noted. None is ignored
-silently.
+A field that changes answers or resources is refused with a remedy. Neighbour: `ignored` finds the fields that only
+tune and have no effect.
 """
 
 from __future__ import annotations
@@ -141,13 +141,9 @@ def _credentials_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 
 def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
-    """Yield the fields that have no effect on this backend."""
-    if spec.engine.speculative:
-        yield Problem("spec.engine.speculative", spec.engine.speculative.method, "not used in this version")
-    yield from _local_notes(spec) if backend == "local" else _cluster_notes(spec)
-
-
-def _cluster_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    """Yield the fields that have a consequence in a cluster which is easily overlooked."""
+    if backend == "local":
+        return
     if _meets_on_one_node(spec):
         message = (
             "a ReadWriteOnce volume keeps all pods on one node, during a rollout both the old and the new ones; "
@@ -164,19 +160,3 @@ def _meets_on_one_node(spec: LLMDeploymentSpec) -> bool:
         return False
     most = spec.autoscaling.max_replicas if spec.autoscaling else spec.replicas
     return most > 1 or spec.rollout.max_surge not in (0, "0%")
-
-
-def _local_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    if spec.autoscaling and spec.autoscaling.mode == "External":
-        message = "no HPA or KEDA runs on this machine: edit replicas in the file"
-        yield Problem("spec.autoscaling", spec.autoscaling.mode, message)
-    only_in_a_cluster = {
-        "spec.engine.image": spec.engine.image,
-        "spec.engine.version": spec.engine.version,
-        "spec.resources.memory": spec.resources.memory,
-        "spec.model.cache": spec.model.cache,
-        "spec.template": spec.template,
-    }
-    for field, value in only_in_a_cluster.items():
-        if value is not None:
-            yield Problem(field, str(value)[:80], "has no effect on this machine, only in a cluster")

@@ -11,7 +11,7 @@ from pagemill_operator.autoscaler.settings import ScalingSettings
 
 @dataclass(frozen=True)
 class Problem:
-    """A field that cannot be carried out or, as a note, has no effect here."""
+    """A field that cannot be carried out, has no effect here, or has a consequence that is easily overlooked."""
 
     field: str
     """Dotted path in the resource, such as `spec.engine.quantization`."""
@@ -21,6 +21,11 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}"
+
+    @property
+    def as_ignored(self) -> str:
+        """The sentence about a field that has no effect: field, value, cause and remedy."""
+        return f"{self.field} {self.value!r} has no effect: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -157,8 +162,10 @@ class Plan:
     """Used by the loader only: engines never see it."""
     problems: tuple[Problem, ...] = ()
     """Fields that cannot be carried out; a plan with any must not be carried out."""
+    ignored: tuple[Problem, ...] = ()
+    """Fields that have no effect here; the rest of the plan is carried out."""
     notes: tuple[Problem, ...] = ()
-    """Fields that have no effect here."""
+    """Fields that have an effect and a consequence that is easily overlooked."""
 
     @property
     def key(self) -> str:

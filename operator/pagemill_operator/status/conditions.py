@@ -48,7 +48,7 @@ class Finding(NamedTuple):
 def find_conditions(seen: Observation) -> list[Finding]:
     """Return all conditions, in the order of the resource's life."""
     findings = [_planned(seen), _scheduled(seen), _model_loaded(seen), _serving(seen)]
-    findings += [_scaling_active(seen), _slo_met(seen)]
+    findings += [_scaling_active(seen), _slo_met(seen), _fields_supported(seen)]
     return [*findings, _ready(seen, findings)]
 
 
@@ -114,6 +114,16 @@ def _refused_model(seen: Observation) -> Fault | None:
     """Return the fault that loader or engine found in the model's header: no replica of this plan can ever run."""
     fault = _first_fault(seen, "ModelLoaded")
     return fault if fault and fault.reason in MODEL_REFUSALS and not seen.ready_current() else None
+
+
+def _fields_supported(seen: Observation) -> Finding:
+    """Return False if fields have no effect. Replicas run without them, so this is no cause of `Ready`."""
+    if seen.plan is None:
+        return Finding("FieldsSupported", "Unknown", "NotPlanned", "the spec cannot be read: see condition Planned")
+    if ignored := seen.plan.ignored:
+        message = "; ".join(each.as_ignored for each in ignored)
+        return Finding("FieldsSupported", "False", "FieldNotSupported", message)
+    return Finding("FieldsSupported", "True", "AllFieldsSupported", "all fields of the spec have an effect")
 
 
 def _scheduled(seen: Observation) -> Finding:

@@ -2,7 +2,8 @@
 
 Ignoring such a field would silently give the client something it did not ask for, so it is refused with 400 and the
 remedy. A value without effect beyond the default (`tools: []`, `echo: false`) is harmless and accepted. Fields in no
-table and no schema are ignored. A field that becomes supported moves from here to `schemas`.
+table and no schema are ignored; `IGNORED` lists those of OpenAI's APIs. A field that becomes supported moves from here
+to `schemas`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Unsupported(NamedTuple):
 
 _NO_FUNCTIONS = "It is OpenAI's older form; send `tools` and `tool_choice`."
 TEXT_ONLY = "This server reads and writes text only; remove it."
+NO_MODERATION = "This server does not moderate; check prompt and answer yourself, and remove it."
 _REMOVE = "Remove it."
 
 COMMON: Mapping[str, Unsupported] = {
@@ -45,6 +47,7 @@ CHAT: Mapping[str, Unsupported] = {
     "documents": Unsupported("Put the documents into a message.", ([],)),
     "chat_template": Unsupported("Templates come from the model or from `model.chatTemplate` of its LLMDeployment."),
     "echo": Unsupported("Only /v1/completions echoes its prompt.", (False,)),
+    "moderation": Unsupported(NO_MODERATION),
 }
 
 COMPLETIONS: Mapping[str, Unsupported] = {
@@ -56,3 +59,19 @@ MESSAGE: Mapping[str, Unsupported] = {
     "function_call": Unsupported("It is OpenAI's older form; send `tool_calls`."),
     "audio": Unsupported(TEXT_ONLY),
 }
+
+IGNORED: Mapping[str, str] = {
+    "access_programs": "OpenAI's programs do not exist here",
+    "background_options": "it belongs to `background`, which is refused",
+    "image": "images are refused",
+    "metadata": "chat completions are not stored; responses repeat it",
+    "prediction": "it only makes OpenAI's answers faster",
+    "prompt_cache_key": "the prefix of every prompt is cached",
+    "prompt_cache_options": "the prefix of every prompt is cached",
+    "prompt_cache_retention": "the prefix of every prompt is cached",
+    "safety_identifier": "there is no moderation; API keys identify callers",
+    "service_tier": "there is one tier; `priority` orders requests",
+    "store": "chat completions are not stored; responses are, where the gateway stores them",
+    "stream_options": "responses always have usage, and events are not obfuscated",
+}
+"""Fields of OpenAI's APIs that are accepted without effect because they change no answer, with the reason."""

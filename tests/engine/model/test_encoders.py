@@ -20,6 +20,7 @@ from pagemill_engine.runner.factory import create_runner
 from pagemill_kernels.cpu import library
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.generation_defaults import GenerationDefaults
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import SamplingParams
@@ -214,6 +215,45 @@ def test_int8_weights_and_determinism_stay_close(tmp_path: Path) -> None:
     for settings in ({"quantization": "int8"}, {"deterministic": True}):
         ours = pooled(core_of(tmp_path, **settings), PROMPTS)
         assert (ours * expected).sum(1).min() > 0.995
+
+
+@pytest.mark.skipif(library.load() is None, reason="no native kernels")
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_deterministic_encoder_gives_the_same_bits_alone_and_in_any_batch(name: str, tmp_path: Path) -> None:
+    write_encoder(*ENCODERS[name], tmp_path)
+    write_modules(tmp_path)
+    core = core_of(tmp_path, deterministic=True)
+    alone = torch.cat([pooled(core, [prompt]) for prompt in PROMPTS])
+    assert torch.equal(pooled(core, PROMPTS), alone)
+    assert torch.equal(pooled(core, PROMPTS[::-1]).flip(0), alone)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [
+        ("generation_defaults", GenerationDefaults(temperature=0.5), "Remove generation_defaults"),
+        ("tool_call_parser", "hermes", "Set tool_call_parser to auto"),
+        ("reasoning_parser", "think", "Set reasoning_parser to auto"),
+        ("kv_cache_dtype", "float32", "Set kv_cache_dtype to auto"),
+        ("kv_cache_memory_bytes", 2**20, "Remove kv_cache_memory_bytes"),
+    ],
+)
+def test_settings_without_effect_on_an_encoder_are_refused(
+    setting: str, value: Any, remedy: str, tmp_path: Path
+) -> None:
+    write_encoder(*ENCODERS["bert"], tmp_path)
+    write_modules(tmp_path)
+    with pytest.raises(LoadError, match=rf"`{setting}` has no effect with `Bert\w+`.*{remedy}") as refused:
+        core_of(tmp_path, **{setting: value})
+    assert refused.value.reason == "SettingsUnsupported"
+
+
+def test_a_pooled_decoder_has_a_kv_cache_and_refuses_only_settings_of_generated_text(tmp_path: Path) -> None:
+    write_encoder(*DECODERS["llama"], tmp_path)
+    write_modules(tmp_path)
+    core_of(tmp_path, kv_cache_dtype="float32")
+    with pytest.raises(LoadError, match="generates no text"):
+        core_of(tmp_path, tool_call_parser="none")
 
 
 def test_pooling_is_determined_by_the_models_files(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,9 +16,12 @@ from gguf_model import stored_blocks, write_gguf
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.dequantize import supported_types
+from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.factory import create_runner
 from pagemill_kernels.cpu import library
+from pagemill_protocol.ggml_types import GGMLType
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "models.md"
 NUM_TOKENS = 8
 PROMPTS: list[list[int]] = [[3 + 7 * at % 120 for at in range(length)] for length in (1, 5, 40)]
 
@@ -70,24 +75,33 @@ def test_answers_equal_those_of_the_dequantized_weights(
         assert (rows.amax(-1) - chosen).max() < 2e-3, "another token was clearly more likely"
 
 
-def test_every_documented_type_is_read() -> None:
-    promised = {
-        "Q4_0",
-        "Q4_1",
-        "Q2_K",
-        "Q3_K",
-        "IQ4_NL",
-        "IQ4_XS",
-        "Q4_K",
-        "Q5_0",
-        "Q5_1",
-        "Q5_K",
-        "Q6_K",
-        "Q8_0",
-        "F16",
-        "BF16",
-    }
-    assert promised <= set(supported_types())
+def test_the_page_lists_exactly_the_types_that_are_read() -> None:
+    (listed,) = re.findall(r"\*\*GGUF types\*\*: ([^.]+)\.", PAGE.read_text())
+    assert sorted(re.findall(r"[A-Z]\w+", listed)) == sorted(supported_types())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in gguf.GGMLQuantizationType if kind.name not in supported_types()])
+def test_all_other_types_of_the_format_are_refused_by_name_before_weights_are_read(
+    tmp_path: Path, kind: gguf.GGMLQuantizationType
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    for add in (writer.add_block_count, writer.add_head_count, writer.add_feed_forward_length):
+        add(1)
+    for add in (writer.add_context_length, writer.add_embedding_length, writer.add_vocab_size):
+        add(256)
+    writer.add_layer_norm_rms_eps(1e-6)
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    stored = np.zeros((256, 256 // elements * num_bytes), dtype=np.uint8)
+    writer.add_tensor("token_embd.weight", stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(LoadError) as refused:
+        create_runner(EngineConfig(model=str(tmp_path / "model.gguf")), lambda phase, detail: None)
+    named = kind.name if kind.name in GGMLType.__members__ else f"unknown storage type {kind.value}"
+    assert "`token_embd.weight`" in refused.value.message
+    assert named in refused.value.message
 
 
 @pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")

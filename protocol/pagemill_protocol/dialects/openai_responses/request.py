@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, FiniteFloat, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, Field, FiniteFloat, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from pagemill_protocol.dialects.translation import SamplingExtensions
@@ -24,7 +24,7 @@ from pagemill_protocol.openai.fields import (
 )
 from pagemill_protocol.openai.schemas import MAX_MESSAGES, Effort
 from pagemill_protocol.openai.tools import MAX_TOOLS
-from pagemill_protocol.openai.unsupported import Unsupported
+from pagemill_protocol.openai.unsupported import NO_MODERATION, Unsupported
 
 Item = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
@@ -108,6 +108,15 @@ class ReasoningConfig(RequestModel):
     """Without effect: reasoning is not summarized."""
 
 
+def _check_include(parts: list[str]) -> list[str]:
+    if "message.output_text.logprobs" in parts:
+        message = (
+            "`include` with message.output_text.logprobs is not supported. Chat completions have log probabilities."
+        )
+        raise refusal("", message, "unsupported_parameter")
+    return parts
+
+
 class ResponsesRequest(SamplingExtensions):
     UNSUPPORTED: ClassVar = {
         "conversation": Unsupported("Send `previous_response_id`, or the whole conversation as `input`."),
@@ -117,6 +126,8 @@ class ResponsesRequest(SamplingExtensions):
         "prompt": Unsupported("Prompt templates are stored at OpenAI; send `instructions` and `input`."),
         "truncation": Unsupported("Shorten the input before sending it.", ("disabled",)),
         "top_logprobs": Unsupported("Chat completions have log probabilities.", (0,)),
+        "moderation": Unsupported(NO_MODERATION),
+        "context_management": Unsupported("Shorten the input before sending it.", ([],)),
     }
 
     model: Name
@@ -135,6 +146,8 @@ class ResponsesRequest(SamplingExtensions):
     user: Annotated[str, Field(max_length=1024)] | None = None
     store: bool = True
     previous_response_id: Name | None = None
+    include: Annotated[list[str], AfterValidator(_check_include)] = Field([], max_length=16)
+    """Parts to add to a response. Those of tools that run at OpenAI and of encrypted reasoning do not exist here."""
     max_tool_calls: int | None = None
     """Without effect: it limits tools that run at OpenAI."""
     safety_identifier: Name | None = None
@@ -166,7 +179,9 @@ class ResponsesRequest(SamplingExtensions):
 
     def shown(self, *, stored: bool = False) -> dict[str, Any]:
         """Return the fields of the request that a response repeats."""
-        given = self.model_dump(by_alias=True, mode="json", exclude={"input", "model", "stream", *self.extensions})
+        given = self.model_dump(
+            by_alias=True, mode="json", exclude={"input", "model", "stream", "include", *self.extensions}
+        )
         text = given["text"] or {}
         given["text"] = {**text, "format": text.get("format") or {"type": "text"}}
         given["metadata"] = given["metadata"] or {}

@@ -1,0 +1,28 @@
+"""`pagemill up` prints each field that has no effect on this machine, with its value and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from light_model import light_model
+
+from pagemill.up.loading import load_files
+from pagemill.up.session import notes_of
+
+DOCUMENT = """apiVersion: pagemill.dev/v1beta1
+kind: LLMDeployment
+metadata: {{name: chat}}
+spec:
+  model: {{source: "file://{model}"}}
+  resources: {{memory: 2Gi}}
+  template: {{spec: {{nodeSelector: {{disk: fast}}, tolerations: []}}}}
+"""
+
+
+def test_fields_of_a_cluster_are_noted_with_value_and_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "chat.yaml"
+    file.write_text(DOCUMENT.format(model=light_model()))
+    (memory, template) = notes_of(load_files([file]).loaded)
+    assert memory.startswith(f"note: {file}: chat: spec.resources.memory '2Gi' has no effect: ")
+    assert "remove it, or keep it for a cluster" in memory
+    assert "spec.template.spec 'nodeSelector, tolerations' has no effect" in template
