@@ -70,10 +70,6 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over steps of allocated minus used slots, divided by allocated slots."""
     kv_waste_max: float
 
-    @property
-    def output_tokens_per_s(self) -> float:
-        return self.num_output_tokens / self.duration_s if self.duration_s else 0.0
-
 
 class Latency(NamedTuple):
     """The latency of one finished request."""

@@ -6,9 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
-from pagemill_crds.status import ConditionType
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "conditions.md"
@@ -93,6 +91,15 @@ def test_the_page_lists_every_reason() -> None:
 def test_the_page_lists_no_reason_that_is_never_set() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     listed = {reason for row in rows for reason in re.findall(r"`([A-Z][A-Za-z]+)`", row.split("|")[1])}
-    conditions = set(get_args(ConditionType))
+    conditions = {
+        "Planned",
+        "Scheduled",
+        "ModelLoaded",
+        "Serving",
+        "ScalingActive",
+        "SLOMet",
+        "FieldsSupported",
+        "Ready",
+    }
     plain = {"Unauthorized", "Unschedulable", "Forbidden"}
     assert listed - conditions - plain - set(_given()) == set()

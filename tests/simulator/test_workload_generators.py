@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pagemill_simulator.parameters import ParameterError, split_choice
 from pagemill_simulator.workloads.agentic import Agentic
-from pagemill_simulator.workloads.generators import GENERATORS, make_workload
+from pagemill_simulator.workloads.generators import GENERATORS, make_generator
 from pagemill_simulator.workloads.lengths import LogNormal
 from pagemill_simulator.workloads.request import SimRequest, Workload
 from pagemill_simulator.workloads.shapes import Burst, Diurnal, Ramp, Shaped, Sine, Steady, Step
@@ -34,9 +34,9 @@ def near(expected_per_s: float, over_s: float) -> object:
 @pytest.mark.parametrize("name", GENERATORS)
 def test_equal_seeds_give_equal_requests_and_another_seed_gives_others(name: str) -> None:
     parameters = SHORT.get(name, {})
-    workload = make_workload(name, parameters, seed=1)
-    assert workload == make_workload(name, parameters, seed=1)
-    assert workload.requests != make_workload(name, parameters, seed=2).requests
+    workload = make_generator(name, parameters).workload(1)
+    assert workload == make_generator(name, parameters).workload(1)
+    assert workload.requests != make_generator(name, parameters).workload(2).requests
     assert workload.name == name
     assert workload.source.startswith(f"{name}(")
     assert workload.source.endswith("seed 1")
@@ -151,7 +151,7 @@ def test_agents_send_the_whole_conversation_in_each_call() -> None:
 )
 def test_impossible_parameters_are_named(name: str, parameters: dict[str, str], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
-        make_workload(name, parameters)
+        make_generator(name, parameters)
 
 
 def test_a_workload_is_selected_by_name_and_parameters() -> None:

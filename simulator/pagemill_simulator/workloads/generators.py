@@ -10,7 +10,6 @@ from pagemill_simulator.workloads.batches import BesideBatch
 from pagemill_simulator.workloads.clusters import Clusters
 from pagemill_simulator.workloads.generator import Generator
 from pagemill_simulator.workloads.patterns import FlashCrowd, Retrieval, SilentNights, Weekly
-from pagemill_simulator.workloads.request import Workload
 from pagemill_simulator.workloads.shapes import Burst, Diurnal, Ramp, Sine, Steady, Step
 
 GENERATORS: dict[str, type[Generator]] = {
@@ -39,8 +38,3 @@ def make_generator(name: str, parameters: Mapping[str, str] | None = None) -> Ge
     if kind is None:
         raise ParameterError(f"there is no workload {name!r}; there are {', '.join(GENERATORS)}, and files of traces")
     return read_parameters(kind, parameters or {}, name)
-
-
-def make_workload(name: str, parameters: Mapping[str, str] | None = None, *, seed: int = 0) -> Workload:
-    """Draw a workload by the generator's name and parameters. Raise `ParameterError`."""
-    return make_generator(name, parameters).workload(seed)
