@@ -6,6 +6,7 @@ The tests are fast and static: they parse the sources and import none of them. `
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +38,13 @@ def product_files() -> Iterator[Path]:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
+    """Return the parsed module, which the garbage collector never scans: scanning all takes three times the parsing."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(), filename=str(path))
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @cache

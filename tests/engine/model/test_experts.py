@@ -45,24 +45,20 @@ def test_the_two_best_tokens_differ_clearly(family: Family) -> None:
     assert family.median_gap > 0.5
 
 
-@pytest.mark.sample("*-cpu_native", "gpt-oss-cpu")
 def test_one_prompt_at_a_time_equals_transformers(family: Family, driver: Any) -> None:
     assert tokens_of(driver.greedy(family.prompts, NUM_TOKENS, waves=True)) == family.expected
 
 
-@pytest.mark.sample("*-cpu_native", "gpt-oss-cpu")
 def test_a_batch_equals_transformers(family: Family, driver: Any) -> None:
     results = driver.greedy(family.prompts, NUM_TOKENS, enable_prefix_caching=False)
     assert tokens_of(results) == family.expected
 
 
-@pytest.mark.sample("*-cpu_native", "gpt-oss-cpu")
 def test_chunks_equal_transformers(family: Family, driver: Any) -> None:
     results = driver.greedy(family.prompts, NUM_TOKENS, max_num_batched_tokens=13, enable_prefix_caching=False)
     assert tokens_of(results) == family.expected
 
 
-@pytest.mark.sample("*-cpu_native", "gpt-oss-cpu")
 def test_prefix_hits_and_preemption_change_nothing(family: Family, driver: Any) -> None:
     hit = driver.greedy(family.prompts * 2, NUM_TOKENS, waves=True)
     assert tokens_of(hit) == family.expected * 2
@@ -72,7 +68,6 @@ def test_prefix_hits_and_preemption_change_nothing(family: Family, driver: Any) 
     assert sum(result.num_preemptions for result in preempted) > 0
 
 
-@pytest.mark.sample("*-cpu_native", "gpt-oss-cpu")
 def test_log_probabilities_equal_transformers(family: Family, driver: Any) -> None:
     prompt, expected = family.prompts[-1], family.expected[-1]
     with torch.no_grad():

@@ -69,26 +69,22 @@ def test_the_two_best_tokens_differ_clearly(family: Family) -> None:
     assert family.median_gap > 0.5
 
 
-@pytest.mark.sample("*cpu_native*", "*gemma2-cpu*")
 def test_one_prompt_at_a_time_equals_transformers(family: Family, driver: Any) -> None:
     assert tokens_of(driver.greedy(family.prompts, NUM_TOKENS, waves=True)) == family.expected
 
 
-@pytest.mark.sample("*cpu_native*", "*gemma2-cpu*")
 def test_a_batch_equals_transformers(family: Family, driver: Any) -> None:
     results = driver.greedy(family.prompts * 3, NUM_TOKENS, enable_prefix_caching=False)
     assert tokens_of(results) == family.expected * 3
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=IN_FULL), 7, pytest.param(LARGEST_CHUNK, marks=IN_FULL)])
-@pytest.mark.sample("*cpu_native*", "*gemma2-cpu*")
 def test_any_chunk_size_equals_transformers(family: Family, driver: Any, chunk: int) -> None:
     prompts = family.prompts if chunk == LARGEST_CHUNK else family.prompts[:-1]
     results = driver.greedy(prompts, NUM_TOKENS, max_num_batched_tokens=chunk, enable_prefix_caching=False)
     assert tokens_of(results) == family.expected[: len(prompts)]
 
 
-@pytest.mark.sample("*cpu_native*", "*gemma2-cpu*")
 def test_prefix_hits_and_preemption_change_nothing(family: Family, driver: Any) -> None:
     hit = driver.greedy(family.prompts * 2, NUM_TOKENS, waves=True)
     assert tokens_of(hit) == family.expected * 2
@@ -98,7 +94,6 @@ def test_prefix_hits_and_preemption_change_nothing(family: Family, driver: Any) 
     assert sum(result.num_preemptions for result in preempted) > 0
 
 
-@pytest.mark.sample("*cpu_native*", "*gemma2-cpu*")
 def test_log_probabilities_equal_transformers(family: Family, driver: Any) -> None:
     prompt, expected = family.prompts[-1], family.expected[-1]
     with torch.no_grad():
