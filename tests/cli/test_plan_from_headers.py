@@ -25,6 +25,7 @@ from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.sources.headers import FIRST_BYTES, fetch_header
 from pagemill_protocol.sources.oci import OCIRepository
 
+pytestmark = pytest.mark.usefixtures("short_simulation")
 REPOSITORY, TOKEN = "acme/tiny", "sesame"
 FAMILY = next(iter(MODELS))
 

@@ -84,7 +84,8 @@ def wait_until_ready(process: subprocess.Popen[str]) -> None:
 
 
 def at(server: str, text: str) -> str:
-    return re.sub(r"http://127\.0\.0\.1:80[08]0", server, text)
+    """Return the text with the server's address, and with answers of 8 tokens in place of 60."""
+    return re.sub(r"(max_tokens\"?[:=] ?)60\b", r"\g<1>8", re.sub(r"http://127\.0\.0\.1:80[08]0", server, text))
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

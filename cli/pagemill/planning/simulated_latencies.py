@@ -42,8 +42,9 @@ def simulate_latencies(
     *,
     overlaps: bool = False,
     seed: int = 0,
+    most_requests: int = REQUESTS,
 ) -> SimulatedLatencies:
-    count = max(FEWEST_REQUESTS, min(REQUESTS, MOST_TOKENS // output_tokens))
+    count = max(FEWEST_REQUESTS, min(most_requests, MOST_TOKENS // output_tokens))
     simulation = EngineSimulation(
         _arrivals(count, input_tokens, output_tokens, requests_per_s, seed),
         _engine(shape, input_tokens + output_tokens, overlaps),
