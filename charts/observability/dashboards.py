@@ -262,7 +262,8 @@ def gateway() -> Page:
         ]),
     ]  # fmt: skip
     routing = [
-        Panel("Error of predicted first tokens", "Error as a share of the measured time. Streams only.", "percentunit",
+        Panel("Error of predicted first tokens", "Error of the time that routing compared, as a share of the measured.",
+              "percentunit",
               quantiles(of_model("pagemill_gateway_ttft_prediction_error_ratio_bucket"), "model")),
         Panel("Routing", "Time to choose an endpoint.", "s",
               quantiles(of_model("pagemill_gateway_routing_seconds_bucket"), "model")),

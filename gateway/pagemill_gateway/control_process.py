@@ -9,20 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Hashable
 from pathlib import Path
 
 import aiohttp
-import msgspec
 
 from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.config import GatewayConfig, SettingsError
+from pagemill_gateway.config import GatewayConfig, SettingsError, open_keys_file
 from pagemill_gateway.control_token import control_tokens
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
-from pagemill_gateway.discovery.last_known import LastKnown, read_last_known, write_last_known
+from pagemill_gateway.discovery.last_known import keep_catalog, read_served_before
 from pagemill_gateway.discovery.state_streams import StateStreams
-from pagemill_gateway.limits.keys_watch import KeysWatch
-from pagemill_gateway.limits.recount import Recount
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
 from pagemill_gateway.ports import GatewayStatus, WorkerMeasurements, WorkerPort
@@ -34,12 +32,16 @@ from pagemill_protocol.errors import unavailable
 from pagemill_protocol.http.tls import EngineTrust
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.metrics import Scrape
+from pagemill_protocol.secret_file import CHECK_INTERVAL_S, SecretFile
 from pagemill_protocol.token_file import GeneratedTokens
 
 logger = logging.getLogger("pagemill.gateway")
+keys_logger = logging.getLogger("pagemill.gateway.keys")
 
 SETTLE_TIMEOUT_S = 20.0
 """The longest time after the start that unresponsive engines delay the readiness."""
+RECOUNT_TIMEOUT_S = 1.0
+"""Workers try to connect to the new process twenty times a second."""
 WRONG_KEYS_FILE = "api_keys_file cannot be used as it is now; the keys known before stay in use, the log names the line"
 """The message for the readiness probe, which names neither path nor line, because every caller sees it."""
 DECISION_IDS_PER_PROCESS = 2**40
@@ -95,8 +97,8 @@ class ControlProcess:
             self.discovery = KubernetesDiscovery(config.kubernetes, credentials, self.apply_catalog)
             self.discovery.start()
         else:
-            last = read_last_known(catalog_file) if catalog_file is not None else None
-            self.apply_catalog(_served_before(last.catalog) if last is not None else config.catalog)
+            served_before = read_served_before(catalog_file) if catalog_file is not None else None
+            self.apply_catalog(served_before or config.catalog)
         self._keys_watch = KeysWatch(config.api_keys_file) if config.api_keys_file is not None else None
 
     # Calls of workers.
@@ -179,7 +181,7 @@ class ControlProcess:
     def apply_catalog(self, catalog: Catalog) -> None:
         """Apply a catalogue. Requests in progress finish at their engines."""
         if self._catalog_file is not None and self.discovery is None:
-            self._keep(catalog, self._catalog_file)
+            keep_catalog(self._catalog_file, catalog)
         self.brain.apply_catalog(catalog)
         self._streams.sync()
         self._templates = frozenset(each.chat_template for each in catalog.models if each.chat_template is not None)
@@ -199,12 +201,6 @@ class ControlProcess:
     def _derived_tokens(self) -> tuple[str, ...]:
         return self.discovery.control_tokens if self.discovery is not None else ()
 
-    def _keep(self, catalog: Catalog, path: Path) -> None:
-        try:
-            write_last_known(path, LastKnown(catalog, []))
-        except OSError as error:
-            logger.warning("the catalogue cannot be kept in %s: %s", path, error.strerror)
-
     def _publish_bundles(self) -> None:
         for worker in self._workers:
             self._send_bundles(worker)
@@ -219,15 +215,80 @@ class ControlProcess:
             worker.replace_shared_keys(callers)
 
 
-def _served_before(catalog: Catalog) -> Catalog:
-    """Return the last process's catalogue with all endpoints ready, so that requests wait for their first reports."""
-    models = [
-        msgspec.structs.replace(
-            model, endpoints=[msgspec.structs.replace(each, probed_ready=True) for each in model.endpoints]
-        )
-        for model in catalog.models
-    ]
-    return msgspec.structs.replace(catalog, models=models)
+class KeysWatch:
+    """Checks the file of API keys at an interval, so that logs, metrics and probes report an invalid file at once.
+
+    Workers authenticate requests with key rings of their own (`pagemill_protocol.keys.ring`), which read the file
+    themselves and log nothing about it. Create it inside a running event loop.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.problem = ""
+        """The error in the current file, because of which it is not used completely; empty if there is none."""
+        self._path = path
+        self._file: SecretFile | None = None
+        self._look()
+        self._task = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            self._look()
+
+    def _look(self) -> None:
+        if self._file is None:
+            self._open()
+            return
+        self._file.lines()
+        self.problem = self._file.problem
+
+    def _open(self) -> None:
+        """Open the file. It may be invalid when this process starts as a replacement; workers keep the earlier keys."""
+        try:
+            self._file = open_keys_file(self._path)
+        except SettingsError as error:
+            if str(error) != self.problem:
+                self.problem = str(error)
+                keys_logger.error("%s", error)
+            return
+        assert self._file is not None
+        self.problem = self._file.problem
+
+
+class Recount:
+    """Waits, after the control process was replaced, until workers have reported the limits that they have reserved.
+
+    Otherwise the first worker could reserve places that another one still uses. A worker that does not return delays
+    requests by `RECOUNT_TIMEOUT_S` at most. Create it inside a running event loop.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        """`num_workers` must report; 0 if nothing was reserved before."""
+        self._num_workers = num_workers
+        self._reporting: set[Hashable] = set()
+        self._over = asyncio.Event()
+        if num_workers == 0:
+            self._over.set()
+
+    def reported_by(self, worker: Hashable) -> None:
+        """Note that the worker's reservations are in the store again."""
+        self._reporting.add(worker)
+        if len(self._reporting) >= self._num_workers:
+            self._over.set()
+
+    async def done(self) -> None:
+        """Wait for all workers, but at most `RECOUNT_TIMEOUT_S` from the first call on."""
+        if self._over.is_set():
+            return
+        try:
+            async with asyncio.timeout(RECOUNT_TIMEOUT_S):
+                await self._over.wait()
+        except TimeoutError:
+            self._over.set()
 
 
 def _credentials(config: GatewayConfig) -> Credentials:

@@ -213,7 +213,8 @@ GATEWAY_ROUTING_DECISIONS = _gateway(
 GATEWAY_TTFT_ERROR = _gateway(
     "histogram",
     "ttft_prediction_error_ratio",
-    "Absolute error of the predicted time to first token, relative to the measured time. Streams only.",
+    "Absolute error of the time to first token by which an endpoint was chosen, relative to the measured time. Streams "
+    "only.",
     ("model",),
     (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0),
 )

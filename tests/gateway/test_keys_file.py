@@ -20,7 +20,7 @@ LOGGERS = ("pagemill_protocol.secret_file", "pagemill.gateway.keys")
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secret_file, "CHECK_INTERVAL_S", 0.02)
-    monkeypatch.setattr("pagemill_gateway.limits.keys_watch.CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("pagemill_gateway.control_process.CHECK_INTERVAL_S", 0.02)
 
 
 def bearer(key: str) -> dict[str, str]:

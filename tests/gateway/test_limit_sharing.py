@@ -23,8 +23,7 @@ from pagemill_gateway.limits.redis import link as redis_link
 from pagemill_gateway.limits.redis import store as redis_store
 from pagemill_gateway.limits.redis.link import RedisLink
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
-from pagemill_gateway.limits.redis.shares import share_of
-from pagemill_gateway.limits.redis.store import RedisStore
+from pagemill_gateway.limits.redis.store import RedisStore, share_of
 from pagemill_gateway.limits.store import ExtensionRequest, ReservationRequest
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.http.auth import hash_key

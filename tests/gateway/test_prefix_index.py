@@ -269,3 +269,13 @@ async def test_a_dispatched_prefix_counts_as_cached_on_its_engine_until_the_requ
     assert len(index) == 0, "only frames may change the index"
     brain.failed(first, "broken")
     assert not any(mask & index.bit(first.endpoint_id) for mask in predictions.pods.values())
+
+
+def test_a_request_is_computed_from_its_first_token_to_its_end() -> None:
+    dispatches = Dispatches()
+    dispatches.sent(1, Dispatch(10, num_sequences=3))
+    assert not dispatches.is_computed(1)
+    dispatches.computed(1)
+    assert dispatches.is_computed(1)
+    dispatches.ended(1)
+    assert not dispatches.is_computed(1)

@@ -23,7 +23,7 @@ RETIRED = {
     "wish": "demand or target",
     "wishes": "demand or targets",
     "granule": "prefix chunk",
-    "outlook": "SLO target, or TTFT estimate",
+    "outlook": "SLO target, or predicted TTFT",
     "chronicle": "event log",
     "chores": "periodic tasks",
     "regrets": "flap count",

@@ -1,6 +1,6 @@
 """Decides when a line of a batch may start: while no live request waits and an engine of its model has capacity left.
 
-The brain computes the idle capacity (`brain.load.idle`). Its answer is reused for `POLL_S`, less the lines started in
+The brain counts the idle engines. Its answer is reused for `POLL_S`, less the lines started in
 that time, because engines do not report those yet.
 """
 

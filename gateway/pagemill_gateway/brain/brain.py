@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
-from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
+from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity, is_idle
 from pagemill_gateway.brain.endpoints.registry import ChangeNotifier, Registry
 from pagemill_gateway.brain.interface import (
     DEFAULT_TICKET,
@@ -31,7 +31,6 @@ from pagemill_gateway.brain.interface import (
     ServedName,
     Target,
 )
-from pagemill_gateway.brain.load.idle import idle_capacity
 from pagemill_gateway.brain.load.measure import measure_load
 from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.placement.eligible import Eligible
@@ -299,16 +298,19 @@ class LocalBrain:
         return placed._replace(queued_s=queued_s)
 
     async def idle_capacity(self, model: str, max_load: float) -> int:
-        deployments = self.registry.named(model)
-        # A request for an unknown model is refused at once.
-        return idle_capacity(deployments, self.queues, max_load, self._clock()) if deployments else 1
+        deployments, now = self.registry.named(model), self._clock()
+        if not deployments:
+            return 1  # A request for an unknown model is refused at once.
+        if not all(self.queues.is_empty(each.key) for each in deployments):
+            return 0
+        # At most one for each engine, because a live request would wait for the prompts of all that share its step.
+        return sum(is_idle(record, max_load, now) for each in deployments for record in each.records)
 
     def accepted(self, assignment: Assignment) -> None:
         sent = self._open.get(assignment.decision)
         if sent is not None:
             sent.record.refusal_backoff.accepted()
             sent.record.reserved.accepted(assignment.decision)
-            sent.record.ttft_estimator.accepted(assignment.decision, self._clock())
 
     def started(self, assignment: Assignment, ttft_ms: float | None = None) -> None:
         sent = self._open.get(assignment.decision)

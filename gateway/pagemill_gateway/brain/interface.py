@@ -172,7 +172,7 @@ class Assignment(NamedTuple):
     prefix_chunk_tokens: int = 0
     """The tolerance of the prediction: fewer additional cached tokens than this are in no report."""
     predicted_ttft_ms: float | None = None
-    """The predicted time from the decision to the first token; `None` if the policy predicts none."""
+    """The time from the decision to the first token by which the policy chose; `None` if it predicts none."""
     queued_s: float = 0.0
     """The time that the request waited for capacity."""
     probe: Probe = "none"

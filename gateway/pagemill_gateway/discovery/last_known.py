@@ -53,3 +53,25 @@ def write_last_known(path: Path, known: LastKnown) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def keep_catalog(path: Path, catalog: Catalog) -> None:
+    """Write a static catalogue for the next control process, or log why that is impossible."""
+    try:
+        write_last_known(path, LastKnown(catalog, []))
+    except OSError as error:
+        logger.warning("the catalogue cannot be kept in %s: %s", path, error.strerror)
+
+
+def read_served_before(path: Path) -> Catalog | None:
+    """Return the last process's catalogue with all endpoints ready, so that requests wait for their first reports."""
+    last = read_last_known(path)
+    if last is None:
+        return None
+    models = [
+        msgspec.structs.replace(
+            model, endpoints=[msgspec.structs.replace(each, probed_ready=True) for each in model.endpoints]
+        )
+        for model in last.catalog.models
+    ]
+    return msgspec.structs.replace(last.catalog, models=models)

@@ -54,7 +54,7 @@ class WorkerMetrics:
         self._metrics.counter(specs.GATEWAY_ROUTING_DECISIONS, model=model, policy=assignment.policy, basis=basis).inc()
 
     def first_token(self, model: str, assignment: Assignment, seconds: float) -> None:
-        """Compare the TTFT of a stream, from sending the request to the engine, with its prediction."""
+        """Compare the TTFT of a stream, from sending the request to the engine, with the one that routing compared."""
         if assignment.predicted_ttft_ms is not None and seconds > 0:
             error = abs(assignment.predicted_ttft_ms / 1000 - seconds) / seconds
             self._metrics.histogram(specs.GATEWAY_TTFT_ERROR, model=model).observe(error)

@@ -20,7 +20,6 @@ class Dispatch(NamedTuple):
 
     num_uncached_tokens: int
     num_sequences: int = 1
-    num_cached_tokens: int = 0
 
 
 class Dispatches:
@@ -53,32 +52,13 @@ class Dispatches:
     def num_unreported(self) -> int:
         return len(self._unreported)
 
-    def unreported(self) -> list[tuple[int, Dispatch]]:
-        """Return the unreported requests with their decisions, oldest first."""
-        return list(reversed(self._unreported.items()))
-
-    def waiting(self, num_waiting: int) -> list[Dispatch] | None:
-        """Return our newest reported requests with this many sequences, oldest first; `None` if we have fewer."""
-        rows: list[Dispatch] = []
-        if num_waiting <= 0:
-            return rows
-        for decision, each in reversed(self._open.items()):
-            if decision in self._unreported:
-                continue
-            rows.append(each)
-            num_waiting -= each.num_sequences
-            if num_waiting <= 0:
-                return rows[::-1]
-        return None
-
     @property
     def num_uncomputed(self) -> int:
         return len(self._uncomputed)
 
-    def num_answers(self, decision: int) -> int:
-        """Return the number of the decision's running sequences: none before its first token, then all."""
-        dispatch = self._open.get(decision)
-        return dispatch.num_sequences if dispatch is not None and decision not in self._uncomputed else 0
+    def is_computed(self, decision: int) -> bool:
+        """Whether the request is at the pod and has its first token."""
+        return decision in self._open and decision not in self._uncomputed
 
     def sent(self, decision: int, dispatch: Dispatch) -> None:
         self._open[decision] = self._uncomputed[decision] = self._unreported[decision] = dispatch

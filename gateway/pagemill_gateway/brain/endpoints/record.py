@@ -1,4 +1,4 @@
-"""The record of one endpoint, and the check for capacity."""
+"""The record of one endpoint, and the checks for capacity."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pagemill_gateway.admission.reservations import CapacityNeed, RefusalBackoff
 from pagemill_gateway.brain.endpoints.adapters import Adapters
 from pagemill_gateway.brain.endpoints.dispatches import Dispatches
 from pagemill_gateway.brain.endpoints.reports import EndpointReports
-from pagemill_gateway.brain.endpoints.ttft_estimator import TtftEstimator
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Endpoint
 from pagemill_protocol.link import LINK_VERSION
 from pagemill_protocol.state import EngineLoad, StepTimeParams
+
+UNREPORTED_MAX_SEQS = 8
+"""The assumed `max_num_seqs` of engines that do not report it."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -33,7 +35,6 @@ class EndpointRecord:
     seen: dict[int, Candidate] = field(default_factory=dict)
     """The cache of `brain.placement.candidates`."""
     adapters: Adapters = field(default_factory=Adapters)
-    ttft_estimator: TtftEstimator = field(default_factory=TtftEstimator)
     reserved: Reservations = field(default_factory=Reservations)
     """The blocks and sequences of requests that were sent to the engine."""
     refusal_backoff: RefusalBackoff = field(default_factory=RefusalBackoff)
@@ -171,6 +172,20 @@ def has_capacity(record: EndpointRecord, need: CapacityNeed, now: float) -> bool
     if not fresh:
         return record.reserved.num_blocks + wanted <= total
     return wanted <= num_blocks_left(frame.load, record.reserved, record.block_size)
+
+
+def is_idle(record: EndpointRecord, max_load: float, now: float) -> bool:
+    """Whether the endpoint can take a low-priority request now, because nothing waits there and it has capacity left.
+
+    `max_load` is the share of the engine's sequence slots and blocks up to which it may be filled.
+    """
+    frame = record.reports.latest
+    if frame is None or not (record.usable and record.reports.fresh(now)) or frame.load.num_requests_waiting:
+        return False
+    if frame.load.num_blocks_active > max_load * frame.load.num_blocks_total:
+        return False
+    most = int(max_load * (frame.max_num_seqs or UNREPORTED_MAX_SEQS))
+    return most > record.reserved.num_sequences + record.load_elsewhere(now)
 
 
 def num_blocks_left(load: EngineLoad, reserved: Reservations, block_size: int) -> int:

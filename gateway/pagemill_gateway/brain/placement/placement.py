@@ -83,12 +83,12 @@ class Placement:
             decision = policy.choose(view, candidates)
             index = _place_of(decision.chosen, candidates)
         chosen = decision.chosen
-        dispatch = self._account(number, request, num_sequences, records[index], chosen)
+        self._account(number, request, num_sequences, records[index], chosen)
         if request.adapter_digest:
             records[index].adapters.expect(number, request.adapter_digest, now)
         if request.session:
             self._sessions.chosen(deployment.key, request.session, chosen.endpoint_id)
-        predicted_ttft_ms = _predicted_ttft_ms(decision, index, records[index], number, dispatch, now)
+        predicted_ttft_ms = _predicted_ttft_ms(decision, index)
         self.decisions.note(
             number, deployment.key, policy.name, request.num_prompt_tokens, candidates, decision, predicted_ttft_ms
         )
@@ -126,7 +126,6 @@ class Placement:
         record.dispatches.reported(record.reserved.num_sequences + record.reports.external - reported)
         record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
         record.step_time_params = frame.step_time
-        self._update_estimator(record, frame, now)
 
     def forget(self, endpoint_id: str) -> None:
         """Forget the endpoint's cached prefixes."""
@@ -137,37 +136,22 @@ class Placement:
         """Note the first token of decision `number`."""
         record.dispatches.computed(number)
         self.changed(record)
-        record.ttft_estimator.started(number, ttft_ms)
         if ttft_ms is not None:
             self.decisions.measured(number, ttft_ms)
         self.predictions.computed(number, now)
         record.adapters.computed(number, now)
 
     def ended(self, number: int, record: EndpointRecord, now: float, *, failed: bool) -> None:
-        num_answers = 0 if failed else record.dispatches.num_answers(number)
+        is_computed = not failed and record.dispatches.is_computed(number)
         record.dispatches.ended(number)
         self.changed(record)
-        record.ttft_estimator.ended(number, num_answers)
-        if not num_answers:
+        if not is_computed:
             # The prompt was not computed completely, because the request failed or its client disconnected.
             self.predictions.drop(number)
             record.adapters.drop(number, now)
         else:
             self.predictions.computed(number, now)
             record.adapters.computed(number, now)
-
-    def _update_estimator(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
-        dispatches, load, report = record.dispatches, frame.load, record.pod_report
-        is_ours = not record.reports.external
-        record.ttft_estimator.received(
-            load,
-            frame.load_age_ms,
-            report.step_time.model if report is not None and report.step_time is not None else None,
-            frame.max_num_batched_tokens,
-            dispatches.waiting(load.num_requests_waiting) if is_ours else None,
-            dispatches.unreported(),
-            now,
-        )
 
     def _candidates(
         self, request: RoutingRequest, deployment: DeploymentRecord, records: Sequence[EndpointRecord], now: float
@@ -215,37 +199,27 @@ class Placement:
 
     def _account(
         self, number: int, request: RoutingRequest, num_sequences: int, record: EndpointRecord, chosen: Candidate
-    ) -> Dispatch:
+    ) -> None:
         record.in_flight += 1
         record.last_chosen = number
         num_uncached = max(1, request.num_prompt_tokens - chosen.num_cached_tokens)
-        dispatch = Dispatch(num_uncached, num_sequences, request.num_prompt_tokens - num_uncached)
-        record.dispatches.sent(number, dispatch)
+        record.dispatches.sent(number, Dispatch(num_uncached, num_sequences))
         self.changed(record)
         bit = self.index.bit(record.endpoint.id)
         if bit and request.prefix_chunks and record.reports.scheme.prefix_chunk_tokens == request.prefix_chunk_tokens:
             has = self.index.has
             self.predictions.expect(number, bit, [each for each in request.prefix_chunks if not has(each, bit)])
-        return dispatch
 
 
 def _place_of(chosen: Candidate, candidates: Sequence[Candidate]) -> int:
     return next(place for place, each in enumerate(candidates) if each is chosen)
 
 
-def _predicted_ttft_ms(
-    decision: RoutingDecision, index: int, record: EndpointRecord, number: int, dispatch: Dispatch, now: float
-) -> float | None:
-    """Return the TTFT in milliseconds, simulated for the chosen endpoint only; None if the policy predicts none."""
+def _predicted_ttft_ms(decision: RoutingDecision, index: int) -> float | None:
+    """Return the TTFT in milliseconds that the policy computed for the chosen endpoint; None if it computes none."""
     if "ttft_ms" not in decision.columns:
         return None
-    chosen, ttft_ms = decision.chosen, None
-    if chosen.believed:
-        ttft_ms = record.ttft_estimator.ttft_ms(number, dispatch, now, held_ms=chosen.adapter_ms)
-    row = decision.rows[index]
-    if ttft_ms is None:
-        return row[decision.columns.index("ttft_ms")]
-    return ttft_ms + row[decision.columns.index("wait_ms")]
+    return decision.rows[index][decision.columns.index("ttft_ms")]
 
 
 class Sessions:

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from pagemill_gateway.limits.memory import MemoryStore, monotonic_ms
 from pagemill_gateway.limits.periods import Calendar, Periods
 from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable, Script
-from pagemill_gateway.limits.redis.shares import share_of, with_whole_limits
 from pagemill_gateway.limits.store import ExtensionRequest, Level, ReservationAnswer, ReservationRequest, amount_of
+from pagemill_protocol.keys.caller import Limits
 
 logger = logging.getLogger("pagemill.gateway.limits")
 
@@ -328,3 +328,20 @@ def _answer(ask: ReservationRequest, raw: list[bytes | int]) -> ReservationAnswe
 
 def _level(limit: int | None, used: int, reset_ms: int) -> Level | None:
     return None if limit is None else Level(limit, max(0, limit - used), reset_ms / 1000)
+
+
+def share_of(limits: Limits, num_gateways: int) -> Limits:
+    """Return the limits divided by the number of gateways, rounded up, so that each is at least 1."""
+    return Limits(*(None if each is None else -(-each // num_gateways) for each in limits))
+
+
+def with_whole_limits(answer: ReservationAnswer, limits: Limits) -> ReservationAnswer:
+    """Return the answer with the whole limits for clients; the remaining amounts stay those of this gateway."""
+    return answer._replace(
+        requests=_whole(answer.requests, limits.requests_per_minute),
+        tokens=_whole(answer.tokens, limits.tokens_per_minute),
+    )
+
+
+def _whole(level: Level | None, limit: int | None) -> Level | None:
+    return level if level is None or limit is None else level._replace(limit=limit)
