@@ -79,7 +79,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_in_flight_ms: float = 0.0
     """Predicted time of the step in flight at the time of the report; 0: none."""
     step_drift: float = 0.0
-    """How far the latest steps deviate from the step-time model (`pagemill_protocol.step_drift`)."""
+    """Logarithm of the factor by which the latest steps deviate from the step-time model."""
     num_preemptions: int = 0
     """Number since the engine's start."""
     num_low_priority_requests: int = msgspec.field(default=0, name="num_requests_giving_way")
