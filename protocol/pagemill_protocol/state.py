@@ -70,16 +70,6 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt tokens not yet computed, of waiting and running requests."""
     step_ms: float = 0.0
     """Duration of the latest step."""
-    num_requests_prefilling: int = 0
-    """Running requests that have prompt tokens left after the step in flight."""
-    num_tokens_prefilling: int = 0
-    """The part of `num_tokens_waiting` that belongs to running requests."""
-    num_tokens_prefilled: int = 0
-    """The part of `num_tokens_running` that belongs to running requests with prompt tokens left."""
-    step_in_flight_ms: float = 0.0
-    """Predicted time of the step in flight at the time of the report; 0: none."""
-    step_drift: float = 0.0
-    """Logarithm of the factor by which the latest steps deviate from the step-time model."""
     num_preemptions: int = 0
     """Number since the engine's start."""
     num_low_priority_requests: int = msgspec.field(default=0, name="num_requests_giving_way")
@@ -123,8 +113,6 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     snapshot: bool = False
     """`prefixes_added` contains all chunks; those of earlier frames are obsolete."""
     load: EngineLoad = EngineLoad()
-    load_age_ms: float = 0.0
-    """Age of `load` when the frame was sent, so that clocks need not be compared."""
     step_time: StepTimeParams = StepTimeParams()
     digests: Digests = Digests()
     block_size: int = 16

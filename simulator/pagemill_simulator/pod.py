@@ -65,7 +65,6 @@ class SimulatedPod:
         if is_calibrated:
             self.core.step_time = FixedStepTime.from_params(settings.step_time or DEFAULT_STEP_TIME)
         info, self._sequence = runner.info, 0
-        self._published_s = 0.0
         self._prefixes: dict[bytes, bool] = {}
         self._num_held = self._num_held_tokens = 0
         self._frame = StateFrame(
@@ -100,7 +99,6 @@ class SimulatedPod:
         if changes is not None:
             self._prefixes.update(dict.fromkeys(changes.removed, False))
             self._prefixes.update(dict.fromkeys(changes.added, True))
-        self._published_s = self.clock.now()
         step_time = self._frame.step_time if outputs.step_time is None else outputs.step_time
         self._frame = msgspec.structs.replace(self._frame, load=outputs.load, step_time=step_time)
 
@@ -115,7 +113,7 @@ class SimulatedPod:
         """Report draining from the next frame on."""
         self._frame = msgspec.structs.replace(self._frame, draining=True)
 
-    def frame(self, now_s: float = 0.0, *, snapshot: bool = False) -> StateFrame:
+    def frame(self, *, snapshot: bool = False) -> StateFrame:
         self._sequence += 1
         changes, self._prefixes = self._prefixes, {}
         return msgspec.structs.replace(
@@ -123,7 +121,6 @@ class SimulatedPod:
             load=self._load_with_held(),
             sequence=self._sequence,
             snapshot=snapshot,
-            load_age_ms=max(0.0, now_s - self._published_s) * 1000,
             prefixes_added=[chunk for chunk, there in changes.items() if there],
             prefixes_removed=[chunk for chunk, there in changes.items() if not there],
         )
@@ -230,7 +227,7 @@ class RunningPod:
             return
         self._is_frame_due = False
         self._next_frame_s = self._events.now_s + FRAME_INTERVAL_S
-        self._events.after(NETWORK_S, partial(self._observe, self.pod.frame(self._events.now_s)))
+        self._events.after(NETWORK_S, partial(self._observe, self.pod.frame()))
 
     def _heartbeat(self) -> None:
         if not self._is_up:

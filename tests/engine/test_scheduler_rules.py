@@ -431,13 +431,11 @@ def test_load_counts_requests_and_tokens() -> None:
     load = scheduler.load()
     assert (load.num_requests_running, load.num_requests_waiting) == (1, 2)
     assert (load.num_tokens_running, load.num_tokens_waiting) == (16, 4 + 11)
-    assert (load.num_requests_prefilling, load.num_tokens_prefilling, load.num_tokens_prefilled) == (1, 4, 16)
     assert (load.num_blocks_active, load.num_blocks_free, load.num_blocks_evictable) == (4, 60, 0)
     scheduler.abort("a")
     scheduler.abort("b")
     load = scheduler.load()
     assert (load.num_tokens_waiting, load.num_blocks_active, load.num_blocks_evictable) == (0, 0, 4)
-    assert (load.num_requests_prefilling, load.num_tokens_prefilling) == (0, 0)
     assert load.kv_cache_usage == 0
 
 

@@ -88,8 +88,7 @@ class EngineCore:
         return self.scheduler.has_work or self._in_flight is not None or self.grammar_requests.has_work
 
     def load(self) -> EngineLoad:
-        plan = self._in_flight.plan if self._in_flight is not None else None
-        return self.step_timer.add_step_times(self.scheduler.load(self._step_ms), self.step_time, plan, self._clock())
+        return self.scheduler.load(self._step_ms)
 
     def step(self) -> StepOutputs:
         """Run one step to its end, if there is anything to run, and return its outputs. Raises only if the state is

@@ -24,13 +24,11 @@ def engine_load(
     step_ms: float,
 ) -> EngineLoad:
     """Return the load of an engine. `queued_tokens`: tokens that waiting sequences have yet to compute."""
-    running_tokens, prefilling_tokens, prefilled_tokens, num_prefilling = 0, 0, 0, 0
+    running_tokens, prefilling_tokens = 0, 0
     for sequence in running:
         running_tokens += sequence.num_computed_tokens
         if (due := len(sequence.token_ids) - sequence.num_computed_tokens) > 1:
             prefilling_tokens += due
-            prefilled_tokens += sequence.num_computed_tokens
-            num_prefilling += 1
     return EngineLoad(
         num_blocks_total=pool.num_blocks,
         num_blocks_free=pool.num_free - pool.num_evictable,
@@ -41,9 +39,6 @@ def engine_load(
         num_tokens_running=running_tokens,
         num_tokens_waiting=queued_tokens + prefilling_tokens,
         step_ms=step_ms,
-        num_requests_prefilling=num_prefilling,
-        num_tokens_prefilling=prefilling_tokens,
-        num_tokens_prefilled=prefilled_tokens,
         num_preemptions=num_preemptions,
         num_low_priority_requests=num_low_priority,
     )

@@ -66,8 +66,6 @@ class StatePublisher:
         self._checked_s = time.monotonic()
         """Time up to which `_frozen_s` counts."""
         self._expected_step_ms = 0.0
-        self._published_s: float | None = None
-        """Time at which the load of the latest published frame was reported."""
         self._load = EngineLoad()
         """Load in the engine process's latest report."""
         self._arrivals: deque[_Arrival] = deque()
@@ -179,10 +177,7 @@ class StatePublisher:
 
     def snapshot(self) -> bytes:
         """Return a frame with everything published so far; the next published frame continues it."""
-        frame = msgspec.structs.replace(
-            self._frame, snapshot=True, prefixes_added=list(self._prefixes), load_age_ms=self._load_age_ms()
-        )
-        return encode_state(frame)
+        return encode_state(msgspec.structs.replace(self._frame, snapshot=True, prefixes_added=list(self._prefixes)))
 
     @property
     def _has_several_readers(self) -> bool:
@@ -212,7 +207,6 @@ class StatePublisher:
         for prefix_chunk in removed:
             del self._prefixes[prefix_chunk]
         self._next = self._frame = msgspec.structs.replace(self._next, sequence=self._frame.sequence + 1)
-        self._published_s = self._reported_s
         silent_s, frozen_s = self._silent_s(), self._count_frozen_s()
         if not self._subscriptions:
             return
@@ -224,14 +218,10 @@ class StatePublisher:
                 silent_s=silent_s,
                 frozen_s=frozen_s,
                 expected_step_ms=round(self._expected_step_ms, 1) if silent_s else 0.0,
-                load_age_ms=self._load_age_ms(),
             )
         )
         for subscription in self._subscriptions:
             subscription.put(encoded)
-
-    def _load_age_ms(self) -> float:
-        return round(1000 * (time.monotonic() - self._published_s), 2) if self._published_s is not None else 0.0
 
     def _count_frozen_s(self) -> float:
         now_s = time.monotonic()

@@ -242,7 +242,6 @@ class FastEngine:
             sequence=self._sequence,
             snapshot=snapshot,
             load=self._pod.load(),
-            load_age_ms=self._pod.report_age_s(self._events.now_s) * 1000,
             draining=self._is_draining,
             prefixes_added=added,
             prefixes_removed=removed,

@@ -51,8 +51,6 @@ class FastPod:
         self._num_arrivals = 0
         self._launch_s = 0.0
         """Launch time of the next step: the step before the latest one was read then."""
-        self._read_s = 0.0
-        """When the step before the running one was read."""
         self._started: list[FastSequence] = []
         """Rows whose first token's step was launched; the reader removes them."""
         self._end_s: float | None = None
@@ -110,9 +108,7 @@ class FastPod:
 
     def load(self) -> EngineLoad:
         """Return the load as `report` does: after the step that was read last, before another one was launched."""
-        return msgspec.structs.replace(
-            self.report(), num_preemptions=self.num_preemptions, step_in_flight_ms=self._step_in_flight_s() * 1000
-        )
+        return msgspec.structs.replace(self.report(), num_preemptions=self.num_preemptions)
 
     def report(self) -> EngineLoad:
         """Return the requests, tokens and blocks that were reported last."""
@@ -120,11 +116,10 @@ class FastPod:
 
     def _present(self) -> EngineLoad:
         """Return the present load, without what arrived since the last launch of a step."""
-        num_tokens_prefilling = num_tokens_prefilled = 0
+        num_tokens, num_tokens_prefilling = self._num_decode_tokens, 0
         for _, row in self._prefilling:
-            num_tokens_prefilled += row.num_computed_tokens
+            num_tokens += row.num_computed_tokens
             num_tokens_prefilling += row.num_due_tokens
-        num_tokens = self._num_decode_tokens + num_tokens_prefilled
         for row in self._leaving:
             num_tokens += row.num_computed_tokens
         kv = self.kv
@@ -136,21 +131,8 @@ class FastPod:
             num_requests_waiting=len(self._waiting) - self._num_new,
             num_tokens_running=num_tokens,
             num_tokens_waiting=self._num_waiting_tokens + num_tokens_prefilling - self._num_new_tokens,
-            num_requests_prefilling=len(self._prefilling),
-            num_tokens_prefilling=num_tokens_prefilling,
-            num_tokens_prefilled=num_tokens_prefilled,
             num_low_priority_requests=self._num_low_priority - self._num_new_low_priority,
         )
-
-    def report_age_s(self, now_s: float) -> float:
-        """Return the age in seconds of what `report` returns."""
-        return max(0.0, now_s - self._read_s) if self._step_in_flight_s() else 0.0
-
-    def _step_in_flight_s(self) -> float:
-        """Return the time of the step that began when the latest one was read; 0 if none did."""
-        if not self._overlaps or not self.has_work or self._is_starting:
-            return 0.0
-        return max(0.0, self._launch_s - self._read_s)
 
     def num_read_tokens(self, now_s: float) -> int:
         """Return the tokens sampled by steps that were read by then; the pod must have been advanced to it."""
@@ -252,7 +234,6 @@ class FastPod:
         kv, num_rows = self.kv, len(self._decoding)
         kv.take(kv.needed_by(self.num_steps, num_steps, num_rows))
         end_s = run.end_s(num_steps)
-        self._read_s = run.end_s(num_steps - 2) if num_steps > 1 else self._launch_s
         self._launch_s, self._end_s = (run.end_s(num_steps - 1), end_s) if self._overlaps else (end_s, None)
         self._stepped(num_steps, run.begin_s, end_s)
         return True
@@ -266,7 +247,6 @@ class FastPod:
                     raise RuntimeError("a fast pod has stopped: a request waits and nothing runs")
                 return
         following = self._launch(self._end_s) if self._overlaps else None
-        self._read_s = self._launch_s
         self._launch_s, self._end_s = self._end_s, following
 
     # -- one step -------------------------------------------------------------------------------------------------

@@ -114,17 +114,6 @@ async def test_an_idle_engine_still_sends_heartbeats(publisher: StatePublisher) 
     assert not second.snapshot
 
 
-async def test_a_frame_contains_the_age_of_the_engines_report(publisher: StatePublisher) -> None:
-    reader = Reader(publisher)
-    assert (await reader.next()).load_age_ms == 0.0
-    step(publisher, 1)
-    reported = await reader.next()
-    repeated = await reader.next()
-    assert repeated.load == reported.load
-    assert reported.load_age_ms < 150 <= repeated.load_age_ms
-    assert (await Reader(publisher).next()).load_age_ms >= repeated.load_age_ms
-
-
 async def test_a_slow_reader_gets_a_snapshot_instead_of_a_backlog(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
