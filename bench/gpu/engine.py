@@ -28,9 +28,8 @@ from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_runner import DeviceRunner, InFlight
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token
-from pagemill_engine.runner.load_device import measure_device
 from pagemill_engine.runner.memory import MemoryState
-from pagemill_engine.runner.memory_profiling import CudaMeter, profile_memory
+from pagemill_engine.runner.memory_profiling import CudaMeter, measure_device, profile_memory
 from pagemill_engine.runner.torch_model import TorchModel
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_kernels.registry import ops_for

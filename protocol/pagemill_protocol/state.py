@@ -86,7 +86,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.num_requests_running + self.num_requests_waiting
 
 
-COUNTS = tuple(name for name in EngineLoad.__struct_fields__ if name.startswith("num_"))
+COUNTS = tuple(name for name in EngineLoad.__annotations__ if name.startswith("num_"))
 """The fields of `EngineLoad` that add up over engines; the others are times of one engine."""
 
 

@@ -73,10 +73,10 @@ def test_the_files_policy_is_used_by_default_and_another_one_can_be_simulated(
     write: Write, simulated: Simulated, fit: Path
 ) -> None:
     def figures(policy: str, *options: str) -> list[dict[str, Any]]:
-        autoscaling = {**AUTOSCALING, "slo": {"ttft": "1ms"}, "policy": policy}
+        autoscaling = {**AUTOSCALING, "slo": {"ttft": "100ms"}, "policy": policy}
         spec = simulated("chat", engine={"maxModelLen": 2048, "extraArgs": []}, autoscaling=autoscaling)
         file = write(f"{policy}.yaml", spec)
-        body = json.loads(simulate(file, "--fit", fit, "-o", "json", "--fast", *options).stdout)
+        body = json.loads(simulate(file, "--fit", fit, "-o", "json", "--fast", *options, workload=BUSY).stdout)
         return [{**each, "wall_s": 0.0} for each in body["policies"]]
 
     (demand,), (tracking,) = figures("Demand"), figures("TargetTracking")
@@ -84,7 +84,7 @@ def test_the_files_policy_is_used_by_default_and_another_one_can_be_simulated(
     assert (demand["policy"], tracking["policy"], tried["policy"]) == ("pagemill", "pagemill", "TargetTracking")
     assert {**tried, "policy": "pagemill"} == tracking
     most = (demand["num_scale_ups"], tracking["num_scale_ups"])
-    assert most == (1, 0), "only one of the policies uses the SLO, which no number of replicas meets"
+    assert most == (1, 0), "only one of the policies uses the SLO, which one replica does not meet"
 
 
 def test_a_policy_of_another_package_is_simulated_like_any_other(

@@ -26,7 +26,7 @@ from pagemill_protocol.gguf_file import GGUFFile, GGUFTensor
 from pagemill_protocol.models.family import GGUFNames
 from pagemill_protocol.models.gguf_values import LONG_ROPE
 from pagemill_protocol.models.known import unsupported
-from pagemill_protocol.sources import SourceError
+from pagemill_protocol.source_errors import SourceError
 from pagemill_protocol.spec_from_gguf import family_of
 
 _SINGLE_ROW = "shared_expert_gate.weight"

@@ -14,15 +14,13 @@ from pagemill_engine.models.decoder import Decoder
 from pagemill_engine.models.device_rotations import DeviceRotations
 from pagemill_engine.models.rope import decoder_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
-from pagemill_engine.runner import memory
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.compiling import capture_graphs
 from pagemill_engine.runner.compute import Compute
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.kv_cache import max_model_len_for
-from pagemill_engine.runner.memory import MemoryState
-from pagemill_engine.runner.memory_profiling import CudaMeter, profile_memory
+from pagemill_engine.runner.memory_profiling import CudaMeter, measure_device, profile_memory
 from pagemill_engine.runner.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.gpu.building import use_kernel_cache
@@ -97,11 +95,3 @@ def _use_kernel_cache(folder: str | None) -> str:
         return "compiling kernels"
     error = use_kernel_cache(Path(folder))
     return f"compiling kernels, kept in {folder}" if error is None else f"compiling kernels, not kept: {error}"
-
-
-def measure_device(device: torch.device) -> MemoryState:
-    """Return the memory of the device: the host's for the CPU, its own for a GPU."""
-    if device.type == "cpu":
-        return memory.measure_memory()
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return MemoryState(total_bytes, free_bytes, torch.cuda.memory_reserved(device), is_gpu=True)

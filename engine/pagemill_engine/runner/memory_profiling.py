@@ -16,8 +16,16 @@ from pagemill_engine.runner.budget import MeasuredMemory, Sizes, plan_measured
 from pagemill_engine.runner.compiling import compile_kernels, largest_captured, run_largest
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.kv_cache import max_model_len_for
-from pagemill_engine.runner.memory import MemoryState
+from pagemill_engine.runner.memory import MemoryState, measure_memory
 from pagemill_protocol.model_spec import ModelSpec
+
+
+def measure_device(device: torch.device) -> MemoryState:
+    """Return the memory of the device: the host's for the CPU, its own for a GPU."""
+    if device.type == "cpu":
+        return measure_memory()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return MemoryState(total_bytes, free_bytes, torch.cuda.memory_reserved(device), is_gpu=True)
 
 
 class Meter(Protocol):
