@@ -17,7 +17,9 @@ BEFORE: Schemas = json.loads(RELEASED.read_text("utf-8"))
 
 PER_ENGINE = "only policies of other packages read the load of each engine; their records are replayed by one release"
 GONE = "the message is gone or has another name here; list the change as reviewed if it is a rename"
-UNREAD = "gateways of the last release only showed an estimate from it (record 84); without it the estimate is less exact"
+UNREAD = (
+    "gateways of the last release only showed an estimate from it (record 84); without it the estimate is less exact"
+)
 REVIEWED: dict[str, str] = {
     f"ReplicaLoad: {GONE}": PER_ENGINE,
     "Signals.replicas: the field is gone; keep it, with its default": PER_ENGINE,
