@@ -238,7 +238,8 @@ def test_without_step_times_the_engine_is_measured(write: Write, simulated: Simu
     assert body["replica"]["alone"]["tpot_ms"] > 5
     assert body["stepTimeFrom"].startswith("measured on this machine, with up to ")
     model = StepTimeModel.from_params(msgspec.convert(body["stepTime"], StepTimeParams))
-    assert model.predict_ms(1) > 1
+    # On a machine with a high load two seconds may attribute the whole time to the context of a step.
+    assert model.predict_ms(1, 100) > 1
     assert body["replicas"] == 1
 
 
