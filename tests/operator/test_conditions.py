@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from observed_world import CONDITION_TYPES
+
 from pagemill_crds.models import LLMDeployment
 from pagemill_operator.plan import Plan, Problem, make_plan
 from pagemill_operator.status.conditions import (
@@ -36,16 +38,7 @@ def by_type(seen: Observation) -> dict[str, Finding]:
 
 def test_every_condition_always_exists(deployment: Make) -> None:
     types = [finding.type for finding in find_conditions(Observation(plan_of(deployment)))]
-    assert types == [
-        "Planned",
-        "Scheduled",
-        "ModelLoaded",
-        "Serving",
-        "ScalingActive",
-        "SLOMet",
-        "FieldsSupported",
-        "Ready",
-    ]
+    assert types == list(CONDITION_TYPES)
 
 
 def test_with_all_replicas_ready_the_deployment_is_ready(deployment: Make) -> None:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from observed_world import CONDITION_TYPES
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "conditions.md"
 OPERATOR = ROOT / "operator" / "pagemill_operator"
@@ -90,15 +92,5 @@ def test_the_page_lists_every_reason() -> None:
 def test_the_page_lists_no_reason_that_is_never_set() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     listed = {reason for row in rows for reason in re.findall(r"`([A-Z][A-Za-z]+)`", row.split("|")[1])}
-    conditions = {
-        "Planned",
-        "Scheduled",
-        "ModelLoaded",
-        "Serving",
-        "ScalingActive",
-        "SLOMet",
-        "FieldsSupported",
-        "Ready",
-    }
     plain = {"Unauthorized", "Unschedulable", "Forbidden"}
-    assert listed - conditions - plain - set(_given()) == set()
+    assert listed - set(CONDITION_TYPES) - plain - set(_given()) == set()

@@ -11,6 +11,7 @@ import pytest
 from engine_reports import used
 from hypothesis import given
 from hypothesis import strategies as st
+from observed_world import CONDITION_TYPES
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.status import LLMDeploymentStatus
@@ -48,7 +49,7 @@ def test_the_first_status_has_every_condition_and_count(deployment: Make) -> Non
     plan = make_plan(deployment(replicas=2), "kubernetes")
     body = status_body(snapshot(), observe(snapshot(), plan), URL, T0)
     status = LLMDeploymentStatus.model_validate(written(body))
-    assert len(status.conditions) == 8
+    assert [condition.type for condition in status.conditions] == list(CONDITION_TYPES)
     assert {condition.observed_generation for condition in status.conditions} == {1}
     assert (status.observed_generation, status.replicas, status.desired_replicas, status.ready_replicas) == (1, 0, 2, 0)
     assert status.selector == "pagemill.dev/deployment=chat,app.kubernetes.io/component=engine"

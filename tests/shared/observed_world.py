@@ -18,6 +18,17 @@ from pagemill_operator.plan import Plan, Problem, make_plan
 from pagemill_operator.status.conditions import Finding, find_conditions
 from pagemill_operator.status.observation import Observation
 
+CONDITION_TYPES = (
+    "Planned",
+    "Scheduled",
+    "ModelLoaded",
+    "Serving",
+    "ScalingActive",
+    "SLOMet",
+    "FieldsSupported",
+    "Ready",
+)
+"""The conditions that every status has, in this order."""
 READY = ({"type": "Ready", "status": "True"},)
 PULL = 'failed to pull and unpack image "docker.io/x:1": failed to resolve image: docker.io/x:1: not found'
 CACHED = {"model__source": "hf://org/name", "model__cache": {"size": "1Gi", "storageClassName": "fast"}}
