@@ -27,6 +27,17 @@ class Offline(NamedTuple):
     num_preemptions: int
 
 
+class Profile(NamedTuple):
+    """Pure decode steps under a profiler of the device."""
+
+    idle: float
+    """Share of the time in which the device is idle."""
+    step_s: float
+    """Seconds per step without the profiler."""
+    kernels: dict[str, tuple[float, float]]
+    """Launches and seconds per step by the name of what ran, the longest first."""
+
+
 class Online(NamedTuple):
     """Sorted times in seconds."""
 
@@ -112,12 +123,8 @@ class Driver:
             self._core.step()
         return step_s
 
-    def idle(self, jobs: list[Job], num_steps: int) -> tuple[float, float]:
-        """Return the share of time in which the device is idle in pure decodes, and seconds per step without the
-        profiler.
-
-        The jobs' answers are longer than twice as many steps.
-        """
+    def profile(self, jobs: list[Job], num_steps: int) -> Profile:
+        """Profile pure decodes. The jobs' answers are longer than twice as many steps."""
         for job in jobs:
             self._add(job)
         self._start()
@@ -130,9 +137,15 @@ class Driver:
         while self._core.has_work:
             self._step()
         events: Any = seen.events()
-        wanted = [each.time_range for each in events if each.device_type.name == activity.name]
-        ranges = [(each.start, each.end) for each in wanted]
-        return idle_share(ranges), step_s
+        wanted = [each for each in events if each.device_type.name == activity.name]
+        ranges = [(each.time_range.start, each.time_range.end) for each in wanted]
+        totals: dict[str, tuple[float, float]] = {}
+        for each in wanted:
+            launches, seconds = totals.get(each.name, (0.0, 0.0))
+            taken_s = each.time_range.elapsed_us() / 1e6
+            totals[each.name] = launches + 1 / num_steps, seconds + taken_s / num_steps
+        longest = dict(sorted(totals.items(), key=lambda item: -item[1][1]))
+        return Profile(idle_share(ranges), step_s, longest)
 
     @property
     def _waited_cpu_s(self) -> float:

@@ -34,6 +34,7 @@ WITH_PEERS = ("qwen3-0.6b", "llama-3.2-1b")
 STARTED = "qwen3-0.6b"
 """The model whose start is measured again."""
 PROFILED_STEPS = 40
+SHOWN_KERNELS = 16
 MIXED = ((0, 128), (16, 128), (64, 128), (64, 512), (224, 32), (224, 128), (224, 512), (224, 1024), (224, 2000))
 """Numbers of decoding requests and of a prompt's tokens beside them, in the measured steps."""
 MIXED_STEPS = 16
@@ -180,11 +181,14 @@ def _idle(device: Device, section: Section, name: str, ours: Engine) -> None:
     num_requests, num_steps = (2, 2) if device.tiny else (MAX_SEQS, PROFILED_STEPS)
     jobs = [Job(job.prompt_token_ids, 3 * num_steps) for job in _short(device, num_requests)]
     try:
-        idle, step_s = ours.driver.idle(jobs, num_steps)
+        found = ours.driver.profile(jobs, num_steps)
     except (RuntimeError, ValueError) as problem:
         table.add(num_requests, num_steps, "", reported(problem))
         return
-    table.add(num_requests, num_steps, 1000 * step_s, 100 * idle)
+    table.add(num_requests, num_steps, 1000 * found.step_s, 100 * found.idle)
+    longest = section.table(f"the longest kernels of these decodes, {name}", "kernel", "launches a step", "us a step")
+    for kernel, (launches, seconds) in list(found.kernels.items())[:SHOWN_KERNELS]:
+        longest.add(kernel[:80].replace("|", "/"), launches, 1e6 * seconds)
 
 
 def _mixed(device: Device, section: Section, name: str, ours: Engine) -> None:

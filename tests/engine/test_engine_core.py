@@ -375,6 +375,31 @@ def test_warm_up_measures_the_additional_cost_of_decodes() -> None:
     assert not core.has_work
 
 
+@pytest.mark.parametrize("stalled", [1, 16])
+def test_a_first_step_without_the_processor_does_not_make_all_steps_look_slow(stalled: int) -> None:
+    now_s = 0.0
+
+    def pass_by(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    class Stalling(NullRunner):
+        stalls = 1
+
+        def launch(self, plan: StepPlan) -> Any:
+            if plan.num_tokens == stalled and self.stalls:
+                self.stalls -= 1
+                pass_by(3.0)
+            return super().launch(plan)
+
+    config = EngineConfig(model="m", null_runner=True, seed=1, overlap=False, max_num_batched_tokens=512)
+    core = EngineCore(config, Stalling.from_config(config, clock=lambda: now_s, sleep=pass_by), clock=lambda: now_s)
+    Calibration(core).begin(limit_s=0.0)
+    truth = StepTimeModel.from_params(DEFAULT_STEP_TIME)
+    for size in (1, 16, 512):
+        assert core.step_time.predict_ms(size) == pytest.approx(truth.predict_ms(size), rel=0.1)
+
+
 def test_the_self_test_fails_if_no_token_is_generated(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.runner.raise_on = lambda plan: True

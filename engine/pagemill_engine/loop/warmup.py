@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 
@@ -120,7 +121,11 @@ class Calibration:
             )
             return
         size = self._remaining_sizes.popleft()
-        self._sample_ms[size] = _measure_ms(self._core, 1, size)
+        # Steps of fewer tokens could compute the same tokens one after the other, so no step takes longer than they do.
+        smaller = {known: ms for known, ms in self._sample_ms.items() if known < size}
+        longest_ms = min((math.ceil(size / known) * ms for known, ms in smaller.items()), default=math.inf)
+        credible_ms = 0.0 if not smaller else longest_ms / 2 if size <= BATCH_SIZE else math.inf
+        self._sample_ms[size] = min(longest_ms, _measure_ms(self._core, 1, size, credible_ms))
 
     def _fit(self) -> None:
         samples = [StepSample(size, 0, 0, ms) for size, ms in self._sample_ms.items()]
@@ -129,13 +134,16 @@ class Calibration:
         _reset_side_effects(self._core)
 
 
-def _measure_ms(core: EngineCore, num_prompts: int, num_tokens: int) -> float:
-    """Return the faster of two runs, in milliseconds; a slow run is not repeated.
+def _measure_ms(core: EngineCore, num_prompts: int, num_tokens: int, credible_ms: float = math.inf) -> float:
+    """Return the faster of two runs, in milliseconds; a slow run of at most `credible_ms` is not repeated.
 
-    The first run includes the one-time preparation of its shape.
+    The first run includes the one-time preparation of its shape. A run during which the process did not get the
+    processor would make all larger steps, which are extrapolated, look too slow to be measured.
     """
     ms = _run_prompts(core, num_prompts, num_tokens).load.step_ms
-    return ms if ms > SLOW_STEP_MS else min(ms, _run_prompts(core, num_prompts, num_tokens).load.step_ms)
+    if SLOW_STEP_MS < ms <= credible_ms:
+        return ms
+    return min(ms, _run_prompts(core, num_prompts, num_tokens).load.step_ms)
 
 
 def _max_prompts_per_step(core: EngineCore) -> int:
