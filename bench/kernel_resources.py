@@ -51,6 +51,7 @@ from pagemill_kernels.request_rows import triton_launch as request_rows
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, RowState, RowWrites, StepRows
 from pagemill_kernels.rope import triton_body as rope_body
 from pagemill_kernels.rope import triton_launch as rope
+from pagemill_kernels.rope.reference import HeadNorms
 from pagemill_kernels.sampling import triton_body as sampling_body
 from pagemill_kernels.sampling import triton_launch as sampling
 from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, TokenMasks
@@ -210,6 +211,14 @@ def rotate(head_dim: int, cached: torch.dtype = torch.bfloat16) -> Callable[[], 
     return lambda: rope.rope_and_store(heads, 32, table, table, _cache(cached, 8, head_dim), slots)
 
 
+def normalize_and_rotate(head_dim: int) -> Callable[[], object]:
+    heads, table = floats(64, 48, head_dim), floats(64, 1, head_dim // 2)
+    slots = torch.empty(64, dtype=torch.int64, device=META)
+    norms = HeadNorms(floats(head_dim), floats(head_dim), 1e-6)
+    cache = _cache(torch.bfloat16, 8, head_dim)
+    return lambda: rope.norm_rope_and_store(heads, 32, norms, table, table, cache, slots)
+
+
 def sample() -> list[Case]:
     """Return the cases of 64 rows of Qwen3's vocabulary."""
     num_rows, vocab_size = 64, 151_936
@@ -320,6 +329,7 @@ def cases() -> list[Case]:
         ),
         Case("codes of a row of 53248", lambda: scaled.encode_rows(floats(64, 53248), torch.int8), True),
         *(Case(f"rotation and cache write, heads of {size}", rotate(size), True) for size in heads),
+        Case("norms of heads, rotation and cache write, heads of 128", normalize_and_rotate(128), True),
         *(Case(f"rotation and cache write, {name} cache", rotate(128, dtype), True) for name, dtype in CODES.items()),
         Case("RMS norm of 4096", lambda: norm.rms_norm(floats(64, 4096), floats(4096), 1e-5), True),
         Case("RMS norm of 4096, residual", lambda: norm.rms_norm(*_norm_inputs(4096)), True),

@@ -35,7 +35,7 @@ def cases(device: Device) -> list[Case]:
     """Return the cases in Llama-3.1-8B's sizes, at 256 decodes and in a prefill of 8,192 tokens."""
     if device.tiny:
         tiny = [*_norms(device, 3, 48), *_activations(device, 3, 40), _rows(device, 3, 48)]
-        tiny += [*_ropes(device, 3, (4, 2), 16), *step_cases.rows(device, 3, 40)]
+        tiny += [*_ropes(device, 3, (4, 2), 16), *_normed_ropes(device, 3, (4, 2), 16), *step_cases.rows(device, 3, 40)]
         products = [*_products(device, 4, (40, 64), [3, 130]), *scaled_cases.cases(device, (40, 64), [3])]
         experts = expert_cases.cases(device, 4, 2, 48, 32, [3])
         return [*tiny, *products, *experts, *step_cases.sampling(device, 2, 70)]
@@ -43,6 +43,7 @@ def cases(device: Device) -> list[Case]:
         *(case for rows in (256, 8192) for case in _norms(device, rows, 4096)),
         *(case for rows in (256, 8192) for case in _activations(device, rows, 14_336)),
         *(case for rows in (256, 8192) for case in _ropes(device, rows, (32, 8), 128)),
+        *(case for rows in (1, 256, 8192) for case in _normed_ropes(device, rows, (16, 8), 128)),
         _rows(device, 8192, 4096),
         *(case for rows in (16, 256, 1024) for case in step_cases.rows(device, rows, 4096)),
         *_products(device, 4, (14_336, 4096), [1, 64, 512]),
@@ -156,6 +157,38 @@ def _ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -
         )
 
     return [case(name, dtype) for name, dtype in kinds.items()]
+
+
+def _normed_ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -> list[Case]:
+    """Return the case of Qwen3's layers, and of its separate passes as a peer."""
+    num_heads, num_kv_heads = heads
+    x = device.random(tokens, num_heads + 2 * num_kv_heads, head_dim)
+    norms = rope_reference.HeadNorms(device.random(head_dim, seed=2), device.random(head_dim, seed=3), 1e-6)
+    angles = device.random(tokens, 1, head_dim // 2, dtype=torch.float32, seed=1)
+    cos, sin = angles.cos().to(device.dtype), angles.sin().to(device.dtype)
+    slots = torch.arange(tokens, device=device.device)
+    shape = (-(-tokens // 16), 2 * num_kv_heads, 16, head_dim)
+    ours, expected = (torch.zeros(shape, dtype=device.dtype, device=device.device) for _ in range(2))
+    planned = kv_reference.plan_slots(slots, 2 * num_kv_heads, 16)
+    rope_reference.norm_rope_and_store(x.clone(), num_heads, norms, cos, sin, expected, planned)
+    again, apart = x.clone(), x.clone()
+    first: list[torch.Tensor] = []
+
+    def fused() -> torch.Tensor:
+        rope.norm_rope_and_store(again, num_heads, norms, cos, sin, ours, slots)
+        if not first:
+            first.append(ours.clone())
+        return first[0]
+
+    def separate() -> torch.Tensor:
+        for weight, begin, end in ((norms.query_weight, 0, num_heads), (norms.key_weight, num_heads, -num_kv_heads)):
+            view = apart[:, begin:end]
+            view.copy_(norm.rms_norm(view, weight, norms.eps))
+        rope.rope_and_store(apart, num_heads, cos, sin, ours, slots)
+        return ours
+
+    name, num_bytes = f"norms of heads, rotation and cache write, {tokens} tokens", 2 * x.nbytes + ours.nbytes
+    return [Case(name, fused, lambda: expected, num_bytes=num_bytes, peers={"separate kernels": separate})]
 
 
 def _products(device: Device, bits: Literal[4, 8], shape: tuple[int, int], rows: list[int]) -> list[Case]:

@@ -154,6 +154,7 @@ _PACK_BLOCKS: dict[Backend, str] = {
     "cpu_native": "torch_ops:pack_blocks",
     "cpu_bfloat16": "torch_ops:pack_blocks_for_bfloat16",
 }
+_NORM_ROPE_AND_STORE: dict[Backend, str] = {"triton": "rope.triton_launch:norm_rope_and_store"}
 _PACK_BLOCKS_FOR_DOTS: dict[Backend, str] = {"cpu_native": "torch_ops:pack_blocks_for_dots"}
 _PACK_SCALED: dict[Backend, dict[str, str]] = {
     "reference": {"w8a8": "scaled_linear.reference:pack_w8a8", "fp8": "scaled_linear.reference:pack_fp8"},
@@ -237,6 +238,8 @@ class Ops(NamedTuple):
     """Packs `linear.groups.GroupCodes` without dequantizing; None: this backend needs floats."""
     pack_blocks: Callable[..., PackedLinear] | None = None
     """Packs `linear.groups.CodeBlocks`; None: this backend needs `GroupCodes` or floats."""
+    norm_rope_and_store: Callable[..., None] | None = None
+    """Normalises queries and keys in the pass of `rope_and_store`; None: this backend has no such pass."""
     weight_dtype: torch.dtype | None = None
     """Type of float matrices; None: the type that the model computes in."""
     weight_forms: WeightForms = WeightForms()
@@ -297,6 +300,7 @@ def ops_for(
         **operations,
         pack_codes=pack_codes,
         pack_blocks=pack_blocks,
+        norm_rope_and_store=_optional(_NORM_ROPE_AND_STORE, backend),
         weight_dtype=weight_dtype,
         weight_forms=weight_forms(backend),
         device=_device(backend),

@@ -120,6 +120,36 @@ def test_rope_and_store_equals_the_reference(
     assert int((cache != expected_cache).any(-1).sum()) <= tokens * 2 * num_kv_heads
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(1, (4, 4), 64), (7, (6, 2), 80)])
+def test_norms_of_heads_before_the_rotation_equal_the_reference(
+    tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads = heads
+    x, cos, sin, slots = rotated(tokens, num_heads, num_kv_heads, head_dim, dtype)
+    cache = random(NUM_BLOCKS, 2 * num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, seed=2)
+    weights = [random(head_dim, dtype=dtype, seed=seed) for seed in (3, 4)]
+    norms = rope_reference.HeadNorms(*weights, eps=1e-3)
+    expected, expected_cache = x.clone(), cache.clone()
+    planned = kv_reference.plan_slots(slots, 2 * num_kv_heads, BLOCK_SIZE)
+    rope_reference.norm_rope_and_store(expected, num_heads, norms, cos, sin, expected_cache, planned)
+    rope.norm_rope_and_store(x, num_heads, norms, cos, sin, cache, slots)
+    close(x, expected)
+    close(cache, expected_cache)
+    assert torch.equal(x[:, num_heads + num_kv_heads :], expected[:, num_heads + num_kv_heads :]), "values stay"
+
+
+def test_norms_of_heads_that_do_not_fit_are_refused_by_name() -> None:
+    x, cos, sin, slots = rotated(3, 4, 2, 32, torch.float32)
+    cache = random(NUM_BLOCKS, 4, BLOCK_SIZE, 32)
+    short = rope_reference.HeadNorms(random(32), random(31), 1e-5)
+    with pytest.raises(ValueError, match="key_weight is"):
+        rope.norm_rope_and_store(x, 4, short, cos, sin, cache, slots)
+    strided = rope_reference.HeadNorms(random(32, 2)[:, 0], random(32), 1e-5)
+    with pytest.raises(ValueError, match="query_weight has strides"):
+        rope.norm_rope_and_store(x, 4, strided, cos, sin, cache, slots)
+
+
 def test_the_cache_may_have_a_narrower_type_than_the_heads() -> None:
     x, cos, sin, slots = rotated(3, 4, 2, 32, torch.float32)
     cache = torch.zeros(NUM_BLOCKS, 4, BLOCK_SIZE, 32, dtype=torch.bfloat16, device=DEVICE)

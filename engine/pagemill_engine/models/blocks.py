@@ -15,6 +15,7 @@ from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.layers import Layer, Linear, Norm, VectorWeights
 from pagemill_engine.models.row_order import norm_order, qkv_order
 from pagemill_kernels.registry import Ops
+from pagemill_kernels.rope.reference import HeadNorms
 from pagemill_protocol.models.declaration import AttentionSpec, MLPSpec, NormSpec
 
 
@@ -69,21 +70,40 @@ class Attention:
         # A matmul may return the type of its weights; from here on the model's own type is used.
         heads = self.qkv(x).to(self.dtype).view(num_tokens, -1, self._head_dim)
         query = heads[:, :num_heads]
-        if self.query_norm is not None:
-            _normalize(self.query_norm, query)
-        if self.key_norm is not None:
-            _normalize(self.key_norm, heads[:, num_heads : num_heads + self.spec.num_kv_heads])
         cache = context.kv_caches[self._index]
         # The whole step's keys and values are stored first, so that a prefix hit within the step reads them.
-        if self._rotation is None:
-            self.ops.store(heads, num_heads, cache, context.kv_slots)
-        else:
-            cos, sin = context.rotations[self._rotation]
-            self.ops.rope_and_store(heads, num_heads, cos, sin, cache, context.kv_slots)
+        self._store(heads, cache, context)
         plan = context.attention_plans[self.spec.window]
         extras = self._extras if self.sinks is None else self._extras | {"sinks": self.sinks.values}
         attended = self.ops.paged_attention(query, cache, plan, self.spec.scale, **extras)
         return attended.view(num_tokens, -1)
+
+    def _store(self, heads: Tensor, cache: Tensor, context: ForwardContext) -> None:
+        """Normalise and rotate queries and keys in place as declared, and write keys and values into the cache."""
+        num_heads, slots = self._num_heads, context.kv_slots
+        rotation = None if self._rotation is None else context.rotations[self._rotation]
+        norms = self._norms_of_heads()
+        if self.ops.norm_rope_and_store is not None and norms is not None and rotation is not None:
+            self.ops.norm_rope_and_store(heads, num_heads, norms, *rotation, cache, slots)
+            return
+        if self.query_norm is not None:
+            _normalize(self.query_norm, heads[:, :num_heads])
+        if self.key_norm is not None:
+            _normalize(self.key_norm, heads[:, num_heads : num_heads + self.spec.num_kv_heads])
+        if rotation is None:
+            self.ops.store(heads, num_heads, cache, slots)
+        else:
+            self.ops.rope_and_store(heads, num_heads, *rotation, cache, slots)
+
+    def _norms_of_heads(self) -> HeadNorms | None:
+        """Return the norms if both are RMS norms of single heads, which can be computed in the pass of the rotation."""
+        query, key = self.query_norm, self.key_norm
+        if query is None or key is None:
+            return None
+        alike = query.eps == key.eps and all(
+            norm.spec.kind == "rms" and norm.spec.size == self._head_dim for norm in (query, key)
+        )
+        return HeadNorms(query.weight, key.weight, query.eps) if alike else None
 
 
 class MLP:

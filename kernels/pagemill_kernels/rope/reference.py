@@ -1,11 +1,33 @@
-"""The formula of rotation and cache write."""
+"""The formula of rotation and cache write, and of the norms that some models apply to queries and keys before."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagemill_kernels.kv_store.reference import store_kv
+from pagemill_kernels.norm.reference import rms_norm
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of single heads; weights: [head_dim]."""
+
+    query_weight: Tensor
+    key_weight: Tensor
+    eps: float
+
+
+def norm_rope_and_store(
+    heads: Tensor, num_heads: int, norms: HeadNorms, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor
+) -> None:
+    """Normalise each query and key in place, then do as `rope_and_store`."""
+    num_kv_heads = (heads.shape[1] - num_heads) // 2
+    query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+    query.copy_(rms_norm(query, norms.query_weight, norms.eps))
+    key.copy_(rms_norm(key, norms.key_weight, norms.eps))
+    rope_and_store(heads, num_heads, cos, sin, cache, slots)
 
 
 def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:

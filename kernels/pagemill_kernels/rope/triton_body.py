@@ -1,4 +1,7 @@
-"""Triton kernel that rotates queries and keys in place and writes keys and values into the paged cache, in one pass."""
+"""Triton kernel that rotates queries and keys in place and writes keys and values into the paged cache, in one pass.
+
+It can normalise each query and key first.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ import triton.language as tl
 from pagemill_kernels.gpu.triton_body import round_to_codes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["eps"])
 def rope_and_store(
     heads_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    eps,
     cos_ptr,
     sin_ptr,
     cache_ptr,
@@ -21,6 +27,7 @@ def rope_and_store(
     HEAD_DIM: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_CODES: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -37,11 +44,17 @@ def rope_and_store(
     at = heads_ptr + (token * WIDTH + head)[:, None] * HEAD_DIM + dims[None, :]
     first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    turns = (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
+    if HAS_NORMS:
+        is_query = (head < NUM_HEADS)[:, None]
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.where(turns, tl.rsqrt(squares / HEAD_DIM + eps)[:, None], 1.0)
+        first *= scale * _weights(query_weight_ptr, key_weight_ptr, dims, is_dim, is_query, turns)
+        second *= scale * _weights(query_weight_ptr + HALF, key_weight_ptr + HALF, dims, is_dim, is_query, turns)
 
     # y = x * cos + rotate_half(x) * sin; values stay unchanged.
     cos = tl.load(cos_ptr + token * HALF + dims, mask=is_dim, other=1.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + token * HALF + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    turns = (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
     rotated_first = tl.where(turns, first * cos - second * sin, first)
     rotated_second = tl.where(turns, second * cos + first * sin, second)
     element = heads_ptr.dtype.element_ty
@@ -73,3 +86,11 @@ def rope_and_store(
         cached = cache_ptr.dtype.element_ty
         tl.store(to, rotated_first.to(cached), mask=stored)
         tl.store(to + HALF, rotated_second.to(cached), mask=stored)
+
+
+@triton.jit
+def _weights(query_weight_ptr, key_weight_ptr, dims, is_dim, is_query, turns):
+    """Return the weights of each head's norm; 1 for values."""
+    query_weight = tl.load(query_weight_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    key_weight = tl.load(key_weight_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    return tl.where(is_query, query_weight, tl.where(turns, key_weight, 1.0))

@@ -1,4 +1,4 @@
-"""Launches rotation and cache write as one kernel; arithmetic in float32, rounded once."""
+"""Launches rotation and cache write as one kernel, with or without norms of queries and keys; float32, rounded once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store.storage import LARGEST_CODES, token_width
 from pagemill_kernels.rope import triton_body
+from pagemill_kernels.rope.reference import HeadNorms
 
 PROGRAM_ELEMENTS = 1024
 """Elements of one half of the heads that a program rotates."""
@@ -21,8 +22,22 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
     contiguous. cache: one layer's, of any type of `kv_store.storage`. slots: int64 [tokens], block id * block_size +
     offset.
     """
+    _launch(heads, num_heads, None, cos, sin, cache, slots)
+
+
+def norm_rope_and_store(
+    heads: Tensor, num_heads: int, norms: HeadNorms, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor
+) -> None:
+    """Normalise each query and key (RMS), then do as `rope_and_store`, all in place."""
+    _launch(heads, num_heads, norms, cos, sin, cache, slots)
+
+
+def _launch(
+    heads: Tensor, num_heads: int, norms: HeadNorms | None, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor
+) -> None:
     num_tokens, width, head_dim = heads.shape
     num_kv_heads = (width - num_heads) // 2
+    _check_norms(heads, norms)
     _check(heads, num_heads, cos, sin, cache, slots)
     if num_tokens == 0:
         return
@@ -31,6 +46,9 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
     heads_per_program = min(triton.next_power_of_2(width), max(1, PROGRAM_ELEMENTS // padded_half))
     triton_body.rope_and_store[(num_tokens, triton.cdiv(width, heads_per_program))](
         heads_ptr=heads,
+        query_weight_ptr=heads if norms is None else norms.query_weight,
+        key_weight_ptr=heads if norms is None else norms.key_weight,
+        eps=0.0 if norms is None else norms.eps,
         cos_ptr=cos,
         sin_ptr=sin,
         cache_ptr=cache,
@@ -41,6 +59,7 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
         HEAD_DIM=head_dim,
         PADDED_HALF=padded_half,
         HEADS_PER_PROGRAM=heads_per_program,
+        HAS_NORMS=norms is not None,
         BLOCK_SIZE=cache.shape[2],
         HAS_CODES=has_codes,
         LARGEST=LARGEST_CODES.get(cache.dtype, 0.0),
@@ -62,6 +81,16 @@ def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
     slot_mapping: int64 [tokens], block id * block_size + offset.
     """
     return slot_mapping.contiguous()
+
+
+def _check_norms(heads: Tensor, norms: HeadNorms | None) -> None:
+    if norms is None:
+        return
+    weights = {"query_weight": norms.query_weight, "key_weight": norms.key_weight}
+    launch.check_floats("rope", heads=heads, **weights)
+    launch.check_contiguous("rope", **weights)
+    for name, weight in weights.items():
+        launch.check_shape("rope", name, weight, (heads.shape[2],))
 
 
 def _check(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
