@@ -176,8 +176,11 @@ class ServeCommand:
         ),
     ] = None
     trace_sample_ratio: Annotated[
-        float, typer.Option(help="Share of the requests without a trace context that are traced.", min=0, max=1)
-    ] = 1.0
+        float | None,
+        typer.Option(
+            help="Share of the requests without a trace context that are traced (default: all).", min=0, max=1
+        ),
+    ] = None
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -250,8 +253,13 @@ def rewritten_arguments(words: list[str]) -> list[str]:
     return rewritten(words, lambda line: typer.echo(f"pagemill serve: {line}", err=True))
 
 
-def _tracing(endpoint: str | None, sample_ratio: float) -> TracingConfig | None:
-    return TracingConfig(endpoint=endpoint, sample_ratio=sample_ratio) if endpoint else None
+def _tracing(endpoint: str | None, sample_ratio: float | None) -> TracingConfig | None:
+    if endpoint:
+        return TracingConfig(endpoint=endpoint, sample_ratio=1.0 if sample_ratio is None else sample_ratio)
+    if sample_ratio is None:
+        return None
+    message = f"--trace-sample-ratio {sample_ratio:g}: nothing is traced. Set --otlp-traces-endpoint, or remove it."
+    raise StartupError("SettingsInvalid", message, "tracing")
 
 
 def _check_open(host: str, *, has_keys: bool, allow_anonymous: bool) -> None:
