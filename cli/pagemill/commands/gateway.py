@@ -88,7 +88,7 @@ class GatewayCommand:
 
     def run(self) -> None:
         try:
-            config = self._config()
+            config = self.config()
             from pagemill_gateway.__main__ import run
 
             run(config)
@@ -96,7 +96,7 @@ class GatewayCommand:
             typer.echo(f"pagemill gateway: {error}", err=True)
             raise typer.Exit(1) from error
 
-    def _config(self) -> GatewayConfig:
+    def config(self) -> GatewayConfig:
         """Return the gateway's settings: the file's, changed by the other options. Raises `SettingsError`."""
         config = load_config(self.settings) if self.settings is not None else GatewayConfig()
         changes: dict[str, object] = {

@@ -196,11 +196,15 @@ class ServeCommand:
     def run(self) -> None:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         try:
-            _check_open(self.host, has_keys=self.api_keys_file is not None, allow_anonymous=self.allow_anonymous)
-            _run(Settings(engine=self._engine(), server=self._server()), console)
+            _run(self.settings(), console)
         except StartupError as error:
             console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
             raise typer.Exit(1) from None
+
+    def settings(self) -> Settings:
+        """Return the settings of engine and server. Raises `StartupError` for an invalid one."""
+        _check_open(self.host, has_keys=self.api_keys_file is not None, allow_anonymous=self.allow_anonymous)
+        return Settings(engine=self._engine(), server=self._server())
 
     def _engine(self) -> EngineConfig:
         """Return the engine's settings. Raises `StartupError` for an invalid one."""

@@ -35,16 +35,14 @@ def prices_of(texts: Sequence[str]) -> Prices:
 
 
 def check_prices(subjects: Sequence[Subject], prices: Prices) -> None:
-    """Refuse prices of devices that nothing is computed for. Raises `PlanError`."""
-    used = {name if name in prices else None for name in map(_name_of, subjects)}
+    """Refuse prices of accelerators that nothing is computed for. Raises `PlanError`."""
+    names = {_name_of(subject) for subject in subjects}
     for name, price in prices.items():
-        if name not in used and name is not None:
+        if name is not None and name not in names:
             raise PlanError(
                 f"--price-per-hour {name}={price:g}: nothing is computed for {name}; add --accelerator {name}, or "
                 "remove it"
             )
-        if name not in used:
-            raise PlanError(f"--price-per-hour {price:g}: every device has a price of its own; remove it")
 
 
 def _name_of(subject: Subject) -> str | None:
