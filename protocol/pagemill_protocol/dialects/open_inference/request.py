@@ -39,7 +39,7 @@ class InferSettings(SamplingExtensions):
         "sampling_parameters": Unsupported("Send each parameter as an input of its own."),
         "sequence_id": Unsupported(_WHOLE, (0, "")),
         **dict.fromkeys(("sequence_start", "sequence_end"), Unsupported(_WHOLE, (False,))),
-        "timeout": Unsupported("Send the header `x-request-timeout-s`."),
+        "timeout": Unsupported("Send the header `x-request-timeout-s` to a gateway."),
         "bad_words": Unsupported(_COMPLETIONS, ([], "")),
         "early_stopping": Unsupported(_COMPLETIONS, (False, 0)),
         "length_penalty": Unsupported(_COMPLETIONS, (1, 1.0)),
