@@ -387,3 +387,8 @@ def test_an_option_without_effect_beside_others_is_refused(
 def test_records_of_a_file_are_not_read_from_a_cluster(folder: Path) -> None:
     done = CliRunner().invoke(app, ["why", "a", "--file", "records", "--context", "c"], env={"COLUMNS": "200"})
     assert (done.exit_code, "--context c: with --file no cluster is read" in done.stderr) == (2, True)
+
+
+def test_a_server_name_of_engines_changes_no_other_setting_of_the_file(folder: Path, seen: list[Any]) -> None:
+    config = outcome("gateway", f"{_ENGINE} --settings gateway.json --engine-server-name a", seen)
+    assert (config.engine_tls.ca_file, config.engine_tls.server_name) == ("kept", "a")
