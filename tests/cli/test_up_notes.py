@@ -32,7 +32,7 @@ def test_fields_of_a_cluster_are_noted_with_value_and_remedy(tmp_path: Path) -> 
     assert "spec.template.spec 'nodeSelector, tolerations' has no effect" in template
 
 
-def test_a_model_that_cannot_chat_is_told_from_one_that_fails(answers: Any) -> None:
+def test_a_model_that_cannot_chat_is_no_failure(answers: Any) -> None:
     path = "/v1/chat/completions"
     answers.by_path[path] = {"error": {"message": "This model computes embeddings."}}
     for status, kind in ((400, NoChatError), (500, AnswerError)):
