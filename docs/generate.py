@@ -2,7 +2,8 @@
 
 It writes `docs/reference/configuration.md` from the settings classes, `metrics.md` from the list of metrics, `cli.md`
 from the command line, `simulator.md` from the workloads and scaling policies of simulations, `models.md` from the
-registry of models, `sources.md` from that of model sources, and `clients.md` from the scripts of tested clients.
+registry of models, `sources.md` from that of model sources, `clients.md` from the scripts of tested clients, and
+`request-fields.md` from the schemas of request bodies.
 `llmdeployment.md` has its own generator (`pagemill_crds.generate`). With `--check` it writes nothing, and the exit code
 is 1 if a page differs from the code.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +91,12 @@ without TLS.
 A package adds a kind of source with an entry point in the group `pagemill.sources`: its name is the scheme, its object
 a class of `pagemill_protocol.sources.base.SourceKind`. Install the package in the operator's and the engine's image.
 """
+
+REQUEST_FIELDS = (
+    "The fields of request bodies, by route. A field that would change an answer and is not supported is refused with "
+    "400, its name and the remedy; `/openapi.json` has types and bounds. A field that changes no answer is accepted "
+    "without effect. Fields that are not on this page are unknown, and ignored."
+)
 
 VLLM_HEAD = [
     "## vLLM's arguments",
@@ -407,6 +415,39 @@ def clients_page() -> str:
     return page(NOTE)
 
 
+def request_fields_page() -> str:
+    from pagemill_protocol.openapi import document, request_schemas
+
+    paths = json.loads(document("", "", with_stores=True))["paths"]
+    routes: dict[str, list[str]] = {}
+    for path, methods in paths.items():
+        body = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json")
+        if body is not None:
+            routes.setdefault(body["schema"]["$ref"].rpartition("/")[2], []).append(f"`{path}`")
+    sections = [_request_section(schema, routes[schema.__name__]) for schema in request_schemas()]
+    return "\n".join([f"# Request fields\n\n{NOTE}\n\n{REQUEST_FIELDS}\n", *sections])
+
+
+def _request_section(schema: Any, routes: list[str]) -> str:
+    acting = ", ".join(f"`{each}`" for each in schema.leaves() if each not in schema.ignored())
+    refused = [
+        f"| `{path}{name}` | {_json_words(rule.harmless)} | {cell(rule.remedy)} |"
+        for path, each in schema.parts()
+        for name, rule in sorted(each.UNSUPPORTED.items())
+    ]
+    ignored = [f"| `{name}` | {cell(reason)} |" for name, reason in sorted(schema.ignored().items())]
+    parts = [f"## {', '.join(routes)}", f"Fields that are read: {acting}."]
+    if refused:
+        parts.append("\n".join(["| Refused | Accepted values | Remedy |", "|---|---|---|", *refused]))
+    if ignored:
+        parts.append("\n".join(["| Without effect | Why |", "|---|---|", *ignored]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _json_words(values: tuple[Any, ...]) -> str:
+    return ", ".join(f"`{json.dumps(each)}`" for each in values) or "-"
+
+
 def pages() -> dict[Path, str]:
     return {
         REFERENCE / "models.md": models_page(),
@@ -416,6 +457,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "metrics.md": metrics_page(),
         REFERENCE / "cli.md": cli_page(),
         REFERENCE / "simulator.md": simulator_page(),
+        REFERENCE / "request-fields.md": request_fields_page(),
     }
 
 

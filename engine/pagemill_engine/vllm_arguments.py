@@ -45,7 +45,7 @@ _ONE = "One process computes a model on one device. Run more replicas behind `pa
 _TEXT = "Models here read text only."
 _NO_LORA = "Engines serve no adapters. Merge the adapter into the model's weights."
 _LOGS = "Requests are not logged one by one; counters are at /metrics."
-_TLS = "Engines serve plain HTTP. `pagemill gateway --tls-cert-file FILE --tls-key-file FILE` serves TLS."
+_POOLS = "The model's files say whether it generates text, embeds or scores. Remove it."
 _FOLDER = "The model's folder or file decides it. Name a revision in the source: hf://ORG/NAME@REVISION."
 _CORS = "The headers and methods that pages may use are fixed; cookies are never allowed."
 
@@ -119,10 +119,10 @@ ARGUMENTS: Mapping[str, Argument] = {
     "download_dir": Argument("Downloads go to `~/.cache/pagemill/models`; PAGEMILL_MODEL_CACHE moves it.", (None,)),
     "ignore_patterns": Argument("Only files that a model needs are downloaded.", ANY),
     "model_impl": Argument("The architecture decides how a model runs.", ("auto",)),
-    "runner": Argument("Models here generate text.", ("auto", "generate")),
-    "task": Argument("Models here generate text.", ("auto", "generate", None)),
-    "convert": Argument("Models here generate text.", ("auto", "none")),
-    "pooler_config": Argument("Models here generate text.", (None,)),
+    "runner": Argument(_POOLS, ("auto", "generate")),
+    "task": Argument(_POOLS, ("auto", "generate", None)),
+    "convert": Argument(_POOLS, ("auto", "none")),
+    "pooler_config": Argument(_POOLS, (None,)),
     "enable_lora": Argument(_NO_LORA, (False, None)),
     "max_loras": Argument(_NO_LORA, ANY),
     "max_lora_rank": Argument(_NO_LORA, ANY),
@@ -165,8 +165,8 @@ ARGUMENTS: Mapping[str, Argument] = {
     "enable_request_id_headers": Argument("Answers always have X-Request-Id.", (True,), only="serve"),
     "enable_server_load_tracking": Argument("/load always answers.", (True,), only="serve"),
     "root_path": Argument("Let the proxy remove the path.", ("",), only="serve"),
-    "ssl_keyfile": Argument(_TLS, only="serve"),
-    "ssl_certfile": Argument(_TLS, only="serve"),
+    "ssl_keyfile": Argument("Private key of the certificate.", option="tls-key-file", only="serve"),
+    "ssl_certfile": Argument("Certificate chain for HTTPS.", option="tls-cert-file", only="serve"),
     "allowed_origins": Argument("Web pages that may use the server.", option="allowed-origin", only="serve"),
     "allowed_methods": Argument(_CORS, ('["*"]',), only="serve"),
     "allowed_headers": Argument(_CORS, ('["*"]',), only="serve"),

@@ -173,6 +173,8 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     lengths: Lengths = Lengths()
     replicas: list[EngineReport] = []
     """One entry per reporting engine; the engine with the least load is removed first."""
+    unused_settings: list[str] = []
+    """Settings of which an engine reports that they have no effect with this kind of model."""
 
     @property
     def key(self) -> str:

@@ -99,6 +99,11 @@ _PARTS: tuple[type[RequestModel], ...] = (
 )
 
 
+def request_schemas() -> tuple[type[RequestModel], ...]:
+    """Return the schemas of all bodies that clients send."""
+    return _REQUESTS
+
+
 def _bounds_schema(bounds: Bounds) -> Schema:
     lowest = "exclusiveMinimum" if bounds.excludes_low else "minimum"
     return {lowest: bounds.low, "maximum": bounds.high}
@@ -336,7 +341,8 @@ def _request_schemas() -> Schema:
     )
     schemas: Schema = generated["$defs"]
     for model in models:
-        schemas[model.__name__]["properties"] = {**_refused(model), **_accepted(schemas[model.__name__])}
+        schema = schemas[model.__name__]
+        schema["properties"] = {**_refused(model), **_ignored(model, schema), **_accepted(schema)}
     return schemas
 
 
@@ -373,3 +379,9 @@ def _refused(model: type[RequestModel]) -> Schema:
         name: {"enum": [*rule.harmless, None], "description": f"Not supported. {rule.remedy}"}
         for name, rule in model.UNSUPPORTED.items()
     }
+
+
+def _ignored(model: type[RequestModel], schema: Schema) -> Schema:
+    """Return the fields that are accepted without effect and that the schema does not check."""
+    names = [name for name in model.IGNORED if name.isidentifier() and name not in schema["properties"]]
+    return {name: {"description": f"Without effect: {model.IGNORED[name]}."} for name in names}

@@ -80,7 +80,9 @@ def shard_paths(folder: Path) -> list[Path]:
             f"`{folder}` holds pickled weights ({pickled[0]}), which may run code and are not read. "
             "Convert them with `save_pretrained(..., safe_serialization=True)`."
         )
-    raise UnreadableModelError(f"`{folder}` holds no weights: neither `{SINGLE_FILE}` nor `{INDEX_FILE}`.")
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    remedy = f" Rename `{others[0]}` to `{SINGLE_FILE}`." if len(others) == 1 else " Fetch them."
+    raise UnreadableModelError(f"`{folder}` holds no weights: neither `{SINGLE_FILE}` nor `{INDEX_FILE}`.{remedy}")
 
 
 def weight_map(folder: Path) -> dict[str, str]:

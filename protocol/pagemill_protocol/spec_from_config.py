@@ -11,9 +11,14 @@ from typing import Any
 
 import msgspec
 
-from pagemill_protocol.json_file import read_object
 from pagemill_protocol.model_spec import ModelSpec, checked
-from pagemill_protocol.models.config_values import check_quantization, quantization_bits, quantization_of
+from pagemill_protocol.models.config_values import (
+    CONFIG_FILE,
+    check_quantization,
+    quantization_bits,
+    quantization_of,
+    read_config,
+)
 from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.models.pooling_files import most_tokens, read_pooling
 from pagemill_protocol.safetensors_header import read_folder_headers, read_index
@@ -24,8 +29,7 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
 
     `by_index`: the weights are absent, and their index is read instead.
     """
-    path = folder / "config.json"
-    values = read_object(path)
+    path, values = folder / CONFIG_FILE, read_config(folder)
     decoder = decoder_from_config(values, path)
     pooling = None
     if decoder.head is None:
@@ -57,8 +61,7 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
 
 def check_config(folder: Path) -> None:
     """Check `config.json` before the weights have arrived. Raises `SourceError`."""
-    path = folder / "config.json"
-    values = read_object(path)
+    path, values = folder / CONFIG_FILE, read_config(folder)
     checked(ModelSpec(decoder=decoder_from_config(values, path)), folder)
     check_quantization(quantization_of(values), f"`{folder}`")
 

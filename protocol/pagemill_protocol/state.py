@@ -129,6 +129,8 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Names that the engine serves: the model, its aliases and adapters."""
     pools: bool = False
     """The engine answers with vectors or scores, not with text."""
+    unused_settings: list[str] = []
+    """Settings of the engine that have no effect with this kind of model."""
     adapters: AdapterSlots = AdapterSlots()
     link_version: int = 0
     """Version of `pagemill_protocol.link` that the engine offers; 0: it accepts requests over HTTP only."""

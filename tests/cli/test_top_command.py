@@ -110,6 +110,11 @@ def test_engines_of_this_machine_are_shown_once_without_a_terminal(up: StateDir)
     assert second.split()[:3] == ["default/sim", "sim-1", "unreachable"]
 
 
+def test_a_namespace_selects_engines_of_this_machine_too(up: StateDir) -> None:
+    assert "namespace default: 2 engines" in top("-n", "default").stdout
+    assert "namespace other: 0 engines" in top("-n", "other").stdout
+
+
 def test_json_has_the_same_values_as_numbers(up: StateDir) -> None:
     body = json.loads(top("-o", "json").stdout)
     assert body["readFrom"] == "`pagemill up` on this machine"

@@ -29,6 +29,7 @@ from pagemill_engine.vllm_arguments import ARGUMENTS
         ("--reasoning-parser deepseek_r1", "--reasoning-parser think"),
         ("--kv-cache-memory-bytes 1048576", "--kv-cache-memory 1048576"),
         ("--quantization awq", "--quantization none"),
+        ("--ssl-keyfile k.pem --ssl-certfile=c.pem", "--tls-key-file k.pem --tls-cert-file c.pem"),
         ("MODEL --host 0.0.0.0 --seed -1 -- --dtype half", "MODEL --host 0.0.0.0 --seed -1 -- --dtype half"),
     ],
 )
@@ -53,7 +54,7 @@ def test_options_without_effect_are_accepted_with_a_note_each() -> None:
         ("--tensor-parallel-size 2", "--tensor-parallel-size 2 is not supported. One process computes a model"),
         ("--enable-lora", "--enable-lora is not supported. Engines serve no adapters"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported. Long prompts"),
-        ("--ssl-keyfile key.pem", "pagemill gateway --tls-cert-file"),
+        ("--task embed", "--task embed is not supported. The model's files say whether it"),
         ("--num-gpu-blocks-override 9", "--kv-cache-memory sets it"),
         ("--api-key", "--api-key needs a key"),
     ],

@@ -104,6 +104,14 @@ def test_the_load_of_each_engine_is_reported_by_its_id() -> None:
     assert measured(registry, 103.5).replicas == load.replicas[1:]
 
 
+def test_settings_without_effect_are_those_of_any_engine() -> None:
+    registry = registry_with(EngineLoad(), EngineLoad(), None)
+    for index, names in enumerate((["chat_template"], ["tool_call_parser", "chat_template"])):
+        frame = StateFrame(sequence=2, snapshot=True, max_model_len=10, unused_settings=names)
+        registry.endpoints[str(index)].reports.accept(frame, 0, 102.0)
+    assert measured(registry, now=102.0).unused_settings == ["chat_template", "tool_call_parser"]
+
+
 def test_start_times_of_each_engine_are_reported_by_its_id() -> None:
     registry = registry_with(EngineLoad(), EngineLoad())
     frame = StateFrame(sequence=2, snapshot=True, max_model_len=10, start_s={"load": 2.5})

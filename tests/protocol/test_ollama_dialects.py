@@ -105,7 +105,12 @@ def test_a_prompt_is_a_chat_and_a_raw_prompt_is_sent_unchanged() -> None:
     body = {"model": "m", "prompt": "hi", "system": "Be brief."}
     fields = GENERATE.parse(json.dumps(body).encode()).fields
     assert [(each.role, each.content) for each in fields.messages] == [("system", "Be brief."), ("user", "hi")]
-    assert isinstance(GENERATE.parse(json.dumps({**body, "raw": True}).encode()), RawPrompt)
+    raw = {"model": "m", "prompt": "hi", "raw": True}
+    assert isinstance(GENERATE.parse(json.dumps(raw).encode()), RawPrompt)
+    for name, value in (("system", "Be brief."), ("think", True)):
+        with pytest.raises(PagemillError, match=f"With `raw` no chat template is rendered, so `{name}`") as refused:
+            GENERATE.parse(json.dumps({**raw, name: value}).encode())
+        assert refused.value.param == name
 
 
 async def test_a_suffix_requests_fill_in_the_middle(

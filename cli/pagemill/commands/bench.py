@@ -28,6 +28,7 @@ COMMON_WORDS = (
     "hand part place case week company system program question work government number night point home water"
 )
 PERCENTILES = (50, 90, 99)
+DEFAULT_CONCURRENCY = 8
 
 
 @dataclass
@@ -75,8 +76,9 @@ def bench(
     model: Annotated[str | None, typer.Option(help="Model to request (default: the first one served).")] = None,
     requests: Annotated[int, typer.Option(min=1, max=100_000, help="Number of requests to send.")] = 64,
     concurrency: Annotated[
-        int, typer.Option(min=1, max=4096, help="Number of clients that send requests one after the other.")
-    ] = 8,
+        int | None,
+        typer.Option(min=1, max=4096, help="Number of clients that send requests one after the other (default: 8)."),
+    ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
@@ -107,7 +109,8 @@ def bench(
     """Measure a running server; the last line of output is JSON."""
     try:
         _check_target(url, allow_remote)
-        load = BenchLoad(model or "", requests, concurrency, rate, max_seconds, prompt_words, output_tokens, seed)
+        clients = _clients(concurrency, rate)
+        load = BenchLoad(model or "", requests, clients, rate, max_seconds, prompt_words, output_tokens, seed)
         outcome = asyncio.run(_run(url, api_key, load))
         report = _report(load, outcome)
     except ClientError as error:
@@ -119,6 +122,12 @@ def bench(
     if outcome.errors:
         typer.echo(f"{len(outcome.errors)} requests failed; the first: {outcome.errors[0]}", err=True)
         raise typer.Exit(1)
+
+
+def _clients(concurrency: int | None, rate: float | None) -> int:
+    if concurrency is not None and rate is not None:
+        raise ClientError(f"--concurrency {concurrency}: does not go with --rate {rate:g}; remove one of them.")
+    return DEFAULT_CONCURRENCY if concurrency is None else concurrency
 
 
 def _check_target(url: str, allow_remote: bool) -> None:

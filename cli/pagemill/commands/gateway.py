@@ -88,7 +88,7 @@ class GatewayCommand:
 
     def run(self) -> None:
         try:
-            config = self._config()
+            config = self.config()
             from pagemill_gateway.__main__ import run
 
             run(config)
@@ -96,7 +96,7 @@ class GatewayCommand:
             typer.echo(f"pagemill gateway: {error}", err=True)
             raise typer.Exit(1) from error
 
-    def _config(self) -> GatewayConfig:
+    def config(self) -> GatewayConfig:
         """Return the gateway's settings: the file's, changed by the other options. Raises `SettingsError`."""
         config = load_config(self.settings) if self.settings is not None else GatewayConfig()
         changes: dict[str, object] = {
@@ -106,12 +106,14 @@ class GatewayCommand:
             "allowed_hosts": self.allowed_host,
             "allowed_origins": self.allowed_origin,
             "tls": _tls(self.tls_cert_file, self.tls_key_file),
-            "engine_tls": _engine_tls(self.engine_ca_file, self.engine_server_name),
+            "engine_tls": _engine_tls(config.engine_tls, self.engine_ca_file, self.engine_server_name),
             "workers": self.workers,
         }
         if self.engine:
             token = _token(self.engine_token_file) if self.engine_token_file is not None else self.engine_token
             changes["catalog"] = _catalog(self.engine, self.model, token)
+        else:
+            self._refuse_without_engines()
         if self.api_keys_file is not None:
             changes["api_keys_file"] = _keys_file(self.api_keys_file)
         given = {name: value for name, value in changes.items() if value is not None}
@@ -119,6 +121,14 @@ class GatewayCommand:
         if not config.catalog.models:
             raise SettingsError("engine: there is no engine. Pass --engine URL and --model NAME, or --settings FILE.")
         return config
+
+    def _refuse_without_engines(self) -> None:
+        given = {"--model": self.model or None, "--engine-token-file": self.engine_token_file}
+        for option, value in given.items():
+            if value is not None:
+                raise SettingsError(
+                    f"{option} {value}: concerns the engines of --engine. Pass --engine URL, or remove it."
+                )
 
 
 def _tls(cert_file: Path | None, key_file: Path | None) -> TLSConfig | None:
@@ -128,10 +138,12 @@ def _tls(cert_file: Path | None, key_file: Path | None) -> TLSConfig | None:
         raise SettingsError(str(error)) from error
 
 
-def _engine_tls(ca_file: Path | None, server_name: str) -> EngineTLSConfig | None:
-    if ca_file is None and not server_name:
-        return None
-    return EngineTLSConfig(ca_file="" if ca_file is None else str(ca_file), server_name=server_name)
+def _engine_tls(before: EngineTLSConfig, ca_file: Path | None, server_name: str) -> EngineTLSConfig:
+    return msgspec.structs.replace(
+        before,
+        ca_file=before.ca_file if ca_file is None else str(ca_file),
+        server_name=server_name or before.server_name,
+    )
 
 
 def _token(path: Path) -> str:

@@ -82,7 +82,7 @@ class PlanCommand:
         from pagemill.planning.answering import Question, answers, load_of
         from pagemill.planning.choosing import load_one, slo_of, subjects_of
         from pagemill.planning.errors import PlanError
-        from pagemill.planning.prices import prices_of
+        from pagemill.planning.prices import check_prices, prices_of
         from pagemill.planning.role_pairs import check_roles, pair_answers
         from pagemill.printable import printable
 
@@ -93,6 +93,7 @@ class PlanCommand:
             models: list[str | None] = [*dict.fromkeys(self.model or [])]
             deployments = [(each, load_one(self.file, self.name, each)) for each in models or [None]]
             subjects = subjects_of(deployments, self.accelerator or [], self.fit)
+            check_prices(subjects, prices)
             autoscaling = deployments[0][1].plan.autoscaling
             slo = slo_of(autoscaling.slo if autoscaling else None, self.ttft, self.tpot, self.percentile)
             question = Question(load, asking, slo, prices, self.fit, self.measure_s)

@@ -176,8 +176,11 @@ class ServeCommand:
         ),
     ] = None
     trace_sample_ratio: Annotated[
-        float, typer.Option(help="Share of the requests without a trace context that are traced.", min=0, max=1)
-    ] = 1.0
+        float | None,
+        typer.Option(
+            help="Share of the requests without a trace context that are traced (default: all).", min=0, max=1
+        ),
+    ] = None
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -193,11 +196,15 @@ class ServeCommand:
     def run(self) -> None:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         try:
-            _check_open(self.host, has_keys=self.api_keys_file is not None, allow_anonymous=self.allow_anonymous)
-            _run(Settings(engine=self._engine(), server=self._server()), console)
+            _run(self.settings(), console)
         except StartupError as error:
             console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
             raise typer.Exit(1) from None
+
+    def settings(self) -> Settings:
+        """Return the settings of engine and server. Raises `StartupError` for an invalid one."""
+        _check_open(self.host, has_keys=self.api_keys_file is not None, allow_anonymous=self.allow_anonymous)
+        return Settings(engine=self._engine(), server=self._server())
 
     def _engine(self) -> EngineConfig:
         """Return the engine's settings. Raises `StartupError` for an invalid one."""
@@ -250,8 +257,13 @@ def rewritten_arguments(words: list[str]) -> list[str]:
     return rewritten(words, lambda line: typer.echo(f"pagemill serve: {line}", err=True))
 
 
-def _tracing(endpoint: str | None, sample_ratio: float) -> TracingConfig | None:
-    return TracingConfig(endpoint=endpoint, sample_ratio=sample_ratio) if endpoint else None
+def _tracing(endpoint: str | None, sample_ratio: float | None) -> TracingConfig | None:
+    if endpoint:
+        return TracingConfig(endpoint=endpoint, sample_ratio=1.0 if sample_ratio is None else sample_ratio)
+    if sample_ratio is None:
+        return None
+    message = f"--trace-sample-ratio {sample_ratio:g}: nothing is traced. Set --otlp-traces-endpoint, or remove it."
+    raise StartupError("SettingsInvalid", message, "tracing")
 
 
 def _check_open(host: str, *, has_keys: bool, allow_anonymous: bool) -> None:

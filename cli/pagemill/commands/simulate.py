@@ -103,7 +103,7 @@ class SimulateCommand:
     def run(self) -> None:
         from pagemill.planning.choosing import load_one, show_progress, slo_of, subjects_of
         from pagemill.planning.errors import PlanError
-        from pagemill.planning.prices import price_of, prices_of
+        from pagemill.planning.prices import check_prices, price_of, prices_of
         from pagemill.planning.replica import ReplicaOptions, engine_config, replica_of
         from pagemill.printable import printable
         from pagemill.simulation.fleet import FleetOptions, bounds_of, fleet_of
@@ -127,6 +127,7 @@ class SimulateCommand:
             )
             prices = prices_of(self.price_per_hour or [])
             subjects = subjects_of([(self.model, loaded)], self.accelerator or [], self.fit)
+            check_prices(subjects, prices)
             simulated = []
             for subject in subjects:
                 options = ReplicaOptions(self.fit, subject.accelerator, self.model, self.measure_s, show_progress)

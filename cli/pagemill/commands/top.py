@@ -20,7 +20,7 @@ def top(
         Literal["table", "json"], typer.Option("--format", "-o", help="Output format; json implies --once.")
     ] = "table",
     namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", help="Namespace of the cluster to show (default: all).")
+        str | None, typer.Option("--namespace", "-n", help="Namespace to show (default: all).")
     ] = None,
     context: Annotated[
         str | None, typer.Option(help="Show the cluster of this kube context instead of this machine.")

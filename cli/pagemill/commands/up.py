@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from pagemill.up.session import UpRequest
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,9 @@ class UpCommand:
     def run(self) -> None:
         import asyncio
 
-        import psutil
-
         from pagemill.up.loading import load_files
         from pagemill.up.screen import make_screen, report_errors
-        from pagemill.up.session import UpRequest, run_up
-        from pagemill_operator.backends.local import LocalSettings
+        from pagemill.up.session import run_up
 
         result = load_files(self.files)
         if result.findings:
@@ -77,6 +77,15 @@ class UpCommand:
         except ValueError as error:
             report_errors([str(error)])
             raise typer.Exit(2) from None
+        raise typer.Exit(asyncio.run(run_up(self.request(), result.loaded, make_screen())))
+
+    def request(self) -> UpRequest:
+        """Return what the options ask for."""
+        import psutil
+
+        from pagemill.up.session import UpRequest
+        from pagemill_operator.backends.local import LocalSettings
+
         settings = LocalSettings(
             host=self.host,
             port=self.port,
@@ -85,8 +94,7 @@ class UpCommand:
             batches_directory=self.batches_directory,
             gateway_workers=self.gateway_workers,
         )
-        request = UpRequest(self.files, self.keep, psutil.Process().create_time(), settings, self.dashboards)
-        raise typer.Exit(asyncio.run(run_up(request, result.loaded, make_screen())))
+        return UpRequest(self.files, self.keep, psutil.Process().create_time(), settings, self.dashboards)
 
 
 def _check_keys(path: Path | None, host: str) -> None:

@@ -77,6 +77,9 @@ def _find(
     from pagemill_operator.backends.local import LocalSettings
 
     if file is not None:
+        for option, value in (("--context", context), ("--kubeconfig", kubeconfig)):
+            if value is not None:
+                raise WhyError(f"{option} {value}: with --file no cluster is read; remove one of them")
         return from_file(file, name, namespace)
     here = LocalSettings().runtime_folder
     if context is None and kubeconfig is None and (found := from_this_machine(here, name, namespace)):

@@ -72,6 +72,8 @@ def load_one(file: Path | None, name: str | None, model: str | None = None) -> L
     Raises `PlanError`. Reports the errors of the file and exits with 2.
     """
     if file is None:
+        if name is not None:
+            raise PlanError(f"--name {name}: chooses among the LLMDeployments of a file; add --file, or remove it")
         return _of_model(model)
     result = load_files([file], backend="kubernetes")
     if result.findings:

@@ -34,10 +34,24 @@ def prices_of(texts: Sequence[str]) -> Prices:
     return prices
 
 
+def check_prices(subjects: Sequence[Subject], prices: Prices) -> None:
+    """Refuse prices of accelerators that nothing is computed for. Raises `PlanError`."""
+    names = {_name_of(subject) for subject in subjects}
+    for name, price in prices.items():
+        if name is not None and name not in names:
+            raise PlanError(
+                f"--price-per-hour {name}={price:g}: nothing is computed for {name}; add --accelerator {name}, or "
+                "remove it"
+            )
+
+
+def _name_of(subject: Subject) -> str | None:
+    return None if subject.accelerator is None else subject.accelerator.name
+
+
 def price_of(subject: Subject, prices: Prices) -> float | None:
     """Return the price of one replica per hour; `None` if it is unknown."""
-    name = None if subject.accelerator is None else subject.accelerator.name
-    price = prices.get(name, prices.get(None))
+    price = prices.get(_name_of(subject), prices.get(None))
     spec = subject.loaded.deployment.spec
     if price is not None or spec.cost is None or spec.cost.gpu_hour is None or not spec.resources.gpus:
         return price

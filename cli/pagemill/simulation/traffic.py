@@ -45,13 +45,16 @@ def _recorded(options: Traffic, path: Path) -> Workload:
     for option, value in (("--rps", options.rps), ("--duration", options.duration)):
         if value is not None:
             raise PlanError(f"{option} {value}: does not apply to a trace; use --limit and --speedup, or --workload")
-    return read_trace(path, limit=options.limit, speedup=options.speedup or 1.0, skip_broken=options.skip_broken)
+    speedup = 1.0 if options.speedup is None else options.speedup
+    return read_trace(path, limit=options.limit, speedup=speedup, skip_broken=options.skip_broken)
 
 
 def _generator(options: Traffic, choice: str) -> Generator:
     for option, value in (("--limit", options.limit), ("--speedup", options.speedup)):
         if value is not None:
             raise PlanError(f"{option} {value}: applies to traces only; set parameters with NAME:PARAMETER=VALUE")
+    if options.skip_broken:
+        raise PlanError("--skip-broken: applies to traces only; remove it")
     name, parameters = split_choice(choice)
     if options.rps is not None:
         parameters["rate"] = str(options.rps)

@@ -41,14 +41,21 @@ class Source(Protocol):
 class ThisMachine:
     """The engines of all `pagemill up` processes of this user."""
 
-    def __init__(self, runtime_folder: Path) -> None:
+    def __init__(self, runtime_folder: Path, namespace: str | None = None) -> None:
         self._runtime_folder = runtime_folder
+        self._namespace = namespace
         self._session = aiohttp.ClientSession(trust_env=False, timeout=TIMEOUT)
-        self.where = "`pagemill up` on this machine"
+        self.where = "`pagemill up` on this machine" + (f", namespace {namespace}" if namespace else "")
 
     async def read(self) -> list[Reading]:
-        targets = [each for each in local_targets(self._runtime_folder) if "pod" in each["labels"]]
+        targets = [each for each in local_targets(self._runtime_folder) if self._is_shown(each["labels"])]
         return list(await asyncio.gather(*(self._read(target) for target in targets)))
+
+    def _is_shown(self, labels: dict[str, str]) -> bool:
+        if "pod" not in labels:
+            return False
+        namespace, _, _ = labels["variant"].partition("/")
+        return self._namespace in (None, namespace)
 
     async def _read(self, target: ScrapeTarget) -> Reading:
         labels, text, fault = target["labels"], "", ""
@@ -102,7 +109,7 @@ async def find_source(
 ) -> Source:
     """Return this machine if a `pagemill up` runs here and no cluster is named, else the cluster. Raises `TopError`."""
     if context is None and kubeconfig is None and running(runtime_folder):
-        return ThisMachine(runtime_folder)
+        return ThisMachine(runtime_folder, namespace)
     try:
         client, chosen, _ = await connect(context, kubeconfig)
     except ClusterError as error:

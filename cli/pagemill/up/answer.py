@@ -21,6 +21,10 @@ class AnswerError(Exception):
     """The model did not answer; the message names the cause."""
 
 
+class NoChatError(Exception):
+    """The model serves and cannot chat, such as one that embeds or has no chat template; the message says why."""
+
+
 @dataclass(frozen=True)
 class FirstAnswer:
     text: str
@@ -34,7 +38,7 @@ class FirstAnswer:
 async def ask(
     base_url: str, model: str, on_text: Callable[[str], None], *, api_key: str = "", patience_s: float = 15.0
 ) -> FirstAnswer:
-    """Stream one answer, and return it. Raises `AnswerError`.
+    """Stream one answer, and return it. Raises `AnswerError`, or `NoChatError` for a model that cannot chat.
 
     Statuses 404 and 503 are retried for `patience_s`, because the gateway may not know the engines yet.
     """
@@ -72,6 +76,8 @@ async def _ask_once(
     async with session.post(f"{base_url}/v1/chat/completions", json=body) as response:
         if response.status in (404, 503):
             raise _NotYet(_error_message(await response.read()))
+        if response.status == 400:
+            raise NoChatError(_error_message(await response.read()))
         if response.status != 200:
             raise AnswerError(f"{response.status}: {_error_message(await response.read())}")
         async for piece in _texts(response.content):

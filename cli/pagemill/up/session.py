@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pagemill.up.answer import QUESTION, AnswerError, ask
+from pagemill.up.answer import QUESTION, AnswerError, NoChatError, ask
 from pagemill.up.dashboards import Dashboards
 from pagemill.up.loading import Loaded, describe_changes, load_files
 from pagemill.up.screen import Screen, report_errors
@@ -136,6 +136,7 @@ class Session:
         await self._first_answer()
         self.served = True
         await self._wait_for("Ready", self._plans)
+        await self._wait_for_fields()
         if not self._screen.interactive and not self._request.keep:
             return
         await self._serve()
@@ -188,6 +189,13 @@ class Session:
             self._screen.status("waiting for " + "; ".join(waits))
             await self._news.wait()
 
+    async def _wait_for_fields(self) -> None:
+        """Wait until the engines have reported the fields that have no effect with the kind of their model."""
+        while any(self._finding(plan, "FieldsSupported").status == "Unknown" for plan in self._plans):
+            self._news.clear()
+            self._give_up_if_hopeless()
+            await self._news.wait()
+
     def _finding(self, plan: Plan, condition: str) -> Finding:
         observation = self._backend.observe(plan.key)
         wanted = observation.plan.replicas if observation.plan is not None else plan.replicas
@@ -227,7 +235,11 @@ class Session:
             return
         model = self._first_plan.model_name
         self._screen.line(f"> {QUESTION}")
-        answer = await ask(self._backend.base_url, model, self._screen.stream, api_key=self._own_key)
+        try:
+            answer = await ask(self._backend.base_url, model, self._screen.stream, api_key=self._own_key)
+        except NoChatError as error:
+            self._screen.line(f"no answer is shown: {error}")
+            return
         since_start_s = answer.first_token_at_s - self._request.started_at_s
         self._screen.line("")
         self._screen.line(

@@ -14,8 +14,8 @@ from pagemill_engine.loading.packed.matrix import Settings
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 from pagemill_engine.loading.shape_only import ShapeOnlyWeights
 from pagemill_engine.loading.source import WeightSource
-from pagemill_protocol.json_file import read_object
 from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.models.config_values import read_config
 
 
 def open_weights(
@@ -47,5 +47,5 @@ def stored_as(path: Path, quantization: str) -> str:
 
 
 def _settings(folder: Path) -> Settings:
-    found = read_object(folder / "config.json").get("quantization_config")
+    found = read_config(folder).get("quantization_config")
     return found if isinstance(found, dict) else {}

@@ -5,6 +5,11 @@ from __future__ import annotations
 from pagemill_engine.models.errors import WeightsError
 from pagemill_protocol.models.declaration import DecoderSpec, Shapes
 
+_PACKED = (
+    " They are packed, and config.json has no `quantization_config` that says how: add it, or AutoGPTQ's "
+    "quantize_config.json to the folder."
+)
+
 
 def check_depth(decoder: DecoderSpec, shapes: Shapes) -> None:
     """Raise `WeightsError` if the files have no tensor of some layer.
@@ -26,7 +31,8 @@ def check_tensors(wanted: Shapes, stored: Shapes) -> None:
         problems = [
             f"{what}: {_listing(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
-        raise WeightsError(f"The weights do not fit the model's configuration ({'; '.join(problems)}).")
+        remedy = _PACKED if any(name.endswith(".qweight") for name in unexpected) else ""
+        raise WeightsError(f"The weights do not fit the model's configuration ({'; '.join(problems)}).{remedy}")
     for name, shape in wanted.items():
         if shape != stored[name]:
             raise WeightsError(

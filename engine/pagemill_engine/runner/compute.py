@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.native.layers import can_fuse
+from pagemill_engine.runner.unused_settings import unused_settings
 from pagemill_kernels.arrays import FloatType
 from pagemill_kernels.cpu import library
 from pagemill_kernels.gpu.driver import find_driver
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
 _MATMUL_TYPES: dict[str, MatmulType] = {"w8a8": "w8a8", "fp8": "fp8"}
 _MATMUL_NAMES: dict[MatmulType, str] = {"w8a8": "int8", "fp8": "fp8"}
 _GPU_ALONE = ("w8a8", "fp8")
-_GENERATING = {"generation_defaults": None, "tool_call_parser": "auto", "reasoning_parser": "auto"}
-"""Settings of generated text -> the value with which they are not set."""
-_CACHING = {"kv_cache_dtype": "auto", "kv_cache_memory_bytes": None}
-"""Settings of the KV cache, likewise. Blocks without memory are counted also for models that have none."""
 _FEATURE_NAMES: dict[Feature, str] = {
     "alibi": "ALiBi",
     "latent": "latent attention",
@@ -140,16 +137,8 @@ def check_pooled(config: EngineConfig, spec: ModelSpec) -> None:
             f"`device` cuda cannot run `{spec.architecture}`: embeddings and scores are computed on the CPU. Set "
             "device to cpu.",
         )
-    fields = [(field, usual, "generates no text") for field, usual in _GENERATING.items()]
-    if not spec.cache_heads:
-        fields += [(field, usual, "computes whole texts without a KV cache") for field, usual in _CACHING.items()]
-    for field, usual, reason in fields:
-        if getattr(config, field) != usual:
-            raise LoadError(
-                "SettingsUnsupported",
-                f"`{field}` has no effect with `{spec.architecture}`, which {reason}. "
-                + (f"Remove {field}." if usual is None else f"Set {field} to {usual}."),
-            )
+    for unused in unused_settings(config, spec):
+        raise LoadError("SettingsUnsupported", unused.message)
 
 
 def check_by_transformers(config: EngineConfig, spec: ModelSpec) -> None:

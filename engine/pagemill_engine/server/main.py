@@ -27,6 +27,7 @@ from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import Ready
 from pagemill_engine.ipc.process import EngineProcess
+from pagemill_engine.runner.unused_settings import UnusedSetting, unused_settings, without
 from pagemill_engine.server.apps import control_app, data_app
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.draining import ACKNOWLEDGE_TIMEOUT_S, Draining
@@ -161,9 +162,11 @@ class Server:
         ends."""
         context, config = self._context, self._settings.engine
         context.lifecycle.enter("loading", f"opening {config.model}")
-        opened, bundle = await context.off_loop(lambda: _open_model(config))
+        opened, bundle, unused = await context.off_loop(lambda: _open_model(self._settings))
+        if unused:
+            self._report_unused(unused)
         config = msgspec.structs.replace(
-            config,
+            without(config, unused),
             model_folder=None if opened.fetched is None else str(opened.path),
             eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
             vocab_size=config.vocab_size or bundle.vocab_size or None,
@@ -187,6 +190,11 @@ class Server:
         else:
             self._opened = opened
             await self._run_while_fetching(context.client, asyncio.wrap_future(opened.fetched))
+
+    def _report_unused(self, unused: list[UnusedSetting]) -> None:
+        for each in unused:
+            logger.warning("%s The engine runs without it.", each.message)
+        self._context.publisher.announce_unused([each.name for each in unused])
 
     async def _run_while_fetching(self, client: EngineClient, fetched: asyncio.Future[Path]) -> None:
         """Run the engine client while the model's files are being fetched.
@@ -357,8 +365,12 @@ def _open_tls(server: ServerConfig) -> ServerTLS | None:
         raise StartupError("SettingsInvalid", str(error), "tls") from error
 
 
-def _open_model(config: EngineConfig) -> tuple[Opened, TokenizerBundle]:
-    """Open the model and check everything that the engine process depends on. Weights may still be being fetched."""
+def _open_model(settings: Settings) -> tuple[Opened, TokenizerBundle, list[UnusedSetting]]:
+    """Open the model and check everything that the engine process depends on. Weights may still be being fetched.
+
+    Also return the settings without effect that a stored object may have; other engines refuse them later.
+    """
+    config = settings.engine
     with _source_faults(config):
         opened = open_source(config.model, field="model")
         path = opened.path
@@ -367,7 +379,10 @@ def _open_model(config: EngineConfig) -> tuple[Opened, TokenizerBundle]:
             check_fits(config, spec)
         bundle = with_defaults(load_bundle(path), config.generation_config, config.generation_defaults)
         check_parsers(ParserSettings(config.tool_call_parser, config.reasoning_parser))
-        return opened, bundle if spec is None else msgspec.structs.replace(bundle, pooling=spec.pooling)
+        if spec is None:
+            return opened, bundle, []
+        unused = unused_settings(config, spec) if settings.server.only_gateways else []
+        return opened, msgspec.structs.replace(bundle, pooling=spec.pooling), unused
 
 
 def _make_tokenizer(config: EngineConfig, bundle: TokenizerBundle) -> Tokenizer:

@@ -24,9 +24,9 @@ from pagemill_protocol.dialects.base import Dialect, Preparation, check_kind
 from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.dialects.transport import RequestInfo
-from pagemill_protocol.errors import PagemillError, model_not_found
+from pagemill_protocol.errors import PagemillError, invalid_field, model_not_found
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.request_middleware import check_json_content_type, read_body
+from pagemill_protocol.http.request_middleware import TIMEOUT_HEADER, check_json_content_type, header, read_body
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.keys.scope import cache_salt
 from pagemill_protocol.openai import prepare, render
@@ -41,6 +41,7 @@ def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResp
         context: ServerContext = request.app.state.context
         record = record_of(request.scope)
         try:
+            _refuse_timeout(request)
             raw = await _read(request, dialect.transport.media_types)
             caller: Caller = request.state.caller
             record.tenant = caller.tenant
@@ -116,6 +117,17 @@ def submit(context: ServerContext, requests: list[GenerateRequest]) -> Answer:
 def abort(context: ServerContext, answer: Answer) -> None:
     client, _ = context.ready_engine()
     client.abort(answer)
+
+
+def _refuse_timeout(request: Request) -> None:
+    given = header(request.scope, TIMEOUT_HEADER)
+    if given is not None:
+        raise invalid_field(
+            TIMEOUT_HEADER.decode(),
+            f"The header x-request-timeout-s ({given[:20]!r}) is enforced by gateways, not by an engine. Send the "
+            "request to a `pagemill gateway`, or remove the header.",
+            code="unsupported_parameter",
+        )
 
 
 def _request_info(request: Request, context: ServerContext) -> RequestInfo:

@@ -43,6 +43,8 @@ async def sleep(request: Request) -> Response:
 async def wake_up(request: Request) -> Response:
     """Wake the engine up. 200: it accepts requests. 202: it is waking up."""
     context = context_of(request)
+    if "tags" in request.query_params:
+        raise invalid_field("tags", "The whole engine is woken. Remove `tags`.", code="unsupported_parameter")
     wait_s = seconds(request.query_params.get("wait_s", WAIT_S), "wait_s")
     client, _ = context.ready_engine()
     state = await context.sleeping.wake(client, wait_s)

@@ -81,6 +81,10 @@ class StatePublisher:
             digests=Digests(tokenizer_bundle=digest, hash_version=HASH_VERSION, protocol_version=PROTOCOL_VERSION)
         )
 
+    def announce_unused(self, names: list[str]) -> None:
+        """Publish the settings that have no effect with this kind of model."""
+        self._update(unused_settings=names)
+
     def describe(self, ready: Ready) -> None:
         """Publish the properties of the loaded engine."""
         digests = msgspec.structs.replace(

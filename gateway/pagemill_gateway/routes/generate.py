@@ -29,7 +29,7 @@ from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.http.direct import direct_response
-from pagemill_protocol.http.request_middleware import check_json_content_type, header
+from pagemill_protocol.http.request_middleware import TIMEOUT_HEADER, check_json_content_type, header
 from pagemill_protocol.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway")
@@ -156,7 +156,7 @@ def _ticket(raw: bytes, caller: Caller, timeout_s: float | None, record: Request
 
 
 def _timeout_s(scope: Scope, default: float | None) -> float | None:
-    value = header(scope, b"x-request-timeout-s")
+    value = header(scope, TIMEOUT_HEADER)
     if value is None:
         return default
     try:
@@ -165,7 +165,7 @@ def _timeout_s(scope: Scope, default: float | None) -> float | None:
         seconds = math.nan
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise invalid_field(
-            "x-request-timeout-s",
+            TIMEOUT_HEADER.decode(),
             f"The header x-request-timeout-s must be a number of seconds above 0, got {value[:40]!r}.",
         )
     return seconds

@@ -128,6 +128,7 @@ class Leader:
             scaling=self.scaler.state,
             held=self.loads.held,
             asleep=self.loads.asleep,
+            unused_settings=self.loads.unused_settings,
             progress=self.progress.text,
             on_write=self._metrics.wrote,
         )

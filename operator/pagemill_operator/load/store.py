@@ -27,10 +27,12 @@ class _Report(NamedTuple):
     """When the frame arrived, on the operator's clock."""
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def shown(self) -> tuple[object, ...]:
+        """The part that the status shows."""
         engines, queue, pods = self.load.engines, self.load.queue, self.load.pods
         usage = round(100 * engines.kv_cache_usage)
-        return usage, engines.num_requests_running, engines.num_requests_waiting, pods.ready, queue.num_requests
+        counts = (usage, engines.num_requests_running, engines.num_requests_waiting, pods.ready, queue.num_requests)
+        return *counts, pods.asleep, *self.load.unused_settings
 
 
 class LoadStore:
@@ -40,10 +42,10 @@ class LoadStore:
         """Gateway -> deployment's key -> its latest report."""
 
     def put(self, gateway: str, frame: LoadFrame) -> set[str]:
-        """Store a frame; return the keys whose counts differ from the gateway's last report."""
+        """Store a frame; return the keys of which the status may show something else than after the last one."""
         now, before = self._clock(), self._reports.get(gateway, {})
         self._reports[gateway] = after = {load.key: _Report(load, now) for load in frame.deployments}
-        return {key for key, report in after.items() if key not in before or before[key].counts != report.counts}
+        return {key for key, report in after.items() if key not in before or before[key].shown != report.shown}
 
     def remove(self, gateway: str) -> None:
         """Remove the reports of a gateway whose stream has ended: they may be outdated."""
@@ -65,6 +67,13 @@ class LoadStore:
     def asleep(self, key: str) -> frozenset[str]:
         """Return the engines that any gateway reports as sleeping, so that none counts as awake too early."""
         return frozenset(engine for report in self._of(key) for engine in report.load.asleep)
+
+    def unused_settings(self, key: str) -> frozenset[str] | None:
+        """Return the engines' settings that have no effect with the kind of their model; None if none is loaded."""
+        reports = [report.load for report in self._of(key)]
+        if not any(load.pods.ready + load.pods.asleep for load in reports):
+            return None
+        return frozenset(name for load in reports for name in load.unused_settings)
 
     def needs_engine(self, key: str) -> bool:
         """Whether a request waits and there is no engine."""

@@ -1,8 +1,8 @@
 """Finds the fields that are set and have no effect: on this backend, or beside the values of other fields.
 
 The plan is carried out without them, so that stored objects stay valid; the condition `FieldsSupported` and
-`pagemill up` name each with its value and a remedy. Fields that must not be ignored are problems (`support`). The
-engine refuses the settings that the kind of its model does not support; it alone knows the model.
+`pagemill up` name each with its value and a remedy. Fields that must not be ignored are problems (`support`). `unused`
+names the fields that have no effect with the kind of the model.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _of_autoscaling(section: AutoscalingSection) -> Iterator[Problem]:
             f"scaling policy {section.policy} does not scale by it, only the condition SLOMet does use it; "
             "set policy to Demand"
         )
-        yield Problem("spec.autoscaling.slo", _set_fields(section.slo), message)
+        yield Problem("spec.autoscaling.slo", short_value(section.slo), message)
 
 
 def _extra_args(spec: LLMDeploymentSpec, settings: dict[str, dict[str, Any]]) -> Iterator[Problem]:
@@ -96,10 +96,10 @@ def _only_in_a_cluster(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     }
     for field, value in fields.items():
         if value is not None:
-            yield Problem(field, _set_fields(value), ONLY_IN_A_CLUSTER)
+            yield Problem(field, short_value(value), ONLY_IN_A_CLUSTER)
 
 
-def _set_fields(value: Any) -> str:
+def short_value(value: Any) -> str:
     """Return the value as text; of a section, the names of the fields that are set."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json", exclude_unset=True)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from pagemill_crds.status import Condition
+from pagemill_operator.plan.unused import FIELDS as UNUSED_FIELDS
+from pagemill_operator.plan.unused import unused_fields
 from pagemill_operator.status.observation import Fault, Observation, Phase, ReplicaObservation
 
 __all__ = ["Finding", "Observation", "Phase", "ReplicaObservation", "find_conditions", "merge_conditions"]
@@ -120,9 +122,12 @@ def _fields_supported(seen: Observation) -> Finding:
     """Return False if fields have no effect. Replicas run without them, so this is no cause of `Ready`."""
     if seen.plan is None:
         return Finding("FieldsSupported", "Unknown", "NotPlanned", "the spec cannot be read: see condition Planned")
-    if ignored := seen.plan.ignored:
+    if ignored := [*seen.plan.ignored, *unused_fields(seen.plan, seen.unused_settings or ())]:
         message = "; ".join(each.as_ignored for each in ignored)
         return Finding("FieldsSupported", "False", "FieldNotSupported", message)
+    if seen.unused_settings is None and unused_fields(seen.plan, UNUSED_FIELDS):
+        message = "whether all fields have an effect is known once an engine has read the model"
+        return Finding("FieldsSupported", "Unknown", NOT_DECIDED, message)
     return Finding("FieldsSupported", "True", "AllFieldsSupported", "all fields of the spec have an effect")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
@@ -101,6 +101,8 @@ class RawPrompt(TranslatedChat):
 
 
 class ShowRequest(RequestModel):
+    IGNORED: ClassVar = {"verbose": "everything that is known is shown"}
+
     model: Name
 
 

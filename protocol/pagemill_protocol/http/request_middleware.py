@@ -54,6 +54,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
+TIMEOUT_HEADER = b"x-request-timeout-s"
+"""Header with the seconds after which the client gives up; gateways enforce it."""
 PROCESSING_HEADER = b"openai-processing-ms"
 """Header with the milliseconds from the request's first byte to the answer's."""
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024

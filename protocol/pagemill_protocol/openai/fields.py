@@ -7,8 +7,8 @@ strings, a list of prompts, a message's text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -50,6 +50,29 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, defer_build=True)
     UNSUPPORTED: ClassVar[Mapping[str, Unsupported]] = {}
+    IGNORED: ClassVar[Mapping[str, str]] = {}
+    """Fields that clients send and that are accepted without effect, with the reason. They change no answer."""
+
+    @classmethod
+    def parts(cls, path: str = "") -> Iterator[tuple[str, type[RequestModel]]]:
+        """Yield this schema and those of its fields, each with the path before its fields' names."""
+        yield path, cls
+        for name, field in cls.model_fields.items():
+            if (part := _schema_in(field.annotation)) is not None:
+                yield from part.parts(f"{path}{field.alias or name}.")
+
+    @classmethod
+    def leaves(cls) -> Iterator[str]:
+        """Yield the paths of all fields that have no schema of their own."""
+        for path, part in cls.parts():
+            for name, field in part.model_fields.items():
+                if _schema_in(field.annotation) is None:
+                    yield f"{path}{field.alias or name}"
+
+    @classmethod
+    def ignored(cls) -> dict[str, str]:
+        """Return `IGNORED` of all parts, by path."""
+        return {f"{path}{name}": reason for path, part in cls.parts() for name, reason in part.IGNORED.items()}
 
     @model_validator(mode="before")
     @classmethod
@@ -62,6 +85,13 @@ class RequestModel(BaseModel):
             if rule.refuses(given[name]):
                 raise refusal(name, f"`{name}` is not supported. {rule.remedy}", "unsupported_parameter")
         return given
+
+
+def _schema_in(kind: Any) -> type[RequestModel] | None:
+    """Return the schema in an annotation, such as that of a list's items."""
+    if isinstance(kind, type) and issubclass(kind, RequestModel):
+        return kind
+    return next((found for each in get_args(kind) if (found := _schema_in(each)) is not None), None)
 
 
 def _stop_list(value: Any) -> Any:

@@ -214,6 +214,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     """Body of `POST /v1/chat/completions`."""
 
     UNSUPPORTED: ClassVar = unsupported.CHAT
+    IGNORED: ClassVar = unsupported.IGNORED_IN_CHAT
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
@@ -305,6 +306,7 @@ class CompletionRequest(SamplingFields):
     """Body of `POST /v1/completions`."""
 
     UNSUPPORTED: ClassVar = unsupported.COMPLETIONS
+    IGNORED: ClassVar = unsupported.IGNORED_IN_COMPLETIONS
 
     prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -360,6 +362,9 @@ class TokenizeRequest(ChatTemplateFields):
     def _one_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise refusal("prompt", "Send either `prompt` or `messages`.")
+        if self.messages is None:
+            for name in self.model_fields_set & ChatTemplateFields.model_fields.keys():
+                raise refusal(name, f"`{name}` concerns `messages`, and a `prompt` is not rendered. Remove it.")
         for error in (
             ()
             if self.messages is None

@@ -60,18 +60,40 @@ MESSAGE: Mapping[str, Unsupported] = {
     "audio": Unsupported(TEXT_ONLY),
 }
 
+CACHED = "the prefix of every prompt is cached"
+NO_USERS = "API keys identify callers"
+ONE_TIER = "there is one tier; `priority` orders requests"
+
 IGNORED: Mapping[str, str] = {
     "access_programs": "OpenAI's programs do not exist here",
     "background_options": "it belongs to `background`, which is refused",
     "image": "images are refused",
+    "max_tool_calls": "it limits tools that run at OpenAI",
     "metadata": "chat completions are not stored; responses repeat it",
     "prediction": "it only makes OpenAI's answers faster",
-    "prompt_cache_key": "the prefix of every prompt is cached",
-    "prompt_cache_options": "the prefix of every prompt is cached",
-    "prompt_cache_retention": "the prefix of every prompt is cached",
+    "prompt_cache_key": CACHED,
+    "prompt_cache_options": CACHED,
+    "prompt_cache_retention": CACHED,
     "safety_identifier": "there is no moderation; API keys identify callers",
-    "service_tier": "there is one tier; `priority` orders requests",
+    "service_tier": ONE_TIER,
     "store": "chat completions are not stored; responses are, where the gateway stores them",
     "stream_options": "responses always have usage, and events are not obfuscated",
+    "suffix": "chats have no text after the answer; completions fill in the middle",
+    "user": NO_USERS,
 }
 """Fields of OpenAI's APIs that are accepted without effect because they change no answer, with the reason."""
+
+
+def _ignored(*names: str) -> Mapping[str, str]:
+    return {name: IGNORED[name] for name in names}
+
+
+_OF_ALL = ("access_programs", "metadata", "safety_identifier", "service_tier", "store", "user")
+_OF_CACHES = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
+IGNORED_IN_COMPLETIONS = _ignored(*_OF_ALL, *_OF_CACHES)
+IGNORED_IN_CHAT = _ignored(*_OF_ALL, *_OF_CACHES, "prediction", "suffix")
+IGNORED_IN_RESPONSES = _ignored(
+    *("access_programs", "background_options", "image", "max_tool_calls", "safety_identifier", "service_tier"),
+    *("stream_options", "user"),
+    *_OF_CACHES,
+)

@@ -13,6 +13,7 @@ from pathlib import Path
 import orjson
 
 from pagemill_protocol.gguf_file import header_bytes
+from pagemill_protocol.models.config_values import AUTO_GPTQ_FILE, CONFIG_FILE
 from pagemill_protocol.safetensors_header import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, index_of_header
 from pagemill_protocol.source_errors import FetchError, SourceError
 from pagemill_protocol.sources.base import Listing, ReadsRanges, RemoteFile, Repository
@@ -21,7 +22,8 @@ from pagemill_protocol.sources.selection import select_files
 
 CONFIG_FILES = frozenset(
     {
-        "config.json",
+        CONFIG_FILE,
+        AUTO_GPTQ_FILE,
         "modules.json",
         "config_sentence_transformers.json",
         "sentence_bert_config.json",

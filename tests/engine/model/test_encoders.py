@@ -16,7 +16,9 @@ from encoder_models import CLASSIFIERS, DECODERS, ENCODERS, VOCAB_SIZE, write_en
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.runner.compute import check_pooled
 from pagemill_engine.runner.factory import create_runner
+from pagemill_engine.runner.unused_settings import unused_settings, without
 from pagemill_kernels.cpu import library
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
@@ -234,6 +236,7 @@ def test_a_deterministic_encoder_gives_the_same_bits_alone_and_in_any_batch(name
         ("generation_defaults", GenerationDefaults(temperature=0.5), "Remove generation_defaults"),
         ("tool_call_parser", "hermes", "Set tool_call_parser to auto"),
         ("reasoning_parser", "think", "Set reasoning_parser to auto"),
+        ("chat_template", "{{ messages }}", "Remove chat_template"),
         ("kv_cache_dtype", "float32", "Set kv_cache_dtype to auto"),
         ("kv_cache_memory_bytes", 2**20, "Remove kv_cache_memory_bytes"),
     ],
@@ -246,6 +249,17 @@ def test_settings_without_effect_on_an_encoder_are_refused(
     with pytest.raises(LoadError, match=rf"`{setting}` has no effect with `Bert\w+`.*{remedy}") as refused:
         core_of(tmp_path, **{setting: value})
     assert refused.value.reason == "SettingsUnsupported"
+
+
+def test_an_engine_that_the_operator_starts_runs_without_the_settings_that_have_no_effect(tmp_path: Path) -> None:
+    write_encoder(*ENCODERS["bert"], tmp_path)
+    write_modules(tmp_path)
+    config = EngineConfig(model=str(tmp_path), chat_template="x", tool_call_parser="none", kv_cache_dtype="int8")
+    spec = load_model_spec(tmp_path)
+    unused = unused_settings(config, spec)
+    assert [each.name for each in unused] == ["tool_call_parser", "chat_template", "kv_cache_dtype"]
+    assert without(config, unused) == EngineConfig(model=str(tmp_path))
+    check_pooled(without(config, unused), spec)
 
 
 def test_a_pooled_decoder_has_a_kv_cache_and_refuses_only_settings_of_generated_text(tmp_path: Path) -> None:

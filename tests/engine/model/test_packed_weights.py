@@ -25,6 +25,9 @@ from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.packed.formats import FORMATS
 from pagemill_engine.loading.packed.matrix import PackedMatrix
+from pagemill_engine.loading.weights import open_weights
+from pagemill_engine.models.errors import WeightsError
+from pagemill_engine.models.fitting import check_tensors
 from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.runner.sizing import sizes_here, sizes_on_gpu
 from pagemill_kernels.arrays import Array
@@ -305,6 +308,21 @@ def test_a_packed_checkpoint_gives_the_answers_of_its_values(
     runner = runner_loader(tmp_path / "model", backend=backend, dtype="float32")
     assert [result.token_ids for result in make_driver(runner).greedy(PROMPTS, NUM_TOKENS)] == expected(model)
     assert load_model_spec(tmp_path / "model").num_parameters == model.num_parameters()
+
+
+def test_settings_of_packed_weights_are_also_read_from_the_file_of_autogptq(tmp_path: Path) -> None:
+    write(tmp_path / "model", "gptq act-order")
+    path = tmp_path / "model" / "config.json"
+    spec, shapes = load_model_spec(path.parent), open_weights(path.parent).shapes
+    config = json.loads(path.read_text())
+    settings = config.pop("quantization_config")
+    path.write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match=r"packed.*add it, or AutoGPTQ's quantize_config\.json"):
+        check_tensors(spec.decoder.shapes(), open_weights(path.parent).shapes)
+    del settings["quant_method"]
+    (path.parent / "quantize_config.json").write_text(json.dumps({**settings, "sym": True}))
+    assert load_model_spec(path.parent) == spec
+    assert open_weights(path.parent).shapes == shapes
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -240,6 +240,12 @@ def test_an_allowance_is_raised_while_the_answer_streams(client: httpx.Client, n
     assert raise_allowance(client, auth, "raised", 5) == 404, "the answer has ended"
 
 
+def test_a_timeout_that_only_gateways_enforce_is_refused(client: httpx.Client) -> None:
+    answer = client.post("/v1/chat/completions", json=chat(), headers={"x-request-timeout-s": "0.5"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout-s")
+    assert "`pagemill gateway`" in answer.json()["error"]["message"]
+
+
 def test_only_gateways_may_raise_an_allowance(client: httpx.Client, null_server: Any) -> None:
     assert raise_allowance(client, {}, "any", 5) == 401
     assert client.post("/internal/allowance", content=b"\xff", headers=null_server.auth).status_code == 400

@@ -163,6 +163,7 @@ def test_waking_cancels_a_pending_sleep(start_server: Callable[..., Any]) -> Non
         ("sleep", {"level": 2}, "level"),
         ("sleep", {"wait_s": "soon"}, "wait_s"),
         ("wake_up", {"wait_s": -1}, "wait_s"),
+        ("wake_up", {"tags": "weights"}, "tags"),
     ],
 )
 def test_an_invalid_request_names_the_field(null_server: Any, path: str, query: dict[str, Any], param: str) -> None:

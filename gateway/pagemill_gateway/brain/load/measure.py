@@ -78,7 +78,13 @@ def _of_deployment(
         latencies=traffic.latencies(deployment.key),
         lengths=traffic.lengths(deployment.key),
         replicas=replicas,
+        unused_settings=_unused_settings(deployment.records),
     )
+
+
+def _unused_settings(records: list[EndpointRecord]) -> list[str]:
+    frames = [record.reports.latest for record in records if record.reports.latest is not None]
+    return sorted({name for frame in frames for name in frame.unused_settings})
 
 
 def _has_requests(deployment: DeploymentRecord) -> bool:

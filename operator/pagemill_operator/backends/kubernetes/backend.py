@@ -80,14 +80,16 @@ class KubernetesCluster(Cluster):
         scaling: Callable[[str], ScalingState | None] = lambda key: None,
         held: Callable[[str], Mapping[str, EngineReport]] = lambda key: {},
         asleep: Callable[[str], frozenset[str]] = lambda key: frozenset(),
+        unused_settings: Callable[[str], frozenset[str] | None] = lambda key: frozenset(),
         progress: Callable[[str], str] = lambda key: "",
         on_write: OnWrite = lambda kind, verb: None,
     ) -> None:
         """Create the backend.
 
-        `load`, `held` and `asleep` return what gateways report: the load of a key, the load of each of its pods by uid,
-        and the uids of its pods that sleep. `scaling` returns the autoscaler's state, `progress` the loader's progress.
-        `on_write` is called with the kind and the verb of each write.
+        `load`, `held`, `asleep` and `unused_settings` return what gateways report: the load of a key, the load of each
+        of its pods by uid, the uids of its pods that sleep, and its settings without effect. `scaling` returns the
+        autoscaler's state, `progress` the loader's progress. `on_write` is called with the kind and the verb of each
+        write.
         """
         self._client = client
         self._known = known
@@ -96,6 +98,7 @@ class KubernetesCluster(Cluster):
         self._scaling = scaling
         self._held = held
         self._asleep = asleep
+        self._unused_settings = unused_settings
         self._progress = progress
         self._on_write = on_write
         self._plans: dict[str, Plan | None] = {}
@@ -151,7 +154,7 @@ class KubernetesCluster(Cluster):
 
     def observe(self, key: str) -> Observation:
         seen = observe(self.snapshot(key), self._plans[key], datetime.now(UTC))
-        return replace(seen, scaling=self._scaling(key))
+        return replace(seen, scaling=self._scaling(key), unused_settings=self._unused_settings(key))
 
     def plan(self, key: str) -> Plan | None:
         """Return the plan that was carried out last, or None if the spec cannot be read."""

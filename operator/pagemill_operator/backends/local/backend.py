@@ -32,6 +32,7 @@ from pagemill_operator.backends.rollout import Actions, next_actions
 from pagemill_operator.backends.standby import next_standby_actions
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Plan
+from pagemill_operator.plan.unused import unused_fields
 from pagemill_operator.status.conditions import Observation
 from pagemill_operator.status.observation import ReplicaObservation
 from pagemill_protocol.catalog import Catalog
@@ -114,6 +115,7 @@ class LocalBackend(Cluster):
             token=self.gateway.token,
             observed=lambda: {key: self.observe(key) for key, each in self._deployments.items() if each.wanted},
             on_decision=self._decided,
+            on_unused=self._found_unused,
         )
 
     async def apply(self, plans: Sequence[Plan]) -> None:
@@ -137,6 +139,7 @@ class LocalBackend(Cluster):
             gateway_ready=self.gateway.ready,
             conflict=deployment.conflict,
             scaling=self._scaling.state(key) if deployment.plan.autoscaling else None,
+            unused_settings=self._scaling.unused_settings(key),
         )
 
     def _seen_by_gateway(self, replica: Replica) -> ReplicaObservation:
@@ -207,6 +210,13 @@ class LocalBackend(Cluster):
             self._state_dir.write_records(map(encode_record, self._scaling.records()))
         except OSError as error:
             logger.warning("the autoscaler's decisions could not be stored for `pagemill why`: %s", error)
+
+    def _found_unused(self, key: str) -> None:
+        if key in self._deployments:
+            plan, unused = self._deployments[key].plan, self._scaling.unused_settings(key)
+            for each in unused_fields(plan, unused or ()):
+                self._on_event(Event(plan.name, each.as_ignored, time.monotonic() - self._started_s))
+            self._on_change()
 
     def _changed(self) -> None:
         self._wake.set()

@@ -37,16 +37,19 @@ class LocalScaling:
         token: str,
         observed: Callable[[], Mapping[str, Observation]],
         on_decision: Callable[[Record], None],
+        on_unused: Callable[[str], None],
     ) -> None:
         """Create the autoscaling; `observed` returns the observations by key.
 
-        `on_decision` is called for decisions that change something or have a new reason not to.
+        `on_decision` is called for decisions that change something or have a new reason not to, `on_unused` with the
+        key of a deployment whose engines report other settings without effect than before, or none for the first time.
         """
         self._session = session
         self._control_url = control_url
         self._token = token
         self._observed = observed
         self._on_decision = on_decision
+        self._on_unused = on_unused
         self._scaler = Scaler()
         self._loads = LoadStore()
         self._urgent = asyncio.Event()
@@ -61,6 +64,9 @@ class LocalScaling:
     def held(self, key: str) -> dict[str, EngineReport]:
         """Return the load of each engine by endpoint, as far as the gateway reports it."""
         return self._loads.held(key)
+
+    def unused_settings(self, key: str) -> frozenset[str] | None:
+        return self._loads.unused_settings(key)
 
     def state(self, key: str) -> ScalingState | None:
         return self._scaler.state(key)
@@ -86,7 +92,11 @@ class LocalScaling:
             await asyncio.sleep(RETRY_S)
 
     def _report(self, frame: LoadFrame) -> None:
+        before = {load.key: self._loads.unused_settings(load.key) for load in frame.deployments}
         changed = self._loads.put(GATEWAY, frame)
+        for key in changed:
+            if self._loads.unused_settings(key) != before[key]:
+                self._on_unused(key)
         if any(self._loads.needs_engine(key) for key in changed):
             self._urgent.set()
 

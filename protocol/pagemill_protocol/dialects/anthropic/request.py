@@ -25,7 +25,7 @@ from pagemill_protocol.openai.fields import (
 )
 from pagemill_protocol.openai.schemas import MAX_MESSAGES, Effort
 from pagemill_protocol.openai.tools import MAX_TOOLS, NAME_PATTERN
-from pagemill_protocol.openai.unsupported import Unsupported
+from pagemill_protocol.openai.unsupported import CACHED, NO_USERS, ONE_TIER, Unsupported
 from pagemill_protocol.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 
 Message = dict[str, Any]
@@ -112,6 +112,13 @@ _CONTENT = {
 
 
 class InputMessage(RequestModel):
+    IGNORED: ClassVar = {
+        "content[].cache_control": CACHED,
+        "content[].citations": "documents, which are cited, are refused",
+        "content[].is_error": "chat templates cannot mark it; the model reads the result's text",
+        "content[].signature": "signatures are empty here",
+    }
+
     role: Literal["user", "assistant"]
     content: Annotated[str | list[dict[str, Any]], PlainValidator(_content), WithJsonSchema(_CONTENT)]
 
@@ -163,6 +170,16 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 class Tool(RequestModel):
+    UNSUPPORTED: ClassVar = {
+        "allowed_callers": Unsupported("Tools are called by the model directly; remove it.", (["direct"], [])),
+        "input_examples": Unsupported("Write the examples into the tool's `description`.", ([],)),
+    }
+    IGNORED: ClassVar = {
+        "cache_control": CACHED,
+        "defer_loading": "all tools are in the prompt",
+        "eager_input_streaming": "arguments are always streamed as they are generated",
+    }
+
     name: Annotated[Name, WithJsonSchema({"type": "string", "pattern": NAME_PATTERN})]
     description: Text | None = None
     input_schema: dict[str, Any] | None = None
@@ -203,6 +220,8 @@ class OutputConfig(RequestModel):
 
 
 class Metadata(RequestModel):
+    IGNORED: ClassVar = {"user_id": NO_USERS}
+
     user_id: Annotated[str, Field(max_length=1024)] | None = None
 
 
@@ -211,6 +230,20 @@ class MessagesRequest(SamplingExtensions):
         "container": Unsupported("This server runs no code. " + _REMOVE),
         "mcp_servers": Unsupported("This server connects to no MCP servers; call them from the client.", ([],)),
         "context_management": Unsupported("Shorten the messages before sending them."),
+        "compaction": Unsupported("Shorten the messages before sending them."),
+        "fallbacks": Unsupported("Send the request to the other model yourself.", ([],)),
+        "output_format": Unsupported("Send `output_config.format`."),
+        "thread": Unsupported("Nothing is stored; send the whole conversation as `messages`."),
+    }
+    IGNORED: ClassVar = {
+        "cache_control": CACHED,
+        "inference_geo": "answers are computed where the model is deployed",
+        "service_tier": ONE_TIER,
+        "speed": "there is one speed; `priority` orders requests",
+        "system[].cache_control": CACHED,
+        "system[].citations": "documents, which are cited, are refused",
+        "user_profile_id": NO_USERS,
+        "workspace_id": NO_USERS,
     }
 
     model: Name
@@ -296,5 +329,18 @@ class MessagesRequest(SamplingExtensions):
 
 class CountRequest(MessagesRequest):
     """Body of `POST /v1/messages/count_tokens`, which needs no limit of the answer."""
+
+    IGNORED: ClassVar = {
+        **MessagesRequest.IGNORED,
+        **dict.fromkeys(
+            (
+                *("max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k"),
+                *("output_config.format.schema", "output_config.format.type", "thinking.budget_tokens"),
+                *("thinking.display", "tool_choice.disable_parallel_tool_use"),
+                *SamplingExtensions.model_fields,
+            ),
+            "no answer is generated",
+        ),
+    }
 
     max_tokens: int = 1

@@ -15,12 +15,18 @@ from pydantic import Field, FiniteFloat
 from pagemill_protocol.openai.fields import Name, RequestModel, StopList, Text, refusal
 from pagemill_protocol.openai.schemas import MAX_MESSAGES
 from pagemill_protocol.openai.tools import MAX_TOOLS
-from pagemill_protocol.openai.unsupported import Unsupported
+from pagemill_protocol.openai.unsupported import TEXT_ONLY, Unsupported
 from pagemill_protocol.sampling import MAX_STOP_STRINGS
 
 LATEST = ":latest"
 _LOGPROBS = "Send the request to /v1/chat/completions, which has them."
 _SAMPLER = "Use `temperature`, `top_p` and `min_p`."
+
+
+_OF_DEPLOYMENTS = (
+    *("embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu"),
+    *("num_thread", "numa", "use_mlock", "use_mmap", "vocab_only"),
+)
 
 
 class Options(RequestModel):
@@ -29,6 +35,12 @@ class Options(RequestModel):
         "tfs_z": Unsupported(_SAMPLER, (1, 1.0)),
         "typical_p": Unsupported(_SAMPLER, (1, 1.0)),
         "repeat_last_n": Unsupported("Penalties count all tokens: send -1.", (-1,)),
+        "penalize_newline": Unsupported("Penalties count all tokens.", (True,)),
+    }
+    IGNORED: ClassVar = {
+        **dict.fromkeys(_OF_DEPLOYMENTS, "the deployment defines context, memory and devices"),
+        "num_keep": "contexts are not shifted",
+        **dict.fromkeys(("mirostat_eta", "mirostat_tau"), "it belongs to `mirostat`, which is refused"),
     }
 
     num_predict: int | None = None
@@ -85,7 +97,10 @@ class OllamaRequest(RequestModel):
     UNSUPPORTED: ClassVar = {
         "logprobs": Unsupported(_LOGPROBS, (False,)),
         "top_logprobs": Unsupported(_LOGPROBS, (0,)),
+        "truncate": Unsupported("Prompts are not cut silently; shorten the messages.", (False,)),
+        "shift": Unsupported("Contexts are not shifted; an answer ends where its context does.", (False,)),
     }
+    IGNORED: ClassVar = {"keep_alive": "models stay loaded; the deployment scales them"}
 
     model: Name
     stream: bool = True
@@ -153,6 +168,7 @@ class OllamaGenerateRequest(OllamaRequest):
         **OllamaRequest.UNSUPPORTED,
         "template": Unsupported("Send a finished prompt with `raw: true`.", ("",)),
         "context": Unsupported("Send the conversation to /api/chat as `messages`.", ([],)),
+        **dict.fromkeys(("width", "height", "steps"), Unsupported(TEXT_ONLY, (0,))),
     }
 
     prompt: Annotated[Text, Field(min_length=1)]
@@ -165,9 +181,20 @@ class OllamaGenerateRequest(OllamaRequest):
     def for_chat(self) -> dict[str, Any]:
         """Return the body of the equivalent chat completion. Raises `PydanticCustomError` for refused content."""
         refuse_images(self.images, "images")
+        if self.raw or self.suffix:
+            self._refuse_with_finished_prompt()
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
         return {**self.shared(), "messages": messages, "add_special_tokens": self.raw or self.suffix != ""}
+
+    def _refuse_with_finished_prompt(self) -> None:
+        """Refuse what only a chat template puts into the prompt."""
+        other = "raw" if self.raw else "suffix"
+        for name, value in (("system", self.system), ("think", self.think)):
+            if value:
+                raise refusal(
+                    name, f"With `{other}` no chat template is rendered, so `{name}` has no place. Remove it."
+                )
 
 
 def refuse_images(images: list[Any], field: str) -> None:

@@ -20,6 +20,12 @@ from pagemill_protocol.sampling import MAX_STOP_STRINGS
 MAX_TENSORS = 64
 _COMPLETIONS = "Send the request to /v1/completions, which has it."
 _SEVERAL = "Send the request several times."
+_WHOLE = "Stateful sequences are not supported: send the whole prompt in each request."
+REPORTS = (
+    *("return_context_logits", "return_generation_logits", "return_logprobs", "return_cumulative_logprob"),
+    *("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens", "return_token_ids"),
+)
+"""Further outputs that backends of Triton offer."""
 
 
 class InferSettings(SamplingExtensions):
@@ -31,12 +37,21 @@ class InferSettings(SamplingExtensions):
         "n": Unsupported(_SEVERAL, (1,)),
         "best_of": Unsupported(_SEVERAL, (1,)),
         "sampling_parameters": Unsupported("Send each parameter as an input of its own."),
-        "sequence_id": Unsupported(
-            "Stateful sequences are not supported: send the whole prompt in each request.", (0, "")
+        "sequence_id": Unsupported(_WHOLE, (0, "")),
+        **dict.fromkeys(("sequence_start", "sequence_end"), Unsupported(_WHOLE, (False,))),
+        "timeout": Unsupported("Send the header `x-request-timeout-s` to a gateway."),
+        "bad_words": Unsupported(_COMPLETIONS, ([], "")),
+        "early_stopping": Unsupported(_COMPLETIONS, (False, 0)),
+        "length_penalty": Unsupported(_COMPLETIONS, (1, 1.0)),
+        "len_penalty": Unsupported(_COMPLETIONS, (1, 1.0)),
+        "min_length": Unsupported("Send `min_tokens`.", (0,)),
+        "end_id": Unsupported("Send the request to /v1/completions with `stop_token_ids`."),
+        **dict.fromkeys(
+            REPORTS, Unsupported("The output is text alone. Send the request to /v1/completions.", (False,))
         ),
-        "timeout": Unsupported("Send the header `x-request-timeout-s`."),
         **dict.fromkeys(("image", "audio", "video", "multi_modal_data"), Unsupported(TEXT_ONLY)),
     }
+    IGNORED: ClassVar = {"pad_id": "batches are not padded"}
 
     max_tokens: int | None = None
     temperature: FiniteFloat | None = None
@@ -59,6 +74,8 @@ class InferSettings(SamplingExtensions):
 
 class GenerateBody(InferSettings):
     text_input: Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
+    IGNORED: ClassVar = {**InferSettings.IGNORED, "stream": "the path decides"}
+
     parameters: dict[str, Any] = Field(default_factory=dict)
     id: str = Field("", max_length=512)
 
@@ -75,18 +92,21 @@ class GenerateBody(InferSettings):
         return {name: value for name, value in body.items() if value is not None}
 
 
+_SHARED_MEMORY = {
+    name: Unsupported("Shared memory is not supported. Send the data in the body.")
+    for name in ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
+}
+
+
 class TensorParameters(RequestModel):
-    UNSUPPORTED: ClassVar = {
-        name: Unsupported("Shared memory is not supported. Send the data in the body.")
-        for name in ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
-    }
+    UNSUPPORTED: ClassVar = _SHARED_MEMORY
 
     binary_data_size: int | None = Field(None, ge=0)
 
 
-class OutputParameters(TensorParameters):
+class OutputParameters(RequestModel):
     UNSUPPORTED: ClassVar = {
-        **TensorParameters.UNSUPPORTED,
+        **_SHARED_MEMORY,
         "classification": Unsupported("The output is text. Remove it.", (0,)),
     }
 

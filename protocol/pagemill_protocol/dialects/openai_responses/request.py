@@ -24,7 +24,7 @@ from pagemill_protocol.openai.fields import (
 )
 from pagemill_protocol.openai.schemas import MAX_MESSAGES, Effort
 from pagemill_protocol.openai.tools import MAX_TOOLS
-from pagemill_protocol.openai.unsupported import NO_MODERATION, Unsupported
+from pagemill_protocol.openai.unsupported import IGNORED_IN_RESPONSES, NO_MODERATION, Unsupported
 
 Item = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
@@ -103,9 +103,10 @@ class TextConfig(RequestModel):
 
 
 class ReasoningConfig(RequestModel):
+    IGNORED: ClassVar = {"summary": "reasoning is shown as a whole"}
+
     effort: Effort | None = None
     summary: str | None = None
-    """Without effect: reasoning is not summarized."""
 
 
 def _check_include(parts: list[str]) -> list[str]:
@@ -129,6 +130,7 @@ class ResponsesRequest(SamplingExtensions):
         "moderation": Unsupported(NO_MODERATION),
         "context_management": Unsupported("Shorten the input before sending it.", ([],)),
     }
+    IGNORED: ClassVar = IGNORED_IN_RESPONSES
 
     model: Name
     input: Annotated[list[Item], PlainValidator(_input), WithJsonSchema(_INPUT)]
@@ -149,10 +151,8 @@ class ResponsesRequest(SamplingExtensions):
     include: Annotated[list[str], AfterValidator(_check_include)] = Field([], max_length=16)
     """Parts to add to a response. Those of tools that run at OpenAI and of encrypted reasoning do not exist here."""
     max_tool_calls: int | None = None
-    """Without effect: it limits tools that run at OpenAI."""
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
-    """Without effect, like `safety_identifier`: every prompt's prefix is cached."""
 
     def for_chat(self, before: Sequence[Item] = ()) -> dict[str, Any]:
         """Return the body of the equivalent chat completion, after the items `before`.

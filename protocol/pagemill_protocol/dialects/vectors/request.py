@@ -20,7 +20,7 @@ from pagemill_protocol.openai.fields import (
     shorten,
 )
 from pagemill_protocol.openai.schemas import Priority
-from pagemill_protocol.openai.unsupported import Unsupported
+from pagemill_protocol.openai.unsupported import NO_USERS, TEXT_ONLY, Unsupported
 
 _TEXTS_SCHEMA = {
     "anyOf": [
@@ -68,6 +68,9 @@ Document = Annotated[
 ]
 
 
+_TO_CUT = "Send `truncate_prompt_tokens` to cut texts."
+_BY_PROMPT = "Send `prompt_name` to /v1/embeddings for a model with prompts; rankings use them themselves."
+_BY_FILES = "The model's files say whether its scores are scaled; remove it."
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "messages": Unsupported("Send the text itself."),
     "stream": Unsupported("Vectors and scores are not streamed; remove it.", (False,)),
@@ -76,6 +79,26 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "output_dtype": Unsupported("Vectors are float32; remove it.", ("float",)),
     "rank_fields": Unsupported("Send each document as one text.", ([],)),
     "max_chunks_per_doc": Unsupported("Documents are not split; send `truncate_prompt_tokens` to cut them."),
+    "max_tokens_per_doc": Unsupported(_TO_CUT),
+    "truncate": Unsupported(_TO_CUT, (False, "NONE")),
+    "truncation": Unsupported(_TO_CUT, (False,)),
+    "truncation_side": Unsupported("Texts are cut at their end; remove it.", ("right",)),
+    "input_type": Unsupported(_BY_PROMPT),
+    "task": Unsupported(_BY_PROMPT),
+    "embedding_type": Unsupported("Send `encoding_format`.", ("float",)),
+    "output_dimension": Unsupported("Send `dimensions`."),
+    "embed_dtype": Unsupported("Vectors are float32; remove it.", ("float32",)),
+    "endianness": Unsupported("Vectors are little-endian; remove it.", ("native", "little")),
+    "late_chunking": Unsupported("Each text has a vector of its own; remove it.", (False,)),
+    "return_multivector": Unsupported("Each text has one vector; remove it.", (False,)),
+    "return_embeddings": Unsupported("Send the texts to /v1/embeddings.", (False,)),
+    "relevant_spans": Unsupported("Documents are scored as a whole; remove it."),
+    "add_special_tokens": Unsupported("The model's files say which special tokens it reads; remove it.", (True,)),
+    "activation": Unsupported(_BY_FILES),
+    "use_activation": Unsupported(_BY_FILES),
+    "chat_template": Unsupported("Texts are not rendered; send them as the model shall read them."),
+    "chat_template_kwargs": Unsupported("Texts are not rendered; send them as the model shall read them.", ({},)),
+    "mm_processor_kwargs": Unsupported(TEXT_ONLY, ({},)),
 }
 """Fields of embedding APIs that are not supported: refused by name, as in `openai.unsupported`."""
 
@@ -84,6 +107,7 @@ class VectorRequest(RequestModel):
     """The fields of all three routes."""
 
     UNSUPPORTED: ClassVar = UNSUPPORTED
+    IGNORED: ClassVar = {"user": NO_USERS}
 
     model: Name
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=2**31 - 1)

@@ -13,14 +13,14 @@ import orjson
 
 from pagemill_protocol.gguf_file import check_gguf
 from pagemill_protocol.json_file import read_object
+from pagemill_protocol.models.config_values import AUTO_GPTQ_FILE, CONFIG_FILE
 from pagemill_protocol.safetensors_header import read_header
 from pagemill_protocol.source_errors import FetchError, SourceError
 from pagemill_protocol.sources.base import RemoteFile
 from pagemill_protocol.sources.selection import INDEX
 from pagemill_protocol.spec_from_config import check_config
 
-CONFIG = "config.json"
-HEADS = (CONFIG, INDEX)
+HEADS = (CONFIG_FILE, AUTO_GPTQ_FILE, INDEX)
 """Files that describe the others, fetched first."""
 _UPLOAD = "The file is invalid at the source: upload the file again."
 _COMPLETE: dict[str, Callable[[Path], object]] = {
@@ -36,7 +36,7 @@ _COMPLETE: dict[str, Callable[[Path], object]] = {
 
 def check_heads(folder: Path, names: set[str], source: str) -> None:
     """Refuse a model that no engine would load or that lacks files. Raises `FetchError`."""
-    if CONFIG in names:
+    if CONFIG_FILE in names:
         _check_config(folder)
     if INDEX in names:
         _check_index(folder / INDEX, names, source)
@@ -70,8 +70,8 @@ def _check_config(folder: Path) -> None:
     try:
         check_config(folder)
     except SourceError as error:
-        message = error.message.replace(str(folder / CONFIG), CONFIG).replace(f"`{folder}`", "The model")
-        (folder / CONFIG).unlink()
+        message = error.message.replace(str(folder / CONFIG_FILE), CONFIG_FILE).replace(f"`{folder}`", "The model")
+        (folder / CONFIG_FILE).unlink()
         raise FetchError(error.reason, message) from error
 
 

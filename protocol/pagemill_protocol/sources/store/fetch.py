@@ -15,12 +15,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from pagemill_protocol.models.config_values import CONFIG_FILE
 from pagemill_protocol.partial_download import FileLink, PartialDownload
 from pagemill_protocol.safetensors_header import header_end
 from pagemill_protocol.source_errors import FetchError, SourceError
 from pagemill_protocol.sources.base import ReadsRanges, RemoteFile, Repository, SourceKind
 from pagemill_protocol.sources.selection import INDEX, select_files
-from pagemill_protocol.sources.store.checks import CONFIG, HEADS, check_complete, check_heads, check_started
+from pagemill_protocol.sources.store.checks import HEADS, check_complete, check_heads, check_started
 from pagemill_protocol.sources.store.faults import explain_disk
 from pagemill_protocol.sources.store.folder import ModelFolder
 from pagemill_protocol.sources.store.part import PartFile
@@ -234,7 +235,7 @@ class Fetch:
             self._folder.unpack(file)
         if not archives:
             return
-        found = [path for pattern in (CONFIG, "*.gguf") for path in self._folder.staging.rglob(pattern)]
+        found = [path for pattern in (CONFIG_FILE, "*.gguf") for path in self._folder.staging.rglob(pattern)]
         if not found:
             message = f"{self._repository.name} holds no model: neither `config.json` nor a `.gguf` file in /models."
             raise FetchError("ModelUnreadable", message)

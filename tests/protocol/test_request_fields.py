@@ -1,0 +1,523 @@
+"""Every field of every request schema changes a request or its answer, is refused, or is listed as without effect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+from request_outcomes import EMBEDS, SCORES, outcome, tokenizer_of
+
+from pagemill_protocol.dialects.registry import BUILT_IN, dialects
+from pagemill_protocol.dialects.responses import StoredResponsesDialect
+from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
+from pagemill_protocol.dialects.transport import RequestInfo
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.openai import prepare
+from pagemill_protocol.openai.parse import parse_body
+from pagemill_protocol.openai.unsupported import Unsupported
+from pagemill_protocol.openapi import request_schemas
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+Changes = dict[str, Any]
+Cases = dict[str, Changes | tuple[Changes, Changes]]
+"""Field -> the changes that set it to another value, perhaps after changes that it needs."""
+STREAM = {"stream": True}
+BEAMS = {"use_beam_search": True, "best_of": 2}
+TEXT = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAG = {"structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}], "triggers": ["<a"]}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+OTHER = {"type": "function", "function": {"name": "g", "parameters": SCHEMA}}
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+CALLED = [*TEXT, {"role": "assistant", "content": "", "tool_calls": CALLS}]
+
+_EXTENSIONS: Cases = {
+    "seed": {"seed": 3},
+    "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "min_tokens": {"min_tokens": 2},
+    "ignore_eos": {"ignore_eos": True},
+    "priority": {"priority": 5},
+}
+"""Of `SamplingExtensions`."""
+_PENALTIES: Cases = {
+    "presence_penalty": {"presence_penalty": 0.5},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+}
+_SHAPES: Cases = {"temperature": {"temperature": 0.5}, "top_p": {"top_p": 0.5}, "top_k": {"top_k": 5}}
+_OPENAI: Cases = {
+    **_EXTENSIONS,
+    **_PENALTIES,
+    **_SHAPES,
+    "model": {"model": "other"},
+    "n": {"n": 2},
+    "best_of": {"best_of": 2},
+    "use_beam_search": ({"best_of": 2}, {"use_beam_search": True}),
+    "beam_width": ({"use_beam_search": True}, {"beam_width": 3}),
+    "length_penalty": (BEAMS, {"length_penalty": 0.5}),
+    "early_stopping": (BEAMS, {"early_stopping": True}),
+    "logit_bias": {"logit_bias": {"5": 1}},
+    "stop": {"stop": ["x"]},
+    "stop_token_ids": {"stop_token_ids": [5]},
+    "include_stop_str_in_output": {"include_stop_str_in_output": True},
+    "max_tokens": {"max_tokens": 4},
+    "skip_special_tokens": {"skip_special_tokens": False},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "truncate_prompt_tokens": {"truncate_prompt_tokens": 2},
+    "bad_words": {"bad_words": ["x"]},
+    "allowed_token_ids": {"allowed_token_ids": [5]},
+    "return_token_ids": {"return_token_ids": True},
+    "stream": STREAM,
+    "stream_options.include_usage": (STREAM, {"stream_options": {"include_usage": True}}),
+    "stream_options.continuous_usage_stats": (
+        {**STREAM, "stream_options": {"include_usage": True}},
+        {"stream_options": {"continuous_usage_stats": True}},
+    ),
+    "request_id": {"request_id": "mine"},
+    "add_special_tokens": ({"add_special_tokens": False}, {"add_special_tokens": True}),
+    "response_format": {"response_format": {"type": "json_object"}},
+    "structured_outputs": {"structured_outputs": {"regex": "a"}},
+    "guided_json": {"guided_json": SCHEMA},
+    "guided_regex": {"guided_regex": "a"},
+    "guided_choice": {"guided_choice": ["a"]},
+    "guided_grammar": {"guided_grammar": 'start: "a"'},
+    "structural_tag": {"structural_tag": TAG},
+}
+_TEMPLATE: Cases = {
+    "add_generation_prompt": {"add_generation_prompt": False},
+    "continue_final_message": (
+        {"messages": [*TEXT, {"role": "assistant", "content": "so"}]},
+        {"continue_final_message": True},
+    ),
+    "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": True}},
+    "tools": {"tools": [FUNCTION]},
+}
+_MESSAGES: Cases = {
+    "messages.role": {"messages": [{"role": "system", "content": "hi"}]},
+    "messages.content": {"messages": [{"role": "user", "content": "ho"}]},
+    "messages.name": {"messages": [{**TEXT[0], "name": "Ann"}]},
+    "messages.tool_calls": {"messages": CALLED},
+    "messages.tool_call_id": {"messages": [*CALLED, {"role": "tool", "content": "1", "tool_call_id": "c1"}]},
+    **{
+        f"messages.{name}": (
+            {"messages": [*TEXT, {"role": "assistant", "content": "so"}]},
+            {"messages": [*TEXT, {"role": "assistant", "content": "so", name: "why"}]},
+        )
+        for name in ("reasoning_content", "reasoning")
+    },
+}
+_ANTHROPIC_TOOL = {"name": "f", "input_schema": SCHEMA}
+_WITH_TOOL = {"tools": [_ANTHROPIC_TOOL]}
+_ANTHROPIC_PROMPT: Cases = {
+    "model": {"model": "other"},
+    "messages.role": {"messages": [{"role": "assistant", "content": "hi"}]},
+    "messages.content": {"messages": [{"role": "user", "content": "ho ho"}]},
+    "system": {"system": "Be brief."},
+    "tools.name": (_WITH_TOOL, {"tools": [{**_ANTHROPIC_TOOL, "name": "other"}]}),
+    "tools.description": (_WITH_TOOL, {"tools": [{**_ANTHROPIC_TOOL, "description": "d"}]}),
+    "tools.input_schema": (_WITH_TOOL, {"tools": [{"name": "f"}]}),
+    "tools.strict": (_WITH_TOOL, {"tools": [{**_ANTHROPIC_TOOL, "strict": True}]}),
+    "tools.type": (_WITH_TOOL, {"tools": [{**_ANTHROPIC_TOOL, "type": "bash_20250124"}]}),
+    "tool_choice.type": (_WITH_TOOL, {"tool_choice": {"type": "none"}}),
+    "tool_choice.name": (
+        {"tools": [_ANTHROPIC_TOOL, {**_ANTHROPIC_TOOL, "name": "g"}], "tool_choice": {"type": "tool", "name": "f"}},
+        {"tool_choice": {"name": "g"}},
+    ),
+    "thinking.type": {"thinking": {"type": "enabled"}},
+    "output_config.effort": {"output_config": {"effort": "low"}},
+}
+_ANTHROPIC: Cases = {
+    **_EXTENSIONS,
+    **_SHAPES,
+    **_ANTHROPIC_PROMPT,
+    "max_tokens": {"max_tokens": 4},
+    "stop_sequences": {"stop_sequences": ["x"]},
+    "stream": STREAM,
+    "tool_choice.disable_parallel_tool_use": (
+        {**_WITH_TOOL, "tool_choice": {"type": "auto"}},
+        {"tool_choice": {"disable_parallel_tool_use": True}},
+    ),
+    "thinking.budget_tokens": ({"thinking": {"type": "enabled"}}, {"thinking": {"budget_tokens": 9}}),
+    "thinking.display": ({"thinking": {"type": "enabled"}}, {"thinking": {"display": "omitted"}}),
+    "output_config.format.type": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    "output_config.format.schema": (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        {"output_config": {"format": {"schema": SCHEMA}}},
+    ),
+}
+_ITEMS_TOOL = {"type": "function", "name": "f", "parameters": SCHEMA}
+_ITEMS_WITH_TOOL = {"tools": [_ITEMS_TOOL]}
+_RESPONSES: Cases = {
+    **_EXTENSIONS,
+    "temperature": {"temperature": 0.5},
+    "top_p": {"top_p": 0.5},
+    "model": {"model": "other"},
+    "input": {"input": "ho"},
+    "instructions": {"instructions": "Be brief."},
+    "max_output_tokens": {"max_output_tokens": 4},
+    "stream": STREAM,
+    "tools.type": (_ITEMS_WITH_TOOL, {"tools": [{"type": "web_search"}]}),
+    "tools.name": (_ITEMS_WITH_TOOL, {"tools": [{**_ITEMS_TOOL, "name": "g"}]}),
+    "tools.description": (_ITEMS_WITH_TOOL, {"tools": [{**_ITEMS_TOOL, "description": "d"}]}),
+    "tools.parameters": (_ITEMS_WITH_TOOL, {"tools": [{"type": "function", "name": "f"}]}),
+    "tools.strict": (_ITEMS_WITH_TOOL, {"tools": [{**_ITEMS_TOOL, "strict": True}]}),
+    "tool_choice": (_ITEMS_WITH_TOOL, {"tool_choice": "none"}),
+    "parallel_tool_calls": (_ITEMS_WITH_TOOL, {"parallel_tool_calls": False}),
+    "text.format.type": {"text": {"format": {"type": "json_object"}}},
+    **{
+        f"text.format.{name}": (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
+            {"text": {"format": {name: value}}},
+        )
+        for name, value in {"name": "b", "schema": {"required": ["a"]}, "strict": True}.items()
+    },
+    "text.verbosity": {"text": {"verbosity": "low"}},
+    "reasoning.effort": {"reasoning": {"effort": "low"}},
+    "metadata": {"metadata": {"a": "b"}},
+    "previous_response_id": {"previous_response_id": "resp_1"},
+    "include": {"include": ["message.output_text.logprobs"]},
+    "store": {"store": False},
+}
+_TGI: Cases = {
+    "inputs": {"inputs": "ho"},
+    "stream": STREAM,
+    "model": {"model": "other"},
+    **{
+        f"parameters.{name}": {"parameters": {name: value}}
+        for name, value in {
+            "max_new_tokens": 4,
+            "do_sample": True,
+            "temperature": 0.5,
+            "top_k": 5,
+            "top_p": 0.5,
+            "min_p": 0.1,
+            "repetition_penalty": 1.5,
+            "frequency_penalty": 0.5,
+            "seed": 3,
+            "stop": ["x"],
+            "truncate": 1,
+            "return_full_text": True,
+            "details": True,
+            "decoder_input_details": True,
+        }.items()
+    },
+    "parameters.top_n_tokens": ({"parameters": {"details": True}}, {"parameters": {"top_n_tokens": 2}}),
+    "parameters.grammar.type": {"parameters": {"grammar": {"type": "regex", "value": "a"}}},
+    "parameters.grammar.value": (
+        {"parameters": {"grammar": {"type": "regex", "value": "a"}}},
+        {"parameters": {"grammar": {"value": "b"}}},
+    ),
+}
+_OLLAMA: Cases = {
+    "model": {"model": "other"},
+    "stream": {"stream": False},
+    "format": {"format": "json"},
+    "think": {"think": True},
+    **{
+        f"options.{name}": {"options": {name: value}}
+        for name, value in {
+            "num_predict": 4,
+            "temperature": 0.5,
+            "top_k": 5,
+            "top_p": 0.5,
+            "min_p": 0.1,
+            "seed": 3,
+            "stop": ["x"],
+            "repeat_penalty": 1.5,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.5,
+        }.items()
+    },
+}
+_OLLAMA_CALLS = [{"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "g"}}]
+
+
+def _ollama_calls(first: Changes, *more: Changes) -> Changes:
+    call = {**_OLLAMA_CALLS[0], **first}
+    return {"messages": [*TEXT, {"role": "assistant", "tool_calls": [call, _OLLAMA_CALLS[1]]}, *more]}
+
+
+_RESULT = {"role": "tool", "content": "1"}
+_OLLAMA_CHAT: Cases = {
+    **_OLLAMA,
+    "messages.role": {"messages": [{"role": "system", "content": "hi"}]},
+    "messages.content": {"messages": [{"role": "user", "content": "ho"}]},
+    "messages.thinking": (
+        {"messages": [*TEXT, {"role": "assistant", "content": "so"}]},
+        {"messages": [*TEXT, {"role": "assistant", "content": "so", "thinking": "why"}]},
+    ),
+    "messages.images": {"messages": [{**TEXT[0], "images": ["aaaa"]}]},
+    "messages.tool_calls.id": (_ollama_calls({}), _ollama_calls({"id": "mine"})),
+    "messages.tool_calls.function.name": (_ollama_calls({}), _ollama_calls({"function": {"name": "h"}})),
+    "messages.tool_calls.function.arguments": (_ollama_calls({}), _ollama_calls({"function": {"name": "f"}})),
+    "messages.tool_name": (_ollama_calls({}, _RESULT), _ollama_calls({}, {**_RESULT, "tool_name": "g"})),
+    "messages.tool_call_id": (_ollama_calls({}, _RESULT), _ollama_calls({}, {**_RESULT, "tool_call_id": "call_1_1"})),
+    "tools": {"tools": [FUNCTION]},
+}
+_OLLAMA_GENERATE: Cases = {
+    **_OLLAMA,
+    "prompt": {"prompt": "ho"},
+    "suffix": {"suffix": "end"},
+    "system": {"system": "Be brief."},
+    "raw": {"raw": True},
+    "images": {"images": ["aaaa"]},
+}
+_KSERVE: Cases = {
+    **_EXTENSIONS,
+    **_PENALTIES,
+    **_SHAPES,
+    "max_tokens": {"max_tokens": 4},
+    "random_seed": {"random_seed": 3},
+    "stop": {"stop": ["x"]},
+    "stop_words": {"stop_words": ["x"]},
+    "exclude_input_in_output": {"exclude_input_in_output": False},
+    "text_input": {"text_input": "ho"},
+    "parameters": {"parameters": {"top_k": 5}},
+    "id": {"id": "mine"},
+}
+_TENSOR = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hi"]}
+_INFER: Cases = {
+    "id": {"id": "mine"},
+    "inputs.name": {"inputs": [{**_TENSOR, "name": "other"}]},
+    "inputs.shape": {"inputs": [{**_TENSOR, "shape": [1, 1]}]},
+    "inputs.datatype": {"inputs": [{**_TENSOR, "datatype": "FP16"}]},
+    "inputs.data": {"inputs": [{**_TENSOR, "data": ["ho"]}]},
+    "inputs.parameters.binary_data_size": {"inputs": [{**_TENSOR, "parameters": {"binary_data_size": 9}}]},
+    "outputs.name": {"outputs": [{"name": "other"}]},
+    "outputs.parameters.binary_data": {"outputs": [{"name": "text_output", "parameters": {"binary_data": True}}]},
+    "parameters": {"parameters": {"top_k": 5}},
+}
+_VECTORS: Cases = {
+    "model": {"model": "other"},
+    "truncate_prompt_tokens": {"truncate_prompt_tokens": 2},
+    "priority": {"priority": 5},
+    "request_id": {"request_id": "mine"},
+}
+
+DIALECTS: dict[str, tuple[str, Changes, Cases]] = {
+    "ChatCompletionRequest": (
+        "chat",
+        {"model": "m", "messages": TEXT},
+        {
+            **_OPENAI,
+            **_TEMPLATE,
+            **_MESSAGES,
+            "max_completion_tokens": {"max_completion_tokens": 4},
+            "logprobs": {"logprobs": True},
+            "top_logprobs": ({"logprobs": True}, {"top_logprobs": 2}),
+            "logprob_token_ids": ({"logprobs": True}, {"logprob_token_ids": [5]}),
+            "tool_choice": ({"tools": [FUNCTION, OTHER]}, {"tool_choice": "none"}),
+            "parallel_tool_calls": ({"tools": [FUNCTION]}, {"parallel_tool_calls": False}),
+            "reasoning_effort": {"reasoning_effort": "low"},
+            "thinking_token_budget": {"thinking_token_budget": 9},
+            "reasoning.effort": {"reasoning": {"effort": "low"}},
+            "reasoning.max_tokens": {"reasoning": {"max_tokens": 9}},
+            "include_reasoning": {"include_reasoning": False},
+            "verbosity": {"verbosity": "low"},
+        },
+    ),
+    "CompletionRequest": (
+        "completions",
+        {"model": "m", "prompt": "hi"},
+        {
+            **_OPENAI,
+            "prompt": {"prompt": "ho"},
+            "logprobs": {"logprobs": 2},
+            "logprob_token_ids": ({"logprobs": 2}, {"logprob_token_ids": [5]}),
+            "suffix": {"suffix": "end"},
+            "echo": {"echo": True},
+        },
+    ),
+    "MessagesRequest": ("messages", {"model": "m", "max_tokens": 9, "messages": TEXT}, _ANTHROPIC),
+    "ResponsesRequest": ("responses", {"model": "m", "input": "hi"}, _RESPONSES),
+    "EmbeddingRequest": (
+        "embeddings",
+        {"model": "m", "input": "hi"},
+        {
+            **_VECTORS,
+            "input": {"input": ["hi", "ho"]},
+            "encoding_format": {"encoding_format": "base64"},
+            "dimensions": {"dimensions": 2},
+            "prompt_name": {"prompt_name": "query"},
+        },
+    ),
+    "RerankRequest": (
+        "rerank",
+        {"model": "m", "query": "hi", "documents": ["a", "bcd"]},
+        {
+            **_VECTORS,
+            "query": {"query": "ho"},
+            "documents": {"documents": ["b", "bcd"]},
+            "top_n": {"top_n": 1},
+            "return_documents": {"return_documents": False},
+        },
+    ),
+    "ScoreRequest": (
+        "score",
+        {"model": "m", "text_1": "hi", "text_2": ["a", "bcd"]},
+        {**_VECTORS, "text_1": {"text_1": "ho"}, "text_2": {"text_2": ["b", "bcd"]}},
+    ),
+    "TgiRequest": ("tgi", {"inputs": "hi"}, _TGI),
+    "OllamaChatRequest": ("ollama-chat", {"model": "m", "messages": TEXT}, _OLLAMA_CHAT),
+    "OllamaGenerateRequest": ("ollama-generate", {"model": "m", "prompt": "hi"}, _OLLAMA_GENERATE),
+    "GenerateBody": ("kserve-generate", {"text_input": "hi"}, _KSERVE),
+    "InferBody": ("kserve-infer", {"inputs": [_TENSOR]}, _INFER),
+}
+"""Schema -> dialect, a body, and a case for each field."""
+COUNTS: dict[str, tuple[str, Changes, Cases]] = {
+    "TokenizeRequest": (
+        "/tokenize",
+        {"messages": TEXT},
+        {
+            **_TEMPLATE,
+            **_MESSAGES,
+            "model": {"model": "other"},
+            "prompt": ({"messages": None, "prompt": "hi"}, {"prompt": "ho"}),
+            "add_special_tokens": {"add_special_tokens": True},
+            "return_token_strs": {"return_token_strs": True},
+        },
+    ),
+    "CountRequest": (
+        "/v1/messages/count_tokens",
+        {"model": "m", "messages": TEXT},
+        {
+            **_ANTHROPIC_PROMPT,
+            "tool_choice.name": (_WITH_TOOL, {"tool_choice": {"type": "tool", "name": "other"}}),
+        },
+    ),
+}
+"""Schema -> route, a body, and a case for each field."""
+ELSEWHERE = {
+    "DetokenizeRequest": "tests/gateway/test_gateway_tools.py",
+    "ShowRequest": "tests/protocol/test_ollama_dialects.py",
+    "BatchRequest": "tests/gateway/test_batches.py",
+}
+"""Schemas of routes with state, or of fewer than three fields, and the tests of their effects."""
+
+
+def merged(body: Mapping[str, Any], changes: Mapping[str, Any]) -> Changes:
+    both = {**body, **changes}
+    nested = [name for name in body.keys() & changes.keys() if isinstance(body[name], dict)]
+    return both | {name: merged(body[name], changes[name]) for name in nested}
+
+
+def bodies_of(body: Changes, case: Changes | tuple[Changes, Changes]) -> tuple[Changes, Changes]:
+    before, changes = case if isinstance(case, tuple) else ({}, case)
+    return merged(body, before), merged(merged(body, before), changes)
+
+
+SCHEMAS = {schema.__name__: schema for schema in request_schemas()}
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> Iterator[dict[str, Tokenizer]]:
+    text = tokenizer_of()
+    vectors = {"embeddings": tokenizer_of(EMBEDS), "rerank": tokenizer_of(SCORES), "score": tokenizer_of(SCORES)}
+    yield {"": text, **vectors}
+    text.close()
+
+
+def test_every_schema_of_every_dialect_is_here() -> None:
+    assert {*DIALECTS, *COUNTS, *ELSEWHERE} == set(SCHEMAS)
+    assert {dialect for dialect, *_ in DIALECTS.values()} == {factory().name for factory in BUILT_IN}
+    assert {path for path, *_ in COUNTS.values()} == {count.path for count in TOKEN_COUNTS}
+
+
+@pytest.mark.parametrize("name", [*DIALECTS, *COUNTS])
+def test_every_field_has_a_case_or_is_listed_as_without_effect(name: str) -> None:
+    *_, cases = {**DIALECTS, **COUNTS}[name]
+    listed = {*SCHEMAS[name].leaves()} & SCHEMAS[name].ignored().keys()
+    assert sorted([*cases, *listed]) == sorted(SCHEMAS[name].leaves())
+    assert all(len(reason) > 15 for reason in SCHEMAS[name].ignored().values())
+
+
+def place_of(dialect: str) -> RequestInfo:
+    """Return the place of a body whose fields decide as much as possible."""
+    return RequestInfo("/" if dialect == "tgi" else "", {"model": "m"}, only_model="m")
+
+
+def tried(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except PagemillError as error:
+        return error
+
+
+def check_field(field: str, plain: Any, changed: Any) -> None:
+    """Check that a case changed the outcome, or was refused at its field."""
+    if isinstance(changed, PagemillError):
+        place = (changed.param or "").split(".")[0].split("[")[0]
+        assert place in (field.split(".")[0], "text_input"), f"{field}: {changed} at {changed.param}"
+    else:
+        assert changed != plain, f"{field} has no effect"
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_every_case_changes_the_request_or_its_answer(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    dialect, body, cases = DIALECTS[name]
+    tokenizer, place = tokenizers.get(dialect, tokenizers[""]), place_of(dialect)
+    for field, case in cases.items():
+        found = StoredResponsesDialect() if field == "store" else dialects()[dialect]
+        plain, changed = (tried(partial(outcome, found, each, place, tokenizer)) for each in bodies_of(body, case))
+        assert not isinstance(plain, PagemillError), f"{field}: {plain}"
+        check_field(field, plain, changed)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_case_changes_the_count_or_is_refused(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    path, body, cases = COUNTS[name]
+    (count,) = [each for each in TOKEN_COUNTS if each.path == path]
+
+    def counted(given: Changes) -> Any:
+        parsed = count.parse(json.dumps(given).encode())
+        return parsed.model, prepare.tokenize(parsed, tokenizers[""], 500), parsed.return_token_strs
+
+    for field, case in cases.items():
+        before, after = bodies_of(body, case)
+        check_field(field, counted(before), tried(partial(counted, after)))
+
+
+@pytest.mark.parametrize("name", [*DIALECTS, *COUNTS])
+def test_unsupported_fields_are_refused_by_name_with_a_remedy(name: str) -> None:
+    _, body, _ = {**DIALECTS, **COUNTS}[name]
+    for unsupported, rule in SCHEMAS[name].UNSUPPORTED.items():
+        with pytest.raises(PagemillError) as refused:
+            parse_body(json.dumps({**body, unsupported: [["x"]]}).encode(), SCHEMAS[name])
+        assert (refused.value.param, refused.value.code) == (unsupported, "unsupported_parameter")
+        assert rule.remedy in refused.value.message
+        for harmless in rule.harmless:
+            parse_body(json.dumps({**body, unsupported: harmless}).encode(), SCHEMAS[name])
+
+
+def test_no_field_is_in_two_lists() -> None:
+    for schema in SCHEMAS.values():
+        for path, each in schema.parts():
+            rules: Mapping[str, Unsupported] = each.UNSUPPORTED
+            assert not rules.keys() & (each.model_fields.keys() | each.IGNORED.keys()), (schema, path)
+
+
+def test_fields_listed_as_without_effect_change_no_request(tokenizers: dict[str, Tokenizer]) -> None:
+    values = {
+        "reasoning.summary": {"reasoning": {"summary": "auto"}},
+        "metadata.user_id": {"metadata": {"user_id": "a"}},
+    }
+    for name, (dialect, body, _) in DIALECTS.items():
+        tokenizer, place = tokenizers.get(dialect, tokenizers[""]), place_of(dialect)
+        plain, _ = outcome(dialects()[dialect], body, place, tokenizer)
+        declared = {*SCHEMAS[name].leaves()} & SCHEMAS[name].ignored().keys()
+        for field in declared:
+            changes = values.get(field) or {field: SAMPLES[field]}
+            assert outcome(dialects()[dialect], merged(body, changes), place, tokenizer)[0] == plain, field
+
+
+SAMPLES: Changes = {
+    "user": "ann",
+    "stream": True,
+    "max_tool_calls": 3,
+    "safety_identifier": "ann",
+    "prompt_cache_key": "key",
+}
+"""Values of declared fields without effect."""
