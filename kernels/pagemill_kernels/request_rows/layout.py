@@ -1,7 +1,7 @@
 """Layout of the rows on the device: one int32 array [records | block tables | tokens], so that one kernel writes them.
 
-A record contains a request's counters and its record of `sampling.filters.DRAWS`, floats by their bits. The last row is the padding
-row: its block table contains only the padding block.
+A record contains a request's counters and the columns of `sampling.filters.DRAWS`, floats by their bits. The last row
+is the padding row: its block table contains only the padding block.
 """
 
 from __future__ import annotations

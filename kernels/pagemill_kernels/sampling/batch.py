@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from pagemill_kernels.sampling.columns import Settings
 from pagemill_kernels.sampling.filters import DRAWS
 
-
 NUM_SETTINGS = len(DRAWS) + 2
 """Words of one draw on a device: its record and both halves of its key."""
 

@@ -40,7 +40,7 @@ Floats = NDArray[np.float32]
 def is_current() -> bool:
     """Whether the loaded library computes with the columns that are declared; reports it if it does not."""
     declared = f"{DRAWS.description}\n{PENALTIES.description}"
-    compiled = launch.native().pagemill_sampling_columns().decode()
+    compiled: str = launch.native().pagemill_sampling_columns().decode()
     if compiled != declared:
         logger.warning(
             "Native sampling is not used: the compiled columns (%s) are not the declared ones (%s). Without it numpy "

@@ -131,8 +131,8 @@ def draw(
 ):
     """Draw one row's token; -1 if the raw logits are not finite.
 
-    settings: int32 [columns + 2, num_rows]: the bits of `DRAWS`, then the key's low and high half. listed: int32 [num_rows, 2 * CAPACITY + LIST_PADDING], for `list_tokens`. IS_CHANGED: raw
-    differs from logits.
+    settings: int32 [columns + 2, num_rows]: the bits of `DRAWS`, then the key's low and high half. listed: int32
+    [num_rows, 2 * CAPACITY + LIST_PADDING], for `list_tokens`. IS_CHANGED: raw differs from logits.
     """
     row = tl.program_id(0).to(tl.int64)
     own = settings_ptr + row

@@ -343,7 +343,7 @@ void meet_all(const Scaled& s, uint64_t key, Winner& winner) {
 int64_t draw(const SamplingArgs& a, int64_t at, const float* row, const Best& best, std::vector<uint64_t>& keys) {
   if (!(best.value > -kInfinity)) return best.token;  // all tokens were forbidden
   const DrawSettings& settings = a.draws[at];
-  const Scaled scaled{row, a.vocab_size, best.value, settings.temperature, settings.min_p};
+  Scaled scaled{row, a.vocab_size, best.value, settings.temperature, settings.min_p};
   Winner winner{-kInfinity, best.token};
   winner.meet(0.0f, best.token, a.keys[at]);
   if (settings.top_k >= a.vocab_size && settings.top_p >= kWholeShare) {
