@@ -55,6 +55,8 @@ from pagemill_kernels.rope.reference import HeadNorms
 from pagemill_kernels.sampling import triton_body as sampling_body
 from pagemill_kernels.sampling import triton_launch as sampling
 from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, TokenMasks
+from pagemill_kernels.sampling.filters import DRAWS
+from pagemill_kernels.sampling.penalties import PENALTIES
 from pagemill_kernels.scaled_linear import triton_body as scaled_body
 from pagemill_kernels.scaled_linear import triton_launch as scaled
 from pagemill_kernels.scaled_linear.channels import ChannelCodes
@@ -225,9 +227,9 @@ def sample() -> list[Case]:
     logits, raw = (torch.empty(num_rows, vocab_size, device=META) for _ in range(2))
     tokens = torch.empty(num_rows, dtype=torch.int64, device=META)
     rows, ones = np.arange(num_rows), np.ones(num_rows, dtype=np.float32)
-    draws = Draws(ones, rows, ones, ones, rows.astype(np.uint64))
+    draws = Draws(DRAWS.filled(num_rows, {"top_p": 0.9}), rows.astype(np.uint64))
     tables = (logits.bool(), logits.int())
-    penalties = Penalties(rows, ones, ones, ones, rows, *tables)
+    penalties = Penalties(rows, PENALTIES.filled(num_rows, {}), rows, *tables)
     masks = TokenMasks(rows, np.zeros((num_rows, vocab_size // 32), dtype=np.int32))
     return [
         Case("masks", lambda: sampling.apply_masks(logits, masks), False),

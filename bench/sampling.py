@@ -13,6 +13,8 @@ from report import emit, median
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.sampling import native, randomness, reference
 from pagemill_kernels.sampling.batch import Draws, Penalties, Reports, SamplingBatch
+from pagemill_kernels.sampling.filters import DRAWS
+from pagemill_kernels.sampling.penalties import PENALTIES
 
 VOCABULARIES = (49_152, 151_936)
 ROWS = (1, 32, 256)
@@ -53,33 +55,27 @@ def cpu_ms(work: Callable[[], object]) -> float:
     return (time.process_time() - started) * 1e3
 
 
-def draws(num_rows: int, vocab_size: int, **changes: float) -> Draws:
-    values = {"temperature": 0.8, "top_k": vocab_size, "top_p": 1.0, "min_p": 0.0, **changes}
+def draws(num_rows: int, **changes: float) -> Draws:
     zeros = np.zeros(num_rows, dtype=np.int64)
-    return Draws(
-        np.full(num_rows, values["temperature"], dtype=np.float32),
-        np.full(num_rows, values["top_k"], dtype=np.int64),
-        np.full(num_rows, values["top_p"], dtype=np.float32),
-        np.full(num_rows, values["min_p"], dtype=np.float32),
-        randomness.keys(np.arange(num_rows, dtype=np.uint64), zeros, zeros),
-    )
+    settings = DRAWS.filled(num_rows, {"temperature": 0.8, **changes})
+    return Draws(settings, randomness.keys(np.arange(num_rows, dtype=np.uint64), zeros, zeros))
 
 
 def penalties(num_rows: int, vocab_size: int) -> Penalties:
     random = np.random.default_rng(1)
     seen = np.zeros((num_rows, vocab_size), dtype=np.bool_)
     seen[:, random.integers(0, vocab_size, 500)] = True
-    repetition, frequency, presence = (np.full(num_rows, value, dtype=np.float32) for value in (1.1, 0.2, 0.1))
+    values = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1}
     rows = np.arange(num_rows)
-    return Penalties(rows, repetition, frequency, presence, rows, seen, seen.astype(np.int32))
+    return Penalties(rows, PENALTIES.filled(num_rows, values), rows, seen, seen.astype(np.int32))
 
 
 KINDS: dict[str, Callable[[int, int], SamplingBatch]] = {
     "the best token": lambda rows, vocab: SamplingBatch(),
-    "temperature": lambda rows, vocab: SamplingBatch(draws(rows, vocab)),
-    "top_k 50, top_p 0.95": lambda rows, vocab: SamplingBatch(draws(rows, vocab, top_k=50, top_p=0.95)),
-    "top_p 0.95": lambda rows, vocab: SamplingBatch(draws(rows, vocab, top_p=0.95)),
-    "temperature, penalties": lambda rows, vocab: SamplingBatch(draws(rows, vocab), penalties=penalties(rows, vocab)),
+    "temperature": lambda rows, vocab: SamplingBatch(draws(rows)),
+    "top_k 50, top_p 0.95": lambda rows, vocab: SamplingBatch(draws(rows, top_k=50, top_p=0.95)),
+    "top_p 0.95": lambda rows, vocab: SamplingBatch(draws(rows, top_p=0.95)),
+    "temperature, penalties": lambda rows, vocab: SamplingBatch(draws(rows), penalties=penalties(rows, vocab)),
     "5 log probabilities": lambda rows, vocab: SamplingBatch(reports=Reports(np.arange(rows), np.full(rows, 5))),
 }
 

@@ -23,6 +23,8 @@ from pagemill_kernels.request_rows.layout import (
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_kernels.sampling import randomness, reference, triton_launch
 from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SamplingBatch, TokenMasks
+from pagemill_kernels.sampling.filters import DRAWS
+from pagemill_kernels.sampling.penalties import PENALTIES
 
 NUM_TOP = 5
 """Log probabilities reported beside the chosen token's."""
@@ -106,12 +108,14 @@ def sampling(device: Device, num_rows: int, vocab_size: int) -> list[Case]:
     logits = device.random(num_rows, vocab_size, dtype=torch.float32) * 3
     places = np.zeros(num_rows, np.int64)
     keys = randomness.keys(np.arange(num_rows, dtype=np.uint64), places, places)
-    ones, zeros, all_tokens = np.ones(num_rows, np.float32), np.zeros(num_rows, np.float32), places + vocab_size
-    draws = {
-        "greedy": None,
-        "temperature": Draws(0.8 * ones, all_tokens, ones, zeros, keys),
-        "top-p 0.9": Draws(0.8 * ones, all_tokens, 0.9 * ones, zeros, keys),
-        "top-k 50, top-p 0.9": Draws(0.8 * ones, places + 50, 0.9 * ones, zeros, keys),
+    asked: dict[str, dict[str, float]] = {
+        "temperature": {},
+        "top-p 0.9": {"top_p": 0.9},
+        "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
+    }
+    draws: dict[str, Draws | None] = {"greedy": None}
+    draws |= {
+        name: Draws(DRAWS.filled(num_rows, {"temperature": 0.8, **values}), keys) for name, values in asked.items()
     }
     shape = f"{num_rows} x {vocab_size}"
     return [
@@ -162,8 +166,9 @@ def _penalties(shape: str, logits: torch.Tensor) -> list[Case]:
     num_rows, vocab_size = logits.shape
     numbers, ones = np.arange(num_rows), np.ones(num_rows, np.float32)
     tokens = torch.arange(vocab_size, device=logits.device)
+    values = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.3}
     penalties = Penalties(
-        numbers, 1.2 * ones, 0.5 * ones, 0.3 * ones, numbers,
+        numbers, PENALTIES.filled(num_rows, values), numbers,
         in_prompt=(tokens % 7 == 0).expand(num_rows, -1).contiguous(),
         in_output=(tokens % 11 == 0).int().expand(num_rows, -1).contiguous(),
     )  # fmt: skip

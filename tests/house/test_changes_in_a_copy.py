@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to" / "change-pagemill.md"
 SAMPLING = "protocol/pagemill_protocol/sampling.py"
 SCHEMAS = "protocol/pagemill_protocol/openai/schemas.py"
+FILTERS = "kernels/pagemill_kernels/sampling/filters.py"
+NATIVE = "kernels/pagemill_kernels/cpu/src/sampling.cpp"
+TRITON = "kernels/pagemill_kernels/sampling/triton_body.py"
 ROWS = "engine/pagemill_engine/sampling/rows.py"
 POLICIES = "gateway/pagemill_gateway/routing/policies.py"
 ROUTING = "crds/pagemill_crds/sections/routing.py"
@@ -79,6 +82,129 @@ for kind, fields in ((ChatCompletionRequest, chat), (CompletionRequest, text)):
         assert error.param == "eos_bias" and "100" in error.message, error.message
 field = json.loads(document("t", "1"))["components"]["schemas"]["ChatCompletionRequest"]["properties"]["eos_bias"]
 assert '"maximum": 100' in json.dumps(field), field
+""",
+    ),
+    "A sampling parameter with arithmetic": (
+        {
+            SAMPLING: [
+                (
+                    '    "min_p": Bounds(0, 1, neutral=(0.0,)),\n',
+                    '    "epsilon_cutoff": Bounds(0, 1, neutral=(0.0,)),\n',
+                ),
+                ("    min_p: float = 0.0\n", "    epsilon_cutoff: float = 0.0\n"),
+            ],
+            SCHEMAS: [("    min_p: FiniteFloat = 0.0\n", "    epsilon_cutoff: FiniteFloat = 0.0\n")],
+            FILTERS: [
+                (
+                    "    min_p=Column(np.float32, 0.0, log_share),\n",
+                    "    epsilon_cutoff=Column(np.float32, 0.0, log_share),\n",
+                ),
+                (
+                    '    drop_below(x, settings["min_p"])\n',
+                    '    for row, share in zip(x, settings["epsilon_cutoff"], strict=True):\n'
+                    "        whole = arithmetic.total_mass(row) * np.ones(1, np.float32)\n"
+                    "        whole = whole.astype(np.float32) * np.float32(2.0**-40)\n"
+                    "        drop_below(row[None], np.minimum(share + arithmetic.log(whole), np.float32(0)))\n",
+                ),
+            ],
+            NATIVE: [
+                ("column(float32, min_p)", " column(float32, epsilon_cutoff)"),
+                (
+                    "  Scaled scaled{row, a.vocab_size, best.value, settings.temperature, settings.min_p};\n",
+                    "  if (settings.epsilon_cutoff > -kInfinity) {\n"
+                    "    const float whole = static_cast<float>(total_mass(scaled)) * 0x1p-40f;\n"
+                    "    const float lowest = std::min(settings.epsilon_cutoff + logarithm(whole), 0.0f);\n"
+                    "    scaled.least = std::max(scaled.least, lowest);\n"
+                    "  }\n",
+                ),
+            ],
+            TRITON: [
+                (
+                    'MIN_P: tl.constexpr = tl.constexpr(DRAWS.index("min_p"))\n',
+                    'EPSILON: tl.constexpr = tl.constexpr(DRAWS.index("epsilon_cutoff"))\n',
+                ),
+                (
+                    "    floor = tl.load(own + MIN_P * num_rows).to(tl.float32, bitcast=True)\n",
+                    "    epsilon = tl.load(own + EPSILON * num_rows).to(tl.float32, bitcast=True)\n",
+                ),
+                (
+                    "        cut = tl.full((), LAST_KEY, tl.int32)\n",
+                    '        if epsilon > float("-inf"):\n'
+                    "            whole = mass_up_to(\n"
+                    "                cut, logits_ptr, listed_ptr, -1, maximum, temperature, floor,\n"
+                    "                VOCAB, CUT_BLOCK, CAPACITY,\n"
+                    "            )\n"
+                    "            lowest = epsilon + natural_log(whole.to(tl.float32) * 2.0**-40)\n"
+                    "            floor = tl.maximum(floor, tl.minimum(lowest, 0.0))\n",
+                ),
+            ],
+        },
+        """
+import json
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.openai.parse import parse_body
+from pagemill_protocol.openai.prepare import sampling_of
+from pagemill_protocol.openai.schemas import CompletionRequest
+
+def asked(**fields):
+    body = {"model": "m", "prompt": "a", **fields}
+    return sampling_of(parse_body(json.dumps(body).encode(), CompletionRequest))
+
+try:
+    asked(epsilon_cutoff=1.5)
+    raise SystemExit("the value was accepted")
+except PagemillError as error:
+    assert error.param == "epsilon_cutoff", error.message
+
+import ctypes
+import os
+import numpy as np
+from pagemill_engine.sampling.rows import SamplingRows
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_kernels.cpu import library
+from pagemill_kernels.sampling import native, reference
+from pagemill_kernels.sampling.batch import SamplingBatch
+
+kinds = [{"epsilon_cutoff": 0.05}, {"epsilon_cutoff": 0.05, "top_p": 0.8}, {"epsilon_cutoff": 1, "min_p": 0.01}, {}]
+sequences = [AdmittedSequence(str(i), [1], 1, 0, [0], asked(**kinds[i % 4]), 0, i) for i in range(20)]
+at, none = np.arange(20), np.zeros(20, dtype=np.int64)
+logits = np.broadcast_to(np.random.default_rng(0).normal(0, 1.5, 50).astype(np.float32), (20, 50)).copy()
+shares = np.exp(logits[0]) / np.exp(logits[0]).sum()
+rows = SamplingRows(max_rows=20, vocab_size=50)
+for row, sequence in enumerate(sequences):
+    rows.admit(row, sequence)
+batch = rows.batch(at, none)
+tokens = reference.sample_tokens(logits.copy(), batch).token_ids
+assert set(tokens[2::4]) == {shares.argmax()}
+assert shares[tokens[0::4]].min() > 0.05 > shares[tokens[3::4]].min()
+
+compiled = ctypes.CDLL(os.environ["COMPILED"])
+compiled.pagemill_sample.argtypes = library._SIGNATURES["pagemill_sample"]
+compiled.pagemill_sampling_columns.restype = ctypes.c_char_p
+library.load = lambda: compiled
+assert native.is_current()
+assert native.sample_tokens(logits, batch).token_ids.tolist() == tokens.tolist()
+
+import torch
+from quick_interpreter import speed_up_interpreter
+from pagemill_engine.runner.device_rows import DeviceRows
+from pagemill_kernels.request_rows import triton_launch as device
+from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, RowState
+from pagemill_kernels.request_rows.staging import Staging
+from pagemill_kernels.sampling import triton_launch
+
+speed_up_interpreter()
+layout, cpu, staging = RowLayout.of(20, 16, 16), torch.device("cpu"), Staging()
+state, on_device = RowState(layout, 0, cpu), DeviceRows(layout)
+plan = StepPlan(0, dict.fromkeys(map(str, range(20)), 1), admitted=sequences, samples=set(map(str, range(20))))
+on_device.apply(plan, rows, staging)
+step = on_device.step(plan)
+writes, placed = staging.upload(step.rows, step.query_start_loc, step.places, cpu)
+device.write_rows(state, writes)
+inputs = DeviceStepInputs.empty(20, 20, 20, layout.table_width, cpu)
+device.build_inputs(state, placed, 1, 20, 16, inputs)
+found = triton_launch.draw_tokens(torch.from_numpy(logits), SamplingBatch(), inputs.settings)
+assert found.tokens.tolist() == tokens.tolist()
 """,
     ),
     "A routing policy": (
@@ -155,7 +281,7 @@ assert "at least: 1" in describe(find("llmd.spec.engine.maxNumWaiting"))
 }
 """Row of the page -> (the change, a program that uses it)."""
 
-PACKAGES = ("protocol/pagemill_protocol", "crds/pagemill_crds", "engine/pagemill_engine")
+PACKAGES = ("protocol/pagemill_protocol", "crds/pagemill_crds", "kernels/pagemill_kernels", "engine/pagemill_engine")
 PACKAGES += ("gateway/pagemill_gateway", "operator/pagemill_operator")
 
 
@@ -168,9 +294,10 @@ def rows() -> dict[str, list[str]]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Return a folder with the packages of the repository, in the same places."""
+    """Return a folder with the packages of the repository, in the same places; what is compiled stays so until its
+    source changes."""
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("*.so"))
     return tmp_path
 
 
@@ -183,6 +310,16 @@ def make_change(copy: Path, change: Insertions) -> None:
             path.write_text(text.replace(before, before + added) if before else added)
 
 
+def compiled(copy: Path) -> Path:
+    """Compile the copy's sampler and threads, without the other kernels and without optimisation, which takes half a
+    second."""
+    sources = [copy / NATIVE, copy / NATIVE.replace("sampling.cpp", "threads.cpp")]
+    options = ["-std=c++17", "-fPIC", "-shared", "-pthread", "-w", "-ffp-contract=off"]
+    found = copy / "compiled.so"
+    subprocess.run(["c++", *options, "-o", str(found), *map(str, sources)], check=True)
+    return found
+
+
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_change_needs_only_the_files_that_the_page_names(kind: str, copy: Path) -> None:
     change, program = CHANGES[kind]
@@ -193,9 +330,12 @@ def test_a_change_needs_only_the_files_that_the_page_names(kind: str, copy: Path
         known = [folder for folder in folders if (ROOT / file).is_relative_to(folder)]
         assert known or f"`{Path(file).name}`" in where, f"the page does not name {file}"
     make_change(copy, change)
-    path = os.pathsep.join(str((copy / package).parent) for package in PACKAGES)
+    folders = [(copy / package).parent for package in PACKAGES]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT / "tests" / "shared"]))}
+    if NATIVE in change:
+        environment |= {"COMPILED": str(compiled(copy)), "TRITON_INTERPRET": "1"}
     argv = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(argv, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -23,6 +23,8 @@ from pagemill_kernels.sampling.batch import (
     SamplingBatch,
     TokenMasks,
 )
+from pagemill_kernels.sampling.filters import DRAWS
+from pagemill_kernels.sampling.penalties import PENALTIES
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 Floats = NDArray[np.float32]
@@ -84,19 +86,24 @@ def batches(draw: st.DrawFn) -> tuple[Floats, SamplingBatch]:
     return logits, SamplingBatch(**parts)
 
 
+DRAW_VALUES: dict[str, list[float]] = {
+    "temperature": [0.0, 0.3, 1.0, 1.7, 50.0],
+    "top_k": [1, 2, 7, 50, 1024, 1100, 1 << 30],
+    "top_p": [1e-9, 0.3, 0.9, 0.999, 1.0],
+    "min_p": [0.0, 0.0, 0.001, 0.1, 1.0],
+}
+PENALTY_VALUES: dict[str, list[float]] = {
+    "repetition_penalty": [1.0, 1.1, 0.7],
+    "frequency_penalty": [0.0, 0.3, -1.1],
+    "presence_penalty": [0.0, 0.7],
+}
+
+
 def draws_of(random: np.random.Generator, num_rows: int, vocab_size: int) -> Draws:
     zeros = np.zeros(num_rows, dtype=np.int64)
-    return Draws(
-        chosen_of(random, [0.0, 0.3, 1.0, 1.7, 50.0], num_rows),
-        np.minimum(random.choice([1, 2, 7, 50, 1024, 1100, 1 << 30], num_rows), vocab_size),
-        chosen_of(random, [1e-9, 0.3, 0.9, 0.999, 1.0], num_rows),
-        chosen_of(random, [0.0, 0.0, 0.001, 0.1, 1.0], num_rows),
-        randomness.keys(random.integers(0, 2**63, num_rows).astype(np.uint64), zeros, zeros + 3),
-    )
-
-
-def chosen_of(random: np.random.Generator, values: list[float], count: int) -> Floats:
-    return random.choice(values, count).astype(np.float32)
+    values = {name: random.choice(DRAW_VALUES[name], num_rows) for name in DRAWS}
+    keys = randomness.keys(random.integers(0, 2**63, num_rows).astype(np.uint64), zeros, zeros + 3)
+    return Draws(DRAWS.filled(num_rows, values), keys)
 
 
 def some_rows(random: np.random.Generator, num_rows: int) -> NDArray[np.int64]:
@@ -120,9 +127,7 @@ def penalties_of(random: np.random.Generator, num_rows: int, vocab_size: int) ->
     rows = some_rows(random, num_rows)
     return Penalties(
         rows,
-        chosen_of(random, [1.0, 1.1, 0.7], len(rows)),
-        chosen_of(random, [0.0, 0.3, -1.1], len(rows)),
-        chosen_of(random, [0.0, 0.7], len(rows)),
+        PENALTIES.filled(len(rows), {name: random.choice(PENALTY_VALUES[name], len(rows)) for name in PENALTIES}),
         random.permutation(num_rows + 2)[: len(rows)],
         random.random((num_rows + 2, vocab_size)) < 0.2,
         random.integers(0, 3, (num_rows + 2, vocab_size)).astype(np.int32),
@@ -149,15 +154,10 @@ def test_a_large_nearly_uniform_vocabulary_is_cut_like_in_the_reference() -> Non
     """The cut by probability mass lies beyond the shortlist, and most tokens may win."""
     random = np.random.default_rng(1)
     logits = random.normal(0, 0.05, (3, 40_000)).astype(np.float32)
-    draws = draws_of(random, 3, 40_000)._replace(
-        temperature=np.ones(3, dtype=np.float32),
-        top_p=np.array([0.4, 0.97, 1.0], dtype=np.float32),
-        top_k=np.array([40_000, 40_000, 20_000]),
-        min_p=np.zeros(3, dtype=np.float32),
-    )
+    settings = DRAWS.filled(3, {"top_p": [0.4, 0.97, 1.0], "top_k": [0, 0, 20_000]})
     for position in range(8):
         keys = randomness.keys(np.arange(3, dtype=np.uint64), np.zeros(3, dtype=np.int64), np.full(3, position))
-        check(logits, SamplingBatch(draws=draws._replace(keys=keys)))
+        check(logits, SamplingBatch(Draws(settings, keys)))
 
 
 def test_the_number_of_threads_changes_no_token() -> None:

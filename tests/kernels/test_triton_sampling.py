@@ -16,6 +16,8 @@ from triton_device import DEVICE, HAS_GPU, close
 from pagemill_kernels.sampling import arithmetic, randomness, reference, triton_body
 from pagemill_kernels.sampling import triton_launch as sampling
 from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SampledTokens, SamplingBatch, TokenMasks
+from pagemill_kernels.sampling.filters import DRAWS
+from pagemill_kernels.sampling.penalties import PENALTIES, apply_penalties
 
 
 def logits_of(num_rows: int, vocab_size: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
@@ -24,12 +26,9 @@ def logits_of(num_rows: int, vocab_size: int, seed: int = 0, spread: float = 3.0
 
 def draws_of(num_rows: int, position: int = 0, **values: Any) -> Draws:
     """Return parameters in which row i has seed i; each value is one number for all rows, or one for each row."""
-    filled = {"temperature": 1.0, "top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0, **values}
-    types = {"temperature": np.float32, "top_k": np.int64, "top_p": np.float32, "min_p": np.float32}
-    arrays = {name: np.broadcast_to(np.array(filled[name], types[name]), num_rows).copy() for name in types}
     zeros = np.zeros(num_rows, dtype=np.int64)
     keys = randomness.keys(np.arange(num_rows, dtype=np.uint64), zeros, zeros + position)
-    return Draws(**arrays, keys=keys)
+    return Draws(DRAWS.filled(num_rows, values), keys)
 
 
 def on_device(batch: SamplingBatch) -> SamplingBatch:
@@ -136,11 +135,9 @@ def penalties_of(num_rows: int, vocab_size: int, seed: int, **values: float) -> 
     """Return penalties of every second row; the tables are in reverse order."""
     generator = torch.Generator().manual_seed(seed)
     rows = np.arange(0, num_rows, 2)
-    filled = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0, **values}
-    arrays = {name: np.full(len(rows), value, dtype=np.float32) for name, value in filled.items()}
     return Penalties(
         rows=rows,
-        **arrays,
+        settings=PENALTIES.filled(len(rows), {f"{name}_penalty": value for name, value in values.items()}),
         count_rows=len(rows) - np.arange(len(rows)),
         in_prompt=torch.rand(len(rows) + 1, vocab_size, generator=generator) < 0.3,
         in_output=torch.randint(0, 3, (len(rows) + 1, vocab_size), generator=generator, dtype=torch.int32),
@@ -169,7 +166,7 @@ def test_edits_and_penalties_change_logits_like_the_reference(seed: int, tempera
     reference.add_edits(expected, edits)
     theirs = on_host(batch).penalties
     assert theirs is not None
-    reference.apply_penalties(expected, theirs)
+    apply_penalties(expected, theirs)
     assert np.array_equal(changed.cpu().numpy(), expected)
     check(logits, batch)
 

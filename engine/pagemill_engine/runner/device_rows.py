@@ -16,8 +16,6 @@ from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_kernels.request_rows import layout
 from pagemill_kernels.request_rows.layout import RowLayout
 from pagemill_kernels.request_rows.staging import Staging
-from pagemill_kernels.sampling import arithmetic
-from pagemill_kernels.sampling.filters import log_min_p
 
 
 class DeviceStep(NamedTuple):
@@ -156,8 +154,5 @@ def _record(row: int, admitted: AdmittedSequence, sampling: SamplingRows) -> NDA
     record[layout.CHOICE] = admitted.choice
     one = slice(row, row + 1)
     record[[layout.SEED_LOW, layout.SEED_HIGH]] = sampling.seeds[one].view(np.int32)
-    record[layout.TOP_K] = sampling.top_k[row]
-    record[layout.TOP_P_SHARE] = arithmetic.shares(sampling.top_p[one])[0]
-    record[layout.TEMPERATURE] = sampling.temperature[one].view(np.int32)[0]
-    record[layout.MIN_P_FLOOR] = log_min_p(sampling.min_p[one]).view(np.int32)[0]
+    record[layout.DRAW :] = sampling.draws[one].view(np.int32)
     return record

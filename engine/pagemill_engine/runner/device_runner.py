@@ -32,9 +32,9 @@ from pagemill_engine.sampling.sampler import by_row, masks_of
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
-from pagemill_kernels.request_rows.layout import NUM_SETTINGS, DeviceStepInputs, RowLayout, RowState, StepRows
+from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, RowState, StepRows
 from pagemill_kernels.request_rows.staging import Staging
-from pagemill_kernels.sampling.batch import Reports, SampledTokens, SamplingBatch, TokenMasks
+from pagemill_kernels.sampling.batch import NUM_SETTINGS, Reports, SampledTokens, SamplingBatch, TokenMasks
 from pagemill_kernels.sampling.device_sample import DeviceSample, Report, download_report, read_report
 from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.sampling import SamplingParams

@@ -1,5 +1,7 @@
 """Sampling parameters as arrays indexed by the runner's rows, and the part of them that a step needs.
 
+Those that scale, filter or penalise are whole records (`pagemill_kernels.sampling.columns`), of which none is named.
+
 Token counts for penalties take memory of rows x vocabulary, so they are allocated with the first request that needs
 them.
 """
@@ -17,9 +19,9 @@ from numpy.typing import NDArray
 from pagemill_engine.scheduler.step import AdmittedSequence
 from pagemill_kernels.sampling import randomness
 from pagemill_kernels.sampling.batch import Draws, Edits, NamedTokens, Penalties, Reports, SamplingBatch
-
-MIN_TEMPERATURE = 1e-5
-"""Any lower temperature is greedy: dividing by it would leave float32's range."""
+from pagemill_kernels.sampling.columns import Settings
+from pagemill_kernels.sampling.filters import DRAWS, is_drawn
+from pagemill_kernels.sampling.penalties import PENALTIES
 
 
 class TokenCounts(Protocol):
@@ -54,14 +56,10 @@ class SamplingRows:
     vocab_size: int
     make_counts: Callable[[int, int], TokenCounts] = HostCounts
     """Creates token counts from the numbers of rows and tokens."""
-    temperature: NDArray[np.float32] = field(init=False)
-    top_k: NDArray[np.int64] = field(init=False)
-    """vocab_size if all tokens are kept."""
-    top_p: NDArray[np.float32] = field(init=False)
-    min_p: NDArray[np.float32] = field(init=False)
-    presence_penalty: NDArray[np.float32] = field(init=False)
-    frequency_penalty: NDArray[np.float32] = field(init=False)
-    repetition_penalty: NDArray[np.float32] = field(init=False)
+    draws: Settings = field(init=False)
+    """Records of `DRAWS`."""
+    penalties: Settings = field(init=False)
+    """Records of `PENALTIES`."""
     min_tokens: NDArray[np.int64] = field(init=False)
     num_logprobs: NDArray[np.int64] = field(init=False)
     """Number of most likely tokens to report; -1: no log probabilities; 0 also if tokens are named."""
@@ -79,9 +77,8 @@ class SamplingRows:
     counts: TokenCounts | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            setattr(self, name, np.zeros(self.max_rows, dtype=np.float32))
-        for name in ("top_k", "min_tokens", "num_logprobs", "choices"):
+        self.draws, self.penalties = DRAWS.empty(self.max_rows), PENALTIES.empty(self.max_rows)
+        for name in ("min_tokens", "num_logprobs", "choices"):
             setattr(self, name, np.zeros(self.max_rows, dtype=np.int64))
         self.seeds = np.zeros(self.max_rows, dtype=np.uint64)
         self.penalised = np.zeros(self.max_rows, dtype=np.bool_)
@@ -89,13 +86,7 @@ class SamplingRows:
 
     def admit(self, row: int, admitted: AdmittedSequence) -> None:
         params = admitted.sampling
-        self.temperature[row] = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
-        self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.presence_penalty[row] = params.presence_penalty
-        self.frequency_penalty[row] = params.frequency_penalty
-        self.repetition_penalty[row] = params.repetition_penalty
+        self.draws[row], self.penalties[row] = DRAWS.record(params), PENALTIES.record(params)
         named = params.logprob_token_ids is not None
         self.num_logprobs[row] = 0 if named else -1 if params.logprobs is None else params.logprobs
         self.seeds[row] = admitted.seed % 2**64
@@ -130,10 +121,10 @@ class SamplingRows:
 
     def _draws(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> Draws | None:
         """Return the random draws. The position in a row's random sequence is the number of its generated tokens."""
-        if not (self.temperature[rows] > 0).any():
+        settings = self.draws[rows]
+        if not is_drawn(settings).any():
             return None
-        keys = randomness.keys(self.seeds[rows], self.choices[rows], num_generated)
-        return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], keys)
+        return Draws(settings, randomness.keys(self.seeds[rows], self.choices[rows], num_generated))
 
     def _edits(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> Edits | None:
         """Return the biases, which also forbid stop tokens before `min_tokens` tokens were generated."""
@@ -158,9 +149,7 @@ class SamplingRows:
         places = rows[chosen]
         return Penalties(
             rows=chosen,
-            repetition=self.repetition_penalty[places],
-            frequency=self.frequency_penalty[places],
-            presence=self.presence_penalty[places],
+            settings=self.penalties[places],
             count_rows=places,
             in_prompt=self.counts.in_prompt,
             in_output=self.counts.in_output,
@@ -191,8 +180,7 @@ class SamplingRows:
         self.min_tokens[row] = params.min_tokens if stop_ids else 0
         if self.min_tokens[row]:
             self.stop_ids[row] = stop_ids
-        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-        self.penalised[row] = penalties != (0.0, 0.0, 1.0)
+        self.penalised[row] = not PENALTIES.are_neutral(params)
         if not self.penalised[row]:
             return
         if self.counts is None:

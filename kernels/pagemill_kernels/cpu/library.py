@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
@@ -105,10 +105,7 @@ class SamplingArgs(ctypes.Structure):
         ("logits", c_void_p),
         ("num_rows", c_int64),
         ("vocab_size", c_int64),
-        ("temperature", c_void_p),
-        ("top_k", c_void_p),
-        ("top_p", c_void_p),
-        ("min_p", c_void_p),
+        ("draws", c_void_p),
         ("keys", c_void_p),
         ("mask_of", c_void_p),
         ("masks", c_void_p),
@@ -117,9 +114,7 @@ class SamplingArgs(ctypes.Structure):
         ("edit_tokens", c_void_p),
         ("edit_biases", c_void_p),
         ("penalty_of", c_void_p),
-        ("repetition", c_void_p),
-        ("frequency", c_void_p),
-        ("presence", c_void_p),
+        ("penalties", c_void_p),
         ("count_rows", c_void_p),
         ("in_prompt", c_void_p),
         ("in_output", c_void_p),
@@ -261,4 +256,5 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = arguments
         function.restype = None
+    library.pagemill_sampling_columns.restype = c_char_p
     return library

@@ -1,7 +1,7 @@
 """Layout of the rows on the device: one int32 array [records | block tables | tokens], so that one kernel writes them.
 
-A record contains a request's counters and its sampling parameters, floats by their bits. The last row is the padding
-row: its block table contains only the padding block.
+A record contains a request's counters and the columns of `sampling.filters.DRAWS`, floats by their bits. The last row
+is the padding row: its block table contains only the padding block.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pagemill_kernels.sampling.batch import NUM_SETTINGS
+from pagemill_kernels.sampling.filters import DRAWS
+
 (
     NUM_TOKENS,
     NUM_PROMPT_TOKENS,
@@ -19,16 +22,12 @@ from torch import Tensor
     CHOICE,
     SEED_LOW,
     SEED_HIGH,
-    TOP_K,
-    TOP_P_SHARE,
-    TEMPERATURE,
-    MIN_P_FLOOR,
-) = range(10)
-NUM_FIELDS = 10
-RECORD = 16
+    DRAW,
+) = range(7)
+"""`DRAW`: the first of the draw's columns."""
+NUM_FIELDS = DRAW + len(DRAWS)
+RECORD = -(-NUM_FIELDS // 16) * 16
 """Elements from one record to the next."""
-NUM_SETTINGS = 6
-"""Settings of one drawn token, in the order of `sampling.triton_body.draw`."""
 ALIGNMENT = 4
 """Elements of 16 bytes. Kernels are specialized for pointers that are multiples of it."""
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.request_rows import layout
-from pagemill_kernels.request_rows.layout import NUM_SETTINGS, DeviceStepInputs, RowState, RowWrites, StepRows
+from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowState, RowWrites, StepRows
 from pagemill_kernels.sampling import randomness
+from pagemill_kernels.sampling.batch import NUM_SETTINGS
 
 
 def write_rows(state: RowState, writes: RowWrites) -> None:
@@ -58,5 +59,5 @@ def _settings(record: Tensor) -> Tensor:
     position = found[layout.NUM_TOKENS] - found[layout.NUM_PROMPT_TOKENS]
     keys = randomness.keys(seed, found[[layout.CHOICE]].astype(np.int64), np.array([position], dtype=np.int64))
     key = np.concatenate(randomness.halves(keys)).view(np.int32)
-    copied = found[layout.TOP_K : layout.MIN_P_FLOOR + 1]
+    copied = found[layout.DRAW : layout.NUM_FIELDS]
     return torch.from_numpy(np.concatenate([copied, key])).to(record.device)

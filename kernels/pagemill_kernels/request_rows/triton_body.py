@@ -17,8 +17,8 @@ NUM_COMPUTED_TOKENS: tl.constexpr = tl.constexpr(layout.NUM_COMPUTED_TOKENS)
 CHOICE: tl.constexpr = tl.constexpr(layout.CHOICE)
 SEED_LOW: tl.constexpr = tl.constexpr(layout.SEED_LOW)
 SEED_HIGH: tl.constexpr = tl.constexpr(layout.SEED_HIGH)
-TOP_K: tl.constexpr = tl.constexpr(layout.TOP_K)
-NUM_COPIED: tl.constexpr = tl.constexpr(layout.MIN_P_FLOOR + 1 - layout.TOP_K)
+DRAW: tl.constexpr = tl.constexpr(layout.DRAW)
+NUM_COPIED: tl.constexpr = tl.constexpr(layout.NUM_FIELDS - layout.DRAW)
 """Number of settings that are copied from the record; the key's two halves follow them."""
 
 
@@ -94,7 +94,7 @@ def build(
             tl.store(last_tokens_ptr + place, (end - 1).to(tl.int64))
             settings = settings_ptr + place
             for i in tl.static_range(NUM_COPIED):
-                tl.store(settings + i * num_sampled, tl.load(record + TOP_K + i))
+                tl.store(settings + i * num_sampled, tl.load(record + DRAW + i))
             low, high = key_of(record)
             tl.store(settings + NUM_COPIED * num_sampled, low)
             tl.store(settings + (NUM_COPIED + 1) * num_sampled, high)

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.request_rows import triton_body
-from pagemill_kernels.request_rows.layout import NUM_SETTINGS, DeviceStepInputs, RowState, RowWrites, StepRows
+from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowState, RowWrites, StepRows
 from pagemill_kernels.request_rows.staging import PIECE
+from pagemill_kernels.sampling.batch import NUM_SETTINGS
 
 BLOCK = 256
 """Tokens of a prompt, or blocks of a table, that a program takes at a time."""

@@ -41,6 +41,7 @@ POWER_SERIES = (
 MASS_BITS = 40
 """The best token's mass is 2^40: a whole vocabulary's sum stays far below 2^63."""
 SHARE_BITS = 24
+WHOLE_SHARE = 1 << SHARE_BITS
 PIECE = 8192
 """Elements of a long row that are computed at a time, so that intermediate values stay in the cache."""
 
@@ -75,14 +76,14 @@ def total_mass(x: Floats) -> np.int64:
     return np.int64(sum(mass(x[at : at + PIECE]).sum() for at in range(0, len(x), PIECE)))
 
 
-def shares(top_p: Floats | np.float32) -> NDArray[np.int64]:
-    """Return top_p in parts of 2^24, rounded down."""
-    return (np.minimum(top_p, np.float32(1.0)) * np.float32(2**SHARE_BITS)).astype(np.int64)
+def share(part: float) -> int:
+    """Return a part, a float32 from 0 to 1, in parts of 2^24, rounded down."""
+    return int(np.float32(part) * np.float32(WHOLE_SHARE))
 
 
-def share_of(masses: np.int64, share: NDArray[np.int64]) -> int:
+def share_of(masses: np.int64, share: int) -> int:
     """Return masses * share / 2^24 rounded down, at least 1, without exceeding 64 bits."""
-    low = (masses & (2**SHARE_BITS - 1)) * share >> SHARE_BITS
+    low = (masses & (WHOLE_SHARE - 1)) * share >> SHARE_BITS
     return max(int((masses >> SHARE_BITS) * share + low), 1)
 
 

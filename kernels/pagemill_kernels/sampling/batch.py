@@ -1,4 +1,7 @@
-"""The sampling settings of one step's rows as arrays, so that a device gets them in few copies."""
+"""The sampling settings of one step's rows as arrays, so that a device gets them in few copies.
+
+Parameters that filter, scale or penalise are records (`columns`), of which this module names no column.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_kernels.sampling.columns import Settings
+from pagemill_kernels.sampling.filters import DRAWS
+
+NUM_SETTINGS = len(DRAWS) + 2
+"""Words of one draw on a device: its record and both halves of its key."""
+
 
 class Draws(NamedTuple):
     """Parameters of the draws, by row of the batch."""
 
-    temperature: NDArray[np.float32]
-    """Temperature; 0 takes the best token and ignores the following parameters."""
-    top_k: NDArray[np.int64]
-    """The size of the vocabulary if all tokens are kept."""
-    top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
+    settings: Settings
+    """Records of `filters.DRAWS`."""
     keys: NDArray[np.uint64]
     """Keys from `randomness.keys`."""
 
     def at(self, rows: NDArray[np.int64]) -> Draws:
-        return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.keys[rows])
+        return Draws(self.settings[rows], self.keys[rows])
 
 
 class Edits(NamedTuple):
@@ -42,15 +47,11 @@ class TokenMasks(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """Penalties of the rows that have any.
-
-    Repetition counts over prompt and output, frequency and presence over the output.
-    """
+    """Penalties of the rows that have any."""
 
     rows: NDArray[np.int64]
-    repetition: NDArray[np.float32]
-    frequency: NDArray[np.float32]
-    presence: NDArray[np.float32]
+    settings: Settings
+    """Records of `penalties.PENALTIES`."""
     count_rows: NDArray[np.int64]
     """Index of each row in the two tables below, which are in the sampling device's memory. No row occurs twice."""
     in_prompt: Any

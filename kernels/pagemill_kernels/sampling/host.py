@@ -26,4 +26,4 @@ class HostSampler(Protocol):
 
 
 def host_sampler() -> HostSampler:
-    return reference if library.load() is None else native
+    return native if library.load() is not None and native.is_current() else reference

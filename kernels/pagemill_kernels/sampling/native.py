@@ -6,6 +6,9 @@ another order; named tokens are looked up here.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,11 +25,30 @@ from pagemill_kernels.sampling.batch import (
     SamplingBatch,
     TokenMasks,
 )
+from pagemill_kernels.sampling.filters import DRAWS
+from pagemill_kernels.sampling.penalties import PENALTIES
+
+logger = logging.getLogger(__name__)
 
 NATIVE_ELEMENTS = 1 << 20
 """Number of logits below which numpy finds each row's best token sooner than a call's arguments are built."""
 
 Floats = NDArray[np.float32]
+
+
+@cache
+def is_current() -> bool:
+    """Whether the loaded library computes with the columns that are declared; reports it if it does not."""
+    declared = f"{DRAWS.description}\n{PENALTIES.description}"
+    compiled: str = launch.native().pagemill_sampling_columns().decode()
+    if compiled != declared:
+        logger.warning(
+            "Native sampling is not used: the compiled columns (%s) are not the declared ones (%s). Without it numpy "
+            "samples, slower. Reinstall pagemill-kernels.",
+            ", ".join(compiled.split("\n")),
+            ", ".join(declared.split("\n")),
+        )
+    return compiled == declared
 
 
 def sample_tokens(logits: Floats, batch: SamplingBatch) -> SampledTokens:
@@ -79,7 +101,7 @@ class _Call:
             setattr(self.arguments, name, address(held))
 
     def set_draws(self, draws: Draws) -> None:
-        self.set(**draws._asdict())
+        self.set(draws=draws.settings, keys=draws.keys)
 
     def set_masks(self, masks: TokenMasks) -> None:
         self.arguments.mask_words = masks.bits.shape[1]
@@ -93,9 +115,7 @@ class _Call:
     def set_penalties(self, penalties: Penalties) -> None:
         self.set(
             penalty_of=self._places(penalties.rows),
-            repetition=penalties.repetition,
-            frequency=penalties.frequency,
-            presence=penalties.presence,
+            penalties=penalties.settings,
             count_rows=penalties.count_rows,
         )
         self.arguments.in_prompt = address(penalties.in_prompt)

@@ -20,6 +20,7 @@ from pagemill_kernels.sampling.batch import (
     SamplingBatch,
     TokenMasks,
 )
+from pagemill_kernels.sampling.penalties import apply_penalties
 
 _ADDENDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
@@ -40,7 +41,7 @@ def sample_tokens(logits: Floats, batch: SamplingBatch) -> SampledTokens:
     raw_logits = None if batch.reports is None else logits[batch.reports.rows]
     chosen = _change(logits, batch) if batch.masks or batch.edits or batch.penalties else token_ids
     if batch.draws is not None:
-        drawn = np.flatnonzero((batch.draws.temperature > 0) & finite)
+        drawn = np.flatnonzero(filters.is_drawn(batch.draws.settings) & finite)
         chosen[drawn] = draw(logits[drawn], batch.draws.at(drawn))
     if batch.penalties is not None:
         count(batch.penalties, chosen)
@@ -63,28 +64,14 @@ def add_edits(logits: Floats, edits: Edits) -> None:
     logits[edits.rows, edits.token_ids] += edits.biases
 
 
-def apply_penalties(logits: Floats, penalties: Penalties) -> None:
-    """Apply penalties. Repetition as in CTRL (arXiv 1909.05858) divides positive logits and multiplies others."""
-    picked = logits[penalties.rows]
-    counts = penalties.in_output[penalties.count_rows]
-    repetition = penalties.repetition[:, None]
-    seen = penalties.in_prompt[penalties.count_rows] | (counts > 0)
-    repeated = np.where(picked > 0, picked / repetition, picked * repetition)
-    picked = np.where(seen, repeated, picked)
-    picked -= penalties.frequency[:, None] * counts.astype(np.float32)
-    picked -= penalties.presence[:, None] * (counts > 0)
-    logits[penalties.rows] = picked
-
-
 def draw(logits: Floats, draws: Draws) -> NDArray[np.int64]:
     """Draw from softmax(logits / temperature) restricted by the rows' filters. Overwrites logits."""
     num_rows = len(logits)
     if num_rows == 0:
         return np.zeros(0, dtype=np.int64)
     logits -= logits.max(-1, keepdims=True)
-    logits /= draws.temperature[:, None]
-    filters.apply_min_p(logits, draws.min_p)
-    filters.apply_top_k_top_p(logits, draws.top_k, draws.top_p)
+    logits /= draws.settings["temperature"][:, None]
+    filters.apply(logits, draws.settings)
     # The best token is at 0 now: only tokens within REACH of it can win.
     at, token_ids = np.nonzero(logits > -REACH)
     noisy = logits[at, token_ids] + randomness.gumbel(draws.keys[at], token_ids)

@@ -10,7 +10,18 @@ import triton
 import triton.language as tl
 
 from pagemill_kernels.sampling import arithmetic
+from pagemill_kernels.sampling.filters import DRAWS
+from pagemill_kernels.sampling.penalties import PENALTIES
 
+TEMPERATURE: tl.constexpr = tl.constexpr(DRAWS.index("temperature"))
+TOP_K: tl.constexpr = tl.constexpr(DRAWS.index("top_k"))
+TOP_P: tl.constexpr = tl.constexpr(DRAWS.index("top_p"))
+MIN_P: tl.constexpr = tl.constexpr(DRAWS.index("min_p"))
+KEY_LOW: tl.constexpr = tl.constexpr(len(DRAWS))
+KEY_HIGH: tl.constexpr = tl.constexpr(len(DRAWS) + 1)
+REPETITION: tl.constexpr = tl.constexpr(2 + PENALTIES.index("repetition_penalty"))
+FREQUENCY: tl.constexpr = tl.constexpr(2 + PENALTIES.index("frequency_penalty"))
+PRESENCE: tl.constexpr = tl.constexpr(2 + PENALTIES.index("presence_penalty"))
 LN2: tl.constexpr = tl.constexpr(arithmetic.LN2)
 LOG2E: tl.constexpr = tl.constexpr(arithmetic.LOG2E)
 REACH: tl.constexpr = tl.constexpr(arithmetic.REACH)
@@ -19,7 +30,7 @@ POWER_SERIES: tl.constexpr = tl.constexpr(arithmetic.POWER_SERIES)
 SQRT_HALF_BITS: tl.constexpr = tl.constexpr(arithmetic.SQRT_HALF_BITS)
 MASS_BIAS: tl.constexpr = tl.constexpr(127 + arithmetic.MASS_BITS)
 SHARE_BITS: tl.constexpr = tl.constexpr(arithmetic.SHARE_BITS)
-WHOLE_SHARE: tl.constexpr = tl.constexpr(1 << arithmetic.SHARE_BITS)
+WHOLE_SHARE: tl.constexpr = tl.constexpr(arithmetic.WHOLE_SHARE)
 LAST_KEY: tl.constexpr = tl.constexpr(0x41CFFFFF)
 """Key of the least likely token that can be drawn, one below that of REACH.
 
@@ -70,15 +81,14 @@ def penalise(
 ):
     """Apply penalties to a piece of one row.
 
-    penalties: int32 [5, num_penalised]: rows, indices in the tables, and the bits of repetition, frequency and
-    presence.
+    penalties: int32 [2 + columns, num_penalised]: rows, indices in the tables, and the bits of `PENALTIES`.
     """
     own = penalties_ptr + tl.program_id(0)
     row = tl.load(own).to(tl.int64)
     place = tl.load(own + num_penalised).to(tl.int64)
-    repetition = tl.load(own + 2 * num_penalised).to(tl.float32, bitcast=True)
-    frequency = tl.load(own + 3 * num_penalised).to(tl.float32, bitcast=True)
-    presence = tl.load(own + 4 * num_penalised).to(tl.float32, bitcast=True)
+    repetition = tl.load(own + REPETITION * num_penalised).to(tl.float32, bitcast=True)
+    frequency = tl.load(own + FREQUENCY * num_penalised).to(tl.float32, bitcast=True)
+    presence = tl.load(own + PRESENCE * num_penalised).to(tl.float32, bitcast=True)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = token < VOCAB
     at = logits_ptr + row * VOCAB + token
@@ -121,18 +131,17 @@ def draw(
 ):
     """Draw one row's token; -1 if the raw logits are not finite.
 
-    settings: int32 [6, num_rows]: top_k, top_p in parts of 2^24, the bits of temperature and of min_p's logarithm, the
-    key's low and high half. listed: int32 [num_rows, 2 * CAPACITY + LIST_PADDING], for `list_tokens`. IS_CHANGED: raw
-    differs from logits.
+    settings: int32 [columns + 2, num_rows]: the bits of `DRAWS`, then the key's low and high half. listed: int32
+    [num_rows, 2 * CAPACITY + LIST_PADDING], for `list_tokens`. IS_CHANGED: raw differs from logits.
     """
     row = tl.program_id(0).to(tl.int64)
     own = settings_ptr + row
-    top_k = tl.load(own)
-    share = tl.load(own + num_rows)
-    temperature = tl.load(own + 2 * num_rows).to(tl.float32, bitcast=True)
-    floor = tl.load(own + 3 * num_rows).to(tl.float32, bitcast=True)
-    key_low = tl.load(own + 4 * num_rows).to(tl.uint32, bitcast=True)
-    key_high = tl.load(own + 5 * num_rows).to(tl.uint32, bitcast=True)
+    top_k = tl.load(own + TOP_K * num_rows)
+    share = tl.load(own + TOP_P * num_rows)
+    temperature = tl.load(own + TEMPERATURE * num_rows).to(tl.float32, bitcast=True)
+    floor = tl.load(own + MIN_P * num_rows).to(tl.float32, bitcast=True)
+    key_low = tl.load(own + KEY_LOW * num_rows).to(tl.uint32, bitcast=True)
+    key_high = tl.load(own + KEY_HIGH * num_rows).to(tl.uint32, bitcast=True)
     logits_ptr += row * VOCAB
     raw_ptr += row * VOCAB
     listed_ptr += row * (2 * CAPACITY + LIST_PADDING)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_kernels.gpu import launch
-from pagemill_kernels.sampling import arithmetic, triton_body
+from pagemill_kernels.sampling import triton_body
 from pagemill_kernels.sampling.batch import (
+    NUM_SETTINGS,
     Draws,
     Edits,
     NamedTokens,
@@ -23,8 +24,8 @@ from pagemill_kernels.sampling.batch import (
     SamplingBatch,
     TokenMasks,
 )
+from pagemill_kernels.sampling.columns import words
 from pagemill_kernels.sampling.device_sample import DeviceSample
-from pagemill_kernels.sampling.filters import log_min_p
 from pagemill_kernels.sampling.randomness import halves
 
 BLOCK = 8192
@@ -130,19 +131,23 @@ def draw(logits: Tensor, raw_logits: Tensor, draws: Draws | None) -> Tensor:
 
 
 def pack_draws(draws: Draws | None, logits: Tensor) -> Tensor:
-    """Return the arguments of `triton_body.draw`, int32 [6, rows], on the logits' device.
+    """Return the settings of `triton_body.draw`, int32 [NUM_SETTINGS, rows], on the logits' device.
 
     Without draws: the best tokens.
     """
-    num_rows, vocab_size = logits.shape
-    return _pack(logits.device, *_settings(draws, num_rows, vocab_size))
+    if draws is None:
+        return _pack(logits.device, *np.zeros((NUM_SETTINGS, len(logits)), dtype=np.int32))
+    return _pack(logits.device, *words(draws.settings), *halves(draws.keys))
 
 
 def draw_packed(logits: Tensor, raw_logits: Tensor, settings: Tensor) -> Tensor:
-    """Draw with packed settings: int32, contiguous, six for each row."""
+    """Draw with packed settings: int32, contiguous."""
     num_rows, vocab_size = logits.shape
-    if settings.dtype != torch.int32 or settings.numel() != 6 * num_rows:
-        raise ValueError(f"sampling: settings are {settings.dtype} {list(settings.shape)}; int32 [6, rows] are needed")
+    if settings.dtype != torch.int32 or settings.numel() != NUM_SETTINGS * num_rows:
+        raise ValueError(
+            f"sampling: settings are {settings.dtype} {list(settings.shape)}; int32 [{NUM_SETTINGS}, {num_rows}] are "
+            "needed"
+        )
     launch.check_contiguous("sampling", settings=settings, raw_logits=raw_logits)
     launch.check_types("sampling", torch.float32, logits=logits, raw_logits=raw_logits)
     launch.check_shape("sampling", "raw_logits", raw_logits, (num_rows, vocab_size))
@@ -225,17 +230,8 @@ def _changed(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return changed
 
 
-def _settings(draws: Draws | None, num_rows: int, vocab_size: int) -> list[NDArray[np.generic]]:
-    if draws is None:
-        return [np.zeros(num_rows, dtype=np.int32)] * 6
-    low, high = halves(draws.keys)
-    top_k = np.minimum(draws.top_k, vocab_size)
-    return [top_k, arithmetic.shares(draws.top_p), draws.temperature, log_min_p(draws.min_p), low, high]
-
-
 def _pack_penalties(penalties: Penalties, device: torch.device) -> Tensor:
-    each = (penalties.rows, penalties.count_rows, penalties.repetition, penalties.frequency, penalties.presence)
-    return _pack(device, *each)
+    return _pack(device, penalties.rows, penalties.count_rows, *words(penalties.settings))
 
 
 def _pack(device: torch.device, *arrays: NDArray[np.generic]) -> Tensor:

@@ -215,9 +215,7 @@ def test_filters_on_a_large_vocabulary_equal_a_full_sort(shape: str, top_k: int,
     logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(1)) * (4 if shape == "peaked" else 0.1)
     expected = torch.stack([sorted_filter(row, top_k or vocab_size, top_p) for row in logits])
     actual = logits.clone()
-    filters.apply_top_k_top_p(
-        actual.numpy(), np.full(3, top_k or vocab_size, dtype=np.int64), np.full(3, top_p, dtype=np.float32)
-    )
+    filters.apply(actual.numpy(), filters.DRAWS.filled(3, {"top_k": top_k, "top_p": top_p}))
     differing = (actual.isfinite() != expected.isfinite()).sum(-1)
     # Sums of float32 in another order may move the limit by one token of a flat distribution.
     assert int(differing.max()) <= 2

@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 15;
+constexpr int32_t kAbiVersion = 16;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
@@ -34,16 +34,17 @@ enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kGeluQuick = 3,
 // Types of keys and values in the cache; kv_store.h.
 enum CacheType : int32_t { kCacheFloat32 = 0, kCacheBfloat16 = 1, kCacheInt8 = 2 };
 
+// Records of sampling parameters, defined in sampling.cpp: what pagemill_sampling_columns() describes, in this order.
+struct DrawSettings;
+struct PenaltySettings;
+
 // A step's rows and their settings; sampling.cpp. Null arrays: no row uses the feature. [rows] arrays named `_of`
 // contain a row's index in the arrays that follow, or -1.
 struct SamplingArgs {
   const float* logits;  // [num_rows][vocab_size]
   int64_t num_rows;
   int64_t vocab_size;
-  const float* temperature;  // [num_rows], 0: the best token; the next four have this shape too
-  const int64_t* top_k;
-  const float* top_p;
-  const float* min_p;
+  const DrawSettings* draws;  // [num_rows], like the next two
   const uint64_t* keys;
   const int64_t* mask_of;
   const uint32_t* masks;  // [masks][mask_words]
@@ -52,10 +53,8 @@ struct SamplingArgs {
   const int64_t* edit_tokens;
   const float* edit_biases;
   const int64_t* penalty_of;
-  const float* repetition;
-  const float* frequency;
-  const float* presence;
-  const int64_t* count_rows;  // [penalties]: indices in the two tables below
+  const PenaltySettings* penalties;  // [penalties], like the next one
+  const int64_t* count_rows;  // indices in the two tables below
   const uint8_t* in_prompt;   // [places][vocab_size]
   int32_t* in_output;         // [places][vocab_size]; sampling adds the sampled tokens
   const int64_t* report_of;

@@ -11,13 +11,28 @@
 #include "operations.h"
 #include "vec.h"
 
+// The columns of pagemill_kernels/sampling: filters.DRAWS and penalties.PENALTIES, in the same order.
+#define DRAW_COLUMNS(column) \
+  column(float32, temperature) column(int32, top_k) column(int32, top_p) column(float32, min_p)
+#define PENALTY_COLUMNS(column) \
+  column(float32, repetition_penalty) column(float32, frequency_penalty) column(float32, presence_penalty)
+
 namespace pagemill {
+
+using float32 = float;
+using int32 = int32_t;
+#define COLUMN(type, name) type name;
+struct DrawSettings { DRAW_COLUMNS(COLUMN) };
+struct PenaltySettings { PENALTY_COLUMNS(COLUMN) };
+#undef COLUMN
+
 namespace {
 
 constexpr float kReach = 26.0f;
 constexpr int32_t kSqrtHalfBits = 0x3f3504f3;
 constexpr float kLn2 = 0.6931471805599453f, kLog2e = 1.4426950408889634f;
 constexpr int kMassBits = 40, kShareBits = 24;
+constexpr int64_t kWholeShare = int64_t{1} << kShareBits;
 constexpr int64_t kShortlist = 1024;  // candidates that are sorted at first
 constexpr int64_t kBlock = 1024;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -85,7 +100,7 @@ inline float gumbel(uint32_t low, uint32_t high, uint32_t token) {
 }
 
 int64_t share_of(int64_t masses, int64_t share) {
-  const int64_t low = ((masses & ((int64_t{1} << kShareBits) - 1)) * share) >> kShareBits;
+  const int64_t low = ((masses & (kWholeShare - 1)) * share) >> kShareBits;
   return std::max((masses >> kShareBits) * share + low, int64_t{1});
 }
 
@@ -157,7 +172,9 @@ void change(const SamplingArgs& a, int64_t at, const float* raw, float* row) {
     for (int64_t i = a.edit_starts[at]; i < a.edit_starts[at + 1]; ++i) row[a.edit_tokens[i]] += a.edit_biases[i];
   const int64_t penalty = a.penalty_of ? a.penalty_of[at] : -1;
   if (penalty < 0) return;
-  const float repetition = a.repetition[penalty], frequency = a.frequency[penalty], presence = a.presence[penalty];
+  const PenaltySettings& settings = a.penalties[penalty];
+  const float repetition = settings.repetition_penalty, frequency = settings.frequency_penalty;
+  const float presence = settings.presence_penalty;
   const uint8_t* in_prompt = a.in_prompt + a.count_rows[penalty] * a.vocab_size;
   const int32_t* in_output = a.in_output + a.count_rows[penalty] * a.vocab_size;
   for (int64_t i = 0; i < a.vocab_size; ++i) {
@@ -259,10 +276,9 @@ int64_t cut_by_mass(std::vector<uint64_t>& keys, int64_t size, int64_t limit) {
 }
 
 // Collects the keys of the tokens that pass top_k and top_p. Most rows are decided among few tokens near the best one.
-void filter(const Scaled& s, int64_t top_k, float top_p, std::vector<uint64_t>& keys) {
-  const bool by_count = top_k < s.size;
-  const int64_t share = static_cast<int64_t>(std::min(top_p, 1.0f) * 0x1p24f);
-  int64_t total = by_count || top_p >= 1.0f ? 0 : total_mass(s);
+void filter(const Scaled& s, int64_t top_k, int64_t share, std::vector<uint64_t>& keys) {
+  const bool by_count = top_k < s.size, by_mass = share < kWholeShare;
+  int64_t total = by_count || !by_mass ? 0 : total_mass(s);
   for (const float reach : {4.0f, 10.0f, kReach}) {
     gather(s, reach, keys);
     int64_t kept = static_cast<int64_t>(keys.size());
@@ -271,7 +287,7 @@ void filter(const Scaled& s, int64_t top_k, float top_p, std::vector<uint64_t>& 
       std::nth_element(keys.begin(), keys.begin() + top_k, keys.end());
       kept = top_k;
     }
-    if (top_p < 1.0f) {
+    if (by_mass) {
       if (by_count) {
         total = 0;
         for (int64_t i = 0; i < kept; ++i) total += mass(value_of(keys[i]));
@@ -326,15 +342,15 @@ void meet_all(const Scaled& s, uint64_t key, Winner& winner) {
 
 int64_t draw(const SamplingArgs& a, int64_t at, const float* row, const Best& best, std::vector<uint64_t>& keys) {
   if (!(best.value > -kInfinity)) return best.token;  // all tokens were forbidden
-  const float least = a.min_p[at] > 0 ? logarithm(a.min_p[at]) : -kInfinity;
-  const Scaled scaled{row, a.vocab_size, best.value, a.temperature[at], least};
+  const DrawSettings& settings = a.draws[at];
+  Scaled scaled{row, a.vocab_size, best.value, settings.temperature, settings.min_p};
   Winner winner{-kInfinity, best.token};
   winner.meet(0.0f, best.token, a.keys[at]);
-  if (a.top_k[at] >= a.vocab_size && a.top_p[at] >= 1.0f) {
+  if (settings.top_k >= a.vocab_size && settings.top_p >= kWholeShare) {
     meet_all(scaled, a.keys[at], winner);
     return winner.token;
   }
-  filter(scaled, a.top_k[at], a.top_p[at], keys);
+  filter(scaled, settings.top_k, settings.top_p, keys);
   for (const uint64_t key : keys) winner.meet(value_of(key), static_cast<uint32_t>(key), a.keys[at]);
   return winner.token;
 }
@@ -400,7 +416,7 @@ void sample_row(const SamplingArgs& a, int64_t at, Scratch& s) {
     best = best_of(row, a.vocab_size);
   }
   int64_t token = best.token;
-  if (a.temperature && a.temperature[at] > 0 && first.finite) token = draw(a, at, row, best, s.keys);
+  if (a.draws && a.draws[at].temperature > 0 && first.finite) token = draw(a, at, row, best, s.keys);
   a.token_ids[at] = token;
   a.finite[at] = first.finite;
   if (a.penalty_of && a.penalty_of[at] >= 0)
@@ -421,6 +437,13 @@ void each_row(const SamplingArgs& a, Work work) {
 
 }  // namespace
 }  // namespace pagemill
+
+// Describes the columns of this library, so that one of other sources is not used: sampling/native.py.
+extern "C" const char* pagemill_sampling_columns() {
+#define TEXT(type, name) #type " " #name "\n"
+  return DRAW_COLUMNS(TEXT) "\n" PENALTY_COLUMNS(TEXT);
+#undef TEXT
+}
 
 extern "C" void pagemill_sample(const pagemill::SamplingArgs* arguments) {
   const pagemill::SamplingArgs& a = *arguments;
