@@ -8,6 +8,8 @@ the implementations of the arithmetic do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +39,10 @@ class Columns:
         self.dtype = np.dtype([(name, column.kind) for name, column in declared.items()])
         self.description = "".join(f"{column.kind.__name__} {name}\n" for name, column in declared.items())
         """Types and names, which compiled code states too."""
+        self._neutral = tuple(column.neutral for column in declared.values())
+        self._values: Callable[[object], tuple[float, ...]] = attrgetter(*declared)
+        self._record = lru_cache(maxsize=1024)(self._made)
+        """Requests repeat few values."""
 
     def __len__(self) -> int:
         return len(self._declared)
@@ -56,11 +62,14 @@ class Columns:
 
     def record(self, params: object) -> tuple[float, ...]:
         """Return the record of an object whose attributes are the parameters."""
-        return tuple(column.number(getattr(params, name)) for name, column in self._declared.items())
+        return self._record(self._values(params))
 
     def are_neutral(self, params: object) -> bool:
         """Whether none of the object's parameters has an effect."""
-        return all(getattr(params, name) == column.neutral for name, column in self._declared.items())
+        return self._values(params) == self._neutral
+
+    def _made(self, values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(map(Column.number, self._declared.values(), values))
 
     def filled(self, num_rows: int, values: Mapping[str, Any]) -> Settings:
         """Return records of the parameters' values: a number for all rows, or one for each; others are neutral."""
