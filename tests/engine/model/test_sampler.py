@@ -15,7 +15,10 @@ from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, sample
 from pagemill_engine.scheduler.step import AdmittedSequence
 from pagemill_kernels.sampling import filters
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_kernels.sampling.columns import Columns
+from pagemill_kernels.sampling.filters import DRAWS
+from pagemill_kernels.sampling.penalties import PENALTIES
+from pagemill_protocol.sampling import BOUNDS, SamplingParams
 
 VOCAB = 50
 
@@ -62,6 +65,12 @@ def draw(logits: list[float], params: SamplingParams, num_draws: int = 400, **ki
 
 def logits_of(seed: int, rows: int) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@pytest.mark.parametrize("columns", [DRAWS, PENALTIES])
+def test_parameters_without_effect_are_the_same_for_requests_and_samplers(columns: Columns) -> None:
+    for name in columns:
+        assert columns.neutral(name) in BOUNDS[name].neutral
 
 
 def test_greedy_decoding_takes_the_best_token() -> None:
