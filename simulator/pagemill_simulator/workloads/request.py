@@ -26,7 +26,7 @@ class SimRequest(NamedTuple):
     pause_s: float = 0.0
     """Seconds after the answer for which the turn waits."""
     token_ids: Sequence[int] = ()
-    """The prompt's last tokens, which follow the conversation so far; empty: tokens that no other prompt begins with."""
+    """The prompt's last tokens, after the conversation so far; empty: tokens that no other prompt begins with."""
     num_system_tokens: int = 0
     """Tokens of a system prompt at the prompt's beginning; the user's text follows."""
     adapter: str = ""
