@@ -22,6 +22,10 @@ UNLIMITED_QUEUE = QueueLimits(max_requests=10**9, max_bytes=10**18, timeout_s=1e
 """Every request is served in the end; otherwise policies could look fast by refusing requests."""
 
 
+BEGIN_S = 1.0
+"""When the traffic begins: the gateway has a report of every pod by then, so that no pod gets the first burst alone."""
+
+
 class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report of one policy under one traffic."""
 
@@ -36,7 +40,7 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     ttft_errors: list[float]
     """Relative errors of the predicted time to the first token, where there is one; negative: too short."""
     duration_s: float
-    """Virtual seconds to the last token."""
+    """Virtual seconds from the beginning of the traffic to the last token."""
     num_adapter_loads: int
 
     @property
@@ -64,7 +68,7 @@ def report_routing(traffic: Sequence[Conversation], settings: FleetSettings) -> 
         ttft_errors=[
             each.predicted_ttft_ms / each.ttft_ms - 1 for each in first_tokens if each.predicted_ttft_ms is not None
         ],
-        duration_s=outcome.duration_s,
+        duration_s=outcome.duration_s - BEGIN_S,
         num_adapter_loads=outcome.num_adapter_loads,
     )
 
@@ -79,7 +83,7 @@ def workload_of(traffic: Sequence[Conversation]) -> Workload:
             num_prompt_tokens = num_said + len(token_ids)
             num_said = num_prompt_tokens + turn.num_output_tokens
             request = SimRequest(
-                conversation.start_s,
+                BEGIN_S + conversation.start_s,
                 num_prompt_tokens,
                 turn.num_output_tokens,
                 session,
