@@ -11,13 +11,13 @@ import argparse
 from typing import NamedTuple
 
 from report import emit
-from routing import engine_config, interval
+from routing import fleet, interval
 
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_simulator.adapters import AdapterSettings
-from pagemill_simulator.cluster import RoutingReport, simulate_routing
 from pagemill_simulator.conversations import TRAFFIC, among_adapters, at_rate
 from pagemill_simulator.engine import Percentiles
+from pagemill_simulator.fleet.routing_report import RoutingReport, report_routing
 
 NUM_PODS = 4
 
@@ -41,7 +41,7 @@ def run(traffic: str, mix: Mix, kind: str, seed: int, rate: float) -> RoutingRep
     policy, reports_load_ms = KINDS[kind]
     conversations = among_adapters(at_rate(TRAFFIC[traffic](seed), rate), mix.num_adapters, seed)
     adapters = AdapterSettings(mix.num_slots, mix.load_s, reports_load_ms)
-    return simulate_routing(conversations, [engine_config()] * NUM_PODS, policy, seed=seed, adapters=adapters)
+    return report_routing(conversations, fleet(NUM_PODS, policy, seed, adapters))
 
 
 def summary(reports: list[RoutingReport], base: list[RoutingReport]) -> dict[str, float]:

@@ -108,9 +108,7 @@ class Fleet:
 
     def _pod(self, name: str, config: EngineConfig) -> RunningPod:
         observe: Callable[[StateFrame], None] = partial(self._observe, name)
-        return RunningPod(
-            SimulatedPod(name, config, is_calibrated=True), self._events, observe=observe, deliver=self._deliver
-        )
+        return RunningPod(SimulatedPod(name, config), self._events, observe=observe, deliver=self._deliver)
 
     def _observe(self, name: str, frame: StateFrame) -> None:
         if self._lines.at_gateway < LOW_PRIORITY:

@@ -19,9 +19,12 @@ from pagemill_engine.config import EngineConfig
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
-from pagemill_simulator.cluster import RoutingReport, simulate_routing
+from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.conversations import TRAFFIC, at_rate
 from pagemill_simulator.engine import Percentiles
+from pagemill_simulator.fleet.routing_report import RoutingReport, report_routing
+from pagemill_simulator.fleet.settings import FleetSettings
+from pagemill_simulator.scaling.policy import ReplicaBounds
 
 STEP_TIME = StepTimeParams(
     knots_tokens=[1, 64, 512, 2048], knot_ms=[6.0, 8.0, 22.0, 80.0], decode_context_ms=1e-5, chunk_context_ms=1e-7
@@ -35,8 +38,8 @@ BANDS = {"low": 0.5, "middle": 1.0, "high": 1.7}
 """Multiples of the traffic's own rate."""
 
 
-def engine_config() -> EngineConfig:
-    return EngineConfig(
+def fleet(num_pods: int, policy: PolicyName, seed: int, adapters: AdapterSettings | None = None) -> FleetSettings:
+    engine = EngineConfig(
         model="sim",
         num_kv_blocks=2500,
         max_model_len=16384,
@@ -46,10 +49,12 @@ def engine_config() -> EngineConfig:
         vocab_size=32000,
         step_time=STEP_TIME,
     )
+    bounds = ReplicaBounds(num_pods, num_pods)
+    return FleetSettings(engine=engine, bounds=bounds, routing_policy=policy, seed=seed, adapters=adapters)
 
 
 def run(kind: str, policy: PolicyName, seed: int, num_pods: int, rate: float = 1.0) -> RoutingReport:
-    return simulate_routing(at_rate(TRAFFIC[kind](seed), rate), [engine_config()] * num_pods, policy, seed=seed)
+    return report_routing(at_rate(TRAFFIC[kind](seed), rate), fleet(num_pods, policy, seed))
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:

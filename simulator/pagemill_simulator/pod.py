@@ -50,10 +50,7 @@ def digests_of(info: RunnerInfo, *, hashes: bool) -> Digests:
 
 
 class SimulatedPod:
-    def __init__(
-        self, name: str, config: EngineConfig, *, is_calibrated: bool = False, serves_adapters: bool = False
-    ) -> None:
-        """With `is_calibrated` the pod knows its step times from the start; otherwise it learns them."""
+    def __init__(self, name: str, config: EngineConfig, *, serves_adapters: bool = False) -> None:
         self.name = name
         self.clock = VirtualClock()
         """Ahead of the cluster's clock while a step runs."""
@@ -62,8 +59,7 @@ class SimulatedPod:
             settings, serves_adapters=serves_adapters, clock=self.clock.now, sleep=self.clock.advance
         )
         self.core = EngineCore(settings, runner, clock=self.clock.now)
-        if is_calibrated:
-            self.core.step_time = FixedStepTime.from_params(settings.step_time or DEFAULT_STEP_TIME)
+        self.core.step_time = FixedStepTime.from_params(settings.step_time or DEFAULT_STEP_TIME)
         info, self._sequence = runner.info, 0
         self._prefixes: dict[bytes, bool] = {}
         self._num_held = self._num_held_tokens = 0

@@ -55,3 +55,18 @@ def test_a_turn_that_arrives_after_the_answer_does_not_wait() -> None:
     assert talks.arrives(0)
     assert talks.ended(0, [1], [2]) is None
     assert talks.arrives(1)
+
+
+def test_a_turn_of_own_tokens_ends_with_them() -> None:
+    system, first = [90, 91, 92], [80, 81]
+    talks = conversations(
+        SimRequest(0.0, 5, 2, session=1, token_ids=[*system, *first]),
+        SimRequest(0.0, 9, 1, session=1, token_ids=[70, 71]),
+        SimRequest(0.0, 5, 1, session=2, token_ids=[*system, 60, 61]),
+    )
+    prompt = talks.prompt(0)
+    assert prompt == [*system, *first]
+    talks.arrives(0)
+    talks.ended(0, prompt, [50, 51])
+    assert talks.prompt(1) == [*prompt, 50, 51, 70, 71]
+    assert talks.prompt(2) == [*system, 60, 61]

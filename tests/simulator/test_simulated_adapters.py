@@ -12,9 +12,11 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import AdapterSlots, StepTimeParams
 from pagemill_simulator.adapters import AdapterBay, AdapterSettings
-from pagemill_simulator.cluster import RoutingReport, simulate_routing
 from pagemill_simulator.conversations import Conversation, among_adapters, long_and_short
 from pagemill_simulator.events import Events
+from pagemill_simulator.fleet.routing_report import RoutingReport, report_routing
+from pagemill_simulator.fleet.settings import FleetSettings
+from pagemill_simulator.scaling.policy import ReplicaBounds
 
 SEEDS = (101, 102, 103)
 ENGINE = EngineConfig(
@@ -116,7 +118,9 @@ def served(
 ) -> tuple[list[Conversation], RoutingReport]:
     traffic = among_adapters(long_and_short(seed)[:120], num_adapters, seed)
     adapters = AdapterSettings(num_slots=num_slots, load_s=0.2, reports_load_ms=reports)
-    return traffic, simulate_routing(traffic, [ENGINE] * 4, policy, seed=seed, adapters=adapters)
+    bounds = ReplicaBounds(4, 4)
+    settings = FleetSettings(engine=ENGINE, bounds=bounds, routing_policy=policy, seed=seed, adapters=adapters)
+    return traffic, report_routing(traffic, settings)
 
 
 def test_with_load_costs_there_are_fewer_loads_and_a_lower_ttft() -> None:

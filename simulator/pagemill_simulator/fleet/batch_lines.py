@@ -63,6 +63,6 @@ class BatchLines:
         line = self._lines[number]
         index = self._first_index + number
         prompt = fresh_prompt(index, line.num_prompt_tokens, self._vocab_size)
-        served, _ = await self._relay.serve(index, None, prompt, line.num_output_tokens, priority=line.priority)
+        served, _ = await self._relay.serve(index, line, prompt)
         self._num_running -= 1
         self._event_log.line_ended(served)

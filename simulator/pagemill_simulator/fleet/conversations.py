@@ -1,7 +1,7 @@
 """Prompts as token ids, and the order of a session's turns.
 
-Prompts share what the workload defines: the turns of a session begin with the conversation so far, and other prompts
-have no prefix in common.
+Prompts share what the workload defines: the turns of a session begin with the conversation so far, and requests may
+have tokens of their own. Other prompts have no prefix in common.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class Conversations:
         request = self._requests[index]
         length = max(1, request.num_prompt_tokens)
         said = self._said.get(request.session, []) if request.session is not None else []
-        if not said:
+        if not said and not request.token_ids:
             return fresh_prompt(index, length, self._vocab_size)
-        return said[:length] + [FILLER] * (length - len(said[:length]))
+        repeated = said[: max(0, length - len(request.token_ids))]
+        return repeated + [FILLER] * (length - len(repeated) - len(request.token_ids)) + list(request.token_ids)
 
     def ended(self, index: int, prompt: list[int], answer: list[int]) -> int | None:
         """Record an answer; return the turn that waited for it, or None."""

@@ -49,6 +49,11 @@ class SimulatedEngine(Protocol):
         """Number of tokens generated so far, of all requests."""
         ...
 
+    @property
+    def num_adapter_loads(self) -> int:
+        """Number of adapter loads begun so far."""
+        ...
+
     def snapshot(self) -> StateFrame:
         """Return the first frame."""
         ...
@@ -76,6 +81,8 @@ class EngineKind(Protocol):
 
     def start(self, pod_name: str, observe: Observe, deliver: Deliver) -> SimulatedEngine: ...
 
-    def prefix_chunks(self, prompt: Sequence[int], session: int | None, scheme: HashScheme) -> tuple[bytes, ...]:
+    def prefix_chunks(
+        self, prompt: Sequence[int], session: int | None, scheme: HashScheme, adapter_digest: str
+    ) -> tuple[bytes, ...]:
         """Return the names that the engines give to the prompt's full prefix chunks."""
         ...

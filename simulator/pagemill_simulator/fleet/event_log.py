@@ -54,7 +54,7 @@ class EventLog:
     def crashed(self) -> None:
         self.num_crashes += 1
 
-    def outcome(self, policy: str, duration_s: float, *, is_exact: bool) -> FleetOutcome:
+    def outcome(self, policy: str, duration_s: float, *, is_exact: bool, num_adapter_loads: int = 0) -> FleetOutcome:
         """Return the outcome. Raise `RuntimeError` if a request never ended."""
         served = [each for each in self._served if each is not None]
         if len(served) != len(self._served):
@@ -73,6 +73,7 @@ class EventLog:
             is_exact=is_exact,
             num_lines=self._num_lines,
             num_line_tokens=self._num_line_tokens,
+            num_adapter_loads=num_adapter_loads,
         )
 
 

@@ -17,6 +17,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.state import EngineLoad
+from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.engines import Deliver, Observe, TokenDelivery
 from pagemill_simulator.pod import RunningPod, SimulatedPod
@@ -29,27 +30,38 @@ class ExactEngines:
 
     is_exact = True
 
-    def __init__(self, config: EngineConfig, events: Events) -> None:
+    def __init__(self, config: EngineConfig, events: Events, *, adapters: AdapterSettings | None = None) -> None:
+        """`adapters` are each pod's adapter settings; None: pods serve no adapters."""
         self.vocab_size = config.vocab_size or VOCAB_SIZE
         self._config = msgspec.structs.replace(config, vocab_size=self.vocab_size)
         self._events = events
+        self._adapters = adapters
         self._hashes = PromptHashes(GatewayConfig().remembered_prefix_chunks)
 
     def start(self, pod_name: str, observe: Observe, deliver: Deliver) -> ExactEngine:
-        pod = SimulatedPod(pod_name, self._config, is_calibrated=True)
-        return ExactEngine(pod, self._events, observe, deliver)
+        pod = SimulatedPod(pod_name, self._config, serves_adapters=self._adapters is not None)
+        return ExactEngine(pod, self._events, observe, deliver, self._adapters)
 
-    def prefix_chunks(self, prompt: Sequence[int], session: int | None, scheme: HashScheme) -> tuple[bytes, ...]:
-        return self._hashes.hashes(scheme, "", prompt)
+    def prefix_chunks(
+        self, prompt: Sequence[int], session: int | None, scheme: HashScheme, adapter_digest: str
+    ) -> tuple[bytes, ...]:
+        return self._hashes.hashes(scheme, "", prompt, adapter_digest=adapter_digest)
 
 
 class ExactEngine:
-    """Implements `engines.Engine`."""
+    """Implements `engines.SimulatedEngine`."""
 
-    def __init__(self, pod: SimulatedPod, events: Events, observe: Observe, deliver: Deliver) -> None:
+    def __init__(
+        self,
+        pod: SimulatedPod,
+        events: Events,
+        observe: Observe,
+        deliver: Deliver,
+        adapters: AdapterSettings | None,
+    ) -> None:
         self._pod = pod
         self._deliver = deliver
-        self._running = RunningPod(pod, events, observe=observe, deliver=self._delivered)
+        self._running = RunningPod(pod, events, observe=observe, deliver=self._delivered, adapters=adapters)
         self.snapshot = partial(pod.frame, snapshot=True)
         self.check = pod.core.check_integrity
         self.stop = self._running.stop
@@ -67,6 +79,10 @@ class ExactEngine:
     @property
     def load(self) -> EngineLoad:
         return self._pod.load
+
+    @property
+    def num_adapter_loads(self) -> int:
+        return self._running.num_adapter_loads
 
     def enter(self, request: GenerateRequest, session: int | None) -> None:
         self._running.enter(request)

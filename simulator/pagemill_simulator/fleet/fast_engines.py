@@ -2,7 +2,7 @@
 
 A frame is sent if it would differ by more than steps of the same decodes, which the gateway predicts: after arrivals,
 ends and steps that compute prompts, at most 20 per second and at least one per second. Prefix chunks are named by
-session instead of by hash: requests without a session share nothing.
+session instead of by hash: requests without a session share nothing. There are no adapters.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class FastEngines:
         pod = FastPod(self._limits, self._steps, overlaps=self._overlaps)
         return FastEngine(pod, self._frame, self._events, observe, deliver)
 
-    def prefix_chunks(self, prompt: Sequence[int], session: int | None, scheme: HashScheme) -> tuple[bytes, ...]:
+    def prefix_chunks(
+        self, prompt: Sequence[int], session: int | None, scheme: HashScheme, adapter_digest: str
+    ) -> tuple[bytes, ...]:
         if session is None or not scheme.prefix_chunk_tokens:
             return ()
         return tuple(_prefix_chunk(session, place) for place in range(len(prompt) // scheme.prefix_chunk_tokens))
@@ -73,7 +75,9 @@ def _prefix_chunk(session: int, place: int) -> bytes:
 
 
 class FastEngine:
-    """Implements `engines.Engine`."""
+    """Implements `engines.SimulatedEngine`."""
+
+    num_adapter_loads = 0
 
     def __init__(self, pod: FastPod, frame: StateFrame, events: Events, observe: Observe, deliver: Deliver) -> None:
         """`frame` has the common fields of all frames."""

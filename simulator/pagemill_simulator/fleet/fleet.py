@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,7 +21,7 @@ from pagemill_gateway.brain.interface import FailureKind
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.garbage_collection import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
 from pagemill_operator.autoscaler.signals import GatewayReport, merge
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.catalog import Catalog, CatalogAdapter, CatalogModel, Endpoint
 from pagemill_protocol.load import DeploymentLoad, EngineReport
 from pagemill_protocol.state import StateFrame
 from pagemill_simulator.events import Events, EventsLoop
@@ -33,8 +33,8 @@ from pagemill_simulator.fleet.exact_engines import ExactEngines
 from pagemill_simulator.fleet.fast_engines import FastEngines
 from pagemill_simulator.fleet.outcome import FleetOutcome, Served
 from pagemill_simulator.fleet.platform import Platform, Pod
-from pagemill_simulator.fleet.relay import MODEL, PodRun, SimulatedRelay
-from pagemill_simulator.fleet.settings import FleetSettings
+from pagemill_simulator.fleet.relay import MODEL, OnFirstToken, PodRun, SimulatedRelay
+from pagemill_simulator.fleet.settings import FleetSettings, FleetSettingsError
 from pagemill_simulator.pod import NETWORK_S
 from pagemill_simulator.scaling.policy import FleetScaler, FleetSnapshot, PodSnapshot, ReplicaBounds
 from pagemill_simulator.workloads.request import Workload
@@ -52,17 +52,35 @@ def simulate_fleet(
     fast: bool = False,
     progress: Callable[[float], None] | None = None,
     on_end: Callable[[Served], None] | None = None,
+    on_first_token: OnFirstToken | None = None,
 ) -> FleetOutcome:
     """Serve `workload` with as many pods as `policy` orders; return the outcome.
 
     With `fast`, engines decide on counters: a hundred pods for an hour take minutes, and figures are within a few
     percent of the exact ones. `progress` is called with the completed share. `on_end` is called with each request that
-    ends; an exception of it ends the simulation. Raise `SettingsError`, or `RuntimeError` if a request ended twice or
-    never.
+    ends, `on_first_token` with each first token; an exception of them ends the simulation. Raise `FleetSettingsError`,
+    or `RuntimeError` if a request ended twice or never.
     """
+    settings = settings.checked()
+    adapters = _adapters_of(workload, settings, fast=fast)
+    kind = FastEngines if fast else partial(ExactEngines, adapters=settings.adapters)
     with _reduced_garbage_collection():
-        kind = FastEngines if fast else ExactEngines
-        return _Fleet(workload, settings.checked(), policy, kind, progress, on_end).run()
+        return _Fleet(workload, adapters, settings, policy, kind, progress, on_end, on_first_token).run()
+
+
+def _adapters_of(workload: Workload, settings: FleetSettings, *, fast: bool) -> list[str]:
+    """Return the adapters that the workload names. Raise `FleetSettingsError` if the fleet cannot serve it."""
+    adapters = {each.adapter for each in workload.requests} - {""}
+    if fast and (adapters or settings.adapters or any(each.token_ids for each in workload.requests)):
+        raise FleetSettingsError(
+            f"fast: the workload {workload.name!r} has token ids or adapters, which engines in fast-forward do not "
+            "compare or load: simulate it exactly"
+        )
+    if adapters and settings.adapters is None:
+        raise FleetSettingsError(
+            f"adapters: None, but the workload {workload.name!r} names {len(adapters)} adapters: give the pods slots"
+        )
+    return sorted(adapters)
 
 
 @contextmanager
@@ -82,13 +100,16 @@ class _Fleet:
     def __init__(
         self,
         workload: Workload,
+        adapters: Sequence[str],
         settings: FleetSettings,
         policy: FleetScaler,
         make_kind: Callable[[EngineConfig, Events], EngineKind],
         progress: Callable[[float], None] | None,
         on_end: Callable[[Served], None] | None,
+        on_first_token: OnFirstToken | None,
     ) -> None:
         self._workload = workload
+        self._adapters = [CatalogAdapter(name=each, digest=each) for each in adapters]
         self._settings = settings
         self._policy = policy
         self._progress = progress
@@ -112,6 +133,7 @@ class _Fleet:
             max_attempts=settings.max_attempts,
             seed=settings.seed,
             on_empty=self._check_empty,
+            on_first_token=on_first_token,
         )
         self._conversations = Conversations(workload.requests, self._kinds[0].vocab_size)
         self._platform = Platform(events, settings, self, self._event_log)
@@ -127,6 +149,7 @@ class _Fleet:
             self._event_log,
         )
         self._num_arrived = self._num_ended = self._num_prompt_tokens = self._num_made_by_gone = 0
+        self._num_loads_by_gone = 0
 
     def run(self) -> FleetOutcome:
         """Run to the end of the traffic and the last token."""
@@ -145,9 +168,13 @@ class _Fleet:
         finally:
             loop.close()
         self._platform.end()
+        num_adapter_loads = self._num_loads_by_gone
         for pod_run in self._pod_runs.values():
             pod_run.engine.check()
-        return event_log.outcome(self._policy.name, events.now_s, is_exact=self._kinds[0].is_exact)
+            num_adapter_loads += pod_run.engine.num_adapter_loads
+        return event_log.outcome(
+            self._policy.name, events.now_s, is_exact=self._kinds[0].is_exact, num_adapter_loads=num_adapter_loads
+        )
 
     def _schedule_progress(self) -> None:
         """Schedule progress events even without a callback, so that the events, and with them the end, are the same."""
@@ -192,6 +219,7 @@ class _Fleet:
         if pod_run is not None:
             pod_run.engine.stop()
             self._num_made_by_gone += pod_run.engine.num_output_tokens
+            self._num_loads_by_gone += pod_run.engine.num_adapter_loads
             self._events.after(NETWORK_S, partial(self._cut, pod_run, kind))
 
     # Input of the gateway.
@@ -203,6 +231,7 @@ class _Fleet:
             name=MODEL,
             queue=self._settings.queue,
             wakes=True,
+            adapters=self._adapters,
             endpoints=[_endpoint(pod) for pod in pods],
         )
         self._brain.apply_catalog(Catalog(models=[model]))
@@ -255,14 +284,14 @@ class _Fleet:
             self._num_prompt_tokens += len(prompt)
             if not self._platform.wanted:
                 self._events.after(0.0, self._wake)
-            served, answer = await self._relay.serve(
-                index, request.session, prompt, request.num_output_tokens, priority=request.priority
-            )
+            served, answer = await self._relay.serve(index, request, prompt)
             self._num_ended += 1
             self._event_log.ended(index, served)
             if self._on_end is not None:
                 self._on_end(served)
             following = self._conversations.ended(index, prompt, answer)
+            if following is not None and (pause_s := self._workload.requests[following].pause_s):
+                await asyncio.sleep(pause_s)
 
     def _wake(self) -> None:
         """Wake the controller, unless a draining pod has taken the request."""

@@ -24,6 +24,19 @@ class Served(NamedTuple):
     """Mean milliseconds between the tokens of the answer; None with fewer than two."""
 
 
+class FirstToken(NamedTuple):
+    """The first token of a request at the gateway, with what routing had predicted when it chose the engine."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    predicted_cached_tokens: int
+    prefix_chunk_tokens: int
+    """The tolerance of the prediction (`brain.interface.Assignment`)."""
+    ttft_ms: float
+    """Milliseconds since the request was sent to the engine."""
+    predicted_ttft_ms: float | None
+
+
 class FleetPoint(NamedTuple):
     """The state of the fleet from this instant until the next point."""
 
@@ -57,3 +70,5 @@ class FleetOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Batch lines that were answered before the last live request was."""
     num_line_tokens: int = 0
     """Tokens of their answers."""
+    num_adapter_loads: int = 0
+    """Adapter loads of all pods."""

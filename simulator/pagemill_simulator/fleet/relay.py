@@ -33,16 +33,18 @@ from pagemill_protocol.hashes import token_bytes
 from pagemill_protocol.sampling import SamplingParams, is_low_priority
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.engines import SimulatedEngine, TokenDelivery
-from pagemill_simulator.fleet.outcome import Ending, Served
+from pagemill_simulator.fleet.outcome import Ending, FirstToken, Served
 from pagemill_simulator.pod import NETWORK_S
+from pagemill_simulator.workloads.request import SimRequest
 
 MODEL = "sim"
 KEY_TOKENS = 25
 """About a hundred characters, the length that `PrefixHash` uses."""
 BYTES_PER_TOKEN = 4
 """Bytes of a request's body per token."""
-PrefixChunks = Callable[[Sequence[int], int | None, HashScheme], tuple[bytes, ...]]
+PrefixChunks = Callable[[Sequence[int], int | None, HashScheme, str], tuple[bytes, ...]]
 """Returns the prefix chunks of a prompt and its session (`engines.EngineKind.prefix_chunks`)."""
+OnFirstToken = Callable[[FirstToken], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +64,9 @@ class RelayedRequest:
 
     index: int
     """Index in the workload."""
-    session: int | None
+    sim_request: SimRequest
     prompt: list[int]
     max_tokens: int
-    priority: int
     arrival_s: float
     attempts: Attempts
     engine_failures: EngineFailures
@@ -106,6 +107,7 @@ class SimulatedRelay:
         max_attempts: int,
         seed: int,
         on_empty: Callable[[PodRun], None],
+        on_first_token: OnFirstToken | None = None,
     ) -> None:
         """`pod_runs`: the running pods by endpoint; `on_empty` is called when the last request has left a pod."""
         self._brain = brain
@@ -116,15 +118,14 @@ class SimulatedRelay:
         self._max_attempts = max_attempts
         self._rng = random.Random(f"{seed} pauses")
         self._on_empty = on_empty
+        self._on_first_token = on_first_token
 
-    async def serve(
-        self, index: int, session: int | None, prompt: list[int], num_output_tokens: int, *, priority: int = 0
-    ) -> tuple[Served, list[int]]:
+    async def serve(self, index: int, sim_request: SimRequest, prompt: list[int]) -> tuple[Served, list[int]]:
         """Serve a request; return its end and its answer."""
         attempts = Attempts(self._max_attempts, uniform=self._rng.uniform)
         engine_failures = EngineFailures(self._rng.uniform)
-        now, num_tokens = self._events.now_s, max(1, num_output_tokens)
-        request = RelayedRequest(index, session, prompt, num_tokens, priority, now, attempts, engine_failures)
+        now, num_tokens = self._events.now_s, max(1, sim_request.num_output_tokens)
+        request = RelayedRequest(index, sim_request, prompt, num_tokens, now, attempts, engine_failures)
         try:
             is_served = await self._serve(request)
         except PagemillError:
@@ -161,12 +162,12 @@ class SimulatedRelay:
     async def _serve(self, request: RelayedRequest) -> bool:
         """Return whether the request was answered completely. Raise `PagemillError` if it is refused."""
         ticket = QueueTicket(
-            priority=request.priority,
+            priority=request.sim_request.priority,
             num_bytes=len(request.prompt) * BYTES_PER_TOKEN,
             arrived_at=request.arrival_s,
             max_tokens=request.max_tokens,
         )
-        target = await self._brain.find(MODEL, ticket)
+        target = await self._brain.find(request.sim_request.adapter or MODEL, ticket)
         room = target.max_model_len - len(request.prompt)
         if room < 1:
             return False
@@ -193,12 +194,12 @@ class SimulatedRelay:
             )
 
     def _ask(self, request: RelayedRequest, target: Target) -> RoutingRequest:
-        prefix_chunks = self._prefix_chunks(request.prompt, request.session, target.scheme)
+        prompt, scheme, adapter_digest = request.prompt, target.scheme, target.adapter_digest
+        prefix_chunks = self._prefix_chunks(prompt, request.sim_request.session, scheme, adapter_digest)
+        num_system_tokens = request.sim_request.num_system_tokens
+        key = token_bytes(prompt[num_system_tokens : num_system_tokens + KEY_TOKENS])
         return RoutingRequest(
-            len(request.prompt),
-            prefix_chunks,
-            target.scheme.prefix_chunk_tokens,
-            token_bytes(request.prompt[:KEY_TOKENS]),
+            len(prompt), prefix_chunks, scheme.prefix_chunk_tokens, key, adapter_digest=adapter_digest
         )
 
     async def _choose(
@@ -239,7 +240,7 @@ class SimulatedRelay:
             return
         name = f"{request.index}-{request.attempts.count}"
         try:
-            pod_run.engine.enter(_request(name, request), request.session)
+            pod_run.engine.enter(_request(name, request), request.sim_request.session)
         except PagemillError as error:
             is_full = error.status in (429, 503)
             self._events.after(NETWORK_S, partial(self._end, request, "refused" if is_full else error))
@@ -250,11 +251,25 @@ class SimulatedRelay:
         self._events.after(NETWORK_S, partial(self._brain.accepted, choice))
 
     def _started(self, request: RelayedRequest, num_cached_tokens: int) -> None:
-        assert request.choice is not None
-        self._brain.started(request.choice, (self._events.now_s - request.attempt_sent_s) * 1000)
-        request.attempt_first_s = self._events.now_s
-        if request.first_token_s is None:
-            request.first_token_s, request.num_cached_tokens = self._events.now_s, num_cached_tokens
+        choice, now = request.choice, self._events.now_s
+        assert choice is not None
+        ttft_ms = (now - request.attempt_sent_s) * 1000
+        self._brain.started(choice, ttft_ms)
+        request.attempt_first_s = now
+        if request.first_token_s is not None:
+            return
+        request.first_token_s, request.num_cached_tokens = now, num_cached_tokens
+        if self._on_first_token is not None:
+            self._on_first_token(
+                FirstToken(
+                    len(request.prompt),
+                    num_cached_tokens,
+                    choice.predicted_cached_tokens,
+                    choice.prefix_chunk_tokens,
+                    ttft_ms,
+                    choice.predicted_ttft_ms,
+                )
+            )
 
     def _end(self, request: RelayedRequest, how: FailureKind | PagemillError | None) -> None:
         """End the latest attempt."""
@@ -264,7 +279,7 @@ class SimulatedRelay:
     def _finished(self, request: RelayedRequest, choice: Assignment, target: Target) -> None:
         num_tokens = len(request.output)
         self._brain.finished(choice, CompletedRequest(num_tokens, _pace_ms(request)))
-        if is_low_priority(request.priority):
+        if is_low_priority(request.sim_request.priority):
             return
         served = request.served("served")
         self._brain.record_outcome(
@@ -302,11 +317,12 @@ def _request(name: str, request: RelayedRequest) -> GenerateRequest:
         request_id=name,
         model=MODEL,
         prompt_token_ids=request.prompt,
+        adapter_digest=request.sim_request.adapter,
         sampling=SamplingParams(max_tokens=request.max_tokens, ignore_eos=True, seed=request.index),
         resume=[ChoiceResume(0, list(request.output), 0)] if request.output else [],
         weights_digest=request.weights_digest if request.output else "",
         cached_tokens=request.num_cached_tokens if request.output else None,
-        priority=request.priority,
+        priority=request.sim_request.priority,
     )
 
 

@@ -16,6 +16,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_gateway.config import BatchesConfig, GatewayConfig
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import QueueLimits
+from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.scaling.policy import ReplicaBounds
 
 MAX_REPLICAS = 10_000
@@ -71,6 +72,8 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of every pod. `step_time` gives its step times, `num_kv_blocks` its KV cache."""
     slowness: tuple[float, ...] = (1.0,)
     """Factors of `step_time` if replicas differ: for the first replica, the second, and so on, repeated."""
+    adapters: AdapterSettings | None = None
+    """The adapters of every pod of an exact fleet; None: pods serve none."""
     bounds: ReplicaBounds
     """A policy's decision is clamped to these bounds."""
     start_replicas: int | None = None
@@ -124,6 +127,10 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
             _check(name, getattr(self, name))
         if not self.slowness or not all(0 < each < math.inf for each in self.slowness):
             raise FleetSettingsError(f"slowness: {self.slowness} must be one or more numbers above 0")
+        if self.adapters is not None and self.adapters.num_slots < 1:
+            raise FleetSettingsError(f"adapters.num_slots: {self.adapters.num_slots} must be at least 1")
+        if self.adapters is not None:
+            _check("adapters.load_s", self.adapters.load_s)
         if self.max_attempts < 1:
             raise FleetSettingsError(f"max_attempts: {self.max_attempts} must be at least 1")
         return self

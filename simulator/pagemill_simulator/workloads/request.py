@@ -1,4 +1,7 @@
-"""A simulated fleet's requests: lengths and times, no text. Readers and generators create them, fleets serve them."""
+"""A simulated fleet's requests: lengths and times, and tokens where it matters what prompts share; no text.
+
+Readers and generators create them, fleets serve them.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,14 @@ class SimRequest(NamedTuple):
     """
     priority: int = 0
     """Smaller is served first (`pagemill_protocol.sampling`)."""
+    pause_s: float = 0.0
+    """Seconds after the answer for which the turn waits."""
+    token_ids: Sequence[int] = ()
+    """The prompt's last tokens, after the conversation so far; empty: tokens that no other prompt begins with."""
+    num_system_tokens: int = 0
+    """Tokens of a system prompt at the prompt's beginning; the user's text follows."""
+    adapter: str = ""
+    """The adapter that the request names; empty: the model alone."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
