@@ -51,9 +51,18 @@ def digests_of(info: RunnerInfo, *, hashes: bool) -> Digests:
 
 class SimulatedPod:
     def __init__(
-        self, name: str, config: EngineConfig, *, is_calibrated: bool = False, serves_adapters: bool = False
+        self,
+        name: str,
+        config: EngineConfig,
+        *,
+        is_calibrated: bool = False,
+        serves_adapters: bool = False,
+        start_s: dict[str, float] | None = None,
     ) -> None:
-        """With `is_calibrated` the pod knows its step times from the start; otherwise it learns them."""
+        """With `is_calibrated` the pod knows its step times from the start; otherwise it learns them.
+
+        `start_s`: the seconds of each phase of its start, which it reports.
+        """
         self.name = name
         self.clock = VirtualClock()
         """Ahead of the cluster's clock while a step runs."""
@@ -77,6 +86,7 @@ class SimulatedPod:
             max_num_seqs=settings.step.max_num_seqs,
             prefix_chunk_blocks=prefix_chunk_blocks(info.block_size, info.num_blocks),
             load=EngineLoad(num_blocks_total=info.num_blocks, num_blocks_free=info.num_blocks),
+            start_s=start_s or {},
         )
 
     @property

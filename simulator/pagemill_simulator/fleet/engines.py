@@ -74,7 +74,11 @@ class EngineKind(Protocol):
     is_exact: bool
     vocab_size: int
 
-    def start(self, pod_name: str, observe: Observe, deliver: Deliver) -> SimulatedEngine: ...
+    def start(
+        self, pod_name: str, observe: Observe, deliver: Deliver, start_s: dict[str, float]
+    ) -> SimulatedEngine:
+        """Start the engine of a pod. It reports `start_s`, the seconds of each phase of its start."""
+        ...
 
     def prefix_chunks(self, prompt: Sequence[int], session: int | None, scheme: HashScheme) -> tuple[bytes, ...]:
         """Return the names that the engines give to the prompt's full prefix chunks."""

@@ -35,8 +35,8 @@ class ExactEngines:
         self._events = events
         self._hashes = PromptHashes(GatewayConfig().remembered_prefix_chunks)
 
-    def start(self, pod_name: str, observe: Observe, deliver: Deliver) -> ExactEngine:
-        pod = SimulatedPod(pod_name, self._config, is_calibrated=True)
+    def start(self, pod_name: str, observe: Observe, deliver: Deliver, start_s: dict[str, float]) -> ExactEngine:
+        pod = SimulatedPod(pod_name, self._config, is_calibrated=True, start_s=start_s)
         return ExactEngine(pod, self._events, observe, deliver)
 
     def prefix_chunks(self, prompt: Sequence[int], session: int | None, scheme: HashScheme) -> tuple[bytes, ...]:
