@@ -19,6 +19,8 @@ MAX_FLAPS = 3
 DOWN_STARTS, LEAST_DOWN_S = 3.0, 30.0
 """The window of removals is the duration of so many starts and at least so many seconds: a removal that was too early
 costs a start."""
+FLAP_WINDOWS = 4.0
+"""A removal is taken back if replicas are needed again within this many windows."""
 IDLE_STARTS = 1.0
 """A replica is kept idle for this many starts: by then it has cost as much as the start after an early removal would."""
 LEAST_IDLE_S = 20.0
@@ -171,7 +173,7 @@ class Memory(msgspec.Struct, frozen=True):
             quick_returns = self._quick_returns(now, self.idle_s(settings, cold_start_s))
             return msgspec.structs.replace(self, history=history, quick_returns=quick_returns)
         removed_at_s = self.removed_at_s
-        if removed_at_s is None or now - removed_at_s > 2 * self.down_window_s(settings, cold_start_s):
+        if removed_at_s is None or now - removed_at_s > FLAP_WINDOWS * self.down_window_s(settings, cold_start_s):
             return msgspec.structs.replace(self, history=history)
         flaps = min(MAX_FLAPS, self.flaps + 1)
         return msgspec.structs.replace(self, history=history, removed_at_s=None, flaps=flaps, flapped_at_s=now)
