@@ -64,8 +64,8 @@ class ScalingRules(Section):
 
     stabilization_window_seconds: Annotated[int, Field(ge=0, le=3600)] | None = None
     """Seconds of past recommendations of which the most cautious one is applied. Default when scaling up: 0. Default
-    when scaling down: three times the usual start of a replica, from 30 to 300; shorter for replicas that would stay idle
-    even at one and a half times the load, and longer after removed replicas were soon needed again."""
+    when scaling down: three times the usual start of a replica, from 30 to 300; shorter for replicas that would stay
+    idle even at one and a half times the load, and longer after removed replicas were soon needed again."""
     select_policy: Literal["Max", "Min", "Disabled"] = "Max"
     """Which of several policies applies; `Disabled` forbids scaling in this direction."""
     policies: Annotated[list[HPAScalingPolicy], Field(max_length=8)] = Field(default_factory=list)

@@ -22,7 +22,7 @@ costs a start."""
 FLAP_WINDOWS = 4.0
 """A removal is taken back if replicas are needed again within this many windows."""
 IDLE_STARTS = 1.0
-"""A replica is kept idle for this many starts: by then it has cost as much as the start after an early removal would."""
+"""A replica is kept idle for this many starts: by then it has cost as much as a start."""
 LEAST_IDLE_S = 20.0
 UNLEARNED_COLD_START_S = 60.0
 """The duration of a start that is assumed until one was seen."""

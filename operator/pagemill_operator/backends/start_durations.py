@@ -32,7 +32,7 @@ class StartDurations:
 
     @property
     def learned_s(self) -> float | None:
-        """The learned duration in seconds, or None if no start was seen from its beginning and no engine reports one."""
+        """The learned duration in seconds, or None if no start was seen and no engine reports one."""
         durations = sorted(self._durations)
         return durations[min(len(durations) - 1, int(CAREFUL * len(durations)))] if durations else self._reported_s
 
