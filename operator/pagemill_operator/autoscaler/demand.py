@@ -58,12 +58,8 @@ class DemandPolicy:
         demand = _demand(settings, signals, memory)
         # Without all signals the demand is a lower bound, and a window of lower bounds allows no removal.
         least = before if demand.missing else 0
-        memory = memory.with_demands(
-            now,
-            *(max(least, each) for each in (demand.settled, demand.replicas, demand.ample)),
-            settings,
-            signals.fleet.cold_start_s,
-        )
+        settled, expected, ample = (max(least, each) for each in (demand.settled, demand.replicas, demand.ample))
+        memory = memory.with_demands(now, settled, expected, ample, settings, signals.fleet.cold_start_s)
         step = _step(settings, signals, memory, demand)
         decision = Decision(
             replicas_before=before,
