@@ -50,7 +50,15 @@ def digests_of(info: RunnerInfo, *, hashes: bool) -> Digests:
 
 
 class SimulatedPod:
-    def __init__(self, name: str, config: EngineConfig, *, serves_adapters: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        *,
+        serves_adapters: bool = False,
+        start_s: dict[str, float] | None = None,
+    ) -> None:
+        """`start_s`: the seconds of each phase of its start, which it reports."""
         self.name = name
         self.clock = VirtualClock()
         """Ahead of the cluster's clock while a step runs."""
@@ -73,6 +81,7 @@ class SimulatedPod:
             max_num_seqs=settings.step.max_num_seqs,
             prefix_chunk_blocks=prefix_chunk_blocks(info.block_size, info.num_blocks),
             load=EngineLoad(num_blocks_total=info.num_blocks, num_blocks_free=info.num_blocks),
+            start_s=start_s or {},
         )
 
     @property

@@ -185,8 +185,8 @@ def test_a_long_idle_deployment_scales_to_zero_and_back_at_once() -> None:
     assert (decision.replicas, decision.reason) == (1, "Woken")
 
 
-@pytest.mark.parametrize(("cold_start_s", "idle_s"), [(10.0, 60.0), (70.0, 140.0), (400.0, 300.0)])
-def test_without_a_configured_time_the_last_replica_is_removed_after_two_start_times(
+@pytest.mark.parametrize(("cold_start_s", "idle_s"), [(10.0, 20.0), (70.0, 70.0), (400.0, 300.0)])
+def test_without_a_configured_time_the_last_replica_is_removed_after_a_start_time(
     cold_start_s: float, idle_s: float
 ) -> None:
     scaled = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1, cold_start_s=cold_start_s)
@@ -198,20 +198,20 @@ def test_requests_soon_after_scaling_to_zero_keep_the_last_replica_for_longer() 
     scaled = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1, cold_start_s=10.0)
     none = EnginesLoad(truth="value")
     stayed = []
-    for pause_s in (30.0, 30.0, 30.0, 30.0, 400.0, 400.0):
+    for pause_s in (15.0, 15.0, 15.0, 15.0, 15.0, 400.0, 400.0):
         idle_s = next(s for s in range(0, 1000, 5) if scaled.decide(arrivals=arrivals(0.0, idle_s=s)).replicas == 0)
         stayed.append(idle_s)
         scaled.run(pause_s, lambda at, ready: {"engines": none})
         queue = QueueLoad(num_requests=1, num_tokens=33, needs_engine=True)
         assert scaled.decide(engines=none, queue=queue).reason == "Woken"
         scaled.run(20.0, lambda at, ready: {"active": 0.1, "running": 1, "rate": 0.1})
-    assert stayed == [60, 120, 240, 300, 300, 240]
+    assert stayed == [20, 40, 80, 160, 160, 160, 80]
 
 
-def test_without_an_observed_start_the_last_replica_is_removed_after_two_minutes() -> None:
+def test_without_an_observed_start_the_last_replica_is_removed_after_a_minute() -> None:
     scaled, fleet = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1), Fleet(wanted=1, ready=1)
-    assert scaled.decide(fleet=fleet, arrivals=arrivals(0.0, idle_s=119.0)).replicas == 1
-    assert scaled.decide(fleet=fleet, arrivals=arrivals(0.0, idle_s=121.0)).reason == "ScaledToZero"
+    assert scaled.decide(fleet=fleet, arrivals=arrivals(0.0, idle_s=59.0)).replicas == 1
+    assert scaled.decide(fleet=fleet, arrivals=arrivals(0.0, idle_s=61.0)).reason == "ScaledToZero"
 
 
 def test_requests_of_past_minutes_start_no_replica() -> None:
@@ -225,7 +225,7 @@ def test_requests_of_past_minutes_start_no_replica() -> None:
 def test_a_request_after_a_pause_longer_than_worth_keeping_changes_nothing() -> None:
     scaled = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1, cold_start_s=60.0)
     none, queue = EnginesLoad(truth="value"), QueueLoad(num_requests=1, num_tokens=33, needs_engine=True)
-    for pause_s, quick_returns in ((200.0, 0), (100.0, 1)):
+    for pause_s, quick_returns in ((200.0, 0), (50.0, 1)):
         assert scaled.decide(arrivals=arrivals(0.0, idle_s=240.0)).reason == "ScaledToZero"
         scaled.run(pause_s, lambda at, ready: {"engines": none})
         assert scaled.decide(engines=none, queue=queue).reason == "Woken"
@@ -360,16 +360,17 @@ def test_after_a_removal_that_was_needed_again_the_next_one_waits_longer() -> No
     assert len([change for change in own.changes if change[1] > change[0]]) >= 11, "an explicit window must be kept"
 
 
-@pytest.mark.parametrize(("settings", "most_removals"), [(WINDOW, 0), (KV, MAX_FLAPS)])
+@pytest.mark.parametrize(("settings", "most_removals"), [(WINDOW, 0), (KV, MAX_FLAPS + 2)])
 def test_a_sine_load_is_followed_without_flapping(settings: ScalingSettings, most_removals: int) -> None:
+    # In two hours a flap is forgotten twice.
     scaled = Scaled(settings, replicas=2, cold_start_s=50.0)
     scaled.run(7200, lambda at, ready: busy(2.0 + math.sin(at * 2 * math.pi / 240), ready))
     assert len([change for change in scaled.changes if change[1] < change[0]]) <= most_removals
     assert 4 <= scaled.wanted <= 5
 
 
-@pytest.mark.parametrize(("cold_start_s", "idle_s"), [(10.0, 60.0), (50.0, 100.0), (400.0, 300.0)])
-def test_replicas_that_are_idle_even_at_half_as_much_more_load_are_removed_after_two_start_times(
+@pytest.mark.parametrize(("cold_start_s", "idle_s"), [(10.0, 20.0), (50.0, 50.0), (400.0, 300.0)])
+def test_replicas_that_are_idle_even_at_half_as_much_more_load_are_removed_after_a_start_time(
     cold_start_s: float, idle_s: float
 ) -> None:
     scaled = Scaled(KV, replicas=6, cold_start_s=cold_start_s)
@@ -380,8 +381,8 @@ def test_replicas_that_are_idle_even_at_half_as_much_more_load_are_removed_after
     assert scaled.wanted == 1
 
 
-@pytest.mark.parametrize(("cold_start_s", "window_s"), [(5.0, 60.0), (30.0, 180.0), (60.0, 300.0), (600.0, 300.0)])
-def test_a_replica_that_half_as_much_more_load_would_use_is_removed_after_six_start_times(
+@pytest.mark.parametrize(("cold_start_s", "window_s"), [(5.0, 30.0), (30.0, 90.0), (60.0, 180.0), (600.0, 300.0)])
+def test_a_replica_that_half_as_much_more_load_would_use_is_removed_after_three_start_times(
     cold_start_s: float, window_s: float
 ) -> None:
     scaled = Scaled(KV, replicas=2, cold_start_s=cold_start_s)

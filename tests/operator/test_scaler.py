@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import find_conditions
 from pagemill_operator.status.observation import Observation, ReplicaObservation
 from pagemill_protocol.histogram import histogram_of
-from pagemill_protocol.load import DeploymentLoad, EnginesLoad, Latencies, Lengths, QueueLoad
+from pagemill_protocol.load import DeploymentLoad, EnginesLoad, EngineStart, Latencies, Lengths, QueueLoad
 
 QUEUE = QueueLoad(num_requests=6, num_tokens=10)
 KEY = "default/chat"
@@ -160,6 +161,17 @@ def test_at_zero_the_condition_says_what_starts_a_replica(plan: MakePlan) -> Non
     fixed = replace(world.seen, plan=replace(world.plan, autoscaling=None))
     (ready,) = [each for each in find_conditions(fixed) if each.type == "Ready"]
     assert "spec.replicas is 0: raise it" in ready.message
+
+
+def test_until_a_start_was_seen_the_longest_that_engines_report_counts() -> None:
+    starts = StartDurations()
+    starts.reported([EngineStart("a", {"load": 30.0, "warm": 5.0}), EngineStart("b", {"load": 50.0, "wake": 9.0}, 1)])
+    assert starts.learned_s == 50.0, "the time of a wake is none of a start"
+    starts.reported([EngineStart("a", {"load": math.inf}), EngineStart("b", {})])
+    assert starts.learned_s == 50.0, "it stays known while no engine reports one"
+    starts.observe([ReplicaObservation("c", "pending")], 0.0)
+    starts.observe([ReplicaObservation("c", "ready")], 70.0)
+    assert starts.learned_s == 70.0
 
 
 def test_cold_starts_are_learned_from_completely_observed_starts() -> None:

@@ -146,11 +146,11 @@ def test_a_crashed_pod_stays_scheduled_and_returns_after_loading() -> None:
 
 def test_start_times_are_learned_like_in_the_operator() -> None:
     cluster = Cluster()
-    assert cluster.platform.fleet().cold_start_s is None
+    assert cluster.platform.fleet([]).cold_start_s is None
     cluster.platform.order(2)
     for instant_s in range(20):
         cluster.until(float(instant_s))
-        fleet = cluster.platform.fleet()
+        fleet = cluster.platform.fleet([])
     assert fleet.cold_start_s == pytest.approx(16.0, abs=1.0)
     assert (fleet.wanted, fleet.ready, fleet.starting) == (2, 2, 0)
 

@@ -64,8 +64,8 @@ class ScalingRules(Section):
 
     stabilization_window_seconds: Annotated[int, Field(ge=0, le=3600)] | None = None
     """Seconds of past recommendations of which the most cautious one is applied. Default when scaling up: 0. Default
-    when scaling down: six times the usual start of a replica, from 60 to 300; shorter for replicas that would stay idle
-    even at one and a half times the load, and longer after removed replicas were soon needed again."""
+    when scaling down: three times the usual start of a replica, from 30 to 300; shorter for replicas that would stay
+    idle even at one and a half times the load, and longer after removed replicas were soon needed again."""
     select_policy: Literal["Max", "Min", "Disabled"] = "Max"
     """Which of several policies applies; `Disabled` forbids scaling in this direction."""
     policies: Annotated[list[HPAScalingPolicy], Field(max_length=8)] = Field(default_factory=list)
@@ -109,8 +109,8 @@ class AutoscalingSection(Section):
     """Latency objective, which the condition `SLOMet` compares with what clients observe. Policy `Demand` runs the
     fewest replicas that are predicted to meet it; `TargetTracking` does not scale by it."""
     scale_to_zero_after: Duration | None = None
-    """Time without requests after which the last replica is removed. Default: the duration of two starts, at least one
-    and at most five minutes, and longer after requests came soon after a removal."""
+    """Time without requests after which the last replica is removed. Default: the duration of a start, at least 20
+    seconds and at most five minutes, and longer after requests came soon after a removal."""
     behavior: Behavior | None = None
     """How fast replicas may be added and removed."""
 

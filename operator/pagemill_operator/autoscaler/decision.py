@@ -36,6 +36,13 @@ class Goal(msgspec.Struct, frozen=True):
     """Why no number of replicas meets the target. Empty: some number does."""
     ample: int = 0
     """The replicas that 1.5 times the load would have use for, where that is more than `enough`."""
+    settled: int | None = None
+    """The replicas that the present arrivals have use for, without an expected rise; None: `most_kept`."""
+
+    @property
+    def most_kept(self) -> int:
+        """The number of replicas that the target asks to keep."""
+        return max(self.needed, self.enough)
 
     @property
     def most_used(self) -> int:

@@ -58,9 +58,8 @@ class DemandPolicy:
         demand = _demand(settings, signals, memory)
         # Without all signals the demand is a lower bound, and a window of lower bounds allows no removal.
         least = before if demand.missing else 0
-        memory = memory.with_demand(
-            now, max(least, demand.replicas), max(least, demand.ample), settings, signals.fleet.cold_start_s
-        )
+        settled, expected, ample = (max(least, each) for each in (demand.settled, demand.replicas, demand.ample))
+        memory = memory.with_demands(now, settled, expected, ample, settings, signals.fleet.cold_start_s)
         step = _step(settings, signals, memory, demand)
         decision = Decision(
             replicas_before=before,
@@ -83,6 +82,8 @@ class _Demand(NamedTuple):
     """The replicas that the load needs, before windows and limits."""
 
     replicas: int
+    settled: int
+    """The replicas that the present arrivals have use for, without an expected rise and without those for a queue."""
     ample: int
     """The replicas that 1.5 times the load would have use for."""
     leading: Goal
@@ -121,7 +122,9 @@ def _demand(settings: ScalingSettings, signals: Signals, memory: Memory) -> _Dem
         needed = min(needed, max(wanted, BLIND_GROWTH * max(1, signals.fleet.ready)))
     replicas = needed if wanted < needed else min(wanted, max(needed, enough))
     ample = settings.clamp(max(replicas, min(wanted, max(goal.most_used for goal in judged))))
-    return _Demand(settings.clamp(replicas), ample, leading, tuple(judged), view.candidates)
+    kept = max(goal.most_kept if goal.settled is None else goal.settled for goal in judged)
+    settled = settings.clamp(min(replicas, kept))
+    return _Demand(settings.clamp(replicas), settled, ample, leading, tuple(judged), view.candidates)
 
 
 def _step(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:
@@ -148,7 +151,8 @@ def _step(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _
 
 
 def _up(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:
-    wanted, needed = signals.fleet.wanted, _stabilized(settings, signals, memory, demand)
+    wanted, up_s = signals.fleet.wanted, settings.up.window_s
+    needed = stabilized(wanted, demand.replicas, memory.expected, signals.at_s, up_s=up_s, down_s=0.0)
     if needed == wanted:
         held = f"scaling up when that has held for {settings.up.window_s:.0f} s"
         return _Step(wanted, "Stabilizing", f"the load needs {replicas_of(demand.replicas)}; {held}")
@@ -156,20 +160,22 @@ def _up(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _De
 
 
 def _down(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:
-    wanted, needed = signals.fleet.wanted, _stabilized(settings, signals, memory, demand)
-    idle_s = memory.idle_window_s(settings, signals.fleet.cold_start_s)
-    needed = min(needed, stabilized(wanted, demand.ample, memory.ample, signals.at_s, up_s=0.0, down_s=idle_s))
+    wanted, cold_start_s = signals.fleet.wanted, signals.fleet.cold_start_s
+    down_s, idle_s = memory.down_window_s(settings, cold_start_s), memory.idle_window_s(settings, cold_start_s)
+    settled, expected, ample = (
+        stabilized(wanted, number, history, signals.at_s, up_s=0.0, down_s=window_s)
+        for number, history, window_s in (
+            (demand.replicas, memory.history, down_s),
+            (demand.replicas, memory.expected, idle_s),
+            (demand.ample, memory.ample, idle_s),
+        )
+    )
+    needed = min(max(settled, expected), ample)
     if needed == wanted:
-        held = f"scaling down when that has held for {memory.down_window_s(settings, signals.fleet.cold_start_s):.0f} s"
+        held = f"scaling down when that has held for {down_s:.0f} s"
         return _Step(wanted, "Stabilizing", f"the load needs {replicas_of(demand.replicas)}; {held}")
     # The last replica is removed by its own window.
     return _allowed(settings, signals, memory, demand, max(1, needed))
-
-
-def _stabilized(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> int:
-    up_s, down_s = settings.up.window_s, memory.down_window_s(settings, signals.fleet.cold_start_s)
-    wanted = signals.fleet.wanted
-    return stabilized(wanted, demand.replicas, memory.history, signals.at_s, up_s=up_s, down_s=down_s)
 
 
 def _allowed(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand, needed: int) -> _Step:

@@ -25,8 +25,8 @@ BURST = 2.0
 BURST_SPREADS = 5.0
 MOST_GROWTH = 3.0
 """A rise is extrapolated to at most this many times the present rate."""
-FEW_ARRIVALS = 30
-"""A rate that fewer requests determine counts by its lower bound."""
+FEW_SAMPLES = 30
+"""A mean of fewer arrivals or answers counts by its lower bound."""
 LOWER_BOUND_SPREADS = 1.645
 """Standard deviations between an estimate and its lower bound, which holds in 19 of 20 cases."""
 CAPACITY_SHARE = 0.5
@@ -43,6 +43,8 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     """The time until a replica that is ordered now is ready."""
     arrivals_per_s: float
     """Arriving requests per second."""
+    arrivals_now_per_s: float
+    """Arriving requests per second at present, without an expected rise."""
     arrivals_lower_bound_per_s: float
     """The arrivals, scaled down where few arrivals or few answers determine the load."""
     lengths_confidence: float
@@ -57,7 +59,16 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     @property
     def requests_per_s(self) -> float:
         """Arrivals, and the rest of the queue if it is served within another cold start."""
-        return self.arrivals_per_s + self.num_waiting / max(LEAST_DRAIN_S, self.horizon_s)
+        return self.arrivals_per_s + self._drained_per_s
+
+    @property
+    def settled_per_s(self) -> float:
+        """`requests_per_s` at the present rate of arrivals."""
+        return min(self.arrivals_now_per_s, self.arrivals_per_s) + self._drained_per_s
+
+    @property
+    def _drained_per_s(self) -> float:
+        return self.num_waiting / max(LEAST_DRAIN_S, self.horizon_s)
 
     def replicas_to_serve(self, factor: float = 1.0) -> int | None:
         """Return the replicas that serve `factor` times the arrivals and the queue; None where not known."""
@@ -73,10 +84,9 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     if fleet.asleep:
         horizon_s = 0.0  # a replica that sleeps is awake at once
     arriving = _arriving(signals, memory)
-    rate, lengths_confidence = arriving.after(horizon_s), _confidence(signals.lengths.output.total)
-    lower_bound = rate * lengths_confidence
-    if arriving.num_requests < FEW_ARRIVALS:
-        lower_bound *= _confidence(arriving.num_requests)
+    now, rate = arriving.requests_per_s, arriving.after(horizon_s)
+    lengths_confidence = _confidence(signals.lengths.output.total)
+    lower_bound = rate * lengths_confidence * _confidence(arriving.num_requests)
     waiting = float(signals.num_waiting)
     load = offered_load(signals, max(rate, 1.0), CAPACITY_SHARE) if waiting else None
     predictor = _predictor_of(memory.shape)
@@ -84,13 +94,13 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     if load is not None and predictor is not None and not _is_contradicted(signals, memory, horizon_s):
         capacity = predictor.highest_rate(load, 1, lambda found: math.isfinite(found.ttft_ms)) or None
     if load is None or capacity is None:
-        return ExpectedLoad(horizon_s, rate, lower_bound, lengths_confidence, waiting, predictor=predictor)
+        return ExpectedLoad(horizon_s, rate, now, lower_bound, lengths_confidence, waiting, predictor=predictor)
     served = capacity * (fleet.ready * horizon_s + fleet.starting * min(fleet.starting_s, horizon_s))
     # A prompt that is longer than usual counts as several requests.
     tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
     waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
     left = max(0.0, waiting + arriving.requests_per_s * horizon_s - served)
-    return ExpectedLoad(horizon_s, rate, lower_bound, lengths_confidence, left, capacity, predictor)
+    return ExpectedLoad(horizon_s, rate, now, lower_bound, lengths_confidence, left, capacity, predictor)
 
 
 class _Arriving(NamedTuple):
@@ -154,10 +164,12 @@ def _predictor_of(shape: Shape | None) -> Predictor | None:
 
 
 def _confidence(num_samples: float) -> float:
-    """Return the lower bound of a mean of so many samples as a share of it.
+    """Return the lower bound of a mean of so many samples as a share of it; 1 from `FEW_SAMPLES` on.
 
     The standard deviation of a sample is taken to be its mean, as for lengths of answers.
     """
+    if num_samples >= FEW_SAMPLES:
+        return 1.0
     return max(0.0, 1.0 - LOWER_BOUND_SPREADS / math.sqrt(num_samples)) if num_samples > 0 else 0.0
 
 

@@ -16,12 +16,14 @@ from pagemill_protocol.load import Arrivals
 DECAY_WINDOWS = 4.0
 """The count of flaps is lowered by one after this many stabilization windows without a flap."""
 MAX_FLAPS = 3
-DOWN_STARTS, LEAST_DOWN_S = 6.0, 60.0
+DOWN_STARTS, LEAST_DOWN_S = 3.0, 30.0
 """The window of removals is the duration of so many starts and at least so many seconds: a removal that was too early
 costs a start."""
-IDLE_STARTS = 2.0
-"""A replica is kept idle for this many starts: by then it has cost as much as an unneeded removal would have."""
-LEAST_IDLE_S = 60.0
+FLAP_WINDOWS = 4.0
+"""A removal is taken back if replicas are needed again within this many windows."""
+IDLE_STARTS = 1.0
+"""A replica is kept idle for this many starts: by then it has cost as much as a start."""
+LEAST_IDLE_S = 20.0
 UNLEARNED_COLD_START_S = 60.0
 """The duration of a start that is assumed until one was seen."""
 LONGEST_TREND_S = 180.0
@@ -49,7 +51,9 @@ class Memory(msgspec.Struct, frozen=True):
     """The memory of one deployment. Times are readings of the clock of `Signals.at_s`."""
 
     history: History = History()
-    """Earlier demands and changes."""
+    """Earlier demands of the present arrivals, without an expected rise, and changes."""
+    expected: History = History()
+    """Earlier demands of the expected load."""
     ample: History = History()
     """Earlier demands of 1.5 times the load."""
     counts: tuple[Rate, ...] = ()
@@ -75,7 +79,7 @@ class Memory(msgspec.Struct, frozen=True):
         """Return this memory, or the part of it that is still valid after a gap."""
         if self.history.at(now) is self.history:
             return self
-        return Memory(self.history.at(now), self.ample.at(now), shape=self.shape)
+        return Memory(self.history.at(now), self.expected.at(now), self.ample.at(now), shape=self.shape)
 
     def with_count(self, signals: Signals) -> Memory:
         """Return the memory with the latest count of arrivals, or without any where they are not known."""
@@ -102,21 +106,28 @@ class Memory(msgspec.Struct, frozen=True):
         """Return the memory with the capacity of a replica, where the engines report it."""
         return msgspec.structs.replace(self, shape=shape_of(signals.engines) or self.shape)
 
-    def with_demand(
-        self, now: float, replicas: int, ample: int, settings: ScalingSettings, cold_start_s: float | None
+    def with_demands(
+        self,
+        now: float,
+        settled: int,
+        expected: int,
+        ample: int,
+        settings: ScalingSettings,
+        cold_start_s: float | None,
     ) -> Memory:
-        """Return the memory with the present demands, of the load and of 1.5 times the load."""
+        """Return the memory with the demands of the present arrivals, the expected load, and 1.5 times that load."""
         keep_s = max(settings.up.window_s, self.down_window_s(settings, cold_start_s))
         return msgspec.structs.replace(
             self,
-            history=self.history.with_demand(now, replicas, keep_s),
+            history=self.history.with_demand(now, settled, keep_s),
+            expected=self.expected.with_demand(now, expected, keep_s),
             ample=self.ample.with_demand(now, ample, keep_s),
         )
 
     def idle_window_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
         """Return the window of replicas that 1.5 times the load would leave idle.
 
-        It is the duration of two starts, or the stabilization window where that is shorter or the resource sets it.
+        It is the duration of a start, or the stabilization window where that is shorter or the resource sets it.
         """
         window_s = self.down_window_s(settings, cold_start_s)
         if settings.down.is_own_window:
@@ -126,7 +137,7 @@ class Memory(msgspec.Struct, frozen=True):
     def idle_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
         """Return the time without a request after which the last replica is removed.
 
-        Unless the resource sets it, this is the duration of two starts, doubled for each recent removal after which a
+        Unless the resource sets it, this is the duration of a start, doubled for each recent removal after which a
         request came within that time.
         """
         if not settings.learns_idle_s:
@@ -138,7 +149,7 @@ class Memory(msgspec.Struct, frozen=True):
     def down_window_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
         """Return the stabilization window for removals, unless the resource sets it.
 
-        It is the duration of six starts, and doubled for each flap.
+        It is the duration of three starts, and doubled for each flap.
         """
         if settings.down.is_own_window:
             return settings.down.window_s
@@ -162,7 +173,7 @@ class Memory(msgspec.Struct, frozen=True):
             quick_returns = self._quick_returns(now, self.idle_s(settings, cold_start_s))
             return msgspec.structs.replace(self, history=history, quick_returns=quick_returns)
         removed_at_s = self.removed_at_s
-        if removed_at_s is None or now - removed_at_s > 2 * self.down_window_s(settings, cold_start_s):
+        if removed_at_s is None or now - removed_at_s > FLAP_WINDOWS * self.down_window_s(settings, cold_start_s):
             return msgspec.structs.replace(self, history=history)
         flaps = min(MAX_FLAPS, self.flaps + 1)
         return msgspec.structs.replace(self, history=history, removed_at_s=None, flaps=flaps, flapped_at_s=now)

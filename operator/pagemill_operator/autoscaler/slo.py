@@ -103,16 +103,18 @@ def _target(settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memor
         predictor, bound, slo, expected, needed, most, memory.idle_window_s(settings, expected.horizon_s)
     )
     enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
+    settled_load = msgspec.structs.replace(load, requests_per_s=MARGIN * expected.settled_per_s)
+    settled = min(most, fewest(predictor, settled_load, slo, most, {}))
     reason = f"{offered} need {replicas_of(needed)}"
     if needed > wanted > 0:
-        shortage = _shortage(predictor, load, slo, expected, wanted)
+        shortage = _shortage(predictor, strict, load, slo, expected, wanted)
         if shortage.is_slight:
             needed, reason = wanted, f"{offered}: with {wanted}, no more than {shortage.text}, too few to measure"
         else:
             reason += f"; with {wanted}, {shortage.text}"
     if queue.replicas:
         needed, reason = needed + queue.replicas, f"{reason}; {queue.reason}"
-    return SloTarget(Goal("slo", needed, max(needed, enough), reason, ample=ample), seen)
+    return SloTarget(Goal("slo", needed, max(needed, enough), reason, ample=ample, settled=settled), seen)
 
 
 class _Shortage(NamedTuple):
@@ -122,9 +124,15 @@ class _Shortage(NamedTuple):
     text: str
 
 
-def _shortage(predictor: Predictor, load: OfferedLoad, slo: Slo, expected: ExpectedLoad, replicas: int) -> _Shortage:
+def _shortage(
+    predictor: Predictor, strict: Predictor, load: OfferedLoad, slo: Slo, expected: ExpectedLoad, replicas: int
+) -> _Shortage:
     arriving = expected.arrivals_lower_bound_per_s
-    short = arriving - predictor.highest_rate(load, replicas, lambda found: meets(found, slo), SHORTAGE / 10)
+    held = max(
+        each.highest_rate(load, replicas, lambda found: meets(found, slo), SHORTAGE / 10) / margin
+        for each, margin in ((predictor, MARGIN), (strict, 1.0))
+    )
+    short = arriving - held
     text = f"{_number(60 * short)} requests/min would miss {_slo_text(slo)} from {expected.horizon_s:.0f} s on"
     return _Shortage(short <= SHORTAGE * arriving, text)
 

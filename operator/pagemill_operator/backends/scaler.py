@@ -97,6 +97,7 @@ class Scaler:
         scaled = self._of(key, settings, start)
         now = self._clock()
         scaled.starts.observe(seen.current(), now)
+        scaled.starts.reported(start for report in reports for start in report.load.starts)
         signals = merge(
             reports,
             _fleet(scaled, seen, now),

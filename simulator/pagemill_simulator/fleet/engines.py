@@ -79,7 +79,9 @@ class EngineKind(Protocol):
     is_exact: bool
     vocab_size: int
 
-    def start(self, pod_name: str, observe: Observe, deliver: Deliver) -> SimulatedEngine: ...
+    def start(self, pod_name: str, observe: Observe, deliver: Deliver, start_s: dict[str, float]) -> SimulatedEngine:
+        """Start the engine of a pod. It reports `start_s`, the seconds of each phase of its start."""
+        ...
 
     def prefix_chunks(
         self, prompt: Sequence[int], session: int | None, scheme: HashScheme, adapter_digest: str

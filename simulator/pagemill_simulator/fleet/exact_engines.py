@@ -38,8 +38,8 @@ class ExactEngines:
         self._adapters = adapters
         self._hashes = PromptHashes(GatewayConfig().remembered_prefix_chunks)
 
-    def start(self, pod_name: str, observe: Observe, deliver: Deliver) -> ExactEngine:
-        pod = SimulatedPod(pod_name, self._config, serves_adapters=self._adapters is not None)
+    def start(self, pod_name: str, observe: Observe, deliver: Deliver, start_s: dict[str, float]) -> ExactEngine:
+        pod = SimulatedPod(pod_name, self._config, serves_adapters=self._adapters is not None, start_s=start_s)
         return ExactEngine(pod, self._events, observe, deliver, self._adapters)
 
     def prefix_chunks(

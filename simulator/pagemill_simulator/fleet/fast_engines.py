@@ -58,9 +58,10 @@ class FastEngines:
             prefix_chunk_blocks=prefix_chunk_blocks(limits.block_size, limits.num_blocks),
         )
 
-    def start(self, pod_name: str, observe: Observe, deliver: Deliver) -> FastEngine:
+    def start(self, pod_name: str, observe: Observe, deliver: Deliver, start_s: dict[str, float]) -> FastEngine:
         pod = FastPod(self._limits, self._steps, overlaps=self._overlaps)
-        return FastEngine(pod, self._frame, self._events, observe, deliver)
+        frame = msgspec.structs.replace(self._frame, start_s=start_s)
+        return FastEngine(pod, frame, self._events, observe, deliver)
 
     def prefix_chunks(
         self, prompt: Sequence[int], session: int | None, scheme: HashScheme, adapter_digest: str

@@ -191,7 +191,7 @@ class _Fleet:
         pod_run = PodRun(pod.name)
         observe, deliver = partial(self._observe, pod_run), partial(self._relay.deliver, pod_run)
         kind = self._kinds[pod.number % len(self._kinds)]
-        pod_run.engine = kind.start(pod.name, observe, deliver)
+        pod_run.engine = kind.start(pod.name, observe, deliver, pod.start.reported if pod.start else {})
         self._pod_runs[pod.name] = pod_run
         self.listed()
         self._events.after(NETWORK_S, partial(observe, pod_run.engine.snapshot()))
@@ -318,7 +318,7 @@ class _Fleet:
             num_prompt_tokens_arrived=self._num_prompt_tokens,
             num_output_tokens_made=self._num_made_by_gone
             + sum(each.engine.num_output_tokens for each in self._pod_runs.values()),
-            signals=merge([GatewayReport(load)], self._platform.fleet(), num_gateways=1, at_s=now),
+            signals=merge([GatewayReport(load)], self._platform.fleet(load.starts), num_gateways=1, at_s=now),
         )
 
     def _pod_snapshot(self, pod: Pod) -> PodSnapshot:

@@ -7,7 +7,7 @@ in the pods. `fleet` gives the orders and has the engines.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -16,7 +16,7 @@ from pagemill_operator.autoscaler.signals import Fleet
 from pagemill_operator.backends.start_durations import StartDurations
 from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.status.observation import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineReport
+from pagemill_protocol.load import EngineReport, EngineStart
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.outcome import FleetPoint
@@ -33,6 +33,8 @@ class Pod:
     """Time since which the pod costs; None: it is not scheduled yet."""
     num_starts: int = 0
     """Number of starts of its container, the first one included."""
+    start: PodStart | None = None
+    """Its latest start, whose phases its engine reports."""
 
     @property
     def live(self) -> bool:
@@ -94,6 +96,7 @@ class Platform:
         pods = [self._make() for _ in range(self.wanted)]
         for pod in pods:
             pod.placed_s, pod.num_starts, pod.phase = self._events.now_s, 1, "loading"
+            pod.start = self._settings.cold_start.draw(self._settings.seed, pod.number)
         self._engines.listed()
         for pod in pods:
             self._ready(pod)
@@ -124,9 +127,10 @@ class Platform:
             self._pay(pod)
         self.note()
 
-    def fleet(self) -> Fleet:
-        """Return the fleet as the autoscaler sees it, with the cold start learned from observed starts."""
+    def fleet(self, reported: Iterable[EngineStart]) -> Fleet:
+        """Return the fleet as the autoscaler sees it, with the cold start learned from observed or reported starts."""
         now = self._events.now_s
+        self._starts.reported(reported)
         seen = [ReplicaObservation(pod.name, pod.phase) for pod in self.pods.values() if pod.live]
         self._starts.observe(seen, now)
         phases = [pod.phase for pod in seen]
@@ -167,7 +171,7 @@ class Platform:
     def _place(self, pod: Pod, start: PodStart) -> None:
         if pod.phase != "pending":
             return
-        pod.phase, pod.placed_s = "starting", self._events.now_s
+        pod.phase, pod.placed_s, pod.start = "starting", self._events.now_s, start
         self._events.after(start.pull_s, partial(self._load, pod, start))
 
     def _load(self, pod: Pod, start: PodStart) -> None:
@@ -199,7 +203,7 @@ class Platform:
             return
         pod.phase = "loading"
         self._engines.crashed(pod)
-        again = self._settings.cold_start.draw(self._settings.seed, pod.number, pod.num_starts)
+        pod.start = again = self._settings.cold_start.draw(self._settings.seed, pod.number, pod.num_starts)
         pod.num_starts += 1
         self._events.after(again.restart_s, partial(self._loaded, pod, pod.num_starts))
         self.note()

@@ -39,6 +39,11 @@ class PodStart(NamedTuple):
         """Seconds of a restart of the container: node and image are there."""
         return self.load_s + self.warm_s
 
+    @property
+    def reported(self) -> dict[str, float]:
+        """Seconds of the phases that the engine itself reports."""
+        return {"load": round(self.load_s, 3), "warm": round(self.warm_s, 3)}
+
 
 class ColdStart(msgspec.Struct, frozen=True, kw_only=True):
     """Median seconds of the phases of a start."""
