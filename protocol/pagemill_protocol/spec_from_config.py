@@ -11,17 +11,27 @@ from typing import Any
 
 import msgspec
 
+from pagemill_protocol.json_file import read_object, read_optional
 from pagemill_protocol.model_spec import ModelSpec, checked
 from pagemill_protocol.models.config_values import (
+    AUTO_GPTQ_FILE,
     CONFIG_FILE,
     check_quantization,
     quantization_bits,
     quantization_of,
-    read_config,
 )
 from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.models.pooling_files import most_tokens, read_pooling
 from pagemill_protocol.safetensors_header import read_folder_headers, read_index
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the values of a folder's `config.json`, with those of `AUTO_GPTQ_FILE` as `quantization_config` if it has
+    none. Raises `UnreadableModelError`."""
+    values = read_object(folder / CONFIG_FILE)
+    if values.get("quantization_config") is None and (settings := read_optional(folder / AUTO_GPTQ_FILE)):
+        return {**values, "quantization_config": {"quant_method": "gptq", **settings}}
+    return values
 
 
 def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:

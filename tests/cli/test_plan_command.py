@@ -71,8 +71,8 @@ def file(write: Write, simulated: Simulated) -> Path:
 
 @pytest.mark.parametrize("rate", [0.5, 7.0, 30.0, 90.0])
 def test_the_plan_is_the_operators_decision_under_the_same_load(rate: float) -> None:
-    """Lengths are powers of two, which histograms represent exactly. The operator adds replicas for the certain load
-    and keeps them for the expected one, as the plan does.
+    """Lengths are powers of two, which histograms represent exactly. The operator keeps replicas for the expected load,
+    as the plan does; it adds them for the certain load, at the stricter percentile that it plans for.
     """
     prompt, output = histogram_of([512.0] * 100), histogram_of([256.0] * 100)
     lengths = Lengths(truth="value", prompt=prompt, computed=prompt, output=output)
@@ -82,7 +82,9 @@ def test_the_plan_is_the_operators_decision_under_the_same_load(rate: float) -> 
     goal = slo_target(policy, SLO, seen, remembered, expected_load(seen, remembered)).goal
     found = forecast(REPLICA, WORKLOAD.at(rate), SLO, 50, None)
     assert found.kept == goal.enough
-    assert 1 <= goal.needed <= found.needed
+    assert found.needed is not None
+    assert 1 <= goal.needed <= found.kept
+    assert goal.needed <= found.needed + math.ceil(found.needed / 10)
 
 
 def test_one_replica_serves_its_capacity_and_no_more() -> None:

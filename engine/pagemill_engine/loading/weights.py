@@ -15,7 +15,7 @@ from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 from pagemill_engine.loading.shape_only import ShapeOnlyWeights
 from pagemill_engine.loading.source import WeightSource
 from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.models.config_values import read_config
+from pagemill_protocol.spec_from_config import read_config
 
 
 def open_weights(

@@ -121,11 +121,10 @@ class Calibration:
             )
             return
         size = self._remaining_sizes.popleft()
-        # Steps of fewer tokens could compute the same tokens one after the other, so no step takes longer than they do.
+        # Steps of a smaller size compute as many tokens: one that takes half as long as these together is doubtful.
         smaller = {known: ms for known, ms in self._sample_ms.items() if known < size}
-        longest_ms = min((math.ceil(size / known) * ms for known, ms in smaller.items()), default=math.inf)
-        credible_ms = 0.0 if not smaller else longest_ms / 2 if size <= BATCH_SIZE else math.inf
-        self._sample_ms[size] = min(longest_ms, _measure_ms(self._core, 1, size, credible_ms))
+        credible_ms = min((size / known * ms / 2 for known, ms in smaller.items()), default=0.0)
+        self._sample_ms[size] = _measure_ms(self._core, 1, size, credible_ms if size <= BATCH_SIZE else math.inf)
 
     def _fit(self) -> None:
         samples = [StepSample(size, 0, 0, ms) for size, ms in self._sample_ms.items()]

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pagemill_protocol.json_file import read_object, read_optional
 from pagemill_protocol.models.declaration import Activation, RopeSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.models.known import rope_errors, unsupported
@@ -37,15 +36,6 @@ AUTO_GPTQ_FILE = "quantize_config.json"
 """AutoGPTQ's settings of packed weights, which early versions did not also write into `config.json`."""
 READ_QUANTIZATIONS = ("awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
 """Methods whose checkpoints the engine reads, as named by `quantization_config.quant_method`."""
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the values of a folder's `config.json`, with those of `AUTO_GPTQ_FILE` as `quantization_config` if it has
-    none. Raises `UnreadableModelError`."""
-    values = read_object(folder / CONFIG_FILE)
-    if values.get("quantization_config") is None and (settings := read_optional(folder / AUTO_GPTQ_FILE)):
-        return {**values, "quantization_config": {"quant_method": "gptq", **settings}}
-    return values
 
 
 def quantization_of(values: dict[str, Any]) -> str | None:
