@@ -103,39 +103,28 @@ def rotated(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype
     return [heads, angles.cos().to(dtype), angles.sin().to(dtype), slots]
 
 
+@pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(1, (4, 4), 64), (7, (6, 2), 80), (3, (32, 8), 128)])
-def test_rope_and_store_equals_the_reference(
-    tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+def test_rope_and_store_equals_the_reference_with_and_without_norms(
+    tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, has_norms: bool
 ) -> None:
     num_heads, num_kv_heads = heads
     x, cos, sin, slots = rotated(tokens, num_heads, num_kv_heads, head_dim, dtype)
     cache = random(NUM_BLOCKS, 2 * num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, seed=2)
     expected, expected_cache = x.clone(), cache.clone()
     planned = kv_reference.plan_slots(slots, 2 * num_kv_heads, BLOCK_SIZE)
-    rope_reference.rope_and_store(expected, num_heads, cos, sin, expected_cache, planned)
-    rope.rope_and_store(x, num_heads, cos, sin, cache, slots)
+    if has_norms:
+        weights = [random(head_dim, dtype=dtype, seed=seed) for seed in (3, 4)]
+        norms = rope_reference.HeadNorms(*weights, eps=1e-3)
+        rope_reference.norm_rope_and_store(expected, num_heads, norms, cos, sin, expected_cache, planned)
+        rope.norm_rope_and_store(x, num_heads, norms, cos, sin, cache, slots)
+    else:
+        rope_reference.rope_and_store(expected, num_heads, cos, sin, expected_cache, planned)
+        rope.rope_and_store(x, num_heads, cos, sin, cache, slots)
     close(x, expected)
     close(cache, expected_cache)
     assert int((cache != expected_cache).any(-1).sum()) <= tokens * 2 * num_kv_heads
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(1, (4, 4), 64), (7, (6, 2), 80)])
-def test_norms_of_heads_before_the_rotation_equal_the_reference(
-    tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
-) -> None:
-    num_heads, num_kv_heads = heads
-    x, cos, sin, slots = rotated(tokens, num_heads, num_kv_heads, head_dim, dtype)
-    cache = random(NUM_BLOCKS, 2 * num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, seed=2)
-    weights = [random(head_dim, dtype=dtype, seed=seed) for seed in (3, 4)]
-    norms = rope_reference.HeadNorms(*weights, eps=1e-3)
-    expected, expected_cache = x.clone(), cache.clone()
-    planned = kv_reference.plan_slots(slots, 2 * num_kv_heads, BLOCK_SIZE)
-    rope_reference.norm_rope_and_store(expected, num_heads, norms, cos, sin, expected_cache, planned)
-    rope.norm_rope_and_store(x, num_heads, norms, cos, sin, cache, slots)
-    close(x, expected)
-    close(cache, expected_cache)
     assert torch.equal(x[:, num_heads + num_kv_heads :], expected[:, num_heads + num_kv_heads :]), "values stay"
 
 

@@ -82,9 +82,9 @@ class Attention:
         """Normalise and rotate queries and keys in place as declared, and write keys and values into the cache."""
         num_heads, slots = self._num_heads, context.kv_slots
         rotation = None if self._rotation is None else context.rotations[self._rotation]
-        norms = self._norms_of_heads()
-        if self.ops.norm_rope_and_store is not None and norms is not None and rotation is not None:
-            self.ops.norm_rope_and_store(heads, num_heads, norms, *rotation, cache, slots)
+        in_one_pass = self.ops.norm_rope_and_store
+        if in_one_pass is not None and rotation is not None and (norms := self._norms_of_heads()) is not None:
+            in_one_pass(heads, num_heads, norms, *rotation, cache, slots)
             return
         if self.query_norm is not None:
             _normalize(self.query_norm, heads[:, :num_heads])
