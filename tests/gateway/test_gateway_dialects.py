@@ -49,6 +49,15 @@ def said(reply: Any, path: str) -> str:
     return message
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_names_the_fields_that_the_chat_template_does_not_read(engines, gateways, stream: bool) -> None:
+    gateway = await gateways(engines[0])
+    named = [{**MESSAGES[0], "name": "ann"}]
+    reply = await gateway.chat(stream=stream, verbosity="low", messages=named)
+    assert (reply.status, reply.headers["x-pagemill-unread-fields"]) == (200, "messages.name, verbosity")
+    assert "x-pagemill-unread-fields" not in (await gateway.chat(stream=stream)).headers
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_refusal_has_the_format_of_its_dialect(engines, gateways, path: str) -> None:
     gateway = await gateways(engines[0], api_keys=ENTRIES, max_body_bytes=10_000)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Mapping
 from functools import partial
 
 from starlette.requests import Request
@@ -20,7 +20,7 @@ from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.metrics import VERSION
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 from pagemill_engine.server.traces import TracedRequest, record_of
-from pagemill_protocol.dialects.base import Dialect, Preparation, check_kind
+from pagemill_protocol.dialects.base import Dialect, Preparation, check_kind, unread_fields
 from pagemill_protocol.dialects.pages import Page, PageRequest
 from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.dialects.transport import RequestInfo
@@ -32,6 +32,7 @@ from pagemill_protocol.keys.scope import cache_salt
 from pagemill_protocol.openai import prepare, render
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import DetokenizeRequest
+from pagemill_protocol.openai.unread_fields import UNREAD_HEADER
 
 
 def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResponse]]:
@@ -46,8 +47,8 @@ def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResp
             caller: Caller = request.state.caller
             record.tenant = caller.tenant
             work = partial(_prepare, context, dialect, raw, _request_info(request, context), caller)
-            record.requests = await context.off_loop(work, len(raw))
-            return _answer(context, record)
+            record.requests, unread = await context.off_loop(work, len(raw))
+            return _answer(context, record, {UNREAD_HEADER: ", ".join(unread)} if unread else {})
         except PagemillError as error:
             record.error = error
             raise
@@ -143,16 +144,17 @@ async def _read(request: Request, also: Container[str] = ()) -> bytes:
     return await read_body(request.receive)
 
 
-def _answer(context: ServerContext, record: TracedRequest) -> AnswerResponse:
+def _answer(context: ServerContext, record: TracedRequest, headers: Mapping[str, str]) -> AnswerResponse:
     requests = list(record.requests)
     record.answer = answer = submit(context, requests)
     kind = StreamResponse if requests[0].stream else BodyResponse
-    return kind(requests, answer, lambda: abort(context, answer))
+    return kind(requests, answer, lambda: abort(context, answer), headers)
 
 
 def _prepare(
     context: ServerContext, dialect: Dialect, raw: bytes, info: RequestInfo, caller: Caller
-) -> list[GenerateRequest]:
+) -> tuple[list[GenerateRequest], list[str]]:
+    """Return the engine requests, and the names of the client's fields that the chat template does not read."""
     body = dialect.parse(raw, info)
     context.check_model(body.fields.model)
     _, ready = context.ready_engine()
@@ -166,7 +168,8 @@ def _prepare(
         ready.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=context.parsers
     )
     requests = body.prepare(tokenizer, preparation, sampling, None)
-    return [prepare.with_seed(request, lambda: _seed(context)) for request in requests]
+    unread = unread_fields(body, tokenizer, context.parsers)
+    return [prepare.with_seed(request, lambda: _seed(context)) for request in requests], unread
 
 
 def _tokenize(context: ServerContext, count: TokenCount, raw: bytes) -> bytes:

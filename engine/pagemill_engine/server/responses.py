@@ -9,7 +9,7 @@ the engine accepted the request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from starlette.types import Receive, Scope, Send
 
@@ -30,10 +30,18 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class AnswerResponse:
     """Base class: handles disconnects and the end. Subclasses write status and bytes in `_respond`."""
 
-    def __init__(self, requests: list[GenerateRequest], answer: Answer, on_disconnect: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        requests: list[GenerateRequest],
+        answer: Answer,
+        on_disconnect: Callable[[], None],
+        headers: Mapping[str, str] = {},
+    ) -> None:
+        """Make the response. `headers`: those of an answer besides the ones that its kind has."""
         self.requests = requests
         self.answer = answer
         self._on_disconnect = on_disconnect
+        self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -68,7 +76,7 @@ class StreamResponse(AnswerResponse):
             await _send_error(send, self.answer.error, dialect_of(self.requests[0].dialect))
             return
         stream_type = dialect_of(self.requests[0].dialect).transport.stream_type
-        await _start(send, 200, {"content-type": stream_type, **_STREAM_HEADERS})
+        await _start(send, 200, {"content-type": stream_type, **_STREAM_HEADERS, **self._headers})
         usages: list[Usage] = []
         while frames:
             await _send_bytes(send, b"".join(self._payloads(frames, usages)))
@@ -103,7 +111,8 @@ class BodyResponse(AnswerResponse):
         if len(bodies) < len(self.requests):  # the client disconnected
             return
         body = bodies[0] if len(bodies) == 1 else dialect.merge_bodies(bodies)
-        await _start(send, 200, {**dialect.transport.body_headers(body), "content-length": str(len(body))})
+        headers = {**dialect.transport.body_headers(body), "content-length": str(len(body)), **self._headers}
+        await _start(send, 200, headers)
         await _send_bytes(send, body, more=False)
 
 
@@ -113,12 +122,8 @@ class FramesResponse(AnswerResponse):
     def __init__(
         self, requests: list[GenerateRequest], answer: Answer, on_disconnect: Callable[[], None], weights_digest: str
     ) -> None:
-        super().__init__(requests, answer, on_disconnect)
-        self._headers = {
-            "content-type": FRAMES_CONTENT_TYPE,
-            WEIGHTS_HEADER: weights_digest,
-            **protocol_headers(),
-        }
+        headers = {"content-type": FRAMES_CONTENT_TYPE, WEIGHTS_HEADER: weights_digest, **protocol_headers()}
+        super().__init__(requests, answer, on_disconnect, headers)
 
     async def _respond(self, send: Send) -> None:
         await _start(send, 200, self._headers)
@@ -127,7 +132,7 @@ class FramesResponse(AnswerResponse):
         await _send_bytes(send, b"", more=False)
 
 
-async def _start(send: Send, status: int, headers: dict[str, str]) -> None:
+async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
 

@@ -87,6 +87,8 @@ class PreparedRequest(NamedTuple):
     routing_requests: list[RoutingRequest]
     """The properties of each engine request for routing."""
     stream: bool
+    unread_fields: list[str]
+    """The client's fields that only chat templates read, and the model's does not."""
 
 
 class RequestPreparation:
@@ -143,7 +145,8 @@ class RequestPreparation:
         def job() -> PreparedRequest:
             requests = body.prepare(tokenizer, preparation, sampling, text)
             requests = [_prioritized(with_seed(request, _new_seed), caller) for request in requests]
-            return self._prepared(target, requests, prompt_keys(body), session)
+            unread = base.unread_fields(body, tokenizer, target.parsers)
+            return self._prepared(target, requests, prompt_keys(body), session)._replace(unread_fields=unread)
 
         if body.renders and text is None:
             return await self.in_thread(job, len(raw))
@@ -173,7 +176,7 @@ class RequestPreparation:
             make_routing_request(request, target, self.hashes, key, session)
             for request, key in zip(requests, keys, strict=True)
         ]
-        return PreparedRequest(target, requests, routing_requests, requests[0].stream)
+        return PreparedRequest(target, requests, routing_requests, requests[0].stream, [])
 
 
 def _prioritized(request: GenerateRequest, caller: Caller) -> GenerateRequest:

@@ -166,6 +166,16 @@ def check_kind(body: ParsedBody, tokenizer: Tokenizer) -> None:
     check_task(None if wanted is None else wanted(model), model)
 
 
+def unread_fields(body: ParsedBody, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
+    """Return the client's names of fields that only chat templates read, and the model's does not.
+
+    Bodies that become chats have a method of this name, which other bodies do not have. It may render the chat again,
+    so call it where `prepare` is called.
+    """
+    find: Callable[[Tokenizer, ParserSettings], list[str]] | None = getattr(body, "unread_fields", None)
+    return [] if find is None else find(tokenizer, parsers)
+
+
 class Dialect(Protocol):
     name: str
     """Value of `GenerateRequest.dialect`."""

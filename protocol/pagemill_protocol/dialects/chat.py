@@ -11,7 +11,7 @@ from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece, Pr
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
 from pagemill_protocol.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
-from pagemill_protocol.openai import call_parts, logprobs, prepare, render
+from pagemill_protocol.openai import call_parts, logprobs, prepare, render, unread_fields
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.sampling import SamplingParams
@@ -52,7 +52,13 @@ class ChatBody:
         prepare.check_form(self.fields)
 
     async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+        if unread_fields.has_names(self.fields):  # `unread_fields` will render it too, which blocks
+            return None
         return await prepare.render_inline(self.fields, tokenizer, parsers)
+
+    def unread_fields(self, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
+        """Return the names of fields that only chat templates read, and the model's does not."""
+        return unread_fields.unread_fields(self.fields, tokenizer, parsers)
 
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None

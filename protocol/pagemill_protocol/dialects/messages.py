@@ -18,6 +18,9 @@ RENAMED = (
     ("thinking_token_budget", "thinking.budget_tokens"),
     ("response_format.json_schema.schema", "output_config.format.schema"),
     ("response_format", "output_config.format"),
+    ("reasoning_effort", "output_config.effort"),
+    ("chat_template_kwargs.enable_thinking", "thinking"),
+    ("chat_template_kwargs.thinking", "thinking"),
 )
 """Names of fields in the chat request, with the client's names for them."""
 

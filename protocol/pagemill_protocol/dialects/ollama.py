@@ -35,6 +35,9 @@ RENAMED = (
     ("The json_schema of", "The schema of"),
     ("max_tokens", "num_predict"),
     ("repetition_penalty", "repeat_penalty"),
+    ("chat_template_kwargs.enable_thinking", "think"),
+    ("chat_template_kwargs.thinking", "think"),
+    ("reasoning_effort", "think"),
 )
 
 

@@ -24,6 +24,8 @@ RENAMED = (
     ("max_completion_tokens", "max_output_tokens"),
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("verbosity", "text.verbosity"),
 )
 
 

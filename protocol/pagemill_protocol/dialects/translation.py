@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from pydantic import FiniteFloat, ValidationError
 from pydantic_core import PydanticCustomError
 
+from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import Preparation
 from pagemill_protocol.dialects.chat import ChatBody
 from pagemill_protocol.dialects.completions import CompletionsBody
@@ -19,6 +21,7 @@ from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai.fields import RequestModel
 from pagemill_protocol.openai.parse import from_refusal, from_validation
 from pagemill_protocol.openai.schemas import Priority, SamplingFields
+from pagemill_protocol.openai.unread_fields import unread_fields
 from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -91,6 +94,9 @@ class _Translated:
 class TranslatedChat(_Translated, ChatBody):
     """A body that was translated to a chat request."""
 
+    def unread_fields(self, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
+        return unread_fields(self.fields, tokenizer, parsers, partial(_renamed, renamed=self._renamed))
+
 
 class TranslatedCompletion(_Translated, CompletionsBody):
     """A body that was translated to a completions request."""
@@ -108,7 +114,12 @@ def as_request(translate: Callable[[], dict[str, Any]], renamed: Sequence[Rename
 
 def with_names(error: PagemillError, renamed: Sequence[Renamed]) -> PagemillError:
     """Return `error` with the client's names of fields."""
-    for ours, theirs in renamed:
-        error.message = error.message.replace(ours, theirs)
-        error.param = error.param and error.param.replace(ours, theirs)
+    error.message = _renamed(error.message, renamed)
+    error.param = error.param and _renamed(error.param, renamed)
     return error
+
+
+def _renamed(text: str, renamed: Sequence[Renamed]) -> str:
+    for ours, theirs in renamed:
+        text = text.replace(ours, theirs)
+    return text

@@ -207,7 +207,7 @@ def tokenize(req: TokenizeRequest, tokenizer: Tokenizer, max_model_len: int) -> 
     if req.messages is None:
         assert req.prompt is not None  # the schema requires exactly one
         return tokenizer.encode_within(req.prompt, max_model_len, req.add_special_tokens is not False)
-    text = _render(chat_format(req, tokenizer, _AUTO), req, tokenizer)
+    text = render(req, tokenizer, _AUTO)
     return tokenizer.encode_within(text, max_model_len, bool(req.add_special_tokens), param="messages")
 
 
@@ -227,6 +227,11 @@ async def render_inline(req: ChatCompletionRequest, tokenizer: Tokenizer, parser
     """
     form = chat_format(req, tokenizer, parsers)
     return await tokenizer.chat_template.render_inline(form.messages, tools=form.tools, **_rendering(req))
+
+
+def render(req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer, parsers: ParserSettings) -> str:
+    """Render the prompt of a chat. Raises `PagemillError` 400."""
+    return _render(chat_format(req, tokenizer, parsers), req, tokenizer)
 
 
 def _render(form: ChatFormat, req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:

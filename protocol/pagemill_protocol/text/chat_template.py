@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 import weakref
 from collections import deque
@@ -99,6 +100,10 @@ class ChatTemplate:
     def source(self, *, has_tools: bool) -> str:
         """Return the Jinja source for requests with or without tools; "" if the model has no template."""
         return self._templates.get(_TOOLS if has_tools and _TOOLS in self._templates else _CHAT, "")
+
+    def mentions(self, variable: str) -> bool:
+        """Whether a template of the model contains the variable's name. If none does, none reads the variable."""
+        return any(re.search(rf"\b{re.escape(variable)}\b", source) for source in self._templates.values())
 
     def _call(
         self,

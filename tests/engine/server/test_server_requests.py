@@ -139,6 +139,15 @@ def test_endless_headers_get_431(client: httpx.Client) -> None:
     assert response.status_code == 431
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_names_the_fields_that_the_chat_template_does_not_read(client: httpx.Client, stream: bool) -> None:
+    answer = client.post("/v1/chat/completions", json=chat(verbosity="low", reasoning_effort="low", stream=stream))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-pagemill-unread-fields"] == "reasoning_effort, verbosity"
+    plain = client.post("/v1/chat/completions", json=chat(stream=stream))
+    assert "x-pagemill-unread-fields" not in plain.headers
+
+
 def test_unknown_routes_and_methods_get_openais_error_format(client: httpx.Client) -> None:
     assert client.get("/v3/nothing").json()["error"]["code"] == "not_found"
     assert client.get("/v1/chat/completions").status_code == 405
