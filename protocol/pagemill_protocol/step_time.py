@@ -12,7 +12,8 @@ both coefficients are never negative, so neither is any prediction. The engine o
 
 The fit is weighted least squares over `step_evidence`, solved under non-negativity by `_nonnegative`. Residuals are
 relative, so a 3 ms decode step counts as much as a 300 ms prefill. Outliers lose weight relative to the running median
-error. A proximal term keeps directions that no step excites at their previous values.
+error. A proximal term keeps directions that no step excites at their previous values, and the time of a step without
+context has a floor.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ COMPARED_TOKENS = (16, 512)
 """The sizes of steps by which two models are compared: of decodes, and with a prompt."""
 LITTLE_CONTEXT = 0.25
 """Largest share of attention in a step's time for which the rest of the step is compared with the prior."""
+
+FIXED_SHARE = 0.5
+"""Smallest share of the shortest recent step that does not depend on its context."""
 
 _CONTEXT_SCALE = 1e4
 _PRODUCT_SCALE = 1e6
@@ -105,6 +109,10 @@ class StepTimeModel:
         """None until the first step is observed: most models only predict."""
         self._errors: Vector = np.zeros(ERROR_WINDOW)
         self._num_errors = 0
+        self._measured_ms = 0.0
+        """Time of the smallest step in the measured prior, whatever its scale is now; 0 without one."""
+        self._recent_ms: Vector = np.full(ERROR_WINDOW, math.inf)
+        """Times of the latest steps of few tokens; infinite for others."""
 
     @classmethod
     def from_params(cls, params: StepTimeParams) -> StepTimeModel:
@@ -191,6 +199,7 @@ class StepTimeModel:
         if self._evidence is None:
             self._start_learning()
         predicted_ms = self.predict_ms(num_tokens, decode_context_tokens, chunk_context_products)
+        self._recent_ms[self._num_observed % ERROR_WINDOW] = ms if num_tokens <= FEW_TOKENS[-1] else math.inf
         self._record_error(abs(predicted_ms - ms) / ms)
         limit = max(_SMALLEST_OUTLIER, _OUTLIER_MEDIANS * self._error_p50)
         # The more plausible of prediction and measurement scales the row, so that similar rows weigh the same.
@@ -249,6 +258,7 @@ class StepTimeModel:
             StepSample(knot, 0, 0, ms) for knot, ms in zip(self._knots, self._knot_ms, strict=True) if ms > 0
         ]
         self._prior_weights = self._weights.copy()
+        self._measured_ms = 0.0 if self._guessed else float(self._weights[0])
         self._evidence = self._without_steps()
 
     def _without_steps(self) -> StepEvidence:
@@ -272,13 +282,27 @@ class StepTimeModel:
         anchor[anchor == 0.0] = 1.0
         normal, target = self._evidence.normal_equations()
         normal[np.diag_indices_from(normal)] += anchor
-        self._weights = _nonnegative(normal, target + anchor * self._weights, self._weights)
+        self._weights = self._above_floor(normal, target + anchor * self._weights)
         self._publish()
         recent = np.sort(self._errors[: min(self._num_errors, ERROR_WINDOW)])
         self._error_p50 = float(recent[recent.size // 2])
         self._error_p95 = float(recent[min(recent.size - 1, recent.size * 95 // 100)])
         if recent.size >= REFIT_EVERY and (self._error_p50 > _LOST or self._guessed):
             self._forget()
+
+    def _above_floor(self, normal: Vector, target: Vector) -> Vector:
+        """Solve the normal equations with at least `FIXED_SHARE` of the shortest recent step as the fixed part.
+
+        The prior's smallest step bounds the floor, where attention is most of every step. Without a floor, a prior
+        whose sizes were measured while the machine was unevenly slow can push the fixed part to 0: contexts explain the
+        steps as well, and then no step has the little context that would let it scale the prior.
+        """
+        shortest_ms = float(self._recent_ms.min())
+        floor = np.zeros_like(self._weights)
+        if math.isfinite(shortest_ms):
+            floor[0] = FIXED_SHARE * min(shortest_ms, self._measured_ms)
+        above = _nonnegative(normal, target - normal @ floor, np.maximum(self._weights - floor, 0.0))
+        return above + floor
 
     def _forget(self) -> None:
         """Start the evidence anew, with the current weights as the start and the prior scaled to the engine.

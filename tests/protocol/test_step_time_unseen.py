@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
@@ -62,13 +62,21 @@ def steps(draw: random.Random, num_steps: int, most_seqs: int, longest: int) -> 
         yield seqs + chunk, seqs * draw.randint(20, 400), chunk * chunk
 
 
+def calibrated(times: StepTimes, slow: Mapping[int, float], draw: random.Random, noise: float) -> StepTimeModel:
+    """Return the model of an engine whose calibration measured each size `slow[size]` times as long."""
+    sweep = [
+        StepSample(size, 0, 0, factor * times.ms(size, 0, size**2) * draw.gauss(1, noise))
+        for size, factor in slow.items()
+    ]
+    return StepTimeModel.from_calibration(sweep, BUDGET)
+
+
 def learned(
     times: StepTimes, num_steps: int, *, seqs: int, longest: int, noise: float, slow: float = 1.0
 ) -> StepTimeModel:
     """Return the model of an engine that measured its calibration, `slow` times as long, and then ran these steps."""
     draw = random.Random(1)
-    sweep = [StepSample(size, 0, 0, slow * times.ms(size, 0, size**2) * draw.gauss(1, noise)) for size in SWEPT]
-    model = StepTimeModel.from_calibration(sweep, BUDGET)
+    model = calibrated(times, dict.fromkeys(SWEPT, slow), draw, noise)
     for step in steps(draw, num_steps, seqs, longest):
         model.observe(*step, times.ms(*step) * draw.gauss(1, noise))
     return model
@@ -121,6 +129,31 @@ def test_a_calibration_in_a_slow_phase_gives_the_ratios_of_sizes(slow: float) ->
     model = learned(MEASURED, 300, seqs=3, longest=60, noise=0.05, slow=slow)
     for tokens in (128, 256, 512):
         assert model.predict_ms(tokens) == pytest.approx(MEASURED.ms(tokens, 0, 0), rel=0.3)
+
+
+@settings(max_examples=num_examples(40), deadline=None)
+@given(
+    step_times,
+    st.fixed_dictionaries(dict.fromkeys((1, 16, 64), st.floats(1, 100))),
+    st.integers(1, 300),
+    st.integers(1, 16),
+    st.booleans(),
+)
+@example(MEASURED, {1: 1.0, 16: 30.0}, 120, 4, True)
+@example(MEASURED, {1: 1.0, 16: 30.0, 64: 1.0}, 40, 16, True)
+@example(MEASURED, {1: 3.0, 16: 100.0}, 200, 16, False)
+def test_an_unevenly_slow_calibration_leaves_a_time_without_context(
+    times: StepTimes, slow: dict[int, float], num_steps: int, seqs: int, has_phase: bool
+) -> None:
+    """An engine that does not get the processor measures some sizes in seconds."""
+    draw = random.Random(1)
+    model = calibrated(times, slow, draw, 0.05)
+    for number in range(num_steps):
+        num_decodes = draw.randint(1, seqs)
+        context = num_decodes * draw.randint(20, 400)
+        phase = 50 if has_phase and number < num_steps // 2 else 1
+        model.observe(num_decodes, context, 0, phase * times.ms(num_decodes, context, 0) * draw.uniform(0.9, 1.1))
+        assert model.predict_ms(1) > 0.4 * times.ms(1, 0, 0)
 
 
 def test_a_size_is_not_forgotten_while_other_sizes_run() -> None:
