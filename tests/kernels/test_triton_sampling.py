@@ -60,7 +60,7 @@ def check(logits: torch.Tensor, batch: SamplingBatch) -> None:
 
 
 def set_sizes(monkeypatch: pytest.MonkeyPatch, block: int, capacity: int) -> None:
-    for name in ("BLOCK", "CUT_BLOCK", "PIECE_BLOCK"):
+    for name in ("BLOCK", "CUT_BLOCK", "UP_TO_CUT_BLOCK", "PIECE_BLOCK"):
         monkeypatch.setattr(sampling, name, block)
     monkeypatch.setattr(sampling, "CAPACITY", capacity)
 

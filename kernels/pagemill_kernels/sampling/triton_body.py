@@ -126,6 +126,7 @@ def draw(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     CUT_BLOCK: tl.constexpr,
+    UP_TO_CUT_BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
     IS_CHANGED: tl.constexpr,
 ):
@@ -182,7 +183,7 @@ def draw(
             if num_left <= CAPACITY:
                 num_listed = list_tokens(
                     logits_ptr, listed_ptr, maximum, temperature, floor, cut, least, key_low, key_high,
-                    VOCAB, BLOCK, CAPACITY, BY_NOISE=False,
+                    VOCAB, UP_TO_CUT_BLOCK, CAPACITY, BY_NOISE=False,
                 )  # fmt: skip
             if top_k < count:
                 cut, kept, dropped = find_cut(
