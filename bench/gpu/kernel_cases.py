@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import expert_cases
 import numpy as np
@@ -119,16 +119,41 @@ def _rows(device: Device, rows: int, size: int) -> Case:
     )
 
 
+class _Rotation(NamedTuple):
+    """The inputs of a rotation with its cache write."""
+
+    x: torch.Tensor
+    """Queries, keys and values: [tokens, heads, head_dim]."""
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slots: torch.Tensor
+    """A slot for each token, in random order."""
+    planned: torch.Tensor
+    """The rows of the cache for each token and head, for the reference."""
+    empty: torch.Tensor
+    """An empty cache in the computed type."""
+
+
+def _rotation(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -> _Rotation:
+    """Return the inputs. `heads`: number of heads of queries, and of keys."""
+    num_heads, num_kv_heads = heads
+    angles = device.random(tokens, 1, head_dim // 2, dtype=torch.float32, seed=1)
+    num_blocks = -(-tokens // 16)
+    slots = torch.from_numpy(np.random.default_rng(0).permutation(num_blocks * 16)[:tokens]).to(device.device)
+    return _Rotation(
+        device.random(tokens, num_heads + 2 * num_kv_heads, head_dim),
+        angles.cos().to(device.dtype),
+        angles.sin().to(device.dtype),
+        slots,
+        kv_reference.plan_slots(slots, 2 * num_kv_heads, 16),
+        torch.zeros(num_blocks, 2 * num_kv_heads, 16, head_dim, dtype=device.dtype, device=device.device),
+    )
+
+
 def _ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -> list[Case]:
     """Return cases of a cache in the computed type, and in the 8-bit types that the device supports."""
     num_heads, num_kv_heads = heads
-    x = device.random(tokens, num_heads + 2 * num_kv_heads, head_dim)
-    angles = device.random(tokens, 1, head_dim // 2, dtype=torch.float32, seed=1)
-    cos, sin = angles.cos().to(device.dtype), angles.sin().to(device.dtype)
-    num_blocks = -(-tokens // 16)
-    slots = torch.from_numpy(np.random.default_rng(0).permutation(num_blocks * 16)[:tokens]).to(device.device)
-    written = torch.zeros(num_blocks, 2 * num_kv_heads, 16, head_dim, dtype=device.dtype, device=device.device)
-    planned = kv_reference.plan_slots(slots, 2 * num_kv_heads, 16)
+    x, cos, sin, slots, planned, written = _rotation(device, tokens, heads, head_dim)
     rope_reference.rope_and_store(x.clone(), num_heads, cos, sin, written, planned)
     kinds = {"": device.dtype, ", int8 cache": torch.int8, ", fp8 cache": torch.float8_e4m3fn}
     if launch.fp8_problem() is not None:
@@ -162,14 +187,9 @@ def _ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -
 def _normed_ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -> list[Case]:
     """Return the case of Qwen3's layers, and of its separate passes as a peer."""
     num_heads, num_kv_heads = heads
-    x = device.random(tokens, num_heads + 2 * num_kv_heads, head_dim)
+    x, cos, sin, slots, planned, ours = _rotation(device, tokens, heads, head_dim)
     norms = rope_reference.HeadNorms(device.random(head_dim, seed=2), device.random(head_dim, seed=3), 1e-6)
-    angles = device.random(tokens, 1, head_dim // 2, dtype=torch.float32, seed=1)
-    cos, sin = angles.cos().to(device.dtype), angles.sin().to(device.dtype)
-    slots = torch.arange(tokens, device=device.device)
-    shape = (-(-tokens // 16), 2 * num_kv_heads, 16, head_dim)
-    ours, expected = (torch.zeros(shape, dtype=device.dtype, device=device.device) for _ in range(2))
-    planned = kv_reference.plan_slots(slots, 2 * num_kv_heads, 16)
+    expected = ours.clone()
     rope_reference.norm_rope_and_store(x.clone(), num_heads, norms, cos, sin, expected, planned)
     again, apart = x.clone(), x.clone()
     first: list[torch.Tensor] = []
