@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from light_model import HIDDEN, write_light_model
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.status import Condition
@@ -18,6 +21,7 @@ from pagemill_operator.status.observation import Observation
 from pagemill_protocol.load import DeploymentLoad, LoadFrame, PodCounts
 
 Make = Callable[..., LLMDeployment]
+Machine = Any
 KEY = "default/chat"
 CASES: dict[str, dict[str, Any]] = {
     "chat_template": {"model__chatTemplate": "{{ messages }}"},
@@ -70,3 +74,38 @@ def test_reports_of_gateways_without_a_loaded_engine_decide_nothing() -> None:
     assert loads.unused_settings(KEY) == frozenset()
     assert loads.put("g", frame("chat_template")) == {KEY}, "the status must be written"
     assert loads.unused_settings(KEY) == {"chat_template"}
+
+
+def write_embedding_model(folder: Path) -> str:
+    """Write a model whose last token is its embedding; return its source."""
+    write_light_model(folder)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": HIDDEN, "pooling_mode_lasttoken": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return f"file://{folder}"
+
+
+async def test_settings_that_a_real_engine_reports_reach_the_condition_and_the_log(
+    machine: Machine, tmp_path: Path
+) -> None:
+    fields = {"chatTemplate": "{{ messages }}", "toolCallParser": "hermes", "source": write_embedding_model(tmp_path)}
+    plan = machine.plan(model=fields, engine__extraArgs=["--num-kv-blocks=64"])
+
+    def condition() -> Finding:
+        return next(each for each in machine.findings(plan) if each.type == "FieldsSupported")
+
+    await machine.backend.apply([plan])
+    assert condition().status == "Unknown"
+    await machine.until(lambda: condition().status != "Unknown")
+    found = condition()
+    assert (found.status, found.reason) == ("False", "FieldNotSupported")
+    for field in ("spec.model.chatTemplate", "spec.model.toolCallParser"):
+        assert field in found.message
+        assert any(field in event.message for event in machine.events)
+    assert machine.ready(plan)
