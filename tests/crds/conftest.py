@@ -14,4 +14,5 @@ from pagemill_crds.schema import structural_schema
 @pytest.fixture(scope="session")
 def admit() -> Callable[[dict[str, Any]], list[str]]:
     """Return a function that gives the errors of a document; none if the API server would accept it."""
-    return lambda document: miniature_api_server.admit(document, structural_schema())
+    schema = structural_schema()
+    return lambda document: miniature_api_server.admit(document, schema)

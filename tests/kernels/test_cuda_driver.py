@@ -76,11 +76,12 @@ def run(code: str, environment: dict[str, str]) -> str:
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 def test_torch_reports_the_fake_driver_as_too_old(tmp_path: Path) -> None:
     environment = fake_driver(tmp_path, "int cuDriverGetVersion(int *version) { *version = 11080; return 0; }")
-    reported = run(REPORTED, environment)
+    # One process, because importing torch takes most of the time.
+    verdict = "import torch\ntry: torch.cuda.init()\nexcept RuntimeError as error: print(error)"
+    reported = run(f"{REPORTED}\n{verdict}", environment)
     assert "is too old: it supports CUDA 11.8, and torch" in reported
     assert f"torch {torch.__version__} is built for CUDA {torch.version.cuda}; update the driver" in reported
-    verdict = "import torch\ntry: torch.cuda.init()\nexcept RuntimeError as error: print(error)"
-    assert "driver on your system is too old (found version 11080)" in run(verdict, environment)
+    assert "driver on your system is too old (found version 11080)" in reported
 
 
 @pytest.mark.parametrize("body", ["int cuDriverGetVersion(int *version) { return 34; }", "int nothing;"])

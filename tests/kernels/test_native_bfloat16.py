@@ -66,6 +66,7 @@ def close(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, added: to
     assert float((actual - expected).norm()) <= 2**-7 * float(spread.norm()) + 1e-4
 
 
+@pytest.mark.sample("*-shape1-*", "*-shape4-*", "*-pairs", "*-codes4")
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_matmul_is_exact_within_the_rounding_of_bfloat16(pack: Packer, format: str, shape: tuple[int, int]) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import unicodedata
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,8 +82,8 @@ def test_nfc_shortens_no_text_beyond_the_bound() -> None:
         decomposed = unicodedata.normalize("NFD", char)
         if len(decomposed) == 1:
             spelled[decomposed] = max(spelled.get(decomposed, 0), len(char.encode()))
-    for char in characters:
-        if unicodedata.normalize("NFC", char) == char:
+    for char in filter(partial(unicodedata.is_normalized, "NFC"), characters):
+        if char not in spelled or spelled[char] > NFC_SHRINKS_BY * len(char.encode()):
             longest = sum(spelled.get(part, len(part.encode())) for part in unicodedata.normalize("NFD", char))
             assert longest <= NFC_SHRINKS_BY * len(char.encode()), hex(ord(char))
 
@@ -209,13 +210,14 @@ def test_a_large_text_that_just_fits_keeps_its_tokens_and_a_larger_one_is_refuse
 
 
 @pytest.mark.model
-def test_a_large_text_of_any_kind_that_just_fits_keeps_its_tokens(smollm2: Tokenizer) -> None:
-    rng = random.Random(5)
-    for _ in range(3):
-        units = rng.choices(list(TEXTS_OF_ONE_KIND.values()), k=400)
-        text = "".join(unit * rng.randint(1, 4000 // len(unit)) for unit in units)
-        ids = smollm2.encode(text)
-        assert smollm2.encode_within(text, len(ids)) == ids
+@pytest.mark.sample("5")
+@pytest.mark.parametrize("seed", [5, 6, 7])
+def test_a_large_text_of_any_kind_that_just_fits_keeps_its_tokens(smollm2: Tokenizer, seed: int) -> None:
+    rng = random.Random(seed)
+    units = rng.choices(list(TEXTS_OF_ONE_KIND.values()), k=400)
+    text = "".join(unit * rng.randint(1, 4000 // len(unit)) for unit in units)
+    ids = smollm2.encode(text)
+    assert smollm2.encode_within(text, len(ids)) == ids
 
 
 @pytest.mark.model

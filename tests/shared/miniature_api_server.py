@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import cel
@@ -74,7 +75,7 @@ def _unknown(value: Any, schema: Schema, path: str) -> Iterator[str]:
 
 def _broken_rules(value: Any, schema: Schema, path: str) -> Iterator[str]:
     for rule in schema.get("x-kubernetes-validations", []):
-        if "oldSelf" not in rule["rule"] and not cel.evaluate(rule["rule"], {"self": value}):
+        if "oldSelf" not in rule["rule"] and not _compiled(rule["rule"]).execute({"self": value}):
             yield f"{path}: {rule['message']}"
     if isinstance(value, dict):
         for name, child in schema.get("properties", {}).items():
@@ -83,3 +84,8 @@ def _broken_rules(value: Any, schema: Schema, path: str) -> Iterator[str]:
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from _broken_rules(item, schema.get("items", {}), f"{path}[{index}]")
+
+
+@cache
+def _compiled(rule: str) -> cel.Program:
+    return cel.compile(rule)

@@ -24,7 +24,7 @@ import pytest
 from hung_processes import hang
 from starlette.applications import Starlette
 from starlette.requests import Request
-from waiting import WAIT_LIMIT_S, busy_factor, wait_until
+from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.process import EngineProcess
@@ -309,8 +309,11 @@ def test_a_second_signal_ends_a_server_within_a_second_during_a_step(
     minute = {"step_time": {"knots_tokens": [1, 15, 512], "knot_ms": [1.0, 1.0, 60_000.0]}}
     # Native code runs for seconds, and no signal handler of Python interrupts it.
     model = {"null_runner": False, "max_num_batched_tokens": 8192}
+    launched_s = time.monotonic()
     server = start_server(engine=model if what == "a prompt" else minute, server={"drain_timeout_s": 300})
     server.wait_for("ready")
+    # A start takes more than a second of CPU time, and as much longer as the machine is busy.
+    limit_s = max(1.0, time.monotonic() - launched_s)
     pid = engine_pid(server)
     with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as client:
         body = json.dumps({"model": BODY["model"], "prompt": [7] * num_tokens, "max_tokens": 1}).encode()
@@ -330,7 +333,7 @@ def test_a_second_signal_ends_a_server_within_a_second_during_a_step(
         began_s = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         assert server.wait_exit() == 0
-        assert time.monotonic() - began_s < busy_factor()
+        assert time.monotonic() - began_s < limit_s
         assert b" 503 " in client.recv(4096).split(b"\r\n")[0]
     wait_gone(pid)
 
