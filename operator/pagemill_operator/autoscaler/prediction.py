@@ -26,6 +26,7 @@ LEAST_RATE, MOST_RATE = 1e-3, 1e6
 RATE_PRECISION = 0.02
 """The relative precision of `highest_rate` by default."""
 SHARE_PRECISION = 1e-4
+"""The precision of the share of the slowest replica's requests."""
 MAX_UTILIZATION = 0.95
 """The share of the KV cache, of concurrent requests and of a step's tokens beyond which requests wait."""
 
