@@ -100,6 +100,21 @@ def test_equal_replicas_of_another_speed_are_predicted_as_one_model_scaled() -> 
     assert (slow.ttft_ms, slow.tpot_ms) == pytest.approx((scaled.ttft_ms, scaled.tpot_ms))
 
 
+def test_the_slowest_replica_may_be_late_for_more_of_its_requests_than_the_fleet() -> None:
+    """Of two replicas the slower one, which takes 1.6 times as long, gets 5 of 13 requests."""
+
+    def predicted(slowness: tuple[float, ...], share: float, rate: float, replicas: int) -> float:
+        demand = msgspec.structs.replace(DEMAND, requests_per_s=rate)
+        return Predictor(msgspec.structs.replace(SHAPE, slowness=slowness), share).predict(demand, replicas).ttft_ms
+
+    mixed = predicted((1.0, 1.6), 0.98, 4.0, 2)
+    rate_of_two_slow = 2 * 4.0 * 5 / 13
+    assert mixed < predicted((1.6, 1.6), 0.98, rate_of_two_slow, 2)
+    only_slow_ones_late = 1 - 0.02 * 13 / 5
+    assert mixed > predicted((1.6, 1.6), only_slow_ones_late, rate_of_two_slow, 2)
+    assert predicted((1.0, 1.6), 0.98, 4.0, 1) == predicted((1.6, 1.6), 0.98, 4.0, 1), "the slow one may remain alone"
+
+
 @pytest.mark.parametrize(
     ("ratios", "expected"),
     [
@@ -264,15 +279,18 @@ def starting_in(cold_start_s: float) -> Fleet:
     return Fleet(wanted=1, ready=1, cold_start_s=cold_start_s)
 
 
-def test_a_rise_is_extrapolated_over_a_start_and_no_longer_than_it_has_lasted() -> None:
+def test_a_rise_is_extrapolated_over_a_start_by_as_much_as_it_has_lasted_of_it() -> None:
     """The rate has risen for two minutes by 0.05 requests/s each second, to 9 requests/s."""
     rising = counted([3.0] * 20 + [3.0 + 0.3 * index for index in range(1, 21)])
-    now, soon, later = (
-        rate(signals(1, arrivals=arrivals(7.5), fleet=starting_in(each)), rising) for each in (0.0, 60.0, 6000.0)
+    now, soon, then, later, last = (
+        rate(signals(1, arrivals=arrivals(7.5), fleet=starting_in(each)), rising)
+        for each in (0.0, 60.0, 120.0, 300.0, 6000.0)
     )
     assert now == pytest.approx(9.0, rel=0.05)
     assert soon == pytest.approx(now + 60 * 0.05, rel=0.1)
-    assert later == pytest.approx(now + 120 * 0.05, rel=0.1)
+    assert then == pytest.approx(now + 120 * 0.05, rel=0.1)
+    assert later == pytest.approx(now + 120 * 0.05 * 120 / 300, rel=0.1)
+    assert last == pytest.approx(now, rel=0.05)
     steep = counted([0.1] * 45 + [1.0, 2.0, 4.0, 6.0, 9.0])
     present = rate(signals(1, arrivals=arrivals(4.0), fleet=starting_in(0.0)), steep)
     assert rate(signals(1, arrivals=arrivals(4.0), fleet=starting_in(600.0)), steep) <= 3 * present
@@ -285,6 +303,26 @@ def test_few_arrivals_count_by_their_lower_bound() -> None:
     )
     assert few.arrivals_lower_bound_per_s < 0.7 * few.arrivals_per_s
     assert many.arrivals_lower_bound_per_s > 0.8 * many.arrivals_per_s
+
+
+def test_a_replica_that_would_be_ordered_again_by_chance_is_kept() -> None:
+    """Just below the load that needs a third replica, three are kept, and longer where fewer arrivals determine it."""
+
+    def goal(rate: float) -> Goal:
+        now, memory = signals(3, arrivals=arrivals(rate)), msgspec.structs.replace(counted([rate] * 10), shape=SHAPE)
+        return slo_target(SLO, SLO.slo or Slo(), now, memory, expected_load(now, memory)).goal
+
+    low, high = 1.0, 50.0
+    while high - low > 0.01:
+        middle = (low + high) / 2
+        low, high = (middle, high) if goal(middle).needed <= 2 else (low, middle)
+    assert goal(0.99 * low).needed == 2
+    assert goal(0.99 * low).settled == 3
+    assert goal(0.5 * low).settled == 2
+    bounds = [expected_load(signals(3), counted([each] * 10)).upper_bound for each in (0.5, 5.0, 50.0)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[0] > 1.1
+    assert 1.0 < bounds[2] < 1.05
 
 
 def test_before_there_are_counts_the_latest_minute_is_the_rate() -> None:

@@ -1,7 +1,8 @@
 """The load at the time when a replica that is ordered now could serve: arrivals, and what is left of the queue.
 
-A significant rise of the rate (`arrival_trend`) is extrapolated over the start of a replica. Replicas are ordered for
-the lower bound that few arrivals and few answers leave of the load, and kept for the estimate itself.
+A significant rise of the rate (`arrival_trend`) is extrapolated over the start of a replica, the less the younger it
+is. Replicas are ordered for the lower bound that few arrivals and few answers leave of the load, and kept for its upper
+bound.
 Requests that wait now are served by ready and starting replicas at the rate that the step-time model predicts; those
 that will be served by then are no reason for another replica. Neighbours: `targets` and `slo` compute the replicas that
 the load needs, and `prediction` has the capacity of a replica.
@@ -27,8 +28,8 @@ MOST_GROWTH = 3.0
 """A rise is extrapolated to at most this many times the present rate."""
 FEW_SAMPLES = 30
 """A mean of fewer arrivals or answers counts by its lower bound."""
-LOWER_BOUND_SPREADS = 1.645
-"""Standard deviations between an estimate and its lower bound, which holds in 19 of 20 cases."""
+LOWER_BOUND_SPREADS, UPPER_BOUND_SPREADS = 1.645, 1.0
+"""Standard deviations between an estimate and its bounds, which hold in 19 of 20 and in 5 of 6 cases."""
 CAPACITY_SHARE = 0.5
 """The percentile at which the capacity of a replica is predicted."""
 
@@ -49,6 +50,8 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     """The arrivals, scaled down where few arrivals or few answers determine the load."""
     lengths_confidence: float
     """The lower bound of the work of a request as a share of its estimate, 0 to 1."""
+    upper_bound: float
+    """The upper bound that chance leaves of the load, as a multiple of its estimate."""
     num_waiting: float
     """Requests of the queue that will still wait; where the capacity is not known, those that wait now."""
     capacity_per_s: float | None = None
@@ -87,20 +90,25 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     now, rate = arriving.requests_per_s, arriving.after(horizon_s)
     lengths_confidence = _confidence(signals.lengths.output.total)
     lower_bound = rate * lengths_confidence * _confidence(arriving.num_requests)
+    # The work of the requests varies as well as their number.
+    upper_bound = 1.0 + UPPER_BOUND_SPREADS * math.sqrt((1.0 + _variation(signals)) / max(1.0, arriving.num_requests))
     waiting = float(signals.num_waiting)
     load = offered_load(signals, max(rate, 1.0), CAPACITY_SHARE) if waiting else None
     predictor = _predictor_of(memory.shape)
     capacity = None
     if load is not None and predictor is not None and not _is_contradicted(signals, memory, horizon_s):
         capacity = predictor.highest_rate(load, 1, lambda found: math.isfinite(found.ttft_ms)) or None
+    found = ExpectedLoad(
+        horizon_s, rate, now, lower_bound, lengths_confidence, upper_bound, waiting, capacity, predictor
+    )
     if load is None or capacity is None:
-        return ExpectedLoad(horizon_s, rate, now, lower_bound, lengths_confidence, waiting, predictor=predictor)
+        return found
     served = capacity * (fleet.ready * horizon_s + fleet.starting * min(fleet.starting_s, horizon_s))
     # A prompt that is longer than usual counts as several requests.
     tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
     waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
     left = max(0.0, waiting + arriving.requests_per_s * horizon_s - served)
-    return ExpectedLoad(horizon_s, rate, now, lower_bound, lengths_confidence, left, capacity, predictor)
+    return msgspec.structs.replace(found, num_waiting=left)
 
 
 class _Arriving(NamedTuple):
@@ -114,7 +122,9 @@ class _Arriving(NamedTuple):
     """The time for which the slope is extrapolated: as long as it has lasted."""
 
     def after(self, horizon_s: float) -> float:
-        grown = self.requests_per_s + max(0.0, self.slope) * min(horizon_s, self.lasts_s)
+        # A rise that is young compared to the horizon is likely to end before it; often it is a step.
+        likely = min(1.0, self.lasts_s / horizon_s) if horizon_s > 0 else 1.0
+        grown = self.requests_per_s + max(0.0, self.slope) * min(horizon_s, self.lasts_s) * likely
         return min(MOST_GROWTH * self.requests_per_s, grown)
 
 
@@ -149,8 +159,11 @@ def offered_load(signals: Signals, rate: float, share: float) -> OfferedLoad | N
     high = lengths.computed.quantile(share)
     if lengths.truth != "value" or prompt is None or computed is None or output is None or high is None:
         return None
-    variation = min(MOST_VARIATION, lengths.computed.squared_variation() or 0.0)
-    return OfferedLoad(rate, prompt, computed, high, output, computed_variation=variation)
+    return OfferedLoad(rate, prompt, computed, high, output, computed_variation=_variation(signals))
+
+
+def _variation(signals: Signals) -> float:
+    return min(MOST_VARIATION, signals.lengths.computed.squared_variation() or 0.0)
 
 
 def _predictor_of(shape: Shape | None) -> Predictor | None:

@@ -11,7 +11,7 @@ result with the scheduler.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import NormalDist
 
 import msgspec
@@ -25,6 +25,8 @@ LEAST_RATE, MOST_RATE = 1e-3, 1e6
 """The range of requests per second that is searched."""
 RATE_PRECISION = 0.02
 """The relative precision of `highest_rate` by default."""
+SHARE_PRECISION = 1e-4
+"""The precision of the share of the slowest replica's requests."""
 MAX_UTILIZATION = 0.95
 """The share of the KV cache, of concurrent requests and of a step's tokens beyond which requests wait."""
 
@@ -63,8 +65,9 @@ class Prediction(msgspec.Struct, frozen=True):
 class Predictor:
     """Predicts latencies for replicas of one capacity. Raises `ValueError` for invalid step-time parameters.
 
-    Where replicas differ in speed, requests are taken to be distributed in proportion to it, and the prediction is that
-    of the slowest replica, on which all latencies are longest.
+    Where replicas differ in speed, requests are taken to be distributed in proportion to it. The prediction is that of
+    the slowest replica, on which all latencies are longest, for the share of its requests at which `share` of all
+    requests are no slower.
     """
 
     def __init__(self, shape: Shape, share: float, model: StepTimeModel | None = None) -> None:
@@ -73,7 +76,10 @@ class Predictor:
         self.share = share
         self._model = StepTimeModel.from_params(shape.step_time) if model is None else model
         self._slowness = shape.slowness or (1.0,)
-        self._slowest = _ReplicaPredictor(shape, self._model, share, max(self._slowness))
+        slowest = max(self._slowness)
+        self._alone = _ReplicaPredictor(shape, self._model, share, slowest)
+        share_of_slowest = _share_of_slowest(share, self._slowness)
+        self._slowest = _ReplicaPredictor(shape, self._model, share_of_slowest, slowest)
 
     @property
     def known(self) -> bool:
@@ -87,7 +93,7 @@ class Predictor:
     def predict(self, load: OfferedLoad, replicas: int) -> Prediction:
         if replicas <= 0:
             return Prediction(math.inf, math.inf, "replicas")
-        return self._slowest.predict(load, self._rate(load, replicas), _together(load, replicas))
+        return self._replica(replicas).predict(load, self._rate(load, replicas), _together(load, replicas))
 
     def predict_prefill(self, load: OfferedLoad, replicas: int, held_s: float = 0.0) -> Prediction:
         """Predict for replicas that only compute prompts, whose steps have no decodes: the time per token is 0.
@@ -96,13 +102,18 @@ class Predictor:
         """
         if replicas <= 0:
             return Prediction(math.inf, math.inf, "replicas")
-        return self._slowest.predict_prefill(load, self._rate(load, replicas), held_s, _together(load, replicas))
+        rate, together = self._rate(load, replicas), _together(load, replicas)
+        return self._replica(replicas).predict_prefill(load, rate, held_s, together)
 
     def predict_decode(self, load: OfferedLoad, replicas: int) -> Prediction:
         """Predict for replicas that only decode, whose steps have no prompts: the time to first token is 0."""
         computed = msgspec.structs.replace(load, computed_tokens=0.0, computed_tokens_high=0.0)
         found = self.predict(computed, replicas)
         return found if found.limit else msgspec.structs.replace(found, ttft_ms=0.0)
+
+    def _replica(self, replicas: int) -> _ReplicaPredictor:
+        """Return the predictor of the slowest of so many replicas."""
+        return self._slowest if replicas > 1 else self._alone
 
     def _rate(self, load: OfferedLoad, replicas: int) -> float:
         """Return the requests per second of the slowest replica."""
@@ -276,6 +287,25 @@ def waits_s(rate: float, service_s: float, share: float, variation: float = 1.0)
         return 0.0, 0.0
     wait_s = busy / (1 - busy) * service_s * variation
     return wait_s, wait_s / busy * max(0.0, math.log(busy / (1 - share)))
+
+
+def _share_of_slowest(share: float, slowness: Sequence[float]) -> float:
+    """Return the share of the slowest replica's requests that must be in time, so that `share` of all requests are.
+
+    Fewer requests of the faster replicas are late: the tails of the latencies are taken to be exponential, and as much
+    shorter as the replicas are faster.
+    """
+    slowest, speed = max(slowness), sum(1 / each for each in slowness)
+    if slowest <= min(slowness):
+        return share
+    low, high = 1.0 - share, 1.0
+    while high - low > SHARE_PRECISION:
+        late = (low + high) / 2
+        if sum(late ** (slowest / each) / each for each in slowness) <= (1.0 - share) * speed:
+            low = late
+        else:
+            high = late
+    return 1.0 - low
 
 
 def _together(load: OfferedLoad, replicas: int) -> float:

@@ -102,8 +102,10 @@ def _target(settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memor
     queue = _for_queue(
         predictor, bound, slo, expected, needed, most, memory.idle_window_s(settings, expected.horizon_s)
     )
-    enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
-    settled_load = msgspec.structs.replace(load, requests_per_s=MARGIN * expected.settled_per_s)
+    # An order has the same margin: without the upper bound, chance alone would take removals back.
+    margin = min(AMPLE, MARGIN * expected.upper_bound)
+    enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (margin, AMPLE))
+    settled_load = msgspec.structs.replace(load, requests_per_s=margin * expected.settled_per_s)
     settled = min(most, fewest(predictor, settled_load, slo, most, {}))
     reason = f"{offered} need {replicas_of(needed)}"
     if needed > wanted > 0:
