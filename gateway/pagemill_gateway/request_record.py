@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
@@ -103,7 +105,7 @@ class RequestRecord:
         self.queued_s = target.queued_s
         self.prepare_s = self.duration_s() - target.queued_s
         if len(requests) > 1:
-            self.ticket = self.ticket._replace(num_bytes=self.ticket.num_bytes // len(requests))
+            self.ticket = msgspec.structs.replace(self.ticket, num_bytes=self.ticket.num_bytes // len(requests))
 
     @property
     def endpoints(self) -> list[str]:

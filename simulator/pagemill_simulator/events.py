@@ -35,7 +35,9 @@ class Events:
 
     def at(self, instant_s: float, event: Callable[[], object]) -> None:
         """Schedule `event` for the instant, or for now if that has passed."""
-        heapq.heappush(self._due, (max(instant_s, self.now_s), next(self._order), event))
+        if instant_s < self.now_s:
+            instant_s = self.now_s
+        heapq.heappush(self._due, (instant_s, next(self._order), event))
 
     def after(self, delay_s: float, event: Callable[[], object]) -> None:
         heapq.heappush(self._due, (self.now_s + delay_s, next(self._order), event))

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pagemill_gateway.admission.output_tokens import PRIOR_TOKENS, OutputTokens
 from pagemill_gateway.admission.reservations import (
@@ -87,7 +88,7 @@ def test_each_sequence_takes_a_slot_and_one_request_always_fits_an_idle_engine()
 
 
 def test_slots_of_sequences_that_give_way_are_free_for_all_others() -> None:
-    engine, line = Engine(max_num_seqs=4), need()._replace(is_low_priority=True)
+    engine, line = Engine(max_num_seqs=4), replace(need(), is_low_priority=True)
     engine.report()
     assert engine.fill(line) == 4
     assert engine.fill(need()) == 4
@@ -95,7 +96,7 @@ def test_slots_of_sequences_that_give_way_are_free_for_all_others() -> None:
 
 
 def test_batch_lines_of_another_gateway_give_way_while_the_report_is_fresh() -> None:
-    engine, line = Engine(max_num_seqs=8), need()._replace(is_low_priority=True)
+    engine, line = Engine(max_num_seqs=8), replace(need(), is_low_priority=True)
     engine.send(line)
     for _ in range(4):
         engine.report(num_requests_running=8, num_low_priority_requests=6)
@@ -189,9 +190,8 @@ def test_every_reservation_is_released_in_full(data: st.DataObject) -> None:
         action = data.draw(st.sampled_from(["reserve", "accepted", "reported", "release"]))
         if action == "reserve":
             prompt, output = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 99))
-            wanted = need(prompt, output, data.draw(st.integers(1, 4)))._replace(
-                is_low_priority=data.draw(st.booleans())
-            )
+            some = need(prompt, output, data.draw(st.integers(1, 4)))
+            wanted = replace(some, is_low_priority=data.draw(st.booleans()))
             reserved.reserve(decision, wanted, 16)
             open_decisions.add(decision)
         elif action == "accepted" and open_decisions:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 from hand_clock import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from examples import num_examples
 from pagemill_gateway.brain.brain import LocalBrain
@@ -142,9 +143,9 @@ def test_the_choice_its_reason_and_all_costs_equal_those_computed_one_by_one(
     drawn: list[Candidate], prompt: int, output: float, session: int | None, is_for_adapter: bool
 ) -> None:
     request = RequestView(prompt, output, is_for_adapter=is_for_adapter)
-    pods = [each._replace(endpoint_id=str(number), session=number == session) for number, each in enumerate(drawn)]
+    pods = [replace(each, endpoint_id=str(number), session=number == session) for number, each in enumerate(drawn)]
     if not is_for_adapter:
-        pods = [each._replace(adapter_ms=0.0) for each in pods]
+        pods = [replace(each, adapter_ms=0.0) for each in pods]
     decision = CostPolicy(SESSION_MS).choose(request, pods)
     chosen, why, rows = one_by_one(request, pods)
     assert decision.chosen is chosen
@@ -182,9 +183,9 @@ def test_a_table_of_costs_decides_like_a_call_for_each_pod(
     for place, (before, _) in enumerate(drawn):
         table.update(place, basis_of(before))
     for place, pair in enumerate(drawn):
-        pod = pair[place in changed]._replace(endpoint_id=str(place), session=place == session and not is_plain)
-        pod = pod._replace(cost_basis=basis_of(pod), adapter_ms=0.0)
-        pods.append(pod._replace(num_cached_tokens=0) if is_plain else pod)
+        pod = replace(pair[place in changed], endpoint_id=str(place), session=place == session and not is_plain)
+        pod = replace(pod, cost_basis=basis_of(pod), adapter_ms=0.0)
+        pods.append(replace(pod, num_cached_tokens=0) if is_plain else pod)
         table.update(place, pod.cost_basis)
     assert table.is_complete
     request, listed = RequestView(prompt, output), CandidateList(pods, table)

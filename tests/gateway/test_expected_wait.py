@@ -7,6 +7,7 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hand_clock import Clock
 from hypothesis import given
@@ -151,7 +152,7 @@ class Fleet:
 
         async def work() -> Assignment:
             target = await self.brain.find("m", ticket)
-            waited = ticket._replace(waited_s=target.queued_s)
+            waited = msgspec.structs.replace(ticket, waited_s=target.queued_s)
             return await self.brain.choose(target, frozenset(), RoutingRequest(10), ticket=waited)
 
         return asyncio.ensure_future(work())

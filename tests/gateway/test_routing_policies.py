@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pagemill_gateway.routing.cost import CostPolicy
 from pagemill_gateway.routing.policies import RoutingPolicies
@@ -130,7 +131,7 @@ def test_a_pod_without_a_step_time_model_gets_that_of_the_others() -> None:
     silent = pod("silent", model=None, num_requests_waiting=1, num_tokens_waiting=500)
     decision = CostPolicy().choose(RequestView(100), [silent, pod("b", num_tokens_waiting=100, in_flight=9)])
     assert decision.chosen.endpoint_id == "b"
-    nothing_known = [pod("a", in_flight=3)._replace(report=None), pod("b", in_flight=2)]
+    nothing_known = [replace(pod("a", in_flight=3), report=None), pod("b", in_flight=2)]
     decision = CostPolicy().choose(RequestView(100), nothing_known)
     assert (decision.chosen.endpoint_id, decision.rows) == ("b", ())
 
@@ -200,7 +201,7 @@ def test_prefix_hash_keeps_equal_prefixes_together_and_continues_when_full() -> 
     request = RequestView(prompt_key=b"You are a helpful assistant")
     first = PrefixHash().choose(request, candidates).chosen
     assert all(PrefixHash().choose(request, candidates).chosen == first for _ in range(5))
-    loaded = [each._replace(in_flight=4 if each is first else 1) for each in candidates]
+    loaded = [replace(each, in_flight=4 if each is first else 1) for each in candidates]
     second = PrefixHash().choose(request, loaded).chosen
     assert second.endpoint_id != first.endpoint_id
     points, owners = ring(("a", "b", "c"))

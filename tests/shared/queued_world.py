@@ -7,6 +7,7 @@ import random
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 from hand_clock import Clock
 
 from pagemill_gateway.brain.brain import LocalBrain
@@ -69,7 +70,7 @@ class World:
         return self.brain.queues.state("default/d").num_requests
 
     def ask(self, prompt: int = 100, **fields: Any) -> asyncio.Task[Assignment]:
-        ticket = DEFAULT_TICKET._replace(**{"arrived_at": self.clock.now, "max_tokens": 20} | fields)
+        ticket = msgspec.structs.replace(DEFAULT_TICKET, **{"arrived_at": self.clock.now, "max_tokens": 20} | fields)
         return spawn(self.brain.choose(self.target, frozenset(), RoutingRequest(prompt), ticket=ticket))
 
     def arrive(self, choice: Assignment, tokens: int) -> None:
@@ -92,7 +93,7 @@ class World:
         )
 
     def ask_again(self, retry: RetryContext, prompt: int = 100, **fields: Any) -> asyncio.Task[Assignment]:
-        ticket = DEFAULT_TICKET._replace(**{"max_tokens": 20, "paid": True} | fields)
+        ticket = msgspec.structs.replace(DEFAULT_TICKET, **{"max_tokens": 20, "paid": True} | fields)
         return spawn(
             self.brain.choose(
                 self.target, frozenset({retry.endpoint_id}), RoutingRequest(prompt), ticket=ticket, retry=retry

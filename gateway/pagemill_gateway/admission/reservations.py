@@ -7,8 +7,7 @@ output stays reserved. Pure bookkeeping of one engine; `brain.endpoints.record` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import msgspec
 
 REPORTS_UNTIL_COUNTED = 2
 """Reports after the acceptance until a request counts as reported; the engine may have made the first one before."""
@@ -16,7 +15,7 @@ BASE_PAUSE_S = 0.25
 MAX_PAUSE_S = 4.0
 
 
-class CapacityNeed(NamedTuple):
+class CapacityNeed(msgspec.Struct, frozen=True, gc=False):
     """The capacity of an engine that one request needs."""
 
     num_prompt_tokens: int
@@ -34,7 +33,7 @@ class CapacityNeed(NamedTuple):
 
     def with_cached(self, num_cached_tokens: int) -> CapacityNeed:
         """Return the need if this many prompt tokens are cached; at least one token is computed."""
-        return self._replace(num_uncached_tokens=max(1, self.num_prompt_tokens - num_cached_tokens))
+        return msgspec.structs.replace(self, num_uncached_tokens=max(1, self.num_prompt_tokens - num_cached_tokens))
 
     def num_blocks(self, block_size: int) -> int:
         """Return the number of blocks: the sequences share those of the prompt and have their own for the output."""
@@ -42,8 +41,7 @@ class CapacityNeed(NamedTuple):
         return num_prompt_blocks + self.num_sequences * -(-self.num_output_tokens // block_size)
 
 
-@dataclass(slots=True)
-class _Reservation:
+class _Reservation(msgspec.Struct):
     need: CapacityNeed
     num_blocks: int
     reports_left: int | None = None

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity, is_idle
 from pagemill_gateway.brain.endpoints.registry import ChangeNotifier, Registry
@@ -282,12 +284,12 @@ class LocalBrain:
                 return assignment
         cost_tokens = self._cost_of_turn(to_place)
         attempt: Callable[[], Assignment | None] = partial(
-            self._place, to_place._replace(charged_tokens=cost_tokens), outage
+            self._place, msgspec.structs.replace(to_place, charged_tokens=cost_tokens), outage
         )
         placed, queued_s = await self.queues.wait(
             key,
             self._limits(key),
-            ticket._replace(key=to_place.queue_key),
+            msgspec.structs.replace(ticket, key=to_place.queue_key),
             attempt,
             group=to_place.group,
             cost_tokens=cost_tokens,
@@ -295,7 +297,7 @@ class LocalBrain:
             kept=retry is not None
             and (retry.kind not in UNSERVED_FAILURES or bool(retry.engine_failures) or retry.num_tokens > 0),
         )
-        return placed._replace(queued_s=queued_s)
+        return msgspec.structs.replace(placed, queued_s=queued_s)
 
     async def idle_capacity(self, model: str, max_load: float) -> int:
         deployments, now = self.registry.named(model), self._clock()

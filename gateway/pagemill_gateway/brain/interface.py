@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
+
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.sampling import is_low_priority
 
@@ -42,7 +44,7 @@ MAX_REROUTES = 2
 """After more refusals in a row a request waits in the queue."""
 
 
-class QueueTicket(NamedTuple):
+class QueueTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request's place in the queue: key, priority, size and deadline. Times are of the monotonic clock."""
 
     key: str = ""
@@ -99,7 +101,7 @@ class RetryContext(NamedTuple):
     """The engines that ended with the request so far, in order."""
 
 
-class CompletedRequest(NamedTuple):
+class CompletedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The measurements of a completed request."""
 
     num_output_tokens: int
@@ -121,7 +123,7 @@ class HashScheme(NamedTuple):
         return self.block_size * self.prefix_chunk_blocks
 
 
-class RoutingRequest(NamedTuple):
+class RoutingRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The properties of one engine request for routing. It contains no text and no tokens."""
 
     num_prompt_tokens: int
@@ -158,7 +160,7 @@ class Target(NamedTuple):
     """The digest of the adapter that the client named; empty if it named the model."""
 
 
-class Assignment(NamedTuple):
+class Assignment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request's assignment to an endpoint, which counts until `finished`, `failed` or `withdrawn`."""
 
     decision: int
@@ -180,7 +182,7 @@ class Assignment(NamedTuple):
     """Whether the endpoint accepts a link (`pagemill_protocol.link`), otherwise HTTP only."""
 
 
-class RequestOutcome(NamedTuple):
+class RequestOutcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The measurements of one completed client request, as its client saw it."""
 
     deployment: str

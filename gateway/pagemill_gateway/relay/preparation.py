@@ -159,7 +159,7 @@ class RequestPreparation:
     async def _find(self, body: SamplingFields, caller: Caller, ticket: QueueTicket, write: Write | None) -> Target:
         """Return the target. If the caller may not use the model, raises `PagemillError` as if it did not exist."""
         check_model(caller, body.model)
-        ticket = ticket._replace(priority=caller.priority(body.priority))
+        ticket = msgspec.structs.replace(ticket, priority=caller.priority(body.priority))
         expected = partial(self._brain.expected_s, body.model, ticket)
         try:
             question = self._brain.find(body.model, ticket)

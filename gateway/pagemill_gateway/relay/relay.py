@@ -13,6 +13,8 @@ import logging
 import time
 from functools import partial
 
+import msgspec
+
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.interface import (
     NOT_READY,
@@ -142,7 +144,8 @@ class Relay:
     async def _ask_brain(self, delivery: Delivery, retry: RetryContext | None) -> Assignment:
         target, request, attempts, record = delivery.target, delivery.request, delivery.attempts, delivery.record
         asked_at = time.perf_counter()
-        ticket = record.ticket._replace(
+        ticket = msgspec.structs.replace(
+            record.ticket,
             priority=request.priority,
             waited_s=target.queued_s + attempts.queued_s,
             num_sequences=request.sampling.num_sequences,

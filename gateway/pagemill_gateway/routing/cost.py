@@ -53,7 +53,8 @@ class CostPolicy:
             stays = [each for each, cost in zip(candidates, costs, strict=True) if each.session and cost == best]
             near = stays or [each for each in near if not each.session]
         why = "smallest cost" if len(near) == 1 else f"{len(near)} costs nearly equal: fewest requests"
-        return RoutingDecision(least_busy(near), why, COLUMNS, _Rows(request, candidates, bases, affinity_ms))
+        chosen, rows = least_busy(near), _Rows(request, candidates, bases, affinity_ms)
+        return RoutingDecision(chosen, why, COLUMNS, rows, predicted_ttft_ms=rows.ttft_ms(chosen))
 
 
 class _Rows(Sequence[Sequence[float]]):
@@ -82,15 +83,22 @@ class _Rows(Sequence[Sequence[float]]):
     def __getitem__(self, index: int | slice) -> Sequence[float] | Sequence[Sequence[float]]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        candidate, request = self._candidates[index], self._request
-        basis = self._bases[index] if self._bases is not None else candidate.cost_basis
-        assert basis is not None
-        cached = [candidate.num_cached_tokens]
-        rows = cost_terms([basis], cached, request.num_prompt_tokens, request.num_output_tokens)
-        terms = CostTerms(*rows[0])
+        candidate = self._candidates[index]
+        terms = CostTerms(*self._terms(candidate, self._bases[index] if self._bases else candidate.cost_basis))
         adapter_ms, affinity_ms = candidate.adapter_ms, 0.0 if candidate.session else self._affinity_ms
         cost_ms = terms.ttft_ms + terms.harm_ms + adapter_ms + affinity_ms
         return (*terms, adapter_ms, terms.ttft_ms + adapter_ms, affinity_ms, cost_ms)
+
+    def ttft_ms(self, chosen: Candidate) -> float:
+        """Return the expected TTFT of one of the candidates, without the other terms."""
+        basis = chosen.cost_basis if self._bases is None else self._bases[self._candidates.index(chosen)]
+        step_ms, wait_ms, prefill_ms, _ = self._terms(chosen, basis)
+        return step_ms + wait_ms + prefill_ms + chosen.adapter_ms
+
+    def _terms(self, candidate: Candidate, basis: CostBasis | None) -> tuple[float, float, float, float]:
+        assert basis is not None
+        request, cached = self._request, [candidate.num_cached_tokens]
+        return cost_terms([basis], cached, request.num_prompt_tokens, request.num_output_tokens)[0]
 
 
 def _costs(

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
 from pagemill_protocol.step_time import StepTimePieces
@@ -34,7 +36,7 @@ class CostTerms(NamedTuple):
         return self.step_ms + self.wait_ms + self.prefill_ms
 
 
-class CostBasis(NamedTuple):
+class CostBasis(msgspec.Struct, frozen=True, gc=False):
     """The part of the cost that depends on the pod alone, computed when its state changes."""
 
     predict_ms: Callable[[int, int, int], float]
@@ -104,27 +106,22 @@ def cost_terms(
     It is one loop with plain tuples, because every decision computes them for every pod.
     """
     rows = []
-    for cost_basis, num_cached in zip(bases, cached, strict=True):
-        (
-            predict_ms, num_running, num_context_tokens, num_ahead, ahead_products, budget, full_ms, step_ms, decode_ms,
-            harm_ms, num_over_capacity, max_num_seqs, num_tokens_without_wait, block_size, num_blocks_available,
-            num_blocks_active, _,
-        ) = cost_basis  # fmt: skip
+    for basis, num_cached in zip(bases, cached, strict=True):
         num_uncached = num_prompt_tokens - num_cached
         if num_uncached < 1:
             num_uncached = 1
-        num_rest, wait_ms, prefill_ms = num_ahead + num_uncached, 0.0, 0.0
+        num_rest, wait_ms, prefill_ms = basis.num_ahead + num_uncached, 0.0, 0.0
         # Requests are assumed to end one after the other; each frees a sequence slot and its share of the blocks.
-        if num_over_capacity:
-            wait_ms = num_over_capacity * (num_output_tokens * decode_ms) / max_num_seqs
-        if num_rest >= num_tokens_without_wait:
-            num_missing = num_rest // block_size + 1 - num_blocks_available
-            wait_ms = max(wait_ms, num_missing * (num_output_tokens * decode_ms) / num_blocks_active)
-        if num_rest > budget:
-            num_full = (num_rest - 1) // budget
-            num_rest -= num_full * budget
-            prefill_ms = num_full * full_ms
-        products = num_uncached * (num_uncached / 2 + num_cached) + ahead_products
-        prefill_ms += predict_ms(num_running + num_rest, num_context_tokens, int(products))
-        rows.append((step_ms, wait_ms, prefill_ms, harm_ms * (num_uncached + num_output_tokens)))
+        if basis.num_over_capacity:
+            wait_ms = basis.num_over_capacity * (num_output_tokens * basis.decode_ms) / basis.max_num_seqs
+        if num_rest >= basis.num_tokens_without_wait:
+            num_missing = num_rest // basis.block_size + 1 - basis.num_blocks_available
+            wait_ms = max(wait_ms, num_missing * (num_output_tokens * basis.decode_ms) / basis.num_blocks_active)
+        if num_rest > basis.budget:
+            num_full = (num_rest - 1) // basis.budget
+            num_rest -= num_full * basis.budget
+            prefill_ms = num_full * basis.full_ms
+        products = num_uncached * (num_uncached / 2 + num_cached) + basis.ahead_products
+        prefill_ms += basis.predict_ms(basis.num_running + num_rest, basis.num_context_tokens, int(products))
+        rows.append((basis.step_ms, wait_ms, prefill_ms, basis.harm_ms * (num_uncached + num_output_tokens)))
     return rows

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from pagemill_gateway.routing.cost_terms import CostBasis
 from pagemill_gateway.routing.report import PodReport
 
 
-class Candidate(NamedTuple):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A usable endpoint at the time of the decision."""
 
     endpoint_id: str
@@ -47,7 +49,7 @@ class Candidate(NamedTuple):
         return self.in_flight + self.external
 
 
-class RequestView(NamedTuple):
+class RequestView(msgspec.Struct, frozen=True, gc=False):
     """The properties of a request that a policy may use."""
 
     num_prompt_tokens: int = 0
@@ -60,7 +62,7 @@ class RequestView(NamedTuple):
     is_for_adapter: bool = False
 
 
-class RoutingDecision(NamedTuple):
+class RoutingDecision(msgspec.Struct, frozen=True, gc=False):
     """A choice with the terms of all candidates, one row each in order; the last column was compared.
 
     Rows may be computed when they are read, because decisions are shown rarely.
@@ -71,6 +73,8 @@ class RoutingDecision(NamedTuple):
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[float]] = ()
     largest_wins: bool = False
+    predicted_ttft_ms: float | None = None
+    """The TTFT that the policy predicts for the chosen candidate; `None` if it predicts none."""
 
 
 class RoutingPolicy(Protocol):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
 from pagemill_protocol.state import EngineLoad
 
 
-class PodReport(NamedTuple):
+class PodReport(msgspec.Struct, frozen=True, gc=False):
     """A pod's load, its limits, and the durations of its steps under that load, computed once per report."""
 
     load: EngineLoad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -10,7 +10,7 @@ DEFAULT_STEP_TOKENS = 512
 """The token budget of a step if the pod has not reported it."""
 
 
-class StepTimeSnapshot(NamedTuple):
+class StepTimeSnapshot(msgspec.Struct, frozen=True, gc=False):
     model: StepTimeModel
     num_running: int
     num_context_tokens: int

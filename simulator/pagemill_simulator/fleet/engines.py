@@ -7,14 +7,16 @@ gateway's real brain in frames, and deliver the tokens that they have computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from pagemill_gateway.brain.interface import HashScheme
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.state import EngineLoad, StateFrame
 
 
-class TokenDelivery(NamedTuple):
+class TokenDelivery(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request."""
 
     request_id: str

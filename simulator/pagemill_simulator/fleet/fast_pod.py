@@ -108,7 +108,10 @@ class FastPod:
 
     def load(self) -> EngineLoad:
         """Return the load as `report` does: after the step that was read last, before another one was launched."""
-        return msgspec.structs.replace(self.report(), num_preemptions=self.num_preemptions)
+        report = self.report()
+        if report.num_preemptions == self.num_preemptions:
+            return report
+        return msgspec.structs.replace(report, num_preemptions=self.num_preemptions)
 
     def report(self) -> EngineLoad:
         """Return the requests, tokens and blocks that were reported last."""
@@ -132,6 +135,7 @@ class FastPod:
             num_tokens_running=num_tokens,
             num_tokens_waiting=self._num_waiting_tokens + num_tokens_prefilling - self._num_new_tokens,
             num_low_priority_requests=self._num_low_priority - self._num_new_low_priority,
+            num_preemptions=self.num_preemptions,
         )
 
     def num_read_tokens(self, now_s: float) -> int:
@@ -144,7 +148,9 @@ class FastPod:
 
     def take_started(self) -> list[FastSequence]:
         """Return the rows whose first token is sampled by a step that was launched since the last call."""
-        started, self._started = self._started, []
+        started = self._started
+        if started:
+            self._started = []
         return started
 
     @property
@@ -174,10 +180,10 @@ class FastPod:
         """Launch all steps whose launch is before `until_s`."""
         while self._launch_s < until_s:
             self._release(self._launch_s)
-            if not self.has_work:
-                break
             if self._decodes_only() and self._skip_steps(until_s):
                 self._last_report, self._is_starting = None, False
+            elif not self.has_work:
+                break
             else:
                 # What arrived while the step ran was not there when its report was made.
                 self._last_report = None
@@ -196,10 +202,30 @@ class FastPod:
             return self.ended[0].end_s
         if not self.has_work:
             return math.inf
-        if self._is_starting or not self._decodes_only():
+        if self._is_starting:
             return self._launch_s
+        if not self._decodes_only():
+            return self._first_result_s()
         run, num_steps = self._run()
         return run.end_s(num_steps) if num_steps else self._launch_s
+
+    def _first_result_s(self) -> float:
+        """Return a time by which no step is launched that ends a row or a prompt, the launch of the next one or later.
+
+        The first prompt uses the whole budget of each step until it is computed, and nothing else starts.
+        """
+        if not self._prefilling or self._end_s is None or not self._overlaps:
+            return self._launch_s
+        rank, first = self._prefilling[0]
+        num_steps = -(-first.num_due_tokens // self._budget)
+        if self._decoding:
+            num_steps = min(num_steps, self._decoding[0][0] - self.num_steps)
+        if num_steps < 2 or (self._waiting and self._waiting[0][0] < rank):
+            return self._launch_s
+        kv = self.kv
+        if kv.blocks_for(first.num_due_tokens) + 1 + num_steps * len(self._decoding) > kv.num_free:
+            return self._launch_s
+        return self._end_s + (num_steps - 2) * self._steps.base_s[self._budget]
 
     def _decodes_only(self) -> bool:
         """Whether the next steps only decode the same rows."""

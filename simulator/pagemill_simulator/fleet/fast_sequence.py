@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import IntEnum
+
+import msgspec
 
 from pagemill_protocol.sampling import is_low_priority
 from pagemill_simulator.fleet.fast_kv import Owner
@@ -19,8 +20,7 @@ class SequencePhase(IntEnum):
     GONE = 4
 
 
-@dataclass(slots=True, eq=False)
-class FastSequence:
+class FastSequence(msgspec.Struct, eq=False, gc=False):
     arrival_s: float
     num_prompt_tokens: int
     """Includes the part of an answer that was generated elsewhere."""

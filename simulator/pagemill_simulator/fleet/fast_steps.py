@@ -8,7 +8,8 @@ begin before an instant. All times here are in seconds.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+
+import msgspec
 
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
@@ -37,7 +38,7 @@ class StepTimes:
         return StepRun(begin_s, first_s, self.decode_context_s * num_rows)
 
 
-class StepRun(NamedTuple):
+class StepRun(msgspec.Struct, frozen=True, gc=False):
     """Successive steps, each longer than the previous one by the same time."""
 
     begin_s: float

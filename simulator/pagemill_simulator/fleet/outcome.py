@@ -11,7 +11,7 @@ Ending = Literal["served", "refused", "lost"]
 """`refused`: rejected with an error and a `Retry-After`; `lost`: accepted and never completely answered."""
 
 
-class Served(NamedTuple):
+class Served(msgspec.Struct, frozen=True, gc=False):
     """One request."""
 
     arrival_s: float

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import (
@@ -58,8 +60,7 @@ class PodRun:
     accepts_requests: bool = True
 
 
-@dataclass(slots=True, eq=False)
-class RelayedRequest:
+class RelayedRequest(msgspec.Struct, eq=False):
     """One request in flight."""
 
     index: int
@@ -70,7 +71,7 @@ class RelayedRequest:
     arrival_s: float
     attempts: Attempts
     engine_failures: EngineFailures
-    output: list[int] = field(default_factory=list)
+    output: list[int] = []
     first_token_s: float | None = None
     last_token_s: float = 0.0
     num_cached_tokens: int = 0
@@ -211,7 +212,8 @@ class SimulatedRelay:
         retry: RetryContext | None,
     ) -> Assignment:
         attempts = request.attempts
-        ticket = ticket._replace(
+        ticket = msgspec.structs.replace(
+            ticket,
             max_tokens=request.max_tokens,
             waited_s=target.queued_s + attempts.queued_s,
             num_refusals=attempts.num_refusals,

@@ -7,7 +7,7 @@ the step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 EXPIRY_S = 2.0
 """How long after a request's first token the pod is expected to have its prefix or adapter without reporting it.
@@ -15,7 +15,7 @@ EXPIRY_S = 2.0
 The pod sends many reports in that time."""
 
 
-class Dispatch(NamedTuple):
+class Dispatch(msgspec.Struct, frozen=True, gc=False):
     """A request that was sent to the pod."""
 
     num_uncached_tokens: int

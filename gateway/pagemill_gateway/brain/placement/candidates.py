@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.placement.pod_reports import with_own_counts
 from pagemill_gateway.routing.cost_table import CandidateList, CostTable
@@ -80,7 +82,7 @@ def with_adapter(
         for record, each in zip(records, candidates, strict=True)
     ]
     return [
-        each._replace(adapter_ms=wait_ms) if wait_ms else each
+        msgspec.structs.replace(each, adapter_ms=wait_ms) if wait_ms else each
         for each, wait_ms in zip(candidates, waits_ms, strict=True)
     ]
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from pagemill_gateway.routing.policy import Candidate, RoutingDecision
 
 MAX_SHOWN_CANDIDATES = 16
 
 
-class DecisionRecord(NamedTuple):
+class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
     number: int
     unix_s: float
     deployment: str
@@ -23,7 +25,6 @@ class DecisionRecord(NamedTuple):
     num_prompt_tokens: int
     candidates: Sequence[Candidate]
     decision: RoutingDecision
-    predicted_ttft_ms: float | None
 
 
 class DecisionLog:
@@ -40,12 +41,11 @@ class DecisionLog:
         num_prompt_tokens: int,
         candidates: Sequence[Candidate],
         decision: RoutingDecision,
-        predicted_ttft_ms: float | None,
     ) -> None:
+        if not self._decisions.maxlen:
+            return
         self._decisions.append(
-            DecisionRecord(
-                number, time.time(), deployment, policy, num_prompt_tokens, candidates, decision, predicted_ttft_ms
-            )
+            DecisionRecord(number, time.time(), deployment, policy, num_prompt_tokens, candidates, decision)
         )
 
     def measured(self, number: int, ttft_ms: float) -> None:
@@ -77,7 +77,7 @@ def _describe(record: DecisionRecord, measured_ttft_ms: float | None) -> dict[st
         "prompt_tokens": record.num_prompt_tokens,
         "choice": decision.chosen.endpoint_id,
         "why": decision.why,
-        "predicted_ttft_ms": _rounded(record.predicted_ttft_ms),
+        "predicted_ttft_ms": _rounded(decision.predicted_ttft_ms),
         "measured_ttft_ms": _rounded(measured_ttft_ms),
         "num_candidates": len(rows),
         "candidates": rows[:MAX_SHOWN_CANDIDATES],

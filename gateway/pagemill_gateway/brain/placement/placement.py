@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.dispatches import Dispatch
@@ -21,7 +22,7 @@ from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_gateway.routing.cost_table import LEAST_PODS, CandidateList
-from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, RoutingPolicy
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingPolicy
 from pagemill_protocol.state import StateFrame
 
 Fits = Callable[[EndpointRecord, int], bool]
@@ -29,7 +30,7 @@ Fits = Callable[[EndpointRecord, int], bool]
 MAX_SESSIONS = 65536
 
 
-class PlacementResult(NamedTuple):
+class PlacementResult(msgspec.Struct, frozen=True):
     number: int
     """The number of the decision."""
     record: EndpointRecord
@@ -88,11 +89,8 @@ class Placement:
             records[index].adapters.expect(number, request.adapter_digest, now)
         if request.session:
             self._sessions.chosen(deployment.key, request.session, chosen.endpoint_id)
-        predicted_ttft_ms = _predicted_ttft_ms(decision, index)
-        self.decisions.note(
-            number, deployment.key, policy.name, request.num_prompt_tokens, candidates, decision, predicted_ttft_ms
-        )
-        return PlacementResult(number, records[index], chosen, policy.name, predicted_ttft_ms)
+        self.decisions.note(number, deployment.key, policy.name, request.num_prompt_tokens, candidates, decision)
+        return PlacementResult(number, records[index], chosen, policy.name, decision.predicted_ttft_ms)
 
     def changed(self, record: EndpointRecord) -> None:
         """Drop the cached candidates of a record that has changed."""
@@ -213,13 +211,6 @@ class Placement:
 
 def _place_of(chosen: Candidate, candidates: Sequence[Candidate]) -> int:
     return next(place for place, each in enumerate(candidates) if each is chosen)
-
-
-def _predicted_ttft_ms(decision: RoutingDecision, index: int) -> float | None:
-    """Return the TTFT in milliseconds that the policy computed for the chosen endpoint; None if it computes none."""
-    if "ttft_ms" not in decision.columns:
-        return None
-    return decision.rows[index][decision.columns.index("ttft_ms")]
 
 
 class Sessions:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import take_snapshot
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
@@ -31,7 +33,8 @@ def read_report(frame: StateFrame, before: PodReport | None, params_before: Step
 def with_own_counts(report: PodReport, num_running: int) -> PodReport:
     """Return a stale report's limits with this gateway's own counts as its load."""
     model = _model_of(report)
-    return report._replace(
+    return msgspec.structs.replace(
+        report,
         load=EngineLoad(num_requests_running=num_running),
         step_time=take_snapshot(model, report.max_step_tokens, num_running, 0) if model is not None else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from pagemill_gateway.admission.reservations import CapacityNeed
 from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
@@ -10,7 +10,7 @@ from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Probe, QueueTicket, RetryContext, RoutingRequest, Target
 
 
-class PlacementRequest(NamedTuple):
+class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """A request to be placed."""
 
     target: Target
@@ -29,7 +29,9 @@ class PlacementRequest(NamedTuple):
         """The request as the engine must compute it: the prompt of a continuation includes the generated tokens."""
         if self.retry is None or not self.retry.num_tokens:
             return self.request
-        return self.request._replace(num_prompt_tokens=self.request.num_prompt_tokens + self.retry.num_tokens)
+        return msgspec.structs.replace(
+            self.request, num_prompt_tokens=self.request.num_prompt_tokens + self.retry.num_tokens
+        )
 
     @property
     def queue_key(self) -> str:
@@ -53,7 +55,7 @@ class PlacementRequest(NamedTuple):
         return f"{self.probe} {self.retry.weights_digest}"
 
 
-class InFlightRequest(NamedTuple):
+class InFlightRequest(msgspec.Struct, frozen=True):
     """A request at an engine."""
 
     record: EndpointRecord

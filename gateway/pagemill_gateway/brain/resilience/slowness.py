@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
-from typing import NamedTuple
+
+import msgspec
 
 MAX_AGE_S = 60.0
 NUM_SAMPLES = 16
@@ -20,7 +21,7 @@ LEAST_EXCESS_MS = 20.0
 """The smallest difference per token that counts as slow."""
 
 
-class _Sample(NamedTuple):
+class _Sample(msgspec.Struct, frozen=True, gc=False):
     ms_per_token: float
     at: float
 
