@@ -74,8 +74,16 @@ class Streaming:
 
 def engine_pid(server: Any) -> int:
     children = psutil.Process(server.process.pid).children()
-    (engine,) = [child.pid for child in children if "pagemill_engine.loop.process" in child.cmdline()]
+    (engine,) = [child.pid for child in children if "pagemill_engine.loop.process" in arguments_of(child)]
     return int(engine)
+
+
+def arguments_of(process: psutil.Process) -> list[str]:
+    """Return the command line; empty if the process has ended."""
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
 
 
 def termination(server: Any) -> dict[str, Any]:
