@@ -32,7 +32,7 @@ from pagemill_protocol.keys.scope import cache_salt
 from pagemill_protocol.openai import prepare, render
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import DetokenizeRequest
-from pagemill_protocol.openai.unread_fields import UNREAD_HEADER
+from pagemill_protocol.openai.unread_fields import unread_headers
 
 
 def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResponse]]:
@@ -48,7 +48,7 @@ def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResp
             record.tenant = caller.tenant
             work = partial(_prepare, context, dialect, raw, _request_info(request, context), caller)
             record.requests, unread = await context.off_loop(work, len(raw))
-            return _answer(context, record, {UNREAD_HEADER: ", ".join(unread)} if unread else {})
+            return _answer(context, record, unread_headers(unread))
         except PagemillError as error:
             record.error = error
             raise

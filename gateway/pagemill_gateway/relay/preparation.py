@@ -146,7 +146,7 @@ class RequestPreparation:
             requests = body.prepare(tokenizer, preparation, sampling, text)
             requests = [_prioritized(with_seed(request, _new_seed), caller) for request in requests]
             unread = base.unread_fields(body, tokenizer, target.parsers)
-            return self._prepared(target, requests, prompt_keys(body), session)._replace(unread_fields=unread)
+            return self._prepared(target, requests, prompt_keys(body), session, unread)
 
         if body.renders and text is None:
             return await self.in_thread(job, len(raw))
@@ -168,7 +168,7 @@ class RequestPreparation:
             raise visible_to(caller, error, body.model) from error
 
     def _prepared(
-        self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes
+        self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes, unread: list[str]
     ) -> PreparedRequest:
         if target.adapter_digest:
             requests = [msgspec.structs.replace(each, adapter_digest=target.adapter_digest) for each in requests]
@@ -176,7 +176,7 @@ class RequestPreparation:
             make_routing_request(request, target, self.hashes, key, session)
             for request, key in zip(requests, keys, strict=True)
         ]
-        return PreparedRequest(target, requests, routing_requests, requests[0].stream, [])
+        return PreparedRequest(target, requests, routing_requests, requests[0].stream, unread)
 
 
 def _prioritized(request: GenerateRequest, caller: Caller) -> GenerateRequest:

@@ -31,7 +31,7 @@ from pagemill_protocol.errors import PagemillError, internal_error, invalid_fiel
 from pagemill_protocol.http.direct import direct_response
 from pagemill_protocol.http.request_middleware import TIMEOUT_HEADER, check_json_content_type, header
 from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.openai.unread_fields import UNREAD_HEADER
+from pagemill_protocol.openai.unread_fields import unread_headers
 
 logger = logging.getLogger("pagemill.gateway")
 
@@ -122,8 +122,7 @@ class GenerateRoute:
         prepared = await worker.preparation.prepare(raw, dialect, caller, info, record.ticket, client.write)
         record.served_by(prepared.target, prepared.requests)
         worker.metrics.prepared(record)
-        if prepared.unread_fields:
-            client.add_headers({UNREAD_HEADER: ", ".join(prepared.unread_fields)})
+        client.add_headers(unread_headers(prepared.unread_fields))
         reservation = await worker.limiter.reserve(caller, prepared.target, prepared.requests)
         was_cut_short = False
         try:

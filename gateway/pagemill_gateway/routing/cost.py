@@ -84,7 +84,8 @@ class _Rows(Sequence[Sequence[float]]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         candidate = self._candidates[index]
-        terms = CostTerms(*self._terms(candidate, self._bases[index] if self._bases else candidate.cost_basis))
+        basis = candidate.cost_basis if self._bases is None else self._bases[index]
+        terms = CostTerms(*self._terms(candidate, basis))
         adapter_ms, affinity_ms = candidate.adapter_ms, 0.0 if candidate.session else self._affinity_ms
         cost_ms = terms.ttft_ms + terms.harm_ms + adapter_ms + affinity_ms
         return (*terms, adapter_ms, terms.ttft_ms + adapter_ms, affinity_ms, cost_ms)

@@ -103,7 +103,7 @@ def cost_terms(
 ) -> list[tuple[float, float, float, float]]:
     """Return the four `CostTerms` of each pod, from its basis and its cached tokens.
 
-    It is one loop with plain tuples, because every decision computes them for every pod.
+    It is one loop that makes plain tuples, because every decision computes them for every pod.
     """
     rows = []
     for basis, num_cached in zip(bases, cached, strict=True):

@@ -6,7 +6,7 @@ refused: clients send the same body to many models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pagemill_protocol.answers.registry import ParserSettings
@@ -39,6 +39,11 @@ def unread_fields(
     if has_names(req) and not _reads_names(req, tokenizer, parsers):
         unread.append(client_name("messages.name"))
     return sorted(unread)
+
+
+def unread_headers(fields: Sequence[str]) -> dict[str, str]:
+    """Return the header of an answer that names these fields; none without fields."""
+    return {UNREAD_HEADER: ", ".join(fields)} if fields else {}
 
 
 def has_names(req: ChatCompletionRequest) -> bool:
