@@ -23,7 +23,11 @@ def read_lines(content: bytes, piece: int, max_bytes: int) -> list[tuple[int, by
         return content[offset : offset + piece]
 
     async def collect() -> list[tuple[int, bytes | None]]:
-        return [each async for each in lines.raw_lines(read, max_bytes)]
+        found = [each async for each in lines.scan_lines(read, max_bytes)]
+        for each in found:
+            assert content[each.offset : each.offset + each.num_bytes].startswith(each.beginning)
+            assert b"\n" not in content[each.offset : each.offset + each.num_bytes]
+        return [(each.number, None if each.num_bytes > max_bytes else each.beginning) for each in found]
 
     return asyncio.run(collect())
 

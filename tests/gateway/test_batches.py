@@ -225,8 +225,9 @@ async def test_a_cancelled_batch_keeps_its_results(engines, gateways, fake, tmp_
     await fake.until(lambda: engine.num_inside > 0 and len(engine.requests) > 2)
     assert (await client.ask("POST", f"/v1/batches/{batch['id']}/cancel"))[1]["status"] in ("cancelling", "cancelled")
     batch = await client.ended(batch)
-    assert (batch["status"], batch["request_counts"]) == ("cancelled", {"total": 30, "completed": 2, "failed": 0})
+    assert (batch["status"], batch["request_counts"]) == ("cancelled", {"total": 30, "completed": 2, "failed": 28})
     assert len(await client.results(batch["output_file_id"])) == 2
+    assert {each["error"]["code"] for each in await client.results(batch["error_file_id"])} == {"batch_cancelled"}
     await fake.until(lambda: engine.num_inside == 0)
     status, refused = await client.ask("POST", f"/v1/batches/{batch['id']}/cancel")
     assert (status, refused["error"]["code"]) == (409, "batch_is_over")
