@@ -3,7 +3,7 @@ local size = redis.call('STRLEN', KEYS[1])
 local last = size
 while last > 0 do
   local begin = math.max(0, last - 65536)
-  local place = string.match(redis.call('GETRANGE', KEYS[1], begin, last - 1), '.*()\n')
+  local place = string.match(redis.call('GETRANGE', KEYS[1], begin, last - 1), '^.*()\n')
   if place then
     local keep = begin + place
     if keep < size then
