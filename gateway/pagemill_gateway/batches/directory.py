@@ -22,7 +22,7 @@ from pagemill_gateway.config import SettingsError
 
 TAIL_BYTES = 1024 * 1024
 UNFINISHED_AGE_S = 3600.0
-"""The age of a record that is not complete, after which nobody writes it any more."""
+"""The age of a record that is not complete, after which no process writes it any more."""
 Result = TypeVar("Result")
 
 
@@ -151,7 +151,7 @@ class _Lock:
         await _in_thread(self.remove)
 
     def remove(self) -> None:
-        """Remove the file, while nobody else can hold its lock, and then unlock it."""
+        """Remove the file, while no other process can hold its lock, and then unlock it."""
         _removed(self._path)
         os.close(self._descriptor)
 

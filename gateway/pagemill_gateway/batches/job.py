@@ -92,7 +92,7 @@ class BatchJob:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-            # No line runs any more. If this cannot be saved, the next process will suspect them.
+            # No line runs any more. If this cannot be saved, the next process will probe them.
             await self._running.save()
         if not work.cancelled():
             work.result()
@@ -115,16 +115,16 @@ class BatchJob:
         self._batch.became("in_progress")
         try:
             async with asyncio.TaskGroup() as group:
-                if self._running.suspects:
-                    await self._run_suspects()
+                if self._running.probed:
+                    await self._run_probed()
                 await self._run_others(group)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _run_suspects(self) -> None:
+    async def _run_probed(self) -> None:
         """Run the lines that were running when a process died one at a time, so that the next death has one cause."""
         async for line in self._input.lines():
-            if isinstance(line, Line) and line.number in self._running.suspects and not self._is_done(line):
+            if isinstance(line, Line) and line.number in self._running.probed and not self._is_done(line):
                 await self._resources.idle.wait(line.model)
                 await self._run_line(line, self._resources.alone)
 
@@ -240,8 +240,8 @@ class BatchJob:
         """End the batch with the results that it has, because the other lines cannot be read any more."""
         batch = self._batch
         num_missing = max(0, batch.num_lines - len(self._results.done))
-        told = f" {num_missing} of {batch.num_lines} lines have no result." if batch.num_lines else ""
-        batch.faults = [msgspec.structs.replace(fault, message=fault.message + told)]
+        shown = f" {num_missing} of {batch.num_lines} lines have no result." if batch.num_lines else ""
+        batch.faults = [msgspec.structs.replace(fault, message=fault.message + shown)]
         batch.num_failed += num_missing
         await self._results.register()
         batch.became("failed")

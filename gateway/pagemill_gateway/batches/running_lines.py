@@ -39,14 +39,14 @@ class RunningLines:
         self._version = self._saved = 0
 
     @property
-    def suspects(self) -> frozenset[int]:
-        """The lines that were running in a death and may run once more."""
+    def probed(self) -> frozenset[int]:
+        """The lines that were running in a death and may run once more, one at a time."""
         return frozenset(number for number, deaths in self._num_deaths.items() if deaths < MAX_DEATHS)
 
     @property
     def fatal(self) -> frozenset[int]:
         """The lines that must not run again."""
-        return frozenset(self._num_deaths) - self.suspects
+        return frozenset(self._num_deaths) - self.probed
 
     async def load(self) -> None:
         """Count a death of the process before, if lines were running in it."""

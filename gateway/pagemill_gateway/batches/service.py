@@ -144,7 +144,7 @@ class Batches:
         for owner in (account, ""):
             await self._store.put("cancels", owner, batch_id, b"%d" % int(time.time()))
         batch = await self.batch(account, batch_id)
-        if batch.status in FINAL:  # it ended in the same moment, and nobody will remove these
+        if batch.status in FINAL:  # it ended in the same moment, and no process will remove these
             for owner in (account, ""):
                 await self._store.remove("cancels", owner, batch_id)
         return batch
