@@ -11,7 +11,7 @@ from attacks.honest import Figures
 from attacks.site import MAX_GAP_S, MAX_PEAK_MIB, Harm
 from attacks.wire import head, parsed
 
-UNHARMED = {"gap_s": 0.1, "own_lag_s": 0.0, "num_refused": 0, "num_answers": 5, "faults": []}
+UNHARMED = {"gap_s": 0.1, "own_lag_s": 0.0, "num_refused": 0, "num_answers": 5, "slowest_s": 0.1, "faults": []}
 PEAKS = {"gateway": 200.0, "engine-0": 150.0}
 
 
@@ -30,7 +30,7 @@ def test_a_site_within_the_limits_has_no_faults() -> None:
         (harm(dead=["engine-0"]), "engine-0 died"),
         (harm(gap_s=MAX_GAP_S), "a gap of 1.0 s"),
         (harm(num_refused=2, faults=["503 full"]), "2 of others refused: 503 full"),
-        (harm(num_answers=0), "no request of the honest tenant was answered"),
+        (harm(num_answers=0, slowest_s=9.0), "no request of the honest tenant was answered in 9.0 s"),
     ],
 )
 def test_each_harm_is_a_fault(found: list[str], fault: str) -> None:
