@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_gateway.batches.objects import LineFault
+from pagemill_protocol import nesting
 
 PIECE_BYTES = 64 * 1024
 MAX_CUSTOM_ID_CHARS = 512
@@ -105,7 +106,7 @@ class LineChecker:
         except msgspec.DecodeError as error:
             return _broken(number, None, "invalid_json_line", f"The line is not valid JSON: {error}.")
         except RecursionError:
-            return _broken(number, None, "invalid_json_line", "The line's values are nested too deeply.")
+            return _nested(number, None, nesting.path_in_text(line.beginning))
         custom_id = _text(given.custom_id)
         if not custom_id or len(custom_id) > MAX_CUSTOM_ID_CHARS:
             known = f"a string of 1 to {MAX_CUSTOM_ID_CHARS} characters"
@@ -114,6 +115,9 @@ class LineChecker:
         if digest in self._custom_ids:
             message = f"An earlier line has the `custom_id` {custom_id[:80]!r} too."
             return _broken(number, custom_id, "duplicate_custom_id", message)
+        # Deeper values behind the text that this searches are refused by the route, with the same code.
+        if nesting.may_exceed(bytes(given.body)) and (path := nesting.path_in_text(bytes(given.body))):
+            return _nested(number, custom_id, f"body.{path}")
         model = self._model(given)
         if isinstance(model, LineFault):
             return BrokenLine(number, custom_id, msgspec.structs.replace(model, line=number))
@@ -152,6 +156,11 @@ def _text(raw: msgspec.Raw) -> str | None:
         return _string.decode(raw)
     except msgspec.DecodeError:
         return None
+
+
+def _nested(number: int, custom_id: str | None, path: str) -> BrokenLine:
+    error = nesting.nested_too_deeply(path)
+    return _broken(number, custom_id, nesting.CODE, error.message.replace("The request body", "The line"))
 
 
 def _broken(number: int, custom_id: str | None, code: str, message: str) -> BrokenLine:
