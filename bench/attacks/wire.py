@@ -9,12 +9,14 @@ import io
 import json
 import socket
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 CONNECT_LIMIT_S = 5.0
 SMALL_BUFFER_BYTES = 4096
+LOOK_EVERY_S = 0.05
 
 
 class Answer(NamedTuple):
@@ -70,6 +72,13 @@ class Wire:
                     pieces.append(piece)
                     num_bytes += len(piece)
         return b"".join(pieces)
+
+    def begun(self) -> bytes:
+        """Return the first bytes of what came and was not read, without reading them."""
+        try:
+            return self._socket.recv(15, socket.MSG_PEEK)
+        except OSError:
+            return b""
 
     async def answer(self, limit_s: float = 10.0) -> Answer | None:
         """Read one whole answer; None if the connection ends without one or the time is over."""
@@ -182,3 +191,13 @@ async def exchange(url: str, request: bytes) -> Answer | None:
             return None
         await opened[0].send(request)
         return await opened[0].answer()
+
+
+async def answering(opened: list[Wire], number: int, limit_s: float) -> dict[str, int]:
+    """Wait until this many connections have the beginning of an answer; return how many have which status."""
+    for _ in range(int(limit_s / LOOK_EVERY_S)):
+        statuses = Counter(each.begun()[9:12].decode() for each in opened)
+        if len(opened) - statuses[""] >= number:
+            break
+        await asyncio.sleep(LOOK_EVERY_S)
+    return {status or "none": count for status, count in statuses.items()}
