@@ -394,7 +394,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _notify_disconnect(self) -> None:
         """Notify the request being answered that the client is gone."""
-        if self._answering:
+        if self._answering and not self.cycle.disconnected:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             self.flow.resume_writing()
