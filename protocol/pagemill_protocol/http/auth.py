@@ -38,7 +38,7 @@ def bearer_token(scope: Scope) -> str | None:
 def api_key(scope: Scope) -> str | None:
     """Return the bearer token, or else the header `x-api-key` that clients of Anthropic's API send.
 
-    Raises `PagemillError` 401 if the request has both and they differ: who is asked for cannot be told.
+    Raises `PagemillError` 401 if the request has both and they differ.
     """
     token, value = bearer_token(scope), header(scope, b"x-api-key")
     key = value if value is not None and 0 < len(value) <= MAX_KEY_CHARS else None
