@@ -16,9 +16,11 @@ from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
+from pagemill_gateway.routes.connection import run_while_connected
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.token_counts import TokenCount
-from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.errors import PagemillError, client_closed_request, invalid_field
+from pagemill_protocol.http.direct import direct_response
 from pagemill_protocol.http.request_middleware import check_json_content_type, error_response
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.openai import prepare, render
@@ -50,7 +52,7 @@ class TokenRoutes:
                 return len(token_ids), count.body(token_ids, target.max_model_len, texts)
 
             expected_tokens = body.num_chars // CHARS_PER_TOKEN + 1
-            return await self._counted(caller, expected_tokens, target, slot, answer)
+            return await _while_connected(request, self._counted(caller, expected_tokens, target, slot, answer))
 
     async def detokenize(self, request: Request) -> Response:
         caller = self._enter(request)
@@ -64,7 +66,7 @@ class TokenRoutes:
                 text = prepare.detokenize(body, tokenizer, target.max_model_len)
                 return len(body.tokens), render.detokenize_body(text)
 
-            return await self._counted(caller, len(body.tokens), target, slot, answer)
+            return await _while_connected(request, self._counted(caller, len(body.tokens), target, slot, answer))
 
     def _enter(self, request: Request) -> Caller:
         """Authenticate the caller. Raises `PagemillError` before the body is read, also for an exceeded limit."""
@@ -113,3 +115,15 @@ class TokenRoutes:
             return await self._worker.brain.look_up(model or next(iter(served)))
         except PagemillError as error:
             raise visible_to(caller, error, model) from error
+
+
+async def _while_connected(request: Request, answering: Awaitable[Response]) -> Response:
+    """Return the response. Raises `PagemillError` 499, and cancels what has not begun, when the client disconnects."""
+    responses: list[Response] = []
+
+    async def answer() -> None:
+        responses.append(await answering)
+
+    if not await run_while_connected(answer(), request.receive, direct_response(request.scope)):
+        raise client_closed_request()
+    return responses[0]
