@@ -191,7 +191,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             return
         self._body_left = 0
         super().on_message_complete()
-        self.flow.resume_reading()  # the end of the connection, too
+        if self.flow.read_paused:
+            self.flow.resume_reading()  # the end of the connection is read, too
 
     def on_response_complete(self) -> None:
         cycle: Any = self.cycle
