@@ -13,9 +13,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.config import StoredResponsesConfig
 from pagemill_gateway.routes.access import record_of
+from pagemill_gateway.routes.body import parsed_bytes
 from pagemill_gateway.routes.client import ClientResponse
+from pagemill_gateway.routes.entry import Entry
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.listing import page_of
 from pagemill_gateway.worker import Worker
@@ -37,35 +40,38 @@ class ResponsesRoute(GenerateRoute):
         super().__init__(worker, ResponsesDialect())
         self._config = config
 
-    async def _dialect_for(self, raw: bytes, caller: Caller, client: ClientResponse) -> Dialect:
-        before = await self._before(raw, caller)
+    async def _dialect_for(self, raw: bytes, entry: Entry, client: ClientResponse) -> Dialect:
+        before = await self._before(raw, entry)
         dialect = StoredResponsesDialect(before)
 
         async def keep(data: bytes) -> None:
             body = _whole_response(data) if dialect.stores else None
             if body is not None:
-                await self._keep(caller, body, dialect.input)
+                await self._keep(entry.caller, body, dialect.input)
 
-        client.on_answer = keep
+        client.on_answer, client.max_seen_bytes = keep, self._config.max_response_bytes
         return dialect
 
-    async def _before(self, raw: bytes, caller: Caller) -> list[dict[str, Any]]:
+    async def _before(self, raw: bytes, entry: Entry) -> list[dict[str, Any]]:
         if b"previous_response_id" not in raw:
             return []
         previous = await self._worker.preparation.parse(raw, _previous_id)
         if previous is None:
             return []
-        kept = await stored_response(self._worker, caller, previous, "previous_response_id")
+        kept = await stored_response(self._worker, entry.caller, previous, "previous_response_id", entry.slot)
         items: list[dict[str, Any]] = [*kept["input"], *kept["response"]["output"]]
         return items
 
     async def _keep(self, caller: Caller, body: bytes, items: list[dict[str, Any]]) -> None:
+        if len(body) > self._config.max_response_bytes:
+            _too_large(len(body))
+            return
         response = orjson.loads(body)
         response_id: str = response["id"]
         shown = [_shown(item, f"{response_id.removeprefix('resp_')}_{index}") for index, item in enumerate(items)]
         value = b'{"input":%s,"response":%s}' % (orjson.dumps(shown), body)
         if len(value) > self._config.max_response_bytes:
-            logger.warning("a response of %d bytes is not stored: stored_responses.max_response_bytes", len(value))
+            _too_large(len(value))
             return
         await self._worker.control.keep_response(caller.account, response_id, value)
 
@@ -100,8 +106,13 @@ class StoredResponseRoutes:
         return caller
 
 
-async def stored_response(worker: Worker, caller: Caller, response_id: str, param: str | None) -> dict[str, Any]:
-    """Return the stored `input` and `response`. Raises `PagemillError` 404 if the caller has none with this id."""
+async def stored_response(
+    worker: Worker, caller: Caller, response_id: str, param: str | None, slot: InFlightSlot
+) -> dict[str, Any]:
+    """Return the stored `input` and `response`, counted in `slot`.
+
+    Raises `PagemillError` 404 if the caller has none with this id, 429 or 503 beyond the limits.
+    """
     if worker.config.stored_responses is None:
         raise PagemillError(
             "This gateway does not store responses: its setting `stored_responses` is not set.",
@@ -112,8 +123,13 @@ async def stored_response(worker: Worker, caller: Caller, response_id: str, para
     value = await worker.control.kept_response(caller.account, response_id)
     if value is None:
         raise _not_found(response_id, param)
+    slot.hold(parsed_bytes(value))
     found: dict[str, Any] = orjson.loads(value)
     return found
+
+
+def _too_large(num_bytes: int) -> None:
+    logger.warning("a response of %d bytes is not stored: stored_responses.max_response_bytes", num_bytes)
 
 
 def _not_found(response_id: str, param: str | None) -> PagemillError:

@@ -1,0 +1,38 @@
+"""Lets requests into the gateway: their key's limit of requests first, then a slot, then their body."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import NamedTuple
+
+from starlette.types import Receive, Scope
+
+from pagemill_gateway.admission.in_flight_limit import InFlightSlot
+from pagemill_gateway.limits.limiter import Arrival
+from pagemill_gateway.routes.body import discard
+from pagemill_gateway.worker import Worker
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.keys.caller import Caller
+
+
+class Entry(NamedTuple):
+    """A request inside the gateway."""
+
+    caller: Caller
+    slot: InFlightSlot
+    arrival: Arrival
+
+
+@asynccontextmanager
+async def entered(worker: Worker, caller: Caller, scope: Scope, receive: Receive) -> AsyncIterator[Entry]:
+    """Hold the request's place for the body of the `async with`. Raises `PagemillError` 429 or 503 without one."""
+    with ExitStack() as held:
+        try:
+            arrival = worker.limiter.arrive(caller)
+            held.callback(arrival.over)
+            slot = held.enter_context(worker.in_flight_limit.enter(caller.account))
+        except PagemillError:
+            await discard(scope, receive)
+            raise
+        yield Entry(caller, slot, arrival)
