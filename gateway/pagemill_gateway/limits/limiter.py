@@ -129,10 +129,9 @@ class Limiter:
     def arrive(self, caller: Caller) -> Arrival:
         """Let a request in before its body is read, until `Arrival.over`, which the caller must call at its end.
 
-        Raises `PagemillError` 429 if the caller was refused a moment ago, or if as many of its requests arrive as it
-        may send in a minute: their bodies would occupy the gateway without ever being counted.
+        Raises `PagemillError` 429 if as many requests of the caller are arriving as it may send in a minute: their
+        bodies would occupy the gateway without ever being counted.
         """
-        self.check(caller)
         limit = caller.limits.requests_per_minute
         if limit is None:
             return Arrival(self._arriving, "")

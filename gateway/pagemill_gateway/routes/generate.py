@@ -52,7 +52,7 @@ class GenerateRoute:
         client = ClientResponse(send, worker.config.slow_client_timeout_s, self._dialect, direct)
         try:
             caller = scope["state"].get("caller") or worker.keys.authenticate(scope)
-            record.tenant, record.is_keyed = caller.tenant, bool(caller.key_hash)
+            record.called_by(caller)
             timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
             check_json_content_type(scope, self._dialect.transport.media_types)
             async with entered(worker, caller, scope, receive) as entry:

@@ -7,6 +7,8 @@ tenant or a key without a tenant; for others it does not exist.
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
@@ -15,10 +17,9 @@ from starlette.responses import JSONResponse, Response
 
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.config import StoredResponsesConfig
-from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import parsed_bytes
 from pagemill_gateway.routes.client import ClientResponse
-from pagemill_gateway.routes.entry import Entry
+from pagemill_gateway.routes.entry import Entry, caller_of
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.listing import page_of
 from pagemill_gateway.worker import Worker
@@ -85,25 +86,24 @@ class StoredResponseRoutes:
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream") == "true":
             raise PagemillError("Stored responses are not streamed again. Remove `stream`.", param="stream")
-        return JSONResponse((await self._stored(request))["response"])
+        async with self._stored(request) as stored:
+            return JSONResponse(stored["response"])
 
     async def delete(self, request: Request) -> Response:
-        caller, response_id = self._caller(request), request.path_params["id"]
+        caller, response_id = caller_of(self._worker, request), request.path_params["id"]
         if not await self._worker.control.forget_response(caller.account, response_id):
             raise _not_found(response_id, None)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
-        items = (await self._stored(request))["input"]
-        return JSONResponse(page_of(items, request.query_params, default_limit=20))
+        async with self._stored(request) as stored:
+            return JSONResponse(page_of(stored["input"], request.query_params, default_limit=20))
 
-    async def _stored(self, request: Request) -> dict[str, Any]:
-        return await stored_response(self._worker, self._caller(request), request.path_params["id"], None)
-
-    def _caller(self, request: Request) -> Caller:
-        caller = self._worker.keys.authenticate(request.scope)
-        record_of(request.scope).tenant = caller.tenant
-        return caller
+    @asynccontextmanager
+    async def _stored(self, request: Request) -> AsyncIterator[dict[str, Any]]:
+        caller = caller_of(self._worker, request)
+        with self._worker.in_flight_limit.enter(caller.account) as slot:
+            yield await stored_response(self._worker, caller, request.path_params["id"], None, slot)
 
 
 async def stored_response(
