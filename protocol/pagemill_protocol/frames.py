@@ -195,8 +195,7 @@ class FrameDecoder:
             self._failed = True
             raise _no_meta(error) from error
         if start < end:
-            self._buffer.append(memoryview(data)[start:])
-            self._has_rest = True
+            frames += self._feed_buffer(memoryview(data)[start:])
         return frames
 
     def close(self) -> None:
@@ -205,7 +204,7 @@ class FrameDecoder:
         if self._open is not None:
             raise FrameError(f"The stream ended inside a frame, {self._open.num_left} bytes of it had not arrived.")
 
-    def _feed_buffer(self, data: bytes) -> list[tuple[FrameMeta, bytes]]:
+    def _feed_buffer(self, data: bytes | memoryview) -> list[tuple[FrameMeta, bytes]]:
         _refuse_failed(self._failed)
         frames: list[tuple[FrameMeta, bytes]] = []
         self._buffer.append(data)

@@ -100,7 +100,7 @@ class InFlightLimit:
 
     def over_capacity(self, tenant: str, num_bytes: int) -> PagemillError:
         used, limit, own = self._bytes.used, self._bytes.limit, self._bytes.used_by(tenant)
-        if used + num_bytes <= limit:
+        if _is_own_doing(self._bytes, tenant, num_bytes):
             return _own_share(
                 f"Your running requests hold {own} bytes of the gateway's memory, with their bodies and unread "
                 "answers, and the rest is for others. Try again shortly, send less text at once, or read answers "
@@ -114,7 +114,7 @@ class InFlightLimit:
 
     def _no_slot(self, tenant: str) -> PagemillError:
         used, limit, own = self._requests.used, self._requests.limit, self._requests.used_by(tenant)
-        if used < limit:
+        if _is_own_doing(self._requests, tenant, 1):
             return _own_share(
                 f"You have {own} requests in the gateway, and the rest of its {limit} is for others. Wait until some "
                 "of them have ended."
@@ -123,6 +123,11 @@ class InFlightLimit:
             f"The gateway already serves {used} requests, its limit (its setting max_requests). Try again shortly.",
             retry_after_s=RETRY_S,
         )
+
+
+def _is_own_doing(shared: SharedLimit, tenant: str, amount: int) -> bool:
+    """Whether a refusal is for the tenant's share, or the tenant has at least half of what is used."""
+    return bool(tenant) and (shared.used + amount <= shared.limit or 2 * shared.used_by(tenant) >= shared.used)
 
 
 def _own_share(message: str) -> PagemillError:

@@ -51,6 +51,8 @@ class ClientResponse:
         self.started = False
         self.is_body = False
         """Whether the answer is one body, not a stream."""
+        self.is_aborted = False
+        """Whether the connection was closed within the answer."""
         self._is_within = False
         """Whether a part of a body or of an event was sent and the rest was not."""
         self._starting = asyncio.Lock()
@@ -101,6 +103,7 @@ class ClientResponse:
 
     def abort(self) -> None:
         """Close the client's connection, so that an incomplete answer does not look complete."""
+        self.is_aborted = True
         if self._direct is not None:
             self._direct.abort()
 
@@ -117,7 +120,7 @@ class ClientResponse:
 
     def passes(self, num_bytes: int) -> bool:
         """Whether a payload of this many bytes may be sent in parts: nothing else needs it whole."""
-        if self._direct is None or (self.on_answer is not None and num_bytes <= self.max_seen_bytes):
+        if self.on_answer is not None and num_bytes <= self.max_seen_bytes:
             return False
         return not self.is_body or self._dialect.transport.body_headers is SSE.body_headers
 

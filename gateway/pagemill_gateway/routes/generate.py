@@ -28,7 +28,7 @@ from pagemill_gateway.routes.entry import Entry, entered
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.dialects.transport import RequestInfo
-from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
+from pagemill_protocol.errors import PagemillError, bad_upstream, internal_error, invalid_field
 from pagemill_protocol.http.direct import direct_response
 from pagemill_protocol.http.request_middleware import TIMEOUT_HEADER, check_json_content_type, header
 from pagemill_protocol.keys.caller import Caller
@@ -69,6 +69,9 @@ class GenerateRoute:
             client.close()
         if not stayed:
             record.status = CLIENT_CLOSED
+        elif client.is_aborted and direct is None:
+            # Only a connection can be closed within an answer; a line of a batch must not take it for complete.
+            raise bad_upstream("The answer broke off.")
 
     async def _request_info(self, scope: Scope, raw: bytes, caller: Caller) -> RequestInfo:
         info = RequestInfo(scope["path"], scope.get("path_params", {}), partial(_header, scope))
