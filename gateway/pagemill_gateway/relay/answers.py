@@ -67,7 +67,12 @@ async def collect(
     """Return the whole answer as one JSON body, or `None` if `client` has got it in parts. Raises `PagemillError`."""
     requests = prepared.requests
     sinks = [BodySink(client, passes=len(requests) == 1) for _ in requests]
-    await _run_all(relay, prepared, sinks, record, allowances)
+    try:
+        await _run_all(relay, prepared, sinks, record, allowances)
+    except BaseException:
+        for sink in sinks:  # the error's traceback would keep their bodies
+            sink.clear()
+        raise
     if len(sinks) == 1:
         return sinks[0].body
     bodies = [sink.body or b"" for sink in sinks]
@@ -93,10 +98,14 @@ async def _run_all(
         async with places:
             return await relay.run(prepared.target, request, routing_request, sink, record, allowance)
 
+    tasks: list[asyncio.Task[Usage]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run_one(*job)) for job in jobs]
+            tasks += [group.create_task(run_one(*job)) for job in jobs]
     except BaseExceptionGroup as errors:
+        # The error's traceback has this frame: without these, only the garbage collector would free the requests.
+        tasks.clear()
+        jobs.clear()
         # The group contains the first failure and the exceptions of the cancelled others.
         raise errors.exceptions[0] from None
     for task in tasks:

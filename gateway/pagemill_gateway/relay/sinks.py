@@ -235,6 +235,11 @@ class BodySink:
     def begin(self) -> None:
         self._parts.begin()
 
+    def clear(self) -> None:
+        """Drop the body and its parts, because the answer has failed."""
+        self._parts.begin()
+        self.body = None
+
     def _keep(self, body: bytes) -> None:
         _check_json(body)
         self.body = body
