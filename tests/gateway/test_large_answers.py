@@ -115,6 +115,17 @@ async def test_a_body_that_its_client_does_not_read_stays_at_the_engine(engines,
     await eventually(lambda: gateway.gateway.worker.in_flight_limit.num_bytes == 0)
 
 
+async def test_a_large_body_is_compressed_for_clients_that_accept_gzip(engines, gateways) -> None:
+    body = body_of(2**20)
+    engines[0].behaviour = Sending(body)
+    gateway = await gateways(engines[0])
+    reply = await gateway.complete(headers={"Accept-Encoding": "gzip"})
+    assert reply.raw == body
+    assert reply.headers["content-encoding"] == "gzip"
+    reply = await gateway.complete(headers={"Accept-Encoding": "identity"})
+    assert (reply.raw, reply.headers["content-length"]) == (body, str(len(body)))
+
+
 async def test_an_engine_that_is_lost_within_a_body_ends_the_connection(engines, gateways) -> None:
     """Another engine may write the same answer differently, so half a body cannot be completed."""
     gateway = await gateways(*engines[:2])

@@ -211,7 +211,8 @@ class BodySink:
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
         if closing is None:
             return
-        if self._client is not None:
+        if self._client is not None and not self._passes:
+            # One of several bodies waits for the others. A single small one is sent at once.
             self._client.hold(len(closing))
         self._keep(closing)
 
