@@ -102,3 +102,15 @@ def test_an_unfinished_line_is_truncated(
         return await store.read("file-1", 0, 1000)
 
     assert asyncio.run(trimmed()) == b"".join(whole)
+
+
+@pytest.mark.parametrize("levels", [100, 300, 2000])
+def test_a_line_whose_body_is_nested_too_deeply_is_named(levels: int) -> None:
+    checker = lines.LineChecker("/v1/chat/completions", 10**6)
+    line = b'{"custom_id":"%s","url":"/v1/chat/completions","body":{"x":%s}}'
+    good = checker.check(1, line % (b"good", b"[" * 99 + b"]" * 99))
+    assert isinstance(good, lines.Line)
+    bad = checker.check(2, line % (b"bad", b"[" * levels + b"]" * levels))
+    assert isinstance(bad, lines.BrokenLine)
+    assert bad.fault.code == "nested_too_deeply"
+    assert "`body.x[0]" in bad.fault.message

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from pagemill_gateway.batches.objects import LineFault
+from pagemill_protocol import nesting
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.openai.parse import parse_json
 
 PIECE_BYTES = 256 * 1024
 MAX_CUSTOM_ID_CHARS = 512
@@ -60,9 +63,10 @@ class LineChecker:
         if raw is None:
             return _broken(number, None, "line_too_long", f"The line is longer than {self._max_bytes} bytes.")
         try:
-            given = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            return _broken(number, None, "invalid_json_line", f"The line is not valid JSON: {error}.")
+            given = parse_json(raw, max_levels=nesting.MAX_LEVELS + 1)
+        except PagemillError as error:
+            code = error.code if error.code == nesting.CODE else "invalid_json_line"
+            return _broken(number, None, code, error.message.replace("The request body", "The line"))
         if not isinstance(given, dict):
             return _broken(number, None, "invalid_json_line", "The line is no JSON object.")
         custom_id, body = given.get("custom_id"), given.get("body")

@@ -18,7 +18,7 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.keys.caller import Caller
 
 
-class Entry(NamedTuple):
+class EnteredRequest(NamedTuple):
     """A request inside the gateway."""
 
     caller: Caller
@@ -36,7 +36,7 @@ def caller_of(worker: Worker, request: Request) -> Caller:
 @asynccontextmanager
 async def entered(
     worker: Worker, caller: Caller, scope: Scope, receive: Receive, *, is_limited: bool = True
-) -> AsyncIterator[Entry]:
+) -> AsyncIterator[EnteredRequest]:
     """Hold the request's place for the body of the `async with`. Raises `PagemillError` 429 or 503 without one.
 
     `is_limited`: whether the request counts for the limits of its key.
@@ -51,4 +51,4 @@ async def entered(
         except PagemillError:
             await discard(scope, receive)
             raise
-        yield Entry(caller, slot, arrival)
+        yield EnteredRequest(caller, slot, arrival)

@@ -24,7 +24,7 @@ from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import prepared_bytes, read_counted
 from pagemill_gateway.routes.client import ClientResponse, ClientTooSlow
 from pagemill_gateway.routes.connection import run_while_connected
-from pagemill_gateway.routes.entry import Entry, entered
+from pagemill_gateway.routes.entry import EnteredRequest, entered
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.dialects.transport import RequestInfo
@@ -83,7 +83,7 @@ class GenerateRoute:
     async def _serve(
         self,
         raw: bytes,
-        entry: Entry,
+        entry: EnteredRequest,
         info: RequestInfo,
         timeout_s: float | None,
         client: ClientResponse,
@@ -111,7 +111,7 @@ class GenerateRoute:
             record.failed(internal_error())
             await client.fail(internal_error())
 
-    async def _dialect_for(self, raw: bytes, entry: Entry, client: ClientResponse) -> Dialect:
+    async def _dialect_for(self, raw: bytes, entry: EnteredRequest, client: ClientResponse) -> Dialect:
         """Return the dialect of this request. Raises `PagemillError`."""
         return self._dialect
 
@@ -119,7 +119,7 @@ class GenerateRoute:
         self,
         raw: bytes,
         dialect: Dialect,
-        entry: Entry,
+        entry: EnteredRequest,
         info: RequestInfo,
         client: ClientResponse,
         record: RequestRecord,

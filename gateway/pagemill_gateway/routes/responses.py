@@ -19,7 +19,7 @@ from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.config import StoredResponsesConfig
 from pagemill_gateway.routes.body import parsed_bytes
 from pagemill_gateway.routes.client import ClientResponse
-from pagemill_gateway.routes.entry import Entry, caller_of
+from pagemill_gateway.routes.entry import EnteredRequest, caller_of
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.listing import page_of
 from pagemill_gateway.worker import Worker
@@ -41,7 +41,7 @@ class ResponsesRoute(GenerateRoute):
         super().__init__(worker, ResponsesDialect())
         self._config = config
 
-    async def _dialect_for(self, raw: bytes, entry: Entry, client: ClientResponse) -> Dialect:
+    async def _dialect_for(self, raw: bytes, entry: EnteredRequest, client: ClientResponse) -> Dialect:
         before = await self._before(raw, entry)
         dialect = StoredResponsesDialect(before)
 
@@ -53,7 +53,7 @@ class ResponsesRoute(GenerateRoute):
         client.on_answer, client.max_seen_bytes = keep, self._config.max_response_bytes
         return dialect
 
-    async def _before(self, raw: bytes, entry: Entry) -> list[dict[str, Any]]:
+    async def _before(self, raw: bytes, entry: EnteredRequest) -> list[dict[str, Any]]:
         if b"previous_response_id" not in raw:
             return []
         previous = await self._worker.preparation.parse(raw, _previous_id)

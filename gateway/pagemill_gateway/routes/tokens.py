@@ -15,7 +15,7 @@ from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.routes.body import read_counted
-from pagemill_gateway.routes.entry import Entry, caller_of, entered
+from pagemill_gateway.routes.entry import EnteredRequest, caller_of, entered
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.errors import PagemillError, invalid_field
@@ -76,7 +76,7 @@ class TokenRoutes:
 
     async def _counted(
         self,
-        entry: Entry,
+        entry: EnteredRequest,
         expected_tokens: int,
         target: Target,
         answer: Callable[[Tokenizer], tuple[int, bytes]],
