@@ -144,11 +144,10 @@ async def test_a_large_event_passes_in_parts(engines, gateways) -> None:
     done = encode_frame(LAST, b"data: [DONE]\n\n")
     engines[0].behaviour = sending = Sending(event, meta=FrameMeta(token_ids=[1], position=1), after=done)
     gateway = await gateways(engines[0])
-    async with asking(gateway.url, stream=True) as reader:
+    async with asking(gateway.url, stream=True):
         await eventually(lambda: sending.num_sent > 0)
         await stalled(sending)
         assert sending.num_sent < LARGE // 2
-        assert reader  # it is read by nobody
     reply = await gateway.complete(stream=True)
     assert reply.raw == event + b"data: [DONE]\n\n"
 

@@ -104,7 +104,7 @@ async def test_a_key_has_no_more_unfinished_bodies_than_requests_in_a_minute(eng
     ("path", "kind"),
     [("/tokenize", ""), ("/v1/messages", ""), ("/v1/batches", ""), ("/v1/files", "multipart/form-data; boundary=b")],
 )
-async def test_every_door_with_a_body_has_shares(engines, gateways, tmp_path, path: str, kind: str) -> None:
+async def test_every_route_with_a_body_has_shares(engines, gateways, tmp_path, path: str, kind: str) -> None:
     batches = BatchesConfig(directory=str(tmp_path))
     gateway = await gateways(engines[0], api_keys=keys(), max_requests=10, batches=batches)
     async with unfinished(gateway.url, 15, path=path, kind=kind) as requests:
@@ -117,7 +117,7 @@ async def test_every_door_with_a_body_has_shares(engines, gateways, tmp_path, pa
     assert statuses.count(400) == 9
 
 
-async def test_a_refusal_at_the_door_has_the_form_of_its_dialect(engines, gateways) -> None:
+async def test_an_early_refusal_has_the_form_of_its_dialect(engines, gateways) -> None:
     gateway = await gateways(engines[0], api_keys=keys(), max_requests=10)
     async with unfinished(gateway.url, 10, path="/v1/messages") as requests:
         await eventually(lambda: inside(gateway) == 9)

@@ -31,7 +31,7 @@ class SharedLimit:
         if free < 0:
             return False
         own = self._used_by.get(tenant, 0)
-        # Who has nothing may have one piece of any size: otherwise small limits would admit nobody.
+        # Who has nothing may have one piece of any size: otherwise small limits would admit no request.
         return not own or not tenant or own + amount <= TIMES_FREE * free
 
     def take(self, tenant: str, amount: int) -> bool:
