@@ -28,7 +28,7 @@ LINE_BREAKS = b"\r\n\r\n0\r\n\r\n"
 
 
 class Held:
-    """An app that answers when it is told to."""
+    """An app that answers once `go` is set."""
 
     def __init__(self) -> None:
         self.num_begun = 0
@@ -79,7 +79,7 @@ async def test_requests_are_read_one_at_a_time_and_answered_in_order() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
-async def test_requests_are_told_apart_however_they_are_cut(size: int) -> None:
+async def test_requests_are_separated_however_they_are_cut(size: int) -> None:
     bodies = [LINE_BREAKS, b"x" * 50, LINE_BREAKS * 4]
     data = b"".join(
         [
@@ -99,7 +99,7 @@ async def test_requests_are_told_apart_however_they_are_cut(size: int) -> None:
     ]
 
 
-async def test_requests_are_told_apart_however_the_network_cuts_them() -> None:
+async def test_requests_are_separated_however_the_network_cuts_them() -> None:
     source = random.Random(1)
     async with serving() as port, asyncio.timeout(WAIT_LIMIT_S):
         for _ in range(30):

@@ -102,6 +102,8 @@ class _BoundedProtocol(HttpToolsProtocol):
     _fault: PagemillError | None = None
     """Why a request is refused that is valid HTTP."""
 
+    _left: RequestResponseCycle | None = None
+    """The request that was notified of the end of its connection."""
     _direct: DirectResponse | None = None
     """The response to the request being answered."""
     _upgrade = ""
@@ -191,7 +193,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             return
         self._body_left = 0
         super().on_message_complete()
-        self.flow.resume_reading()  # the end of the connection, too
+        if self.flow.read_paused:
+            self.flow.resume_reading()  # the end of the connection is read, too
 
     def on_response_complete(self) -> None:
         cycle: Any = self.cycle
@@ -394,7 +397,8 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _notify_disconnect(self) -> None:
         """Notify the request being answered that the client is gone."""
-        if self._answering and not self.cycle.disconnected:
+        if self._answering and self._left is not self.cycle:
+            self._left = self.cycle
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             self.flow.resume_writing()
