@@ -19,6 +19,7 @@ from pagemill_protocol.http.tls_config import TLSConfig
 from pagemill_protocol.keys import file as keys_file
 from pagemill_protocol.keys.entries import fault_of
 from pagemill_protocol.keys.file import KeysFileError
+from pagemill_protocol.sampling import MAX_ANSWER_VALUES
 from pagemill_protocol.secret_file import SecretFile
 from pagemill_protocol.settings import SettingsError as SettingsError
 from pagemill_protocol.tracing.config import TracingConfig
@@ -209,6 +210,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_header_bytes: int = 64 * 1024
     body_timeout_s: float = 30.0
     """A body that takes longer to arrive gets status 408."""
+    max_answer_values: int = MAX_ANSWER_VALUES
+    """Maximum number of log probabilities and token ids of an answer that is not streamed: `n` (or `best_of`) x
+    `max_tokens` x those of each token, of all prompts of a body together. Larger requests get status 400; an answer
+    without `max_tokens` ends where it has that many. Engines have the same setting."""
     max_requests: int = 4096
     """Maximum number of requests inside the gateway; further ones get status 503. It limits the memory for streams."""
     max_in_flight_body_bytes: int = 256 * 1024 * 1024
@@ -345,7 +350,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if not 0 <= getattr(self, field) <= 65535:
                 value = getattr(self, field)
                 raise SettingsError(f"{field}: {value} is not a port. Use 1 to 65535, or 0 for a free one.")
-        for field in ("max_body_bytes", "max_header_bytes", "max_requests", "max_attempts", "remembered_prefix_chunks"):
+        for field in (
+            "max_body_bytes",
+            "max_header_bytes",
+            "max_requests",
+            "max_attempts",
+            "remembered_prefix_chunks",
+            "max_answer_values",
+        ):
             if getattr(self, field) < 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be at least 1.")
         if not 1 <= self.workers <= MAX_WORKERS:

@@ -179,6 +179,7 @@ class Server:
             context.publisher,
             context.metrics,
             context.sleeping,
+            context.settings.server.max_unread_bytes,
         )
         context.lifecycle.enter("loading", "importing the engine's libraries")
         await context.client.start()

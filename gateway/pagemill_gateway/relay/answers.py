@@ -58,7 +58,8 @@ async def collect(relay: Relay, prepared: PreparedRequest, record: RequestRecord
     await _run_all(relay, prepared, sinks, record, allowances)
     if len(sinks) == 1:
         return sinks[0].body
-    return await asyncio.to_thread(dialect_of(prepared.requests[0].dialect).merge_bodies, [sink.body for sink in sinks])
+    merge = dialect_of(prepared.requests[0].dialect).merge_bodies
+    return await asyncio.to_thread(lambda: b"".join(merge([sink.body for sink in sinks])))
 
 
 async def _run_all(
