@@ -35,13 +35,18 @@ class JsonRows:
         self._open += row
         self.num_bytes += len(row) + 1
         if len(self._open) >= PIECE_BYTES:
-            self._pieces.append(bytes(self._open))
-            self._open = bytearray()
+            self._close_piece()
 
     @property
     def pieces(self) -> list[bytes]:
-        """The elements so far, with commas between them."""
-        return [*self._pieces, bytes(self._open)] if self._open else list(self._pieces)
+        """The elements so far, with commas between them: the same pieces each time."""
+        if self._open:
+            self._close_piece()
+        return self._pieces
+
+    def _close_piece(self) -> None:
+        self._pieces.append(bytes(self._open))
+        self._open = bytearray()
 
 
 def array_pieces(*parts: JsonRows | None) -> list[bytes]:

@@ -1,8 +1,9 @@
 """The engine's end of a link: receives a gateway's requests and sends the frames of all their answers.
 
-The frames of one engine step leave in one write, or in a few if they are large. A stream waits while its gateway has not credited what was sent, and
-all streams wait while the socket is full; meanwhile their frames stay in their `Answer`s, which are bounded. Requests
-are checked and refused as in `internal_routes.generate`. The protocol is `pagemill_protocol.link`.
+The frames of one engine step leave in one write, or in a few if they are large. A stream waits while its gateway has
+not credited what was sent, and all streams wait while the socket is full; meanwhile their frames stay in their
+`Answer`s, which are bounded. Requests are checked and refused as in `internal_routes.generate`. The protocol is
+`pagemill_protocol.link`.
 """
 
 from __future__ import annotations
