@@ -96,6 +96,11 @@ def string_pieces(text: str) -> list[bytes]:
     return [orjson.dumps(text)[1:-1]] if text else []
 
 
+def pieces_of(body: bytes | Iterable[bytes]) -> Iterable[bytes]:
+    """Return the pieces of a body, which may be a single one."""
+    return (body,) if isinstance(body, bytes) else body
+
+
 def in_blocks(pieces: Iterable[bytes], block_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
     """Yield the same bytes in blocks: small pieces are joined, large ones divided."""
     block = bytearray()

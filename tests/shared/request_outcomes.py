@@ -19,6 +19,7 @@ from pagemill_protocol.answers.events import Content
 from pagemill_protocol.dialects.base import Dialect, FinishedChoice, Piece, Preparation, PromptReport, collector
 from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.json_pieces import pieces_of
 from pagemill_protocol.openai import prepare
 from pagemill_protocol.openai.logprobs import PositionLogprobs, TokenLogprob
 from pagemill_protocol.pooling import PoolingSpec
@@ -66,7 +67,7 @@ def outcome(dialect: Dialect, body: Mapping[str, Any], info: RequestInfo, tokeni
     sampling = prepare.within_vocabulary(parsed.sampling(), tokenizer)
     requests = parsed.prepare(tokenizer, Preparation(500, "id-1", 7), sampling, None)
     bodies = [_answer(dialect, request) for request in requests]
-    answers = bodies if len(bodies) == 1 or requests[0].stream else [b"".join(dialect.merge_bodies(bodies))]
+    answers = bodies if len(bodies) == 1 or requests[0].stream else [b"".join(pieces_of(dialect.merge_bodies(bodies)))]
     without = [msgspec.structs.replace(request, client_fields="") for request in requests]
     return [without, [(_TIMES.sub(b"", each), dialect.transport.body_headers(each)) for each in answers]]
 
@@ -90,7 +91,7 @@ def _answer(dialect: Dialect, request: GenerateRequest) -> bytes:
         own.add(positions[num_echoed:])
         prompt = prompt._replace(echoed=echoed if num_echoed else None)
         choice = choice._replace(logprobs=own, prompt=prompt)
-    return b"".join(renderer.body([choice], USAGE))
+    return b"".join(pieces_of(renderer.body([choice], USAGE)))
 
 
 def _positions(request: GenerateRequest) -> list[PositionLogprobs] | None:

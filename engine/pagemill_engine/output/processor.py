@@ -274,7 +274,7 @@ class OutputProcessor:
             return Frame(meta, self._renderer.end(usage))
         return body_frame(meta, self._body(usage))
 
-    def _body(self, usage: Usage) -> list[bytes]:
+    def _body(self, usage: Usage) -> bytes | list[bytes]:
         report = self._prompt.report()
         choices = [
             FinishedChoice(
@@ -343,8 +343,9 @@ class OutputProcessor:
         return choice
 
 
-def body_frame(meta: FrameMeta, pieces: list[bytes]) -> Frame:
+def body_frame(meta: FrameMeta, body: bytes | list[bytes]) -> Frame:
     """Return the frame of a body. A small one is a single piece."""
+    pieces = [body] if isinstance(body, bytes) else body
     if sum(map(len, pieces)) <= PIECE_BYTES:
         return Frame(meta, b"".join(pieces))
     return Frame(meta, pieces[0], pieces[1:])

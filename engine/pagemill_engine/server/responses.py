@@ -22,7 +22,7 @@ from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, WEIGHTS_HEADER, encode_frame
 from pagemill_protocol.generate import GenerateRequest, Usage
-from pagemill_protocol.json_pieces import in_blocks
+from pagemill_protocol.json_pieces import in_blocks, pieces_of
 from pagemill_protocol.openai import render
 from pagemill_protocol.versions import protocol_headers
 
@@ -132,7 +132,7 @@ class BodyResponse(AnswerResponse):
             return 0
         pieces: list[bytes] = []
         began = time.monotonic()
-        for piece in dialect.merge_bodies(bodies):
+        for piece in pieces_of(dialect.merge_bodies(bodies)):
             pieces.append(piece)
             if time.monotonic() - began > SLICE_S:
                 await asyncio.sleep(0)

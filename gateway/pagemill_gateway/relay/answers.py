@@ -18,6 +18,7 @@ from pagemill_gateway.relay.sinks import BodySink, Direct, Sink, StreamSink, Wri
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.json_pieces import pieces_of
 
 MAX_CONCURRENT_PROMPTS = 64
 """Limit for the running prompts of one client request; others wait."""
@@ -59,7 +60,7 @@ async def collect(relay: Relay, prepared: PreparedRequest, record: RequestRecord
     if len(sinks) == 1:
         return sinks[0].body
     merge = dialect_of(prepared.requests[0].dialect).merge_bodies
-    return await asyncio.to_thread(lambda: b"".join(merge([sink.body for sink in sinks])))
+    return await asyncio.to_thread(lambda: b"".join(pieces_of(merge([sink.body for sink in sinks]))))
 
 
 async def _run_all(

@@ -101,8 +101,8 @@ class AnswerRenderer(Protocol):
         """Return the bytes after the last chunk of all choices."""
         ...
 
-    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
-        """Return the pieces of the body of an answer that is not streamed. The same piece may occur several times."""
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes | list[bytes]:
+        """Return the body of an answer that is not streamed, or its pieces, of which one may occur several times."""
         ...
 
 
@@ -221,10 +221,9 @@ class Dialect(Protocol):
         """Return the end of a stream that merges the answers of several prompts; `request`: the first of them."""
         ...
 
-    def merge_bodies(self, bodies: Sequence[bytes]) -> Iterator[bytes]:
-        """Yield the pieces of one body made of the bodies of several prompts, which need not be in order.
-
-        Each piece takes little time, so that an event loop can do other work between two of them.
+    def merge_bodies(self, bodies: Sequence[bytes]) -> bytes | Iterator[bytes]:
+        """Return one body made of the bodies of several prompts, which need not be in order, or an iterator over its
+        pieces. Each piece takes little time, so that an event loop can do other work between two of them.
         """
         ...
 

@@ -59,14 +59,20 @@ class MessagesRenderer:
         last = _event("message_delta", delta=self._stop(), usage=_usage(usage))
         return self._end_block() + last + _event("message_stop")
 
-    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         (choice,) = choices
         self._finish_reason, self._stopped_by = choice.finish_reason, choice.stop_reason
         events = choice.events if choice.events is not None else [Content(choice.text)]
         content = _blocks(events, self._id)
         self._num_calls = sum(block["type"] == "tool_use" for block in content)
-        answer = {**self._message(), "content": content, **self._stop(), "usage": _usage(usage)}
-        return [orjson.dumps(answer)]
+        return orjson.dumps(
+            {
+                **self._message(),
+                "content": content,
+                **self._stop(),
+                "usage": _usage(usage),
+            }
+        )
 
     def _message(self) -> dict[str, Any]:
         return {

@@ -54,11 +54,11 @@ class OllamaRenderer:
     def end(self, usage: Usage) -> bytes:
         return self._line(LinePart("", "", []), done=True, **self._end(usage, self._first_token_s))
 
-    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         (choice,) = choices
         self._reason = choice.finish_reason
         part = self._read([Content(choice.text)] if choice.events is None else choice.events)
-        return [self._line(part, done=True, **self._end(usage, choice.first_token_s))]
+        return self._line(part, done=True, **self._end(usage, choice.first_token_s))
 
     def _read(self, events: Iterable[Event]) -> LinePart:
         content: list[str] = []

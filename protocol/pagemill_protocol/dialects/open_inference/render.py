@@ -34,8 +34,8 @@ class GenerateRenderer:
     def end(self, usage: Usage) -> bytes:
         return b""
 
-    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
-        return [orjson.dumps({**self._head, "text_output": self._text(choices)})]
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+        return orjson.dumps({**self._head, "text_output": self._text(choices)})
 
     def _text(self, choices: Sequence[FinishedChoice]) -> str:
         (choice,) = choices
@@ -45,13 +45,13 @@ class GenerateRenderer:
 class InferRenderer(GenerateRenderer):
     """Renders tensors. A line break separates the JSON, which contains none, from the bytes after it."""
 
-    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         text = self._text(choices)
         raw = packed(text) if self._asked.get("binary") else b""
         data = {"parameters": {"binary_data_size": len(raw)}} if raw else {"data": [text]}
         output = {"name": "text_output", "datatype": "BYTES", "shape": self._asked.get("shape", [1]), **data}
         body = orjson.dumps({**self._head, "outputs": [output]})
-        return [body + b"\n" + raw if raw else body]
+        return body + b"\n" + raw if raw else body
 
 
 def body_headers(body: bytes) -> Mapping[str, str]:

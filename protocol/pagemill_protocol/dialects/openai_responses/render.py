@@ -54,14 +54,14 @@ class ResponsesRenderer:
         response = self._response(usage)
         return ended + self._event(f"response.{response['status']}", response=response)
 
-    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         (choice,) = choices
         self._finish_reason = choice.finish_reason
         events = choice.events if choice.events is not None else [Content(choice.text)] if choice.text else []
         for _ in self._rendered(events):
             pass
         self._end_item(cut=self._finish_reason == "length")
-        return [orjson.dumps(self._response(usage))]
+        return orjson.dumps(self._response(usage))
 
     def _begin(self) -> bytes:
         response = self._response(None)
