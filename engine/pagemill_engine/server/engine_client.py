@@ -51,8 +51,8 @@ from pagemill_protocol.errors import (
     answer_too_large,
     answers_too_large,
     client_too_slow,
-    internal_error,
     invalid_field,
+    rendering_failed,
     unavailable,
 )
 from pagemill_protocol.frames import MAX_PAYLOAD_BYTES
@@ -288,7 +288,7 @@ class EngineClient:
             logger.exception(
                 "a request failed while its output was processed", extra={"request_id": running.request_id}
             )
-            self._fail(output.request_id, internal_error())
+            self._fail(output.request_id, rendering_failed())
             return
         self._metrics.tokens(running.timing, output, len(running.processor.request.prompt_token_ids))
         if progress.error is not None:
