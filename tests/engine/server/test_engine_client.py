@@ -12,6 +12,7 @@ from engine_client_inside import Inside
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.channels import EngineDied
 from pagemill_engine.ipc.messages import Abort, AddRequest, StepOutputs, TokensOut
+from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.scheduler.admission import Admission
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
