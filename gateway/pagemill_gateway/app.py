@@ -58,7 +58,7 @@ def page_route(worker: Worker, page: Page) -> Callable[[Request], Awaitable[Resp
 
 async def _read(worker: Worker, caller: Caller, request: Request) -> bytes:
     check_json_content_type(request.scope)
-    async with entered(worker, caller, request.scope, request.receive, is_limited=False) as entry:
+    with entered(worker, caller, is_limited=False) as entry:
         return await read_counted(request.scope, request.receive, entry.slot, worker.config.max_body_bytes)
 
 

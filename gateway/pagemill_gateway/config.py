@@ -14,6 +14,7 @@ import msgspec
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_protocol.http.connection_limits import DEFAULT_MAX_CONNECTIONS, trusted_networks
 from pagemill_protocol.http.cors import is_origin
 from pagemill_protocol.http.tls_config import TLSConfig
 from pagemill_protocol.keys import file as keys_file
@@ -123,6 +124,7 @@ class EngineTLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class WorkerBounds(NamedTuple):
     """The limits of one worker."""
 
+    max_connections: int
     max_requests: int
     max_body_bytes: int
     journal_tokens: int
@@ -136,8 +138,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     Number of processes that serve the data port, for traffic of more than about one CPU core. With 1, the whole gateway
     is one process. With more, one further process makes all decisions and serves the control port, and another one
-    keeps all of them running; each worker gets its share of `max_requests`, `max_in_flight_body_bytes` and
-    `journal_tokens`.
+    keeps all of them running; each worker gets its share of `max_connections`, `max_requests`,
+    `max_in_flight_body_bytes` and `journal_tokens`.
     """
     hang_timeout_s: float = 30.0
     """
@@ -206,8 +208,22 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     catalog: Catalog = Catalog()
     """Models and endpoints to serve at start; `PUT /catalog` replaces them."""
 
+    max_connections: int = DEFAULT_MAX_CONNECTIONS
+    """
+    Maximum number of open connections of the data port, also limited by this process's limit of open files. One client
+    has at most half of them: a tenant (or a key without one), and an address (or an IPv6 network of 64 bits) for
+    connections without a valid key so far. At a limit, a new connection takes the place of the one that has been idle
+    for longest; where all are busy, it gets status 503.
+    """
+    trusted_proxies: list[str] = []
+    """
+    Addresses and networks of proxies, such as `10.0.0.0/8`. A request from one of them counts for the last address in
+    its header `X-Forwarded-For` that is not a trusted proxy's. Without it, all connections of a proxy that have had no
+    valid key count as one client's.
+    """
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
+    """Maximum bytes of the headers of a request; a request may have 100 of them."""
     body_timeout_s: float = 30.0
     """A body that takes longer to arrive gets status 408."""
     max_answer_values: int = MAX_ANSWER_VALUES
@@ -306,6 +322,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def bounds_of_one_worker(self) -> WorkerBounds:
         """Return one worker's share of the limits, but at least the largest body."""
         return WorkerBounds(
+            max_connections=-(-self.max_connections // self.workers),
             max_requests=-(-self.max_requests // self.workers),
             max_body_bytes=max(self.max_body_bytes, self.max_in_flight_body_bytes // self.workers),
             journal_tokens=self.journal_tokens // self.workers,
@@ -346,6 +363,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise SettingsError(
                 "catalog: with discovery `kubernetes` the cluster's objects are the catalogue. Empty it."
             )
+        for proxy in self.trusted_proxies:
+            try:
+                trusted_networks([proxy])
+            except ValueError as error:
+                raise SettingsError(
+                    f"trusted_proxies: {proxy[:80]!r} is neither an address nor a network. Write it like 10.0.0.0/8."
+                ) from error
         for origin in self.allowed_origins:
             if not is_origin(origin):
                 raise SettingsError(
@@ -358,6 +382,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 value = getattr(self, field)
                 raise SettingsError(f"{field}: {value} is not a port. Use 1 to 65535, or 0 for a free one.")
         for field in (
+            "max_connections",
             "max_body_bytes",
             "max_header_bytes",
             "max_requests",

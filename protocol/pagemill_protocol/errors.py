@@ -50,9 +50,10 @@ class PagemillError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        if self.retry_after_s is None:
-            return {}
-        return {"Retry-After": str(max(1, round(self.retry_after_s)))}
+        headers = {} if self.status != 401 else {"WWW-Authenticate": 'Bearer realm="pagemill"'}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+        return headers
 
 
 def invalid_field(param: str, message: str, *, code: str = "invalid_value") -> PagemillError:

@@ -45,6 +45,12 @@ from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.answers.registry import ParserSettings, check_parsers
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol
+from pagemill_protocol.http.connection_limits import (
+    DEFAULT_MAX_CONNECTIONS,
+    MAX_CONTROL_CONNECTIONS,
+    ConnectionLimits,
+    within_open_files,
+)
 from pagemill_protocol.http.tls import ServerTLS, TLSError
 from pagemill_protocol.link import LINK_PROTOCOL
 from pagemill_protocol.model_files import load_model_spec
@@ -140,8 +146,8 @@ class Server:
     async def _serve(self, data_socket: socket.socket, control_socket: socket.socket) -> None:
         """Serve on bound sockets until the end."""
         context, server = self._context, self._settings.server
-        data = _HttpServer(data_app(context), server)
-        control = _HttpServer(control_app(context), server)
+        data = _HttpServer(data_app(context), server, ConnectionLimits(within_open_files(DEFAULT_MAX_CONNECTIONS)))
+        control = _HttpServer(control_app(context), server, ConnectionLimits(MAX_CONTROL_CONNECTIONS))
         async with contextlib.AsyncExitStack() as stack:
             if self._tls is not None:
                 certificate = await stack.enter_async_context(self._tls.followed())
@@ -337,11 +343,11 @@ class Server:
 class _HttpServer(uvicorn.Server):
     """uvicorn on sockets that are bound already. `Server` handles the signals."""
 
-    def __init__(self, app: ASGIApp, server: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, server: ServerConfig, limits: ConnectionLimits) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=bounded_protocol(server.max_header_bytes, upgrades=(LINK_PROTOCOL,)),
+                http=bounded_protocol(server.max_header_bytes, upgrades=(LINK_PROTOCOL,), limits=limits),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -29,7 +29,7 @@ class BatchRoutes:
 
     async def upload(self, request: Request) -> Response:
         caller, batches = self._enter(request)
-        async with entered(self._worker, caller, request.scope, request.receive, is_limited=False):
+        with entered(self._worker, caller, is_limited=False):
             upload = await batches.upload(caller.account)
             try:
                 form = await read_form(request.scope, request.receive, upload.append)
@@ -68,7 +68,7 @@ class BatchRoutes:
     async def create(self, request: Request) -> Response:
         caller, batches = self._enter(request)
         check_json_content_type(request.scope)
-        async with entered(self._worker, caller, request.scope, request.receive, is_limited=False) as entry:
+        with entered(self._worker, caller, is_limited=False) as entry:
             raw = await read_counted(request.scope, request.receive, entry.slot, self._worker.config.max_body_bytes)
             body = await self._worker.preparation.parse(raw, lambda raw: parse_body(raw, BatchRequest))
             batch = await batches.create(caller, body)

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 from starlette.types import Message, Receive, Scope
 
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
-from pagemill_protocol.errors import PagemillError, client_closed_request
+from pagemill_protocol.errors import client_closed_request
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.http.request_middleware import header
 
@@ -28,35 +27,19 @@ async def read_counted(scope: Scope, receive: Receive, slot: InFlightSlot, max_b
 
     Raises `PagemillError` 429 or 503 beyond the limit, 499 if the client leaves.
     """
-    more = True
-    body = bytearray()
-    try:
-        declared = int(header(scope, b"content-length") or 0)
-        if declared <= max_body_bytes:  # otherwise the body is refused for its own size
-            slot.expect(declared)
-        while more:
-            message = await receive()
-            more = _has_more(message)
-            data = message.get("body", b"")
-            slot.hold(len(data))
-            if not more and not body:
-                return _parsed_counted(data, slot)
-            body += data
-        return _parsed_counted(bytes(body), slot)
-    except PagemillError as error:
-        if more and error.status in (429, 503):
-            await discard(scope, receive)
-        raise
-
-
-async def discard(scope: Scope, receive: Receive) -> None:
-    """Read and drop the rest of a refused body.
-
-    A sender that is cut off within its body gets a reset, not the response.
-    """
-    with suppress(PagemillError):  # the refusal is the error that counts
-        while header(scope, b"expect") is None and _has_more(await receive()):
-            pass
+    declared = int(header(scope, b"content-length") or 0)
+    if declared <= max_body_bytes:  # otherwise the body is refused for its own size
+        slot.expect(declared)
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        more = _has_more(message)
+        data = message.get("body", b"")
+        slot.hold(len(data))
+        if not more and not body:
+            return _parsed_counted(data, slot)
+        body += data
+    return _parsed_counted(bytes(body), slot)
 
 
 def parsed_bytes(raw: bytes) -> int:

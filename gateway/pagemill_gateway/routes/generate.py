@@ -55,7 +55,7 @@ class GenerateRoute:
             record.called_by(caller)
             timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
             check_json_content_type(scope, self._dialect.transport.media_types)
-            async with entered(worker, caller, scope, receive) as entry:
+            with entered(worker, caller) as entry:
                 client.slot = entry.slot
                 raw = await read_counted(scope, receive, entry.slot, worker.config.max_body_bytes)
                 info = await self._request_info(scope, raw, caller)

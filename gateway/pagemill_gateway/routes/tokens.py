@@ -15,10 +15,12 @@ from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.routes.body import read_counted
+from pagemill_gateway.routes.connection import run_while_connected
 from pagemill_gateway.routes.entry import EnteredRequest, caller_of, entered
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.token_counts import TokenCount
-from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.errors import PagemillError, client_closed_request, invalid_field
+from pagemill_protocol.http.direct import direct_response
 from pagemill_protocol.http.request_middleware import check_json_content_type, error_response
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.openai import prepare, render
@@ -40,7 +42,7 @@ class TokenRoutes:
 
     async def _tokenize(self, count: TokenCount, request: Request) -> Response:
         caller = self._caller(request)
-        async with entered(self._worker, caller, request.scope, request.receive) as entry:
+        with entered(self._worker, caller) as entry:
             slot = entry.slot
             body = await self._worker.preparation.parse(await self._read(request, slot), count.parse)
             target = await self._resolve(body.model, caller)
@@ -51,11 +53,11 @@ class TokenRoutes:
                 return len(token_ids), count.body(token_ids, target.max_model_len, texts)
 
             expected_tokens = body.num_chars // CHARS_PER_TOKEN + 1
-            return await self._counted(entry, expected_tokens, target, answer)
+            return await _while_connected(request, self._counted(entry, expected_tokens, target, answer))
 
     async def detokenize(self, request: Request) -> Response:
         caller = self._caller(request)
-        async with entered(self._worker, caller, request.scope, request.receive) as entry:
+        with entered(self._worker, caller) as entry:
             slot = entry.slot
             body = await self._worker.preparation.parse(
                 await self._read(request, slot), lambda raw: parse_body(raw, DetokenizeRequest)
@@ -66,7 +68,7 @@ class TokenRoutes:
                 text = prepare.detokenize(body, tokenizer, target.max_model_len)
                 return len(body.tokens), render.detokenize_body(text)
 
-            return await self._counted(entry, len(body.tokens), target, answer)
+            return await _while_connected(request, self._counted(entry, len(body.tokens), target, answer))
 
     def _caller(self, request: Request) -> Caller:
         """Authenticate the caller. Raises `PagemillError` before the body is read."""
@@ -113,3 +115,15 @@ class TokenRoutes:
             return await self._worker.brain.look_up(model or next(iter(served)))
         except PagemillError as error:
             raise visible_to(caller, error, model) from error
+
+
+async def _while_connected(request: Request, answering: Awaitable[Response]) -> Response:
+    """Return the response. Raises `PagemillError` 499, and cancels what has not begun, when the client disconnects."""
+    responses: list[Response] = []
+
+    async def answer() -> None:
+        responses.append(await answering)
+
+    if not await run_while_connected(answer(), request.receive, direct_response(request.scope)):
+        raise client_closed_request()
+    return responses[0]

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
+from pagemill_protocol.http.connection_limits import Place
+
 if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 RESPONSE_EXTENSION = "pagemill.response"
 UPGRADE_EXTENSION = "pagemill.upgrade"
+PLACE_EXTENSION = "pagemill.place"
 
 
 class DirectResponse:
@@ -124,6 +127,16 @@ TakeOver = Callable[[UpgradedProtocol], None]
 def direct_response(scope: Scope) -> DirectResponse | None:
     found = scope.get("extensions", {}).get(RESPONSE_EXTENSION)
     return found if isinstance(found, DirectResponse) else None
+
+
+def count_for_tenant(scope: Scope, tenant: str | None) -> None:
+    """Count the connection of a request with a valid key for its tenant (`None`: the platform), not for its address.
+
+    Raises `PagemillError` 503 if the tenant has too many connections.
+    """
+    place: Place | None = scope.get("extensions", {}).get(PLACE_EXTENSION)
+    if place is not None:
+        place.authenticated(tenant)
 
 
 def upgrade_of(scope: Scope) -> TakeOver | None:
