@@ -20,6 +20,7 @@ from pagemill_protocol.http.tls_config import TLSConfig
 from pagemill_protocol.keys import file as keys_file
 from pagemill_protocol.keys.entries import fault_of
 from pagemill_protocol.keys.file import KeysFileError
+from pagemill_protocol.sampling import MAX_ANSWER_VALUES
 from pagemill_protocol.secret_file import SecretFile
 from pagemill_protocol.settings import SettingsError as SettingsError
 from pagemill_protocol.tracing.config import TracingConfig
@@ -225,6 +226,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Maximum bytes of the headers of a request; a request may have 100 of them."""
     body_timeout_s: float = 30.0
     """A body that takes longer to arrive gets status 408."""
+    max_answer_values: int = MAX_ANSWER_VALUES
+    """Maximum number of log probabilities and token ids of an answer that is not streamed: `n` (or `best_of`) x
+    `max_tokens` x those of each token, of all prompts of a body together. Larger requests get status 400; an answer
+    without `max_tokens` ends where it has that many. Engines have the same setting."""
     max_requests: int = 4096
     """
     Maximum number of requests inside the gateway; further ones get status 503. It limits the memory for streams. A
@@ -383,6 +388,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "max_requests",
             "max_attempts",
             "remembered_prefix_chunks",
+            "max_answer_values",
         ):
             if getattr(self, field) < 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be at least 1.")

@@ -119,6 +119,23 @@ def client_too_slow() -> PagemillError:
     )
 
 
+def answer_too_large(limit_bytes: int) -> PagemillError:
+    return PagemillError(
+        f"The answer has more than {limit_bytes} bytes, too many for one that is not streamed. Send `stream: true`, or "
+        "lower `n`, `max_tokens` or the number of log probabilities.",
+        code="answer_too_large",
+    )
+
+
+def answers_too_large(num_bytes: int) -> PagemillError:
+    return unavailable(
+        f"The answers that are being generated take {num_bytes} bytes, more than this engine has for them, and this "
+        "one takes the most. Try again shortly, send `stream: true`, or request less: fewer choices, fewer log "
+        "probabilities.",
+        retry_after_s=5,
+    )
+
+
 def body_too_large(limit_bytes: int) -> PagemillError:
     return PagemillError(
         f"The request body is larger than {limit_bytes} bytes. Send less text in one request.",

@@ -92,12 +92,16 @@ class _OpenPayload:
         )
 
 
-def encode_frame(meta: FrameMeta, payload: bytes = b"") -> bytes:
-    """Encode one answer frame. Raises `FrameError` when meta or payload exceeds its bound."""
+def encode_frame(meta: FrameMeta, payload: bytes = b"", num_payload_bytes: int | None = None) -> bytes:
+    """Encode one answer frame. Raises `FrameError` when meta or payload exceeds its bound.
+
+    `num_payload_bytes`: bytes of the whole payload, of which `payload` is only the beginning; the rest follows.
+    """
+    num_bytes = len(payload) if num_payload_bytes is None else num_payload_bytes
     encoded = _encoder.encode(meta)
     _check_size("meta", len(encoded), MAX_META_BYTES)
-    _check_size("payload", len(payload), MAX_PAYLOAD_BYTES)
-    return b"".join((_FRAME_HEADER.pack(len(encoded), len(payload)), encoded, payload))
+    _check_size("payload", num_bytes, MAX_PAYLOAD_BYTES)
+    return b"".join((_FRAME_HEADER.pack(len(encoded), num_bytes), encoded, payload))
 
 
 def encode_state(state: StateFrame) -> bytes:

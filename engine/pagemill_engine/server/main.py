@@ -185,6 +185,7 @@ class Server:
             context.publisher,
             context.metrics,
             context.sleeping,
+            context.settings.server.max_unread_bytes,
         )
         context.lifecycle.enter("loading", "importing the engine's libraries")
         await context.client.start()

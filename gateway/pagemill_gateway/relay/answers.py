@@ -18,6 +18,7 @@ from pagemill_gateway.relay.sinks import BodySink, Direct, PartWriter, Sink, Str
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.json_pieces import pieces_of
 
 MAX_CONCURRENT_PROMPTS = 64
 """Limit for the running prompts of one client request; others wait."""
@@ -78,7 +79,8 @@ async def collect(
     bodies = [sink.body or b"" for sink in sinks]
     if client is not None:
         client.hold(sum(map(len, bodies)))  # the merged body beside the parts
-    return await asyncio.to_thread(dialect_of(requests[0].dialect).merge_bodies, bodies)
+    merge = dialect_of(requests[0].dialect).merge_bodies
+    return await asyncio.to_thread(lambda: b"".join(pieces_of(merge(bodies))))
 
 
 async def _run_all(

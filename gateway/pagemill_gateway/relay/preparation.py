@@ -31,6 +31,7 @@ from pagemill_protocol.keys.scope import cache_salt
 from pagemill_protocol.openai.prepare import needs_check, with_seed, within_vocabulary
 from pagemill_protocol.openai.schemas import SamplingFields
 from pagemill_protocol.preparation_threads import PreparationThreads
+from pagemill_protocol.sampling import MAX_ANSWER_VALUES
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 INLINE_BODY_BYTES = 4096
@@ -92,7 +93,15 @@ class PreparedRequest(NamedTuple):
 
 
 class RequestPreparation:
-    def __init__(self, brain: Brain, bundles: Bundles, keep_alive: KeepAlive, max_prefix_chunks: int) -> None:
+    def __init__(
+        self,
+        brain: Brain,
+        bundles: Bundles,
+        keep_alive: KeepAlive,
+        max_prefix_chunks: int,
+        max_answer_values: int = MAX_ANSWER_VALUES,
+    ) -> None:
+        self._max_answer_values = max_answer_values
         self._brain = brain
         self._keep_alive = keep_alive
         self._bundles = bundles
@@ -137,7 +146,12 @@ class RequestPreparation:
         sampling = within_vocabulary(sampling, tokenizer)
         salt = cache_salt(target.prefix_scope, target.deployment, caller)
         preparation = base.Preparation(
-            target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=target.parsers
+            target.max_model_len,
+            dialect.new_request_id(),
+            int(time.time()),
+            cache_salt=salt,
+            parsers=target.parsers,
+            max_answer_values=self._max_answer_values,
         )
         session = session_key(target, caller.key_hash, info.header)
         text = await body.render_inline(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
