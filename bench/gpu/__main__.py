@@ -2,7 +2,7 @@
 
 They need torch, Triton, numpy and safetensors, but no network and no installation of Pagemill; the sections that serve
 or run tests need the travelling folder as well (`packing`). Every section runs in a process of its own with a time
-limit, so that a failure or a hang affects only that section. Each row is written as soon as it is known, and a later run
+limit, so that a failure or a hang affects only that section. Each row is written as soon as it is known. A later run
 leaves out what an earlier one has measured of the same code on such a card.
 """
 
@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import paths
 import torch
@@ -66,15 +67,19 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench/gpu", description=__doc__)
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME",
-                        help=f"sections to run, of {', '.join(SECTIONS)}; default: all")  # fmt: skip
-    parser.add_argument("--sizes", choices=["full", "tiny", "none"], default="full",
-                        help="tiny: only check that everything runs; none: run all code and compute nothing")  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=60.0, help="time of the whole run; sections that do not fit are left out")  # fmt: skip
-    parser.add_argument("--again", action="store_true", help="measure what an earlier run has measured, too")
-    parser.add_argument("--commit", default="", help="commit that is measured; default: what git or the folder says")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of {ALL} and of a file for each section")
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+
+    def option(name: str, words: str, **more: Any) -> None:
+        parser.add_argument(name, help=words, **more)
+
+    names = f"sections to run, of {', '.join(SECTIONS)}; default: all"
+    option("--sections", names, nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME")
+    sizes = "tiny: only check that everything runs; none: run all code and compute nothing"
+    option("--sizes", sizes, choices=["full", "tiny", "none"], default="full")
+    option("--minutes", "time of the whole run; sections that do not fit are left out", type=float, default=60.0)
+    option("--again", "measure what an earlier run has measured, too", action="store_true")
+    option("--commit", "commit that is measured; default: what git or the folder says", default="")
+    option("--out", f"folder of {ALL} and of a file for each section", type=Path, default=OUT)
+    option("--alone", argparse.SUPPRESS, action="store_true")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """Pagemill beside vLLM: the same checkpoint, the same requests, one after the other on the same device.
 
-Offline, each engine's own `LLM` generates; online, clients stream from each one's OpenAI server. Pagemill runs first, so
-that its rows are there when the time ends.
+Offline, each engine's own `LLM` generates; online, clients stream from each one's OpenAI server. Pagemill runs first,
+so that its rows are there when the time ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -160,8 +161,6 @@ def served(who: str, shape: str, device: Device, section: Section | None = None)
 
 
 def _started(section: Section | None, who: str, process: PeerProcess) -> float:
-    import time
-
     seconds = time.perf_counter() - process.started_s
     if section is not None:
         _add(section, who, Work("start to ready", "s", []), seconds, None)

@@ -1,9 +1,9 @@
 """Blanks the machine code that one device never loads, so that a library travels in a fraction of its size.
 
 nvcc embeds a container for each kernel file, with code for many architectures and PTX, from which the driver compiles
-the rest. It loads the code that was made for the device's own architecture; without such code it compiles the newest PTX
-that is not newer than the device. It reads nothing else of the container but headers and offsets. So zeros replace all
-other code: the file keeps its length, and its compressed form shrinks.
+the rest. It loads the code that was made for the device's own architecture; without such code it compiles the newest
+PTX that is not newer than the device. It reads nothing else of the container but headers and offsets. So zeros replace
+all other code: the file keeps its length, and its compressed form shrinks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The repository's tests of the Triton path, on the device: a row for each file, those that never passed first.
 
-On a device every shape of a test is a kernel of its own, so most of the time is compiling, on many cores at once. Tests
-of kernels run beside each other. Engines take what memory is free, so their tests run one after the other.
+On a device every shape of a test is a kernel of its own, so most of the time is compiling, on many cores at once: files
+run beside each other, but for those that measure the memory that is free.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from measuring import Device
@@ -41,43 +41,42 @@ ENGINE_FILES = {
     "tests/engine/model/test_triton_engine.py": "",
     "tests/engine/model/test_settled_memory.py": "",
 }
-FILES = {**KERNEL_FILES, **ENGINE_FILES}
 """Each file and the words by which those of its tests that use a device are chosen; none: all of them."""
-AT_ONCE = 3
-"""Files of kernels that run at the same time."""
+ALONE = ("tests/engine/model/test_sleep_memory.py", "tests/engine/model/test_settled_memory.py")
+AT_ONCE = 4
+"""Files that run at the same time."""
 WORKERS = 4
 """Processes of each of them."""
 SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|error|errors|deselected)")
 
 
-def run_tests(device: Device, section: Section, limit_s: float) -> None:
+def run_tests(files: dict[str, str], limit_s: float, device: Device, section: Section) -> None:
     absent = [name for name in (*PLUGINS, *ENGINE_LIBRARIES) if not is_installed(name)]
     if absent:
         raise AssertionError(f"no {', '.join(absent)}: build the travelling folder (make bench-gpu-parts)")
     if device.rehearses:
-        collect(section)
+        collect(section, next(iter(files)), limit_s)
         return
     ends_s = time.monotonic() + limit_s
-    waiting = [name for name in FILES if section.has(name, UNIT) is None]
+    waiting = [name for name in files if section.has(name, UNIT) is None]
     waiting.sort(key=lambda name: name in section.ever)
 
     def run(name: str) -> str:
-        return run_file(section, name, WORKERS if name in KERNEL_FILES else 1, ends_s - time.monotonic())
+        return run_file(section, name, files[name], 1 if name in ALONE else WORKERS, ends_s - time.monotonic())
 
-    with ThreadPoolExecutor(AT_ONCE) as kernels, ThreadPoolExecutor(1) as engines:
-        running: list[Future[str]] = [
-            (kernels if name in KERNEL_FILES else engines).submit(run, name) for name in waiting
-        ]
-        problems = [problem for each in running if (problem := each.result())]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        beside = [threads.submit(run, name) for name in waiting if name not in ALONE]
+        problems = [problem for each in beside if (problem := each.result())]
+    problems += [problem for name in waiting if name in ALONE and (problem := run(name))]
     if problems:
         raise AssertionError("; ".join(problems)[:1500])
 
 
-def run_file(section: Section, name: str, workers: int, limit_s: float) -> str:
+def run_file(section: Section, name: str, words: str, workers: int, limit_s: float) -> str:
     """Run a file's tests and add its row; return what went wrong, or ""."""
     if limit_s <= 0:
         return f"{name}: no time was left"
-    problem, text = run_pytest([ROOT / name], FILES[name], workers, limit_s)
+    problem, text = run_pytest([ROOT / name], words, workers, limit_s)
     counts = counted(text)
     passed, failed = counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0) + counts.get("errors", 0)
     failures = ", ".join(
@@ -90,10 +89,9 @@ def run_file(section: Section, name: str, workers: int, limit_s: float) -> str:
     return f"{name}: {problem}" if problem else ""
 
 
-def collect(section: Section) -> None:
+def collect(section: Section, name: str, limit_s: float) -> None:
     """Let pytest find the tests of one file, which are not run: nothing is computed."""
-    name = next(iter(FILES))
-    _, text = run_pytest([ROOT / name], "", 0, 60.0, "--collect-only")
+    _, text = run_pytest([ROOT / name], "", 0, limit_s, "--collect-only")
     found = re.search(r"(\d+) tests collected", text)
     if found is None:
         raise AssertionError(text[-500:])

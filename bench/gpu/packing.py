@@ -5,8 +5,8 @@ tests, with the native kernels that were compiled here, and `vllm` in a few more
 loads: sources of other kernels, an attention library for older devices, and code for other architectures (`fatbins`).
 No part is larger than what travels at once. Each step reports its size and its seconds.
 
-Parts are compressed with zstd over a long window, because kernels for one operation resemble each other: xz makes them a
-quarter smaller, in a hundred times as long. The library that reads them there is a part itself.
+Parts are compressed with zstd over a long window, because kernels for one operation resemble each other: xz makes them
+a quarter smaller, in a hundred times as long. The library that reads them there is a part itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,31 @@ NATIVE = Path("kernels/pagemill_kernels/cpu/lib")
 MAX_BYTES = 60_000_000
 PYTHON, PLATFORM, ARCHITECTURE = "3.12", "x86_64-manylinux_2_34", 90
 LEFT_OUT = (
-    *("*.hpp", "*.cuh", "*.h", "*.inl", "*.pyc", "*.pyi", "bin/*", "*.dist-info/RECORD", "*/3rdparty/*", "*/fused_moe/configs/*"),
-    *("*/_vllm_fa2_C.abi3.so", "*/_flashmla_*.so", "*/_qutlass_C.abi3.so", "*/_moe_C*.so", "*/deep_gemm/*.so", "*_testing.so"),
+    *(
+        "*.hpp",
+        "*.cuh",
+        "*.h",
+        "*.inl",
+        "*.pyc",
+        "*.pyi",
+        "bin/*",
+        "*.dist-info/RECORD",
+        "*/3rdparty/*",
+        "*/fused_moe/configs/*",
+    ),
+    *("*/_vllm_fa2_C.abi3.so", "*/_flashmla_*.so", "*/_qutlass_C.abi3.so", "*/_moe_C*.so", "*/deep_gemm/*.so"),
     *("*/vllm-rs", "*/fmha_sm100/*", "*/swagger-ui-bundle.js", "obstore/*", "*/hadamards.safetensors"),
 )
 """What neither engine loads on such a device for the models that are measured (vLLM's experts need `_moe_C`)."""
 LIBRARIES = {"vllm-attention": "*/_vllm_fa3_C.abi3.so", "vllm-kernels": "vllm/_C_*.abi3.so"}
 """vLLM's large libraries, each in a part of its own, which is built once."""
+MODULES = (
+    "msgspec, zmq, pydantic, uvicorn, httptools, orjson, llguidance, pytest_asyncio, pagemill.main, "
+    "pagemill_engine.server.main",
+    "vllm.entrypoints.llm, vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm.model_executor.models.qwen3, "
+    "vllm.model_executor.models.llama, vllm.v1.worker.gpu_worker",
+)
+"""What must be importable: of the engine, and of vLLM, whose package imports nothing by itself."""
 READER = "zstandard"
 """The group of the library that reads the other parts, which is packed with gzip."""
 LEVEL, WINDOW_LOG = 9, 27
@@ -137,9 +156,26 @@ def pack(group: str, folder: Path) -> None:
     entries = {f"site/{path.relative_to(folder)}": path for path in kept}
     if group == "engine":
         entries |= {str(NATIVE / path.name): path for path in sorted((ROOT / NATIVE).glob("*.so"))}
+        entries |= dict(own_metadata())
     target = PARTS / f"{group}.tar.{'gz' if group == READER else 'zst'}"
     with step(f"pack {group}", target):
         write(target, entries)
+
+
+def own_metadata() -> Iterator[tuple[str, Path]]:
+    """Yield what says the versions and entry points of our packages, whose sources are on the path there."""
+    for distribution in metadata.distributions():
+        name = str(distribution.name)
+        if name.split("-")[0] != "pagemill" or name == "pagemill-workspace":
+            continue
+        for file in ("METADATA", "entry_points.txt"):
+            path = (
+                Path(str(distribution.locate_file("")))
+                / f"{name.replace('-', '_')}-{distribution.version}.dist-info"
+                / file
+            )
+            if path.exists():
+                yield f"site/{path.parent.name}/{file}", path
 
 
 def content_of(path: Path) -> bytes:
@@ -181,10 +217,12 @@ def rehearse(python: str) -> None:
     shutil.rmtree(site, ignore_errors=True)
     unpack = [python, str(HERE / "unpacking.py"), "--into", str(site), *_parts()]
     subprocess.run(unpack, check=True)
-    modules = ["msgspec", "zmq", "pydantic", "uvicorn", "orjson", "llguidance", "starlette", "obstore"]
-    modules += ["vllm"] if (site / "site" / "vllm").exists() else []
-    code = f"import sys; sys.path.insert(0, {str(site / 'site')!r}); import {', '.join(modules)}"
-    subprocess.run([python, "-c", code], check=True)
+    folders = [site / "site", *(ROOT / name for name in ("kernels", "protocol", "engine", "crds", "cli"))]
+    folders += [ROOT / name for name in ("gateway", "operator", "simulator")]
+    there = MODULES if (site / "site" / "vllm").exists() else MODULES[:1]
+    for modules in there:
+        code = f"import sys; sys.path[:0] = {list(map(str, folders))!r}; import {modules}"
+        subprocess.run([python, "-c", code], check=True)
 
 
 def _parts() -> Iterable[str]:

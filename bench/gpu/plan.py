@@ -9,11 +9,10 @@ from functools import partial
 import sections
 from comparing import offline, online
 from measuring import Device
-from own_tests import run_tests
-from rows import ENGINE, KERNELS, Section
+from own_tests import ENGINE_FILES, KERNEL_FILES, run_tests
+from rows import ENGINE, KERNELS, SERVER, Section
 
 Run = Callable[[Device, Section], None]
-SERVER = (*ENGINE, "protocol/pagemill_protocol")
 TESTS_S = 150.0
 
 
@@ -30,15 +29,16 @@ class Entry:
 
 SECTIONS: dict[str, Entry] = {
     "smoke": Entry(sections.smoke, 100),
-    "tests": Entry(partial(run_tests, limit_s=TESTS_S - 5), TESTS_S, SERVER),
-    "kernels": Entry(sections.kernels, 90, KERNELS),
-    "attention": Entry(sections.attention, 90, KERNELS),
-    "steps-llama-3.1-8b": Entry(partial(sections.steps, "llama-3.1-8b"), 100),
-    "steps-qwen3-30b-a3b": Entry(partial(sections.steps, "qwen3-30b-a3b"), 150),
-    "steps-gpt-oss-20b": Entry(partial(sections.steps, "gpt-oss-20b"), 150),
+    "tests-engine": Entry(partial(run_tests, ENGINE_FILES, TESTS_S - 5), TESTS_S),
+    "tests-kernels": Entry(partial(run_tests, KERNEL_FILES, TESTS_S - 5), TESTS_S, KERNELS),
     "serve-qwen3-0.6b": Entry(partial(online, "qwen3-0.6b"), 240, SERVER, least_s=40),
-    "offline-qwen3-0.6b": Entry(partial(offline, "qwen3-0.6b"), 240, SERVER, least_s=60),
     "offline-llama-3.1-8b": Entry(partial(offline, "llama-3.1-8b"), 300, SERVER, least_s=90),
+    "steps-llama-3.1-8b": Entry(partial(sections.steps, "llama-3.1-8b"), 100),
+    "steps-gpt-oss-20b": Entry(partial(sections.steps, "gpt-oss-20b"), 150),
+    "steps-qwen3-30b-a3b": Entry(partial(sections.steps, "qwen3-30b-a3b"), 150, least_s=40),
+    "attention": Entry(sections.attention, 90, KERNELS),
+    "kernels": Entry(sections.kernels, 90, KERNELS),
+    "offline-qwen3-0.6b": Entry(partial(offline, "qwen3-0.6b"), 240, SERVER, least_s=60),
     "engine-qwen3-0.6b": Entry(partial(sections.engine, "qwen3-0.6b"), 120),
     "start-qwen3-0.6b": Entry(partial(sections.start, "qwen3-0.6b"), 60),
     "engine-llama-3.1-8b": Entry(partial(sections.engine, "llama-3.1-8b"), 150),

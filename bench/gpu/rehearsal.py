@@ -1,4 +1,4 @@
-"""A run that computes nothing: Triton's interpreter starts no program of a kernel, so that all other code runs in seconds.
+"""A run that computes nothing: Triton's interpreter starts no program of a kernel, so that other code runs in seconds.
 
 Results are then whatever their memory held; `Device.rehearses` says that nothing compares or times them.
 """

@@ -1,8 +1,8 @@
 """The rows of a run: one for each shape and peer, written to a file as soon as it is known.
 
 A section's rows are lines of `SECTION.jsonl`; `rows.jsonl` beside it has those of all sections, because few files come
-back from some machines. A row is identified by section, shape, unit and peer; a later one replaces an earlier one. `code`
-says which sources were measured: a row of the same code and card is not measured again.
+back from some machines. A row is identified by section, shape, unit and peer; a later one replaces an earlier one.
+`code` says which sources were measured: a row of the same code and card is not measured again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ import paths
 FASTER_IS_MORE = ("tokens/s", "requests/s", "GB/s", "TFLOP/s", "tests", "answers alike")
 """Units of which more is better; of all others less is."""
 KERNELS = ("kernels/pagemill_kernels",)
-ENGINE = (*KERNELS, "engine/pagemill_engine")
+ENGINE = (
+    *KERNELS,
+    *(
+        f"engine/pagemill_engine/{part}"
+        for part in ("kv", "loading", "loop", "models", "runner", "sampling", "scheduler")
+    ),
+)
+SERVER = (*KERNELS, "engine/pagemill_engine", "protocol/pagemill_protocol")
+"""The folders whose code a section measures, from kernels alone to all that serves."""
 NO_CODE = {"cpu", "native.py", "onednn.py"}
 """Folders and files whose code no device runs."""
 ALL = "rows.jsonl"
@@ -114,8 +122,9 @@ class Section:
         error: str = "",
     ) -> None:
         about = asdict(self.machine)
-        found = {"ours": _rounded(ours), "peer": _rounded(peer), "limit": _rounded(limit), "peer_name": peer_name}
-        row = Row(**about, code=self.code, section=self.name, shape=shape, unit=unit, **found, error=error)
+        figures = {"ours": _rounded(ours), "peer": _rounded(peer), "limit": _rounded(limit)}
+        names = {"section": self.name, "shape": shape, "unit": unit, "peer_name": peer_name}
+        row = Row.from_json({**about, "code": self.code, **names, **figures, "error": error})
         self.rows.append(row)
         print(told(row), flush=True)
         if self.folder is not None:

@@ -1,7 +1,7 @@
 """Writes the rows of all runs into docs/benchmarks.md: `make bench-gpu-table`, with ROWS naming files that came back.
 
-`rows.json` beside this keeps every row, of every commit and card. The page shows the newest row of each shape, unit, peer
-and card; one that was not measured at the newest commit stays and is marked by its age.
+`rows.json` beside this keeps every row, of every commit and card. The page shows the newest row of each shape, unit,
+peer and card; one that was not measured at the newest commit stays and is marked by its age.
 """
 
 from __future__ import annotations

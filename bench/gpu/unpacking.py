@@ -26,17 +26,18 @@ SITE = "site/"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, required=True, help="folder for what is unpacked")
+    parser.add_argument("--sources", type=Path, default=ROOT, help="the sources, among which native kernels belong")
     parser.add_argument("--compile", action="store_true", help="compile all modules to bytecode on all cores")
     parser.add_argument("parts", nargs="+", type=Path)
     options = parser.parse_args()
     # The library that reads the others is the one packed with gzip.
     readers = [part for part in options.parts if part.suffix == ".gz"]
     for part in readers:
-        print(unpack(part, options.into), flush=True)
+        print(unpack(part, options.into, options.sources), flush=True)
     sys.path.insert(0, str(options.into / SITE))
     with ThreadPoolExecutor(len(options.parts)) as threads:
         others = [part for part in options.parts if part not in readers]
-        for line in threads.map(lambda part: unpack(part, options.into), others):
+        for line in threads.map(lambda part: unpack(part, options.into, options.sources), others):
             print(line, flush=True)
     if options.compile:
         begin_s = time.perf_counter()
@@ -45,7 +46,7 @@ def main() -> int:
     return 0
 
 
-def unpack(part: Path, into: Path) -> str:
+def unpack(part: Path, into: Path, sources: Path) -> str:
     """Unpack a part; return what it held and how long that took."""
     begin_s, num_bytes = time.perf_counter(), 0
     with opened(part) as packed, tarfile.open(fileobj=packed, mode="r|") as archive:
@@ -53,13 +54,14 @@ def unpack(part: Path, into: Path) -> str:
             source = archive.extractfile(about)
             if source is None:
                 continue
-            target = (into if about.name.startswith(SITE) else ROOT) / about.name
+            target = (into if about.name.startswith(SITE) else sources) / about.name
             target.parent.mkdir(parents=True, exist_ok=True)
             with source, target.open("wb") as file:
                 shutil.copyfileobj(source, file, 1 << 20)
             target.chmod(about.mode)
             num_bytes += about.size
-    return f"{part.name}: {part.stat().st_size / 1e6:.1f} MB, {num_bytes / 1e6:.1f} MB unpacked, {time.perf_counter() - begin_s:.1f} s"
+    sizes = f"{part.stat().st_size / 1e6:.1f} MB, {num_bytes / 1e6:.1f} MB unpacked"
+    return f"{part.name}: {sizes}, {time.perf_counter() - begin_s:.1f} s"
 
 
 def opened(part: Path) -> Any:
