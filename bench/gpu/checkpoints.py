@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import paths
 import torch
-from models import CONFIGS, NUM_RANDOM, spec_of
+from models import CONFIGS, NUM_RANDOM, random_numbers, spec_of
 
 IN_MEMORY = Path("/dev/shm")
 SPARE_BYTES = 8 << 30
@@ -87,7 +87,7 @@ def write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + end)
     space = np.memmap(path, dtype=np.uint16, mode="r+", offset=8 + len(header)) if end else np.empty(0, np.uint16)
-    numbers = _bits(np.random.default_rng(0).standard_normal(NUM_RANDOM, dtype=np.float32) * 0.02)
+    numbers = _bits(random_numbers())
     one = _bits(np.ones(1, dtype=np.float32))[0]
     with ThreadPoolExecutor(WRITERS) as threads:
         list(threads.map(lambda piece: _fill(space, *piece, numbers, one), _pieces(tensors)))

@@ -49,7 +49,8 @@ class Device:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Release the memory that torch caches, because engines measure what is free."""
+        """Release the memory that torch caches, because engines measure what is free; that of other processes, too."""
+        self.__dict__.pop("_flush", None)
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()

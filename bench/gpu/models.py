@@ -140,21 +140,29 @@ NUM_RANDOM = 1_000_003
 """A prime: rows of a repeated sequence of this length all differ."""
 
 
+def random_numbers() -> Array:
+    return np.random.default_rng(0).standard_normal(NUM_RANDOM, dtype=np.float32) * 0.02
+
+
 class RandomWeights:
     """A `TensorSource` of one repeated sequence of random numbers: drawing 8 billion would take minutes."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._numbers = np.random.default_rng(0).standard_normal(NUM_RANDOM, dtype=np.float32) * 0.02
+        self._numbers = {np.dtype(np.float32): random_numbers()}
         self.shapes: Shapes = spec.decoder.shapes()
 
     def read_into(self, name: str, out: Array) -> None:
         if out.ndim == 1:
             copy_floats(np.ones(out.shape, dtype=np.float32), out)
             return
+        numbers = self._numbers.get(out.dtype)
+        if numbers is None:  # rounded once for each type: every tensor would take as long again
+            numbers = self._numbers[out.dtype] = np.empty(NUM_RANDOM, out.dtype)
+            copy_floats(random_numbers(), numbers)
         flat = out.reshape(-1)
         for start in range(0, len(flat), NUM_RANDOM):
             piece = flat[start : start + NUM_RANDOM]
-            copy_floats(self._numbers[: len(piece)], piece)
+            np.copyto(piece, numbers[: len(piece)])
 
     def read_codes(self, name: str) -> GroupCodes | None:
         return None

@@ -27,7 +27,7 @@ ENGINE = (
         for part in ("kv", "loading", "loop", "models", "runner", "sampling", "scheduler")
     ),
 )
-SERVER = (*KERNELS, "engine/pagemill_engine", "protocol/pagemill_protocol")
+SERVER = (*KERNELS, "engine/pagemill_engine")
 """The folders whose code a section measures, from kernels alone to all that serves."""
 NO_CODE = {"cpu", "native.py", "onednn.py"}
 """Folders and files whose code no device runs."""
