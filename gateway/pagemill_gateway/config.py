@@ -210,10 +210,17 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     body_timeout_s: float = 30.0
     """A body that takes longer to arrive gets status 408."""
     max_requests: int = 4096
-    """Maximum number of requests inside the gateway; further ones get status 503. It limits the memory for streams."""
+    """
+    Maximum number of requests inside the gateway; further ones get status 503. It limits the memory for streams. A
+    tenant (or key without a tenant) may have nine times as many as are free, so alone all but the last tenth; further
+    ones of it get status 429. Without keys there are no shares.
+    """
     max_in_flight_body_bytes: int = 256 * 1024 * 1024
-    """Maximum bytes of request bodies inside the gateway, each from its arrival to the end of its answer; further
-    requests get status 503. A parsed and tokenized body takes several times its size.
+    """
+    Maximum bytes of the requests inside the gateway: bodies with what they become while they are parsed and tokenized,
+    answers that must be whole before they are sent, and answers that their clients do not read. Further requests get
+    status 503. Tenants have shares as in `max_requests`; beyond its share, a tenant's requests get status 429, and its
+    answers that have remained unread for longest are ended.
     """
     max_attempts: int = 3
     """Number of engines that may fail a request. Those that refuse it, that end or that do not listen do not count."""
@@ -233,7 +240,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     every second, regardless of the duration of steps."""
     journal_tokens: int = 16 * 1024 * 1024
     """Maximum number of tokens of answers in progress that are kept (4 bytes each), so that another engine can continue
-    them. Further answers are served, but cannot be continued.
+    them. Further answers are served, but cannot be continued. Tenants have shares as in `max_requests`.
     """
     slow_client_timeout_s: float = 120.0
     """A client that reads nothing for this long loses its stream."""

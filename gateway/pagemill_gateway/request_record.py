@@ -12,6 +12,7 @@ import msgspec
 from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.sampling import SamplingParams, is_low_priority
 
 
@@ -53,6 +54,8 @@ class RequestRecord:
     """The deployment's model name, not the client's text, so that clients cannot create new series of metrics."""
     deployment: str = ""
     tenant: str = ""
+    account: str = ""
+    """The caller's account, whose share of the limits the request uses."""
     response_id: str = ""
     stream: bool = False
     num_prompts: int = 0
@@ -90,6 +93,9 @@ class RequestRecord:
     """Whether the request has low priority, as lines of batches have."""
     status: int = 0
     error_code: str | None = None
+
+    def called_by(self, caller: Caller) -> None:
+        self.tenant, self.account, self.is_keyed = caller.tenant, caller.account, bool(caller.key_hash)
 
     def served_by(self, target: Target, requests: Sequence[GenerateRequest]) -> None:
         self.model = target.model

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.refusals import check_model, visible_to
-from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
+from pagemill_gateway.routes.entry import EnteredRequest, caller_of, entered
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.errors import PagemillError, invalid_field
@@ -39,8 +39,9 @@ class TokenRoutes:
         return partial(self._tokenize, count)
 
     async def _tokenize(self, count: TokenCount, request: Request) -> Response:
-        caller = self._enter(request)
-        with self._worker.in_flight_limit.enter() as slot:
+        caller = self._caller(request)
+        async with entered(self._worker, caller, request.scope, request.receive) as entry:
+            slot = entry.slot
             body = await self._worker.preparation.parse(await self._read(request, slot), count.parse)
             target = await self._resolve(body.model, caller)
 
@@ -50,11 +51,12 @@ class TokenRoutes:
                 return len(token_ids), count.body(token_ids, target.max_model_len, texts)
 
             expected_tokens = body.num_chars // CHARS_PER_TOKEN + 1
-            return await self._counted(caller, expected_tokens, target, slot, answer)
+            return await self._counted(entry, expected_tokens, target, answer)
 
     async def detokenize(self, request: Request) -> Response:
-        caller = self._enter(request)
-        with self._worker.in_flight_limit.enter() as slot:
+        caller = self._caller(request)
+        async with entered(self._worker, caller, request.scope, request.receive) as entry:
+            slot = entry.slot
             body = await self._worker.preparation.parse(
                 await self._read(request, slot), lambda raw: parse_body(raw, DetokenizeRequest)
             )
@@ -64,22 +66,19 @@ class TokenRoutes:
                 text = prepare.detokenize(body, tokenizer, target.max_model_len)
                 return len(body.tokens), render.detokenize_body(text)
 
-            return await self._counted(caller, len(body.tokens), target, slot, answer)
+            return await self._counted(entry, len(body.tokens), target, answer)
 
-    def _enter(self, request: Request) -> Caller:
-        """Authenticate the caller. Raises `PagemillError` before the body is read, also for an exceeded limit."""
-        caller = self._worker.keys.authenticate(request.scope)
-        record_of(request.scope).tenant = caller.tenant
+    def _caller(self, request: Request) -> Caller:
+        """Authenticate the caller. Raises `PagemillError` before the body is read."""
+        caller = caller_of(self._worker, request)
         check_json_content_type(request.scope)
-        self._worker.limiter.check(caller)
         return caller
 
     async def _counted(
         self,
-        caller: Caller,
+        entry: EnteredRequest,
         expected_tokens: int,
         target: Target,
-        slot: InFlightSlot,
         answer: Callable[[Tokenizer], tuple[int, bytes]],
     ) -> Response:
         """Return the response, counted for the caller's limits, with the rate-limit headers, also for an error.
@@ -88,10 +87,11 @@ class TokenRoutes:
         """
         preparation = self._worker.preparation
         num_tokens = min(expected_tokens, target.max_model_len or expected_tokens)
-        async with self._worker.limiter.request(caller, num_tokens) as counted:
+        async with self._worker.limiter.request(entry.caller, num_tokens) as counted:
+            entry.arrival.over()
             try:
                 tokenizer = await preparation.tokenizer(target)
-                counted.num_tokens, raw = await preparation.in_thread(lambda: answer(tokenizer), slot.num_bytes)
+                counted.num_tokens, raw = await preparation.in_thread(lambda: answer(tokenizer), entry.slot.num_bytes)
                 response = Response(raw, media_type="application/json")
             except PagemillError as error:
                 response = error_response(error)

@@ -39,6 +39,16 @@ class DirectResponse:
         """Whether the whole body of the request has arrived."""
         return not self._cycle.more_body
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether the client has not read what was written, so that the next write waits."""
+        return self._cycle.flow.write_paused
+
+    def abort(self) -> None:
+        """Close the connection at once, without sending the rest: the response remains incomplete."""
+        self._cycle.disconnected = True
+        self._cycle.transport.abort()
+
     def write_now(self, data: bytes) -> bool:
         """Write one chunk, which must not be empty.
 
@@ -91,6 +101,9 @@ class _CorkedTransport:
     def close(self) -> None:
         self.send()
         self.transport.close()
+
+    def abort(self) -> None:
+        self.transport.abort()
 
 
 class UpgradedProtocol(asyncio.Protocol):

@@ -29,7 +29,7 @@ from pagemill_protocol.errors import (
     request_timeout,
 )
 from pagemill_protocol.http.auth import bearer_token, hash_key, header, is_loopback, same_secret
-from pagemill_protocol.http.coding import Inflater, accepts_gzip, compressed, inflater_of, is_compressible
+from pagemill_protocol.http.coding import Deflater, Inflater, accepts_gzip, compressed, inflater_of, is_compressible
 from pagemill_protocol.http.direct import DirectResponse, direct_response
 from pagemill_protocol.http.errors import ErrorBody, error_response, install_error_handlers, openai_shape
 from pagemill_protocol.http.origin import check_same_origin
@@ -209,6 +209,8 @@ class _Answer:
         self._began_s = time.monotonic()
         self._held: Message | None = None
         """Start message of an answer that may be compressed."""
+        self._deflater: Deflater | None = None
+        """Compresses an answer that is sent in parts."""
         self._body = body
         self._identity = identity
         self.started = False
@@ -232,7 +234,12 @@ class _Answer:
                 start, self._held = self._held, None
                 if self.complete:
                     start, message = await compressed(start, message)
+                else:
+                    self._deflater = Deflater()
+                    start = self._deflater.start(start)
                 await self._send(start)
+            if self._deflater is not None:
+                message = self._deflater.part(message)
         await self._send(message)
 
     async def fail(self, error: PagemillError, error_body: ErrorBody) -> None:
