@@ -90,17 +90,24 @@ def write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     numbers = _bits(random_numbers())
     one = _bits(np.ones(1, dtype=np.float32))[0]
     with ThreadPoolExecutor(WRITERS) as threads:
-        list(threads.map(lambda piece: _fill(space, *piece, numbers, one), _pieces(tensors)))
-    space.flush() if isinstance(space, np.memmap) else None
+        list(threads.map(lambda piece: _fill(space, piece, numbers, one), _pieces(tensors)))
 
 
-def _pieces(tensors: list[_Tensor]) -> Iterator[tuple[_Tensor, int, int]]:
+class _Piece(NamedTuple):
+    tensor: _Tensor
+    start: int
+    """Its first value, counted from the tensor's."""
+    end: int
+
+
+def _pieces(tensors: list[_Tensor]) -> Iterator[_Piece]:
     for tensor in tensors:
         for start in range(0, tensor.num_bytes // 2, 64 * NUM_RANDOM):
-            yield tensor, start, min(tensor.num_bytes // 2, start + 64 * NUM_RANDOM)
+            yield _Piece(tensor, start, min(tensor.num_bytes // 2, start + 64 * NUM_RANDOM))
 
 
-def _fill(space: Any, tensor: _Tensor, start: int, end: int, numbers: Any, one: Any) -> None:
+def _fill(space: Any, piece: _Piece, numbers: Any, one: Any) -> None:
+    tensor, start, end = piece
     begin = tensor.begin // 2
     if len(tensor.shape) == 1:
         space[begin + start : begin + end] = one
@@ -120,7 +127,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     vocab = {token: index for index, token in enumerate((letters + [f"#{i}" for i in range(vocab_size)])[:vocab_size])}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     model = {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": False, "ignore_merges": False}
-    document = {
+    document: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": [],
         "normalizer": None,

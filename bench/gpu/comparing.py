@@ -132,10 +132,15 @@ def _offline(shape: str, device: Device, section: Section, works: list[Work], wh
 def _online(shape: str, device: Device, section: Section, who: str) -> None:
     with served(who, shape, device, section) as (url, _):
         warm = fixed(8, 5, 2, 64, seed=98) if device.tiny else fixed(64, 128, 32, seed=98)
-        stream(url, SERVED, [tuple(job) for job in warm], len(warm))
+        stream(url, SERVED, [(job.prompt_token_ids, job.num_output_tokens) for job in warm], len(warm))
         for streams in STREAMS:
             work = Work(f"{streams} streams, 128/128", "tokens/s", _streamed(device, streams))
-            found = stream(url, SERVED, [tuple(job) for job in work.jobs], 2 if device.tiny else streams)
+            found = stream(
+                url,
+                SERVED,
+                [(job.prompt_token_ids, job.num_output_tokens) for job in work.jobs],
+                2 if device.tiny else streams,
+            )
             for percentile, share in PERCENTILES.items():
                 for what, times in (("first token", found.ttft_s), ("token", found.tpot_s)):
                     unit = (

@@ -76,10 +76,10 @@ def environment(**values: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **values}
 
 
-def command(argv: list[str], **values: str) -> subprocess.CompletedProcess[str]:
+def command(argv: list[str], timeout_s: float = 240, **values: str) -> subprocess.CompletedProcess[str]:
     """Run the command; `argv` are options of Python, the command's folder, and its own options."""
     return subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, timeout=240, env=environment(**values)
+        [sys.executable, *argv], capture_output=True, text=True, timeout=timeout_s, env=environment(**values)
     )
 
 
@@ -112,7 +112,7 @@ class Ran(NamedTuple):
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """All sections, computing nothing."""
     out = tmp_path_factory.mktemp("rehearsed")
-    done = command([str(GPU), "--sizes", "none", "--out", str(out)], TRITON_INTERPRET="1")
+    done = command([str(GPU), "--sizes", "none", "--out", str(out)], 290, TRITON_INTERPRET="1")
     return Ran(out, done)
 
 
