@@ -47,6 +47,8 @@ AT_ONCE = 4
 """Files that run at the same time."""
 WORKERS = 4
 """Processes of each of them."""
+COLLECTING_S = 280.0
+"""Limit of a rehearsal, in which pytest only finds the tests of one file."""
 SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|error|errors|deselected)")
 
 
@@ -55,7 +57,7 @@ def run_tests(files: dict[str, str], limit_s: float, device: Device, section: Se
     if absent:
         raise AssertionError(f"no {', '.join(absent)}: build the travelling folder (make bench-gpu-parts)")
     if device.rehearses:
-        collect(section, next(iter(files)), limit_s)
+        collect(section, next(iter(files)), COLLECTING_S)
         return
     ends_s = time.monotonic() + limit_s
     waiting = [name for name in files if section.has(name, UNIT) is None]

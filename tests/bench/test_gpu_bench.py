@@ -30,6 +30,19 @@ SECTIONS = [
     *("steps-qwen3-30b-a3b", "attention", "kernels", "offline-qwen3-0.6b", "engine-qwen3-0.6b", "start-qwen3-0.6b"),
     *("engine-llama-3.1-8b", "engine-llama-3.2-1b"),
 ]
+IN_SAMPLE = [
+    *(
+        "smoke",
+        "tests-kernels",
+        "serve-qwen3-0.6b",
+        "offline-llama-3.1-8b",
+        "steps-gpt-oss-20b",
+        "attention",
+        "kernels",
+    ),
+    "engine-qwen3-0.6b",
+]
+"""One of each kind of sections, which differ only in shapes or files."""
 BARE = ["steps-gpt-oss-20b", "attention", "kernels", "engine-qwen3-0.6b"]
 """Sections that need nothing but torch, Triton, numpy and safetensors: one of each kind."""
 RUN = """
@@ -99,6 +112,7 @@ def inside(*codes: str) -> list[Any]:
 class Ran(NamedTuple):
     out: Path
     done: subprocess.CompletedProcess[str]
+    sections: list[str]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -108,12 +122,15 @@ class Ran(NamedTuple):
         return [row for row in self.rows if row["section"] == section]
 
 
-@pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """All sections, computing nothing."""
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(IN_SAMPLE, id="sample"), pytest.param(SECTIONS, id="all", marks=pytest.mark.full)],
+)
+def rehearsed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Sections that compute nothing."""
     out = tmp_path_factory.mktemp("rehearsed")
-    done = command([str(GPU), "--sizes", "none", "--out", str(out)], 290, TRITON_INTERPRET="1")
-    return Ran(out, done)
+    argv = [str(GPU), "--sizes", "none", "--out", str(out), "--sections", *request.param]
+    return Ran(out, command(argv, 290, TRITON_INTERPRET="1"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +146,14 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     argv = [sys.executable, "-c", code]
     values = environment(TRITON_INTERPRET="1")
     done = subprocess.run(argv, cwd=out, env=values, capture_output=True, text=True, timeout=280)
-    return Ran(out, done)
+    return Ran(out, done, BARE)
 
 
-def test_a_rehearsal_goes_through_every_section_and_writes_a_file_for_each(rehearsed: Ran) -> None:
+def test_a_rehearsal_goes_through_its_sections_and_writes_a_file_for_each(rehearsed: Ran) -> None:
     assert rehearsed.done.returncode == 0, rehearsed.done.stdout + rehearsed.done.stderr
     assert [row["error"] for row in rehearsed.rows if row["error"]] == []
-    assert list(dict.fromkeys(row["section"] for row in rehearsed.rows)) == SECTIONS
-    for section in SECTIONS:
+    assert list(dict.fromkeys(row["section"] for row in rehearsed.rows)) == rehearsed.sections
+    for section in rehearsed.sections:
         lines = (rehearsed.out / f"{section}.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == rehearsed.of(section)
 
