@@ -11,6 +11,7 @@ from attacks.wire import answering, head, post, wires
 
 NUM_SMALL, NUM_LARGE, LARGE_BYTES = 4_200, 45, 8_300_000
 NUM_LONG = 300
+AT_ONCE = 500
 PATHS = {"gateway control": "/catalog", "engine control": "/wake_up"}
 
 
@@ -57,7 +58,10 @@ async def uploads_never_end(site: Site, port: str) -> str:
 async def unfinished_bodies(site: Site, port: str, key: str, number: int, length: int, body: bytes) -> str:
     begun = head(PATHS.get(port, "/v1/completions"), key, method=_method(port), length=length)
     async with wires(site.url(port), number) as opened:
-        taken = await asyncio.gather(*(each.send(begun + body, site.hold_s) for each in opened))
+        taken = []
+        for first in range(0, number, AT_ONCE):
+            group = opened[first : first + AT_ONCE]
+            taken += await asyncio.gather(*(each.send(begun + body, site.hold_s) for each in group))
         await asyncio.sleep(site.hold_s)
     return f"{sum(taken)} of {number} taken"
 
