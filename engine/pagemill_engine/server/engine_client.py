@@ -35,8 +35,7 @@ from pagemill_engine.ipc.messages import (
     TokensOut,
 )
 from pagemill_engine.loop.limits import scheduler_limits
-from pagemill_engine.output.parts import is_large, parts_of
-from pagemill_engine.output.processor import Frame, Processor
+from pagemill_engine.output.processor import Frame, Processor, is_large, parts_of
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
 from pagemill_engine.server.answer import Answer, PromptAnswer
