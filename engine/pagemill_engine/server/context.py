@@ -11,6 +11,7 @@ from pagemill_engine.server.draining import Draining
 from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.server.request_memory import RequestMemory
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.state_stream import StatePublisher
@@ -43,6 +44,7 @@ class ServerContext:
     draining: Draining
     sleeping: Sleeping
     tracing: Tracing
+    memory: RequestMemory
     client: EngineClient | None = None
     """None until the model's headers were read and the engine process starts."""
     tokenizer: Tokenizer | None = None

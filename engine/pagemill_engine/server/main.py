@@ -37,6 +37,7 @@ from pagemill_engine.server.fit import check_fits
 from pagemill_engine.server.keys import internal_tokens, open_keys, with_token
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.server.request_memory import RequestMemory
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.sockets import bind, bound_address, bound_port
@@ -117,6 +118,7 @@ class Server:
             draining=Draining(lifecycle, publisher),
             sleeping=Sleeping(lifecycle, publisher, metrics),
             tracing=_open_tracing(settings.server),
+            memory=RequestMemory(settings.server.max_in_flight_body_bytes),
         )
         self._was_ready = False
         self._warming_up: asyncio.Task[None] | None = None
@@ -186,6 +188,7 @@ class Server:
             context.metrics,
             context.sleeping,
             context.settings.server.max_unread_bytes,
+            context.memory,
         )
         context.lifecycle.enter("loading", "importing the engine's libraries")
         await context.client.start()

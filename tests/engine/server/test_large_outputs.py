@@ -11,8 +11,7 @@ from engine_client_inside import Inside
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import Abort, LogprobsOut, TokensOut
-from pagemill_engine.output.parts import PART_TOKENS, parts_of
-from pagemill_engine.output.processor import Frame, OutputProcessor
+from pagemill_engine.output.processor import PART_TOKENS, Frame, OutputProcessor, parts_of
 from pagemill_engine.server.answer import FRAME_BYTES, Answer
 from pagemill_engine.server.gateway_link import _Stream
 from pagemill_engine.server.unread import SLOW_S
