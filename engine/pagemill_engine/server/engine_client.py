@@ -35,8 +35,7 @@ from pagemill_engine.ipc.messages import (
     TokensOut,
 )
 from pagemill_engine.loop.limits import scheduler_limits
-from pagemill_engine.output.parts import is_large, parts_of
-from pagemill_engine.output.processor import Frame, Processor
+from pagemill_engine.output.processor import Frame, Processor, is_large, parts_of
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
 from pagemill_engine.server.answer import Answer, PromptAnswer
@@ -60,6 +59,9 @@ from pagemill_protocol.frames import MAX_PAYLOAD_BYTES
 from pagemill_protocol.generate import GenerateRequest
 
 logger = logging.getLogger(__name__)
+
+COUNTED_BYTES = 1024
+"""Growth of a body after which it is counted again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -309,23 +311,24 @@ class EngineClient:
             return
         for choice in progress.stopped_choices:
             self._channel.send(Abort(output.request_id, choice))
-        if self._is_too_large(running, progress.frames):
+        num_held_bytes = running.processor.num_held_bytes
+        if num_held_bytes and self._is_too_large(num_held_bytes, progress.frames):
             for engine_id in answer.engine_ids:
                 self._fail(engine_id, answer_too_large(MAX_PAYLOAD_BYTES))
             return
         if progress.done:
             self._forget(output.request_id)
             self._metrics.request_finished(running.timing, running.processor)
-        elif running.num_held_bytes != running.processor.num_held_bytes:
-            answer.collect(running.processor.num_held_bytes - running.num_held_bytes)
-            running.num_held_bytes = running.processor.num_held_bytes
+        elif num_held_bytes - running.num_held_bytes > COUNTED_BYTES:
+            answer.collect(num_held_bytes - running.num_held_bytes)
+            running.num_held_bytes = num_held_bytes
         answer.put(progress.frames)
         if self.unread.is_full:
             self._end_excess()
 
-    def _is_too_large(self, running: _Running, frames: list[Frame]) -> bool:
+    def _is_too_large(self, num_held_bytes: int, frames: list[Frame]) -> bool:
         """Whether an answer that is not streamed has become too large to be sent."""
-        if running.processor.num_held_bytes > MAX_PAYLOAD_BYTES:
+        if num_held_bytes > MAX_PAYLOAD_BYTES:
             return True
         return bool(frames) and bool(frames[-1].rest) and frames[-1].num_bytes > MAX_PAYLOAD_BYTES
 

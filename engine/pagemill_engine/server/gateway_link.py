@@ -94,10 +94,10 @@ class _Stream:
         return records
 
     def _next_bytes(self) -> bytes:
-        piece = self.answer.next_piece()
-        if piece is not None:
-            return piece
-        return b"".join(map(encoded, self.answer.get_nowait(self.credit)))
+        answer = self.answer
+        if answer.is_within_frame:
+            return answer.next_piece() or b""
+        return b"".join([encoded(frame) for frame in answer.get_nowait(self.credit)])
 
     @property
     def is_sent(self) -> bool:
