@@ -37,6 +37,7 @@ from pagemill_protocol.http.direct import (
     DirectResponse,
     UpgradedProtocol,
 )
+from pagemill_protocol.http.turns import Turns
 from pagemill_protocol.ids import new_id
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ def bounded_protocol(
         "upgrades": frozenset(upgrades),
         "limits": limits or ConnectionLimits(),
         "write_timeout_s": write_timeout_s,
+        "turns": Turns(),
     }
     return type("BoundedProtocol", (_BoundedProtocol,), bounds)
 
@@ -79,6 +81,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     header_timeout_s: float
     upgrades: frozenset[str]
     limits: ConnectionLimits
+    turns: Turns
     write_timeout_s: float
 
     _client: ClientTransport
@@ -222,7 +225,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         scope: Any = cycle.scope
         scope["extensions"] = extensions
         answering: Any = _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app
-        super()._start_asgi_task(cycle, answering)
+        self.turns.begin(partial(super()._start_asgi_task, cycle, answering), self.loop)
 
     def _read(self, data: bytes) -> None:
         """Parse at most one request of `data`, and hold what is behind it."""
