@@ -75,7 +75,8 @@ async def prompts_as_long_as_the_context_wait(site: Site, port: str) -> str:
     """Each is 0.8 MB, and more once it is parsed; hundreds of them wait for the few that an engine has blocks for."""
     body = {"model": "tiny", "prompt": [7] * 130_000, "max_tokens": 1000, "ignore_eos": True, "stream": True}
     request = post("/v1/completions", body, key_at(port))
-    async with wires(site.url(port), NUM_LONG) as opened:
+    number = NUM_LONG if site.whole_grid else NUM_LONG // 3
+    async with wires(site.url(port), number) as opened:
         await asyncio.gather(*(each.send(request, 4 * site.hold_s) for each in opened))
-        statuses = await answering(opened, NUM_LONG, 4 * site.hold_s)
+        statuses = await answering(opened, number, 4 * site.hold_s)
     return f"statuses {statuses}"
