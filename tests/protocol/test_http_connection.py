@@ -16,9 +16,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from waiting import WAIT_LIMIT_S
 
-from pagemill_protocol.http.connection import bounded_protocol
-from pagemill_protocol.http.direct import direct_response
-from pagemill_protocol.http.request_middleware import RequestMiddleware, read_body
+from pagemill_servers.connection import bounded_protocol
+from pagemill_servers.direct import direct_response
+from pagemill_servers.request_middleware import RequestMiddleware, read_body
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,7 +163,7 @@ async def test_a_body_with_broken_framing_gets_a_400_in_the_error_format(chunks:
 
 
 async def test_a_refusal_before_the_app_has_an_id_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "pagemill_protocol.http.connection")
+    caplog.set_level(logging.INFO, "pagemill_servers.connection")
     async with serving() as port:
         answer = await exchange(port, b"GARBAGE of-a-client\r\n\r\n")
     identity = re.findall(rb"x-request-id: ([0-9a-f]{32})\r\n", answer)[0].decode()

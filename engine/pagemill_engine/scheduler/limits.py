@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pagemill_engine.config import CPU_STEP
-from pagemill_protocol.pooling import PoolingSpec
+from pagemill_protocol.request.pooling import PoolingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

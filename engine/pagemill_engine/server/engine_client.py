@@ -15,6 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_engine.config import EngineConfig, StepLimits
+from pagemill_engine.executing.base import RunnerInfo
+from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
     Abort,
@@ -33,16 +35,14 @@ from pagemill_engine.ipc.messages import (
 )
 from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_engine.output.processor import Processor
-from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
 from pagemill_engine.server.answer import Answer, PromptAnswer
-from pagemill_engine.server.failure import StartupError
-from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
-from pagemill_engine.server.sleeping import Sleeping
-from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_engine.server.phases.lifecycle import Lifecycle
+from pagemill_engine.server.phases.sleeping import Sleeping
+from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, client_too_slow, invalid_field, rendering_failed, unavailable
-from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.request.generate import GenerateRequest
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope
 
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http.request_middleware import header, read_body
+from pagemill_servers.request_middleware import header, read_body
 
 
 async def read_counted(scope: Scope, receive: Receive, slot: InFlightSlot, max_body_bytes: int) -> bytes:

@@ -13,16 +13,16 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagemill_api.dialects.base import Dialect
+from pagemill_api.dialects.openai_responses.responses import ResponsesDialect, StoredResponsesDialect
 from pagemill_gateway.config import StoredResponsesConfig
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.client import ClientResponse
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.listing import page_of
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.dialects.base import Dialect
-from pagemill_protocol.dialects.responses import ResponsesDialect, StoredResponsesDialect
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.keys.caller import Caller
+from pagemill_servers.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway.responses")
 

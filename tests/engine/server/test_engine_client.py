@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from engine_ready import engine_ready
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.channels import EngineDied
 from pagemill_engine.ipc.messages import Abort, AddRequest, StepOutputs, TokensOut
@@ -16,14 +17,13 @@ from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.scheduler.admission import Admission
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.engine_client import EngineClient
-from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
-from pagemill_engine.server.sleeping import Sleeping
-from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_engine.server.phases.lifecycle import Lifecycle
+from pagemill_engine.server.phases.sleeping import Sleeping
+from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 CONFIG = EngineConfig(model="m", max_num_waiting=8)
 
