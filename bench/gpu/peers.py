@@ -11,7 +11,7 @@ from typing import Any
 from measuring import Device
 from workloads import Job, output_tokens
 
-from pagemill_protocol.model_spec import ModelSpec
+from pagemill_models.spec.model_spec import ModelSpec
 
 STATIC_BATCH = 64
 LIMIT_S = 240.0

@@ -23,7 +23,7 @@ from results import Section, reported
 from workloads import Job, fixed, floor_bytes, nano, output_tokens
 
 from engine import MAX_MODEL_LEN, MAX_SEQS, Engine, by_the_formulas
-from pagemill_protocol.model_spec import ModelSpec
+from pagemill_models.spec.model_spec import ModelSpec
 
 RATES = (0.25, 0.5, 0.75)
 """Shares of the offline rate of the same requests."""
