@@ -289,8 +289,8 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(PACKAGES)
 # Of its files fewer than half are ever imported: importing them leaves their bytecode, in less than half of the time.
 IMPORT = $(BIN)/python -c 'import $(RUNNING)'
 RUNNING := pagemill.main, pagemill.commands.up, pagemill.up.loading, pagemill.up.screen, pagemill.up.session, \
-	pagemill_operator.backends.local, pagemill_gateway.server, pagemill_gateway.processes.__main__, \
-	pagemill_engine.server.main, pagemill_engine.loop.process, pagemill_engine.runner.load_cpu
+	pagemill_operator.backends.local, pagemill_gateway.processes.server, pagemill_gateway.processes.__main__, \
+	pagemill_engine.server.main, pagemill_engine.loop.process, pagemill_engine.starting.load_cpu
 .venv/.runnable: export PAGEMILL_KERNEL_LEVELS := $(if $(wildcard .venv/.installed),fitting,highest)
 .venv/.runnable: $(INSTALLED_FROM) | $(UV)
 	$(if $(wildcard .venv/.installed),$(call install,--compile-bytecode,$(COMPILE)),$(call install,--no-group dev,$(IMPORT)))

@@ -11,9 +11,9 @@ import msgspec
 
 from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.sampling import SamplingParams, is_low_priority
+from pagemill_protocol.request.generate import FinishReason, FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams, is_low_priority
+from pagemill_servers.keys.caller import Caller
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ import aiohttp
 import msgspec
 import pytest
 
+from pagemill_api.openai import render
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, encode_frame
-from pagemill_protocol.generate import FrameMeta
-from pagemill_protocol.openai import render
+from pagemill_protocol.request.generate import FrameMeta
 
 pytestmark = pytest.mark.wires
 

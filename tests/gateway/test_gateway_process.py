@@ -23,8 +23,8 @@ from pagemill_gateway import __main__ as gateway_main
 from pagemill_gateway.config import GatewayConfig, SettingsError, load_config, open_keys_file
 from pagemill_gateway.processes import __main__ as process_main
 from pagemill_gateway.processes.child import Role, Setup
-from pagemill_gateway.server import _server, serve
-from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_gateway.processes.server import _server, serve
+from pagemill_servers.auth import is_loopback_address
 
 TOKEN = "t0ken"
 CONTROL = {"Authorization": f"Bearer {TOKEN}"}

@@ -22,7 +22,7 @@ from real_cluster import MODEL, TOKEN, Server, endpoint_of, fetch
 from waiting import WAIT_LIMIT_S, eventually, wait_until
 
 from pagemill_protocol.catalog import Catalog, CatalogModel
-from pagemill_protocol.load import LoadFrame
+from pagemill_protocol.report.load import LoadFrame
 from pagemill_protocol.versions import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ from pagemill_operator.autoscaler.records import Record, encode_record
 from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Fleet, Signals
-from pagemill_protocol.load import Arrivals, EnginesLoad
+from pagemill_protocol.report.load import Arrivals, EnginesLoad
 settings = ScalingSettings(mode="Active", min_replicas=1, max_replicas=8, kv_cache_usage=0.5, queue_depth=2)
 engines = EnginesLoad(truth="value", num_reporting=2, num_blocks_total=2000, num_blocks_active=1900, block_size=16)
 signals = Signals(at_s=1000.0, num_reporting=1, engines=engines, arrivals=Arrivals(truth="value"), fleet=Fleet(2, 2))

@@ -140,8 +140,8 @@ def test_yaml_blocks_are_valid_resources() -> None:
 
 
 def test_curl_bodies_are_valid_requests() -> None:
-    from pagemill_protocol.openai.parse import parse_body
-    from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
+    from pagemill_api.openai.parse import parse_body
+    from pagemill_api.openai.schemas import ChatCompletionRequest, CompletionRequest
 
     schemas = {"/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest}
     for line in commands():

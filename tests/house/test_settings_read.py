@@ -15,9 +15,9 @@ SETTINGS = {
     "engine/pagemill_engine/config.py": ("engine", "protocol"),
     "gateway/pagemill_gateway/config.py": ("gateway", "protocol"),
     "operator/pagemill_operator/config.py": ("operator",),
-    "protocol/pagemill_protocol/tracing/config.py": ("protocol",),
-    "protocol/pagemill_protocol/http/tls_config.py": ("protocol",),
-    "protocol/pagemill_protocol/generation_defaults.py": ("protocol", "operator", "engine"),
+    "libs/servers/pagemill_servers/tracing/config.py": ("protocol",),
+    "libs/servers/pagemill_servers/tls_config.py": ("protocol",),
+    "libs/models/pagemill_models/tokenizer_files/generation_defaults.py": ("protocol", "operator", "engine"),
 }
 """Modules of settings -> the folders whose code reads them."""
 AS_A_WHOLE = {"GenerationDefaults"}

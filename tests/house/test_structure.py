@@ -19,10 +19,10 @@ TOLERANCE = 0.1
 """The relative tolerance of the table, which need not change with every line."""
 SMALL_LINES = 60
 REGISTRIES = {
-    "pagemill_engine.scheduler.policies",
+    "pagemill_engine.scheduler.order",
     "pagemill_gateway.routing.policies",
-    "pagemill_protocol.answers.registry",
-    "pagemill_protocol.sources.registry",
+    "pagemill_api.answers.registry",
+    "pagemill_models.sources.registry",
     "pagemill_simulator.scaling.rivals",
     "pagemill_simulator.workloads.generators",
 }
@@ -35,7 +35,7 @@ SEAMS = (
 )
 """Patterns of implementations that are found by their names."""
 ALONE = {
-    "pagemill_engine.loader.load": "imported after the process has set the variables that its libraries read at import",
+    "pagemill_engine.fetching.load": "imported after the process has set the variables that its libraries read at import",
     "pagemill_engine.output.pooled": "the second implementation of `output.processor.Processor`, which has 380 lines",
     "pagemill_engine.settings": "only settings modules read environment variables",
     "pagemill_kube.config": "only settings modules read environment variables",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import pagemill_protocol.models.known as known
+import pagemill_models.declaration.known as known
 
 LLAMA_LIKE = (
     "llama",

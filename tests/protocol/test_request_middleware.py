@@ -17,9 +17,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from waiting import WAIT_LIMIT_S
 
+from pagemill_api.openai.schemas import CompletionRequest
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http import request_middleware
-from pagemill_protocol.openai.schemas import CompletionRequest
+from pagemill_servers import request_middleware
 
 BODY = orjson.dumps({"model": "m", "prompt": "hi"})
 

@@ -30,21 +30,21 @@ from pagemill_engine.scheduler.choices import WaitingChoices
 from pagemill_engine.scheduler.finish import finish_reason
 from pagemill_engine.scheduler.in_flight_steps import InFlightStep, InFlightSteps, can_run_ahead
 from pagemill_engine.scheduler.limits import SchedulerLimits
-from pagemill_engine.scheduler.outputs import OutputQueue
-from pagemill_engine.scheduler.policies import POLICIES
-from pagemill_engine.scheduler.reports import QUEUED_STATES, engine_load, inconsistencies
-from pagemill_engine.scheduler.sequence import Sequence, SequenceState
-from pagemill_engine.scheduler.sorted_sequences import (
+from pagemill_engine.scheduler.order import POLICIES
+from pagemill_engine.scheduler.order.sorted_sequences import (
     LOW_PRIORITY_SERVING,
     LOW_PRIORITY_WAITING,
     SortedSequences,
     low_priority_last,
     serving_key,
 )
+from pagemill_engine.scheduler.reporting.outputs import OutputQueue
+from pagemill_engine.scheduler.reporting.reports import QUEUED_STATES, engine_load, inconsistencies
+from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_engine.scheduler.token_masks import advance, take_forced
-from pagemill_protocol.generate import FinishReason, GenerateRequest
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
+from pagemill_protocol.request.generate import FinishReason, GenerateRequest
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenStates

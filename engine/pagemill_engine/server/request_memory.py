@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from starlette.types import Message, Receive, Scope
 
 from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.request_middleware import header, read_body
+from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.shares import SharedLimit
+from pagemill_servers.request_middleware import header, read_body
 
 MAX_REQUEST_BYTES = 128 * 1024 * 1024
 """Default of the setting `max_in_flight_body_bytes`."""

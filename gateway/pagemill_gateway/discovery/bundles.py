@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Set
 
 import aiohttp
 
-from pagemill_protocol.bounded import TooLarge, read_bounded
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_models.sources import SourceError
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.sources import SourceError
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.peer_body import TooLarge, read_bounded
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 FETCH_TIMEOUT_S = 30.0
 MAX_BUNDLE_BYTES = 128 * 1024 * 1024

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from pagemill_operator.status.observation import ReplicaObservation
-from pagemill_protocol.load import EngineStart
-from pagemill_protocol.state import WAKE
+from pagemill_protocol.report.load import EngineStart
+from pagemill_protocol.report.state import WAKE
 
 NUM_KEPT_STARTS = 8
 CAREFUL = 0.75
