@@ -1,0 +1,1 @@
+"""What the controller tells: events, status, metrics, health."""
