@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 from pagemill_engine.config import StepLimits
 from pagemill_engine.executing.sleep import Sleeps
-from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_engine.sizing.memory_budget import MemoryBudget
 from pagemill_protocol.request.pooling import PoolingSpec
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.sizing.memory import MemoryState
+from pagemill_engine.sizing.memory_budget import MemoryBudget
 from pagemill_engine.weights.errors import LoadError
 from pagemill_models.spec.model_spec import ModelSpec
 
