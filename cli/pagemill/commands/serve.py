@@ -19,10 +19,9 @@ from pagemill.vllm_options import rewritten
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.failure import StartupError
-from pagemill_engine.ipc.messages import Ready
+from pagemill_engine.ipc.messages import MemoryBudget, Ready
 from pagemill_engine.server.routes.keys import check_keys
 from pagemill_engine.server.settings import Settings
-from pagemill_engine.sizing.memory_budget import MemoryBudget
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.tls_config import TLSConfig, tls_files

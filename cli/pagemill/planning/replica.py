@@ -20,10 +20,10 @@ from pagemill.planning.headers import Header, header_of
 from pagemill.planning.measuring import SingleRequestLatency, measure
 from pagemill.planning.placement import place
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.server.fit import RUNTIME_BYTES
 from pagemill_engine.sizing.budget import MemoryPlan, Sizes, plan_memory
 from pagemill_engine.sizing.memory import MemoryState, measure_memory
-from pagemill_engine.sizing.memory_budget import MemoryBudget
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.quantized import SCALED
 from pagemill_models.files.safetensors_header import lacks_weights

@@ -1,6 +1,6 @@
 """The runner interface of the loop, which sees no device, no tensor and no model.
 
-Implementations: `runner.eager` (on the CPU), `runner.device_runner` (on a GPU), `runner.null` (waits for predicted
+Implementations: `executing.eager` (on the CPU), `executing.device.device_runner` (on a GPU), `executing.null` (waits for predicted
 times).
 """
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 from pagemill_engine.config import StepLimits
 from pagemill_engine.executing.sleep import Sleeps
+from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.scheduler.step import StepPlan, StepResult
-from pagemill_engine.sizing.memory_budget import MemoryBudget
 from pagemill_protocol.request.pooling import PoolingSpec
 
 

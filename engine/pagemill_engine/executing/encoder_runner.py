@@ -1,6 +1,6 @@
 """Runs encoders: a step computes whole prompts and keeps nothing for later steps.
 
-So it has no persistent rows and no KV cache; `runner.eager` is the counterpart for decoders. `runner.pooling` turns
+So it has no persistent rows and no KV cache; `executing.eager` is the counterpart for decoders. `executing.pooling` turns
 hidden states into vectors and scores.
 """
 

@@ -1,7 +1,7 @@
 """Plans the memory of a model from sizes and shapes before its weights are read.
 
 It refuses what cannot fit and names the setting to change. `pagemill serve` prints the figures. Measuring memory is
-`runner.memory`'s part; `server.fit` is a cheaper check of the files' headers alone.
+`sizing.memory`'s part; `server.fit` is a cheaper check of the files' headers alone.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.sizing.memory import MemoryState
-from pagemill_engine.sizing.memory_budget import MemoryBudget
 from pagemill_engine.weights.errors import LoadError
 from pagemill_models.spec.model_spec import ModelSpec
 

@@ -60,7 +60,7 @@ def storage_forms(compute: Compute) -> StorageForms:
 
 
 def gpu_storage_forms(config: EngineConfig) -> StorageForms:
-    """Return how Triton kernels store a model on any NVIDIA device; `runner.compute` chooses the same on a real one."""
+    """Return how Triton kernels store a model on any NVIDIA device; `sizing.compute` chooses the same on a real one."""
     dtype: FloatType = "bfloat16" if config.dtype == "auto" else config.dtype
     return StorageForms(
         dtype=dtype,

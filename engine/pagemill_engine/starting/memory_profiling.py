@@ -1,6 +1,6 @@
 """Memory profiling before a GPU's first request: compiles kernels, runs the largest steps, sizes the KV cache.
 
-`runner.budget` computes the sizes from the measurements; `runner.compiling` chooses the steps.
+`sizing.budget` computes the sizes from the measurements; `starting.compiling` chooses the steps.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What clients say, and how it becomes tokens and text again: dialects, schemas, answers, grammars, tokenizer. No torch."""
+"""What clients say, and how it becomes tokens and text again: dialects, answers, grammars, tokenizer. No torch."""

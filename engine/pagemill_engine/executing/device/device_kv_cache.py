@@ -1,4 +1,4 @@
-"""The paged KV cache of a torch device, for `runner.device_runner`. `kv_cache.KVCache` is the host's."""
+"""The paged KV cache of a torch device, for `executing.device.device_runner`. `kv_cache.KVCache` is the host's."""
 
 from __future__ import annotations
 
