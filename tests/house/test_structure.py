@@ -29,7 +29,7 @@ REGISTRIES = {
 """Modules that import the implementations of one interface. An implementation is a module of its own, however small."""
 SEAMS = (
     # The file of a family of models is found by the architecture's name.
-    r"pagemill_protocol\.models\.\w+",
+    r"pagemill_models\.families\.\w+",
     # The folder of an operation has a file for each of its implementations, which the registry finds by a path.
     r"pagemill_kernels\.\w+\.(reference|cpu|native|triton_launch|triton_body)",
 )

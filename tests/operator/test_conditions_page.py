@@ -15,7 +15,7 @@ OPERATOR = ROOT / "operator" / "pagemill_operator"
 DECIDING = [OPERATOR / "status" / "conditions.py", *(OPERATOR / "backends" / "kubernetes" / "observe").glob("*.py")]
 RAISING = [
     path
-    for package in ("engine/pagemill_engine", "protocol/pagemill_protocol")
+    for package in ("engine/pagemill_engine", "libs")
     for path in (ROOT / package).rglob("*.py")
 ]
 ERRORS = ("LoadError", "FetchError", "StartupError", "SourceError", "Fatal", "EngineFault")

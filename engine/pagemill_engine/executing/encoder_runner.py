@@ -1,7 +1,7 @@
 """Runs encoders: a step computes whole prompts and keeps nothing for later steps.
 
-So it has no persistent rows and no KV cache; `executing.eager` is the counterpart for decoders. `executing.pooling` turns
-hidden states into vectors and scores.
+So it has no persistent rows and no KV cache; `executing.eager` is the counterpart for decoders. `executing.pooling`
+turns hidden states into vectors and scores.
 """
 
 from __future__ import annotations
