@@ -1,1 +1,1 @@
-"""What the controller tells: events, status, metrics, health."""
+"""What the controller reports: events, status, metrics, health."""
