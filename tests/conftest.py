@@ -8,12 +8,16 @@ run with some of their parameters, and with all of them in `make test-full`.
 
 Clients trust one certificate authority in place of the machine's 140, whose certificates each of them and each gateway
 would read in 30 ms. No test connects to a public server.
+
+Under `nohup`, or in the background of a script, SIGHUP and SIGINT are ignored, and so they would be in every process
+that a test starts. Tests send these signals to their processes, which therefore start with the default action of each.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -28,6 +32,10 @@ from unclosed_connections import refuse_unclosed, watch_connections
 watch_connections()
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        # This process goes on ignoring the signal, but a program that it executes gets the default action.
+        signal.signal(number, lambda *_: None)
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("shared") / "authority.pem")
 
 settings.register_profile("sample", settings(), max_examples=15, deadline=None)

@@ -44,10 +44,13 @@ class LazyCommand(TyperCommand):
         return command.make_context(info_name, rewrite(args), parent=parent, **extra)
 
     def load(self) -> Any:
-        """Return the command that typer builds from the definition's signature."""
+        """Return the command that typer builds from the definition's signature, with the details of its docstring."""
         definition = self.definition()
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(self.name, help=self.help)(_runner(definition) if isinstance(definition, type) else definition)
+        _, _, details = inspect.cleandoc(definition.__doc__ or "").partition("\n\n")
+        app.command(self.name, help=f"{self.help}\n\n{' '.join(details.split())}")(
+            _runner(definition) if isinstance(definition, type) else definition
+        )
         return typer.main.get_command(app)
 
     def definition(self) -> Any:

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UpCommand:
-    """Serve LLMDeployment files on this machine."""
+    """Serve LLMDeployment files on this machine.
+
+    Ctrl-C, SIGTERM and the end of the terminal stop all processes; a second one stops them at once. A signal that is
+    already ignored at the start stays ignored: SIGHUP under `nohup`, SIGINT in the background of a script (use
+    SIGTERM).
+    """
 
     files: Annotated[list[Path], typer.Option("--file", "-f", help="YAML file with LLMDeployments. May be repeated.")]
     port: Annotated[int, typer.Option(help="Port of the gateway; 0 picks a free one.")] = 8080

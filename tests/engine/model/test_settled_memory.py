@@ -165,7 +165,10 @@ def test_the_cache_is_sized_by_measured_steps(
     assert runner.info.num_blocks == runner.kv_cache.num_blocks == len(runner.kv_cache.layers[0]) - 1
     assert runner._state.tables[runner._rows.layout.padding_row].eq(runner.kv_cache.num_blocks).all()
     assert not runner._graphs.shapes, "the graph reads a cache that was freed"
-    assert make_driver(runner).greedy([[3, 5, 7]], 3, max_num_seqs=2) == before
+    [after], [unprofiled] = make_driver(runner).greedy([[3, 5, 7]], 3, max_num_seqs=2), before
+    assert after.token_ids == unprofiled.token_ids
+    # Graphs run padded shapes, whose products a processor may round in another order.
+    assert after.logprobs == pytest.approx(unprofiled.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize(
