@@ -83,12 +83,17 @@ older-triton: .venv/.installed | $(UV) ## Compile the hot kernels with the oldes
 	PYTHONPATH=.venv/triton-$(OLDER_TRITON) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDER_TRITON)"'
 	PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDER_TRITON) $(BIN)/pytest -q tests/kernels/test_triton_compiled.py::test_hot_kernels_spill_no_registers
 
+# The whole grid is `bench/attack.py` without `--quick`.
+.PHONY: attack
+attack: .venv/.installed ## Attack a gateway and its engines while an honest tenant uses them (ATTACK="--cases '^bodies'" picks some)
+	timeout --verbose 600 $(BIN)/python bench/attack.py --quick $(ATTACK)
+
 .PHONY: lint
 lint: .venv/.installed ## Check style, types, import layers, house rules and generated pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy bench/*.py bench/peers/*.py bench/routers/*.py bench/truth/*.py docs/*.py charts/pagemill/files/*.py
+	$(BIN)/mypy bench/*.py bench/attacks/*.py bench/peers/*.py bench/routers/*.py bench/truth/*.py docs/*.py charts/pagemill/files/*.py
 	$(BIN)/mypy charts/*.py release/*.py
 	$(BIN)/mypy bench/gpu/*.py
 	$(BIN)/mypy tests/clients/run_clients.py tests/clients/checks.py

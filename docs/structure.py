@@ -194,6 +194,7 @@ def _line(row: Structure) -> str:
 
 if __name__ == "__main__":
     sys.stdout.write(table() + "\n")
+    graph = import_graph(all_modules())
     for package in PACKAGES:
-        for group in sibling_cycles(package, import_graph(all_modules())):
+        for group in sibling_cycles(package, graph):
             sys.stdout.write(f"cycle: {' <-> '.join(group)}\n")

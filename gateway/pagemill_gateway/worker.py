@@ -17,6 +17,7 @@ from pagemill_gateway.admission.in_flight_limit import InFlightLimit, RunningReq
 from pagemill_gateway.batches.directory import DirectoryStore
 from pagemill_gateway.batches.idle import IdleCapacity
 from pagemill_gateway.batches.line_sender import LineSender
+from pagemill_gateway.batches.resources import BatchResources
 from pagemill_gateway.batches.runner import BatchRunner
 from pagemill_gateway.batches.service import Batches
 from pagemill_gateway.batches.store import BatchStore
@@ -108,8 +109,15 @@ class Worker:
         if config is None or self._batch_store is None:
             return
         idle = IdleCapacity(self.brain, config.max_load, lambda: self.draining)
-        asker = LineSender(app, self.keys)
-        self.batch_runner = BatchRunner(config, self._batch_store, asker, idle, self.config.max_body_bytes)
+        resources = BatchResources(
+            config,
+            self._batch_store,
+            LineSender(app, self.keys),
+            idle,
+            max_line_bytes=self.config.max_body_bytes,
+            max_in_flight_bytes=self.config.bounds_of_one_worker().max_body_bytes,
+        )
+        self.batch_runner = BatchRunner(resources)
 
     # Calls of the control process.
 

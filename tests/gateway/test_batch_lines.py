@@ -23,7 +23,11 @@ def read_lines(content: bytes, piece: int, max_bytes: int) -> list[tuple[int, by
         return content[offset : offset + piece]
 
     async def collect() -> list[tuple[int, bytes | None]]:
-        return [each async for each in lines.raw_lines(read, max_bytes)]
+        found = [each async for each in lines.scan_lines(read, max_bytes)]
+        for each in found:
+            assert content[each.offset : each.offset + each.num_bytes].startswith(each.beginning)
+            assert b"\n" not in content[each.offset : each.offset + each.num_bytes]
+        return [(each.number, None if each.num_bytes > max_bytes else each.beginning) for each in found]
 
     return asyncio.run(collect())
 
@@ -102,3 +106,19 @@ def test_an_unfinished_line_is_truncated(
         return await store.read("file-1", 0, 1000)
 
     assert asyncio.run(trimmed()) == b"".join(whole)
+
+
+@pytest.mark.parametrize("levels", [100, 300, 2000])
+def test_a_line_whose_body_is_nested_too_deeply_is_named(levels: int) -> None:
+    checker = lines.LineChecker("/v1/chat/completions", 10**6)
+    line = b'{"custom_id":"%s","url":"/v1/chat/completions","body":{"x":%s}}'
+
+    def check(number: int, text: bytes) -> lines.Line | lines.BrokenLine:
+        return checker.check(lines.ScannedLine(number, 0, len(text), text))
+
+    good = check(1, line % (b"good", b"[" * 99 + b"]" * 99))
+    assert isinstance(good, lines.Line)
+    bad = check(2, line % (b"bad", b"[" * levels + b"]" * levels))
+    assert isinstance(bad, lines.BrokenLine)
+    assert bad.fault.code == "nested_too_deeply"
+    assert "`body.x[0]" in bad.fault.message

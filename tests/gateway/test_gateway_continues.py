@@ -196,6 +196,47 @@ async def test_a_request_that_crashes_two_engines_is_not_tried_on_a_third(engine
     assert 'poison_probes_total{model="tiny",outcome="blamed"} 1.0' in scrape
 
 
+def fails(code: str):
+    """Return the behaviour of an engine that works and fails this request."""
+
+    async def behave(engine, request, response, http) -> None:
+        await response.prepare(http)
+        meta = FrameMeta(last=True, error="It failed.", error_status=500, error_type="server_error", error_code=code)
+        await response.write(encode_frame(meta, b""))
+        await response.write_eof()
+
+    return behave
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_cannot_be_rendered_is_not_generated_again(engines, gateways, fake, stream: bool) -> None:
+    gateway = await gateways(*engines)
+    for engine in engines:
+        engine.behaviour = fails("rendering_failed")
+    reply = await gateway.chat(stream=stream)
+    assert (reply.status, reply.error["code"]) == (500, "rendering_failed")
+    assert sum(num_requests(engines)) == 1
+
+
+async def test_a_request_that_two_working_engines_fail_is_not_tried_on_a_third(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines)
+    for engine in engines:
+        engine.behaviour = fails("internal_error")
+    reply = await gateway.chat()
+    assert (reply.status, reply.error["code"]) == (502, "bad_upstream")
+    assert sorted(num_requests(engines)) == [0, 1, 1]
+
+
+async def test_a_request_that_makes_two_engines_silent_is_not_sent_to_a_third(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines, silence_timeout_s=0.2, state_stale_after_s=0.2, state_idle_timeout_s=60)
+    for engine in engines:
+        engine.silent = True
+        engine.behaviour = fake.hangs
+    reply = await gateway.chat(stream=True)
+    assert (reply.status, reply.error["code"]) == (500, "request_crashed_engine")
+    assert sorted(num_requests(engines)) == [0, 1, 1]
+
+
 async def test_a_request_whose_engines_were_all_killed_is_not_probed(engines, gateways, fake) -> None:
     gateway = await gateways(*engines, outage_wait_s=5.0)
     for engine in engines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -179,3 +180,14 @@ async def test_a_stream_of_lines_has_no_comments_and_only_whole_lines() -> None:
     with pytest.raises(UpstreamFailure):
         await sink.take([b"{}"], None)
     assert written == [b"{}\n"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("levels", [100, 251])
+async def test_a_body_nested_too_deeply_reaches_no_engine(engines, gateways, path: str, levels: int) -> None:
+    gateway = await gateways(engines[0])
+    target, body = of("tiny", path)
+    deep = reduce(lambda inner, _: [inner], range(levels), "x")
+    reply = await gateway.post(target, {**body, "x": deep})
+    assert (reply.status, "more than 100 levels" in said(reply, path)) == (400, True)
+    assert not engines[0].requests

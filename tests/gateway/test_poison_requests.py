@@ -1,8 +1,8 @@
 """Poison requests and engine failures: no innocent request is blamed, and a poison request is found at a bounded cost.
 
 The brain and the relay are real, on simulated time. Engines are scripts that fail in two ways: a poison request crashes
-whatever computes it (with an error message, or with the whole pod and no message), and a kill ends one or several
-engines at once. Engines return after a restart. No gateway knows at once that an engine is gone.
+whatever computes it (with an error message, or with the whole pod and no message) or makes it silent, and a kill ends
+one or several engines at once. Engines return after a restart. No gateway knows at once that an engine is gone.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams
 
 STEP_S = 0.05
+SILENCE_S = 25.0
 BLAMED = "request_crashed_engine"
 WORDS: dict[EngineFailureKind, str] = {"crashed": ENGINE_CRASHED, "killed": ENGINE_FAILED}
 CONFIG = GatewayConfig(outage_wait_s=300.0, queue=QueueLimits(max_requests=999, max_bytes=2**30, timeout_s=900.0))
@@ -58,6 +59,9 @@ class Engine:
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.name = name
         self.up = False
+        self.works = asyncio.Event()
+        """Whether it computes and reports; otherwise it is silent, and its connections stay open."""
+        self.works.set()
         self._cluster = cluster
         self._sequence = 0
         self._answers: dict[asyncio.Task[None], asyncio.Queue[bytes | Exception]] = {}
@@ -110,6 +114,11 @@ class Engine:
         await asyncio.sleep(rng.uniform(1.0, self._cluster.restart_s))
         self.start()
 
+    async def _fall_silent(self) -> None:
+        self.works.clear()
+        await asyncio.sleep(SILENCE_S)
+        self.works.set()
+
     async def _compute(self, request: GenerateRequest, inbox: asyncio.Queue[bytes | Exception]) -> None:
         poison = self._cluster.poisons.get(request.prompt_token_ids[0])
         done = len(request.resume[0].token_ids) if request.resume else 0
@@ -118,8 +127,10 @@ class Engine:
         for position in range(done, total):
             if poison is not None and position == poison.position:
                 poison.num_victims += 1
-                self.die(poison.kind)
-                return
+                if poison.kind != "stalled":
+                    return self.die(poison.kind)
+                await self._fall_silent()
+            await self.works.wait()
             reason = "length" if position == total - 1 else None
             meta = FrameMeta(token_ids=[7], num_text_chars=position + 1, position=position + 1, finish_reason=reason)
             inbox.put_nowait(encode_frame(meta, b"data: {}\n\n" if request.stream else b""))
@@ -170,7 +181,7 @@ class Cluster:
         while True:
             await asyncio.sleep(0.5)
             for engine in self.engines.values():
-                if engine.up and self.brain.registry.endpoints[engine.name].reports.connected:
+                if engine.up and engine.works.is_set() and self.brain.registry.endpoints[engine.name].reports.connected:
                     engine.report()
 
     async def kill(self, at_s: float, num_at_once: int, spread_s: float) -> None:
@@ -218,7 +229,8 @@ class Cluster:
         """Open a stream: this is the relay's `Upstream`."""
         await asyncio.sleep(0.001)
         content = self.engines[choice.endpoint_id].take(msgspec.msgpack.decode(body, type=GenerateRequest))
-        on_accepted()
+        if self.engines[choice.endpoint_id].works.is_set():
+            on_accepted()
         return FrameStream(content, "w", 10.0, liveness)
 
     async def play(self, asked: list[Any], *others: Any) -> None:
@@ -277,6 +289,24 @@ def test_a_poison_request_is_found_and_fails_no_other_request(
     cluster = virtual_loop.run(main())
     assert cluster.poison_outcomes == [BLAMED]
     assert cluster.poisons[1].num_victims <= most + (position > 0)
+    assert cluster.outcomes == ({"served": num_requests} if num_requests else {})
+
+
+@settings(deadline=None, max_examples=8)
+@given(SEEDS, st.integers(4, 6), st.sampled_from([0, 0, 1, 30]), st.integers(0, 20))
+def test_a_request_that_makes_engines_silent_is_sent_to_at_most_three(
+    seed: int, num_engines: int, position: int, num_requests: int
+) -> None:
+    async def main() -> Cluster:
+        cluster = Cluster(seed, num_engines, 2.0)
+        cluster.poisons[1] = Poison("stalled", position)
+        asked = [cluster.ask(10 + number, cluster.rng.uniform(0, 20)) for number in range(num_requests)]
+        await cluster.play([*asked, cluster.ask(1, cluster.rng.uniform(0, 10))])
+        return cluster
+
+    cluster = virtual_loop.run(main())
+    assert cluster.poison_outcomes[0] in (BLAMED, "bad_upstream")
+    assert cluster.poisons[1].num_victims <= 3
     assert cluster.outcomes == ({"served": num_requests} if num_requests else {})
 
 

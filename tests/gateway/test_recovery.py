@@ -15,6 +15,7 @@ from pagemill_gateway.brain.interface import (
     CompletedRequest,
     EngineFailure,
     FailureKind,
+    QueueTicket,
     RetryContext,
     RoutingRequest,
 )
@@ -189,6 +190,48 @@ async def test_requests_of_one_failed_endpoint_need_no_budget(brain: LocalBrain)
     for choice in there:
         brain.failed(choice, "broken")
         assert (await place(brain, "a", retry=after(choice, "broken"))).endpoint_id == "b"
+
+
+def test_one_account_leaves_retries_for_others_however_many_it_asks_for() -> None:
+    budget = RetryBudget(share=0.2)
+    assert sum(budget.take(0.0, "greedy") for _ in range(100)) == FREE_RETRIES
+    assert sum(budget.take(0.0, "also greedy") for _ in range(100)) == FREE_RETRIES // 2
+    assert budget.take(0.0, "modest")
+
+
+def test_the_share_of_its_own_requests_is_an_accounts_alone() -> None:
+    budget = RetryBudget(share=0.2)
+    for number in range(1000):
+        budget.began(0.0, "busy" if number < 100 else "others")
+    taken = {name: sum(budget.take(0.0, name) for _ in range(1000)) for name in ("greedy", "idle", "others", "busy")}
+    assert taken["greedy"] == 100, "half of the share of all"
+    assert taken["others"] == 180
+    assert taken["busy"] == 20
+    assert taken["idle"] == 50
+
+
+def test_accounts_are_forgotten_with_their_slots() -> None:
+    budget = RetryBudget(share=0.2)
+    for number in range(10_000):
+        budget.began(float(number), f"account {number}")
+    assert len(budget._requests._slots) <= 11
+
+
+async def test_a_tenants_failing_requests_do_not_use_up_the_retries_of_another(brain: LocalBrain) -> None:
+    know(brain, "abc")
+
+    async def fails(account: str) -> None:
+        ticket = QueueTicket(key=account)
+        choice = await brain.choose(brain.resolve("m"), frozenset(), RoutingRequest(1), ticket=ticket)
+        brain.failed(choice, "request")
+        retry, tried = after(choice, "request"), frozenset({choice.endpoint_id})
+        brain.finished(await brain.choose(brain.resolve("m"), tried, RoutingRequest(1), ticket=ticket, retry=retry))
+
+    for _ in range(FREE_RETRIES):
+        await fails("bad")
+    with pytest.raises(PagemillError, match="second time"):
+        await fails("bad")
+    await fails("good")
 
 
 async def test_only_engines_of_the_same_weights_continue_an_answer(brain: LocalBrain) -> None:

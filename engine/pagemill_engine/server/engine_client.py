@@ -41,7 +41,7 @@ from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
 from pagemill_engine.server.phases.lifecycle import Lifecycle
 from pagemill_engine.server.phases.sleeping import Sleeping
 from pagemill_engine.server.phases.state_stream import StatePublisher
-from pagemill_protocol.errors import PagemillError, client_too_slow, internal_error, invalid_field, unavailable
+from pagemill_protocol.errors import PagemillError, client_too_slow, invalid_field, rendering_failed, unavailable
 from pagemill_protocol.request.generate import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class EngineClient:
             logger.exception(
                 "a request failed while its output was processed", extra={"request_id": running.request_id}
             )
-            self._fail(output.request_id, internal_error())
+            self._fail(output.request_id, rendering_failed())
             return
         self._metrics.tokens(running.timing, output, len(running.processor.request.prompt_token_ids))
         if progress.error is not None:

@@ -22,6 +22,11 @@ MAX_ENDS = 8
 MAX_CRASHES = 5
 """Limit for the engines that crashed with the request, whether or not they sent tokens."""
 
+MAX_FAULTS = 2
+"""Limit for the working engines that failed the request alone: after the second one, the request is the cause."""
+MAX_SILENCES = 3
+"""Limit for the engines that fell silent with the request, whether or not they sent tokens before."""
+
 
 class Attempts:
     def __init__(self, max_attempts: int, *, uniform: Callable[[float, float], float] = random.uniform) -> None:
@@ -38,6 +43,8 @@ class Attempts:
         self._num_ends = 0
         """The engines that ended since the last token."""
         self._num_crashes = 0
+        self._num_faults = 0
+        self._num_silences = 0
         self._num_failures = 0
         """All failures; `_failed` is cleared with each progress."""
         self._last_message = ""
@@ -62,6 +69,8 @@ class Attempts:
     @property
     def exhausted(self) -> bool:
         if self._num_ends >= MAX_ENDS or self._num_crashes >= MAX_CRASHES:
+            return True
+        if self._num_faults >= MAX_FAULTS or self._num_silences >= MAX_SILENCES:
             return True
         return self.num_counted >= self._max_attempts or self._num_failures >= MAX_FAILED_ATTEMPTS
 
@@ -101,8 +110,13 @@ class Attempts:
         self._num_crashes += crashed
         self._last_message = message
 
-    def record_break(self, message: str) -> None:
-        """Count a failure of the last engine, which may have had the request."""
+    def record_break(self, message: str, *, at_fault: bool = False, fell_silent: bool = False) -> None:
+        """Count a failure of the last engine, which may have had the request.
+
+        `at_fault`: the engine works and failed this request. `fell_silent`: it stopped sending.
+        """
+        self._num_faults += at_fault
+        self._num_silences += fell_silent
         self._failed.append(self._chosen)
         self._num_failures += 1
         self._last_message = message

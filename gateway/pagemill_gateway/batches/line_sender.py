@@ -1,6 +1,8 @@
 """Sends one line of a batch through the same routes as a live request, with its limits, metrics, log and errors.
 
 The caller is the API key that created the batch. It is looked up for each line, so a revoked key gets no more answers.
+The answer is written to an `AnswerFile` as it arrives. If that takes no more, the line leaves like a client that
+disconnects, so that the engine does not work for nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
+from pagemill_gateway.batches.answer_file import AnswerFile
 from pagemill_protocol.errors import PagemillError, error_body, unauthorized
 from pagemill_servers.keys.ring import KeyRing
 
@@ -23,11 +26,14 @@ MAX_PAUSE_S = 60.0
 class LineReply(NamedTuple):
     status: int
     headers: dict[str, str]
-    body: bytes
 
     @property
     def ok(self) -> bool:
         return 200 <= self.status < 300
+
+    @property
+    def is_json(self) -> bool:
+        return self.headers.get("content-type", "").partition(";")[0].strip() == "application/json"
 
     @property
     def waits(self) -> bool:
@@ -46,18 +52,14 @@ class LineSender:
         self._app = app
         self._keys = keys
 
-    async def send(self, path: str, body: bytes, key_hash: str, request_id: str) -> LineReply:
+    async def send(self, path: str, body: bytes, key_hash: str, request_id: str, answer: AnswerFile) -> LineReply:
+        """Write the body of the answer to `answer`. Raises `PagemillError` if it cannot be written."""
         caller = self._keys.by_hash(key_hash)
         if caller is None:
-            return _refused(unauthorized("The API key that made this batch is not accepted any more."))
-        reply = _Collected()
-        body_left = [body]
-
-        async def receive() -> Message:
-            if not body_left:
-                await asyncio.Event().wait()  # this client never disconnects
-            return {"type": "http.request", "body": body_left.pop(), "more_body": False}
-
+            refused = unauthorized("The API key that made this batch is not accepted any more.")
+            await answer.write(error_body(refused))
+            return LineReply(refused.status, {"content-type": "application/json"})
+        client = _Client(body, answer)
         scope: MutableMapping[str, Any] = {
             "type": "http",
             "method": "POST",
@@ -65,26 +67,42 @@ class LineSender:
             "headers": [(b"content-type", b"application/json")],
             "state": {"request_id": request_id, "caller": caller._replace(is_batch=True)},
         }
-        await self._app(scope, receive, reply.send)
-        return reply.reply()
+        del body  # it is the client's now, which gives it away
+        await self._app(scope, client.receive, client.send)
+        if client.failure is not None:
+            raise client.failure
+        return LineReply(client.status, client.headers)
 
 
-class _Collected:
-    def __init__(self) -> None:
-        self._status = 500
-        self._headers: dict[str, str] = {}
-        self._parts: list[bytes] = []
+class _Client:
+    """The ASGI messages of one line's client."""
+
+    def __init__(self, body: bytes, answer: AnswerFile) -> None:
+        self.status = 500
+        self.headers: dict[str, str] = {}
+        self.failure: PagemillError | None = None
+        """Why the answer could not be written."""
+        self._body: bytes | None = body
+        self._answer = answer
+        self._has_left = asyncio.Event()
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._has_left.wait()
+        return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._status = message["status"]
-            self._headers = {name.decode().lower(): value.decode() for name, value in message["headers"]}
-        else:
-            self._parts.append(message.get("body", b""))
-
-    def reply(self) -> LineReply:
-        return LineReply(self._status, self._headers, b"".join(self._parts))
-
-
-def _refused(error: PagemillError) -> LineReply:
-    return LineReply(error.status, {}, error_body(error))
+            self.status = message["status"]
+            self.headers = {name.decode().lower(): value.decode() for name, value in message["headers"]}
+            return
+        if self._has_left.is_set():
+            return
+        try:
+            await self._answer.write(message.get("body", b""))
+        except PagemillError as error:
+            self.failure = error
+        if self.failure is not None or self._answer.is_too_large:
+            self._has_left.set()

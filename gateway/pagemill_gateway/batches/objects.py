@@ -20,6 +20,11 @@ def new_object_id(prefix: str) -> str:
     return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
+def created_at_ns(object_id: str) -> int:
+    """Return the time of the creation of an object, from its id."""
+    return int(object_id.rpartition("_")[2].rpartition("-")[2][:16], 16)
+
+
 def is_object_id(value: str) -> bool:
     """Whether the value has the form of our ids, so that it may become part of a path."""
     return _ID.fullmatch(value) is not None
@@ -71,6 +76,8 @@ class Batch(msgspec.Struct, kw_only=True):
     num_failed: int = 0
     has_output: bool = False
     has_errors: bool = False
+    input_digest: str = ""
+    """The digest of the input file as it was first read."""
 
     def became(self, status: Status) -> None:
         self.status = status

@@ -10,7 +10,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from pagemill_gateway.batches.store import Kind, Lease, LeaseLost
-from pagemill_gateway.config import RedisConfig
+from pagemill_gateway.config import MAX_REDIS_VALUE_BYTES, RedisConfig
 from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable, Script
 from pagemill_protocol.errors import unavailable
 
@@ -19,9 +19,13 @@ LEASE_MS = 15_000
 TIMEOUT_MS = 10_000.0
 """Longer than for other calls to Redis, because no live request waits for these."""
 WRITE = Script("write_leased")
+TRIM = Script("trim_line")
 
 
 class RedisBatchStore:
+    max_content_bytes = MAX_REDIS_VALUE_BYTES
+    scratch_directory: str | None = None
+
     def __init__(self, config: RedisConfig) -> None:
         """Raise `SettingsError` if the settings of Redis are invalid."""
         self._link = RedisLink(msgspec.structs.replace(config, timeout_ms=TIMEOUT_MS))
@@ -52,7 +56,9 @@ class RedisBatchStore:
         await self._ask(lambda client: client.delete(self._key("content", file_id)))
 
     async def trim(self, file_id: str) -> None:
-        """Do nothing: Redis appends are atomic, so no line is unfinished."""
+        """Remove an unfinished last line, which a long result leaves because it is appended in pieces."""
+        key = self._key("content", file_id)
+        await self._ask(lambda client: client.eval(TRIM.text, 1, key))
 
     async def lease(self, batch_id: str) -> Lease | None:
         key, owner = self._key("lease", batch_id), secrets.token_hex(8)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -26,17 +28,33 @@ class Batches:
     def __init__(self, config: BatchesConfig, store: BatchStore) -> None:
         self._config = config
         self._store = store
+        self._uploads: dict[str, set[Upload]] = {}
+        """The uploads of each account that are under way here."""
+        self._creating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def upload(self, account: str) -> Upload:
-        """Begin an upload. Raises `PagemillError` if the account has the maximum number of files."""
+        """Begin an upload, which the caller must end by `done` or `discard`.
+
+        Raises `PagemillError` if the account has the maximum number of files or of their bytes.
+        """
         files = await self.files(account)
-        if len(files) >= self._config.max_files:
+        others = self._uploads.setdefault(account, set())
+        self._check_space(len(files) + len(others), sum(each.bytes for each in files))
+        upload = Upload(self._config, self._store, account, sum(each.bytes for each in files), others)
+        others.add(upload)
+        return upload
+
+    def _check_space(self, num_files: int, num_bytes: int) -> None:
+        """Raise `PagemillError` if the account has no space for another file."""
+        config = self._config
+        if num_files >= config.max_files:
             raise PagemillError(
-                f"There are {len(files)} files already; {self._config.max_files} are allowed (the gateway's setting "
+                f"There are {num_files} files already; {config.max_files} are allowed (the gateway's setting "
                 "batches.max_files). Delete some.",
                 code="too_many_files",
             )
-        return Upload(self._config, self._store, account, sum(each.bytes for each in files))
+        if num_bytes > config.max_tenant_bytes:
+            raise too_many_bytes(config)
 
     async def files(self, account: str) -> list[BatchFile]:
         found = await self._store.all("files", account)
@@ -57,14 +75,33 @@ class Batches:
                 return
 
     async def delete_file(self, account: str, file_id: str) -> None:
+        """Delete a file. Raises `PagemillError` 409 while a batch that is not over needs it."""
         file = await self.file(account, file_id)
+        users = [each.id for each in await self.batches(account) if self._uses(each, file_id)]
+        if users:
+            raise PagemillError(
+                f"The batch {users[0]} is not over and needs the file {file_id}. Wait for its end, or cancel it.",
+                status=409,
+                code="file_in_use",
+            )
         await self._store.remove("files", account, file.id)
         await self._store.remove_content(file.id)
 
+    @staticmethod
+    def _uses(batch: Batch, file_id: str) -> bool:
+        return batch.status not in FINAL and file_id == batch.input_file_id
+
     async def create(self, caller: Caller, request: BatchRequest) -> Batch:
         window_s = _window_s(request.completion_window)
+        lock = self._creating.setdefault(caller.account, asyncio.Lock())
+        async with lock:
+            return await self._create(caller, request, window_s)
+
+    async def _create(self, caller: Caller, request: BatchRequest, window_s: int) -> Batch:
         await self.file(caller.account, request.input_file_id, "input_file_id")
         await self._make_place(caller.account)
+        files = await self.files(caller.account)
+        self._check_space(len(files), sum(each.bytes for each in files))
         now = int(time.time())
         batch = Batch(
             id=new_object_id("batch_"),
@@ -79,8 +116,13 @@ class Batches:
             expires_at=now + window_s,
             metadata=request.metadata,
         )
-        await self._store.put("batches", caller.account, batch.id, msgspec.json.encode(batch))
+        # In this order, so that a batch that clients can see is always run.
         await self._store.put("open", "", batch.id, caller.account.encode())
+        await self._store.put("batches", caller.account, batch.id, msgspec.json.encode(batch))
+        if await self._store.get("files", caller.account, batch.input_file_id) is None:  # deleted meanwhile
+            await self._store.remove("open", "", batch.id)
+            await self._store.remove("batches", caller.account, batch.id)
+            raise _not_found("file", batch.input_file_id, "input_file_id")
         return batch
 
     async def batches(self, account: str) -> list[Batch]:
@@ -99,8 +141,13 @@ class Batches:
             raise PagemillError(
                 f"The batch is {batch.status} already and cannot be cancelled.", status=409, code="batch_is_over"
             )
-        await self._store.put("cancels", account, batch_id, b"%d" % int(time.time()))
-        return await self.batch(account, batch_id)
+        for owner in (account, ""):
+            await self._store.put("cancels", owner, batch_id, b"%d" % int(time.time()))
+        batch = await self.batch(account, batch_id)
+        if batch.status in FINAL:  # it ended in the same moment, and no process will remove these
+            for owner in (account, ""):
+                await self._store.remove("cancels", owner, batch_id)
+        return batch
 
     async def _make_place(self, account: str) -> None:
         batches = await self.batches(account)
@@ -120,37 +167,47 @@ class Batches:
 class Upload:
     """A file that is being uploaded; call `done` at its end, or `discard` if the upload fails."""
 
-    def __init__(self, config: BatchesConfig, store: BatchStore, account: str, num_bytes_before: int) -> None:
+    def __init__(
+        self, config: BatchesConfig, store: BatchStore, account: str, num_bytes_before: int, others: set[Upload]
+    ) -> None:
+        """`others` has all uploads of the account that are under way."""
+        self._others = others
         self._config = config
         self._store = store
         self._account = account
         self._num_bytes_before = num_bytes_before
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._id = new_object_id("file-")
 
     async def append(self, data: bytes) -> None:
         """Append data. Raises `PagemillError` 413 if the file or all files of the account become too large."""
-        self._num_bytes += len(data)
-        if self._num_bytes > self._config.max_file_bytes:
+        self.num_bytes += len(data)
+        if self.num_bytes > self._config.max_file_bytes:
             raise body_too_large(self._config.max_file_bytes)
-        if self._num_bytes_before + self._num_bytes > self._config.max_tenant_bytes:
-            raise PagemillError(
-                f"All files together would exceed {self._config.max_tenant_bytes} bytes (the gateway's setting "
-                "batches.max_tenant_bytes). Delete some.",
-                status=413,
-                code="too_many_file_bytes",
-            )
+        if self._num_bytes_before + sum(each.num_bytes for each in self._others) > self._config.max_tenant_bytes:
+            raise too_many_bytes(self._config)
         await self._store.append(self._id, data)
 
     async def done(self, filename: str, purpose: str) -> BatchFile:
         file = BatchFile(
-            id=self._id, bytes=self._num_bytes, created_at=int(time.time()), filename=filename[:200], purpose=purpose
+            id=self._id, bytes=self.num_bytes, created_at=int(time.time()), filename=filename[:200], purpose=purpose
         )
         await self._store.put("files", self._account, file.id, msgspec.json.encode(file))
+        self._others.discard(self)
         return file
 
     async def discard(self) -> None:
+        self._others.discard(self)
         await self._store.remove_content(self._id)
+
+
+def too_many_bytes(config: BatchesConfig) -> PagemillError:
+    return PagemillError(
+        f"All files together would exceed {config.max_tenant_bytes} bytes (the gateway's setting "
+        "batches.max_tenant_bytes). Delete some.",
+        status=413,
+        code="too_many_file_bytes",
+    )
 
 
 def _as_seen(raw: bytes, *, cancelled: bool) -> Batch:

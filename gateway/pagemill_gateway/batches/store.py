@@ -6,10 +6,16 @@ writes with a lost lease are refused.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Literal, Protocol, TypeVar
 
-Kind = Literal["files", "batches", "open", "cancels"]
-"""`open` has the account of each unfinished batch, under the account ""; `cancels` has the batches to be cancelled."""
+from pagemill_protocol.errors import PagemillError, unavailable
+
+Kind = Literal["files", "batches", "open", "cancels", "running"]
+"""`open` has the account of each unfinished batch, under the account "". `cancels` has the batches to be cancelled, by
+account, and all of them under the account "", for those who run them. `running` has the running lines of a batch."""
+Result = TypeVar("Result")
 
 
 class LeaseLost(Exception):
@@ -26,6 +32,11 @@ class Lease(Protocol):
 
 class BatchStore(Protocol):
     """A store. Every method raises `PagemillError` 503 while the store is unavailable."""
+
+    max_content_bytes: int
+    """The largest content of a file."""
+    scratch_directory: str | None
+    """The directory for unnamed files; `None` for that of this machine's temporary files."""
 
     async def put(self, kind: Kind, account: str, object_id: str, value: bytes, lease: Lease | None = None) -> None:
         """Write a record. Raises `LeaseLost`."""
@@ -60,3 +71,21 @@ class BatchStore(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def store_failure(error: OSError) -> PagemillError:
+    return unavailable(
+        f"The directory of files and batches cannot be used: {error.strerror}.", code="store_unavailable"
+    )
+
+
+async def finished(work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of the work, which goes on to its end even if this task is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # read, so that it is not reported as lost
+        raise

@@ -269,7 +269,7 @@ class LocalBrain:
     ) -> Assignment:
         key = target.deployment
         failed_at = self.registry.endpoints.get(retry.endpoint_id) if retry is not None else None
-        self.recovery.admit(key, retry, failed_at, self._clock())
+        self.recovery.admit(key, ticket.key, retry, failed_at, self._clock())
         probe = self.poison_detection.next_probe(key, retry.engine_failures) if retry is not None else "none"
         to_place = make_placement_request(
             self.registry.deployments.get(key), target, tried, request, ticket, retry, probe
@@ -350,7 +350,7 @@ class LocalBrain:
             return
         record, now = sent.record, self._clock()
         match kind:
-            case "lost" | "killed" | "crashed":
+            case "lost" | "killed" | "crashed" | "stalled":
                 self.poison_detection.engine_failed(assignment.decision, record, kind, now)
         self._release(assignment, failed=kind != "request")
         if kind == "unreachable":

@@ -14,7 +14,7 @@ import msgspec
 from pagemill_api.answers.registry import ParserSettings
 from pagemill_protocol.request.sampling import is_low_priority
 
-EngineFailureKind = Literal["lost", "killed", "crashed"]
+EngineFailureKind = Literal["lost", "killed", "crashed", "stalled"]
 FailureKind = Literal["refused", "declined", "unreachable", "lost", "killed", "stalled", "crashed", "broken", "request"]
 """`refused`: the engine works but is full. `declined`: it accepts no requests, because it starts or shuts down.
 `unreachable`: no process listens at its address. `lost`: the connection ended without an error message. `killed`: the
@@ -76,7 +76,7 @@ DEFAULT_TICKET = QueueTicket()
 
 
 class EngineFailure(NamedTuple):
-    """An engine that ended while it had a request."""
+    """An engine that ended or fell silent while it had a request."""
 
     decision: int
     kind: EngineFailureKind
@@ -98,7 +98,7 @@ class RetryContext(NamedTuple):
     num_tokens: int = 0
     """The generated tokens of all sequences, which the next engine computes along with the prompt."""
     engine_failures: tuple[EngineFailure, ...] = ()
-    """The engines that ended with the request so far, in order."""
+    """The engines that ended or fell silent with the request so far, in order."""
 
 
 class CompletedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -18,7 +18,7 @@ def decode_catalog(raw: bytes) -> Catalog:
     """Decode and check a catalogue. Raises `PagemillError` 400 that names the invalid part."""
     try:
         catalog = msgspec.json.decode(raw, type=Catalog)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PagemillError(f"The catalogue cannot be read: {error}.", code="invalid_catalog") from error
     check_catalog(catalog)
     return catalog

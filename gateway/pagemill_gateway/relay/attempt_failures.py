@@ -47,7 +47,7 @@ def parse_error(raw: bytes, status: int, otherwise: str) -> PagemillError:
     """Return the error in an engine's body, or one with the message `otherwise` if the body has another form."""
     try:
         fields = msgspec.json.decode(raw, type=_ErrorBody).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         fields = _ErrorFields()
     return PagemillError(
         fields.message[:2000] or otherwise, status=status, type=fields.type, param=fields.param, code=fields.code

@@ -17,7 +17,7 @@ from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalGap
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.request_record import AttemptRecord, RequestRecord
-from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError
+from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, RENDERING_FAILED, PagemillError
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 
 _encoder = msgspec.msgpack.Encoder()
@@ -196,7 +196,7 @@ async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
         error = parse_error(payload.removeprefix(b"data: "), status, message)
     if status in (429, 503):
         raise UpstreamFailure(_kind_of(error), error.message)
-    if status >= 500:
+    if status >= 500 and error.code != RENDERING_FAILED:
         raise UpstreamFailure("request", error.message)
     if not sink.delivered:
         raise error

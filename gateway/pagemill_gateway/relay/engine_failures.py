@@ -1,4 +1,4 @@
-"""Records the engines that ended with one request, and computes the pause before its next probe. Pure.
+"""Records the engines that ended or fell silent with one request, and computes the pause before its next probe. Pure.
 
 The brain gets the records with the next attempt and evaluates them (`brain.resilience.poison_requests`). They are kept
 here, so that they outlive a control process.
@@ -36,7 +36,7 @@ class EngineFailures:
         if progressed:
             self._num_probes = 0
         match kind:
-            case "crashed" | "lost" | "killed":
+            case "crashed" | "lost" | "killed" | "stalled":
                 self._failures.append(EngineFailure(assignment.decision, kind, assignment.probe, progressed))
                 self._num_probes += assignment.probe != "none" and not progressed
                 self._owes_pause = self._num_probes > 0

@@ -207,7 +207,8 @@ class Relay:
         if got_tokens and journal.can_continue:
             attempts.progressed()
         self._note(failure, assignment, delivery)
-        delivery.engine_failures.failed(assignment, failure.kind, progressed=got_tokens)
+        if failure.kind != "stalled" or delivery.is_accepted:
+            delivery.engine_failures.failed(assignment, failure.kind, progressed=got_tokens)
         if delivery.sink.delivered and not journal.can_continue:
             raise bad_upstream(f"The answer broke off: {failure.message}") from failure
         if attempts.exhausted:
@@ -246,7 +247,9 @@ class Relay:
         elif failure.kind in ("lost", "killed", "crashed"):
             attempts.ended(failure.message, crashed=failure.kind == "crashed")
         else:
-            attempts.record_break(failure.message)
+            attempts.record_break(
+                failure.message, at_fault=failure.kind == "request", fell_silent=failure.kind == "stalled"
+            )
         logger.info(
             "request %s: attempt %d at %s failed after %d tokens (%s): %s",
             record.request_id,

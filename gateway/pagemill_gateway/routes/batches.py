@@ -86,7 +86,10 @@ class BatchRoutes:
 
     async def cancel(self, request: Request) -> Response:
         caller, batches = self._enter(request)
-        return JSONResponse((await batches.cancel(caller.account, request.path_params["id"])).shown())
+        batch = await batches.cancel(caller.account, request.path_params["id"])
+        if self._worker.batch_runner is not None:
+            self._worker.batch_runner.cancelled(batch.id)
+        return JSONResponse(batch.shown())
 
     def _enter(self, request: Request) -> tuple[Caller, Batches]:
         caller = self._worker.keys.authenticate(request.scope)

@@ -19,6 +19,9 @@ ENGINE_CRASHED = "engine_crashed"
 ENGINE_FAILED = "engine_failed"
 """Code of an engine's last message when it was killed or its server failed: none of its requests is the cause."""
 
+RENDERING_FAILED = "rendering_failed"
+"""Code of an answer that was generated and cannot be rendered. Every engine would fail in the same way."""
+
 
 class PagemillError(Exception):
     """A refusal or failure, with the data that a client needs to react to it.
@@ -147,6 +150,15 @@ def client_closed_request() -> PagemillError:
 
 def internal_error(message: str = "The server failed to process this request.") -> PagemillError:
     return PagemillError(message, status=500, type="server_error", code="internal_error")
+
+
+def rendering_failed() -> PagemillError:
+    return PagemillError(
+        "The answer was generated but could not be rendered. It is not tried again. The engine's log has the details.",
+        status=500,
+        type="server_error",
+        code=RENDERING_FAILED,
+    )
 
 
 def bad_upstream(message: str) -> PagemillError:

@@ -131,6 +131,19 @@ async def test_only_an_unread_stream_ends_when_too_many_bytes_wait(
     assert sum(len(frame.payload) for frame in frames) < 4000
 
 
+async def test_an_answer_that_cannot_be_rendered_fails_with_a_code_that_no_gateway_retries(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = inside.submit(request("a"))
+
+    def cannot(*_: Any) -> Any:
+        raise TypeError("Recursion limit reached")
+
+    monkeypatch.setattr(OutputProcessor, "push", cannot)
+    inside.engine_says(TokensOut(request_id="a#1", token_ids=[65]))
+    assert (await answer.take())[-1].meta.error_code == "rendering_failed"
+
+
 async def test_other_tasks_run_while_messages_wait(inside: Inside) -> None:
     """Otherwise a server with a fast engine would answer no probe and notice no disconnect."""
     num_received = 0

@@ -30,6 +30,7 @@ DOUBLING = {
     },
     "$ref": "#/$defs/d8",
 }
+NESTED = json.loads('{"a":' * 100 + "1" + "}" * 100)
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a billion choices": ({"n": 10**9}, "n"),
     "a billion choices as a float": ({"n": 1e9}, "n"),
@@ -95,6 +96,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"structural_tag": {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}},
         "structural_tag",
     ),
+    "a field nested 101 levels": ({"metadata": NESTED}, ("metadata" + ".a" * 99)[:200]),
     "a search with a form": ({**BEAMS, "guided_regex": "a"}, "structured_outputs"),
 }
 TOP_LOGPROBS: list[tuple[str, dict[str, Any], str]] = [

@@ -49,7 +49,7 @@ def decode_request(raw: bytes) -> GenerateRequest:
     """Decode a request. Raises `PagemillError` 400."""
     try:
         request = _decoder.decode(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PagemillError(f"The body is no GenerateRequest: {error}", code="invalid_request") from None
     if not request.request_id or len(request.request_id) > 256:
         raise invalid_field("request_id", "request_id must have 1 to 256 characters.")

@@ -1,6 +1,6 @@
-"""Records how engines ended and which requests they had, to tell a poison request from chance.
+"""Records how engines ended or fell silent and which requests they had, to tell a poison request from chance.
 
-The end of an engine is one incident, regardless of the number of requests that report it.
+The end or silence of an engine is one incident, regardless of the number of requests that report it.
 `brain.resilience.poison_requests` draws the conclusions.
 """
 
@@ -18,6 +18,14 @@ SAME_INCIDENT_S = 30.0
 """The requests of an incident report it within this time, or before the engine reconnects."""
 CHANCE_WINDOW_S = 10.0
 """Incidents this long before the first failure count as well: a common cause may end other engines first."""
+
+SAME_WAY: dict[EngineFailureKind, tuple[EngineFailureKind, ...]] = {
+    "crashed": ("crashed",),
+    "stalled": ("stalled", "lost", "killed"),
+    "lost": ("lost", "killed"),
+    "killed": ("lost", "killed"),
+}
+"""The ends that may have the same cause. A node or a network that fails ends connections, or makes them silent."""
 
 
 class Incident(NamedTuple):
@@ -44,7 +52,7 @@ class Incidents:
         since = max(record.reports.connected_at, now - SAME_INCIDENT_S)
         for place, known in enumerate(self._incidents):
             if known.endpoint_id == record.endpoint.id and known.at >= since:
-                if kind in ("crashed", "killed"):
+                if kind in ("crashed", "killed") or (kind == "stalled" and known.kind == "lost"):
                     self._incidents[place] = known._replace(kind=kind)
                 return
         present, unstarted = record.dispatches.decisions, record.dispatches.uncomputed
@@ -85,7 +93,7 @@ class Incidents:
         if first is None:
             return True
         mine = {failure.decision for failure in failures}
-        kinds = ("crashed",) if failures[-1].kind == "crashed" else ("lost", "killed")
+        kinds = SAME_WAY[failures[-1].kind]
         return any(
             each.deployment == deployment
             and each.kind in kinds

@@ -6,6 +6,8 @@ requests, depending on its kind:
 - `killed` (the server reports that the engine was ended from outside): no evidence.
 - `lost` (the connections ended, because a pod was killed, its node failed, or its server died): little evidence. Only
   the second loss in a row, without a token in between, leads to a probe.
+- `stalled` (the engine fell silent in the middle of its work, on the request's stream and on that of its state, or
+  completes no step): evidence like a crash, but a frozen node looks the same. All are probed.
 - `crashed` (the server reports that the engine's own work failed): one of its requests is the cause. All are probed.
 
 A poison request brings down its engine whenever it is computed, before its next token. So a token clears a request, and
@@ -17,13 +19,13 @@ other causes are over or have shown themselves.
 
 A request is blamed when an engine ended under its probe, no other request there was without a token, and
 
-- the probe was `alone`; or the engine crashed, and no other gateway had a request there; and
+- the probe was `alone`; or the engine crashed or fell silent, and no other gateway had a request there; and
 - no engine of the deployment ended in the same way without the request, from shortly before its first failure on
   (`brain.resilience.incidents`). Engines that end under the probe of another request do not count.
 
-So a request that crashes engines brings down two or three of them, and one that ends the whole pod four, if no others
-end. If others do, it is retried until `admission.attempts` ends it without blame. A request that gets tokens between
-its crashes is never blamed; `admission.attempts` limits it, too.
+So a request that crashes engines or makes them silent does so to two or three of them, and one that ends the whole pod
+to four, if no others end. If others do, it is retried until `admission.attempts` ends it without blame. A request that
+gets tokens between its crashes is never blamed; `admission.attempts` limits it, too.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from pagemill_protocol.errors import request_crashed_engine
 
 TOLERATED_LOSSES = 2
 """The number of losses in a row that leads to a probe."""
+SUSPICIOUS: frozenset[EngineFailureKind] = frozenset({"crashed", "stalled"})
+"""The failures of which one leads to a probe."""
 HOLD_S = 1.0
 """How long an engine takes no new requests before a probe `alone`; extended while the request waits."""
 ALONE_S = 15.0
@@ -77,7 +81,7 @@ class PoisonDetection:
         relevant = [failure for failure in recent if failure.kind != "killed"]
         if any(failure.probe != "none" and not failure.progressed for failure in relevant):
             return "alone"
-        suspicious = len(relevant) >= TOLERATED_LOSSES or any(failure.kind == "crashed" for failure in relevant)
+        suspicious = len(relevant) >= TOLERATED_LOSSES or any(failure.kind in SUSPICIOUS for failure in relevant)
         return "shared" if suspicious else "none"
 
     # Which endpoints a probe may use.
@@ -127,7 +131,7 @@ class PoisonDetection:
         last = failures[-1]
         if last.kind == "killed" or last.probe == "none" or last.progressed:
             return False
-        proven = last.probe == "alone" or (last.kind == "crashed" and not self._incidents.was_shared(last))
+        proven = last.probe == "alone" or (last.kind in SUSPICIOUS and not self._incidents.was_shared(last))
         return proven and self._incidents.was_alone(last) and not self._incidents.is_coincidence(deployment, failures)
 
     def _num_before(self, record: EndpointRecord) -> tuple[bool, int]:
@@ -151,8 +155,9 @@ class PoisonDetection:
 
 
 def _since_last_token(failures: Sequence[EngineFailure]) -> Sequence[EngineFailure]:
-    """Return the failures since the last token. A crash after a token counts: the next token may be its cause."""
+    """Return the failures since the last token. A crash or silence after a token counts: the next token may be its
+    cause."""
     for place in reversed(range(len(failures))):
         if failures[place].progressed:
-            return failures[place:] if failures[place].kind == "crashed" else failures[place + 1 :]
+            return failures[place:] if failures[place].kind in SUSPICIOUS else failures[place + 1 :]
     return failures

@@ -6,7 +6,7 @@ bookkeeping. `brain.resilience.poison_requests` decides whether a request is the
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
@@ -25,7 +25,9 @@ engine nothing, and the work of an engine that ended must be done elsewhere.
 """
 WINDOW_S = 10.0
 FREE_RETRIES = 10
-"""The number of retries in a window that are always allowed."""
+"""The number of retries in a window that an account may always use if no other needs any."""
+FREE_RETRIES_OF_ALL = 2 * FREE_RETRIES
+"""The number of retries in a window that are always allowed to all accounts together."""
 
 
 class Recovery:
@@ -58,16 +60,18 @@ class Recovery:
 
     # Retries.
 
-    def admit(self, deployment: str, retry: RetryContext | None, failed_at: EndpointRecord | None, now: float) -> None:
-        """Count an attempt of a request. Raises `PagemillError` 503 for a retry beyond the budget."""
+    def admit(
+        self, deployment: str, account: str, retry: RetryContext | None, failed_at: EndpointRecord | None, now: float
+    ) -> None:
+        """Count an attempt of a request of an account. Raises `PagemillError` 503 for a retry beyond the budget."""
         budget = self._budgets.get(deployment)
         if budget is None:
             budget = self._budgets[deployment] = RetryBudget(self._retry_share)
         if retry is None:
-            budget.began(now)
+            budget.began(now, account)
             return
         same_incident = failed_at is not None and self.ejection(failed_at).covers(retry.decision)
-        if retry.kind not in BUDGETED_FAILURES or same_incident or budget.take(now):
+        if retry.kind not in BUDGETED_FAILURES or same_incident or budget.take(now, account):
             return
         raise unavailable(
             f"Too many requests of {deployment} are being tried a second time. Try again shortly.",
@@ -135,9 +139,11 @@ class Recovery:
 
 
 class RetryBudget:
-    """Limits the retries of a deployment to a share of its recent requests, but at least `FREE_RETRIES`.
+    """Limits the retries of a deployment to a share of its recent requests, but at least `FREE_RETRIES_OF_ALL`.
 
-    So retries never become the main load.
+    So retries never become the main load. Each account, which is a tenant or a key, has the same share of its own
+    requests for itself. Beyond it, an account gets at most half of what the others have left, so that no account can
+    use up the retries of all.
     """
 
     def __init__(self, share: float) -> None:
@@ -145,14 +151,16 @@ class RetryBudget:
         self._requests = _EventWindow()
         self._retries = _EventWindow()
 
-    def began(self, now: float) -> None:
-        self._requests.add(now)
+    def began(self, now: float, account: str = "") -> None:
+        self._requests.add(now, account)
 
-    def take(self, now: float) -> bool:
+    def take(self, now: float, account: str = "") -> bool:
         """Take a retry from the budget. Return whether there was one."""
-        if self._retries.count(now) >= max(FREE_RETRIES, self._share * self._requests.count(now)):
+        total, own = self._retries.count(now), self._retries.count_of(account, now)
+        left_by_others = max(FREE_RETRIES_OF_ALL, self._share * self._requests.count(now)) - (total - own)
+        if own >= max(left_by_others / 2, self._share * self._requests.count_of(account, now)):
             return False
-        self._retries.add(now)
+        self._retries.add(now, account)
         return True
 
 
@@ -160,22 +168,27 @@ class _EventWindow:
     """Counts the events of the last `WINDOW_S` in ten slots, so that memory does not grow with the load."""
 
     def __init__(self) -> None:
-        self._slots: deque[tuple[int, int]] = deque()
+        self._slots: deque[tuple[int, Counter[str]]] = deque()
+        """The numbers of events by account."""
         self._total = 0
 
-    def add(self, now: float) -> None:
+    def add(self, now: float, account: str) -> None:
         slot = _slot(now)
-        if self._slots and self._slots[-1][0] == slot:
-            self._slots[-1] = (slot, self._slots[-1][1] + 1)
-        else:
-            self._slots.append((slot, 1))
+        if not self._slots or self._slots[-1][0] != slot:
+            self.count(now)  # drops what is too old
+            self._slots.append((slot, Counter()))
+        self._slots[-1][1][account] += 1
         self._total += 1
 
     def count(self, now: float) -> int:
         oldest = _slot(now - WINDOW_S)
         while self._slots and self._slots[0][0] <= oldest:
-            self._total -= self._slots.popleft()[1]
+            self._total -= self._slots.popleft()[1].total()
         return self._total
+
+    def count_of(self, account: str, now: float) -> int:
+        self.count(now)
+        return sum(counts[account] for _, counts in self._slots)
 
 
 def _slot(now: float) -> int:

@@ -168,7 +168,7 @@ def _text(raw: str) -> str:
     """Return the string that the JSON text `raw` encodes; "" if it is not a string."""
     try:
         value = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return value if isinstance(value, str) else ""
 

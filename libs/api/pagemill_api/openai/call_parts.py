@@ -13,6 +13,7 @@ import orjson
 
 from pagemill_api.answers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from pagemill_api.openai.render import ToolReason
+from pagemill_protocol import nesting
 from pagemill_protocol.request.generate import FinishReason
 
 
@@ -56,12 +57,15 @@ def finish_reason(reason: FinishReason | None, num_calls: int, *, named: bool) -
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Return arguments as an object; text that is not a JSON object is returned under one key."""
+    """Return arguments as an object.
+
+    Text that is not a JSON object, or one too deep for clients and renderers, is returned under one key.
+    """
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
         value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}
+    return value if isinstance(value, dict) and not nesting.exceeds(value) else {"arguments": arguments}
 
 
 def _reasoning(text: str) -> dict[str, Any]:

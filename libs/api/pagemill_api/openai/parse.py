@@ -1,8 +1,8 @@
 """Parse raw request bytes into a checked request, or an error message that helps its sender.
 
-JSON is parsed strictly: no NaN or Infinity, no lone surrogates, no broken UTF-8, no NUL characters, at most 1,024
-levels of nesting; integers beyond 64 bits are refused. The fast path is one parse and one validation; only a body that
-failed is parsed again, to name the wrong field.
+JSON is parsed strictly: no NaN or Infinity, no lone surrogates, no broken UTF-8, no NUL characters, at most 100
+levels of nesting (`nesting`); integers beyond 64 bits are refused. The fast path is one parse and one validation; only
+a body that failed is parsed again, to name the wrong field.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
 from pagemill_api.openai.fields import shorten
+from pagemill_protocol import nesting
 from pagemill_protocol.errors import PagemillError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -59,18 +60,19 @@ def parse_body(raw: bytes, schema: type[Model]) -> Model:
         return schema.model_validate(data)
     except ValidationError as error:
         raise from_validation(error) from None
-    except RecursionError:
-        raise _invalid(None, "The request body is nested too deeply. Use fewer levels.", "invalid_json") from None
 
 
-def parse_json(raw: bytes) -> Any:
+def parse_json(raw: bytes, max_levels: int = nesting.MAX_LEVELS) -> Any:
     """Return any JSON value in `raw`, parsed strictly. Raises `PagemillError` 400."""
     if not raw.strip(b" \t\r\n"):
         raise _invalid(None, "The request body is empty. Send a JSON object.", "invalid_json")
     try:
-        return orjson.loads(raw)
+        value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise _explain_bad_json(raw, error) from None
+    if nesting.may_exceed(raw):
+        nesting.check_value(value, max_levels)
+    return value
 
 
 def _has_escaped_nul(raw: bytes) -> bool:
@@ -93,9 +95,7 @@ def _explain_bad_json(raw: bytes, error: orjson.JSONDecodeError) -> PagemillErro
             "invalid_json",
         )
     if "depth" in str(error):
-        return _invalid(
-            _last_key(raw[: error.pos]), "The request body is nested too deeply. Use fewer levels.", "invalid_json"
-        )
+        return nesting.nested_too_deeply(nesting.path_in_text(raw) or _last_key(raw[: error.pos]) or "")
     try:
         lenient = json.loads(text, parse_int=_lenient_int)
     except (ValueError, RecursionError):

@@ -13,6 +13,7 @@ from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from pagemill_api.openai.fields import MAX_NAME_CHARS, refusal, shorten
+from pagemill_protocol import nesting
 
 MAX_TOOLS = 512
 MAX_CALLS = 1024
@@ -105,10 +106,17 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
         function = _function(call, f"[{index}]")
         if not isinstance(call.get("id"), str) or not 0 < len(call["id"]) <= MAX_NAME_CHARS:
             raise refusal(f"[{index}].id", f"The id of a call must be text, got {shorten(call.get('id'))}.")
-        if not isinstance(function.get("arguments", ""), str):
+        arguments = function.get("arguments", "")
+        if not isinstance(arguments, str):
             raise refusal(
                 f"[{index}].function.arguments",
-                f"`arguments` must be JSON as text, got {shorten(function['arguments'])}. Encode them.",
+                f"`arguments` must be JSON as text, got {shorten(arguments)}. Encode them.",
+            )
+        if nesting.text_exceeds(arguments):
+            raise refusal(
+                f"[{index}].function.arguments",
+                f"`arguments` are nested more than {nesting.MAX_LEVELS} levels deep. Use fewer levels.",
+                nesting.CODE,
             )
     return value
 

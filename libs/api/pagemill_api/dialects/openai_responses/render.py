@@ -7,7 +7,6 @@ of text, so that they grow and do not depend on how the text was split.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Conte
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.openai import call_parts
 from pagemill_api.openai.render import head
+from pagemill_protocol import nesting
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
@@ -28,7 +28,9 @@ class ResponsesRenderer:
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._id = head(request).id
-        self._shown: dict[str, Any] = json.loads(request.client_fields or "{}")
+        self._shown: dict[str, Any] = orjson.loads(request.client_fields or "{}")
+        # Gateways of other versions may accept more. What cannot be rendered must be refused before it is generated.
+        nesting.check_value(self._shown)
         self._items: list[Item] = []
         self._open: Item | None = None
         """The last item, if it has not ended yet."""

@@ -5,8 +5,9 @@ The dialect stores nothing. A gateway that stores responses makes a `StoredRespo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+
+import orjson
 
 from pagemill_api.dialects.openai_responses import render
 from pagemill_api.dialects.openai_responses.request import Item, ResponsesRequest
@@ -53,7 +54,7 @@ class ResponsesDialect(TranslatedDialect):
         self, request: ResponsesRequest, before: Sequence[Item] = (), *, stored: bool = False
     ) -> TranslatedChat:
         chat = as_request(lambda: request.for_chat(before), RENAMED, ItemsChat)
-        shown = json.dumps(request.shown(stored=stored))
+        shown = orjson.dumps(request.shown(stored=stored)).decode()
         return TranslatedChat(chat, self.name, (*RENAMED, ("messages", "input")), shown)
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.ResponsesRenderer:

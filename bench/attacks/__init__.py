@@ -1,0 +1,1 @@
+"""Attacks on a gateway and its engines, and the honest tenant beside them; `bench/attack.py` runs them."""

@@ -1,0 +1,65 @@
+"""Attacks with request bodies that never end, or that are as large as may be."""
+
+from __future__ import annotations
+
+import asyncio
+
+from attacks.cases import case
+from attacks.connections import key_at
+from attacks.site import ATTACKER, LIMITED, Site
+from attacks.wire import head, wires
+
+NUM_SMALL, NUM_LARGE, LARGE_BYTES = 4_200, 45, 8_300_000
+PATHS = {"gateway control": "/catalog", "engine control": "/sleep"}
+
+
+@case("bodies", "gateway data")
+async def small_bodies_of_a_limited_key_never_end(site: Site, port: str) -> str:
+    return await unfinished_bodies(site, port, LIMITED, NUM_SMALL, 1000, b"{")
+
+
+@case("bodies", "gateway data", only_grid=("engine data", "gateway control", "engine control"))
+async def small_bodies_never_end(site: Site, port: str) -> str:
+    return await unfinished_bodies(site, port, key_at(port), NUM_SMALL, 1000, b"{")
+
+
+@case("bodies", "gateway data", "engine data", only_grid=("gateway control", "engine control"))
+async def large_bodies_never_end(site: Site, port: str) -> str:
+    return await unfinished_bodies(site, port, key_at(port), NUM_LARGE, LARGE_BYTES, b"x" * (LARGE_BYTES - 1))
+
+
+@case("bodies", "gateway control", only_grid=("gateway data", "engine data", "engine control"))
+async def large_bodies_without_a_key_never_end(site: Site, port: str) -> str:
+    return await unfinished_bodies(site, port, "wrong", NUM_LARGE, LARGE_BYTES, b"x" * (LARGE_BYTES - 1))
+
+
+@case("bodies", only_grid=("gateway data", "engine data"))
+async def bodies_in_chunks_of_a_byte(site: Site, port: str) -> str:
+    """Each byte takes six bytes on the wire, and more in a server that keeps the pieces."""
+    begun = head("/v1/completions", key_at(port), fields=["Transfer-Encoding: chunked"])
+    async with wires(site.url(port), 100) as opened:
+        await asyncio.gather(*(each.send(begun + b"1\r\nx\r\n" * 200_000, site.hold_s) for each in opened))
+    return ""
+
+
+@case("bodies", "gateway data")
+async def uploads_never_end(site: Site, port: str) -> str:
+    begun = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * 2_000_000
+    fields = ["Content-Type: multipart/form-data; boundary=b", f"Content-Length: {100 * 2**20}"]
+    async with wires(site.url(port), 200) as opened:
+        data = head("/v1/files", ATTACKER, fields=fields) + begun
+        taken = await asyncio.gather(*(each.send(data, site.hold_s) for each in opened))
+        await asyncio.sleep(site.hold_s / 2)
+    return f"{sum(taken)} of 200 taken"
+
+
+async def unfinished_bodies(site: Site, port: str, key: str, number: int, length: int, body: bytes) -> str:
+    begun = head(PATHS.get(port, "/v1/completions"), key, method=_method(port), length=length)
+    async with wires(site.url(port), number) as opened:
+        taken = await asyncio.gather(*(each.send(begun + body, site.hold_s) for each in opened))
+        await asyncio.sleep(site.hold_s)
+    return f"{sum(taken)} of {number} taken"
+
+
+def _method(port: str) -> str:
+    return "PUT" if port == "gateway control" else "POST"
