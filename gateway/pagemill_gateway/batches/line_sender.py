@@ -57,8 +57,7 @@ class LineSender:
         caller = self._keys.by_hash(key_hash)
         if caller is None:
             refused = unauthorized("The API key that made this batch is not accepted any more.")
-            await answer.write(error_body(refused))
-            return LineReply(refused.status, {"content-type": "application/json"})
+            return await _failed(refused, answer)
         client = _Client(body, answer)
         scope: MutableMapping[str, Any] = {
             "type": "http",
@@ -68,9 +67,14 @@ class LineSender:
             "state": {"request_id": request_id, "caller": caller._replace(is_batch=True)},
         }
         del body  # it is the client's now, which gives it away
-        await self._app(scope, client.receive, client.send)
+        try:
+            await self._app(scope, client.receive, client.send)
+        except PagemillError as error:  # the answer broke off after its beginning
+            client.broken = error
         if client.failure is not None:
             raise client.failure
+        if client.broken is not None:
+            return await _failed(client.broken, answer)
         return LineReply(client.status, client.headers)
 
 
@@ -82,6 +86,8 @@ class _Client:
         self.headers: dict[str, str] = {}
         self.failure: PagemillError | None = None
         """Why the answer could not be written."""
+        self.broken: PagemillError | None = None
+        """Why the answer is incomplete."""
         self._body: bytes | None = body
         self._answer = answer
         self._has_left = asyncio.Event()
@@ -106,3 +112,10 @@ class _Client:
             self.failure = error
         if self.failure is not None or self._answer.is_too_large:
             self._has_left.set()
+
+
+async def _failed(error: PagemillError, answer: AnswerFile) -> LineReply:
+    """Return the error as the reply, with its body in place of what `answer` has."""
+    answer.clear()
+    await answer.write(error_body(error))
+    return LineReply(error.status, {"content-type": "application/json"})
