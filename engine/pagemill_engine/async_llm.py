@@ -184,6 +184,8 @@ class _Stream:
         self.request = request
         self.complete = False
         """No answer is complete at the start, because there is no resume."""
+        self.num_held_bytes = 0
+        """The caller's memory is not the server's."""
         self.answer = Answer()
         self.ended = False
         self._collected = CollectedRequest(request, text, tokenizer)

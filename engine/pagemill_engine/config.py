@@ -8,6 +8,7 @@ import msgspec
 
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig, GenerationDefaults
 from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 from pagemill_servers.tls_config import TLSConfig
 from pagemill_servers.tracing.config import TracingConfig
 
@@ -20,6 +21,7 @@ _LEAST = {
     "block_size": 1,
     "kv_cache_memory_bytes": 1,
     "max_num_waiting": 1,
+    "max_answer_values": 1,
     "num_threads": 1,
     "num_kv_blocks": 1,
     "vocab_size": 1,
@@ -103,6 +105,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_waiting: int = 1024
     """Most choices that may wait in the engine. Further requests get 503, and a request with more choices than that
     400."""
+    max_answer_values: int = MAX_ANSWER_VALUES
+    """Most log probabilities and token ids of an answer that is not streamed: `n` (or `best_of`) x `max_tokens` x those
+    of each token, of all prompts of a body together. Larger requests get 400; an answer without `max_tokens` ends where
+    it has that many."""
     overlap: bool | None = None
     """Whether a step is launched before the tokens of the one before are read; `None`: if the device gains by it."""
     num_threads: int | None = None
@@ -187,6 +193,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Serve both ports by HTTPS, TLS 1.2 and later; `None`: by HTTP."""
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
+    max_unread_bytes: int = 256 * 1024 * 1024
+    """Memory for the answers that were generated and not read yet, of all requests together. When it is full, the
+    slowest readers' requests end with an error. A single stream may take 16 MiB of it."""
     body_timeout_s: float = 30.0
     """Longest time for a request body to arrive; a slower one gets 408."""
     tracing: TracingConfig | None = None

@@ -62,7 +62,10 @@ def config_of(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> Eng
         raise TypeError(f"LLM settings: model must be a string or a path, got {_show(model)}.")
     values = {name: _plain(value) for name, value in settings.items()}
     try:
-        return msgspec.convert({"max_num_waiting": UNLIMITED, **values, "model": os.fspath(model)}, EngineConfig)
+        return msgspec.convert(
+            {"max_num_waiting": UNLIMITED, "max_answer_values": UNLIMITED, **values, "model": os.fspath(model)},
+            EngineConfig,
+        )
     except msgspec.ValidationError as error:
         raise TypeError(f"LLM settings: {error}") from None
 

@@ -23,6 +23,8 @@ from pagemill_gateway.routes.access import AccessLog
 from pagemill_gateway.routes.batches import BATCHES, FILES, BatchRoutes
 from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.control import ControlRoutes
+from pagemill_gateway.routes.counted_answers import CountedAnswers
+from pagemill_gateway.routes.entry import caller_of, entered
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.health import VERSION, HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
@@ -35,6 +37,7 @@ from pagemill_servers.cors import Cors
 from pagemill_servers.docs_page import DOCS_PATH
 from pagemill_servers.errors import with_errors
 from pagemill_servers.guard import ControlGuard, HostGuard
+from pagemill_servers.keys.caller import Caller
 from pagemill_servers.request_middleware import RequestMiddleware, check_json_content_type, install_error_handlers
 
 MAX_CATALOG_BYTES = 16 * 1024 * 1024
@@ -44,8 +47,8 @@ def page_route(worker: Worker, page: Page) -> Callable[[Request], Awaitable[Resp
     models = ModelRoutes(worker)
 
     async def route(request: Request) -> Response:
-        caller = worker.keys.authenticate(request.scope)
-        raw = await _read(worker, request) if page.method == "POST" else b""
+        caller = caller_of(worker, request)
+        raw = await _read(worker, caller, request) if page.method == "POST" else b""
         info = RequestInfo(request.scope["path"], request.path_params, request.headers.get)
         body = page.body(PageRequest(await models.cards(caller), info, raw, VERSION))
         return Response(body, media_type="application/json")
@@ -53,10 +56,10 @@ def page_route(worker: Worker, page: Page) -> Callable[[Request], Awaitable[Resp
     return with_errors(page.error_body, route)
 
 
-async def _read(worker: Worker, request: Request) -> bytes:
+async def _read(worker: Worker, caller: Caller, request: Request) -> bytes:
     check_json_content_type(request.scope)
-    with worker.in_flight_limit.enter() as slot:
-        return await read_counted(request.scope, request.receive, slot, worker.config.max_body_bytes)
+    with entered(worker, caller, is_limited=False) as entry:
+        return await read_counted(request.scope, request.receive, entry.slot, worker.config.max_body_bytes)
 
 
 def hot_routes(worker: Worker) -> dict[str, ASGIApp]:
@@ -112,7 +115,7 @@ def data_app(worker: Worker) -> ASGIApp:
     install_error_handlers(app, error_body_at)
     config = worker.config
     worker.run_batches(AccessLog(_HotPaths(hot, app), worker))
-    routed: ASGIApp = _HotPaths(hot, app)
+    routed: ASGIApp = _HotPaths(hot, CountedAnswers(app, worker))
     if worker.keys.open and is_loopback_address(config.host):
         routed = HostGuard(routed, config.allowed_hosts)
     bounded: ASGIApp = RequestMiddleware(

@@ -13,7 +13,9 @@ import msgspec
 
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 from pagemill_servers.auth import is_loopback_address
+from pagemill_servers.connection_limits import DEFAULT_MAX_CONNECTIONS, trusted_networks
 from pagemill_servers.cors import is_origin
 from pagemill_servers.keys import file as keys_file
 from pagemill_servers.keys.entries import fault_of
@@ -122,6 +124,7 @@ class EngineTLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class WorkerBounds(NamedTuple):
     """The limits of one worker."""
 
+    max_connections: int
     max_requests: int
     max_body_bytes: int
     journal_tokens: int
@@ -135,8 +138,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     Number of processes that serve the data port, for traffic of more than about one CPU core. With 1, the whole gateway
     is one process. With more, one further process makes all decisions and serves the control port, and another one
-    keeps all of them running; each worker gets its share of `max_requests`, `max_in_flight_body_bytes` and
-    `journal_tokens`.
+    keeps all of them running; each worker gets its share of `max_connections`, `max_requests`,
+    `max_in_flight_body_bytes` and `journal_tokens`.
     """
     hang_timeout_s: float = 30.0
     """
@@ -205,15 +208,40 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     catalog: Catalog = Catalog()
     """Models and endpoints to serve at start; `PUT /catalog` replaces them."""
 
+    max_connections: int = DEFAULT_MAX_CONNECTIONS
+    """
+    Maximum number of open connections of the data port, also limited by this process's limit of open files. One client
+    has at most half of them: a tenant (or a key without one), and an address (or an IPv6 network of 64 bits) for
+    connections without a valid key so far. At a limit, a new connection takes the place of the one that has been idle
+    for longest; where all are busy, it gets status 503.
+    """
+    trusted_proxies: list[str] = []
+    """
+    Addresses and networks of proxies, such as `10.0.0.0/8`. A request from one of them counts for the last address in
+    its header `X-Forwarded-For` that is not a trusted proxy's. Without it, all connections of a proxy that have had no
+    valid key count as one client's.
+    """
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
+    """Maximum bytes of the headers of a request; a request may have 100 of them."""
     body_timeout_s: float = 30.0
     """A body that takes longer to arrive gets status 408."""
+    max_answer_values: int = MAX_ANSWER_VALUES
+    """Maximum number of log probabilities and token ids of an answer that is not streamed: `n` (or `best_of`) x
+    `max_tokens` x those of each token, of all prompts of a body together. Larger requests get status 400; an answer
+    without `max_tokens` ends where it has that many. Engines have the same setting."""
     max_requests: int = 4096
-    """Maximum number of requests inside the gateway; further ones get status 503. It limits the memory for streams."""
+    """
+    Maximum number of requests inside the gateway; further ones get status 503. It limits the memory for streams. A
+    tenant (or key without a tenant) may have nine times as many as are free, so alone all but the last tenth; further
+    ones of it get status 429. Without keys there are no shares.
+    """
     max_in_flight_body_bytes: int = 256 * 1024 * 1024
-    """Maximum bytes of request bodies inside the gateway, each from its arrival to the end of its answer; further
-    requests get status 503. A parsed and tokenized body takes several times its size.
+    """
+    Maximum bytes of the requests inside the gateway: bodies with what they become while they are parsed and tokenized,
+    answers that must be whole before they are sent, and answers that their clients do not read. Further requests get
+    status 503. Tenants have shares as in `max_requests`; beyond its share, a tenant's requests get status 429, and its
+    answers that have remained unread for longest are ended.
     """
     max_attempts: int = 3
     """Number of engines that may fail a request. Those that refuse it, that end or that do not listen do not count."""
@@ -233,7 +261,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     every second, regardless of the duration of steps."""
     journal_tokens: int = 16 * 1024 * 1024
     """Maximum number of tokens of answers in progress that are kept (4 bytes each), so that another engine can continue
-    them. Further answers are served, but cannot be continued.
+    them. Further answers are served, but cannot be continued. Tenants have shares as in `max_requests`.
     """
     slow_client_timeout_s: float = 120.0
     """A client that reads nothing for this long loses its stream."""
@@ -294,6 +322,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def bounds_of_one_worker(self) -> WorkerBounds:
         """Return one worker's share of the limits, but at least the largest body."""
         return WorkerBounds(
+            max_connections=-(-self.max_connections // self.workers),
             max_requests=-(-self.max_requests // self.workers),
             max_body_bytes=max(self.max_body_bytes, self.max_in_flight_body_bytes // self.workers),
             journal_tokens=self.journal_tokens // self.workers,
@@ -334,6 +363,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise SettingsError(
                 "catalog: with discovery `kubernetes` the cluster's objects are the catalogue. Empty it."
             )
+        for proxy in self.trusted_proxies:
+            try:
+                trusted_networks([proxy])
+            except ValueError as error:
+                raise SettingsError(
+                    f"trusted_proxies: {proxy[:80]!r} is neither an address nor a network. Write it like 10.0.0.0/8."
+                ) from error
         for origin in self.allowed_origins:
             if not is_origin(origin):
                 raise SettingsError(
@@ -345,7 +381,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if not 0 <= getattr(self, field) <= 65535:
                 value = getattr(self, field)
                 raise SettingsError(f"{field}: {value} is not a port. Use 1 to 65535, or 0 for a free one.")
-        for field in ("max_body_bytes", "max_header_bytes", "max_requests", "max_attempts", "remembered_prefix_chunks"):
+        for field in (
+            "max_connections",
+            "max_body_bytes",
+            "max_header_bytes",
+            "max_requests",
+            "max_attempts",
+            "remembered_prefix_chunks",
+            "max_answer_values",
+        ):
             if getattr(self, field) < 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be at least 1.")
         if not 1 <= self.workers <= MAX_WORKERS:

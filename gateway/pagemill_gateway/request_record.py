@@ -14,6 +14,7 @@ from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, Failure
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import FinishReason, FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams, is_low_priority
+from pagemill_servers.keys.caller import Caller
 
 
 @dataclass(slots=True)
@@ -54,6 +55,8 @@ class RequestRecord:
     """The deployment's model name, not the client's text, so that clients cannot create new series of metrics."""
     deployment: str = ""
     tenant: str = ""
+    account: str = ""
+    """The caller's account, whose share of the limits the request uses."""
     response_id: str = ""
     stream: bool = False
     num_prompts: int = 0
@@ -91,6 +94,9 @@ class RequestRecord:
     """Whether the request has low priority, as lines of batches have."""
     status: int = 0
     error_code: str | None = None
+
+    def called_by(self, caller: Caller) -> None:
+        self.tenant, self.account, self.is_keyed = caller.tenant, caller.account, bool(caller.key_hash)
 
     def served_by(self, target: Target, requests: Sequence[GenerateRequest]) -> None:
         self.model = target.model

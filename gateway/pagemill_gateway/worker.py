@@ -85,7 +85,9 @@ class Worker:
         self.bundles = bundles if bundles is not None else Bundles(None, source=control.bundle)
         self._loading: set[asyncio.Task[None]] = set()
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
-        self.preparation = RequestPreparation(brain, self.bundles, self._keep_alive, config.remembered_prefix_chunks)
+        self.preparation = RequestPreparation(
+            brain, self.bundles, self._keep_alive, config.remembered_prefix_chunks, config.max_answer_values
+        )
         self._upstream = Upstream(config, UPSTREAM_KEEPALIVE_S)
         self.relay = Relay(
             brain,

@@ -98,6 +98,12 @@ def test_there_are_either_keys_or_anonymous_access(variant: Variant) -> None:
     assert not guarded.allow_anonymous
 
 
+def test_a_gateway_pod_has_the_configured_connections_and_proxies(variant: Variant) -> None:
+    default, configured = gateway_of(variant("anonymous")), gateway_of(variant("everything"))
+    assert (default.max_connections, default.trusted_proxies) == (12_000, [])
+    assert (configured.max_connections, configured.trusted_proxies) == (6000, ["10.244.0.0/16"])
+
+
 def test_a_gateway_pod_has_the_configured_number_of_workers(variant: Variant) -> None:
     assert gateway_of(variant("anonymous")).workers == 1
     assert gateway_of(variant("everything")).workers == 3

@@ -64,6 +64,7 @@ _GENERATED = {
     "drain-timeout": "3",
     "allowed-origin": "https://a.example",
     "allowed-host": "a.example",
+    "trusted-proxy": "10.0.0.0/8",
     "control-allowed-host": "a.example",
     "chat-template": "template.jinja",
     "api-keys-file": "keys",
@@ -99,6 +100,8 @@ CASES: dict[str, dict[str, Case]] = {
         "engine_server_name": (f"{_ENGINE} --settings gateway.json", "--engine-server-name a"),
         "allowed_host": (_ENGINE, "--allowed-host a.example"),
         "workers": (_ENGINE, "--workers 2"),
+        "max_connections": (_ENGINE, "--max-connections 2"),
+        "trusted_proxy": (_ENGINE, "--trusted-proxy 10.0.0.0/8"),
         "api_keys_file": (_ENGINE, "--api-keys-file keys"),
     },
     "up": {

@@ -234,20 +234,34 @@ def test_unread_bytes_are_not_credited_and_other_streams_continue() -> None:
     run(scenario)
 
 
-def test_a_frame_larger_than_the_window_is_credited_while_its_reader_waits() -> None:
+def test_a_payload_larger_than_the_window_is_read_in_parts_and_credited_as_they_are_read() -> None:
     async def scenario(engine: Engine) -> None:
         stream = await engine.stream()
         engine.send(RecordKind.ACCEPTED, 1)
-        reading = asyncio.create_task(stream.read())
-        await asyncio.sleep(0)
         data = token(b"x" * (3 * WINDOW_BYTES))
-        sent = 0
+        sent, parts = 0, [b""]
         while sent < len(data):
-            credited = sum(decode_credit(each) for kind, _, each in engine.records if kind == RecordKind.CREDIT)
-            assert sent < WINDOW_BYTES + credited
             engine.send(RecordKind.DATA, 1, data[sent : sent + PIECE_BYTES])
             sent += PIECE_BYTES
-        assert len((await reading)[0][1]) == 3 * WINDOW_BYTES
+            parts += [payload for _, payload in await stream.read()]
+            credited = sum(decode_credit(each) for kind, _, each in engine.records if kind == RecordKind.CREDIT)
+            assert sent - credited < WINDOW_BYTES
+        assert b"".join(parts) == b"x" * (3 * WINDOW_BYTES)
+        assert max(map(len, parts)) <= PIECE_BYTES
+
+    run(scenario)
+
+
+def test_a_reader_that_does_not_read_gets_no_credit_for_a_large_payload() -> None:
+    async def scenario(engine: Engine) -> None:
+        stream = await engine.stream()
+        engine.send(RecordKind.ACCEPTED, 1)
+        data = token(b"x" * (3 * WINDOW_BYTES))[:WINDOW_BYTES]
+        for start in range(0, len(data), PIECE_BYTES):
+            engine.send(RecordKind.DATA, 1, data[start : start + PIECE_BYTES])
+        assert not [record for record in engine.records if record[0] == RecordKind.CREDIT]
+        await stream.read()
+        assert [record for record in engine.records if record[0] == RecordKind.CREDIT]
 
     run(scenario)
 

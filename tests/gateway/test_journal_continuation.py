@@ -387,3 +387,19 @@ def test_journals_share_one_capacity_and_release_it() -> None:
     assert second.continuation().resume == []
     first.close()
     assert capacity.num_tokens == 0
+
+
+def test_a_tenants_journals_leave_capacity_to_others() -> None:
+    capacity = JournalCapacity(10_000)
+    request = make_request(["a"], stream=True)
+    greedy = [Journal(request, capacity, "greedy") for _ in range(20)]
+    for journal in greedy:
+        journal.note(FrameMeta(token_ids=[1] * 1000, position=1000), "w")
+    assert sum(journal.can_continue for journal in greedy) == 8
+    assert capacity.num_tokens <= 9000
+    other = Journal(request, capacity, "quiet")
+    other.note(FrameMeta(token_ids=[1] * 100, position=100), "w")
+    assert other.can_continue
+    for journal in (*greedy, other):
+        journal.close()
+    assert capacity.num_tokens == 0

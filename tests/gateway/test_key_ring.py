@@ -132,3 +132,22 @@ def test_no_plain_key_is_kept_in_memory() -> None:
     ring = KeyRing([hash_key("sk-very-secret")])
     ring.authenticate(scope_with("Bearer sk-very-secret"))
     assert "sk-very-secret" not in repr(vars(ring))
+
+
+def test_the_same_key_in_both_headers_is_accepted_and_two_different_ones_are_refused_by_name() -> None:
+    ring = KeyRing([hash_key("one"), hash_key("two")])
+    scope = scope_with("Bearer one")
+    scope["headers"].append((b"x-api-key", b"one"))
+    assert ring.authenticate(scope).key_hash == hash_key("one")
+    scope["headers"][1] = (b"x-api-key", b"two")
+    with pytest.raises(PagemillError) as caught:
+        ring.authenticate(scope)
+    assert caught.value.status == 401
+    assert "`Authorization`" in caught.value.message
+    assert "`x-api-key`" in caught.value.message
+
+
+def test_a_refused_key_is_answered_with_the_scheme_that_is_expected() -> None:
+    ring = KeyRing([hash_key("one")])
+    for given in (None, "Bearer two", "Basic b25l"):
+        assert refusal_of(ring, given).headers() == {"WWW-Authenticate": 'Bearer realm="pagemill"'}

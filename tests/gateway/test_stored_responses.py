@@ -38,7 +38,7 @@ def answers(text: str) -> Any:
             await response.write(encode_frame(meta, renderer.chunk(piece)))
             await response.write(encode_frame(last, renderer.end(usage)))
         else:
-            body = renderer.body([FinishedChoice(0, text, "stop", None, 0, [Content(text)])], usage)
+            body = renderer.body([FinishedChoice(0, text, "stop", None, [Content(text)])], usage)
             await response.write(encode_frame(last, body))
         await response.write_eof()
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import socket
+import struct
 
 import httpx2
 import pytest
@@ -54,6 +55,26 @@ def test_a_hundred_clients_that_vanish_leave_no_state(
     generated = engine_server.metric("vllm:generation_tokens_total") - before
     assert generated < 100 * NUM_LONG_TOKENS / 2, "the answers were generated to their ends"
     http_server.serves()
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 70_000, 4_000_000, 8_000_000])
+@pytest.mark.parametrize("num_writes", [1, 2])
+def test_a_client_that_leaves_is_noticed_whatever_the_size_of_its_body(
+    http_server: HttpServer, engine_server: HttpServer, gateway_server: HttpServer, num_bytes: int, num_writes: int
+) -> None:
+    for stream, reset in ((True, False), (False, False), (True, True), (False, True)):
+        before = engine_server.metric("vllm:generation_tokens_total")
+        with contextlib.closing(http_server.connect()) as client:
+            raw = request({**LONG, "stream": stream, "ignored": "x" * num_bytes})
+            end_of_head = raw.index(b"\r\n\r\n") + 4
+            for piece in [raw] if num_writes == 1 else [raw[:end_of_head], raw[end_of_head:]]:
+                client.sendall(piece)
+            wait_until(lambda before=before: engine_server.metric("vllm:generation_tokens_total") > before)
+            if reset:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        frees_everything(engine_server, gateway_server)
+        generated = engine_server.metric("vllm:generation_tokens_total") - before
+        assert generated < NUM_LONG_TOKENS, "the answer was generated to its end"
 
 
 @pytest.mark.parametrize("stream", [True, False])

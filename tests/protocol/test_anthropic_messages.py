@@ -67,7 +67,7 @@ def streamed(events: list[Event], finish_reason: FinishReason = "stop") -> list[
 
 
 def whole(events: list[Event], finish_reason: FinishReason = "stop") -> dict[str, Any]:
-    choice = FinishedChoice(0, "", finish_reason, None, 0, events)
+    choice = FinishedChoice(0, "", finish_reason, None, events)
     body: dict[str, Any] = json.loads(DIALECT.renderer(request(), None).body([choice], Usage(3, 5, 1)))
     return body
 
@@ -223,7 +223,7 @@ def test_the_blocks_of_a_stream_equal_those_of_the_body(drawn: list[Any]) -> Non
 
 
 def test_an_answer_ended_by_a_stop_sequence_names_it() -> None:
-    choice = FinishedChoice(0, "a", "stop", None, 0, stop_reason="END")
+    choice = FinishedChoice(0, "a", "stop", None, stop_reason="END")
     body = json.loads(DIALECT.renderer(request(), None).body([choice], Usage(3, 5)))
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
     renderer = DIALECT.renderer(request(), None)

@@ -59,7 +59,7 @@ def request(**asked: Any) -> GenerateRequest:
 
 
 def choice(text: str) -> FinishedChoice:
-    return FinishedChoice(0, text, "stop", None, 0)
+    return FinishedChoice(0, text, "stop", None)
 
 
 def test_fields_and_parameters_are_translated_to_completion_fields() -> None:

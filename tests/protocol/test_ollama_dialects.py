@@ -169,7 +169,7 @@ def test_a_stream_in_any_chunks_has_the_content_of_the_whole_answer(
         rest = rest[size:]
     raw += renderer.chunk(Piece(0, "", False, "length", None, 0, None, []))
     *lines, last = lines_of(raw + renderer.end(Usage(2, 5)))
-    choice = FinishedChoice(0, "", "length", None, 0, events)
+    choice = FinishedChoice(0, "", "length", None, events)
     whole = json.loads(CHAT.renderer(request(), None).body([choice], Usage(2, 5)))
     messages = [line["message"] for line in lines]
     assert "".join(each["content"] for each in messages) == whole["message"]["content"]

@@ -113,7 +113,7 @@ def test_bodies_of_several_prompts_are_merged_into_one() -> None:
         render.completion_body(HEAD, [render.Choice(index, str(index), "stop") for index in indices], USAGE)
         for indices in ([2, 3], [0, 1])
     ]
-    merged = orjson.loads(render.merge_completion_bodies(bodies))
+    merged = orjson.loads(b"".join(render.merge_completion_bodies(bodies)))
     assert [choice["index"] for choice in merged["choices"]] == [0, 1, 2, 3]
     assert merged["usage"]["total_tokens"] == 16
     assert merged["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}

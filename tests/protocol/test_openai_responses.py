@@ -73,7 +73,7 @@ def streamed(events: list[Event], finish_reason: FinishReason = "stop") -> list[
 
 
 def whole(events: list[Event], finish_reason: FinishReason = "stop") -> dict[str, Any]:
-    choice = FinishedChoice(0, "", finish_reason, None, 0, events)
+    choice = FinishedChoice(0, "", finish_reason, None, events)
     body: dict[str, Any] = json.loads(DIALECT.renderer(request(), None).body([choice], Usage(3, 5, 1)))
     return body
 

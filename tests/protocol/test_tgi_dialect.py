@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_api.answers.events import Content
-from pagemill_api.dialects.base import FinishedChoice, Piece
+from pagemill_api.dialects.base import FinishedChoice, Piece, PromptReport
 from pagemill_api.dialects.pages import PageRequest
+from pagemill_api.dialects.text_generation.render import TgiTokens
 from pagemill_api.dialects.text_generation.tgi import INFO, TgiDialect
 from pagemill_api.dialects.transport import RequestInfo
 from pagemill_api.openai.logprobs import PositionLogprobs, TokenLogprob
@@ -159,9 +160,13 @@ def test_a_continued_stream_ends_with_the_whole_text() -> None:
 def test_an_answer_has_its_prompt_tokens_and_top_tokens() -> None:
     top = PositionLogprobs(position("a").chosen, [position("b", 7).chosen])
     positions = [position("x", 1), position("y", 2), top, position("</s>", 0)]
-    choice = FinishedChoice(0, "a", "stop", positions, 0)
     renderer = DIALECT.renderer(request(details=True, prefill=True, top=True, in_list=True), None)
-    (answer,) = json.loads(renderer.body([choice], Usage(2, 2)))
+    prefill, generated = TgiTokens(of_prompt=True), TgiTokens()
+    prefill.add(positions[:2])
+    for each in positions[2:]:
+        generated.add([each])
+    choice = FinishedChoice(0, "a", "stop", generated, prompt=PromptReport(echoed=prefill))
+    (answer,) = json.loads(b"".join(renderer.body([choice], Usage(2, 2))))
     details = answer["details"]
     assert answer["generated_text"] == "a"
     assert [each["id"] for each in details["prefill"]] == [1, 2]
@@ -171,8 +176,8 @@ def test_an_answer_has_its_prompt_tokens_and_top_tokens() -> None:
 
 
 def test_an_answer_without_details_is_only_text() -> None:
-    body = DIALECT.renderer(request(), None).body([FinishedChoice(0, "a", "length", None, 0)], Usage(2, 1))
-    assert json.loads(body) == {"generated_text": "a"}
+    body = DIALECT.renderer(request(), None).body([FinishedChoice(0, "a", "length", None)], Usage(2, 1))
+    assert json.loads(b"".join(body)) == {"generated_text": "a"}
 
 
 def test_errors_have_tgis_format_and_types() -> None:

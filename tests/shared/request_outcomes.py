@@ -16,11 +16,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from pagemill_api.answers.events import Content
-from pagemill_api.dialects.base import Dialect, FinishedChoice, Piece, Preparation, PromptReport
+from pagemill_api.dialects.base import Dialect, FinishedChoice, Piece, Preparation, PromptReport, collector
 from pagemill_api.dialects.transport import RequestInfo
 from pagemill_api.openai import prepare
 from pagemill_api.openai.logprobs import PositionLogprobs, TokenLogprob
 from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_protocol.json_pieces import pieces_of
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 from pagemill_protocol.request.pooling import PoolingSpec
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
@@ -66,7 +67,7 @@ def outcome(dialect: Dialect, body: Mapping[str, Any], info: RequestInfo, tokeni
     sampling = prepare.within_vocabulary(parsed.sampling(), tokenizer)
     requests = parsed.prepare(tokenizer, Preparation(500, "id-1", 7), sampling, None)
     bodies = [_answer(dialect, request) for request in requests]
-    answers = bodies if len(bodies) == 1 or requests[0].stream else [dialect.merge_bodies(bodies)]
+    answers = bodies if len(bodies) == 1 or requests[0].stream else [b"".join(pieces_of(dialect.merge_bodies(bodies)))]
     without = [msgspec.structs.replace(request, client_fields="") for request in requests]
     return [without, [(_TIMES.sub(b"", each), dialect.transport.body_headers(each)) for each in answers]]
 
@@ -80,8 +81,17 @@ def _answer(dialect: Dialect, request: GenerateRequest) -> bytes:
         piece = Piece(0, " text", True, "length", positions, 0, USAGE, events, token_ids=token_ids, prompt=prompt)
         return renderer.chunk(piece) + renderer.end(USAGE)
     pooled = np.arange(request.prompt_index, request.prompt_index + 4, dtype="<f4").tobytes()
-    choice = FinishedChoice(0, " text", "length", positions, 0, events, None, token_ids, prompt, pooled=pooled)
-    return renderer.body([choice], USAGE)
+    choice = FinishedChoice(0, " text", "length", None, events, None, token_ids, prompt, pooled=pooled)
+    if positions is not None:
+        num_echoed = 0 if request.prompt_text is None else len(request.prompt_token_ids)
+        own, echoed = collector(renderer, 0), collector(renderer, 0, of_prompt=True)
+        assert own is not None
+        assert echoed is not None
+        echoed.add(positions[:num_echoed])
+        own.add(positions[num_echoed:])
+        prompt = prompt._replace(echoed=echoed if num_echoed else None)
+        choice = choice._replace(logprobs=own, prompt=prompt)
+    return b"".join(pieces_of(renderer.body([choice], USAGE)))
 
 
 def _positions(request: GenerateRequest) -> list[PositionLogprobs] | None:

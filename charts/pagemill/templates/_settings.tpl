@@ -52,6 +52,8 @@ refuse unknown ones; `settings` of each component overrides everything else.
   "host" "0.0.0.0"
   "port" 8080
   "workers" $values.workers
+  "max_connections" $values.maxConnections
+  "trusted_proxies" $values.trustedProxies
   "control_host" "0.0.0.0"
   "control_port" 8081
   "discovery" "kubernetes"

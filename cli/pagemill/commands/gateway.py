@@ -78,6 +78,17 @@ class GatewayCommand:
         int | None,
         typer.Option(help="Number of processes that serve clients; raise it if one CPU core is too little."),
     ] = None
+    max_connections: Annotated[
+        int | None,
+        typer.Option(help="Maximum number of open connections of clients; one client has at most half of them."),
+    ] = None
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address or network of a proxy whose header X-Forwarded-For names the client, such as 10.0.0.0/8. "
+            "May be repeated."
+        ),
+    ] = None
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
@@ -108,6 +119,8 @@ class GatewayCommand:
             "tls": _tls(self.tls_cert_file, self.tls_key_file),
             "engine_tls": _engine_tls(config.engine_tls, self.engine_ca_file, self.engine_server_name),
             "workers": self.workers,
+            "max_connections": self.max_connections,
+            "trusted_proxies": self.trusted_proxy,
         }
         if self.engine:
             token = _token(self.engine_token_file) if self.engine_token_file is not None else self.engine_token

@@ -24,6 +24,7 @@ def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
         max_num_seqs=step.max_num_seqs,
         max_num_batched_tokens=step.max_num_batched_tokens,
         max_num_waiting=config.max_num_waiting,
+        max_answer_values=config.max_answer_values,
         policy=config.policy,
         enable_prefix_caching=config.enable_prefix_caching and not whole_prompts,
         # A tokenizer may have tokens beyond the model's vocabulary; those can neither be sampled nor masked.

@@ -9,7 +9,15 @@ from pagemill_api.dialects.base import FinishedChoice
 from pagemill_api.dialects.registry import dialect_of
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import TokensOut
-from pagemill_engine.output.processor import Frame, OutputProcessor, Processor, Progress, engine_error, failure_meta
+from pagemill_engine.output.processor import (
+    Frame,
+    OutputProcessor,
+    Processor,
+    Progress,
+    body_frame,
+    engine_error,
+    failure_meta,
+)
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 
@@ -23,6 +31,7 @@ def processor_of(request: GenerateRequest, tokenizer: Tokenizer, system_fingerpr
 class PooledProcessor:
     complete = False
     num_new_tokens = 0
+    num_held_bytes = 0
 
     def __init__(self, request: GenerateRequest, system_fingerprint: str | None = None) -> None:
         self.request = request
@@ -50,6 +59,6 @@ class PooledProcessor:
         return Frame(failure_meta(error, self.usage), self._dialect.error_body(error))
 
     def last_frame(self) -> Frame:
-        answer = FinishedChoice(self.request.prompt_index, "", "stop", None, 0, pooled=self._pooled)
+        answer = FinishedChoice(self.request.prompt_index, "", "stop", pooled=self._pooled)
         meta = FrameMeta(last=True, usage=self.usage, queue_s=self._queue_s, finish_reason="stop")
-        return Frame(meta, self._renderer.body([answer], self.usage))
+        return body_frame(meta, self._renderer.body([answer], self.usage))

@@ -3,9 +3,10 @@
 `ChoiceOutput` turns tokens into text, the request's dialect (`pagemill_api.dialects`) renders it, and this module
 decides which chunk is sent when. Streaming: one frame per output, whose payload is complete events (or nothing while
 text is held back), then a last frame that contains only the end of the stream, so that a gateway which merges several
-prompts can replace it. Not streaming: one last frame with the whole body, and before it frames that only report the
-tokens so far. An answer that another engine began (`resume`) continues with the same frames that its first engine would
-have sent. This runs in the HTTP process; it uses neither sockets nor the engine.
+prompts can replace it. Not streaming: one last frame with the whole body in pieces, of which log probabilities were
+rendered as they came, and before it frames that only report the tokens so far. An answer that another engine began
+(`resume`) continues with the same frames that its first engine would have sent. This runs in the HTTP process; it uses
+neither sockets nor the engine.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from pagemill_api.answers.events import Event
-from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece, PromptReport
+from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece, PromptReport, collector
 from pagemill_api.dialects.registry import dialect_of
 from pagemill_api.openai import logprobs
 from pagemill_api.openai.render import choice_index
@@ -24,7 +24,9 @@ from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
+from pagemill_engine.output.kept import KeptChoice, ReportedPrompt
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.json_pieces import PIECE_BYTES
 from pagemill_protocol.request.continuing import PROGRESS_TOKENS, can_be_continued, has_begun
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 
@@ -34,6 +36,12 @@ class Frame(NamedTuple):
 
     meta: FrameMeta
     payload: bytes
+    rest: Sequence[bytes] = ()
+    """The further pieces of the payload, if it is a large body; the same piece may occur several times."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.payload) + sum(map(len, self.rest))
 
 
 @dataclass(slots=True)
@@ -52,6 +60,8 @@ class Processor(Protocol):
     """Turns one request's outputs into frames, or into the offline API's objects."""
 
     request: GenerateRequest
+    num_held_bytes: int
+    """Memory for the part of an answer that is not in a frame yet: all of it before the end if it is not streamed."""
 
     @property
     def complete(self) -> bool: ...
@@ -72,12 +82,10 @@ class _Choice:
     index: int
     started: bool
     """Whether its first chunk was sent, by this engine or the previous one."""
-    text: list[str] = field(default_factory=list)
-    """The whole text, kept only when not streaming."""
-    events: list[Event] | None = None
-    """The events of the whole text, kept only when not streaming; None without an answer format."""
+    kept: KeptChoice | None = None
+    """Text and log probabilities of the whole choice; None when streaming."""
     positions: list[logprobs.PositionLogprobs] = field(default_factory=list)
-    """Log probabilities that are not rendered yet; all of them when not streaming."""
+    """Log probabilities that are not rendered yet; only when streaming."""
     logprob_chars: int = 0
     """Number of characters of the choice's text before `positions`."""
     likelihood: MeanLogprob = field(default_factory=MeanLogprob)
@@ -87,18 +95,13 @@ class _Choice:
     token_ids: list[int] = field(default_factory=list)
     """Tokens that the client did not get yet; only if it asked for token ids."""
 
-    def add(self, text: str, events: Sequence[Event] | None) -> None:
-        self.text.append(text)
-        if events is not None:
-            self.events = self.events or []
-            self.events += events
-
 
 class OutputProcessor:
     """The output state of one `GenerateRequest`."""
 
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, system_fingerprint: str | None = None) -> None:
         self.request = request
+        self.num_held_bytes = 0
         self._tokenizer = tokenizer
         self._dialect = dialect_of(request.dialect)
         self._renderer = self._dialect.renderer(request, system_fingerprint)
@@ -112,7 +115,7 @@ class OutputProcessor:
         self._cached_is_known = request.cached_tokens is not None
         self._queue_s = 0.0
         self._reports_logprobs = request.sampling.num_alternatives is not None
-        self._prompt_logprobs: list[LogprobsOut] = []
+        self._prompt = ReportedPrompt(request, self._tokenizer, self._renderer)
         self._created_at = time.monotonic()
         self._first_token_s = 0.0
 
@@ -154,7 +157,10 @@ class OutputProcessor:
         if out.choice == self._first and not self._cached_is_known:
             self._num_cached_tokens = max(self._num_cached_tokens, out.num_cached_tokens)
         self._queue_s = max(self._queue_s, out.queue_s)
-        self._prompt_logprobs += out.prompt_logprobs
+        if out.prompt_logprobs:
+            self.num_held_bytes += self._prompt.add(out.prompt_logprobs)
+            if not out.token_ids and out.finish_reason is None:  # a part of the report on a long prompt
+                return Progress()
         self._first_token_s = self._first_token_s or time.monotonic() - self._created_at
         was_running = choice.output.finish_reason is None
         if self.request.prompt_only:
@@ -172,16 +178,16 @@ class OutputProcessor:
         return Frame(failure_meta(error, self.usage), payload)
 
     def _deliver(self, choice: _Choice, delta: ChoiceDelta, progress: Progress) -> None:
-        if self._reports_logprobs:
-            choice.positions += [self._position(entry) for entry in delta.logprobs]
-        if self.request.return_token_ids:
-            choice.token_ids += delta.token_ids
+        positions = [self._position(entry) for entry in delta.logprobs] if self._reports_logprobs else []
         if self._chooses:
             choice.likelihood.add(delta.logprobs)
-        if self.request.stream:
-            progress.frames.append(self._chunk_frame(choice, delta))
+        if choice.kept is not None:
+            self.num_held_bytes += choice.kept.add(delta.text, delta.events, positions, delta.token_ids)
         else:
-            choice.add(delta.text, delta.events)
+            choice.positions += positions
+            if self.request.return_token_ids:
+                choice.token_ids += delta.token_ids
+            progress.frames.append(self._chunk_frame(choice, delta))
         if choice.output.stopped_by_text:
             progress.stopped_choices.append(choice.index)
         if delta.finish_reason is not None and self.complete:
@@ -242,7 +248,7 @@ class OutputProcessor:
                 choice.output.parser.num_calls if choice.output.parser is not None else 0,
                 choice.output.stop_reason,
                 self._take_token_ids(choice),
-                self._prompt_report() if first else PromptReport(),
+                self._prompt.report() if first else PromptReport(),
             )
         )
 
@@ -264,24 +270,26 @@ class OutputProcessor:
             position=only.num_tokens,
             finish_reason=only.finish_reason if not self.request.stream else None,
         )
-        if not self.request.stream:
-            return Frame(meta, self._body(usage))
-        return Frame(meta, self._renderer.end(usage))
+        if self.request.stream:
+            return Frame(meta, self._renderer.end(usage))
+        return body_frame(meta, self._body(usage))
 
-    def _body(self, usage: Usage) -> bytes:
+    def _body(self, usage: Usage) -> bytes | list[bytes]:
+        report = self._prompt.report()
         choices = [
             FinishedChoice(
                 index,
-                "".join(choice.text),
+                choice.kept.text,
                 choice.output.finish_reason or "abort",
-                *self._take_positions(choice),
-                choice.events,
+                choice.kept.logprobs if self._reports_logprobs else None,
+                choice.kept.events,
                 choice.output.stop_reason,
-                self._take_token_ids(choice),
-                self._prompt_report(),
+                choice.kept.token_ids,
+                report,
                 self._first_token_s,
             )
             for index, choice in enumerate(self._chosen(), choice_index(self.request, 0))
+            if choice.kept is not None
         ]
         return self._renderer.body(choices, usage)
 
@@ -297,10 +305,6 @@ class OutputProcessor:
         if not self._reports_logprobs:
             return None, 0
         positions, choice.positions = choice.positions, []
-        if self.request.prompt_text is not None and not choice.started:
-            echoed = self._echoed_positions()
-            choice.logprob_chars -= sum(len(at.chosen.token) for at in echoed)
-            positions = [*echoed, *positions]
         num_chars_before = choice.logprob_chars
         choice.logprob_chars += sum(len(at.chosen.token) for at in positions)
         return positions, num_chars_before
@@ -309,31 +313,11 @@ class OutputProcessor:
         num_top = self.request.sampling.num_alternatives or 0
         return logprobs.position(self._tokenizer, entry.token_ids, entry.logprobs, num_top)
 
-    def _echoed_positions(self) -> list[logprobs.PositionLogprobs]:
-        """Return the log probabilities of the echoed prompt."""
-        first = logprobs.first_of_prompt(self._tokenizer, self.request.prompt_token_ids[0])
-        num_top = self.request.sampling.logprobs or 0
-        entries = self._prompt_logprobs
-        return [
-            first,
-            *(logprobs.position(self._tokenizer, each.token_ids, each.logprobs, num_top) for each in entries),
-        ]
-
     def _take_token_ids(self, choice: _Choice) -> list[int] | None:
         if not self.request.return_token_ids:
             return None
         token_ids, choice.token_ids = choice.token_ids, []
         return token_ids
-
-    def _prompt_report(self) -> PromptReport:
-        request, num_top = self.request, self.request.sampling.prompt_logprobs
-        entries = None
-        if num_top is not None:
-            entries = [None] + [
-                logprobs.by_token_id(self._tokenizer, each.token_ids, each.logprobs, each.rank, num_top)
-                for each in self._prompt_logprobs
-            ]
-        return PromptReport(request.prompt_token_ids if request.return_token_ids else None, entries)
 
     def _new_choice(self, index: int) -> _Choice:
         request = self.request
@@ -342,6 +326,8 @@ class OutputProcessor:
             self._tokenizer, request.prompt_token_ids, request.sampling, resume, request.answer_format
         )
         choice = _Choice(output, index, started=False, logprob_chars=len(request.prompt_text or ""))
+        if not request.stream:
+            choice.kept = KeptChoice(collector(self._renderer, choice.logprob_chars), request.return_token_ids)
         if resume is None:
             return choice
         if request.stream:
@@ -349,13 +335,20 @@ class OutputProcessor:
             if choice.started:
                 end = ChoiceEnd(output.finish_reason, output.stop_reason) if output.finish_reason is not None else None
                 self._renderer.resume(index, output.delivered, end)
-        elif resume.finished:
-            choice.add(output.take_backlog(), output.take_events())
-        if request.return_token_ids and not request.stream:
-            choice.token_ids += resume.token_ids
+        elif choice.kept is not None:
+            ended = (output.take_backlog(), output.take_events()) if resume.finished else ("", None)
+            choice.kept.add(*ended, (), resume.token_ids)
         if request.sampling.num_alternatives is not None:
             choice.logprob_chars += sum(len(self._tokenizer.token_text(token_id)) for token_id in resume.token_ids)
         return choice
+
+
+def body_frame(meta: FrameMeta, body: bytes | list[bytes]) -> Frame:
+    """Return the frame of a body. A small one is a single piece."""
+    pieces = [body] if isinstance(body, bytes) else body
+    if sum(map(len, pieces)) <= PIECE_BYTES:
+        return Frame(meta, b"".join(pieces))
+    return Frame(meta, pieces[0], pieces[1:])
 
 
 def failure_meta(error: PagemillError, usage: Usage) -> FrameMeta:

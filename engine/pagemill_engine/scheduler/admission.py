@@ -19,7 +19,7 @@ from pagemill_engine.scheduler.token_masks import begin
 from pagemill_protocol import hashes
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
 from pagemill_protocol.request.continuing import needs_prompt_logprobs
-from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest, check_prompt_logprobs
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest, check_answer, most_tokens_of_values
 from pagemill_protocol.request.pooling import check_task
 from pagemill_protocol.request.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, stream_conflict
 
@@ -134,7 +134,11 @@ class Admission:
         sequence.grammar = grammar.state(resumed, forbids_end=sequence.sampling.ignore_eos)
 
     def _max_total_tokens(self, request: GenerateRequest) -> int:
-        return self._most_tokens(len(request.prompt_token_ids), request.sampling, request.token_allowance)
+        num_prompt_tokens, most = len(request.prompt_token_ids), self._limits.max_total_tokens
+        if request.sampling.max_tokens is None:
+            fitting = most_tokens_of_values(request, self._limits.max_answer_values)
+            most = most if fitting is None else min(most, num_prompt_tokens + max(1, fitting))
+        return min(most, self._most_tokens(num_prompt_tokens, request.sampling, request.token_allowance))
 
     def _most_tokens(self, num_prompt_tokens: int, sampling: SamplingParams, allowance: int | None) -> int:
         """Return the number of tokens, prompt included, at which a sequence ends with reason `length`."""
@@ -152,7 +156,7 @@ class Admission:
         if len(prompt) > limits.num_blocks * limits.block_size:
             raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
         _check_vocabulary(prompt, "prompt", limits.vocab_size)
-        check_prompt_logprobs([request])
+        check_answer([request], limits.max_answer_values)
 
     def _check_choosing(self, request: GenerateRequest) -> None:
         """Refuse streaming, resuming and too many blocks for requests whose answers are chosen only at the end."""

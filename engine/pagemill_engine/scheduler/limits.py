@@ -7,6 +7,7 @@ from typing import Literal
 
 from pagemill_engine.config import CPU_STEP
 from pagemill_protocol.request.pooling import PoolingSpec
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,7 @@ class SchedulerLimits:
     max_num_seqs: int = CPU_STEP.max_num_seqs
     max_num_batched_tokens: int = CPU_STEP.max_num_batched_tokens
     max_num_waiting: int = 1024
+    max_answer_values: int = MAX_ANSWER_VALUES
     policy: Literal["fcfs", "priority", "shortest-prefill-first"] = "fcfs"
     enable_prefix_caching: bool = True
     eos_token_ids: list[int] = field(default_factory=list)

@@ -1,22 +1,30 @@
 """The answer to one HTTP request: a buffer of frames between the engine client and the task that sends them.
 
 `output.processor` renders before frames get here, so the buffer contains finished bytes. A slow reader never blocks the
-engine: the engine client checks `exceeds_backlog` before it adds a frame, and ends the stream of such a reader. Only
-the engine client adds frames. Only the request's task, or the link that the request came over, takes them.
+engine: the engine client ends the stream of a reader that leaves too much (`exceeds_backlog`), and the slowest readers
+when all answers together hold too much (`unread`). Only the engine client adds frames. Only the request's task, or the
+link that the request came over, takes them, a bounded number of bytes at a time: what was not taken stays counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from pagemill_engine.output.processor import Frame, Processor
 from pagemill_engine.server.metrics import RequestTiming
+from pagemill_engine.server.unread import UnreadAnswers
 from pagemill_protocol.errors import PagemillError
 
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
 """Unread bytes at which a stream is ended: minutes of an ordinary stream, seconds of 128 choices with logprobs."""
+FRAME_BYTES = 512
+"""Memory of a frame beside its payload."""
+TAKEN_BYTES = 64 * 1024
+"""Bytes of frames that a reader takes at once, unless the first frame alone has more."""
 
 
 class PromptAnswer(NamedTuple):
@@ -29,7 +37,8 @@ class PromptAnswer(NamedTuple):
 class Answer:
     """The answer to one HTTP request. It ends when every prompt's last frame was added, or when one prompt failed."""
 
-    def __init__(self, num_prompts: int = 1) -> None:
+    def __init__(self, num_prompts: int = 1, unread: UnreadAnswers | None = None, *, only_bodies: bool = False) -> None:
+        """`only_bodies`: the reader wants no frames but the last one of each prompt."""
         self.error: PagemillError | None = None
         """The error that the last frame reports in the client's dialect."""
         self.engine_ids: list[str] = []
@@ -38,10 +47,18 @@ class Answer:
         """One part for each prompt that the engine accepted."""
         self.on_change: Callable[[], None] | None = None
         """Callback for added frames, for a reader that does not wait in a task."""
+        self.num_held_bytes = self.num_unread_bytes = 0
+        self.read_at = time.monotonic()
+        self._unread = UnreadAnswers() if unread is None else unread
+        self._only_bodies = only_bodies
         self._num_unfinished = num_prompts
         self._closed = False
-        self._frames: list[Frame] = []
-        self._num_unread_bytes = 0
+        self._is_cut = False
+        self._frames: deque[Frame] = deque()
+        self._pieces: deque[bytes] = deque()
+        """The rest of the frame that was taken last."""
+        self._num_piece_bytes = self._num_left_bytes = 0
+        """Memory of `_pieces`, and the bytes that they are for the reader."""
         self._arrived = asyncio.Event()
 
     @property
@@ -51,52 +68,155 @@ class Answer:
 
     @property
     def is_read(self) -> bool:
-        """Whether the answer has ended and all frames were taken."""
-        return self.ended and not self._frames
+        """Whether the answer has ended and all of it was taken."""
+        return self.ended and not self._frames and not self._pieces
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ended within a frame, the rest of which was dropped."""
+        return self._is_cut
 
     @property
     def exceeds_backlog(self) -> bool:
         """Whether more than `MAX_UNREAD_BYTES` wait for the reader."""
-        return self._num_unread_bytes > MAX_UNREAD_BYTES
+        return self.num_unread_bytes > MAX_UNREAD_BYTES
 
-    def put(self, frames: list[Frame]) -> None:
-        if self.ended or not frames:
+    def put(self, frames: Iterable[Frame]) -> None:
+        if self.ended:
             return
-        self._frames += frames
-        self._num_unread_bytes += sum(len(frame.payload) for frame in frames)
-        self._num_unfinished -= sum(frame.meta.last for frame in frames)
+        added = [frame for frame in frames if frame.meta.last or not self._only_bodies]
+        if not added:
+            return
+        self._frames += added
+        self._count_unread(sum(map(held_by, added)))
+        self._num_unfinished -= sum(frame.meta.last for frame in added)
         self._changed()
 
+    def collect(self, change: int) -> None:
+        """Count bytes that are kept for a body and not in a frame yet, or no longer."""
+        if not self._closed:
+            self._count(change)
+
     def fail(self, error: PagemillError, frame: Frame) -> None:
-        """End the answer with `frame`, which is `error` in the client's dialect."""
+        """End the answer with `frame`, which is `error` in the client's dialect, after what is unread."""
         if self.ended:
             return
         self.error = error
         self._frames.append(frame)
+        self._count_unread(held_by(frame))
+        self._changed()
+
+    def cut(self, error: PagemillError, frame: Frame) -> None:
+        """End the answer with `frame` in place of all that is unread, also if it has ended before."""
+        if self._closed or self.error is not None:
+            return
+        self.error = error
+        self._is_cut = bool(self._pieces)
+        self._drop()
+        if not self._is_cut:
+            self._frames.append(frame)
+            self._count_unread(held_by(frame))
         self._changed()
 
     def close(self) -> None:
         """Drop all frames and wake the waiting task, because the client has disconnected."""
         self._closed = True
-        self._frames.clear()
+        self._drop()
         self._arrived.set()
 
-    async def take(self) -> list[Frame]:
-        """Wait for frames and return all that have arrived. Returns an empty list once the answer has ended."""
+    async def take(self, most_bytes: int = TAKEN_BYTES) -> list[Frame]:
+        """Wait for frames and return the next ones, like `get_nowait`. Returns an empty list once the answer has
+        ended."""
         while not self._frames:
             if self.ended:
                 return []
             self._arrived.clear()
             await self._arrived.wait()
-        return self.get_nowait()
+        return self.get_nowait(most_bytes)
 
-    def get_nowait(self) -> list[Frame]:
-        """Return all frames that have arrived, without waiting."""
-        frames, self._frames = self._frames, []
-        self._num_unread_bytes = 0
-        return frames
+    async def wait_end(self) -> None:
+        """Wait until the answer has ended, without taking anything."""
+        while not self.ended:
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def get_nowait(self, most_bytes: int = TAKEN_BYTES) -> list[Frame]:
+        """Return the frames that have arrived, without waiting: as many as hold `most_bytes`, but one at least.
+
+        After a frame with further pieces no other is returned, until `next_piece` has returned them all.
+        """
+        self.read_at = time.monotonic()
+        if self._pieces:
+            return []
+        taken: list[Frame] = []
+        num_bytes = 0
+        while self._frames and not (taken and num_bytes >= most_bytes):
+            frame = self._frames.popleft()
+            taken.append(frame)
+            num_bytes += FRAME_BYTES + len(frame.payload)
+            if frame.rest:
+                self._begin_pieces(frame.rest)
+                break
+        self._count_unread(-num_bytes)
+        return taken
+
+    def next_piece(self) -> bytes | None:
+        """Return the next piece of the frame that was taken last, or None after its end."""
+        if not self._pieces:
+            return None
+        self.read_at = time.monotonic()
+        piece = self._pieces.popleft()
+        # A piece that occurs several times is held once, so each occurrence frees its share.
+        freed = self._num_piece_bytes * len(piece) // max(1, self._num_left_bytes) if self._pieces else None
+        self._num_left_bytes -= len(piece)
+        self._free_pieces(self._num_piece_bytes if freed is None else freed)
+        return piece
+
+    def take_bodies(self) -> list[bytes]:
+        """Return the body of each prompt, in no order. They stay counted until `replace`."""
+        bodies = [b"".join((frame.payload, *frame.rest)) for frame in self._frames]
+        self._frames.clear()
+        return bodies
+
+    def replace(self, pieces: Sequence[bytes]) -> None:
+        """Let the reader take these pieces: one body made of several."""
+        if not self._closed and self.error is None:
+            self._drop()
+            self._begin_pieces(pieces)
+            self._count_unread(self._num_piece_bytes)
+
+    def _begin_pieces(self, pieces: Sequence[bytes]) -> None:
+        self._pieces.extend(pieces)
+        self._num_piece_bytes, self._num_left_bytes = _held_pieces(pieces), sum(map(len, pieces))
+
+    def _free_pieces(self, num_bytes: int) -> None:
+        self._num_piece_bytes -= num_bytes
+        self._count_unread(-num_bytes)
+
+    def _count_unread(self, change: int) -> None:
+        self.num_unread_bytes += change
+        self._count(change)
+
+    def _count(self, change: int) -> None:
+        self._unread.count(self, change)
+        self.num_held_bytes += change
+
+    def _drop(self) -> None:
+        self._frames.clear()
+        self._pieces.clear()
+        self._count(-self.num_held_bytes)
+        self.num_unread_bytes = self._num_piece_bytes = 0
 
     def _changed(self) -> None:
         self._arrived.set()
         if self.on_change is not None:
             self.on_change()
+
+
+def held_by(frame: Frame) -> int:
+    """Return the memory of a frame."""
+    return FRAME_BYTES + len(frame.payload) + (_held_pieces(frame.rest) if frame.rest else 0)
+
+
+def _held_pieces(pieces: Iterable[bytes]) -> int:
+    return sum(map(len, {id(piece): piece for piece in pieces}.values()))

@@ -2,7 +2,9 @@
 
 `run` is the only reader of the channel; request tasks on the same event loop call `submit` and `abort`. Each output
 goes through its request's `OutputProcessor` at once, so that a stop string found in the text reaches the scheduler
-before its next step, however slowly the client reads. A fault while one output is processed fails that request alone.
+before its next step, however slowly the client reads. A large output, such as a report on a long prompt or the answer
+of a beam search, is processed in parts, with other work of the event loop between them. A fault while one output is
+processed fails that request alone. When unread answers take too much memory, the slowest readers' requests end.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import NamedTuple
+from collections import deque
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -34,25 +37,41 @@ from pagemill_engine.ipc.messages import (
     TokensOut,
 )
 from pagemill_engine.loop.limits import scheduler_limits
-from pagemill_engine.output.processor import Processor
+from pagemill_engine.output.parts import is_large, parts_of
+from pagemill_engine.output.processor import Frame, Processor
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
 from pagemill_engine.server.answer import Answer, PromptAnswer
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
 from pagemill_engine.server.phases.lifecycle import Lifecycle
 from pagemill_engine.server.phases.sleeping import Sleeping
 from pagemill_engine.server.phases.state_stream import StatePublisher
-from pagemill_protocol.errors import PagemillError, client_too_slow, invalid_field, rendering_failed, unavailable
+from pagemill_engine.server.unread import MAX_UNREAD_BYTES_IN_ALL, UnreadAnswers
+from pagemill_protocol.errors import (
+    PagemillError,
+    answer_too_large,
+    answers_too_large,
+    client_too_slow,
+    invalid_field,
+    rendering_failed,
+    unavailable,
+)
+from pagemill_protocol.frames import MAX_PAYLOAD_BYTES
 from pagemill_protocol.request.generate import GenerateRequest
 
 logger = logging.getLogger(__name__)
 
 
-class _Running(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Running:
     request_id: str
     """Id that the HTTP middleware or the gateway assigned."""
     processor: Processor
     answer: Answer
     timing: RequestTiming
+    waiting: deque[TokensOut] = field(default_factory=deque)
+    """Parts of large outputs, and the outputs behind them."""
+    num_held_bytes: int = 0
+    """Bytes of `processor` that `answer` counts."""
 
 
 class EngineClient:
@@ -66,7 +85,9 @@ class EngineClient:
         publisher: StatePublisher,
         metrics: ServerMetrics,
         sleeping: Sleeping,
+        max_unread_bytes: int = MAX_UNREAD_BYTES_IN_ALL,
     ) -> None:
+        self.unread = UnreadAnswers(max_unread_bytes)
         self.ready_info: Ready | None = None
         """Properties of the loaded engine; None until it is ready."""
         self.last_message_s = time.monotonic()
@@ -94,6 +115,9 @@ class EngineClient:
         """Number of choices of all requests inside the engine."""
         self._num_sequences_running = 0
         """Number of running sequences in the engine's latest report."""
+        self._large: deque[_Running] = deque()
+        """Requests with parts of large outputs, in turn."""
+        self._large_task: asyncio.Task[None] | None = None
         self._starting: asyncio.Future[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -194,6 +218,8 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the engine process and close the channel."""
+        if self._large_task is not None:
+            self._large_task.cancel()
         if self._starting is not None:  # a start that was interrupted leaves a process behind unless it is awaited
             await asyncio.wait([self._starting])
         if self.ready_info is None:
@@ -230,6 +256,32 @@ class EngineClient:
         running = self._running.get(output.request_id)
         if running is None:
             return
+        if running.waiting or is_large(output):
+            self._process_later(running, output)
+        else:
+            self._process(running, output)
+
+    def _process_later(self, running: _Running, output: TokensOut) -> None:
+        if not running.waiting:
+            self._large.append(running)
+        running.waiting += parts_of(output)
+        if self._large_task is None:
+            self._large_task = asyncio.create_task(self._process_large(), name="large outputs")
+
+    async def _process_large(self) -> None:
+        """Process one part in each turn of the event loop, of each request in turn."""
+        while self._large:
+            running = self._large.popleft()
+            output = running.waiting[0]
+            if self._running.get(output.request_id) is running:
+                self._process(running, output)
+                running.waiting.popleft()
+                if running.waiting:
+                    self._large.append(running)
+            await asyncio.sleep(0)
+        self._large_task = None
+
+    def _process(self, running: _Running, output: TokensOut) -> None:
         try:
             progress = running.processor.push(output)
         except Exception:
@@ -242,16 +294,48 @@ class EngineClient:
         if progress.error is not None:
             self._fail(output.request_id, progress.error)
             return
-        if running.processor.request.stream and running.answer.exceeds_backlog:
-            for engine_id in running.answer.engine_ids:
-                self._fail(engine_id, client_too_slow())
+        answer = running.answer
+        if running.processor.request.stream and answer.exceeds_backlog:
+            self._cut(answer)
             return
         for choice in progress.stopped_choices:
             self._channel.send(Abort(output.request_id, choice))
-        running.answer.put(progress.frames)
+        if self._is_too_large(running, progress.frames):
+            for engine_id in answer.engine_ids:
+                self._fail(engine_id, answer_too_large(MAX_PAYLOAD_BYTES))
+            return
         if progress.done:
             self._forget(output.request_id)
             self._metrics.request_finished(running.timing, running.processor)
+        elif running.num_held_bytes != running.processor.num_held_bytes:
+            answer.collect(running.processor.num_held_bytes - running.num_held_bytes)
+            running.num_held_bytes = running.processor.num_held_bytes
+        answer.put(progress.frames)
+        if self.unread.is_full:
+            self._end_excess()
+
+    def _is_too_large(self, running: _Running, frames: list[Frame]) -> bool:
+        """Whether an answer that is not streamed has become too large to be sent."""
+        if running.processor.num_held_bytes > MAX_PAYLOAD_BYTES:
+            return True
+        return bool(frames) and bool(frames[-1].rest) and frames[-1].num_bytes > MAX_PAYLOAD_BYTES
+
+    def _end_excess(self) -> None:
+        for holder in self.unread.excess():
+            if isinstance(holder, Answer):
+                self._cut(holder)
+
+    def _cut(self, answer: Answer) -> None:
+        """End the requests of an answer, and drop what its reader has not taken."""
+        if not answer.parts:
+            return
+        waits_for_reader = answer.parts[0].processor.request.stream or answer.num_unread_bytes > 0
+        error = client_too_slow() if waits_for_reader else answers_too_large(self.unread.num_bytes)
+        for engine_id in answer.engine_ids:
+            if self._forget(engine_id) is not None:
+                self._channel.send(Abort(engine_id))
+                self._metrics.request_failed()
+        answer.cut(error, answer.parts[0].processor.failure(error))
 
     def _fail(self, engine_id: str, error: PagemillError) -> None:
         running = self._forget(engine_id)
@@ -267,6 +351,7 @@ class EngineClient:
             return None
         self._engine_ids.pop(running.request_id, None)
         self._num_sequences -= running.processor.request.sampling.num_sequences
+        running.answer.collect(-running.num_held_bytes)
         if not self._running:
             self._idle.set()
         return running

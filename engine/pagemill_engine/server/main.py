@@ -52,6 +52,12 @@ from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillErro
 from pagemill_protocol.link import LINK_PROTOCOL
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 from pagemill_servers.connection import bounded_protocol
+from pagemill_servers.connection_limits import (
+    DEFAULT_MAX_CONNECTIONS,
+    MAX_CONTROL_CONNECTIONS,
+    ConnectionLimits,
+    within_open_files,
+)
 from pagemill_servers.process.malloc import trim_heap
 from pagemill_servers.process.settings import SettingsError
 from pagemill_servers.tls import ServerTLS, TLSError
@@ -140,8 +146,8 @@ class Server:
     async def _serve(self, data_socket: socket.socket, control_socket: socket.socket) -> None:
         """Serve on bound sockets until the end."""
         context, server = self._context, self._settings.server
-        data = _HttpServer(data_app(context), server)
-        control = _HttpServer(control_app(context), server)
+        data = _HttpServer(data_app(context), server, ConnectionLimits(within_open_files(DEFAULT_MAX_CONNECTIONS)))
+        control = _HttpServer(control_app(context), server, ConnectionLimits(MAX_CONTROL_CONNECTIONS))
         async with contextlib.AsyncExitStack() as stack:
             if self._tls is not None:
                 certificate = await stack.enter_async_context(self._tls.followed())
@@ -181,6 +187,7 @@ class Server:
             context.publisher,
             context.metrics,
             context.sleeping,
+            context.settings.server.max_unread_bytes,
         )
         context.lifecycle.enter("loading", "importing the engine's libraries")
         await context.client.start()
@@ -335,11 +342,11 @@ class Server:
 class _HttpServer(uvicorn.Server):
     """uvicorn on sockets that are bound already. `Server` handles the signals."""
 
-    def __init__(self, app: ASGIApp, server: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, server: ServerConfig, limits: ConnectionLimits) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=bounded_protocol(server.max_header_bytes, upgrades=(LINK_PROTOCOL,)),
+                http=bounded_protocol(server.max_header_bytes, upgrades=(LINK_PROTOCOL,), limits=limits),
                 ws="none",
                 lifespan="off",
                 log_config=None,

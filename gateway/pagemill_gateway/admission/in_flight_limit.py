@@ -1,7 +1,9 @@
-"""Limits the requests inside the gateway: at most `max_requests` at a time, with `max_bytes` of bodies.
+"""Limits the requests inside the gateway: at most `max_requests` at a time, with `max_bytes` of memory.
 
-The gate protects the gateway's memory, not the engines, which accept or refuse requests themselves. It has no queue: a
-request beyond the limits is refused with `Retry-After`.
+A request's bytes are those of its body and of what it becomes, and those of its answer that the client has not read.
+Both amounts are limited in all and for each tenant (`shares`). The limit protects the gateway's memory and each tenant
+from the others, not the engines, which accept or refuse requests themselves. It has no queue: a request beyond the
+limits is refused with `Retry-After`.
 """
 
 from __future__ import annotations
@@ -11,53 +13,52 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from pagemill_gateway.admission.shares import SharedLimit
 from pagemill_protocol.errors import PagemillError, deadline_exceeded, unavailable
+
+RETRY_S = 1
 
 
 class InFlightLimit:
     def __init__(self, max_requests: int, max_bytes: int) -> None:
-        self._max_requests = max_requests
-        self._max_bytes = max_bytes
-        self._num_in_flight = 0
+        self._requests = SharedLimit(max_requests)
+        self._bytes = SharedLimit(max_bytes)
+        self._unread: dict[str, dict[UnreadAnswer, None]] = {}
+        """The answers of each tenant whose clients do not read them now, the longest waiting first."""
         self._num_admitted = 0
-        self._num_bytes = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._closed_reason: str | None = None
 
     @property
     def num_in_flight(self) -> int:
-        return self._num_in_flight
+        return self._requests.used
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the bodies of all requests inside."""
-        return self._num_bytes
+        """The bytes of all requests inside."""
+        return self._bytes.used
 
     def close(self, reason: str) -> None:
         """Refuse all further requests with 503 and `reason`; requests inside stay."""
         self._closed_reason = reason
 
     @contextmanager
-    def enter(self) -> Iterator[InFlightSlot]:
-        """Hold a slot for the body of the `with`. Raises `PagemillError` (503) at once if there is none."""
+    def enter(self, tenant: str = "") -> Iterator[InFlightSlot]:
+        """Hold a slot of `tenant` for the body of the `with`. Raises `PagemillError` (429, 503) if there is none."""
         if self._closed_reason is not None:
             raise unavailable(self._closed_reason, retry_after_s=1, code="draining")
-        if self._num_in_flight >= self._max_requests:
-            raise unavailable(
-                f"The gateway already serves {self._num_in_flight} requests, its limit. Try again shortly.",
-                retry_after_s=1,
-            )
-        self._num_in_flight += 1
+        if not self._requests.take(tenant, 1):
+            raise self._no_slot(tenant)
         self._num_admitted += 1
         self._empty.clear()
-        slot = InFlightSlot(self)
+        slot = InFlightSlot(self, tenant)
         try:
             yield slot
         finally:
-            self._num_bytes -= slot.num_bytes
-            self._num_in_flight -= 1
-            if self._num_in_flight == 0:
+            slot.release(slot.num_bytes)
+            self._requests.release(tenant, 1)
+            if self._requests.used == 0:
                 self._empty.set()
 
     async def wait_empty(self) -> None:
@@ -73,37 +74,144 @@ class InFlightLimit:
             if self._num_admitted == num_entered:
                 return
 
-    def has_capacity(self, num_bytes: int) -> bool:
-        return self._num_bytes + num_bytes <= self._max_bytes
+    # Calls of the slots.
 
-    def take(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
+    @property
+    def max_bytes(self) -> int:
+        return self._bytes.limit
 
-    def over_capacity(self) -> PagemillError:
+    def has_room(self, tenant: str, num_bytes: int) -> bool:
+        return self._bytes.has_room(tenant, num_bytes)
+
+    def take(self, tenant: str, num_bytes: int) -> bool:
+        return self._bytes.take(tenant, num_bytes)
+
+    def release(self, tenant: str, num_bytes: int) -> None:
+        self._bytes.release(tenant, num_bytes)
+
+    def unread_of(self, tenant: str) -> dict[UnreadAnswer, None]:
+        return self._unread.setdefault(tenant, {})
+
+    def forget_unread(self, answer: UnreadAnswer) -> None:
+        answers = self._unread.get(answer.tenant, {})
+        answers.pop(answer, None)
+        if not answers:
+            self._unread.pop(answer.tenant, None)
+
+    def over_capacity(self, tenant: str, num_bytes: int) -> PagemillError:
+        used, limit, own = self._bytes.used, self._bytes.limit, self._bytes.used_by(tenant)
+        if _is_own_doing(self._bytes, tenant, num_bytes):
+            return _own_share(
+                f"Your running requests hold {own} bytes of the gateway's memory, with their bodies and unread "
+                "answers, and the rest is for others. Try again shortly, send less text at once, or read answers "
+                "faster."
+            )
         return unavailable(
-            f"The gateway holds {self._num_bytes} bytes of request bodies and its limit is {self._max_bytes}. "
-            "Try again shortly, or send less text in one request.",
-            retry_after_s=1,
+            f"The gateway holds {used} bytes of requests and their unread answers, and its limit is {limit} (the "
+            "gateway's setting max_in_flight_body_bytes). Try again shortly, or send less text in one request.",
+            retry_after_s=RETRY_S,
+        )
+
+    def _no_slot(self, tenant: str) -> PagemillError:
+        used, limit, own = self._requests.used, self._requests.limit, self._requests.used_by(tenant)
+        if _is_own_doing(self._requests, tenant, 1):
+            return _own_share(
+                f"You have {own} requests in the gateway, and the rest of its {limit} is for others. Wait until some "
+                "of them have ended."
+            )
+        return unavailable(
+            f"The gateway already serves {used} requests, its limit (its setting max_requests). Try again shortly.",
+            retry_after_s=RETRY_S,
         )
 
 
-class InFlightSlot:
-    """The slot of one request and the bytes of its body."""
+def _is_own_doing(shared: SharedLimit, tenant: str, amount: int) -> bool:
+    """Whether a refusal is for the tenant's share, or the tenant has at least half of what is used."""
+    return bool(tenant) and (shared.used + amount <= shared.limit or 2 * shared.used_by(tenant) >= shared.used)
 
-    def __init__(self, limit: InFlightLimit) -> None:
+
+def _own_share(message: str) -> PagemillError:
+    return PagemillError(
+        message, status=429, type="rate_limit_error", code="tenant_share_exceeded", retry_after_s=RETRY_S
+    )
+
+
+class InFlightSlot:
+    """The slot of one request and the bytes that it holds."""
+
+    def __init__(self, limit: InFlightLimit, tenant: str) -> None:
         self._limit = limit
+        self._tenant = tenant
         self.num_bytes = 0
 
+    @property
+    def max_bytes(self) -> int:
+        """The limit for all requests."""
+        return self._limit.max_bytes
+
+    def resize(self, num_bytes: int) -> None:
+        """Count this many bytes in place of all that were counted. Raises `PagemillError` like `hold`."""
+        if num_bytes > self.num_bytes:
+            self.hold(num_bytes - self.num_bytes)
+        else:
+            self.release(self.num_bytes - num_bytes)
+
     def expect(self, num_bytes: int) -> None:
-        """Raise `PagemillError` (503) if a body of this length would exceed the limit. Reserves nothing."""
-        if not self._limit.has_capacity(num_bytes):
-            raise self._limit.over_capacity()
+        """Raise `PagemillError` (429, 503) if this many bytes would exceed the limit. Reserves nothing."""
+        if not self._limit.has_room(self._tenant, num_bytes):
+            raise self._limit.over_capacity(self._tenant, num_bytes)
 
     def hold(self, num_bytes: int) -> None:
-        """Count received bytes. Raises `PagemillError` (503), and counts nothing, if they exceed the limit."""
-        self.expect(num_bytes)
-        self._limit.take(num_bytes)
+        """Count bytes. Raises `PagemillError` (429, 503), and counts nothing, if they exceed the limit."""
+        if not self._limit.take(self._tenant, num_bytes):
+            raise self._limit.over_capacity(self._tenant, num_bytes)
         self.num_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Count bytes that are held no longer."""
+        self._limit.release(self._tenant, num_bytes)
+        self.num_bytes -= num_bytes
+
+    @contextmanager
+    def unread(self, num_bytes: int, end: Callable[[], None]) -> Iterator[None]:
+        """Count the bytes that wait for a client which does not read, for the body of the `with`.
+
+        If they exceed the limit, the answers of the same tenant that have waited longest are ended by calling their
+        `end`, and finally this one by its own.
+        """
+        answer = UnreadAnswer(self._tenant, end)
+        limit, waiting = self._limit, self._limit.unread_of(self._tenant)
+        waiting[answer] = None
+        try:
+            while not limit.take(self._tenant, num_bytes):
+                oldest = next(iter(waiting))
+                oldest.finish(limit)
+                if oldest is answer:
+                    break
+            else:
+                answer.num_bytes = num_bytes
+            yield
+        finally:
+            answer.leave(limit)
+
+
+class UnreadAnswer:
+    """The bytes of one answer that wait for its client."""
+
+    def __init__(self, tenant: str, end: Callable[[], None]) -> None:
+        self.tenant = tenant
+        self.num_bytes = 0
+        self._end = end
+
+    def finish(self, limit: InFlightLimit) -> None:
+        """End the answer, whose memory is free as soon as this turn of the event loop is over."""
+        self.leave(limit)
+        self._end()
+
+    def leave(self, limit: InFlightLimit) -> None:
+        limit.release(self.tenant, self.num_bytes)
+        self.num_bytes = 0
+        limit.forget_unread(self)
 
 
 class RunningRequests:

@@ -17,13 +17,14 @@ from contextlib import asynccontextmanager
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.allowance import Allowance, Reserved, TokenNeed
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
-from pagemill_gateway.limits.store import ReservationAnswer, ReservationRequest, Store, amount_of, token_limits
+from pagemill_gateway.limits.store import Level, ReservationAnswer, ReservationRequest, Store, amount_of, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.request.continuing import can_be_continued
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_servers.keys.caller import Caller
 
+ARRIVING_RETRY_S = 1.0
 REMEMBER_REFUSAL_S = 1.0
 """After a refusal for the number of requests, further requests are refused for this long without any work."""
 
@@ -82,6 +83,26 @@ class Reservation:
         self._settle(record, was_cut_short)
 
 
+class Arrival:
+    """A request that is inside and whose tokens are not reserved yet."""
+
+    def __init__(self, arriving: dict[str, int], account: str) -> None:
+        """Count the request in `arriving`, unless `account` is empty."""
+        self._arriving = arriving
+        self._account = account
+        if account:
+            arriving[account] = arriving.get(account, 0) + 1
+
+    def over(self) -> None:
+        """Count the request no longer, because it is reserved or has ended. Further calls do nothing."""
+        account, self._account = self._account, ""
+        if not account:
+            return
+        self._arriving[account] -= 1
+        if not self._arriving[account]:
+            del self._arriving[account]
+
+
 class Counted:
     """A request that the gateway answers without an engine."""
 
@@ -102,6 +123,22 @@ class Limiter:
         self._numbers = itertools.count()
         self._refused: dict[tuple[str, int], tuple[float, ReservationAnswer]] = {}
         """Time and answer of the latest refusal, by account and its limit of requests."""
+        self._arriving: dict[str, int] = {}
+        """The requests of each account with a limit of requests that are inside and not reserved yet."""
+
+    def arrive(self, caller: Caller) -> Arrival:
+        """Let a request in before its body is read, until `Arrival.over`, which the caller must call at its end.
+
+        Raises `PagemillError` 429 if as many requests of the caller are arriving as it may send in a minute: their
+        bodies would occupy the gateway without ever being counted.
+        """
+        limit = caller.limits.requests_per_minute
+        if limit is None:
+            return Arrival(self._arriving, "")
+        if self._arriving.get(caller.account, 0) >= limit:
+            self._metrics.limited("requests")
+            raise refusal(caller.limits, ReservationAnswer("requests", ARRIVING_RETRY_S, Level(limit, 0, 0.0)), 0)
+        return Arrival(self._arriving, caller.account)
 
     def check(self, caller: Caller) -> None:
         """Raise `PagemillError` 429 if the caller was refused for its number of requests a moment ago."""

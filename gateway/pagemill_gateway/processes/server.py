@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 import uvicorn
@@ -27,12 +27,15 @@ from pagemill_gateway.processes.sockets import log_listening, open_ports
 from pagemill_gateway.processes.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 from pagemill_servers.connection import bounded_protocol
+from pagemill_servers.connection_limits import MAX_CONTROL_CONNECTIONS, ConnectionLimits, within_open_files
 from pagemill_servers.tls import ServerTLS
 from pagemill_servers.tls_config import TLSConfig
 
 logger = logging.getLogger("pagemill.gateway")
 
 KEEP_ALIVE_S = 75
+WRITE_TIMEOUT_MARGIN_S = 5.0
+"""Added to the time of clients that read nothing, so that a stream's own timeout ends it first."""
 FLUSH_TIMEOUT_S = 10.0
 """How long requests that were cut short have to send the error to their clients."""
 SECOND_SIGNAL_FLUSH_TIMEOUT_S = 0.3
@@ -98,7 +101,7 @@ async def listening(
     """Serve both ports while the block runs."""
     config = gateway.control.config
     async with (
-        serving(data_app(gateway.worker), data_socket, config, config.tls) as data,
+        serving_data(gateway.worker, data_socket) as data,
         serving(control_app(gateway.control), control_socket, config) as control,
     ):
         try:
@@ -107,12 +110,25 @@ async def listening(
             gateway.control.closing.set()
 
 
+def serving_data(worker: Worker, listener: socket.socket) -> AbstractAsyncContextManager[Listening]:
+    """Return a context manager that serves the data port. Raises `TLSError` for an invalid certificate."""
+    config = worker.config
+    max_connections = within_open_files(config.bounds_of_one_worker().max_connections)
+    limits = ConnectionLimits(max_connections, config.trusted_proxies)
+    return serving(data_app(worker), listener, config, config.tls, limits)
+
+
 @asynccontextmanager
 async def serving(
-    app: ASGIApp, listener: socket.socket, config: GatewayConfig, tls: TLSConfig | None = None
+    app: ASGIApp,
+    listener: socket.socket,
+    config: GatewayConfig,
+    tls: TLSConfig | None = None,
+    limits: ConnectionLimits | None = None,
 ) -> AsyncIterator[Listening]:
-    """Serve an app on a port while the block runs. Raises `TLSError` for an invalid certificate."""
-    server = _server(app, config)
+    """Serve an app on a port while the block runs, by default the control port's. Raises `TLSError` for an invalid
+    certificate."""
+    server = _server(app, config, limits or ConnectionLimits(MAX_CONTROL_CONNECTIONS))
     async with AsyncExitStack() as stack:
         if tls is not None:
             server.config.load()
@@ -174,11 +190,15 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
+def _server(app: ASGIApp, config: GatewayConfig, limits: ConnectionLimits) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=bounded_protocol(config.max_header_bytes),
+            http=bounded_protocol(
+                config.max_header_bytes,
+                limits=limits,
+                write_timeout_s=config.slow_client_timeout_s + WRITE_TIMEOUT_MARGIN_S,
+            ),
             ws="none",
             lifespan="off",
             log_config=None,

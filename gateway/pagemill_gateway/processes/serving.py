@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 
-from pagemill_gateway.app import control_app, data_app
+from pagemill_gateway.app import control_app
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.ipc.control_process_client import ControlProcessClient
 from pagemill_gateway.ipc.worker_connection import serving_workers
 from pagemill_gateway.processes.child import Setup, report_ready
 from pagemill_gateway.processes.garbage_collection import reduce_garbage_collection
-from pagemill_gateway.processes.server import drain, serving, stopped
+from pagemill_gateway.processes.server import drain, serving, serving_data, stopped
 from pagemill_gateway.processes.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 
@@ -49,7 +49,7 @@ async def serve_data(setup: Setup) -> None:
     stop = Stop()
     try:
         with stop.on_signals():
-            async with serving(data_app(worker), setup.listening_socket(), setup.config, setup.config.tls) as data:
+            async with serving_data(worker, setup.listening_socket()) as data:
                 reduce_garbage_collection()
                 connected = asyncio.create_task(line.wait_connected())
                 connected.add_done_callback(lambda _: None if connected.cancelled() else report_ready())

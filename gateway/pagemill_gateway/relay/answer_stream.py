@@ -93,7 +93,7 @@ class FrameStream:
         self._liveness = liveness
         self._timeout = RepeatedTimeout(silence_timeout_s / SILENCE_CHECKS)
         self._on_close = on_close
-        self._decoder = FrameDecoder()
+        self._decoder = FrameDecoder(splits=True)
         self._complete = False
 
     async def read(self, take: Take | None = None) -> list[Frame]:

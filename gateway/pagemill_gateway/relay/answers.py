@@ -15,8 +15,9 @@ from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.limits.allowance import Allowance
 from pagemill_gateway.relay.preparation import PreparedRequest
 from pagemill_gateway.relay.relay import Relay
-from pagemill_gateway.relay.sinks import BodySink, Direct, Sink, StreamSink, Write
+from pagemill_gateway.relay.sinks import BodySink, Direct, PartWriter, Sink, StreamSink, Write
 from pagemill_gateway.request_record import RequestRecord
+from pagemill_protocol.json_pieces import pieces_of
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 
 MAX_CONCURRENT_PROMPTS = 64
@@ -34,12 +35,17 @@ async def stream(
     record: RequestRecord,
     allowances: Allowances,
     direct: Direct | None = None,
+    client: PartWriter | None = None,
 ) -> None:
-    """Write the answer as events. `direct` is the same client, for plain streams. Raises like `Relay.run`."""
+    """Write the answer as events. `direct` and `client` are the same client, for plain streams and large events.
+
+    Raises like `Relay.run`.
+    """
     requests = prepared.requests
     dialect = dialect_of(requests[0].dialect)
     if len(requests) == 1:
-        await _run_all(relay, prepared, [StreamSink(write, dialect.transport, direct=direct)], record, allowances)
+        sink = StreamSink(write, dialect.transport, direct=direct, client=client, passes=True)
+        await _run_all(relay, prepared, [sink], record, allowances)
         return
     turn = asyncio.Lock()
 
@@ -47,18 +53,34 @@ async def stream(
         async with turn:
             await write(data)
 
-    sinks = [StreamSink(write_in_turn, dialect.transport, closes=False) for _ in requests]
+    sinks = [StreamSink(write_in_turn, dialect.transport, closes=False, client=client) for _ in requests]
     await _run_all(relay, prepared, sinks, record, allowances)
     await write(dialect.merged_end(requests[0], record.usage))
 
 
-async def collect(relay: Relay, prepared: PreparedRequest, record: RequestRecord, allowances: Allowances) -> bytes:
-    """Return the whole answer as one JSON body. Raises `PagemillError`."""
-    sinks = [BodySink() for _ in prepared.requests]
-    await _run_all(relay, prepared, sinks, record, allowances)
+async def collect(
+    relay: Relay,
+    prepared: PreparedRequest,
+    record: RequestRecord,
+    allowances: Allowances,
+    client: PartWriter | None = None,
+) -> bytes | None:
+    """Return the whole answer as one JSON body, or `None` if `client` has got it in parts. Raises `PagemillError`."""
+    requests = prepared.requests
+    sinks = [BodySink(client, passes=len(requests) == 1) for _ in requests]
+    try:
+        await _run_all(relay, prepared, sinks, record, allowances)
+    except BaseException:
+        for sink in sinks:  # the error's traceback would keep their bodies
+            sink.clear()
+        raise
     if len(sinks) == 1:
         return sinks[0].body
-    return await asyncio.to_thread(dialect_of(prepared.requests[0].dialect).merge_bodies, [sink.body for sink in sinks])
+    bodies = [sink.body or b"" for sink in sinks]
+    if client is not None:
+        client.hold(sum(map(len, bodies)))  # the merged body beside the parts
+    merge = dialect_of(requests[0].dialect).merge_bodies
+    return await asyncio.to_thread(lambda: b"".join(pieces_of(merge(bodies))))
 
 
 async def _run_all(
@@ -78,10 +100,14 @@ async def _run_all(
         async with places:
             return await relay.run(prepared.target, request, routing_request, sink, record, allowance)
 
+    tasks: list[asyncio.Task[Usage]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run_one(*job)) for job in jobs]
+            tasks += [group.create_task(run_one(*job)) for job in jobs]
     except BaseExceptionGroup as errors:
+        # The error's traceback has this frame: without these, only the garbage collector would free the requests.
+        tasks.clear()
+        jobs.clear()
         # The group contains the first failure and the exceptions of the cancelled others.
         raise errors.exceptions[0] from None
     for task in tasks:

@@ -18,6 +18,7 @@ from pagemill_gateway.relay.journal import Journal, JournalGap
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.request_record import AttemptRecord, RequestRecord
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, RENDERING_FAILED, PagemillError
+from pagemill_protocol.frames import PartMeta
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 
 _encoder = msgspec.msgpack.Encoder()
@@ -76,6 +77,7 @@ class Delivery:
         """
         self.attempts.record_choice(choice.endpoint_id)
         self.is_accepted = False
+        self.sink.begin()
         request = self.journal.continuation()
         self.continues = bool(request.resume)
         before = self.attempt if self.continues else None
@@ -101,6 +103,8 @@ class Delivery:
 
 async def forward(frames: list[Frame], stream: AnswerStream, delivery: Delivery) -> Usage | None:
     """Forward and note a group of frames. Return the usage if the last frame is among them, otherwise None."""
+    if any(isinstance(meta, PartMeta) for meta, _ in frames):
+        return await _forward_one_by_one(frames, stream, delivery)
     metas = [meta for meta, _ in frames]
     failed = metas.pop() if metas[-1].error is not None else None
     payloads, closing = _checked(frames, metas, delivery)
@@ -113,13 +117,30 @@ async def forward(frames: list[Frame], stream: AnswerStream, delivery: Delivery)
     return (metas[-1].usage or Usage()) if closing is not None else None
 
 
+async def _forward_one_by_one(frames: list[Frame], stream: AnswerStream, delivery: Delivery) -> Usage | None:
+    usage: Usage | None = None
+    for frame in frames:
+        meta, payload = frame
+        if not isinstance(meta, PartMeta):
+            usage = await forward([frame], stream, delivery)
+            continue
+        _checked([frame], [meta], delivery)
+        _count_frames([meta], delivery)
+        await delivery.sink.take_part(payload, meta)
+        _note([meta], stream, delivery)
+        usage = (meta.usage or Usage()) if meta.last else None
+    return usage
+
+
 def forward_nowait(stream: AnswerStream, delivery: Delivery, frames: list[Frame]) -> bool:
     """Forward and note frames without waiting. Return false and do nothing at the end or if the client is slow."""
     meta, payload = frames[-1]
-    if meta.last or meta.error is not None:
+    if meta.last or meta.error is not None or isinstance(meta, PartMeta):
         return False
     if len(frames) > 1:
         metas = [each for each, _ in frames]
+        if any(isinstance(each, PartMeta) for each in metas):
+            return False
         payloads, _ = _checked(frames, metas, delivery)
         if payloads and not delivery.sink.take_nowait(payloads):
             return False

@@ -111,7 +111,7 @@ class LinkStream:
         self._number = number
         self._liveness = liveness
         self._on_accepted = on_accepted
-        self._decoder = FrameDecoder()
+        self._decoder = FrameDecoder(splits=True)
         self._frames: list[Frame] = []
         """The frames that `take` refused and that are not read yet."""
         self._num_held = 0

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pagemill_gateway.admission.shares import SharedLimit
 from pagemill_protocol.request.continuing import can_be_continued
 from pagemill_protocol.request.generate import ChoiceResume, FinishReason, FrameMeta, GenerateRequest
 
 LARGEST_TOKEN_ID = 2**31 - 1
+ROOM_TOKENS = 64
 
 
 class JournalGap(Exception):
@@ -23,25 +25,21 @@ class JournalGap(Exception):
 
 
 class JournalCapacity:
-    """The number of tokens that all journals of a process may have together."""
+    """The number of tokens that all journals of a process may have together, of which each tenant has a share."""
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self._num_tokens = 0
+        self._tokens = SharedLimit(max_tokens)
 
     @property
     def num_tokens(self) -> int:
-        return self._num_tokens
+        return self._tokens.used
 
-    def take(self, num_tokens: int) -> bool:
+    def take(self, tenant: str, num_tokens: int) -> bool:
         """Take capacity for tokens. Return whether there was enough."""
-        if self._num_tokens + num_tokens > self._max_tokens:
-            return False
-        self._num_tokens += num_tokens
-        return True
+        return self._tokens.take(tenant, num_tokens)
 
-    def release(self, num_tokens: int) -> None:
-        self._num_tokens -= num_tokens
+    def release(self, tenant: str, num_tokens: int) -> None:
+        self._tokens.release(tenant, num_tokens)
 
 
 @dataclass(slots=True)
@@ -54,12 +52,16 @@ class _ChoiceProgress:
 class Journal:
     """The journal of one `GenerateRequest`. `close` it when the answer is over."""
 
-    def __init__(self, request: GenerateRequest, capacity: JournalCapacity) -> None:
+    def __init__(self, request: GenerateRequest, capacity: JournalCapacity, tenant: str = "") -> None:
+        """`tenant` has the request, and its share of `capacity`."""
+        self._tenant = tenant
         self._request = request
         self._capacity = capacity
         self._choices: dict[int, _ChoiceProgress] = {}
         self._first = request.prompt_index * request.sampling.n
         self._cached_tokens: int | None = None
+        self._num_taken = self._num_spare = 0
+        """The tokens of `capacity` that are taken, and those of them that are not used."""
         self._keeps = can_be_continued(request)
         self.num_tokens = 0
         """The delivered tokens of all choices, whether or not they are kept."""
@@ -82,7 +84,7 @@ class Journal:
         self.num_tokens += len(meta.token_ids)
         if not self._keeps:
             return
-        if not weights_digest or not self._capacity.take(len(meta.token_ids)):
+        if not weights_digest or not self._has_room(len(meta.token_ids)):
             self.close()
             return
         choice = self._choices.get(meta.choice)
@@ -149,8 +151,21 @@ class Journal:
         self._forget()
         self._keeps = False
 
+    def _has_room(self, num_tokens: int) -> bool:
+        """Use capacity for tokens, which is taken for several frames at once. Return whether there was enough."""
+        self._num_spare -= num_tokens
+        if self._num_spare >= 0:
+            return True
+        for wanted in (ROOM_TOKENS - self._num_spare, -self._num_spare):
+            if self._capacity.take(self._tenant, wanted):
+                self._num_taken += wanted
+                self._num_spare += wanted
+                return True
+        return False
+
     def _forget(self) -> None:
-        self._capacity.release(self.num_kept)
+        self._capacity.release(self._tenant, self._num_taken)
+        self._num_taken = self._num_spare = 0
         self._choices.clear()
         self._cached_tokens = None
         self.weights_digest = ""

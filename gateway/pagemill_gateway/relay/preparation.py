@@ -29,6 +29,7 @@ from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.keys.scope import cache_salt
 from pagemill_servers.preparation_threads import PreparationThreads
@@ -92,7 +93,15 @@ class PreparedRequest(NamedTuple):
 
 
 class RequestPreparation:
-    def __init__(self, brain: Brain, bundles: Bundles, keep_alive: KeepAlive, max_prefix_chunks: int) -> None:
+    def __init__(
+        self,
+        brain: Brain,
+        bundles: Bundles,
+        keep_alive: KeepAlive,
+        max_prefix_chunks: int,
+        max_answer_values: int = MAX_ANSWER_VALUES,
+    ) -> None:
+        self._max_answer_values = max_answer_values
         self._brain = brain
         self._keep_alive = keep_alive
         self._bundles = bundles
@@ -137,7 +146,12 @@ class RequestPreparation:
         sampling = within_vocabulary(sampling, tokenizer)
         salt = cache_salt(target.prefix_scope, target.deployment, caller)
         preparation = base.Preparation(
-            target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=target.parsers
+            target.max_model_len,
+            dialect.new_request_id(),
+            int(time.time()),
+            cache_salt=salt,
+            parsers=target.parsers,
+            max_answer_values=self._max_answer_values,
         )
         session = session_key(target, caller.key_hash, info.header)
         text = await body.render_inline(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None

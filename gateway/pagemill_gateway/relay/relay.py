@@ -77,7 +77,7 @@ class Relay:
 
         Raises `PagemillError` if the client has got nothing of the answer, and `AnswerBroken` if it has.
         """
-        journal = Journal(request, self.journal_capacity)
+        journal = Journal(request, self.journal_capacity, record.ticket.key)
         growth = Growth(allowance, self._upstream) if allowance is not None else None
         delivery = Delivery(
             target, request, routing_request, sink, record, journal, Attempts(self._max_attempts), growth
@@ -209,7 +209,7 @@ class Relay:
         self._note(failure, assignment, delivery)
         if failure.kind != "stalled" or delivery.is_accepted:
             delivery.engine_failures.failed(assignment, failure.kind, progressed=got_tokens)
-        if delivery.sink.delivered and not journal.can_continue:
+        if delivery.sink.delivered and (delivery.sink.is_within or not journal.can_continue):
             raise bad_upstream(f"The answer broke off: {failure.message}") from failure
         if attempts.exhausted:
             raise attempts.verdict() from failure

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from pagemill_api.openai.batches import BatchRequest
 from pagemill_api.openai.parse import parse_body
 from pagemill_gateway.batches.service import Batches
-from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
+from pagemill_gateway.routes.entry import caller_of, entered
 from pagemill_gateway.routes.listing import page_of
 from pagemill_gateway.routes.multipart import read_form
 from pagemill_gateway.worker import Worker
@@ -29,7 +29,7 @@ class BatchRoutes:
 
     async def upload(self, request: Request) -> Response:
         caller, batches = self._enter(request)
-        with self._worker.in_flight_limit.enter():
+        with entered(self._worker, caller, is_limited=False):
             upload = await batches.upload(caller.account)
             try:
                 form = await read_form(request.scope, request.receive, upload.append)
@@ -68,8 +68,8 @@ class BatchRoutes:
     async def create(self, request: Request) -> Response:
         caller, batches = self._enter(request)
         check_json_content_type(request.scope)
-        with self._worker.in_flight_limit.enter() as slot:
-            raw = await read_counted(request.scope, request.receive, slot, self._worker.config.max_body_bytes)
+        with entered(self._worker, caller, is_limited=False) as entry:
+            raw = await read_counted(request.scope, request.receive, entry.slot, self._worker.config.max_body_bytes)
             body = await self._worker.preparation.parse(raw, lambda raw: parse_body(raw, BatchRequest))
             batch = await batches.create(caller, body)
         if self._worker.batch_runner is not None:
@@ -92,8 +92,7 @@ class BatchRoutes:
         return JSONResponse(batch.shown())
 
     def _enter(self, request: Request) -> tuple[Caller, Batches]:
-        caller = self._worker.keys.authenticate(request.scope)
-        record_of(request.scope).tenant = caller.tenant
+        caller = caller_of(self._worker, request)
         if self._worker.batches is None:
             raise PagemillError(
                 "This gateway takes no files and batches: its setting `batches` is not set.",

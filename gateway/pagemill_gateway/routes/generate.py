@@ -24,11 +24,12 @@ from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.preparation import PreparedRequest
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.access import record_of
-from pagemill_gateway.routes.body import read_counted
+from pagemill_gateway.routes.body import prepared_bytes, read_counted
 from pagemill_gateway.routes.client import ClientResponse, ClientTooSlow
 from pagemill_gateway.routes.connection import run_while_connected
+from pagemill_gateway.routes.entry import EnteredRequest, entered
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
+from pagemill_protocol.errors import PagemillError, bad_upstream, internal_error, invalid_field
 from pagemill_servers.direct import direct_response
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.request_middleware import TIMEOUT_HEADER, check_json_content_type, header
@@ -51,21 +52,26 @@ class GenerateRoute:
         client = ClientResponse(send, worker.config.slow_client_timeout_s, self._dialect, direct)
         try:
             caller = scope["state"].get("caller") or worker.keys.authenticate(scope)
-            record.tenant, record.is_keyed = caller.tenant, bool(caller.key_hash)
+            record.called_by(caller)
             timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
             check_json_content_type(scope, self._dialect.transport.media_types)
-            with worker.in_flight_limit.enter() as slot:
-                raw = await read_counted(scope, receive, slot, worker.config.max_body_bytes)
+            with entered(worker, caller) as entry:
+                client.slot = entry.slot
+                raw = await read_counted(scope, receive, entry.slot, worker.config.max_body_bytes)
                 info = await self._request_info(scope, raw, caller)
-                work = self._serve(raw, caller, info, timeout_s, client, record)
+                work = self._serve(raw, entry, info, timeout_s, client, record)
                 stayed = await run_while_connected(work, receive, direct)
         except PagemillError as error:
+            record.failed(error)
             await client.fail(error)
             return
         finally:
             client.close()
         if not stayed:
             record.status = CLIENT_CLOSED
+        elif client.is_aborted and direct is None:
+            # Only a connection can be closed within an answer; a line of a batch must not take it for complete.
+            raise bad_upstream("The answer broke off.")
 
     async def _request_info(self, scope: Scope, raw: bytes, caller: Caller) -> RequestInfo:
         info = RequestInfo(scope["path"], scope.get("path_params", {}), partial(_header, scope))
@@ -77,7 +83,7 @@ class GenerateRoute:
     async def _serve(
         self,
         raw: bytes,
-        caller: Caller,
+        entry: EnteredRequest,
         info: RequestInfo,
         timeout_s: float | None,
         client: ClientResponse,
@@ -86,11 +92,10 @@ class GenerateRoute:
         """Send the answer or the error. All errors are handled."""
         try:
             try:
-                record.ticket = _ticket(raw, caller, timeout_s, record)
+                record.ticket = _ticket(raw, entry.caller, timeout_s, record)
                 async with self._worker.running.limited(timeout_s):
-                    self._worker.limiter.check(caller)
-                    dialect = await self._dialect_for(raw, caller, client)
-                    await self._answer(raw, dialect, caller, info, client, record)
+                    dialect = await self._dialect_for(raw, entry, client)
+                    await self._answer(raw, dialect, entry, info, client, record)
             except AnswerBroken as broken:
                 record.failed(broken.error)
                 await (client.end() if broken.reported else client.fail(broken.error))
@@ -100,12 +105,13 @@ class GenerateRoute:
         except ClientTooSlow:
             logger.info("request %s: the client stopped reading", record.request_id)
             record.status = CLIENT_CLOSED
+            client.abort()
         except Exception:
             logger.exception("request %s failed", record.request_id)
             record.failed(internal_error())
             await client.fail(internal_error())
 
-    async def _dialect_for(self, raw: bytes, caller: Caller, client: ClientResponse) -> Dialect:
+    async def _dialect_for(self, raw: bytes, entry: EnteredRequest, client: ClientResponse) -> Dialect:
         """Return the dialect of this request. Raises `PagemillError`."""
         return self._dialect
 
@@ -113,17 +119,19 @@ class GenerateRoute:
         self,
         raw: bytes,
         dialect: Dialect,
-        caller: Caller,
+        entry: EnteredRequest,
         info: RequestInfo,
         client: ClientResponse,
         record: RequestRecord,
     ) -> None:
-        worker = self._worker
+        worker, caller = self._worker, entry.caller
         prepared = await worker.preparation.prepare(raw, dialect, caller, info, record.ticket, client.write)
         record.served_by(prepared.target, prepared.requests)
         worker.metrics.prepared(record)
+        entry.slot.resize(len(raw) + prepared_bytes(prepared.requests))
         client.add_headers(unread_headers(prepared.unread_fields))
         reservation = await worker.limiter.reserve(caller, prepared.target, prepared.requests)
+        entry.arrival.over()
         was_cut_short = False
         try:
             client.add_headers(reservation.headers)
@@ -139,13 +147,14 @@ class GenerateRoute:
     ) -> None:
         worker = self._worker
         if prepared.stream:
-            await answers.stream(worker.relay, prepared, client.write, record, allowances, client.direct)
+            await answers.stream(worker.relay, prepared, client.write, record, allowances, client.direct, client)
             record.finished = True
             await client.end()
             return
-        body = await answers.collect(worker.relay, prepared, record, allowances)
+        client.is_body = True
+        body = await answers.collect(worker.relay, prepared, record, allowances, client)
         record.finished = True
-        await client.send_body(body)
+        await (client.end() if body is None else client.send_body(body))
 
 
 def _header(scope: Scope, name: str) -> str | None:

@@ -7,6 +7,8 @@ tenant or a key without a tenant; for others it does not exist.
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
@@ -15,9 +17,11 @@ from starlette.responses import JSONResponse, Response
 
 from pagemill_api.dialects.base import Dialect
 from pagemill_api.dialects.openai_responses.responses import ResponsesDialect, StoredResponsesDialect
+from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.config import StoredResponsesConfig
-from pagemill_gateway.routes.access import record_of
+from pagemill_gateway.routes.body import parsed_bytes
 from pagemill_gateway.routes.client import ClientResponse
+from pagemill_gateway.routes.entry import EnteredRequest, caller_of
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.listing import page_of
 from pagemill_gateway.worker import Worker
@@ -37,35 +41,38 @@ class ResponsesRoute(GenerateRoute):
         super().__init__(worker, ResponsesDialect())
         self._config = config
 
-    async def _dialect_for(self, raw: bytes, caller: Caller, client: ClientResponse) -> Dialect:
-        before = await self._before(raw, caller)
+    async def _dialect_for(self, raw: bytes, entry: EnteredRequest, client: ClientResponse) -> Dialect:
+        before = await self._before(raw, entry)
         dialect = StoredResponsesDialect(before)
 
         async def keep(data: bytes) -> None:
             body = _whole_response(data) if dialect.stores else None
             if body is not None:
-                await self._keep(caller, body, dialect.input)
+                await self._keep(entry.caller, body, dialect.input)
 
-        client.on_answer = keep
+        client.on_answer, client.max_seen_bytes = keep, self._config.max_response_bytes
         return dialect
 
-    async def _before(self, raw: bytes, caller: Caller) -> list[dict[str, Any]]:
+    async def _before(self, raw: bytes, entry: EnteredRequest) -> list[dict[str, Any]]:
         if b"previous_response_id" not in raw:
             return []
         previous = await self._worker.preparation.parse(raw, _previous_id)
         if previous is None:
             return []
-        kept = await stored_response(self._worker, caller, previous, "previous_response_id")
+        kept = await stored_response(self._worker, entry.caller, previous, "previous_response_id", entry.slot)
         items: list[dict[str, Any]] = [*kept["input"], *kept["response"]["output"]]
         return items
 
     async def _keep(self, caller: Caller, body: bytes, items: list[dict[str, Any]]) -> None:
+        if len(body) > self._config.max_response_bytes:
+            _too_large(len(body))
+            return
         response = orjson.loads(body)
         response_id: str = response["id"]
         shown = [_shown(item, f"{response_id.removeprefix('resp_')}_{index}") for index, item in enumerate(items)]
         value = b'{"input":%s,"response":%s}' % (orjson.dumps(shown), body)
         if len(value) > self._config.max_response_bytes:
-            logger.warning("a response of %d bytes is not stored: stored_responses.max_response_bytes", len(value))
+            _too_large(len(value))
             return
         await self._worker.control.keep_response(caller.account, response_id, value)
 
@@ -79,29 +86,33 @@ class StoredResponseRoutes:
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream") == "true":
             raise PagemillError("Stored responses are not streamed again. Remove `stream`.", param="stream")
-        return JSONResponse((await self._stored(request))["response"])
+        async with self._stored(request) as stored:
+            return JSONResponse(stored["response"])
 
     async def delete(self, request: Request) -> Response:
-        caller, response_id = self._caller(request), request.path_params["id"]
+        caller, response_id = caller_of(self._worker, request), request.path_params["id"]
         if not await self._worker.control.forget_response(caller.account, response_id):
             raise _not_found(response_id, None)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
-        items = (await self._stored(request))["input"]
-        return JSONResponse(page_of(items, request.query_params, default_limit=20))
+        async with self._stored(request) as stored:
+            return JSONResponse(page_of(stored["input"], request.query_params, default_limit=20))
 
-    async def _stored(self, request: Request) -> dict[str, Any]:
-        return await stored_response(self._worker, self._caller(request), request.path_params["id"], None)
-
-    def _caller(self, request: Request) -> Caller:
-        caller = self._worker.keys.authenticate(request.scope)
-        record_of(request.scope).tenant = caller.tenant
-        return caller
+    @asynccontextmanager
+    async def _stored(self, request: Request) -> AsyncIterator[dict[str, Any]]:
+        caller = caller_of(self._worker, request)
+        with self._worker.in_flight_limit.enter(caller.account) as slot:
+            yield await stored_response(self._worker, caller, request.path_params["id"], None, slot)
 
 
-async def stored_response(worker: Worker, caller: Caller, response_id: str, param: str | None) -> dict[str, Any]:
-    """Return the stored `input` and `response`. Raises `PagemillError` 404 if the caller has none with this id."""
+async def stored_response(
+    worker: Worker, caller: Caller, response_id: str, param: str | None, slot: InFlightSlot
+) -> dict[str, Any]:
+    """Return the stored `input` and `response`, counted in `slot`.
+
+    Raises `PagemillError` 404 if the caller has none with this id, 429 or 503 beyond the limits.
+    """
     if worker.config.stored_responses is None:
         raise PagemillError(
             "This gateway does not store responses: its setting `stored_responses` is not set.",
@@ -112,8 +123,13 @@ async def stored_response(worker: Worker, caller: Caller, response_id: str, para
     value = await worker.control.kept_response(caller.account, response_id)
     if value is None:
         raise _not_found(response_id, param)
+    slot.hold(parsed_bytes(value))
     found: dict[str, Any] = orjson.loads(value)
     return found
+
+
+def _too_large(num_bytes: int) -> None:
+    logger.warning("a response of %d bytes is not stored: stored_responses.max_response_bytes", num_bytes)
 
 
 def _not_found(response_id: str, param: str | None) -> PagemillError:

@@ -19,10 +19,12 @@ from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.refusals import check_model, visible_to
-from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
+from pagemill_gateway.routes.connection import run_while_connected
+from pagemill_gateway.routes.entry import EnteredRequest, caller_of, entered
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.errors import PagemillError, client_closed_request, invalid_field
+from pagemill_servers.direct import direct_response
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.request_middleware import check_json_content_type, error_response
 
@@ -39,8 +41,9 @@ class TokenRoutes:
         return partial(self._tokenize, count)
 
     async def _tokenize(self, count: TokenCount, request: Request) -> Response:
-        caller = self._enter(request)
-        with self._worker.in_flight_limit.enter() as slot:
+        caller = self._caller(request)
+        with entered(self._worker, caller) as entry:
+            slot = entry.slot
             body = await self._worker.preparation.parse(await self._read(request, slot), count.parse)
             target = await self._resolve(body.model, caller)
 
@@ -50,11 +53,12 @@ class TokenRoutes:
                 return len(token_ids), count.body(token_ids, target.max_model_len, texts)
 
             expected_tokens = body.num_chars // CHARS_PER_TOKEN + 1
-            return await self._counted(caller, expected_tokens, target, slot, answer)
+            return await _while_connected(request, self._counted(entry, expected_tokens, target, answer))
 
     async def detokenize(self, request: Request) -> Response:
-        caller = self._enter(request)
-        with self._worker.in_flight_limit.enter() as slot:
+        caller = self._caller(request)
+        with entered(self._worker, caller) as entry:
+            slot = entry.slot
             body = await self._worker.preparation.parse(
                 await self._read(request, slot), lambda raw: parse_body(raw, DetokenizeRequest)
             )
@@ -64,22 +68,19 @@ class TokenRoutes:
                 text = prepare.detokenize(body, tokenizer, target.max_model_len)
                 return len(body.tokens), render.detokenize_body(text)
 
-            return await self._counted(caller, len(body.tokens), target, slot, answer)
+            return await _while_connected(request, self._counted(entry, len(body.tokens), target, answer))
 
-    def _enter(self, request: Request) -> Caller:
-        """Authenticate the caller. Raises `PagemillError` before the body is read, also for an exceeded limit."""
-        caller = self._worker.keys.authenticate(request.scope)
-        record_of(request.scope).tenant = caller.tenant
+    def _caller(self, request: Request) -> Caller:
+        """Authenticate the caller. Raises `PagemillError` before the body is read."""
+        caller = caller_of(self._worker, request)
         check_json_content_type(request.scope)
-        self._worker.limiter.check(caller)
         return caller
 
     async def _counted(
         self,
-        caller: Caller,
+        entry: EnteredRequest,
         expected_tokens: int,
         target: Target,
-        slot: InFlightSlot,
         answer: Callable[[Tokenizer], tuple[int, bytes]],
     ) -> Response:
         """Return the response, counted for the caller's limits, with the rate-limit headers, also for an error.
@@ -88,10 +89,11 @@ class TokenRoutes:
         """
         preparation = self._worker.preparation
         num_tokens = min(expected_tokens, target.max_model_len or expected_tokens)
-        async with self._worker.limiter.request(caller, num_tokens) as counted:
+        async with self._worker.limiter.request(entry.caller, num_tokens) as counted:
+            entry.arrival.over()
             try:
                 tokenizer = await preparation.tokenizer(target)
-                counted.num_tokens, raw = await preparation.in_thread(lambda: answer(tokenizer), slot.num_bytes)
+                counted.num_tokens, raw = await preparation.in_thread(lambda: answer(tokenizer), entry.slot.num_bytes)
                 response = Response(raw, media_type="application/json")
             except PagemillError as error:
                 response = error_response(error)
@@ -113,3 +115,15 @@ class TokenRoutes:
             return await self._worker.brain.look_up(model or next(iter(served)))
         except PagemillError as error:
             raise visible_to(caller, error, model) from error
+
+
+async def _while_connected(request: Request, answering: Awaitable[Response]) -> Response:
+    """Return the response. Raises `PagemillError` 499, and cancels what has not begun, when the client disconnects."""
+    responses: list[Response] = []
+
+    async def answer() -> None:
+        responses.append(await answering)
+
+    if not await run_while_connected(answer(), request.receive, direct_response(request.scope)):
+        raise client_closed_request()
+    return responses[0]

@@ -53,9 +53,10 @@ class PagemillError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        if self.retry_after_s is None:
-            return {}
-        return {"Retry-After": str(max(1, round(self.retry_after_s)))}
+        headers = {} if self.status != 401 else {"WWW-Authenticate": 'Bearer realm="pagemill"'}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+        return headers
 
 
 ErrorBody = Callable[[PagemillError], bytes]
@@ -127,6 +128,23 @@ def client_too_slow() -> PagemillError:
         status=408,
         type="timeout_error",
         code="client_too_slow",
+    )
+
+
+def answer_too_large(limit_bytes: int) -> PagemillError:
+    return PagemillError(
+        f"The answer has more than {limit_bytes} bytes, too many for one that is not streamed. Send `stream: true`, or "
+        "lower `n`, `max_tokens` or the number of log probabilities.",
+        code="answer_too_large",
+    )
+
+
+def answers_too_large(num_bytes: int) -> PagemillError:
+    return unavailable(
+        f"The answers that are being generated take {num_bytes} bytes, more than this engine has for them, and this "
+        "one takes the most. Try again shortly, send `stream: true`, or request less: fewer choices, fewer log "
+        "probabilities.",
+        retry_after_s=5,
     )
 
 

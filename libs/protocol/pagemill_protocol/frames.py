@@ -37,6 +37,8 @@ WEIGHTS_HEADER = "x-pagemill-weights"
 MAX_META_BYTES = 4 * 1024 * 1024
 MAX_PAYLOAD_BYTES = 256 * 1024 * 1024
 """Enough for an answer of 128 choices with log probabilities that is not streamed."""
+MAX_WHOLE_BYTES = 64 * 1024
+"""A larger payload is returned in parts by a decoder that splits."""
 MAX_STATE_BYTES = 64 * 1024 * 1024
 """Enough for a snapshot of three million prefix chunks."""
 MAX_LOAD_BYTES = 16 * 1024 * 1024
@@ -56,12 +58,50 @@ class FrameError(Exception):
     """The bytes are not frames. The rest of the stream cannot be read; close it."""
 
 
-def encode_frame(meta: FrameMeta, payload: bytes = b"") -> bytes:
-    """Encode one answer frame. Raises `FrameError` when meta or payload exceeds its bound."""
+class PartMeta(FrameMeta, frozen=True, kw_only=True, omit_defaults=True):
+    """The meta of one part of a large payload. Only that of the last part has the fields of the frame."""
+
+    num_payload_bytes: int
+    """Bytes of all parts."""
+    is_first: bool
+    is_end: bool
+    closes: bool
+    """Whether the payload is that of the answer's last frame."""
+
+
+class _OpenPayload:
+    """A large payload of which only a part has been returned."""
+
+    def __init__(self, meta: FrameMeta, num_bytes: int) -> None:
+        self._meta = meta
+        self._num_bytes = num_bytes
+        self.num_left = num_bytes
+
+    def part(self, num_bytes: int) -> PartMeta:
+        """Return the meta of the next part."""
+        is_first = self.num_left == self._num_bytes
+        self.num_left -= num_bytes
+        is_end = not self.num_left
+        fields = msgspec.structs.asdict(self._meta) if is_end else {"choice": self._meta.choice}
+        return PartMeta(
+            **fields,
+            num_payload_bytes=self._num_bytes,
+            is_first=is_first,
+            is_end=is_end,
+            closes=self._meta.last,
+        )
+
+
+def encode_frame(meta: FrameMeta, payload: bytes = b"", num_payload_bytes: int | None = None) -> bytes:
+    """Encode one answer frame. Raises `FrameError` when meta or payload exceeds its bound.
+
+    `num_payload_bytes`: bytes of the whole payload, of which `payload` is only the beginning; the rest follows.
+    """
+    num_bytes = len(payload) if num_payload_bytes is None else num_payload_bytes
     encoded = _encoder.encode(meta)
     _check_size("meta", len(encoded), MAX_META_BYTES)
-    _check_size("payload", len(payload), MAX_PAYLOAD_BYTES)
-    return b"".join((_FRAME_HEADER.pack(len(encoded), len(payload)), encoded, payload))
+    _check_size("payload", num_bytes, MAX_PAYLOAD_BYTES)
+    return b"".join((_FRAME_HEADER.pack(len(encoded), num_bytes), encoded, payload))
 
 
 def encode_state(state: StateFrame) -> bytes:
@@ -109,6 +149,9 @@ class _Buffer:
     def skip(self, size: int) -> None:
         self._start += size
 
+    def peek(self, start: int, size: int) -> bytes:
+        return bytes(memoryview(self._data)[self._start + start : self._start + start + size])
+
     def take(self, size: int) -> bytes:
         taken = bytes(memoryview(self._data)[self._start : self._start + size])
         self._start += size
@@ -116,10 +159,16 @@ class _Buffer:
 
 
 class FrameDecoder:
-    """Splits an answer stream into `(meta, payload)`; one per response."""
+    """Splits an answer stream into `(meta, payload)`; one per response.
 
-    def __init__(self) -> None:
+    With `splits`, a payload above `MAX_WHOLE_BYTES` is returned in parts as it arrives, each with a `PartMeta`, except
+    that of an error.
+    """
+
+    def __init__(self, *, splits: bool = False) -> None:
         self._buffer = _Buffer()
+        self._splits = splits
+        self._open: _OpenPayload | None = None
         self._has_rest = self._failed = False
 
     def feed(self, data: bytes) -> list[tuple[FrameMeta, bytes]]:
@@ -150,15 +199,16 @@ class FrameDecoder:
             self._failed = True
             raise _no_meta(error) from error
         if start < end:
-            self._buffer.append(memoryview(data)[start:])
-            self._has_rest = True
+            frames += self._feed_buffer(memoryview(data)[start:])
         return frames
 
     def close(self) -> None:
         """End the stream. Raises `FrameError` if it ends inside a frame."""
         _check_empty(self._buffer)
+        if self._open is not None:
+            raise FrameError(f"The stream ended inside a frame, {self._open.num_left} bytes of it had not arrived.")
 
-    def _feed_buffer(self, data: bytes) -> list[tuple[FrameMeta, bytes]]:
+    def _feed_buffer(self, data: bytes | memoryview) -> list[tuple[FrameMeta, bytes]]:
         _refuse_failed(self._failed)
         frames: list[tuple[FrameMeta, bytes]] = []
         self._buffer.append(data)
@@ -168,20 +218,39 @@ class FrameDecoder:
         except FrameError:
             self._failed = True
             raise
-        self._has_rest = len(self._buffer) > 0
+        self._has_rest = len(self._buffer) > 0 or self._open is not None
         return frames
 
     def _next(self) -> tuple[FrameMeta, bytes] | None:
         buffer = self._buffer
+        if self._open is not None:
+            return self._next_part(self._open)
         if len(buffer) < _FRAME_HEADER.size:
             return None
         meta_bytes, payload_bytes = buffer.header(_FRAME_HEADER)
         _check_frame(meta_bytes, payload_bytes)
-        if len(buffer) < _FRAME_HEADER.size + meta_bytes + payload_bytes:
-            return None
+        payload_at = _FRAME_HEADER.size + meta_bytes
+        if len(buffer) < payload_at + payload_bytes:
+            if not self._splits or payload_bytes <= MAX_WHOLE_BYTES or len(buffer) < payload_at:
+                return None
+            meta = _decode_meta(buffer.peek(_FRAME_HEADER.size, meta_bytes))
+            if meta.error is not None:
+                return None
+            buffer.skip(payload_at)
+            self._open = _OpenPayload(meta, payload_bytes)
+            return self._next_part(self._open)
         buffer.skip(_FRAME_HEADER.size)
         meta = _decode_meta(buffer.take(meta_bytes))
         return meta, buffer.take(payload_bytes)
+
+    def _next_part(self, payload: _OpenPayload) -> tuple[FrameMeta, bytes] | None:
+        num_bytes = min(len(self._buffer), payload.num_left)
+        if not num_bytes:
+            return None
+        meta = payload.part(num_bytes)
+        if meta.is_end:
+            self._open = None
+        return meta, self._buffer.take(num_bytes)
 
 
 class MessageDecoder(Generic[Message]):

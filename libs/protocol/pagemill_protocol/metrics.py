@@ -182,7 +182,9 @@ GATEWAY_REQUESTS = _gateway(
     ("model", "variant", "route", "status"),
 )
 GATEWAY_IN_FLIGHT = _gateway("gauge", "in_flight_requests", "Requests in progress, including waiting ones.", ("model",))
-GATEWAY_BODY_BYTES = _gateway("gauge", "in_flight_body_bytes", "Bytes of the bodies of requests in progress.")
+GATEWAY_BODY_BYTES = _gateway(
+    "gauge", "in_flight_body_bytes", "Bytes of requests in progress and of their unread answers."
+)
 GATEWAY_REQUEST_SECONDS = _gateway(
     "histogram",
     "request_seconds",

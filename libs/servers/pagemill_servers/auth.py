@@ -12,6 +12,8 @@ import ipaddress
 
 from starlette.types import Scope
 
+from pagemill_protocol.errors import unauthorized
+
 MAX_KEY_CHARS = 512
 
 
@@ -34,12 +36,18 @@ def bearer_token(scope: Scope) -> str | None:
 
 
 def api_key(scope: Scope) -> str | None:
-    """Return the bearer token, or else the header `x-api-key` that clients of Anthropic's API send."""
-    token = bearer_token(scope)
-    if token is not None:
-        return token
-    value = header(scope, b"x-api-key")
-    return value if value is not None and 0 < len(value) <= MAX_KEY_CHARS else None
+    """Return the bearer token, or else the header `x-api-key` that clients of Anthropic's API send.
+
+    Raises `PagemillError` 401 if the request has both and they differ.
+    """
+    token, value = bearer_token(scope), header(scope, b"x-api-key")
+    key = value if value is not None and 0 < len(value) <= MAX_KEY_CHARS else None
+    if token is not None and key is not None and not same_secret(token, key):
+        raise unauthorized(
+            "The headers `Authorization` and `x-api-key` have two different keys. Send one of the headers, or the same "
+            "key in both."
+        )
+    return key if token is None else token
 
 
 def same_secret(given: str, expected: str) -> bool:

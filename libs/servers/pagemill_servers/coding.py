@@ -49,6 +49,25 @@ class Inflater:
         return text
 
 
+class Deflater:
+    """Compresses an answer whose body is sent in parts, with little memory, since many may be sent at once."""
+
+    def __init__(self) -> None:
+        self._stream = zlib.compressobj(LEVEL, zlib.DEFLATED, _GZIP_FORMAT - 3, 5)
+
+    def start(self, message: Message) -> Message:
+        """Return the start message of the compressed answer, whose length is not known yet."""
+        headers = [(name, value) for name, value in message["headers"] if name.lower() != b"content-length"]
+        return {**message, "headers": [*headers, (b"content-encoding", b"gzip"), (b"vary", b"accept-encoding")]}
+
+    def part(self, message: Message) -> Message:
+        """Return a part of the body in gzip."""
+        data = self._stream.compress(message.get("body", b""))
+        if not message.get("more_body", False):
+            data += self._stream.flush()
+        return {**message, "body": data}
+
+
 def inflater_of(scope: Scope, max_bytes: int) -> Inflater | None:
     """Return a decompressor for the body, or None if it is not compressed. Raises `PagemillError` 415 for other
     codings."""

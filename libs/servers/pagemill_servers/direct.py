@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
+from pagemill_servers.connection_limits import Place
+
 if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 RESPONSE_EXTENSION = "pagemill.response"
 UPGRADE_EXTENSION = "pagemill.upgrade"
+PLACE_EXTENSION = "pagemill.place"
 
 
 class DirectResponse:
@@ -38,6 +41,16 @@ class DirectResponse:
     def has_body(self) -> bool:
         """Whether the whole body of the request has arrived."""
         return not self._cycle.more_body
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the client has not read what was written, so that the next write waits."""
+        return self._cycle.flow.write_paused
+
+    def abort(self) -> None:
+        """Close the connection at once, without sending the rest: the response remains incomplete."""
+        self._cycle.disconnected = True
+        self._cycle.transport.abort()
 
     def write_now(self, data: bytes) -> bool:
         """Write one chunk, which must not be empty.
@@ -92,6 +105,9 @@ class _CorkedTransport:
         self.send()
         self.transport.close()
 
+    def abort(self) -> None:
+        self.transport.abort()
+
 
 class UpgradedProtocol(asyncio.Protocol):
     """A protocol that takes over a connection from HTTP."""
@@ -111,6 +127,16 @@ TakeOver = Callable[[UpgradedProtocol], None]
 def direct_response(scope: Scope) -> DirectResponse | None:
     found = scope.get("extensions", {}).get(RESPONSE_EXTENSION)
     return found if isinstance(found, DirectResponse) else None
+
+
+def count_for_tenant(scope: Scope, tenant: str | None) -> None:
+    """Count the connection of a request with a valid key for its tenant (`None`: the platform), not for its address.
+
+    Raises `PagemillError` 503 if the tenant has too many connections.
+    """
+    place: Place | None = scope.get("extensions", {}).get(PLACE_EXTENSION)
+    if place is not None:
+        place.authenticated(tenant)
 
 
 def upgrade_of(scope: Scope) -> TakeOver | None:

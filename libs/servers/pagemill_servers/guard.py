@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagemill_protocol.errors import unauthorized
 from pagemill_servers.auth import bearer_token, is_loopback, same_secret
+from pagemill_servers.direct import count_for_tenant
 from pagemill_servers.origin import check_same_origin, forbidden, header_values, shown
 from pagemill_servers.secrets.secret_file import SecretFile
 
@@ -131,7 +132,7 @@ def require_token(scope: Scope, tokens: ControlTokens) -> None:
     given = bearer_token(scope)
     matches = [given is not None and same_secret(given, token) for token in tokens.accepted()]
     if any(matches):
-        return
+        return count_for_tenant(scope, None)
     fault = "and the request has none" if given is None else "and the one in the request is not accepted"
     raise unauthorized(
         f"This route needs the control token in the header `Authorization: Bearer TOKEN`, {fault}. "

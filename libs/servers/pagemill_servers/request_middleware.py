@@ -29,7 +29,7 @@ from pagemill_protocol.errors import (
 )
 from pagemill_protocol.ids import new_id
 from pagemill_servers.auth import bearer_token, hash_key, header, is_loopback, same_secret
-from pagemill_servers.coding import Inflater, accepts_gzip, compressed, inflater_of, is_compressible
+from pagemill_servers.coding import Deflater, Inflater, accepts_gzip, compressed, inflater_of, is_compressible
 from pagemill_servers.direct import DirectResponse, direct_response
 from pagemill_servers.errors import error_response, install_error_handlers, openai_shape
 from pagemill_servers.origin import check_same_origin
@@ -55,8 +55,7 @@ TIMEOUT_HEADER = b"x-request-timeout-s"
 """Header with the seconds after which the client gives up; gateways enforce it."""
 PROCESSING_HEADER = b"openai-processing-ms"
 """Header with the milliseconds from the request's first byte to the answer's."""
-MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""Bytes of a body above the limit that are read and dropped, so that its sender receives the 413."""
+CREDENTIAL_HEADERS = frozenset({b"authorization", b"x-api-key"})
 
 _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -118,7 +117,16 @@ class RequestMiddleware:
 
     def _check_headers(self, scope: Scope, body: _BoundedBody) -> None:
         headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
-        if sum(len(name) + len(value) + 4 for name, value in headers) > self.max_header_bytes:
+        num_bytes = 0
+        credentials: set[bytes] = set()
+        for name, value in headers:
+            num_bytes += len(name) + len(value) + 4
+            if name in CREDENTIAL_HEADERS:
+                if name in credentials:  # programs on the way may have read the other one
+                    text = name.decode()
+                    raise invalid_field(text, f"The request has more than one header {text}. Send it once.")
+                credentials.add(name)
+        if num_bytes > self.max_header_bytes:
             raise headers_too_large(self.max_header_bytes)
         declared = header(scope, b"content-length")
         if declared is None:
@@ -128,7 +136,6 @@ class RequestMiddleware:
             raise invalid_field("content-length", "The header Content-Length must be a number of bytes.")
         body.complete = int(declared) == 0
         body.declared_bytes = int(declared)
-        body.expects_continue = header(scope, b"expect") is not None
 
 
 class _BoundedBody:
@@ -144,7 +151,6 @@ class _BoundedBody:
         self._deadline_s = asyncio.get_running_loop().time() + timeout_s
         self._num_bytes = 0
         self.declared_bytes = 0
-        self.expects_continue = False
         self.complete = False
         self.inflater: Inflater | None = None
 
@@ -152,22 +158,13 @@ class _BoundedBody:
         if self.complete:
             return await self._receive()
         if self.declared_bytes > self._max_bytes:
-            await self._discard()
             raise body_too_large(self._max_bytes)
         message = await self._next()
         if self._num_bytes > self._max_bytes:
-            await self._discard()
             raise body_too_large(self._max_bytes)
         if self.inflater is not None and message["type"] == "http.request":
-            message = await self._inflated(self.inflater, message)
+            return {**message, "body": self.inflater.push(message.get("body", b""), last=self.complete)}
         return message
-
-    async def _inflated(self, inflater: Inflater, message: Message) -> Message:
-        try:
-            return {**message, "body": inflater.push(message.get("body", b""), last=self.complete)}
-        except PagemillError:
-            await self._discard()
-            raise
 
     async def _next(self) -> Message:
         if self._direct is not None and self._direct.has_body:
@@ -185,20 +182,10 @@ class _BoundedBody:
             self.complete = True
         return message
 
-    async def _discard(self) -> None:
-        """Read and drop the rest of the body.
-
-        A sender that is cut off in the middle of its body sees a connection reset in place of the answer.
-        """
-        if self.expects_continue or self.declared_bytes > MAX_DISCARDED_BYTES:
-            return
-        while not self.complete and self._num_bytes <= MAX_DISCARDED_BYTES:
-            await self._next()
-
 
 class _Answer:
     """Wraps `send`: adds the request id and the time, compresses large complete answers for clients that accept it, and
-    closes the connection if part of the body was not read."""
+    closes the connection if part of the body was not read, which `connection` drops meanwhile."""
 
     def __init__(self, send: Send, body: _BoundedBody, identity: bytes, accepts_gzip: bool) -> None:
         self._send = send
@@ -206,6 +193,8 @@ class _Answer:
         self._began_s = time.monotonic()
         self._held: Message | None = None
         """Start message of an answer that may be compressed."""
+        self._deflater: Deflater | None = None
+        """Compresses an answer that is sent in parts."""
         self._body = body
         self._identity = identity
         self.started = False
@@ -229,7 +218,12 @@ class _Answer:
                 start, self._held = self._held, None
                 if self.complete:
                     start, message = await compressed(start, message)
+                else:
+                    self._deflater = Deflater()
+                    start = self._deflater.start(start)
                 await self._send(start)
+            if self._deflater is not None:
+                message = self._deflater.part(message)
         await self._send(message)
 
     async def fail(self, error: PagemillError, error_body: ErrorBody) -> None:

@@ -59,6 +59,7 @@ def _generation_config(text: str) -> str:
 SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "policy": ("engine", _policy),
     "max_num_waiting": ("engine", _count),
+    "max_answer_values": ("engine", _count),
     "overlap": ("engine", _flag),
     "cuda_graphs": ("engine", _flag),
     "generation_config": ("engine", _generation_config),
@@ -70,6 +71,7 @@ SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "step_time": ("engine", _object),
     "max_body_bytes": ("server", _count),
     "max_header_bytes": ("server", _count),
+    "max_unread_bytes": ("server", _count),
     "body_timeout_s": ("server", _seconds),
 }
 """Setting -> (section of the settings file, parser of its text)."""

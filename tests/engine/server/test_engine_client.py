@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine_ready import engine_ready
+from engine_client_inside import Inside
 
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
@@ -15,12 +15,6 @@ from pagemill_engine.ipc.channels import EngineDied
 from pagemill_engine.ipc.messages import Abort, AddRequest, StepOutputs, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.scheduler.admission import Admission
-from pagemill_engine.server.answer import Answer
-from pagemill_engine.server.engine_client import EngineClient
-from pagemill_engine.server.metrics import ServerMetrics
-from pagemill_engine.server.phases.lifecycle import Lifecycle
-from pagemill_engine.server.phases.sleeping import Sleeping
-from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
@@ -28,33 +22,9 @@ from pagemill_protocol.request.sampling import SamplingParams
 CONFIG = EngineConfig(model="m", max_num_waiting=8)
 
 
-class Inside:
-    """A client whose engine is ready; `sent` contains the messages to the engine process."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.sent: list[Any] = []
-        self._tokenizer = tokenizer
-        lifecycle, metrics = Lifecycle(), ServerMetrics("m", CONFIG)
-        publisher = StatePublisher(["m"])
-        sleeping = Sleeping(lifecycle, publisher, metrics)
-        self.client = EngineClient(CONFIG, self, lifecycle, publisher, metrics, sleeping)  # type: ignore[arg-type]
-        self.client._handle(engine_ready())
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    def submit(self, request: GenerateRequest) -> Answer:
-        answer = Answer()
-        self.client.submit(request, OutputProcessor(request, self._tokenizer), answer)
-        return answer
-
-    def engine_says(self, *outputs: TokensOut) -> None:
-        self.client._handle(StepOutputs(outputs=list(outputs)))
-
-
 @pytest.fixture
 def inside(byte_tokenizer: Tokenizer) -> Inside:
-    return Inside(byte_tokenizer)
+    return Inside(byte_tokenizer, CONFIG)
 
 
 def request(name: str = "a", **sampling: Any) -> GenerateRequest:

@@ -107,7 +107,7 @@ def continued(request: GenerateRequest, frames: list[Frame]) -> GenerateRequest:
     """Return the request that a gateway sends to the next engine after these frames."""
     resumes: dict[int, ChoiceResume] = {}
     cached: int | None = None
-    for meta, _ in frames:
+    for meta, *_ in frames:
         before = resumes.get(meta.choice, ChoiceResume(meta.choice, [], 0))
         resumes[meta.choice] = ChoiceResume(
             meta.choice,

@@ -1,8 +1,9 @@
 """The engine's end of a link: receives a gateway's requests and sends the frames of all their answers.
 
-The frames of one engine step leave in one write. A stream waits while its gateway has not credited what was sent, and
-all streams wait while the socket is full; meanwhile their frames stay in their `Answer`s, which are bounded. Requests
-are checked and refused as in `internal_routes.generate`. The protocol is `pagemill_protocol.link`.
+The frames of one engine step leave in one write, or in a few if they are large. A stream waits while its gateway has
+not credited what was sent, and all streams wait while the socket is full; meanwhile their frames stay in their
+`Answer`s, which are bounded. Requests are checked and refused as in `internal_routes.generate`. The protocol is
+`pagemill_protocol.link`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from starlette.types import Scope
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.routes.openai_routes import abort, submit
+from pagemill_engine.server.routes.responses import encoded
 from pagemill_protocol.errors import PagemillError, body_too_large, error_body, internal_error, invalid_field
-from pagemill_protocol.frames import FrameError, encode_frame
+from pagemill_protocol.frames import FrameError
 from pagemill_protocol.link import (
     WINDOW_BYTES,
     Record,
@@ -39,6 +41,10 @@ logger = logging.getLogger(__name__)
 MAX_UNFINISHED_REQUESTS = 1024
 """Most requests of which only some parts have arrived."""
 MAX_REQUEST_ID_BYTES = 512
+MAX_WRITE_BYTES = 256 * 1024
+"""Bytes of one write, and one stream's window more: what waits in the socket's buffer at most, and is not counted."""
+MAX_TURN_BYTES = 4 * MAX_WRITE_BYTES
+"""Bytes written in one turn of the event loop, so that other work is not delayed."""
 ROUTE = "/internal/generate"
 """Route label of requests in metrics, whichever way they arrive."""
 _decoder = msgspec.msgpack.Decoder(GenerateRequest)
@@ -76,16 +82,21 @@ class _Stream:
         records: list[bytes] = []
         while self.credit > 0:
             if not self.rest:
-                frames = self.answer.get_nowait()
-                if not frames:
+                self.rest = memoryview(self._next_bytes())
+                if not self.rest:
                     break
-                self.rest = memoryview(b"".join(encode_frame(frame.meta, frame.payload) for frame in frames))
             data, self.rest = bytes(self.rest[: self.credit]), self.rest[self.credit :]
             self.credit -= len(data)
             records += encode_pieces(RecordKind.DATA, self.number, data)
         if not self.rest and self.answer.is_read:
             records.append(encode_record(RecordKind.END, self.number))
         return records
+
+    def _next_bytes(self) -> bytes:
+        piece = self.answer.next_piece()
+        if piece is not None:
+            return piece
+        return b"".join(map(encoded, self.answer.get_nowait(self.credit)))
 
     @property
     def is_sent(self) -> bool:
@@ -222,21 +233,31 @@ class GatewayLink(UpgradedProtocol):
         self._is_scheduled = False
         if self._is_lost or not self._may_write:
             return
-        changed, self._changed = self._changed, {}
-        records: list[bytes] = []
-        for stream in changed:
-            try:
-                records += stream.next_records()
-            except FrameError:
-                logger.exception("a frame cannot be sent")
-                self._cancel(stream.number)
-                records.append(encode_record(RecordKind.END, stream.number))
-                continue
-            if stream.is_sent:
-                self._streams.pop(stream.number, None)
-        if records:
-            self._transport.write(b"".join(records))
+        num_bytes = 0
+        while self._changed and self._may_write and num_bytes < MAX_TURN_BYTES:
+            records: list[bytes] = []
+            num_written = num_bytes
+            while self._changed and num_bytes - num_written < MAX_WRITE_BYTES:
+                added = self._next_records(next(iter(self._changed)))
+                records += added
+                num_bytes += sum(map(len, added))
+            if records:
+                self._transport.write(b"".join(records))
+        if self._changed and self._may_write:
+            self._schedule()
         self._close_when_done()
+
+    def _next_records(self, stream: _Stream) -> list[bytes]:
+        del self._changed[stream]
+        try:
+            records = stream.next_records()
+        except FrameError:
+            logger.exception("a frame cannot be sent")
+            self._cancel(stream.number)
+            return [encode_record(RecordKind.END, stream.number)]
+        if stream.is_sent:
+            self._streams.pop(stream.number, None)
+        return records
 
     def _close_when_done(self) -> None:
         if self._is_closing and not self._streams and not self._is_lost:

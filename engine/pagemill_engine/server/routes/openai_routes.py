@@ -98,12 +98,12 @@ async def get_model(request: Request) -> Response:
     return _json(render.model_body(_card(context, name)))
 
 
-def submit(context: ServerContext, requests: list[GenerateRequest]) -> Answer:
-    """Submit all prompts of one HTTP request to the engine, or none of them."""
+def submit(context: ServerContext, requests: list[GenerateRequest], *, only_bodies: bool = False) -> Answer:
+    """Submit all prompts of one HTTP request to the engine, or none of them. `only_bodies`: as that of `Answer`."""
     client, _ = context.ready_engine()
     tokenizer = context.loaded_tokenizer()
     system_fingerprint = context.system_fingerprint()
-    answer = Answer(len(requests))
+    answer = Answer(len(requests), client.unread, only_bodies=only_bodies)
     try:
         client.check_capacity(requests)
         for request in requests:
@@ -146,7 +146,7 @@ async def _read(request: Request, also: Container[str] = ()) -> bytes:
 
 def _answer(context: ServerContext, record: TracedRequest, headers: Mapping[str, str]) -> AnswerResponse:
     requests = list(record.requests)
-    record.answer = answer = submit(context, requests)
+    record.answer = answer = submit(context, requests, only_bodies=not requests[0].stream)
     kind = StreamResponse if requests[0].stream else BodyResponse
     return kind(requests, answer, lambda: abort(context, answer), headers)
 
@@ -165,7 +165,12 @@ def _prepare(
     settings = context.settings.engine
     salt = cache_salt(settings.prefix_scope, settings.model, caller)
     preparation = Preparation(
-        ready.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=context.parsers
+        ready.max_model_len,
+        dialect.new_request_id(),
+        int(time.time()),
+        cache_salt=salt,
+        parsers=context.parsers,
+        max_answer_values=settings.max_answer_values,
     )
     requests = body.prepare(tokenizer, preparation, sampling, None)
     unread = unread_fields(body, tokenizer, context.parsers)

@@ -9,7 +9,9 @@ the engine accepted the request.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 
 from starlette.types import Receive, Scope, Send
 
@@ -20,10 +22,13 @@ from pagemill_engine.output.processor import Frame
 from pagemill_engine.server.answer import Answer
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, WEIGHTS_HEADER, encode_frame
+from pagemill_protocol.json_pieces import in_blocks, pieces_of
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 from pagemill_protocol.versions import protocol_headers
 
 JSON_CONTENT_TYPE = "application/json"
+SLICE_S = 0.005
+"""Time of one slice of work on a large body, between two of which the event loop serves others."""
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -98,22 +103,42 @@ class StreamResponse(AnswerResponse):
 
 
 class BodyResponse(AnswerResponse):
-    """One JSON body, sent when the answer is complete."""
+    """One JSON body, sent when the answer is complete, as fast as the client reads it."""
 
     async def _respond(self, send: Send) -> None:
-        dialect = dialect_of(self.requests[0].dialect)
-        bodies: list[bytes] = []
-        while frames := await self.answer.take():
-            bodies += [frame.payload for frame in frames if frame.meta.last and frame.meta.error is None]
-        if self.answer.error is not None:
-            await _send_error(send, self.answer.error, dialect)
+        dialect, answer = dialect_of(self.requests[0].dialect), self.answer
+        await answer.wait_end()
+        if len(self.requests) > 1 and answer.error is None:
+            num_bytes, first = await self._merge(dialect), b""
+        else:
+            frames = answer.get_nowait()
+            num_bytes, first = (frames[0].num_bytes, frames[0].payload) if frames else (0, b"")
+        if answer.error is not None:
+            await _send_error(send, answer.error, dialect)
             return
-        if len(bodies) < len(self.requests):  # the client disconnected
+        if not num_bytes:  # the client disconnected
             return
-        body = bodies[0] if len(bodies) == 1 else dialect.merge_bodies(bodies)
-        headers = {**dialect.transport.body_headers(body), "content-length": str(len(body)), **self._headers}
+        headers = {**dialect.transport.body_headers(first), "content-length": str(num_bytes), **self._headers}
         await _start(send, 200, headers)
-        await _send_bytes(send, body, more=False)
+        num_sent = 0
+        for block in in_blocks(chain([first], iter(answer.next_piece, None))):
+            num_sent += len(block)
+            await _send_bytes(send, block, more=num_sent < num_bytes)
+
+    async def _merge(self, dialect: Dialect) -> int:
+        """Merge the bodies of several prompts, in slices of time. Return the number of bytes; 0 if there are none."""
+        bodies = self.answer.take_bodies()
+        if len(bodies) < len(self.requests):
+            return 0
+        pieces: list[bytes] = []
+        began = time.monotonic()
+        for piece in pieces_of(dialect.merge_bodies(bodies)):
+            pieces.append(piece)
+            if time.monotonic() - began > SLICE_S:
+                await asyncio.sleep(0)
+                began = time.monotonic()
+        self.answer.replace(pieces)
+        return sum(map(len, pieces))
 
 
 class FramesResponse(AnswerResponse):
@@ -128,8 +153,17 @@ class FramesResponse(AnswerResponse):
     async def _respond(self, send: Send) -> None:
         await _start(send, 200, self._headers)
         while frames := await self.answer.take():
-            await _send_bytes(send, b"".join(encode_frame(frame.meta, frame.payload) for frame in frames))
+            await _send_bytes(send, b"".join(map(encoded, frames)))
+            for block in in_blocks(iter(self.answer.next_piece, None)):
+                await _send_bytes(send, block)
+        if self.answer.is_cut:  # the client must not take what it has for an answer
+            return
         await _send_bytes(send, b"", more=False)
+
+
+def encoded(frame: Frame) -> bytes:
+    """Return a frame for a gateway, without its further pieces."""
+    return encode_frame(frame.meta, frame.payload, frame.num_bytes)
 
 
 async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:

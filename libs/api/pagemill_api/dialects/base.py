@@ -6,18 +6,19 @@ the order of events (which chunk when), the routes transport the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagemill_api.answers.events import Event
 from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo, Transport
-from pagemill_api.openai.logprobs import PositionLogprobs
+from pagemill_api.openai.logprobs import CollectedLogprobs, PositionLogprobs
 from pagemill_api.openai.schemas import SamplingFields
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.json_pieces import JsonRows
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.request.pooling import check_task
-from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_api.text.tokenizer import Tokenizer
@@ -28,8 +29,10 @@ class PromptReport(NamedTuple):
 
     token_ids: Sequence[int] | None = None
     """`None`: not asked for."""
-    logprobs: Sequence[Mapping[str, Any] | None] | None = None
-    """`prompt_logprobs`: by token id for each token, `None` for the first; `None`: not asked for."""
+    logprobs: JsonRows | None = None
+    """`prompt_logprobs`: by token id for each token, null for the first; `None`: not asked for."""
+    echoed: CollectedLogprobs | None = None
+    """Log probabilities of the echoed prompt, in the dialect's shape; `None`: not asked for."""
 
 
 class Piece(NamedTuple):
@@ -64,8 +67,8 @@ class FinishedChoice(NamedTuple):
     choice: int
     text: str
     finish_reason: FinishReason
-    positions: Sequence[PositionLogprobs] | None
-    num_chars_before: int
+    logprobs: CollectedLogprobs | None = None
+    """Log probabilities of its tokens, from `collector`; `None` if the client did not ask for them."""
     events: Sequence[Event] | None = None
     stop_reason: str | int | None = None
     token_ids: Sequence[int] | None = None
@@ -98,9 +101,19 @@ class AnswerRenderer(Protocol):
         """Return the bytes after the last chunk of all choices."""
         ...
 
-    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        """Return the body of an answer that is not streamed."""
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes | list[bytes]:
+        """Return the body of an answer that is not streamed, or its pieces, of which one may occur several times."""
         ...
+
+
+def collector(renderer: AnswerRenderer, text_offset: int, *, of_prompt: bool = False) -> CollectedLogprobs | None:
+    """Return what collects the log probabilities of one choice of a body, or of the echoed prompt.
+
+    `text_offset`: characters of the text before them. Renderers of dialects with log probabilities have a method
+    `collected_logprobs`; for others this returns None.
+    """
+    make: Callable[[int, bool], CollectedLogprobs] | None = getattr(renderer, "collected_logprobs", None)
+    return None if make is None else make(text_offset, of_prompt)
 
 
 class Preparation(NamedTuple):
@@ -113,6 +126,8 @@ class Preparation(NamedTuple):
     cache_salt: str = ""
     parsers: ParserSettings = ParserSettings()
     """The deployment's parsers of answers."""
+    max_answer_values: int = MAX_ANSWER_VALUES
+    """Most values of an answer that is not streamed (`generate.check_answer`)."""
 
 
 class ParsedBody(Protocol):
@@ -206,8 +221,10 @@ class Dialect(Protocol):
         """Return the end of a stream that merges the answers of several prompts; `request`: the first of them."""
         ...
 
-    def merge_bodies(self, bodies: Sequence[bytes]) -> bytes:
-        """Return one body made of the bodies of several prompts."""
+    def merge_bodies(self, bodies: Sequence[bytes]) -> bytes | Iterator[bytes]:
+        """Return one body made of the bodies of several prompts, which need not be in order, or an iterator over its
+        pieces. Each piece takes little time, so that an event loop can do other work between two of them.
+        """
         ...
 
 

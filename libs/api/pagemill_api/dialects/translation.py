@@ -54,9 +54,8 @@ class TranslatedDialect:
     def merged_end(self, request: GenerateRequest, usage: Usage) -> bytes:
         raise NotImplementedError("a body that becomes a chat is one prompt")
 
-    def merge_bodies(self, bodies: Sequence[bytes]) -> bytes:
-        (body,) = bodies
-        return body
+    def merge_bodies(self, bodies: Sequence[bytes]) -> Iterator[bytes]:
+        return iter(bodies)
 
 
 class _Translated:

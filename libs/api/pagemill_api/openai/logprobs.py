@@ -1,14 +1,20 @@
 """Render log probabilities in the shapes of both dialects.
 
-`position` turns one position's ids and values into token texts; `chat` and `completions` return the JSON of a chunk or
-a whole choice. Tokens are shown with their special characters; `bytes` lets a client join split UTF-8.
+`position` turns one position's ids and values into token texts; `chat` and `completions` return the JSON of a chunk.
+`ChatLogprobs` and `CompletionLogprobs` render those of a whole choice position by position, as they come: kept as
+objects until the end, they would take several times the memory, and writing them would take seconds at once. Tokens
+are shown with their special characters; `bytes` lets a client join split UTF-8.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import orjson
+
+from pagemill_protocol.json_pieces import JsonPieces, JsonRows, array_pieces, joined_array
 
 if TYPE_CHECKING:
     from pagemill_api.text.tokenizer import Tokenizer
@@ -30,6 +36,14 @@ class PositionLogprobs(NamedTuple):
 
     chosen: TokenLogprob
     top: list[TokenLogprob]
+
+
+class CollectedLogprobs(Protocol):
+    """Log probabilities of one choice, or of the prompt, that are rendered as they come."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def add(self, positions: Sequence[PositionLogprobs]) -> None: ...
 
 
 def position(
@@ -67,12 +81,67 @@ def by_token_id(
 
 def chat(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
     """Return `choices[].logprobs` of a chat chunk or body."""
-    content = [{**_entry(at.chosen), "top_logprobs": [_entry(top) for top in at.top]} for at in positions]
-    return {"content": content, "refusal": None}
+    return {"content": [_chat_position(at) for at in positions], "refusal": None}
+
+
+class ChatLogprobs:
+    """`choices[].logprobs` of a chat body."""
+
+    def __init__(self) -> None:
+        self._content = JsonRows()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._content.num_bytes
+
+    def add(self, positions: Sequence[PositionLogprobs]) -> None:
+        for at in positions:
+            self._content.add(orjson.dumps(_chat_position(at)))
+
+    def value(self, json: JsonPieces) -> dict[str, Any]:
+        return {"content": json.part(array_pieces(self._content)), "refusal": None}
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of a completions body, or its beginning that tells of the echoed prompt."""
+
+    def __init__(self, text_offset: int) -> None:
+        """`text_offset`: as that of `completions`."""
+        self.text_offset = text_offset
+        self._has_top = False
+        self._offsets, self._logprobs, self._tokens, self._tops = JsonRows(), JsonRows(), JsonRows(), JsonRows()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(rows.num_bytes for rows in (self._offsets, self._logprobs, self._tokens, self._tops))
+
+    def add(self, positions: Sequence[PositionLogprobs]) -> None:
+        for at in positions:
+            self._offsets.add(b"%d" % max(0, self.text_offset))
+            self.text_offset += len(at.chosen.token)
+            self._logprobs.add(orjson.dumps(at.chosen.logprob))
+            self._tokens.add(orjson.dumps(at.chosen.token))
+            self._tops.add(orjson.dumps(_top_dict(at)))
+            self._has_top = self._has_top or bool(at.top)
+
+    def value(self, json: JsonPieces | None, echoed: CompletionLogprobs | None = None) -> dict[str, Any]:
+        """Return the JSON value, with `echoed` before it. `json` None: for a chunk, which `orjson` writes whole."""
+
+        def array(rows: JsonRows, before: JsonRows | None) -> orjson.Fragment:
+            return joined_array(before, rows) if json is None else json.part(array_pieces(before, rows))
+
+        first = echoed or CompletionLogprobs(0)
+        has_top = self._has_top or first._has_top
+        return {
+            "text_offset": array(self._offsets, first._offsets),
+            "token_logprobs": array(self._logprobs, first._logprobs),
+            "tokens": array(self._tokens, first._tokens),
+            "top_logprobs": array(self._tops, first._tops) if has_top else None,
+        }
 
 
 def completions(positions: Sequence[PositionLogprobs], text_offset: int = 0) -> dict[str, Any]:
-    """Return `choices[].logprobs` of a completions chunk or body.
+    """Return `choices[].logprobs` of a completions chunk.
 
     `text_offset`: characters of the choice's text (the echoed prompt included) before the first position; below 0 where
     the prompt begins with tokens that are not in its text. Without alternatives, `top_logprobs` is null; otherwise each
@@ -89,6 +158,10 @@ def completions(positions: Sequence[PositionLogprobs], text_offset: int = 0) -> 
         "tokens": [at.chosen.token for at in positions],
         "top_logprobs": tops,
     }
+
+
+def _chat_position(at: PositionLogprobs) -> dict[str, Any]:
+    return {**_entry(at.chosen), "top_logprobs": [_entry(top) for top in at.top]}
 
 
 def _entry(item: TokenLogprob) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from pagemill_api.text.bad_words import with_bad_words
 from pagemill_api.text.fill_in_middle import fill_in_middle
 from pagemill_api.text.fitting import LARGEST_CONTEXT
 from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
-from pagemill_protocol.request.generate import GenerateRequest, check_prompt_logprobs
-from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest, check_answer, most_tokens_of_values
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_api.text.tokenizer import Tokenizer
@@ -102,12 +102,13 @@ def prepare_chat(
     sampling: SamplingParams | None = None,
     text: str | None = None,
     parsers: ParserSettings = _AUTO,
+    max_answer_values: int = MAX_ANSWER_VALUES,
 ) -> GenerateRequest:
     """Render and tokenize a chat; without a limit the answer may fill the context. Raises `PagemillError` 400.
 
     `sampling` and `text`: results of `within_vocabulary` and `render_inline`, if they were called. `seed` and the
     model's own sampling values apply where the client sent none. `max_model_len` 0: not known; the engine checks the
-    length.
+    length. `max_answer_values`: as that of `Preparation`.
     """
     defaults = tokenizer.bundle.sampling_defaults
     sampling = sampling or within_vocabulary(sampling_of(req, seed=seed, defaults=defaults), tokenizer)
@@ -144,7 +145,8 @@ def prepare_chat(
         priority=req.priority,
         cache_salt=cache_salt,
     )
-    check_prompt_logprobs([request])
+    request = _fitting(request, req.requested_tokens, max_answer_values)
+    check_answer([request], max_answer_values, req.max_tokens_field)
     return request
 
 
@@ -158,6 +160,7 @@ def prepare_completions(
     cache_salt: str = "",
     seed: int | None = None,
     sampling: SamplingParams | None = None,
+    max_answer_values: int = MAX_ANSWER_VALUES,
 ) -> list[GenerateRequest]:
     """Return one request per prompt, in order; several get ids `REQUEST_ID-INDEX` and share `response_id`.
 
@@ -198,7 +201,8 @@ def prepare_completions(
                 cache_salt=cache_salt,
             )
         )
-    check_prompt_logprobs(requests)
+    requests = [_fitting(each, req.requested_tokens, max_answer_values, len(requests)) for each in requests]
+    check_answer(requests, max_answer_values)
     return requests
 
 
@@ -357,6 +361,17 @@ def _limited(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams
         return sampling
     limited = msgspec.structs.replace(sampling, max_tokens=max_tokens)
     return limited.validate() if sampling.min_tokens else limited
+
+
+def _fitting(
+    request: GenerateRequest, requested: int | None, max_answer_values: int, num_prompts: int = 1
+) -> GenerateRequest:
+    """Return the request with as many tokens as fit into an answer, if the client sent no limit."""
+    most = None if requested is not None else most_tokens_of_values(request, max_answer_values, num_prompts)
+    max_tokens = request.sampling.max_tokens
+    if not most or (max_tokens is not None and max_tokens <= most):
+        return request
+    return msgspec.structs.replace(request, sampling=_limited(request.sampling, most))
 
 
 def _echo_text(

@@ -6,7 +6,8 @@ Chunks and bodies of both dialects, usage, the model list, vLLM's tokenize pair,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -17,6 +18,9 @@ from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Us
 
 SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
 SSE_DONE = b"data: [DONE]\n\n"
+
+_CHOICES, _USAGE = b'"choices":[', b'],"usage":{'
+_FIRST_INDEX = re.compile(rb'"choices":\[\{"index":(\d+)')
 
 ToolReason = Literal["tool_calls"]
 StopReason = str | int | None
@@ -38,7 +42,7 @@ class Choice(msgspec.Struct, frozen=True):
     """One finished choice of a body. `text` includes the echoed prompt, if any."""
 
     index: int
-    text: str
+    text: str | orjson.Fragment
     finish_reason: FinishReason | ToolReason
     logprobs: Logprobs | None = None
     stop_reason: StopReason = None
@@ -145,6 +149,13 @@ def usage_chunk(head: Head, chunk_object: str, usage: Usage) -> bytes:
 
 
 def chat_body(head: Head, choices: Iterable[Choice], usage: Usage, prompt: Mapping[str, Any] | None = None) -> bytes:
+    return orjson.dumps(chat_answer(head, choices, usage, prompt))
+
+
+def chat_answer(
+    head: Head, choices: Iterable[Choice], usage: Usage, prompt: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the body of a chat, whose fields may contain parts of `JsonPieces`."""
     rendered = [
         {
             "index": choice.index,
@@ -155,11 +166,15 @@ def chat_body(head: Head, choices: Iterable[Choice], usage: Usage, prompt: Mappi
         }
         for choice in choices
     ]
-    body = {**_envelope(head, "chat.completion"), "choices": rendered, "usage": usage_object(usage), **(prompt or {})}
-    return orjson.dumps(body)
+    return {**_envelope(head, "chat.completion"), "choices": rendered, "usage": usage_object(usage), **(prompt or {})}
 
 
 def completion_body(head: Head, choices: Iterable[Choice], usage: Usage) -> bytes:
+    return orjson.dumps(completion_answer(head, choices, usage))
+
+
+def completion_answer(head: Head, choices: Iterable[Choice], usage: Usage) -> dict[str, Any]:
+    """Return the body of a completion, whose fields may contain parts of `JsonPieces`."""
     rendered = [
         {
             "index": choice.index,
@@ -170,16 +185,31 @@ def completion_body(head: Head, choices: Iterable[Choice], usage: Usage) -> byte
         }
         for choice in choices
     ]
-    return orjson.dumps({**_envelope(head, "text_completion"), "choices": rendered, "usage": usage_object(usage)})
+    return {**_envelope(head, "text_completion"), "choices": rendered, "usage": usage_object(usage)}
 
 
-def merge_completion_bodies(bodies: Sequence[bytes]) -> bytes:
-    """Return one body made of the bodies of several prompts: choices by index, usage summed, the rest as in the
-    first."""
-    parsed = [orjson.loads(body) for body in bodies]
-    choices = sorted((choice for body in parsed for choice in body["choices"]), key=lambda choice: choice["index"])
-    total = add_usage(*(_parse_usage(body["usage"]) for body in parsed))
-    return orjson.dumps({**parsed[0], "choices": choices, "usage": usage_object(total)})
+def merge_completion_bodies(bodies: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield the pieces of one body made of the bodies of several prompts: choices by index, usage summed, the rest as
+    in the first.
+
+    Choices are not parsed. `completion_answer` writes them between `_CHOICES` and `_USAGE`, neither of which can stand
+    inside a JSON string, where a quote is escaped.
+    """
+    found = sorted((_first_index(body), place) for place, body in enumerate(bodies))
+    usages: list[Usage] = []
+    for _, place in found:
+        body = bodies[place]
+        begin, end = body.index(_CHOICES) + len(_CHOICES), body.rindex(_USAGE)
+        usages.append(_parse_usage(orjson.loads(body[end + len(_USAGE) - 1 : -1])))
+        yield b"," if len(usages) > 1 else bodies[0][: bodies[0].index(_CHOICES) + len(_CHOICES)]
+        yield body[begin:end]
+    yield _USAGE[:-1] + orjson.dumps(usage_object(add_usage(*usages))) + b"}"
+
+
+def _first_index(body: bytes) -> int:
+    found = _FIRST_INDEX.search(body)
+    assert found is not None, "not the body of a completion"
+    return int(found[1])
 
 
 def add_usage(*usages: Usage) -> Usage:

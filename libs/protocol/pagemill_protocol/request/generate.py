@@ -16,9 +16,13 @@ import msgspec
 from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.request.pooling import PoolingParams
-from pagemill_protocol.request.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, MAX_PROMPT_LOGPROBS, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_ECHO_BYTES = 192 * 1024 * 1024
+"""Limit for the echoed prompts of one answer, which each choice repeats. A frame takes a quarter more."""
+MOST_JSON_BYTES = 6
+"""Bytes of a character in a JSON string at most."""
 
 
 class ChoiceResume(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -95,8 +99,82 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         asked = (self.sampling.prompt_logprobs, None if self.prompt_text is None else self.sampling.logprobs)
         return [each for each in asked if each is not None]
 
+    @property
+    def values_per_token(self) -> int:
+        """The number of log probabilities and ids that each generated token adds to an answer that is not streamed.
 
-def check_prompt_logprobs(requests: Sequence[GenerateRequest]) -> None:
+        0: its tokens are only text. The values of a stream do not count, since they leave as they come.
+        """
+        if self.stream or self.pooling is not None:
+            return 0
+        num_alternatives = self.sampling.num_alternatives
+        return (0 if num_alternatives is None else num_alternatives + 1) + self.return_token_ids
+
+
+def most_tokens_of_values(request: GenerateRequest, most_values: int, num_prompts: int = 1) -> int | None:
+    """Return how many tokens each sequence may have so that the answer has at most `most_values`; None: any number."""
+    per_token = request.values_per_token
+    return most_values // (per_token * request.sampling.num_sequences * num_prompts) if per_token else None
+
+
+def check_answer(
+    requests: Sequence[GenerateRequest], most_values: int = MAX_ANSWER_VALUES, limit_param: str = "max_tokens"
+) -> None:
+    """Raise `PagemillError` (400) if the answer to the prompts of one body could become larger than allowed.
+
+    `most_values`: log probabilities and token ids of an answer that is not streamed. `limit_param`: the client's field
+    for the most tokens.
+    """
+    _check_prompt_logprobs(requests)
+    _check_echo(requests)
+    num_values = sum(
+        request.values_per_token * request.sampling.num_sequences * request.sampling.max_tokens
+        for request in requests
+        if request.sampling.max_tokens is not None
+    )
+    if num_values <= most_values:
+        return
+    request, sampling = requests[0], requests[0].sampling
+    width, asked = ("n", sampling.n) if sampling.best_of is None else ("best_of", sampling.best_of)
+    listing = "logprob_token_ids" if sampling.logprob_token_ids is not None else _logprobs_field(request)
+    prompts = f"{len(requests)} prompts x " if len(requests) > 1 else ""
+    fits = most_tokens_of_values(request, most_values, len(requests)) or 0
+    raise invalid_field(
+        limit_param,
+        f"The answer could hold {num_values} log probabilities and token ids: {prompts}`{width}` ({asked}) x "
+        f"`{limit_param}` ({sampling.max_tokens}) x {request.values_per_token} for each token (`{listing}`). At most "
+        f"{most_values} are allowed in an answer that is not streamed (max_answer_values). "
+        + (f"Send `{limit_param}` of at most {fits}, or lower" if fits else "Lower")
+        + f" `{width}` or `{listing}`, or send `stream: true`.",
+    )
+
+
+def _logprobs_field(request: GenerateRequest) -> str:
+    if request.sampling.num_alternatives is None:
+        return "return_token_ids"
+    return "top_logprobs" if request.dialect == "chat" else "logprobs"
+
+
+def _check_echo(requests: Sequence[GenerateRequest]) -> None:
+    num_bytes = sum(
+        len(request.prompt_text) * request.sampling.n for request in requests if request.prompt_text is not None
+    )
+    if num_bytes * MOST_JSON_BYTES <= MAX_ECHO_BYTES:  # no need to render
+        return
+    num_bytes = sum(
+        len(msgspec.json.encode(request.prompt_text)) * request.sampling.n
+        for request in requests
+        if request.prompt_text is not None
+    )
+    if num_bytes > MAX_ECHO_BYTES:
+        raise invalid_field(
+            "echo",
+            f"`echo` would repeat {num_bytes} bytes of prompts, once for each of `n` ({requests[0].sampling.n}) "
+            f"choices; at most {MAX_ECHO_BYTES} are allowed in one answer. Lower `n`, or send no `echo`.",
+        )
+
+
+def _check_prompt_logprobs(requests: Sequence[GenerateRequest]) -> None:
     """Raise `PagemillError` (400) if the prompts of one body have more log probabilities than an answer may contain."""
     num_all = sum(
         len(request.prompt_token_ids) * (num_top + 1) * request.sampling.n

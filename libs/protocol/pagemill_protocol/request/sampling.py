@@ -28,6 +28,9 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 1024
 MAX_PROMPT_LOGPROBS = 128 * 1024
 """Limit for all choices of one request together: about 10 MiB of JSON, and a quarter of a second of server time."""
+MAX_ANSWER_VALUES = 2_000_000
+"""Default limit for the log probabilities and token ids of an answer that is not streamed, of all its choices and
+prompts: about 140 MB of JSON."""
 MAX_LENGTH_PENALTY = 10.0
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it and must stay finite in float32."""

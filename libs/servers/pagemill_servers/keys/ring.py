@@ -16,6 +16,7 @@ from starlette.types import Scope
 
 from pagemill_protocol.errors import PagemillError, unauthorized, unavailable
 from pagemill_servers.auth import api_key, hash_key
+from pagemill_servers.direct import count_for_tenant
 from pagemill_servers.keys.caller import ANONYMOUS, Caller
 from pagemill_servers.keys.entries import parse_entry
 from pagemill_servers.secrets.secret_file import SecretFile
@@ -51,7 +52,8 @@ class KeyRing:
         self._index()
 
     def authenticate(self, scope: Scope) -> Caller:
-        """Return the caller by its API key. Raises `PagemillError` 401, or 503 while not all keys are loaded."""
+        """Return the caller by its API key. Raises `PagemillError` 401, or 503 while not all keys are loaded or if the
+        caller's tenant has too many connections."""
         if self.open:
             return ANONYMOUS
         token = api_key(scope)
@@ -63,6 +65,7 @@ class KeyRing:
         known = self._keyed_hash(caller.key_hash) if caller is not None else self._anonymous
         if not hmac.compare_digest(known, given) or caller is None:
             raise self._unknown_key()
+        count_for_tenant(scope, caller.account)
         return caller
 
     def by_hash(self, key_hash: str) -> Caller | None:

@@ -13,6 +13,7 @@ from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_api.openai import call_parts, logprobs, prepare, render, unread_fields
 from pagemill_api.openai.parse import parse_body
 from pagemill_api.openai.schemas import ChatCompletionRequest
+from pagemill_protocol.json_pieces import JsonPieces, array_pieces, joined_array
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams
 
@@ -117,24 +118,30 @@ class ChatRenderer:
     def end(self, usage: Usage) -> bytes:
         return stream_end(self._head, ChatDialect.chunk_object, usage if self._include_usage else None)
 
-    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        rendered = [self._choice(each) for each in choices]
-        return render.chat_body(self._head, rendered, usage, _prompt(choices[0].prompt))
+    def collected_logprobs(self, text_offset: int, of_prompt: bool) -> logprobs.ChatLogprobs:
+        return logprobs.ChatLogprobs()
 
-    def _choice(self, choice: FinishedChoice) -> render.Choice:
-        shown = None if choice.positions is None else logprobs.chat(choice.positions)
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
+        json = JsonPieces()
+        rendered = [self._choice(each, json) for each in choices]
+        return json.write(render.chat_answer(self._head, rendered, usage, _prompt(choices[0].prompt, json)))
+
+    def _choice(self, choice: FinishedChoice, json: JsonPieces) -> render.Choice:
+        shown = choice.logprobs.value(json) if isinstance(choice.logprobs, logprobs.ChatLogprobs) else None
         tokens = None if choice.token_ids is None else {"token_ids": choice.token_ids}
         if choice.events is None:
-            return render.Choice(
-                choice.choice, choice.text, choice.finish_reason, shown, choice.stop_reason, added=tokens
-            )
+            message: dict[str, Any] = {"content": json.text(choice.text)}
+            return render.Choice(choice.choice, "", choice.finish_reason, shown, choice.stop_reason, message, tokens)
         message = call_parts.message(choice.events, self._head.id, choice.choice)
         reason = self._reason(choice.finish_reason, len(message.get("tool_calls", ())))
         assert reason is not None  # the choice is finished
-        return render.Choice(choice.choice, choice.text, reason, shown, choice.stop_reason, message, tokens)
+        return render.Choice(choice.choice, "", reason, shown, choice.stop_reason, message, tokens)
 
 
-def _prompt(report: PromptReport) -> dict[str, Any]:
-    """Return vLLM's fields about the prompt, as far as they were asked for."""
-    found = {"prompt_token_ids": report.token_ids, "prompt_logprobs": report.logprobs}
+def _prompt(report: PromptReport, json: JsonPieces | None = None) -> dict[str, Any]:
+    """Return vLLM's fields about the prompt, as far as they were asked for. `json`: writes the body, if it is one."""
+    found: dict[str, Any] = {"prompt_token_ids": report.token_ids}
+    if report.logprobs is not None:
+        rows = report.logprobs
+        found["prompt_logprobs"] = joined_array(rows) if json is None else json.part(array_pieces(rows))
     return {name: value for name, value in found.items() if value is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pagemill_api.dialects.transport import SSE
 from pagemill_api.openai import render
@@ -28,7 +28,7 @@ class OpenAIDialect:
     def merged_end(self, request: GenerateRequest, usage: Usage) -> bytes:
         return stream_end(render.head(request), self.chunk_object, usage if request.include_usage else None)
 
-    def merge_bodies(self, bodies: Sequence[bytes]) -> bytes:
+    def merge_bodies(self, bodies: Sequence[bytes]) -> Iterator[bytes]:
         return render.merge_completion_bodies(bodies)
 
 

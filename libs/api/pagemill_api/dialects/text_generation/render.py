@@ -16,6 +16,7 @@ from pagemill_api.answers.events import Content, Event
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.openai.logprobs import PositionLogprobs, TokenLogprob
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.json_pieces import JsonPieces, JsonRows, array_pieces
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 NO_TOKEN = PositionLogprobs(TokenLogprob("", b"", None, 0), [])
@@ -60,25 +61,28 @@ class TgiRenderer:
     def end(self, usage: Usage) -> bytes:
         return b""
 
-    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+    def collected_logprobs(self, text_offset: int, of_prompt: bool) -> TgiTokens:
+        return TgiTokens(of_prompt=of_prompt)
+
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
         (choice,) = choices
+        json = JsonPieces()
         answer: dict[str, Any] = {"generated_text": "".join([*self._text, choice.text])}
         if self._asked.get("details"):
-            answer["details"] = self._details(choice, usage)
-        return orjson.dumps([answer] if self._asked.get("in_list") else answer)
+            answer["details"] = self._details(choice, usage, json)
+        return json.write([answer] if self._asked.get("in_list") else answer)
 
-    def _details(self, choice: FinishedChoice, usage: Usage) -> dict[str, Any]:
-        positions = list(choice.positions or ())
-        num_echoed = self._prompt_tokens if self._asked.get("prefill") else 0
-        echoed, generated = positions[:num_echoed], positions[num_echoed:]
-        tokens = [_token(each.chosen) for each in generated]
-        if tokens and _ended_by_token(choice.finish_reason, choice.stop_reason):
-            tokens[-1]["special"] = not choice.text.endswith(generated[-1].chosen.token)
+    def _details(self, choice: FinishedChoice, usage: Usage, json: JsonPieces) -> dict[str, Any]:
+        generated, echoed = choice.logprobs, choice.prompt.echoed
+        if not isinstance(generated, TgiTokens):
+            generated = TgiTokens()
+        generated.end(choice.text if _ended_by_token(choice.finish_reason, choice.stop_reason) else None)
+        prefill = echoed.tokens if isinstance(echoed, TgiTokens) else None
         return {
             **self._end(choice.finish_reason, choice.stop_reason, usage.completion_tokens),
-            "prefill": [_input_token(each.chosen) for each in echoed],
-            "tokens": tokens,
-            **({"top_tokens": [self._top(each)["top_tokens"] for each in generated]} if self._asked.get("top") else {}),
+            "prefill": json.part(array_pieces(prefill)),
+            "tokens": json.part(array_pieces(generated.tokens)),
+            **({"top_tokens": json.part(array_pieces(generated.tops))} if self._asked.get("top") else {}),
         }
 
     def _top(self, position: PositionLogprobs) -> dict[str, Any]:
@@ -87,6 +91,38 @@ class TgiRenderer:
     def _end(self, reason: FinishReason, stop_reason: str | int | None, num_tokens: int) -> dict[str, Any]:
         named = "length" if reason != "stop" else "stop_sequence" if isinstance(stop_reason, str) else "eos_token"
         return {"finish_reason": named, "generated_tokens": num_tokens, "seed": self._seed}
+
+
+class TgiTokens:
+    """The tokens of a body's details, rendered as they come. The last one waits for the end of the answer."""
+
+    def __init__(self, *, of_prompt: bool = False) -> None:
+        self.tokens, self.tops = JsonRows(), JsonRows()
+        self._of_prompt = of_prompt
+        self._last: PositionLogprobs | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tokens.num_bytes + self.tops.num_bytes
+
+    def add(self, positions: Sequence[PositionLogprobs]) -> None:
+        for position in positions:
+            if self._of_prompt:
+                self.tokens.add(orjson.dumps(_input_token(position.chosen)))
+                continue
+            self._take_last(is_special=False)
+            self._last = position
+
+    def end(self, text: str | None) -> None:
+        """Render the last token. `text`: that of the answer if a token ended it, which may not be part of it."""
+        if self._last is not None:
+            self._take_last(is_special=text is not None and not text.endswith(self._last.chosen.token))
+
+    def _take_last(self, *, is_special: bool) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            self.tokens.add(orjson.dumps({**_token(last.chosen), "special": is_special}))
+            self.tops.add(orjson.dumps([_token(each) for each in last.top]))
 
 
 def error_body(error: PagemillError) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import orjson
 
@@ -24,28 +24,27 @@ class EmbeddingsDialect(VectorDialect):
     def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> EmbeddingsBody:
         return EmbeddingsBody(parse_body(raw, EmbeddingRequest), self)
 
-    def finish(self, parts: Sequence[Part]) -> bytes:
+    def finish(self, parts: Sequence[Part]) -> Iterator[bytes]:
         first = parts[0]
         as_text = first.fields["encoding_format"] == "base64"
-        data = [
-            {
+        answer = {
+            "id": first.id,
+            "object": "list",
+            "created": first.created,
+            "model": first.model,
+            "data": orjson.Fragment(b"\0"),
+            "usage": usage_of(parts),
+        }
+        before, _, after = orjson.dumps(answer).partition(b"\0")
+        yield before
+        for index, part in enumerate(parts):
+            row = {
                 "object": "embedding",
                 "index": index,
                 "embedding": base64.b64encode(part.values).decode() if as_text else part.vector,
             }
-            for index, part in enumerate(parts)
-        ]
-        return orjson.dumps(
-            {
-                "id": first.id,
-                "object": "list",
-                "created": first.created,
-                "model": first.model,
-                "data": data,
-                "usage": usage_of(parts),
-            },
-            option=orjson.OPT_SERIALIZE_NUMPY,
-        )
+            yield (b"," if index else b"[") + orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
+        yield b"]" + after
 
 
 class EmbeddingsBody(VectorBody):

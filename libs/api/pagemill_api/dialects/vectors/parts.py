@@ -8,7 +8,7 @@ engine.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -91,8 +91,8 @@ class VectorDialect(ABC):
     def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> VectorBody: ...
 
     @abstractmethod
-    def finish(self, parts: Sequence[Part]) -> bytes:
-        """Return the client's body; `parts`: in order."""
+    def finish(self, parts: Sequence[Part]) -> Iterator[bytes]:
+        """Yield the pieces of the client's body; `parts`: in order."""
 
     def new_request_id(self) -> str:
         return f"{self.id_prefix}-{new_id()}"
@@ -110,9 +110,12 @@ class VectorDialect(ABC):
         """Return nothing, since answers are not streamed."""
         return b""
 
-    def merge_bodies(self, bodies: Sequence[bytes]) -> bytes:
-        parts = sorted(map(_part_decoder.decode, bodies), key=lambda part: part.index)
-        return self.finish(parts)
+    def merge_bodies(self, bodies: Sequence[bytes]) -> Iterator[bytes]:
+        parts: list[Part] = []
+        for body in bodies:
+            parts.append(_part_decoder.decode(body))
+            yield b""
+        yield from self.finish(sorted(parts, key=lambda part: part.index))
 
 
 class PartRenderer:
@@ -128,7 +131,7 @@ class PartRenderer:
     def end(self, usage: Usage) -> bytes:
         return b""
 
-    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
         request = self._request
         carried = _fields_decoder.decode(request.client_fields)
         head = render.head(request)
@@ -141,7 +144,7 @@ class PartRenderer:
             created=head.created_unix_s,
             fields=carried.fields,
         )
-        return msgspec.json.encode(part) if carried.several else self._dialect.finish([part])
+        return [msgspec.json.encode(part)] if carried.several else list(self._dialect.finish([part]))
 
 
 class VectorBody(ABC):

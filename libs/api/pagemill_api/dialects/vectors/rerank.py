@@ -5,7 +5,7 @@ The score is that of a cross-encoder, which reads query and document together, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -38,7 +38,7 @@ class RerankDialect(VectorDialect):
     def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> RerankBody:
         return RerankBody(parse_body(raw, RerankRequest), self)
 
-    def finish(self, parts: Sequence[Part]) -> bytes:
+    def finish(self, parts: Sequence[Part]) -> Iterator[bytes]:
         first = parts[0]
         documents, scores = _scored(parts)
         results: list[dict[str, Any]] = []
@@ -47,7 +47,7 @@ class RerankDialect(VectorDialect):
             if "document" in documents[index].fields:
                 result["document"] = {"text": documents[index].fields["document"]}
             results.append(result)
-        return orjson.dumps({"id": first.id, "model": first.model, "usage": usage_of(parts), "results": results})
+        yield orjson.dumps({"id": first.id, "model": first.model, "usage": usage_of(parts), "results": results})
 
 
 class RerankBody(VectorBody):

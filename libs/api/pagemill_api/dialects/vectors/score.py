@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import orjson
 
@@ -31,10 +31,10 @@ class ScoreDialect(VectorDialect):
     def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ScoreBody:
         return ScoreBody(parse_body(raw, ScoreRequest), self)
 
-    def finish(self, parts: Sequence[Part]) -> bytes:
+    def finish(self, parts: Sequence[Part]) -> Iterator[bytes]:
         first = parts[0]
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(_scores(parts))]
-        return orjson.dumps(
+        yield orjson.dumps(
             {
                 "id": first.id,
                 "object": "list",
