@@ -95,7 +95,7 @@ lint: .venv/.installed ## Check style, types, import layers, house rules and gen
 	$(BIN)/mypy
 	$(BIN)/mypy bench/*.py bench/attacks/*.py bench/peers/*.py bench/routers/*.py bench/truth/*.py docs/*.py charts/pagemill/files/*.py
 	$(BIN)/mypy charts/*.py release/*.py
-	$(BIN)/mypy bench/gpu/*.py
+	MYPYPATH=bench $(BIN)/mypy bench/gpu/*.py
 	$(BIN)/mypy tests/clients/run_clients.py tests/clients/checks.py
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/house/test_house_rules.py tests/house/test_generated_pages.py
@@ -121,7 +121,15 @@ bench-gate: .venv/.installed | $(UV) ## Compare decode, prefill, step and gatewa
 # On a machine with an NVIDIA device: the Python that has torch and Triton, nothing of ours installed, no network.
 .PHONY: bench-gpu
 bench-gpu: ## Measure kernels and engine on an NVIDIA device (PYTHON has torch and Triton; SECTIONS="smoke kernels" picks)
-	$(PYTHON) bench/gpu $(if $(SECTIONS),--sections $(SECTIONS))
+	$(PYTHON) bench/gpu $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SECTIONS),--sections $(SECTIONS))
+
+.PHONY: bench-gpu-parts
+bench-gpu-parts: .venv/.installed | $(UV) ## Pack what a bare machine with a device lacks (CHECK=python3.12 with torch imports it)
+	$(BIN)/python bench/gpu/packing.py --uv $(UV) $(if $(CHECK),--python $(CHECK))
+
+.PHONY: bench-gpu-table
+bench-gpu-table: .venv/.installed ## Write the rows of all runs into docs/benchmarks.md (ROWS="out/rows.jsonl" adds a run's)
+	$(BIN)/python bench/gpu/table.py $(ROWS)
 
 .PHONY: bench-gateway
 bench-gateway: .venv/.installed | $(UV) ## Install other routers and measure their cost beside ours (GATEWAY="--smoke" passes options)

@@ -19,12 +19,12 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from attacks import answers, batches, bodies, connections, depth, leaving, link
+from attacks import answers, batches, bodies, connections, depth, handshakes, leaving, link
 from attacks.cases import CASES, LIMITS_TO_COME, Broken, Case
 from attacks.site import MAX_PEAK_MIB, Harm, Site, honest_tenant, running_site
 from report import emit, progress
 
-MODULES = (connections, link, bodies, answers, batches, depth, leaving)
+MODULES = (connections, link, bodies, answers, batches, depth, handshakes, leaving)
 """Their functions are the cases, which they register."""
 QUICK_HOLD_S, GRID_HOLD_S = 1.5, 8.0
 CASE_LIMIT_S = 180.0

@@ -8,15 +8,19 @@ from typing import Any
 from attacks.cases import case, expect
 from attacks.connections import key_at
 from attacks.site import Site
-from attacks.wire import SMALL_BUFFER_BYTES, ask, post, wires
+from attacks.wire import SMALL_BUFFER_BYTES, answering, ask, post, wires
 
 NUM_CHOICES, NUM_TOP = 128, 20
 MAX_VALUES = 2_000_000
 """The default bound of choices x log probabilities x tokens."""
-LONG = "word " * 125_000
+LONG_TOKEN = 45_855
+"""A token of 80 characters, so that an answer is 13 times as long as the ids of its prompt."""
+LONG = [LONG_TOKEN] * 8_000
+"""0.64 MB of text in 56 kB."""
 MESSAGES = [{"role": "user", "content": "x"}]
 NUM_ECHOES, NUM_STREAMS = 40, 60
 ANSWER_LIMIT_S = 60.0
+SEND_LIMIT_S, START_LIMIT_S = 5.0, 15.0
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -64,6 +68,12 @@ async def echoed_prompts_are_not_read(site: Site, port: str) -> str:
 
 
 @case("answers", only_grid=("gateway data", "engine data"))
+async def echoed_prompts_as_long_as_the_context_are_not_read(site: Site, port: str) -> str:
+    """Each answer is 1.3 GB."""
+    return await unread(site, port, 4, echoed(prompt=[LONG_TOKEN] * 130_000), SMALL_BUFFER_BYTES)
+
+
+@case("answers", only_grid=("gateway data", "engine data"))
 async def echoed_prompts_are_read_slowly(site: Site, port: str) -> str:
     request = post("/v1/completions", echoed(), key_at(port))
     async with wires(site.url(port), NUM_ECHOES) as opened:
@@ -101,11 +111,13 @@ async def many_narrow_streams_are_not_read(site: Site, port: str) -> str:
 
 
 async def unread(site: Site, port: str, number: int, body: dict[str, Any], buffer_bytes: int) -> str:
+    """Keep the requests unread for some time after a quarter of them has begun to answer."""
     request = post("/v1/completions", body, key_at(port))
     async with wires(site.url(port), number, buffer_bytes=buffer_bytes) as opened:
-        taken = await asyncio.gather(*(each.send(request, 2 * site.hold_s) for each in opened))
+        await asyncio.gather(*(each.send(request, SEND_LIMIT_S) for each in opened))
+        await answering(opened, number // 4, START_LIMIT_S)
         await asyncio.sleep(2 * site.hold_s)
-    return f"{sum(taken)} of {number} taken"
+        return f"statuses {await answering(opened, 0, 1.0)}"
 
 
 @case("values", only_grid=("engine data",))

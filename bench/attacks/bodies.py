@@ -7,10 +7,11 @@ import asyncio
 from attacks.cases import case
 from attacks.connections import key_at
 from attacks.site import ATTACKER, LIMITED, Site
-from attacks.wire import head, wires
+from attacks.wire import answering, head, post, wires
 
 NUM_SMALL, NUM_LARGE, LARGE_BYTES = 4_200, 45, 8_300_000
-PATHS = {"gateway control": "/catalog", "engine control": "/sleep"}
+NUM_LONG = 300
+PATHS = {"gateway control": "/catalog", "engine control": "/wake_up"}
 
 
 @case("bodies", "gateway data")
@@ -63,3 +64,14 @@ async def unfinished_bodies(site: Site, port: str, key: str, number: int, length
 
 def _method(port: str) -> str:
     return "PUT" if port == "gateway control" else "POST"
+
+
+@case("bodies", "engine data", only_grid=("gateway data",))
+async def prompts_as_long_as_the_context_wait(site: Site, port: str) -> str:
+    """Each is 0.8 MB, and more once it is parsed; hundreds of them wait for the few that an engine has blocks for."""
+    body = {"model": "tiny", "prompt": [7] * 130_000, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    request = post("/v1/completions", body, key_at(port))
+    async with wires(site.url(port), NUM_LONG) as opened:
+        await asyncio.gather(*(each.send(request, 4 * site.hold_s) for each in opened))
+        statuses = await answering(opened, NUM_LONG, 4 * site.hold_s)
+    return f"statuses {statuses}"

@@ -69,7 +69,7 @@ async def bodies_are_nested(site: Site, port: str) -> str:
 
 @case("depth", "gateway control", "engine control")
 async def bodies_for_control_ports_are_nested(site: Site, port: str) -> str:
-    path, method = ("/catalog", "PUT") if port.startswith("gateway") else ("/sleep", "POST")
+    path, method = ("/catalog", "PUT") if port.startswith("gateway") else ("/wake_up", "POST")
     for depth in (101, 1_000, 100_000, 3_000_000):
         raw = b'{"models": ' + b"[" * depth + b"]" * depth + b"}"
         answer = await ask(site.url(port), path, raw, TOKEN) if method == "POST" else await put(site, port, raw)

@@ -23,7 +23,8 @@ from report import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "shared"))  # for `server_processes`
 
-from server_processes import GOOD, MODEL, HttpServer, start_http_server
+from certificates import write_certificate
+from server_processes import GOOD, MODEL, HttpServer, launch_http_server, start_http_server
 
 from pagemill_servers.auth import hash_key
 
@@ -94,6 +95,8 @@ class Site:
 
     def url(self, port: str) -> str:
         """Return the URL of a port, such as `gateway control`."""
+        if port == "gateway tls":
+            return self._tls_gateway().url
         server = self.gateway if port.startswith("gateway") else self.engines[0]
         return server.control_url if port.endswith("control") else server.url
 
@@ -163,6 +166,16 @@ class Site:
             "batches": {"directory": str(self.folder / "batches"), "max_load": 1.0},
         }
         self.servers["gateway"] = self._started("gateway", "pagemill_gateway", values, HONEST)
+
+    def _tls_gateway(self) -> HttpServer:
+        """Return a gateway with TLS; one starts with the first case that attacks it, and no other."""
+        if "gateway-tls" not in self.servers:
+            folder = Path(tempfile.mkdtemp(prefix="gateway-tls", dir=self.folder))
+            cert_file, key_file = write_certificate(folder)
+            tls = {"cert_file": cert_file, "key_file": key_file}
+            values = {"port": 0, "control_port": 0, "control_token": TOKEN, "tls": tls}
+            self.servers["gateway-tls"] = launch_http_server("gateway-tls", "pagemill_gateway", folder, values)
+        return self.servers["gateway-tls"]
 
     def _started(self, name: str, module: str, values: dict[str, Any], key: str) -> HttpServer:
         folder = Path(tempfile.mkdtemp(prefix=name, dir=self.folder))

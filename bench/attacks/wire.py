@@ -7,14 +7,19 @@ import contextlib
 import http.client
 import io
 import json
+import re
 import socket
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 CONNECT_LIMIT_S = 5.0
 SMALL_BUFFER_BYTES = 4096
+LOOK_EVERY_S = 0.05
+MAX_HEAD_BYTES = 65_536
+LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
 
 class Answer(NamedTuple):
@@ -71,16 +76,23 @@ class Wire:
                     num_bytes += len(piece)
         return b"".join(pieces)
 
+    def begun(self) -> bytes:
+        """Return the first bytes of what came and was not read, without reading them."""
+        try:
+            return self._socket.recv(15, socket.MSG_PEEK)
+        except OSError:
+            return b""
+
     async def answer(self, limit_s: float = 10.0) -> Answer | None:
         """Read one whole answer; None if the connection ends without one or the time is over."""
-        received = b""
+        received = bytearray()
         with contextlib.suppress(OSError):
             async with asyncio.timeout(limit_s):
                 while piece := await self._receive():
                     received += piece
-                    if (found := parsed(received)) is not None:
+                    if may_be_whole(received) and (found := parsed(bytes(received))) is not None:
                         return found
-        return parsed(received)
+        return parsed(bytes(received))
 
     async def ended(self, limit_s: float) -> bool:
         """Return whether the server ends the connection in time; what it sends is dropped."""
@@ -117,6 +129,15 @@ class _Received:
 
     def makefile(self, *_: object) -> io.BytesIO:
         return io.BytesIO(self._data)
+
+
+def may_be_whole(received: bytearray) -> bool:
+    """Whether these bytes end like an answer, or have its length: parsing large answers takes time."""
+    head_end = received.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
+    length = LENGTH.search(received, 0, max(0, head_end + 2))
+    if length is not None:
+        return len(received) >= head_end + 4 + int(length[1])
+    return head_end >= 0 and received.endswith(b"\r\n")
 
 
 def parsed(received: bytes) -> Answer | None:
@@ -182,3 +203,13 @@ async def exchange(url: str, request: bytes) -> Answer | None:
             return None
         await opened[0].send(request)
         return await opened[0].answer()
+
+
+async def answering(opened: list[Wire], number: int, limit_s: float) -> dict[str, int]:
+    """Wait until this many connections have the beginning of an answer; return how many have which status."""
+    for _ in range(int(limit_s / LOOK_EVERY_S)):
+        statuses = Counter(each.begun()[9:12].decode() for each in opened)
+        if len(opened) - statuses[""] >= number:
+            break
+        await asyncio.sleep(LOOK_EVERY_S)
+    return {status or "none": count for status, count in statuses.items()}

@@ -1,100 +1,123 @@
 """GPU benchmarks on a machine with one NVIDIA device: `python3 bench/gpu`, or `make bench-gpu`.
 
-They need torch, Triton, numpy and safetensors, but no network and no installation of Pagemill. Every section runs in a
-process of its own with a time limit, so that a failure or a hang affects only that section; results.md and results.json
-are written after each.
+They need torch, Triton, numpy and safetensors, but no network and no installation of Pagemill; the sections that serve
+or run tests need the travelling folder as well (`packing`). Every section runs in a process of its own with a time
+limit, so that a failure or a hang affects only that section. Each row is written as soon as it is known. A later run
+leaves out what an earlier one has measured of the same code on such a card.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import datetime
 import os
+import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import paths
+import torch
+import triton
+from case import reported
 from measuring import Device
-from results import Section, about, document, reported
-from sections import SECTIONS
+from plan import SECTIONS
+from rows import ALL, Machine, Row, Section, append, code_of, read
 
-LIMIT_S = 470.0
-"""Seconds that one section may take."""
-OUT = paths.ROOT / ".pagemill" / "bench-gpu"
+RECORDED = paths.HERE / "rows.json"
+"""The rows of all runs, which the repository keeps."""
+OUT = paths.STATE / "rows"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench/gpu", description=__doc__)
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME",
-                        help=f"sections to run, of {', '.join(SECTIONS)}; default: all")  # fmt: skip
-    parser.add_argument(
-        "--sizes", choices=["full", "tiny"], default="full", help="tiny: only check that everything runs"
-    )
-    parser.add_argument("--out", type=Path, default=OUT, help="folder of results.md and results.json")
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    tiny = options.sizes == "tiny"
-    device = Device(tiny)
-    if options.result is not None:
-        run(device, options.sections[0], options.result)
-        return 0
-    found: list[Section] = []
+    options = _options()
+    rehearses = options.sizes == "none"
+    if rehearses:
+        import rehearsal
+
+        rehearsal.compute_nothing()
+    device = Device(options.sizes != "full", rehearses=rehearses)
+    machine = about(device, options.commit)
+    if options.alone:
+        return 0 if run(device, machine, options.sections[0], options.out, options.again) else 1
+    begin_s = time.monotonic()
+    failed = []
     for name in options.sections:
-        print(f"== {name}", flush=True)
+        left_s = 60 * options.minutes - (time.monotonic() - begin_s)
+        entry = SECTIONS[name]
+        if left_s < entry.least_s:
+            print(f"== {name}: left out, {left_s:.0f} s are left", flush=True)
+            continue
+        print(f"== {name}, at most {min(left_s, entry.budget_s):.0f} s", flush=True)
+        begun_s = time.monotonic()
         # A tiny section takes less time than the imports of another process.
-        found.append(run(device, name) if tiny else run_apart(name))
-        print(found[-1].markdown(), flush=True)
-        write(options.out, about(device), found)
-    print(f"written: {options.out}/results.md and results.json")
-    return 1 if any(section.error for section in found) else 0
+        if device.tiny:
+            fine = run(device, machine, name, options.out, options.again)
+        else:
+            fine = run_apart(name, options, machine, min(left_s, entry.budget_s))
+        print(f"== {name}: {time.monotonic() - begun_s:.0f} s{'' if fine else ', failed'}", flush=True)
+        failed += [] if fine else [name]
+    print(f"written: {options.out / ALL}")
+    return 1 if failed else 0
 
 
-def run(device: Device, name: str, result: Path | None = None) -> Section:
-    """Run one section; `result` is the file that always holds what it has found so far."""
-    section = Section(name)
-    begin_s = time.perf_counter()
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench/gpu", description=__doc__)
 
-    def keep() -> None:
-        section.seconds = time.perf_counter() - begin_s
-        if result is not None:
-            written = result.with_suffix(".new")
-            written.write_text(json.dumps(section.as_json()))
-            written.replace(result)
+    def option(name: str, words: str, **more: Any) -> None:
+        parser.add_argument(name, help=words, **more)
 
-    section.changed = keep
+    names = f"sections to run, of {', '.join(SECTIONS)}; default: all"
+    option("--sections", names, nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME")
+    sizes = "tiny: only check that everything runs; none: run all code and compute nothing"
+    option("--sizes", sizes, choices=["full", "tiny", "none"], default="full")
+    option("--minutes", "time of the whole run; sections that do not fit are left out", type=float, default=60.0)
+    option("--again", "measure what an earlier run has measured, too", action="store_true")
+    option("--commit", "commit that is measured; default: what git or the folder says", default="")
+    option("--out", f"folder of {ALL} and of a file for each section", type=Path, default=OUT)
+    option("--alone", argparse.SUPPRESS, action="store_true")
+    return parser.parse_args()
+
+
+def run(device: Device, machine: Machine, name: str, out: Path, again: bool) -> bool:
+    """Run one section in this process; return whether it succeeded. Its error is a row."""
+    code = code_of(SECTIONS[name].sources)
+    section = Section(name, machine, code, out)
+    known = read([RECORDED, out / f"{name}.jsonl"])
+    section.ever = {row.shape for row in known if not row.error}
+    if not again:
+        section.before = {row.key: row for row in known if (row.code, row.card) == (code, machine.card)}
     try:
-        SECTIONS[name](device, section)
+        SECTIONS[name].run(device, section)
     except Exception as problem:
         traceback.print_exc()
-        section.error = reported(problem, 2000)
-    keep()
-    return section
+        section.add("the section", "", None, error=reported(problem, 600))
+        return False
+    return True
 
 
-def run_apart(name: str, limit_s: float = LIMIT_S) -> Section:
-    """Run a section in a process of its own, so that a crash or a hang affects it alone; keep what it had found."""
-    begin_s = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "section.json"
-        argv = [sys.executable, str(paths.HERE), "--sections", name, "--result", str(result)]
-        # The process has a group of its own: tests and engines that it started must not outlive it on the device.
-        process = subprocess.Popen(argv, start_new_session=True)
-        try:
-            ended = process.wait(limit_s)
-            problem = "" if ended == 0 else f"the process returned {ended}"
-        except subprocess.TimeoutExpired:
-            problem = f"it was ended after {limit_s:.0f} s"
-        finally:
-            end_group(process)
-        found = Section.from_json(json.loads(result.read_text())) if result.exists() else Section(name)
+def run_apart(name: str, options: argparse.Namespace, machine: Machine, limit_s: float) -> bool:
+    """Run a section in a process of its own, so that a crash or a hang affects it alone; what it wrote stays."""
+    argv = [sys.executable, str(paths.HERE), "--sections", name, "--alone", "--out", str(options.out)]
+    argv += ["--commit", machine.commit, *(["--again"] if options.again else [])]
+    # The process has a group of its own: tests and engines that it started must not outlive it on the device.
+    process = subprocess.Popen(argv, start_new_session=True)
+    try:
+        ended = process.wait(limit_s)
+        problem = "" if ended in (0, 1) else f"the process returned {ended}"
+    except subprocess.TimeoutExpired:
+        ended, problem = 1, f"it was ended after {limit_s:.0f} s"
+    finally:
+        end_group(process)
     if problem:
-        found.seconds, found.error = time.perf_counter() - begin_s, problem
-    return found
+        about_it = vars(machine) | {"code": code_of(SECTIONS[name].sources), "section": name}
+        append(options.out, Row(**about_it, shape="the section", unit="", ours=None, error=problem))
+        print(f"{name}: {problem}", flush=True)
+    return ended == 0
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -106,11 +129,31 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def write(folder: Path, machine: dict[str, str], sections: list[Section]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.md").write_text(document(machine, sections))
-    found = {"machine": machine, "sections": [section.as_json() for section in sections]}
-    (folder / "results.json").write_text(json.dumps(found, indent=1))
+def about(device: Device, commit: str) -> Machine:
+    """Return what identifies the machine and the sources."""
+    software = f"Python {platform.python_version()}, torch {torch.__version__}, Triton {triton.__version__}"
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return Machine(device.name, _driver() if device.on_gpu else "", software, commit or _commit(), date)
+
+
+def _driver() -> str:
+    return _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition("\n")[0]
+
+
+def _commit() -> str:
+    """Return the commit by git, or, in a copy without its history, what was packed beside it."""
+    packed = paths.ROOT / ".pagemill" / "gpu-parts" / "commit"
+    return _output(["git", "-C", str(paths.ROOT), "rev-parse", "--short=8", "HEAD"]) or (
+        packed.read_text().strip() if packed.exists() else ""
+    )
+
+
+def _output(argv: list[str]) -> str:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 if __name__ == "__main__":

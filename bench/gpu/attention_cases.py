@@ -130,9 +130,15 @@ def _uniform(device: Device, name: str, shape: Shape, requests: int, tokens: int
     case.peers["torch SDPA"] = flat(
         lambda: F.scaled_dot_product_attention(queries, keys, values, is_causal=causal, enable_gqa=True)
     )
+    if device.on_gpu:
+        case.peers["cuDNN"] = flat(lambda: _by_cudnn(queries, keys, values, causal))
     case.peers["torch FlexAttention"] = flat(prepared(lambda: _flex(queries, keys, values, causal)))
     if importlib.util.find_spec("flash_attn") is not None:
         case.peers["FlashAttention"] = prepared(lambda: _flash_attention(given, keys, values, causal))
+    if importlib.util.find_spec("vllm") is not None and device.on_gpu:
+        case.peers["FlashAttention 3 with vLLM's block tables"] = prepared(
+            lambda: _paged_flash_attention(given, causal)
+        )
     if importlib.util.find_spec("flashinfer") is not None:
         case.peers["FlashInfer"] = prepared(lambda: _flashinfer(given, tokens))
     return case
@@ -196,6 +202,34 @@ def _flex(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causa
     # On a CPU it is computed as written, which also checks the call.
     call: Any = torch.compile(flex_attention) if queries.is_cuda else flex_attention
     return lambda: call(queries, keys, values, block_mask=mask, enable_gqa=True)
+
+
+def _by_cudnn(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> torch.Tensor:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=causal, enable_gqa=True)
+
+
+def _paged_flash_attention(given: Inputs, causal: bool) -> Run:
+    """Return a run over the same block tables; keys and values lie apart, each [blocks, block, heads, head_dim]."""
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    device = given.query.device
+    keys, values = (part.transpose(1, 2).contiguous() for part in given.cache.chunk(2, dim=1))
+    starts = torch.from_numpy(given.batch.query_start_loc.astype(np.int32)).to(device)
+    lengths = torch.from_numpy(given.batch.seq_lens.astype(np.int32)).to(device)
+    tables = torch.from_numpy(given.batch.block_tables).to(device)
+    tokens, longest = (max(sizes) for sizes in zip(*given.lengths, strict=True))
+
+    def run() -> torch.Tensor:
+        found: torch.Tensor = flash_attn_varlen_func(
+            given.query, keys, values, tokens, starts, longest, seqused_k=lengths, causal=causal,
+            softmax_scale=given.scale, block_table=tables, fa_version=3,
+        )  # fmt: skip
+        return found
+
+    return run
 
 
 def _is_causal(batch: Any, head: Any, query: Any, key: Any) -> Any:

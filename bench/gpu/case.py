@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 from measuring import Device
-from results import Section, Table, reported
+from rows import Section
 
 TOLERANCE = 2e-2
 """Tolerance as a share of the largest value: bfloat16 has 8 bits, and sums of a whole row lose one or two of them."""
+UNIT = "us"
 
 Run = Callable[[], torch.Tensor]
 
@@ -29,16 +30,16 @@ class Case:
     tolerance: float = TOLERANCE
 
 
-def measure(device: Device, section: Section, title: str, cases: list[Case]) -> None:
-    """Check and time each case, Pagemill's own run first.
+def measure(device: Device, section: Section, cases: list[Case]) -> None:
+    """Check and time each case that no earlier run of the same code has measured, Pagemill's own run first.
 
     A failed run has a row with its error; if one of Pagemill's own runs failed, the section fails at its end.
     """
-    table = section.table(title, "case", "who", "us", "GB/s", "TFLOP/s", "% of copy", "% of product", "error")
-    failed = [case.name for case in cases if not _measured(device, table, case, "pagemill", case.ours)]
+    failed = [case.name for case in cases if not section.has(case.name, UNIT) and not _ours(device, section, case)]
     for case in cases:
         for who, run in case.peers.items():
-            _measured(device, table, case, who, run)
+            if not section.has(case.name, UNIT, who):
+                _peer(device, section, case, who, run)
     if failed:
         raise AssertionError(f"{len(failed)} of {len(cases)} cases failed: {'; '.join(failed)}")
 
@@ -61,28 +62,44 @@ def prepared(prepare: Callable[[], Run]) -> Run:
     return run
 
 
-def _measured(device: Device, table: Table, case: Case, who: str, run: Run) -> bool:
+def reported(problem: Exception, length: int = 120) -> str:
+    """Return an exception as one line for a table."""
+    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:length]}"
+
+
+def _ours(device: Device, section: Section, case: Case) -> bool:
+    limit = 1e6 * max(case.num_bytes / device.bytes_per_s, case.num_flops / device.flops) or None
     try:
-        expected = case.reference()
-        error = difference(run(), expected)
-        if who == "pagemill" and not error <= case.tolerance:
+        seconds, error = _checked(device, case, case.ours)
+        if not error <= case.tolerance:
             raise AssertionError(f"differs from its reference by {error:.3g} of the largest value")
-        seconds = device.seconds(run)
     except Exception as problem:
-        if who == "pagemill":
-            traceback.print_exc()
-        table.add(case.name, who, *[""] * 5, reported(problem))
+        traceback.print_exc()
+        section.add(case.name, UNIT, None, limit=limit, error=reported(problem))
         return False
-    table.add(case.name, who, *_figures(device, case, seconds), f"{error:.1e}")
+    section.add(case.name, UNIT, 1e6 * seconds, limit=limit)
     return True
 
 
-def _figures(device: Device, case: Case, seconds: float) -> list[float | str]:
-    rate, flops = case.num_bytes / seconds, case.num_flops / seconds
-    return [
-        seconds * 1e6,
-        rate / 1e9 if rate else "",
-        flops / 1e12 if flops else "",
-        100 * rate / device.bytes_per_s if rate else "",
-        100 * flops / device.flops if flops else "",
-    ]
+def _peer(device: Device, section: Section, case: Case, who: str, run: Run) -> None:
+    """Time a peer; one that computes something else has no figure."""
+    limit = 1e6 * max(case.num_bytes / device.bytes_per_s, case.num_flops / device.flops) or None
+    ours = section.own(case.name, UNIT)
+    try:
+        seconds, error = _checked(device, case, run)
+        if not error <= max(case.tolerance, TOLERANCE):
+            raise AssertionError(f"differs from the reference by {error:.3g} of the largest value")
+    except Exception as problem:
+        section.add(case.name, UNIT, ours, limit=limit, peer_name=who, error=reported(problem))
+        return
+    section.add(case.name, UNIT, ours, limit=limit, peer_name=who, peer=1e6 * seconds)
+
+
+def _checked(device: Device, case: Case, run: Run) -> tuple[float, float]:
+    """Return the seconds of a run and its difference from the reference; without a device nothing is computed."""
+    if device.rehearses:
+        case.reference()
+        run()
+        return 1e-6, 0.0
+    error = difference(run(), case.reference())
+    return device.seconds(run), error

@@ -123,6 +123,20 @@ class Driver:
             self._core.step()
         return step_s
 
+    def decode_s(self, jobs: list[Job], num_steps: int) -> float:
+        """Return the seconds of a step in which all jobs decode. Their answers are longer than twice as many steps."""
+        names = [self._add(job) for job in jobs]
+        self._start()
+        self._steps(num_steps)
+        begin_s = time.perf_counter()
+        self._steps(num_steps)
+        step_s = (time.perf_counter() - begin_s) / num_steps
+        for name in names:
+            self._core.abort(name)
+        while self._core.has_work:
+            self._core.step()
+        return step_s
+
     def profile(self, jobs: list[Job], num_steps: int) -> Profile:
         """Profile pure decodes. The jobs' answers are longer than twice as many steps."""
         for job in jobs:

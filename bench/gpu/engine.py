@@ -47,9 +47,11 @@ PLENTY = MemoryState(1 << 34, 1 << 34, 0)
 class Engine:
     """An engine as it serves: compiled, with profiled memory and captured CUDA graphs."""
 
-    def __init__(self, device: Device, spec: ModelSpec, *, forbids_waiting: bool = False) -> None:
+    def __init__(
+        self, device: Device, spec: ModelSpec, *, forbids_waiting: bool = False, max_model_len: int = MAX_MODEL_LEN
+    ) -> None:
         """With `forbids_waiting`, a launch in which the host waits for the device fails."""
-        config = _config(device)
+        config = _config(device, max_model_len)
         ops = ops_for("triton")
         state = measure_device(ops.device) if device.on_gpu else PLENTY
         begin_s = time.perf_counter()
@@ -97,7 +99,7 @@ class Engine:
 
 def by_the_formulas(device: Device, spec: ModelSpec) -> Driver:
     """Return a driver of the same model on the host, with the reference implementation of each operation."""
-    config, ops = _config(device), ops_for("reference")
+    config, ops = _config(device, MAX_MODEL_LEN), ops_for("reference")
     model, weights = Decoder(spec, ops, torch.float32), RandomWeights(spec)
     load_weights(model, weights)
     sizes = Sizes(weight_bytes(model), kv_bytes_per_token(spec, "float32"), 4, gathers=False)
@@ -114,7 +116,7 @@ def _info(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan, device: Devic
     return RunnerInfo(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
-        max_model_len=min(MAX_MODEL_LEN, spec.max_position_embeddings),
+        max_model_len=min(config.max_model_len or MAX_MODEL_LEN, spec.max_position_embeddings),
         vocab_size=spec.vocab_size,
         weights_digest="",
         kv_dtype=str(device.dtype),
@@ -142,7 +144,7 @@ def weights_bytes(weights: RandomWeights, device: Device) -> int:
     return sum(math.prod(shape) for shape in weights.shapes.values()) * device.dtype.itemsize
 
 
-def _config(device: Device) -> EngineConfig:
+def _config(device: Device, max_model_len: int) -> EngineConfig:
     if device.tiny:
         return EngineConfig(model="random", device="cuda", max_num_seqs=4, max_num_batched_tokens=16, num_kv_blocks=32)
     return EngineConfig(
@@ -150,7 +152,7 @@ def _config(device: Device) -> EngineConfig:
         device="cuda",
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         max_num_waiting=4096,
         enable_prefix_caching=False,
     )

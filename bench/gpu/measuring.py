@@ -22,14 +22,17 @@ is measured and not the host's.
 
 
 class Device:
-    """The device. With `tiny`, shapes are small enough for the interpreter, and the figures mean nothing."""
+    """The device. With `tiny`, shapes are small enough for the interpreter, and the figures mean nothing.
 
-    def __init__(self, tiny: bool, dtype: torch.dtype | None = None) -> None:
+    With `rehearses`, launches compute nothing either: what is compared or timed otherwise is only run.
+    """
+
+    def __init__(self, tiny: bool, dtype: torch.dtype | None = None, *, rehearses: bool = False) -> None:
         """`dtype` is the type of floats; None: bfloat16, or float32 in the interpreter."""
         absent = launch.unavailable_reason()
         if absent is not None:
             raise SystemExit(f"bench/gpu: {absent}; TRITON_INTERPRET=1 with --sizes tiny runs it without a device")
-        self.tiny = tiny
+        self.tiny, self.rehearses = tiny, rehearses
         self.device = launch.device()
         self.on_gpu = self.device.type == "cuda"
         if not (tiny or self.on_gpu):
@@ -46,7 +49,8 @@ class Device:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Release the memory that torch caches, because engines measure what is free."""
+        """Release the memory that torch caches, because engines measure what is free; that of other processes, too."""
+        self.__dict__.pop("_flush", None)
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()

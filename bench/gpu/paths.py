@@ -14,6 +14,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDERS = ("kernels", "protocol", "engine")
+STATE = ROOT / ".pagemill" / "bench-gpu"
+"""Where everything is written that no option places."""
 OLDEST_PYTHON = (3, 11)
 NEEDED = {"torch": (2, 11), "triton": (3, 6), "numpy": (1, 26), "safetensors": (0, 4)}
 """The oldest versions that the command was made for. Older ones may work: they are reported, not refused."""
@@ -46,4 +48,6 @@ def _version(name: str) -> tuple[int, ...] | None:
 
 check_packages()
 sys.path[1:1] = [str(ROOT / folder) for folder in FOLDERS]
+# The client and the workers that the CPU benches use as well.
+sys.path.append(str(ROOT / "bench"))
 sys.path.append(str(HERE / "stand_ins"))

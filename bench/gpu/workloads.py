@@ -1,9 +1,15 @@
-"""Requests of the engine benches: lengths and random prompts, the same in every run and for every peer."""
+"""Requests of the engine benches, the same in every run and for every peer, and the least work that they take."""
 
 from __future__ import annotations
 
+import math
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from pagemill_models.spec.model_spec import ModelSpec
+
+BYTES = 2
+"""Of a bfloat16 value."""
 
 
 class Job(NamedTuple):
@@ -18,13 +24,15 @@ def nano() -> list[Job]:
     return [Job(prompt, draw.randint(100, 1024)) for prompt in prompts]
 
 
-def fixed(num_requests: int, num_prompt_tokens: int, num_output_tokens: int, vocab_size: int = 10_000) -> list[Job]:
-    draw = random.Random(1)
+def fixed(
+    num_requests: int, num_prompt_tokens: int, num_output_tokens: int, vocab_size: int = 10_000, seed: int = 1
+) -> list[Job]:
+    draw = random.Random(seed)
     prompts = [[draw.randrange(vocab_size) for _ in range(num_prompt_tokens)] for _ in range(num_requests)]
     return [Job(prompt, num_output_tokens) for prompt in prompts]
 
 
-def floor_bytes(jobs: list[Job], weight_bytes: int, kv_bytes_per_token: int) -> float:
+def floor_bytes(jobs: list[Job], weight_bytes: float, kv_bytes_per_token: int) -> float:
     """Return the least bytes that decoding must read if all requests run concurrently: the weights once per step, and
     every request's keys and values once per token.
     """
@@ -35,3 +43,38 @@ def floor_bytes(jobs: list[Job], weight_bytes: int, kv_bytes_per_token: int) -> 
 
 def output_tokens(jobs: list[Job]) -> int:
     return sum(job.num_output_tokens for job in jobs)
+
+
+def kv_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a token's keys and values in bfloat16."""
+    return 2 * BYTES * spec.num_layers * spec.num_kv_heads * spec.head_dim
+
+
+def read_bytes(config: dict[str, Any], spec: ModelSpec, num_rows: int) -> float:
+    """Return the bytes of weights that a step of so many decodes reads; experts are chosen at random.
+
+    An embedding that is not the head as well is looked up, not read.
+    """
+    return BYTES * _parameters(config, spec, lambda share: 1 - (1 - share) ** num_rows)
+
+
+def prefill_flops(config: dict[str, Any], spec: ModelSpec, num_tokens: int) -> float:
+    """Return the operations of a prompt: two for each weight that a token meets, and attention to all tokens before it.
+
+    The head computes one row.
+    """
+    head = spec.vocab_size * spec.hidden_size
+    weights = _parameters(config, spec, lambda share: share) - head
+    attention = 2 * num_tokens**2 * spec.num_layers * spec.num_heads * spec.head_dim
+    return 2 * num_tokens * weights + 2 * head + attention
+
+
+def _parameters(config: dict[str, Any], spec: ModelSpec, read: Any) -> float:
+    num_experts = config.get("num_experts") or config.get("num_local_experts")
+    share = read(config["num_experts_per_tok"] / num_experts) if num_experts else 1.0
+    total = 0.0
+    for name, shape in spec.decoder.shapes().items():
+        if "embed_tokens" in name and not config["tie_word_embeddings"]:
+            continue
+        total += math.prod(shape) * (share if ".experts." in name else 1.0)
+    return total

@@ -55,7 +55,7 @@ def test_every_kind_has_a_case_that_make_attack_runs() -> None:
     assert {each.kind for each in CASES if not each.full} == kinds
     assert len({each.name for each in CASES}) == len(CASES)
     ports = {each.port for each in CASES if not each.full}
-    assert ports == {"gateway data", "gateway control", "engine data", "engine control"}
+    assert ports == {"gateway data", "gateway control", "gateway tls", "engine data", "engine control"}
     assert len(attack.MODULES) >= 7
 
 

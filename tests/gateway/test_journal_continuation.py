@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from examples import num_examples
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
-from pagemill_engine.output.processor import OutputProcessor
+from pagemill_engine.output.processor import Frame, OutputProcessor
 from pagemill_gateway.admission.attempts import MAX_ENDS
 from pagemill_gateway.brain.interface import (
     DEFAULT_TICKET,
@@ -52,6 +52,10 @@ TEXTS = st.lists(st.text(alphabet="abé€😀 \n", min_size=1, max_size=25), mi
 STOPS = st.lists(st.text(alphabet="abé€ ", min_size=1, max_size=4), max_size=2)
 TARGET = Target("ns/d", "m", "bundle", 4096, None, "deployment", HashScheme("w", "float32", 16, 4))
 End = Literal["reset", "eof", "garbage"]
+
+
+def _encoded(frame: Frame) -> bytes:
+    return encode_frame(frame.meta, b"".join((frame.payload, *frame.rest)))
 
 
 @pytest.fixture(scope="session")
@@ -137,7 +141,7 @@ class Engines:
     def _answer(self, request: GenerateRequest) -> list[bytes]:
         processor = OutputProcessor(request, self._tokenizer, "fp")
         if processor.complete:
-            return [encode_frame(*processor.last_frame())]
+            return [_encoded(processor.last_frame())]
         frames: list[bytes] = []
         resumes = {resume.index: resume for resume in request.resume}
         first = request.prompt_index * request.sampling.n
@@ -145,7 +149,7 @@ class Engines:
         while any(turns):
             for mine in turns:
                 if mine:
-                    frames += [encode_frame(*frame) for frame in processor.push(mine.pop(0)).frames]
+                    frames += [_encoded(frame) for frame in processor.push(mine.pop(0)).frames]
         return frames
 
     def _turns(self, choice: int, text: str, resumes: dict[int, ChoiceResume]) -> list[TokensOut]:

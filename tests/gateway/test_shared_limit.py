@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from examples import num_examples
 from pagemill_gateway.admission.in_flight_limit import InFlightLimit
-from pagemill_gateway.admission.shares import TIMES_FREE, SharedLimit
 from pagemill_gateway.routes.body import parsed_bytes
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.shares import TIMES_FREE, SharedLimit
 
 
 def fill(limit: SharedLimit, tenant: str) -> int:

@@ -268,6 +268,18 @@ async def test_an_upload_that_is_refused_early_gets_its_answer_also_if_it_is_sen
     assert b"\r\nwww-authenticate: Bearer" in answer
 
 
+async def test_a_connection_stays_open_after_a_refusal_whose_body_has_arrived() -> None:
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        raise unauthorized()
+
+    async with serving(inner=refuse) as port, asyncio.timeout(WAIT_LIMIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
+            assert b" 401 " in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1000, 70_000, 8_000_000])
 @pytest.mark.parametrize("num_writes", [1, 2])
 @pytest.mark.parametrize("reset", [False, True])

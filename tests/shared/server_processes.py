@@ -249,6 +249,25 @@ def start_http_server(
 
     `data_limit_bytes` is an rlimit of the private memory of each of its processes.
     """
+    http_server = launch_http_server(name, module, folder, values, headers, data_limit_bytes=data_limit_bytes)
+    try:
+        wait_until(lambda: http_server.client.post(good[0], json=good[1]).status_code == 200, limit_s=START_LIMIT_S)
+    except Exception as error:
+        http_server.stop()
+        raise RuntimeError(http_server.log.read_text()) from error
+    return http_server
+
+
+def launch_http_server(
+    name: str,
+    module: str,
+    folder: Path,
+    values: dict[str, Any],
+    headers: dict[str, str] | None = None,
+    *,
+    data_limit_bytes: int = 0,
+) -> HttpServer:
+    """Run the module's server until it listens."""
     path, log = folder / "settings.json", folder / "log"
     path.write_text(json.dumps(values))
     with log.open("wb") as sink:
@@ -259,13 +278,7 @@ def start_http_server(
     reported = event_in(log, "listening", process)
     urls = (_url(reported, "url", "port"), _url(reported, "control_url", "control_port"))
     token = values.get("control_token") or values.get("server", {}).get("internal_token", "")
-    http_server = HttpServer(name, process, *urls, log, headers or {}, token)
-    try:
-        wait_until(lambda: http_server.client.post(good[0], json=good[1]).status_code == 200, limit_s=START_LIMIT_S)
-    except Exception as error:
-        http_server.stop()
-        raise RuntimeError(log.read_text()) from error
-    return http_server
+    return HttpServer(name, process, *urls, log, headers or {}, token)
 
 
 def _url(reported: dict[str, Any], url: str, port: str) -> str:

@@ -6,15 +6,18 @@ text is held back), then a last frame that contains only the end of the stream, 
 prompts can replace it. Not streaming: one last frame with the whole body in pieces, of which log probabilities were
 rendered as they came, and before it frames that only report the tokens so far. An answer that another engine began
 (`resume`) continues with the same frames that its first engine would have sent. This runs in the HTTP process; it uses
-neither sockets nor the engine.
+neither sockets nor the engine. Large outputs are divided into parts of some milliseconds each (`parts_of`); tokens are
+processed one at a time, so the answer does not depend on the division.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece, PromptReport, collector
 from pagemill_api.dialects.registry import dialect_of
@@ -42,6 +45,10 @@ class Frame(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return len(self.payload) + sum(map(len, self.rest))
+
+
+PART_TOKENS = 64
+"""Most tokens of one part, of the answer or of the report on the prompt: with 20 alternatives 2 ms of work."""
 
 
 @dataclass(slots=True)
@@ -373,3 +380,24 @@ def engine_error(out: TokensOut) -> PagemillError:
         code=out.error_code,
         retry_after_s=out.error_retry_after_s,
     )
+
+
+def is_large(output: TokensOut) -> bool:
+    return len(output.token_ids) > PART_TOKENS or len(output.prompt_logprobs) > PART_TOKENS
+
+
+def parts_of(output: TokensOut) -> Iterator[TokensOut]:
+    """Yield the parts: first those that only report on the prompt, then the tokens, the last with the rest."""
+    replace, report, token_ids = msgspec.structs.replace, output.prompt_logprobs, output.token_ids
+    for at in range(0, len(report), PART_TOKENS):
+        part = report[at : at + PART_TOKENS]
+        yield replace(output, token_ids=[], logprobs=None, prompt_logprobs=part, finish_reason=None)
+    for at in range(0, max(1, len(token_ids)), PART_TOKENS):
+        end = at + PART_TOKENS
+        yield replace(
+            output,
+            token_ids=token_ids[at:end],
+            logprobs=None if output.logprobs is None else output.logprobs[at:end],
+            prompt_logprobs=[],
+            finish_reason=output.finish_reason if end >= len(token_ids) else None,
+        )

@@ -54,12 +54,15 @@ class Answer:
         self._num_unfinished = num_prompts
         self._closed = False
         self._is_cut = False
-        self._frames: deque[Frame] = deque()
+        self._frames: list[Frame] = []
+        self._has_rest = False
+        """Whether one of `_frames` has further pieces."""
         self._pieces: deque[bytes] = deque()
         """The rest of the frame that was taken last."""
         self._num_piece_bytes = self._num_left_bytes = 0
         """Memory of `_pieces`, and the bytes that they are for the reader."""
         self._arrived = asyncio.Event()
+        self._unread.add(self)
 
     @property
     def ended(self) -> bool:
@@ -72,6 +75,11 @@ class Answer:
         return self.ended and not self._frames and not self._pieces
 
     @property
+    def is_within_frame(self) -> bool:
+        """Whether `next_piece` has a piece."""
+        return bool(self._pieces)
+
+    @property
     def is_cut(self) -> bool:
         """Whether it ended within a frame, the rest of which was dropped."""
         return self._is_cut
@@ -81,21 +89,23 @@ class Answer:
         """Whether more than `MAX_UNREAD_BYTES` wait for the reader."""
         return self.num_unread_bytes > MAX_UNREAD_BYTES
 
-    def put(self, frames: Iterable[Frame]) -> None:
-        if self.ended:
+    def put(self, frames: Sequence[Frame]) -> None:
+        if self._only_bodies:
+            frames = [frame for frame in frames if frame.meta.last]
+        if not frames or self.ended:
             return
-        added = [frame for frame in frames if frame.meta.last or not self._only_bodies]
-        if not added:
-            return
-        self._frames += added
-        self._count_unread(sum(map(held_by, added)))
-        self._num_unfinished -= sum(frame.meta.last for frame in added)
+        self._frames += frames
+        for frame in frames:
+            self._add(frame)
+            if frame.meta.last:
+                self._num_unfinished -= 1
         self._changed()
 
     def collect(self, change: int) -> None:
         """Count bytes that are kept for a body and not in a frame yet, or no longer."""
         if not self._closed:
-            self._count(change)
+            self.num_held_bytes += change
+            self._unread.num_bytes += change
 
     def fail(self, error: PagemillError, frame: Frame) -> None:
         """End the answer with `frame`, which is `error` in the client's dialect, after what is unread."""
@@ -103,7 +113,7 @@ class Answer:
             return
         self.error = error
         self._frames.append(frame)
-        self._count_unread(held_by(frame))
+        self._add(frame)
         self._changed()
 
     def cut(self, error: PagemillError, frame: Frame) -> None:
@@ -115,7 +125,7 @@ class Answer:
         self._drop()
         if not self._is_cut:
             self._frames.append(frame)
-            self._count_unread(held_by(frame))
+            self._add(frame)
         self._changed()
 
     def close(self) -> None:
@@ -146,17 +156,25 @@ class Answer:
         After a frame with further pieces no other is returned, until `next_piece` has returned them all.
         """
         self.read_at = time.monotonic()
-        if self._pieces:
+        if self._pieces or not self._frames:
             return []
-        taken: list[Frame] = []
-        num_bytes = 0
-        while self._frames and not (taken and num_bytes >= most_bytes):
-            frame = self._frames.popleft()
-            taken.append(frame)
+        if self.num_unread_bytes <= most_bytes and not self._has_rest:
+            taken, self._frames = self._frames, []
+            self._count_unread(-self.num_unread_bytes)
+            return taken
+        return self._take_some(most_bytes)
+
+    def _take_some(self, most_bytes: int) -> list[Frame]:
+        num_frames = num_bytes = 0
+        for frame in self._frames:
+            num_frames += 1
             num_bytes += FRAME_BYTES + len(frame.payload)
             if frame.rest:
                 self._begin_pieces(frame.rest)
+            if frame.rest or num_bytes >= most_bytes:
                 break
+        taken = self._frames[:num_frames]
+        del self._frames[:num_frames]
         self._count_unread(-num_bytes)
         return taken
 
@@ -193,29 +211,28 @@ class Answer:
         self._num_piece_bytes -= num_bytes
         self._count_unread(-num_bytes)
 
+    def _add(self, frame: Frame) -> None:
+        num_bytes = FRAME_BYTES + len(frame.payload)
+        if frame.rest:
+            self._has_rest = True
+            num_bytes += _held_pieces(frame.rest)
+        self._count_unread(num_bytes)
+
     def _count_unread(self, change: int) -> None:
         self.num_unread_bytes += change
-        self._count(change)
-
-    def _count(self, change: int) -> None:
-        self._unread.count(self, change)
         self.num_held_bytes += change
+        self._unread.num_bytes += change
 
     def _drop(self) -> None:
         self._frames.clear()
         self._pieces.clear()
-        self._count(-self.num_held_bytes)
-        self.num_unread_bytes = self._num_piece_bytes = 0
+        self._unread.num_bytes -= self.num_held_bytes
+        self.num_held_bytes = self.num_unread_bytes = self._num_piece_bytes = 0
 
     def _changed(self) -> None:
         self._arrived.set()
         if self.on_change is not None:
             self.on_change()
-
-
-def held_by(frame: Frame) -> int:
-    """Return the memory of a frame."""
-    return FRAME_BYTES + len(frame.payload) + (_held_pieces(frame.rest) if frame.rest else 0)
 
 
 def _held_pieces(pieces: Iterable[bytes]) -> int:

@@ -16,6 +16,7 @@ from pagemill_engine.server.phases.draining import Draining
 from pagemill_engine.server.phases.lifecycle import Lifecycle
 from pagemill_engine.server.phases.sleeping import Sleeping
 from pagemill_engine.server.phases.state_stream import StatePublisher
+from pagemill_engine.server.request_memory import RequestMemory
 from pagemill_engine.server.settings import Settings
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 from pagemill_servers.guard import ControlTokens
@@ -43,6 +44,7 @@ class ServerContext:
     draining: Draining
     sleeping: Sleeping
     tracing: Tracing
+    memory: RequestMemory
     client: EngineClient | None = None
     """None until the model's headers were read and the engine process starts."""
     tokenizer: Tokenizer | None = None

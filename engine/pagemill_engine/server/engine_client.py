@@ -37,14 +37,14 @@ from pagemill_engine.ipc.messages import (
     TokensOut,
 )
 from pagemill_engine.loop.limits import scheduler_limits
-from pagemill_engine.output.parts import is_large, parts_of
-from pagemill_engine.output.processor import Frame, Processor
+from pagemill_engine.output.processor import Frame, Processor, is_large, parts_of
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
 from pagemill_engine.server.answer import Answer, PromptAnswer
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
 from pagemill_engine.server.phases.lifecycle import Lifecycle
 from pagemill_engine.server.phases.sleeping import Sleeping
 from pagemill_engine.server.phases.state_stream import StatePublisher
+from pagemill_engine.server.request_memory import TOKEN_BYTES, RequestMemory
 from pagemill_engine.server.unread import MAX_UNREAD_BYTES_IN_ALL, UnreadAnswers
 from pagemill_protocol.errors import (
     PagemillError,
@@ -60,6 +60,9 @@ from pagemill_protocol.request.generate import GenerateRequest
 
 logger = logging.getLogger(__name__)
 
+COUNTED_BYTES = 1024
+"""Growth of a body after which it is counted again."""
+
 
 @dataclass(slots=True, eq=False)
 class _Running:
@@ -72,6 +75,12 @@ class _Running:
     """Parts of large outputs, and the outputs behind them."""
     num_held_bytes: int = 0
     """Bytes of `processor` that `answer` counts."""
+    tenant: str = ""
+    """The tenant for which the prompt's memory counts."""
+
+    @property
+    def num_prompt_bytes(self) -> int:
+        return TOKEN_BYTES * len(self.processor.request.prompt_token_ids)
 
 
 class EngineClient:
@@ -86,8 +95,10 @@ class EngineClient:
         metrics: ServerMetrics,
         sleeping: Sleeping,
         max_unread_bytes: int = MAX_UNREAD_BYTES_IN_ALL,
+        memory: RequestMemory | None = None,
     ) -> None:
         self.unread = UnreadAnswers(max_unread_bytes)
+        self._memory = memory or RequestMemory()
         self.ready_info: Ready | None = None
         """Properties of the loaded engine; None until it is ready."""
         self.last_message_s = time.monotonic()
@@ -133,14 +144,14 @@ class EngineClient:
         if len(requests) > 1 and num_sequences > self._config.max_num_waiting:
             raise wider_than_queue("prompt", num_sequences, self._config.max_num_waiting)
 
-    def submit(self, request: GenerateRequest, processor: Processor, answer: Answer) -> None:
+    def submit(self, request: GenerateRequest, processor: Processor, answer: Answer, tenant: str = "") -> None:
         """Send a request to the engine, or refuse it. Once accepted, `answer` gets all its frames.
 
         The engine's own admission rules are applied here too, so that a refusal is known before any status is sent. The
         id that `abort` uses is added to `answer.engine_ids`.
 
-        Raises `PagemillError`: 503 when not ready, draining or full, 409 for other weights, 400 when the request can
-        never fit.
+        The memory of its prompt counts for `tenant`. Raises `PagemillError`: 503 when not ready, draining or full, 429
+        beyond the tenant's share, 409 for other weights, 400 when the request can never fit.
         """
         self._refuse_unless_serving()
         assert self._admission is not None
@@ -152,11 +163,12 @@ class EngineClient:
             raise invalid_field("request_id", f"A request with id {request.request_id[:80]!r} is already running.")
         num_waiting = max(0, self._num_sequences - self._num_sequences_running)
         self._admission.check(request, num_waiting)
+        self._memory.take(tenant, TOKEN_BYTES * len(request.prompt_token_ids))
         self._num_accepted += 1
         engine_id = f"{request.request_id}#{self._num_accepted}"
         self._channel.send(AddRequest(msgspec.structs.replace(request, request_id=engine_id)))
         timing = self._metrics.request_accepted(request)
-        self._running[engine_id] = _Running(request.request_id, processor, answer, timing)
+        self._running[engine_id] = _Running(request.request_id, processor, answer, timing, tenant=tenant)
         self._engine_ids[request.request_id] = engine_id
         answer.engine_ids.append(engine_id)
         answer.parts.append(PromptAnswer(processor, timing))
@@ -300,23 +312,24 @@ class EngineClient:
             return
         for choice in progress.stopped_choices:
             self._channel.send(Abort(output.request_id, choice))
-        if self._is_too_large(running, progress.frames):
+        num_held_bytes = running.processor.num_held_bytes
+        if num_held_bytes and self._is_too_large(num_held_bytes, progress.frames):
             for engine_id in answer.engine_ids:
                 self._fail(engine_id, answer_too_large(MAX_PAYLOAD_BYTES))
             return
         if progress.done:
             self._forget(output.request_id)
             self._metrics.request_finished(running.timing, running.processor)
-        elif running.num_held_bytes != running.processor.num_held_bytes:
-            answer.collect(running.processor.num_held_bytes - running.num_held_bytes)
-            running.num_held_bytes = running.processor.num_held_bytes
+        elif num_held_bytes - running.num_held_bytes > COUNTED_BYTES:
+            answer.collect(num_held_bytes - running.num_held_bytes)
+            running.num_held_bytes = num_held_bytes
         answer.put(progress.frames)
         if self.unread.is_full:
             self._end_excess()
 
-    def _is_too_large(self, running: _Running, frames: list[Frame]) -> bool:
+    def _is_too_large(self, num_held_bytes: int, frames: list[Frame]) -> bool:
         """Whether an answer that is not streamed has become too large to be sent."""
-        if running.processor.num_held_bytes > MAX_PAYLOAD_BYTES:
+        if num_held_bytes > MAX_PAYLOAD_BYTES:
             return True
         return bool(frames) and bool(frames[-1].rest) and frames[-1].num_bytes > MAX_PAYLOAD_BYTES
 
@@ -352,6 +365,7 @@ class EngineClient:
         self._engine_ids.pop(running.request_id, None)
         self._num_sequences -= running.processor.request.sampling.num_sequences
         running.answer.collect(-running.num_held_bytes)
+        self._memory.release(running.tenant, running.num_prompt_bytes)
         if not self._running:
             self._idle.set()
         return running

@@ -39,6 +39,7 @@ from pagemill_engine.server.phases.draining import ACKNOWLEDGE_TIMEOUT_S, Draini
 from pagemill_engine.server.phases.lifecycle import Lifecycle
 from pagemill_engine.server.phases.sleeping import Sleeping
 from pagemill_engine.server.phases.state_stream import StatePublisher
+from pagemill_engine.server.request_memory import RequestMemory
 from pagemill_engine.server.routes.apps import control_app, data_app
 from pagemill_engine.server.routes.keys import internal_tokens, open_keys, with_token
 from pagemill_engine.server.settings import Settings
@@ -119,6 +120,7 @@ class Server:
             draining=Draining(lifecycle, publisher),
             sleeping=Sleeping(lifecycle, publisher, metrics),
             tracing=_open_tracing(settings.server),
+            memory=RequestMemory(settings.server.max_in_flight_body_bytes),
         )
         self._was_ready = False
         self._warming_up: asyncio.Task[None] | None = None
@@ -188,6 +190,7 @@ class Server:
             context.metrics,
             context.sleeping,
             context.settings.server.max_unread_bytes,
+            context.memory,
         )
         context.lifecycle.enter("loading", "importing the engine's libraries")
         await context.client.start()

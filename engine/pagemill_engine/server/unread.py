@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from typing import Protocol
+from weakref import WeakSet
 
 MAX_UNREAD_BYTES_IN_ALL = 256 * 1024 * 1024
 """Default of the setting `max_unread_bytes`."""
@@ -31,20 +32,17 @@ class Holder(Protocol):
 class UnreadAnswers:
     def __init__(self, max_bytes: int = MAX_UNREAD_BYTES_IN_ALL) -> None:
         self.num_bytes = 0
+        """Bytes of all holders; each adds and subtracts its own."""
         self._max_bytes = max_bytes
-        self._holders: dict[Holder, None] = {}
+        self._holders: WeakSet[Holder] = WeakSet()
 
     @property
     def is_full(self) -> bool:
         return self.num_bytes > self._max_bytes
 
-    def count(self, holder: Holder, change: int) -> None:
-        """Count bytes that an answer holds more, or less. Call it before `holder.num_held_bytes` changes."""
-        self.num_bytes += change
-        if holder.num_held_bytes + change <= 0:
-            self._holders.pop(holder, None)
-        elif holder not in self._holders:
-            self._holders[holder] = None
+    def add(self, holder: Holder) -> None:
+        """Consider an answer, as long as it exists, when there is too much."""
+        self._holders.add(holder)
 
     def excess(self) -> Iterator[Holder]:
         """Yield the answers to end until enough memory is free: each must be ended before the next is asked for.
@@ -53,7 +51,8 @@ class UnreadAnswers:
         the answers that hold most.
         """
         now = time.monotonic()
-        for holder in sorted(self._holders, key=lambda each: _rank(each, now)):
+        held = [each for each in self._holders if each.num_held_bytes]
+        for holder in sorted(held, key=lambda each: _rank(each, now)):
             if self.num_bytes <= SHARE_AFTER * self._max_bytes:
                 return
             yield holder

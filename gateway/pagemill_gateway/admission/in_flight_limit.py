@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from pagemill_gateway.admission.shares import SharedLimit
 from pagemill_protocol.errors import PagemillError, deadline_exceeded, unavailable
+from pagemill_protocol.shares import SharedLimit
 
 RETRY_S = 1
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pagemill_gateway.admission.shares import SharedLimit
 from pagemill_protocol.request.continuing import can_be_continued
 from pagemill_protocol.request.generate import ChoiceResume, FinishReason, FrameMeta, GenerateRequest
+from pagemill_protocol.shares import SharedLimit
 
 LARGEST_TOKEN_ID = 2**31 - 1
 ROOM_TOKENS = 64

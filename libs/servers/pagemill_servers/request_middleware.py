@@ -105,6 +105,7 @@ class RequestMiddleware:
         answer = _Answer(send, body, identity.encode("latin-1"), accepts_gzip(scope))
         try:
             self._check_headers(scope, body)
+            answer.is_head_accepted = True
             body.inflater = inflater_of(scope, max_bytes)
             await self.app(scope, body.receive, answer.send)
         except PagemillError as error:
@@ -154,6 +155,11 @@ class _BoundedBody:
         self.complete = False
         self.inflater: Inflater | None = None
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the client may still be sending the body."""
+        return not self.complete and (self._direct is None or not self._direct.has_body)
+
     async def receive(self) -> Message:
         if self.complete:
             return await self._receive()
@@ -185,7 +191,7 @@ class _BoundedBody:
 
 class _Answer:
     """Wraps `send`: adds the request id and the time, compresses large complete answers for clients that accept it, and
-    closes the connection if part of the body was not read, which `connection` drops meanwhile."""
+    closes the connection if part of the body has not arrived, which `connection` drops meanwhile."""
 
     def __init__(self, send: Send, body: _BoundedBody, identity: bytes, accepts_gzip: bool) -> None:
         self._send = send
@@ -197,6 +203,7 @@ class _Answer:
         """Compresses an answer that is sent in parts."""
         self._body = body
         self._identity = identity
+        self.is_head_accepted = False
         self.started = False
         self.complete = False
 
@@ -206,7 +213,7 @@ class _Answer:
             took_ms = (time.monotonic() - self._began_s) * 1000
             headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, self._identity)]
             headers.append((PROCESSING_HEADER, b"%d" % took_ms))
-            if not self._body.complete:
+            if self._body.is_arriving or not self.is_head_accepted:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
             if self._accepts_gzip and is_compressible(message):

@@ -71,6 +71,7 @@ SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "step_time": ("engine", _object),
     "max_body_bytes": ("server", _count),
     "max_header_bytes": ("server", _count),
+    "max_in_flight_body_bytes": ("server", _count),
     "max_unread_bytes": ("server", _count),
     "body_timeout_s": ("server", _seconds),
 }

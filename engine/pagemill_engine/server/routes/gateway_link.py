@@ -93,10 +93,10 @@ class _Stream:
         return records
 
     def _next_bytes(self) -> bytes:
-        piece = self.answer.next_piece()
-        if piece is not None:
-            return piece
-        return b"".join(map(encoded, self.answer.get_nowait(self.credit)))
+        answer = self.answer
+        if answer.is_within_frame:
+            return answer.next_piece() or b""
+        return b"".join([encoded(frame) for frame in answer.get_nowait(self.credit)])
 
     @property
     def is_sent(self) -> bool:
@@ -112,6 +112,9 @@ class GatewayLink(UpgradedProtocol):
         self._transport: asyncio.Transport
         self._decoder = RecordDecoder()
         self._parts: dict[int, bytearray] = {}
+        """Parts of requests, which count in the memory of all requests."""
+        self._refused: dict[int, PagemillError] = {}
+        """Requests for whose parts there was no memory; the rest of them is dropped."""
         self._request_id = ""
         """Client's request id of the next request, for logs."""
         self._streams: dict[int, _Stream] = {}
@@ -146,7 +149,9 @@ class GatewayLink(UpgradedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
-        self._parts.clear()
+        for number in list(self._parts):
+            self._take_parts(number)
+        self._refused.clear()
         for number in list(self._streams):
             self._cancel(number)
         self.on_lost()
@@ -154,14 +159,19 @@ class GatewayLink(UpgradedProtocol):
     def _dispatch(self, record: Record) -> None:
         kind, number, data = record
         if kind == RecordKind.REQUEST:
-            parts = self._parts.pop(number, None)
-            self._open(number, data if parts is None else bytes(parts + data))
+            refusal = self._refused.pop(number, None)
+            parts = self._take_parts(number)
+            if refusal is not None:
+                self._refuse(number, refusal)
+            else:
+                self._open(number, parts + data if parts else data)
         elif kind == RecordKind.REQUEST_ID:
             self._request_id = data[:MAX_REQUEST_ID_BYTES].decode(errors="replace")
         elif kind == RecordKind.REQUEST_PART:
             self._keep_part(number, data)
         elif kind == RecordKind.CANCEL:
-            self._parts.pop(number, None)
+            self._refused.pop(number, None)
+            self._take_parts(number)
             self._cancel(number)
         elif kind == RecordKind.CREDIT:
             stream = self._streams.get(number)
@@ -172,11 +182,28 @@ class GatewayLink(UpgradedProtocol):
             raise FrameError(f"A record has the unknown kind {kind}.")
 
     def _keep_part(self, number: int, data: bytes) -> None:
-        if number not in self._parts and len(self._parts) >= MAX_UNFINISHED_REQUESTS:
+        if number in self._refused:
+            return
+        if number not in self._parts and len(self._parts) + len(self._refused) >= MAX_UNFINISHED_REQUESTS:
             raise FrameError(f"More than {MAX_UNFINISHED_REQUESTS} requests have arrived only in part.")
-        # One byte beyond the limit is enough to refuse the request; the rest is dropped.
         parts = self._parts.setdefault(number, bytearray())
-        parts += data[: self._max_body_bytes + 1 - len(parts)]
+        # One byte beyond the limit is enough to refuse the request; the rest is dropped.
+        data = data[: self._max_body_bytes + 1 - len(parts)]
+        try:
+            self._context.memory.take("", len(data))
+        except PagemillError as error:
+            self._take_parts(number)
+            self._refused[number] = error
+            return
+        parts += data
+
+    def _take_parts(self, number: int) -> bytes:
+        """Return the parts of a request that have arrived, which count no longer."""
+        parts = self._parts.pop(number, None)
+        if parts is None:
+            return b""
+        self._context.memory.release("", len(parts))
+        return bytes(parts)
 
     @property
     def _max_body_bytes(self) -> int:

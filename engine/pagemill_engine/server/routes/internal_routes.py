@@ -43,7 +43,9 @@ async def generate(request: Request) -> FramesResponse:
     context = context_of(request)
     require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
     require_protocol(request.scope["headers"], GATEWAY)
-    generate_request = decode_request(await read_body(request.receive))
+    with context.memory.arriving("") as body:
+        max_bytes = context.settings.server.max_body_bytes
+        generate_request = decode_request(await body.read(request.scope, request.receive, max_bytes))
     answer = submit(context, [generate_request])
     _, ready = context.ready_engine()
     return FramesResponse([generate_request], answer, lambda: abort(context, answer), ready.weights_digest)

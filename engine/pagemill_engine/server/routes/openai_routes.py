@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Container, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 from starlette.requests import Request
@@ -26,13 +27,14 @@ from pagemill_engine.output.pooled import processor_of
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.metrics import VERSION
+from pagemill_engine.server.request_memory import ArrivingBody
 from pagemill_engine.server.routes.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 from pagemill_engine.server.routes.traces import TracedRequest, record_of
 from pagemill_protocol.errors import PagemillError, invalid_field, model_not_found
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.keys.scope import cache_salt
-from pagemill_servers.request_middleware import TIMEOUT_HEADER, check_json_content_type, header, read_body
+from pagemill_servers.request_middleware import TIMEOUT_HEADER, check_json_content_type, header
 
 
 def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResponse]]:
@@ -43,12 +45,13 @@ def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResp
         record = record_of(request.scope)
         try:
             _refuse_timeout(request)
-            raw = await _read(request, dialect.transport.media_types)
             caller: Caller = request.state.caller
             record.tenant = caller.tenant
-            work = partial(_prepare, context, dialect, raw, _request_info(request, context), caller)
-            record.requests, unread = await context.off_loop(work, len(raw))
-            return _answer(context, record, unread_headers(unread))
+            with context.memory.arriving(caller.account) as body:
+                raw = await _read(request, body, dialect.transport.media_types)
+                work = partial(_prepare, context, dialect, raw, _request_info(request, context), caller)
+                record.requests, unread = await context.off_loop(work, len(raw))
+            return _answer(context, record, unread_headers(unread), caller.account)
         except PagemillError as error:
             record.error = error
             raise
@@ -61,8 +64,9 @@ def count_route(count: TokenCount) -> Callable[[Request], Awaitable[Response]]:
 
     async def route(request: Request) -> Response:
         context: ServerContext = request.app.state.context
-        raw = await _read(request)
-        return _json(await context.off_loop(lambda: _tokenize(context, count, raw), len(raw)))
+        with _arriving(request) as body:
+            raw = await _read(request, body)
+            return _json(await context.off_loop(lambda: _tokenize(context, count, raw), len(raw)))
 
     return route
 
@@ -72,17 +76,19 @@ def page_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
 
     async def route(request: Request) -> Response:
         context: ServerContext = request.app.state.context
-        raw = await _read(request) if page.method == "POST" else b""
-        cards = [_card(context, name) for name in context.names]
-        return _json(page.body(PageRequest(cards, _request_info(request, context), raw, VERSION)))
+        with _arriving(request) as body:
+            raw = await _read(request, body) if page.method == "POST" else b""
+            cards = [_card(context, name) for name in context.names]
+            return _json(page.body(PageRequest(cards, _request_info(request, context), raw, VERSION)))
 
     return route
 
 
 async def detokenize(request: Request) -> Response:
     context: ServerContext = request.app.state.context
-    raw = await _read(request)
-    return _json(await context.off_loop(lambda: _detokenize(context, raw), len(raw)))
+    with _arriving(request) as body:
+        raw = await _read(request, body)
+        return _json(await context.off_loop(lambda: _detokenize(context, raw), len(raw)))
 
 
 async def list_models(request: Request) -> Response:
@@ -98,8 +104,13 @@ async def get_model(request: Request) -> Response:
     return _json(render.model_body(_card(context, name)))
 
 
-def submit(context: ServerContext, requests: list[GenerateRequest], *, only_bodies: bool = False) -> Answer:
-    """Submit all prompts of one HTTP request to the engine, or none of them. `only_bodies`: as that of `Answer`."""
+def submit(
+    context: ServerContext, requests: list[GenerateRequest], *, only_bodies: bool = False, account: str = ""
+) -> Answer:
+    """Submit all prompts of one HTTP request to the engine, or none of them.
+
+    `only_bodies`: as that of `Answer`. `account`: the tenant for which the memory of the prompts counts.
+    """
     client, _ = context.ready_engine()
     tokenizer = context.loaded_tokenizer()
     system_fingerprint = context.system_fingerprint()
@@ -107,7 +118,7 @@ def submit(context: ServerContext, requests: list[GenerateRequest], *, only_bodi
     try:
         client.check_capacity(requests)
         for request in requests:
-            client.submit(request, processor_of(request, tokenizer, system_fingerprint), answer)
+            client.submit(request, processor_of(request, tokenizer, system_fingerprint), answer, account)
     except PagemillError as error:
         context.metrics.request_refused(error)
         client.abort(answer)
@@ -135,18 +146,25 @@ def _request_info(request: Request, context: ServerContext) -> RequestInfo:
     return RequestInfo(request.scope["path"], request.path_params, request.headers.get, context.names[0])
 
 
-async def _read(request: Request, also: Container[str] = ()) -> bytes:
+def _arriving(request: Request) -> AbstractContextManager[ArrivingBody]:
+    context: ServerContext = request.app.state.context
+    caller: Caller = request.state.caller
+    return context.memory.arriving(caller.account)
+
+
+async def _read(request: Request, body: ArrivingBody, also: Container[str] = ()) -> bytes:
     """Return the body, which must be declared as JSON or not at all.
 
     Forms and plain text are refused, because web pages of other origins can send them without permission.
     """
     check_json_content_type(request.scope, also)
-    return await read_body(request.receive)
+    context: ServerContext = request.app.state.context
+    return await body.read(request.scope, request.receive, context.settings.server.max_body_bytes)
 
 
-def _answer(context: ServerContext, record: TracedRequest, headers: Mapping[str, str]) -> AnswerResponse:
+def _answer(context: ServerContext, record: TracedRequest, headers: Mapping[str, str], account: str) -> AnswerResponse:
     requests = list(record.requests)
-    record.answer = answer = submit(context, requests, only_bodies=not requests[0].stream)
+    record.answer = answer = submit(context, requests, only_bodies=not requests[0].stream, account=account)
     kind = StreamResponse if requests[0].stream else BodyResponse
     return kind(requests, answer, lambda: abort(context, answer), headers)
 

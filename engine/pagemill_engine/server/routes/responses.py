@@ -163,7 +163,7 @@ class FramesResponse(AnswerResponse):
 
 def encoded(frame: Frame) -> bytes:
     """Return a frame for a gateway, without its further pieces."""
-    return encode_frame(frame.meta, frame.payload, frame.num_bytes)
+    return encode_frame(frame.meta, frame.payload, frame.num_bytes if frame.rest else None)
 
 
 async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:

@@ -46,6 +46,12 @@ class TracedRequest:
     """The request's prompts; empty if it was refused before it was parsed."""
     answer: Answer = field(default_factory=Answer)
 
+    def forget_frames(self) -> None:
+        """Drop the error's traceback: its frames refer to the body, the prompts and this record, and only the garbage
+        collector would free such a cycle, which large bodies hardly make run."""
+        if self.error is not None:
+            self.error.__traceback__ = None
+
     @property
     def error_code(self) -> str | None:
         error = self.error or self.answer.error
@@ -131,6 +137,7 @@ class TraceRequests:
         finally:
             record.request_id = state.get("request_id", "")
             self._tracing.finished(scope, partial(_write_spans, record, scope["method"], time.monotonic()))
+            record.forget_frames()
 
 
 def _write_spans(record: TracedRequest, method: str, ended_at: float, trace: TraceWriter) -> None:

@@ -12,8 +12,7 @@ from engine_client_inside import Inside
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import Abort, LogprobsOut, TokensOut
-from pagemill_engine.output.parts import PART_TOKENS, parts_of
-from pagemill_engine.output.processor import Frame, OutputProcessor
+from pagemill_engine.output.processor import PART_TOKENS, Frame, OutputProcessor, parts_of
 from pagemill_engine.server.answer import FRAME_BYTES, Answer
 from pagemill_engine.server.routes.gateway_link import _Stream
 from pagemill_engine.server.unread import SLOW_S
@@ -219,14 +218,14 @@ async def test_everything_counted_is_released_when_answers_are_read_closed_or_ab
         inside.submit(request("body", sampling={"logprobs": 3})),
     )
     for number, name in enumerate(("read", "closed", "body"), 1):
-        inside.engine_says(TokensOut(request_id=f"{name}#{number}", token_ids=[65], logprobs=entries([65], 3)))
+        for _ in range(20):
+            inside.engine_says(TokensOut(request_id=f"{name}#{number}", token_ids=[65], logprobs=entries([65], 3)))
     assert inside.client.unread.num_bytes > 3 * 100
     read.get_nowait()
     for answer in (closed, body):
         answer.close()
         inside.client.abort(answer)
     assert inside.client.unread.num_bytes == 0
-    assert not inside.client.unread._holders
 
 
 async def test_a_reader_takes_a_bounded_number_of_bytes_and_the_rest_stays_counted(inside: Inside) -> None:
