@@ -394,7 +394,7 @@ def models_page() -> str:
 
     rows = []
     for module, names in BUILT_IN.items():
-        about = (importlib.import_module(f"pagemill_models.declaration.{module}").__doc__ or "").split("\n\n")[0]
+        about = (importlib.import_module(f"pagemill_models.families.{module}").__doc__ or "").split("\n\n")[0]
         spelled = ", ".join(f"`{name}`" for name in names.architectures)
         in_gguf = ", ".join(f"`{name}`" for name in names.gguf) or "-"
         rows.append(f"| {spelled} | `{names.model_type}` | {in_gguf} | {cell(' '.join(about.split()))} |")

@@ -24,11 +24,12 @@ from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_engine.executing.device.device_runner import DeviceRunner, InFlight
 from pagemill_engine.executing.eager import EagerRunner
-from pagemill_engine.executing.kv_cache import KVCache, kv_bytes_per_token
+from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.executing.torch_model import TorchModel
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_engine.sizing.budget import MemoryPlan, Sizes, plan_memory
+from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
 from pagemill_engine.sizing.memory import MemoryState
 from pagemill_engine.starting.compiling import capture_graphs
 from pagemill_engine.starting.memory_profiling import CudaMeter, measure_device, profile_memory

@@ -37,7 +37,7 @@ class StepLimits(NamedTuple):
 
 
 CPU_STEP = StepLimits(64, 512)
-"""Defaults on a CPU and for a simulated device; `runner.step_limits` chooses those of a GPU."""
+"""Defaults on a CPU and for a simulated device; `sizing.step_limits` chooses those of a GPU."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,6 @@ from pagemill_servers.tracing.attributes import (
     engine_phases,
     of_model,
     of_request,
-    operation,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def _write_attempt(
     end = _end(attempt, ended_at)
     span = trace.add(
         GATEWAY,
-        f"{operation(record)} {record.model}",
+        f"{record.operation} {record.model}",
         attempt.started_at,
         end,
         parent=root,

@@ -1,6 +1,6 @@
 """One engine of a simulated cluster: the real scheduler and KV manager, and the frames that it sends to its gateway.
 
-Frames have the content of the real server's (`pagemill_engine.server.phases.state_stream`): the load after the latest step and
+Frames have the content of the real server's (`server.phases.state_stream`): the load after the latest step and
 the prefix changes since the previous frame, at most 20 per second and at least one.
 """
 

@@ -337,7 +337,7 @@ async def reported_of_the_loop(*_: object) -> None:
 def test_single_process_brain_and_worker_all_run_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagemill_gateway.logs.configure", lambda **_: None)
     monkeypatch.setattr("pagemill_gateway.processes.__main__.send_heartbeats", asyncio.Event().wait)
-    for name in ("server.serve", "processes.serving.serve_control", "processes.serving.serve_data"):
+    for name in ("processes.server.serve", "processes.serving.serve_control", "processes.serving.serve_data"):
         monkeypatch.setattr(f"pagemill_gateway.{name}", reported_of_the_loop)
     config = GatewayConfig()
     with pytest.raises(SettingsError, match="uvloop"):

@@ -169,8 +169,8 @@ def version_of(control_url: str) -> dict[str, Any]:
 
 def test_the_programs_have_the_versions_of_their_releases(platform: Platform, previous_release: Release) -> None:  # noqa: F811
     where = "import pagemill_engine, pagemill_gateway as g, pagemill_operator, pagemill_protocol as p; print(g, p)"
-    assert previous_release.run(where).decode().count(str(previous_release.paths[0].parent)) == 2
-    assert str(previous_release.paths[0].parent) not in TODAY.run(where).decode()
+    assert previous_release.run(where).decode().count(str(previous_release.paths[-1].parent)) == 2
+    assert str(previous_release.paths[-1].parent) not in TODAY.run(where).decode()
     for control_url in (endpoint_of(platform.new_engine).control_url, platform.new_gateway.control_url):
         assert version_of(control_url)["protocol"] == PROTOCOL_VERSION
 

@@ -281,7 +281,8 @@ assert "at least: 1" in describe(find("llmd.spec.engine.maxNumWaiting"))
 }
 """Row of the page -> (the change, a program that uses it)."""
 
-PACKAGES = ("protocol/pagemill_protocol", "crds/pagemill_crds", "kernels/pagemill_kernels", "engine/pagemill_engine")
+PACKAGES = tuple(f"libs/{name}/pagemill_{name}" for name in ("protocol", "models", "api", "servers", "kube"))
+PACKAGES += ("crds/pagemill_crds", "kernels/pagemill_kernels", "engine/pagemill_engine")
 PACKAGES += ("gateway/pagemill_gateway", "operator/pagemill_operator")
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from examples import num_examples
 from pagemill_api.answers.events import (
-    AnswerFormat,
     CallArguments,
     CallBegin,
     CallEnd,
@@ -20,6 +19,7 @@ from pagemill_api.answers.events import (
 )
 from pagemill_api.answers.parser import AnswerParser
 from pagemill_api.answers.registry import reasoning_parser_names, tool_parser_names
+from pagemill_protocol.request.answer_format import AnswerFormat
 
 ROME = ("weather", {"city": "Rome"})
 OSLO = ("weather", {"city": 'Os}lo"]'})

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from pagemill_api.answers.events import AnswerFormat, CallArguments, CallBegin, Content, Event, Reasoning
+from pagemill_api.answers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from pagemill_api.answers.parser import AnswerParser
 from pagemill_api.answers.registry import REASONING_ENDS, call_syntax, tool_formats
 from pagemill_api.grammars.parser import fault_of, parser_limits
@@ -24,6 +24,7 @@ from pagemill_api.openai.parse import parse_body
 from pagemill_api.openai.prepare import check_form
 from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.request.structured_outputs import StructuredOutputs
 
 WEATHER: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A server in this process whose connections are bounded (`http.connection`), and a client that sends bytes to it."""
+"""A server in this process whose connections are bounded (`pagemill_servers.connection`), and a client of it."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _replica(
     device: str,
     fit_from: str,
 ) -> PlannedReplica:
-    from pagemill_engine.executing.kv_cache import max_model_len_for
+    from pagemill_engine.sizing.kv_sizes import max_model_len_for
 
     shape = Shape(memory.num_blocks, config.block_size, *config.step, fit)
     return PlannedReplica(

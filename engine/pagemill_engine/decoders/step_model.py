@@ -1,4 +1,5 @@
-"""The model interface of the CPU runner, implemented by `native.decoder` and, on torch, by `runner.torch_model`."""
+"""The model interface of the CPU runner, implemented by `decoders.native.decoder` and, on torch, by
+`executing.torch_model`."""
 
 from __future__ import annotations
 

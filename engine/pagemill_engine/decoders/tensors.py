@@ -1,4 +1,4 @@
-"""Reads a layer's tensors from a checkpoint, which `loading.source` implements over files."""
+"""Reads a layer's tensors from a checkpoint, which `weights.source` implements over files."""
 
 from __future__ import annotations
 

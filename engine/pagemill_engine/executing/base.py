@@ -1,7 +1,7 @@
 """The runner interface of the loop, which sees no device, no tensor and no model.
 
-Implementations: `runner.eager` (on the CPU), `runner.device_runner` (on a GPU), `runner.null` (waits for predicted
-times).
+Implementations: `executing.eager` (on the CPU), `executing.device.device_runner` (on a GPU), `executing.null` (waits
+for predicted times).
 """
 
 from __future__ import annotations

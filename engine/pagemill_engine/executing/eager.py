@@ -1,8 +1,8 @@
 """Runs steps on the CPU: applies a plan's differences, runs one forward pass over the flattened batch, and samples.
 
 It is synchronous: `launch` does the work and `wait` returns its result. `ThreadedRunner` makes it overlap; a GPU has
-`runner.device_runner`. Scheduling is `scheduler`'s part, operations are `pagemill_kernels`', loading
-`runner.load_cpu`'s. Arrays are numpy's; a `step_model.StepModel` computes.
+`executing.device.device_runner`. Scheduling is `scheduler`'s part, operations are `pagemill_kernels`', loading
+`starting.load_cpu`'s. Arrays are numpy's; a `step_model.StepModel` computes.
 """
 
 from __future__ import annotations

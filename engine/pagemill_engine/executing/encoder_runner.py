@@ -1,7 +1,7 @@
 """Runs encoders: a step computes whole prompts and keeps nothing for later steps.
 
-So it has no persistent rows and no KV cache; `runner.eager` is the counterpart for decoders. `runner.pooling` turns
-hidden states into vectors and scores.
+So it has no persistent rows and no KV cache; `executing.eager` is the counterpart for decoders. `executing.pooling`
+turns hidden states into vectors and scores.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from pagemill_engine.decoders.on_torch.context import ForwardContext
 from pagemill_engine.decoders.on_torch.decoder import Decoder
 from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.decoders.on_torch.encoder_attention import plan_rectangles
-from pagemill_engine.decoders.on_torch.filling import weight_bytes
 from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.executing.pooling import Pooler
-from pagemill_engine.executing.torch_model import classifier_of, load_decoder, rotations_of
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult
-from pagemill_engine.starting.preparing import PreparedModel, runner_info
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.torch_arrays import from_torch
-from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_protocol.request.pooling import PoolingParams
 from pagemill_servers.process.malloc import trim_heap
 
@@ -95,12 +91,3 @@ def _token_types(prompts: list[AdmittedSequence]) -> NDArray[np.int64]:
             types[prompt.pooling.second_segment :] = 1
         pieces.append(types)
     return np.concatenate(pieces)
-
-
-def load_encoder(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> EncoderRunner:
-    compute = prepared.compute
-    model: Decoder = load_decoder(spec, compute, prepared.weights)
-    rotations = rotations_of(spec, compute, prepared.weights, max_model_len)
-    info = runner_info(prepared, spec, max_model_len, weight_bytes(model), "cpu")
-    assert spec.pooling is not None
-    return EncoderRunner(model, compute.ops, rotations, info, Pooler(spec.pooling, classifier_of(model)))

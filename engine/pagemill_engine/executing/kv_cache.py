@@ -1,4 +1,4 @@
-"""The paged KV cache in the machine's memory: its arrays, copies between blocks, and the longest possible request.
+"""The paged KV cache in the machine's memory: its arrays, and copies between blocks.
 
 `device_kv_cache` is the counterpart for a device with memory of its own.
 """
@@ -12,10 +12,8 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.budget import keeps_nothing
+from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token, too_large
 from pagemill_engine.sizing.memory import memory_limit
-from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels import arrays
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.kv_store import kinds
@@ -105,32 +103,6 @@ def _only_finite(values: Array) -> Array:
     return values
 
 
-def kv_bytes_per_token(spec: ModelSpec, kind: KVType) -> int:
-    """Return the bytes of keys and values, or latents, of one token in all layers, including scales."""
-    return spec.num_layers * spec.cache_heads * kinds.token_bytes(kind, spec.head_dim)
-
-
-def _whole_prompts_for(config: EngineConfig, spec: ModelSpec) -> int:
-    """Return the longest request of a model whose steps compute whole prompts. Raises `LoadError`."""
-    most, step_tokens = spec.max_position_embeddings, config.step.max_num_batched_tokens
-    wanted = config.max_model_len
-    if wanted is None:
-        return min(most, step_tokens)
-    if wanted > min(most, step_tokens):
-        limit, remedy = (most, "Lower maxModelLen") if wanted > most else (step_tokens, "Raise maxNumBatchedTokens")
-        what = "the model was made for" if wanted > most else "its prompts are computed whole, and a step may have"
-        raise LoadError("MaxModelLenTooLarge", f"maxModelLen is {wanted}, but {what} {limit} tokens. {remedy}.")
-    return wanted
-
-
-def too_large(num_blocks: int, block_size: int, num_bytes: int) -> LoadError:
-    return LoadError(
-        "KVCacheTooLarge",
-        f"The KV cache of {num_blocks} blocks of {block_size} tokens takes {num_bytes / 1024**3:.1f} GiB, "
-        "more memory than this machine, container or device has. Lower kvCacheMemory.",
-    )
-
-
 def _lazy_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
     """Return zeros that take memory only once they are written, and whose memory is freed with the array."""
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
@@ -144,29 +116,3 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
         # A hint, as numpy gives for large arrays: not every kernel supports it.
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8).view(dtype).reshape(shape)
-
-
-def max_model_len_for(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> int:
-    """Return how many tokens one request may have.
-
-    Raises `LoadError` if the setting asks for more than the model or the cache allows.
-    """
-    cache_tokens = num_blocks * config.block_size
-    wanted = config.max_model_len
-    if keeps_nothing(spec):
-        return _whole_prompts_for(config, spec)
-    if wanted is None:
-        return min(spec.max_position_embeddings, cache_tokens)
-    if wanted > spec.max_position_embeddings:
-        raise LoadError(
-            "MaxModelLenTooLarge",
-            f"maxModelLen is {wanted}, but the model was made for {spec.max_position_embeddings} tokens. "
-            "Lower maxModelLen.",
-        )
-    if wanted > cache_tokens:
-        raise LoadError(
-            "MaxModelLenTooLarge",
-            f"maxModelLen is {wanted}, but the KV cache holds {cache_tokens} tokens ({num_blocks} blocks of "
-            f"{config.block_size}). Lower maxModelLen or raise kvCacheMemory.",
-        )
-    return wanted

@@ -1,6 +1,6 @@
 """Runs a decoder whose hidden states are pooled: prompts are computed in chunks, and no token follows.
 
-The sum for a mean is updated with every chunk. Everything else is `runner.eager`'s.
+The sum for a mean is updated with every chunk. Everything else is `executing.eager`'s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A torch model (`models`, or a class of transformers) as the CPU runner's `StepModel`."""
+"""A torch model (`decoders.on_torch`, or a class of transformers) as the CPU runner's `StepModel`."""
 
 from __future__ import annotations
 

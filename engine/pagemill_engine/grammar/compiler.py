@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagemill_api.answers.events import AnswerFormat
 from pagemill_api.answers.registry import REASONING_ENDS
 from pagemill_engine.grammar.reasoning import LimitedReasoning, ReasoningLimit
 from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.request.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ step N, so that the device never waits for Python; `_step_plain` has one step in
 A failing request never stops the loop. Sequences that the runner reports as failed end alone. When a whole step raises,
 its sequences are probed one by one until the failing ones are found. When the scheduler raises, the sequences that it
 was processing fail and the others continue if the state is still consistent. Sockets are `loop.process`'s part, tensors
-`runner`'s.
+`executing`'s.
 """
 
 from __future__ import annotations

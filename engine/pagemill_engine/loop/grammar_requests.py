@@ -25,9 +25,9 @@ from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from pagemill_api.answers.events import AnswerFormat
     from pagemill_api.text.tokenizer import Tokenizer
     from pagemill_engine.grammar.token_state import TokenStates
+    from pagemill_protocol.request.answer_format import AnswerFormat
 
 logger = logging.getLogger(__name__)
 

@@ -310,7 +310,7 @@ def release_memory(core: EngineCore) -> tuple[int, StepOutputs]:
     """Free the runner's memory. Call this when there is no work left.
 
     Returns the number of freed bytes, and the outputs that report the emptied prefix cache. Raises
-    `runner.sleep.SleepError` if the runner cannot sleep; nothing has changed then.
+    `executing.sleep.SleepError` if the runner cannot sleep; nothing has changed then.
     """
     num_bytes = core.runner.sleep()
     core.scheduler.kv.reset_prefix_cache()

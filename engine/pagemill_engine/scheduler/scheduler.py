@@ -3,7 +3,7 @@
 There is one rule: a sequence's `num_computed_tokens` catches up with its tokens. Prefix hits, chunked prefill and
 decode are that rule with different numbers. A step takes decodes first, then running and waiting prefills in the order
 of the policy. When blocks run out, the newest sequence of the lowest priority is preempted: it loses its blocks and is
-computed again later. The scheduler executes nothing (`loop.core` does) and uses no tensors (`runner` does).
+computed again later. The scheduler executes nothing (`loop.core` does) and uses no tensors (`executing` does).
 
 Life of a sequence: `add` -> waiting -> `schedule` admits it -> `update` appends its tokens -> finished. Preemption
 moves it back to waiting; `abort` ends it at any point.

@@ -16,6 +16,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -58,6 +59,7 @@ from pagemill_servers.connection_limits import (
     ConnectionLimits,
     within_open_files,
 )
+from pagemill_servers.process.malloc import trim_heap
 from pagemill_servers.process.settings import SettingsError
 from pagemill_servers.tls import ServerTLS, TLSError
 from pagemill_servers.tracing.tracing import Tracing, open_tracing
@@ -194,7 +196,7 @@ class Server:
         await context.client.start()
         context.tokenizer = await context.off_loop(lambda: _make_tokenizer(config, bundle))
         context.publisher.announce_bundle(bundle.digest)
-        self._warming_up = asyncio.create_task(context.off_loop(context.tokenizer.warm_up))
+        self._warming_up = asyncio.create_task(context.off_loop(partial(_warm_up, context.tokenizer)))
         if opened.fetched is None:
             await context.client.run()
         else:
@@ -398,6 +400,12 @@ def _open_model(settings: Settings) -> tuple[Opened, TokenizerBundle, list[Unuse
 def _make_tokenizer(config: EngineConfig, bundle: TokenizerBundle) -> Tokenizer:
     with _source_faults(config):
         return Tokenizer(bundle, chat_template=config.chat_template)
+
+
+def _warm_up(tokenizer: Tokenizer) -> None:
+    """Prepare the chat template, and release the memory that reading the vocabulary took."""
+    tokenizer.warm_up()
+    trim_heap()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Plans the memory of a model from sizes and shapes before its weights are read.
 
 It refuses what cannot fit and names the setting to change. `pagemill serve` prints the figures. Measuring memory is
-`runner.memory`'s part; `server.fit` is a cheaper check of the files' headers alone.
+`sizing.memory`'s part; `server.fit` is a cheaper check of the files' headers alone.
 """
 
 from __future__ import annotations

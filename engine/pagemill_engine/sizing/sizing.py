@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.kv_cache import kv_bytes_per_token
 from pagemill_engine.sizing.budget import Sizes
 from pagemill_engine.sizing.compute import (
     Compute,
@@ -22,6 +21,7 @@ from pagemill_engine.sizing.compute import (
     check_pooled,
     choose_compute,
 )
+from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
 from pagemill_engine.weights.declared import DeclaredWeights
 from pagemill_engine.weights.early_digest import EarlyDigest
 from pagemill_engine.weights.opening import open_weights, shape_only_weights
@@ -60,7 +60,7 @@ def storage_forms(compute: Compute) -> StorageForms:
 
 
 def gpu_storage_forms(config: EngineConfig) -> StorageForms:
-    """Return how Triton kernels store a model on any NVIDIA device; `runner.compute` chooses the same on a real one."""
+    """Return how Triton kernels store a model on any NVIDIA device; `sizing.compute` chooses the same on a real one."""
     dtype: FloatType = "bfloat16" if config.dtype == "auto" else config.dtype
     return StorageForms(
         dtype=dtype,

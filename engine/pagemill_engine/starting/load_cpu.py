@@ -12,11 +12,12 @@ from pagemill_engine.decoders.rope import Rotations, decoder_tables
 from pagemill_engine.decoders.step_model import StepModel
 from pagemill_engine.executing.base import Runner
 from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
-from pagemill_engine.executing.kv_cache import KVCache, max_model_len_for
+from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.executing.pooling import Pooler
 from pagemill_engine.executing.pooling_runner import PoolingRunner
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.sizing.compute import Compute
+from pagemill_engine.sizing.kv_sizes import max_model_len_for
 from pagemill_engine.sizing.memory import measure_memory
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.weights.errors import LoadError
@@ -60,7 +61,7 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     config, compute, spec, num_blocks = prepared.config, prepared.compute, files.spec, prepared.num_blocks
     max_model_len = max_model_len_for(config, spec, num_blocks)
     if keeps_nothing(spec):
-        from pagemill_engine.executing.encoder_runner import load_encoder
+        from pagemill_engine.starting.load_encoder import load_encoder
 
         return load_encoder(prepared, spec, max_model_len)
     model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)

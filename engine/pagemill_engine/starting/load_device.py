@@ -16,8 +16,8 @@ from pagemill_engine.decoders.rope import decoder_tables
 from pagemill_engine.executing.base import Runner
 from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_engine.executing.device.device_runner import DeviceRunner
-from pagemill_engine.executing.kv_cache import max_model_len_for
 from pagemill_engine.sizing.compute import Compute
+from pagemill_engine.sizing.kv_sizes import max_model_len_for
 from pagemill_engine.starting.compiling import capture_graphs
 from pagemill_engine.starting.memory_profiling import CudaMeter, measure_device, profile_memory
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info

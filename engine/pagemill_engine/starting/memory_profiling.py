@@ -1,6 +1,6 @@
 """Memory profiling before a GPU's first request: compiles kernels, runs the largest steps, sizes the KV cache.
 
-`runner.budget` computes the sizes from the measurements; `runner.compiling` chooses the steps.
+`sizing.budget` computes the sizes from the measurements; `starting.compiling` chooses the steps.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.decoders.on_torch.filling import weight_bytes
 from pagemill_engine.executing.device.device_runner import DeviceRunner
-from pagemill_engine.executing.kv_cache import max_model_len_for
 from pagemill_engine.sizing.budget import MeasuredMemory, Sizes, plan_measured
+from pagemill_engine.sizing.kv_sizes import max_model_len_for
 from pagemill_engine.sizing.memory import MemoryState, measure_memory
 from pagemill_engine.starting.compiling import compile_kernels, largest_captured, run_largest
 from pagemill_models.spec.model_spec import ModelSpec

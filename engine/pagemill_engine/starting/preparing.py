@@ -16,10 +16,10 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.decoders.errors import UnsupportedModelError, WeightsError
 from pagemill_engine.decoders.fitting import check_depth
 from pagemill_engine.executing.base import RunnerInfo
-from pagemill_engine.executing.kv_cache import kv_bytes_per_token
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.sizing.budget import Sizes, plan_memory
 from pagemill_engine.sizing.compute import Compute
+from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
 from pagemill_engine.sizing.memory import MemoryState
 from pagemill_engine.sizing.sizing import sizes_of, storage_forms, weights_of
 from pagemill_engine.sizing.step_limits import choose_step_limits

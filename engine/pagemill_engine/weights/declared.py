@@ -2,7 +2,7 @@
 
 It removes four differences between checkpoints of one family: a prefix that some files leave out, unused tensors,
 transposed matrices, and a head whose rows are normalized when it is used. Readers see the declared names, [outputs,
-inputs] and the values to compute with. The order of a matrix's rows is decided in `models.row_order`.
+inputs] and the values to compute with. The order of a matrix's rows is decided in `decoders.row_order`.
 """
 
 from __future__ import annotations

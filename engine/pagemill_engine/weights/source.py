@@ -47,7 +47,7 @@ class WeightSource(Protocol):
         ...
 
     def digest(self) -> str:
-        """Return the hex digest of the weights' content; see `loading.digest`."""
+        """Return the hex digest of the weights' content; see `weights.digest`."""
         ...
 
 

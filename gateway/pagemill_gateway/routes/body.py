@@ -1,6 +1,6 @@
 """Reads request bodies, counting the bytes while they arrive, and refuses them when they exceed the gate's limit.
 
-`http.request_middleware` limits size and time of a single body.
+`pagemill_servers.request_middleware` limits size and time of a single body.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Requests to the API server as plain JSON: single objects, server-side apply, complete lists and watches.
 
 Writes are fenced: right before each write, the client asks how long the process still leads, and limits the request to
-that time. Neighbours: `list_watch` keeps one kind up to date; the operator's `controller.lease` provides the remaining
-time.
+that time. Neighbours: `list_watch` keeps one kind up to date; the operator's `controller.leading.lease` provides the
+remaining time.
 """
 
 from __future__ import annotations

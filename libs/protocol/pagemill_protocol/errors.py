@@ -8,7 +8,10 @@ client that left.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import orjson
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 ENGINE_CRASHED = "engine_crashed"
@@ -54,6 +57,15 @@ class PagemillError(Exception):
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
         return headers
+
+
+ErrorBody = Callable[[PagemillError], bytes]
+"""Renders an error as the body of a response, in the shape of one API."""
+
+
+def error_body(error: PagemillError) -> bytes:
+    """Return the body in OpenAI's shape."""
+    return orjson.dumps(error.body())
 
 
 def invalid_field(param: str, message: str, *, code: str = "invalid_value") -> PagemillError:

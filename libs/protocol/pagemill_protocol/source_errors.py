@@ -1,6 +1,7 @@
 """Errors of models that cannot be found, fetched or read: one exception for sources and for the files in them.
 
-`sources` and all readers of a model's files raise them; processes write the error as their termination message.
+`pagemill_models.sources` and all readers of a model's files raise them; processes write the error as their termination
+message.
 """
 
 from __future__ import annotations

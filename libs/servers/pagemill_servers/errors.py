@@ -17,12 +17,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill_api.openai.render import error_body as openai_error_body
-from pagemill_protocol.errors import PagemillError, internal_error, not_found
+from pagemill_protocol.errors import ErrorBody, PagemillError, internal_error, not_found
+from pagemill_protocol.errors import error_body as openai_error_body
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-ErrorBody = Callable[[PagemillError], bytes]
 
 
 def openai_shape(path: str) -> ErrorBody:

@@ -1,7 +1,7 @@
 """Threads of an HTTP server that parse, render and tokenize bodies, so that its event loop is not blocked.
 
 Large bodies take turns on one thread of their own: only one at a time uses memory for tokenizing, and small bodies
-never wait for them. `text.fitting` bounds how much a single text may take.
+never wait for them. `pagemill_api.text.fitting` bounds how much a single text may take.
 """
 
 from __future__ import annotations

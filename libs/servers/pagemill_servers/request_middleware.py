@@ -14,13 +14,11 @@ import logging
 import re
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import TypeVar
 
-from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill_api.openai.parse import parse_body
 from pagemill_protocol.errors import (
+    ErrorBody,
     PagemillError,
     body_too_large,
     client_closed_request,
@@ -33,7 +31,7 @@ from pagemill_protocol.ids import new_id
 from pagemill_servers.auth import bearer_token, hash_key, header, is_loopback, same_secret
 from pagemill_servers.coding import Deflater, Inflater, accepts_gzip, compressed, inflater_of, is_compressible
 from pagemill_servers.direct import DirectResponse, direct_response
-from pagemill_servers.errors import ErrorBody, error_response, install_error_handlers, openai_shape
+from pagemill_servers.errors import error_response, install_error_handlers, openai_shape
 from pagemill_servers.origin import check_same_origin
 
 __all__ = [
@@ -46,7 +44,6 @@ __all__ = [
     "install_error_handlers",
     "is_loopback",
     "read_body",
-    "read_json",
     "request_id",
     "same_secret",
 ]
@@ -246,9 +243,6 @@ class _Answer:
         await self.send({"type": "http.response.body", "body": bytes(response.body), "more_body": False})
 
 
-Model = TypeVar("Model", bound=BaseModel)
-
-
 async def read_body(receive: Receive) -> bytes:
     """Return the whole body. Raises `PagemillError` 499 when the client disconnects first."""
     chunks: list[bytes] = []
@@ -259,12 +253,6 @@ async def read_body(receive: Receive) -> bytes:
         chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-
-async def read_json(scope: Scope, receive: Receive, schema: type[Model]) -> Model:
-    """Return the body as `schema`. Raises `PagemillError` 415, 400, and the errors of `request_middleware`."""
-    check_json_content_type(scope)
-    return parse_body(await read_body(receive), schema)
 
 
 def check_json_content_type(scope: Scope, also: Container[str] = ()) -> None:

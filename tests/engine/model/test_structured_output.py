@@ -15,7 +15,6 @@ from json_schemas import schemas
 from tiny_llama import write_tiny_llama
 
 from pagemill_api.answers.call_syntax import Function, after_reasoning, calls_only
-from pagemill_api.answers.events import AnswerFormat
 from pagemill_api.answers.formats.hermes import SYNTAX as HERMES
 from pagemill_api.grammars.check import FormChecks
 from pagemill_api.structural_tags import JsonSchema, write_tag
@@ -28,6 +27,7 @@ from pagemill_engine.grammar.state import begin_masks
 from pagemill_engine.loop.core import EngineCore
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_protocol.request.structured_outputs import StructuredOutputs

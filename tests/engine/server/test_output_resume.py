@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill_api.answers.events import AnswerFormat
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import Frame, OutputProcessor
+from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.request.continuing import PROGRESS_TOKENS, needs_prompt_logprobs
 from pagemill_protocol.request.generate import ChoiceResume, FinishReason, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams

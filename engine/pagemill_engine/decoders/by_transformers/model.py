@@ -83,7 +83,7 @@ class _Passthrough(nn.Module):
 
 
 class _Weights:
-    """A module's weights with the interface of one layer of `models`."""
+    """A module's weights with the interface of one layer of `on_torch`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._held = SimpleNamespace(

@@ -1,7 +1,7 @@
 """A whole decoder on the CPU without torch, over numpy arrays; all layers are one native call.
 
 It is built from its declaration and filled from named tensors; a `models.step_model.StepModel`. Arithmetic is float32
-and bitwise equal to that of `models.decoder` over the same kernels.
+and bitwise equal to that of `decoders.on_torch.decoder` over the same kernels.
 """
 
 from __future__ import annotations

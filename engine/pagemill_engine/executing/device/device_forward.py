@@ -1,6 +1,6 @@
 """One forward pass over inputs on the device, up to the logits of the tokens that sample.
 
-It only launches kernels and reads nothing, so that a pass can be recorded (`runner.graphs`) as well as run.
+It only launches kernels and reads nothing, so that a pass can be recorded (`executing.device.graphs`) as well as run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The paged KV cache of a torch device, for `runner.device_runner`. `kv_cache.KVCache` is the host's."""
+"""The paged KV cache of a torch device, for `executing.device.device_runner`. `kv_cache.KVCache` is the host's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagemill_engine.executing.kv_cache import kv_bytes_per_token, too_large
+from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token, too_large
 from pagemill_engine.sizing.memory import memory_limit
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.kv_store import kinds

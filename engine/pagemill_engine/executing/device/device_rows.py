@@ -1,7 +1,7 @@
 """Assigns each request a row on the device and stages a plan's changes to the rows.
 
 Only counters are kept here, no token and no block id. The rows themselves are `pagemill_kernels.request_rows`;
-`runner.inputs` is the counterpart for runners that keep rows on the host.
+`executing.inputs` is the counterpart for runners that keep rows on the host.
 """
 
 from __future__ import annotations

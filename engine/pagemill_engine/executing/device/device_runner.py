@@ -2,9 +2,9 @@
 
 Requests' rows are on the device, a plan's differences are one copy and one launch, inputs are built there, and the
 sampled token is the next step's input without being read by the host. `launch` queues a step, `wait` reads its tokens.
-Steps run as CUDA graphs (`runner.graphs`) if one is large enough; others are launched kernel by kernel. With Triton's
-interpreter the device is the CPU and a launch does the work. Operations are `pagemill_kernels`' part, loading
-`runner.load_device`'s.
+Steps run as CUDA graphs (`executing.device.graphs`) if one is large enough; others are launched kernel by kernel. With
+Triton's interpreter the device is the CPU and a launch does the work. Operations are `pagemill_kernels`' part, loading
+`starting.load_device`'s.
 """
 
 from __future__ import annotations

@@ -27,12 +27,13 @@ from pagemill_engine.server.metrics import VERSION
 from pagemill_engine.server.routes import internal_routes, openai_routes, sleep_routes
 from pagemill_engine.server.routes.keys import keyed
 from pagemill_engine.server.routes.traces import TraceRequests
+from pagemill_protocol.errors import ErrorBody
 from pagemill_protocol.link import LINK_PATH
 from pagemill_protocol.versions import PROTOCOL_VERSION
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.cors import Cors
 from pagemill_servers.docs_page import DOCS_PATH, docs_page
-from pagemill_servers.errors import ErrorBody, openai_shape, with_errors
+from pagemill_servers.errors import openai_shape, with_errors
 from pagemill_servers.guard import ControlGuard, HostGuard
 from pagemill_servers.request_middleware import RequestMiddleware, install_error_handlers
 

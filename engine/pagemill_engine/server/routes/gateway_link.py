@@ -16,12 +16,11 @@ from typing import cast
 import msgspec
 from starlette.types import Scope
 
-from pagemill_api.openai.render import error_body
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.routes.openai_routes import abort, submit
 from pagemill_engine.server.routes.responses import encoded
-from pagemill_protocol.errors import PagemillError, body_too_large, internal_error, invalid_field
+from pagemill_protocol.errors import PagemillError, body_too_large, error_body, internal_error, invalid_field
 from pagemill_protocol.frames import FrameError
 from pagemill_protocol.link import (
     WINDOW_BYTES,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill_api.dialects.registry import generating_routes
+from pagemill_api.dialects.registry import dialect_of, generating_routes
 from pagemill_api.openai.render import add_usage
 from pagemill_api.route_names import RouteNames
 from pagemill_engine.server.answer import Answer
@@ -60,8 +60,8 @@ class TracedRequest:
         return error.code or error.type
 
     @property
-    def dialect(self) -> str:
-        return self.requests[0].dialect
+    def operation(self) -> str:
+        return dialect_of(self.requests[0].dialect).operation
 
     @property
     def model(self) -> str:

@@ -1,10 +1,8 @@
-"""The events that a parser makes of an answer's text, and the choice of parsers for a request. Pure values."""
+"""The events that a parser makes of an answer's text. Pure values."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
-
-import msgspec
 
 
 class Content(NamedTuple):
@@ -47,23 +45,3 @@ class Parser(Protocol):
 
     @property
     def in_reasoning(self) -> bool: ...
-
-
-class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to parse one request's answer. Part of `GenerateRequest`."""
-
-    tools: str = ""
-    """Name of the parser of tool calls; empty: the request has no tools."""
-    reasoning: str = ""
-    """Name of the parser of reasoning; empty: reasoning is not separated from text."""
-    starts_in_reasoning: bool = False
-    """The prompt ends with the marker that opens the reasoning."""
-    shows_reasoning: bool = True
-    reasoning_budget: int | None = None
-    """Maximum tokens between the markers; the engine then forces the end marker. `None`: no limit."""
-    parallel: bool = True
-    """If false, the client gets the first call only."""
-    named: bool = False
-    """The client named the function to call: the answer then ends with `stop`, as in OpenAI's API."""
-    string_parameters: dict[str, list[str]] = {}
-    """For each tool, the parameters whose values are text, for formats that do not quote text."""

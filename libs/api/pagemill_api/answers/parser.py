@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pagemill_api.answers.events import (
-    AnswerFormat,
     CallArguments,
     CallBegin,
     Content,
@@ -12,6 +11,7 @@ from pagemill_api.answers.events import (
     Reasoning,
 )
 from pagemill_api.answers.registry import HARMONY, reasoning_parser, tool_parser
+from pagemill_protocol.request.answer_format import AnswerFormat
 
 
 class AnswerParser:

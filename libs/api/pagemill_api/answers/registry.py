@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import NamedTuple
 
 from pagemill_api.answers.call_syntax import CallSyntax
-from pagemill_api.answers.events import AnswerFormat, Parser
+from pagemill_api.answers.events import Parser
 from pagemill_api.answers.formats import deepseek, harmony, hermes, llama3_json, mistral, pythonic, qwen3_coder
 from pagemill_api.answers.formats.deepseek import DeepSeekParser
 from pagemill_api.answers.formats.harmony import HarmonyParser
@@ -23,6 +23,7 @@ from pagemill_api.answers.formats.mistral import MistralParser
 from pagemill_api.answers.formats.pythonic import PythonicParser
 from pagemill_api.answers.formats.qwen3_coder import Qwen3CoderParser
 from pagemill_api.answers.formats.think import ThinkParser
+from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.source_errors import SourceError
 
 GROUP = "pagemill.tool_parsers"

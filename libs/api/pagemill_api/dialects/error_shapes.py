@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import cache
 
 from pagemill_api.dialects.registry import PAGES, generating_routes
-from pagemill_api.openai.render import error_body as openai_error_body
 from pagemill_api.route_names import RouteNames
-from pagemill_servers.errors import ErrorBody
+from pagemill_protocol.errors import ErrorBody
+from pagemill_protocol.errors import error_body as openai_error_body
 
 
 def error_body_at(path: str) -> ErrorBody:

@@ -1,7 +1,7 @@
 """The process that compiles forms for the first time, apart from the server: a client's form may take unbounded time or
 memory, or crash the compiler.
 
-`check` starts it as a plain script; `text.sandbox` limits its resources. It compiles for a vocabulary of the 256
+`check` starts it as a plain script; `sandbox.confine` limits its resources. It compiles for a vocabulary of the 256
 bytes, which costs about as much as a real one and detects forms that no answer can begin.
 """
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from pagemill_api.answers.call_syntax import CallSyntax
-from pagemill_api.answers.events import AnswerFormat
 from pagemill_api.answers.registry import (
     AUTO,
     HARMONY,
@@ -30,6 +29,7 @@ from pagemill_api.answers.registry import (
 from pagemill_api.answers.tool_prompt import with_tool_prompt
 from pagemill_api.openai.schemas import ChatCompletionRequest, ChatTemplateFields, TokenizeRequest
 from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
+from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.source_errors import SourceError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import orjson
 
-from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.errors import PagemillError, error_body
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
@@ -82,10 +82,6 @@ def choice_index(request: GenerateRequest, choice: int) -> int:
 
 def sse(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
-
-
-def error_body(error: PagemillError) -> bytes:
-    return orjson.dumps(error.body())
 
 
 def sse_error(error: PagemillError) -> bytes:

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-_WORKER_FILE = Path(__file__).with_name("template_worker.py")
+_WORKER_FILE = Path(__file__).parents[1] / "text" / "template" / "template_worker.py"
 _START_TIMEOUT_S = 60.0
 _HEAD_BYTES = 4
 _GRACE_S = 5.0

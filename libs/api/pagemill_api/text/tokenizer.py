@@ -30,7 +30,6 @@ from pagemill_api.text.words import WordEncoder
 from pagemill_protocol.errors import context_length_exceeded, invalid_field
 from pagemill_protocol.source_errors import UnreadableModelError
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
-from pagemill_servers.process.malloc import trim_heap
 
 
 class Tokenizer:
@@ -204,9 +203,8 @@ class Tokenizer:
         )
 
     def warm_up(self) -> None:
-        """Prepare the chat template, and release the memory that reading the vocabulary took."""
+        """Prepare the chat template."""
         self.chat_template.prepare()
-        trim_heap()
 
     def close(self) -> None:
         """Stop the template process, if one runs. Also happens when the tokenizer is collected."""

@@ -1,5 +1,5 @@
-"""Model families as declarations: the parts of a decoder and the tensors that fill them, as data without torch.
+"""Declarations of models: the parts of a decoder and the tensors that fill them, as data without torch.
 
-One file per family; `registry` finds it by the architecture that a model's files name. Readers of the declarations:
-`model_spec` (sizes, for planning), the engine's `models` (torch modules) and `loading` (weights), the reference page.
+A family is one file of `families`; `registry` finds it by the architecture that a model's files name. Readers of the
+declarations: `spec` (sizes, for planning), the engine's `decoders` and `weights`, the reference page.
 """

@@ -1,6 +1,6 @@
 """The declaration of a model, as data: its layers, their parts, and names and storage of their tensors.
 
-A family (`llama.py`, `gpt2.py`) declares; executors run the declaration: the engine's `models` with torch. Nothing here
+A family (`llama.py`, `gpt2.py`) declares; the engine's `decoders` run the declaration. Nothing here
 computes or reads files. Matrices are [outputs, inputs]; tensors have the names of Hugging Face checkpoints.
 """
 

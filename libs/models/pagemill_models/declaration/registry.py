@@ -56,7 +56,7 @@ def find_gguf_family(name: str, path: Path) -> FoundFamily:
 
 
 def _built_in(module: str) -> Family:
-    family: Family = importlib.import_module(f"pagemill_models.declaration.{module}").FAMILY
+    family: Family = importlib.import_module(f"pagemill_models.families.{module}").FAMILY
     return family
 
 

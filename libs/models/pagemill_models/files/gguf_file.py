@@ -1,8 +1,9 @@
 """Read GGUF files (github.com/ggml-org/ggml, docs/gguf.md): metadata, tensor table, and tensors as views of the map.
 
-It does not dequantize (the engine's loader does) and does not interpret keys (`model_spec` and `text.gguf_tokenizer`
-do). Every length is checked against the file before it is used, so that a corrupt file is refused at once. Arrays of
-strings (a vocabulary has hundreds of thousands) are walked once and decoded at the first access.
+It does not dequantize (the engine's loader does) and does not interpret keys (`model_spec` and
+`tokenizer_files.gguf_tokenizer` do). Every length is checked against the file before it is used, so that a corrupt file
+is refused at once. Arrays of strings (a vocabulary has hundreds of thousands) are walked once and decoded at the first
+access.
 """
 
 from __future__ import annotations

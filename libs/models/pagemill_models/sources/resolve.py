@@ -1,8 +1,8 @@
 """Turn a model source (a URI, a path or ORG/NAME) into a file or folder on this machine; remote sources are fetched.
 
 `open_source` does not wait for weights that arrive file by file. The files are only located: `gguf_file`, `model_spec`
-and `text.bundle` read them. Code from a source is never imported. `registry` lists the kinds; `store.cache` keeps
-fetched models.
+and `tokenizer_files.load_bundle` read them. Code from a source is never imported. `registry` lists the kinds;
+`store.cache` keeps fetched models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decoders that no family declares and for which the installed `transformers` has a class: only their sizes.
 
-That class computes the decoder (`engine.transformers_backend`); the plan and the KV cache need layers, heads and
-context. Layers that cache anything but keys and values of the whole context are refused.
+That class computes the decoder (`pagemill_engine.decoders.by_transformers`); the plan and the KV cache need layers,
+heads and context. Layers that cache anything but keys and values of the whole context are refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ModelSpec: the facts in a model's files, read from their headers in milliseconds, before any weight is loaded.
 
 The plan sizes pods with it; the engine builds the model and the KV cache from it. The computation is its `decoder`,
-declared by its family (`models`); sizes here follow from the declaration. `spec_from_config` fills it from a Hugging
+declared by its family (`families`); sizes here follow from the declaration. `spec_from_config` fills it from a Hugging
 Face folder, `spec_from_gguf` from a GGUF file.
 """
 

@@ -13,8 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from pagemill_api.answers.events import AnswerFormat
 from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.request.pooling import PoolingParams
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, MAX_PROMPT_LOGPROBS, SamplingParams
 

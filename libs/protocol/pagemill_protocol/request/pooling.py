@@ -1,7 +1,7 @@
 """Pooling: models that return a vector or scores of a whole prompt, and the parameters of requests to them.
 
-`PoolingSpec` is a property of a model, read from its files (`models.pooling_files`); gateways receive it with the
-tokenizer. `PoolingParams` travels with a request. Nothing is computed here.
+`PoolingSpec` is a property of a model, read from its files (`pagemill_models.spec.pooling_files`); gateways receive it
+with the tokenizer. `PoolingParams` travels with a request. Nothing is computed here.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     bad_words: list[str] = []
     """Texts that must not occur in the output: a token that would complete one is excluded."""
     bad_word_token_ids: list[list[int]] = []
-    """Token ids of `bad_words`, set by code that has a tokenizer (`text.bad_words`), not by callers."""
+    """Token ids of `bad_words`, set by code that has a tokenizer (`pagemill_api.text.bad_words`), not by callers."""
     allowed_token_ids: list[int] | None = None
     """The only tokens that may be sampled; `None`: all."""
     stop: list[str] = []

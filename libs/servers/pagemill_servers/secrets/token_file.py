@@ -2,7 +2,7 @@
 
 The file is named after the address and the port of the control port, so that servers of one machine do not collide and
 tools of the same user find a server's token by its URL. The file is removed when the server ends; a file that a killed
-server left is replaced by the next server at that port. `http.guard` checks tokens; the server reads its own file as
+server left is replaced by the next server at that port. `guard` checks tokens; the server reads its own file as
 any other file of tokens (`secret_file`). Standard library only: a pod's drain imports this module.
 """
 

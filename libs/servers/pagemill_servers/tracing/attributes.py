@@ -7,7 +7,6 @@ import enum
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
-from pagemill_api.dialects.registry import dialect_of
 from pagemill_protocol.request.generate import Usage
 from pagemill_protocol.request.sampling import SamplingParams
 
@@ -42,7 +41,7 @@ class FinishedRequest(Protocol):
     @property
     def tenant(self) -> str: ...
     @property
-    def dialect(self) -> str: ...
+    def operation(self) -> str: ...
     @property
     def model(self) -> str: ...
     @property
@@ -99,13 +98,9 @@ def of_request(request: FinishedRequest, method: str) -> Iterator[Attribute]:
 
 
 def of_model(request: FinishedRequest) -> Iterator[Attribute]:
-    yield "gen_ai.operation.name", operation(request)
+    yield "gen_ai.operation.name", request.operation
     yield "gen_ai.provider.name", PROVIDER
     yield "gen_ai.request.model", request.model
-
-
-def operation(request: FinishedRequest) -> str:
-    return dialect_of(request.dialect).operation
 
 
 def engine_phases(

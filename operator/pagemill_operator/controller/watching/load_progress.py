@@ -1,7 +1,8 @@
 """Reads how far loaders are from the end of their logs while they run, for the condition `ModelLoaded`.
 
 A loader writes JSON lines; the last one with bytes counts. Only a running loader costs requests, one every few seconds.
-If the logs may not be read, the condition has no numbers. `reconcile` calls this; the engine's `loader` writes the log.
+If the logs may not be read, the condition has no numbers. `reconcile` calls this; the engine's `fetching` writes the
+log.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Durations of steps, singly or many equal ones at once, and which of many runs at an instant.
 
-The step-time model is `pagemill_protocol.report.step_time`. Steps that decode the same requests differ only in their contexts,
-which grow by a token per request: the end of k such steps is a quadratic in k, and its inverse gives how many of them
-begin before an instant. All times here are in seconds.
+The step-time model is `report.step_time` of the protocol. Steps that decode the same requests differ only in their
+contexts, which grow by a token per request: the end of k such steps is a quadratic in k, and its inverse gives how many
+of them begin before an instant. All times here are in seconds.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: parsed bodies and rendered answers. `dialects.messages` makes a dialect of them."""
+"""Anthropic's Messages API: parsed bodies and rendered answers. `messages` makes a dialect of them."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pagemill_api.dialects.transport import SSE
 from pagemill_api.openai import render
-from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.errors import PagemillError, error_body
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 
@@ -20,7 +20,7 @@ class OpenAIDialect:
         return f"{self.id_prefix}-{new_id()}"
 
     def error_body(self, error: PagemillError) -> bytes:
-        return render.error_body(error)
+        return error_body(error)
 
     def error_event(self, error: PagemillError) -> bytes:
         return render.sse_error(error)

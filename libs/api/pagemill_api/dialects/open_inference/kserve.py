@@ -25,7 +25,7 @@ from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest
 
 MODEL = "/v2/models/{model:text}"
-"""`http.route_names` registers the convertor `text`."""
+"""`pagemill_api.route_names` registers the convertor `text`."""
 LIVE_PATH, READY_PATH = "/v2/health/live", "/v2/health/ready"
 RENAMED = (("`prompt", "`text_input"),)
 HEADER_LENGTH = "inference-header-content-length"

@@ -14,9 +14,8 @@ from pagemill_api.dialects.openai_responses.request import Item, ResponsesReques
 from pagemill_api.dialects.translation import TranslatedChat, TranslatedDialect, as_request
 from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_api.openai.parse import parse_body
-from pagemill_api.openai.render import error_body
 from pagemill_api.openai.schemas import ChatCompletionRequest
-from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.errors import error_body, invalid_field
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest
 

@@ -22,7 +22,7 @@ from pagemill_api.dialects.vectors.texts import TextEncoder
 from pagemill_api.openai import render
 from pagemill_api.openai.prepare import MAX_TOKENS_OF_SEVERAL
 from pagemill_api.openai.schemas import SamplingFields
-from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.errors import PagemillError, error_body, invalid_field
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 from pagemill_protocol.request.pooling import PoolingParams, PoolingSpec
@@ -101,7 +101,7 @@ class VectorDialect(ABC):
         return PartRenderer(self, request)
 
     def error_body(self, error: PagemillError) -> bytes:
-        return render.error_body(error)
+        return error_body(error)
 
     def error_event(self, error: PagemillError) -> bytes:
         return render.sse_error(error)
