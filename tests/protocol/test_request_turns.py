@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pagemill_servers.turns import Turns
+from pagemill_servers.connection_limits import Turns
 
 
 async def test_few_requests_begin_at_once() -> None:

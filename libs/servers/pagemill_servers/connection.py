@@ -30,7 +30,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from pagemill_protocol.errors import PagemillError, headers_too_large, request_timeout, unavailable
 from pagemill_protocol.ids import new_id
 from pagemill_servers.client_transport import ClientTransport
-from pagemill_servers.connection_limits import ConnectionLimits, Place
+from pagemill_servers.connection_limits import ConnectionLimits, Place, Turns
 from pagemill_servers.direct import (
     PLACE_EXTENSION,
     RESPONSE_EXTENSION,
@@ -38,7 +38,6 @@ from pagemill_servers.direct import (
     DirectResponse,
     UpgradedProtocol,
 )
-from pagemill_servers.turns import Turns
 
 logger = logging.getLogger(__name__)
 
