@@ -11,6 +11,7 @@ from attacks.wire import answering, head, post, wires
 
 NUM_SMALL, NUM_LARGE, LARGE_BYTES = 4_200, 45, 8_300_000
 NUM_LONG = 300
+AT_ONCE = 500
 PATHS = {"gateway control": "/catalog", "engine control": "/wake_up"}
 
 
@@ -57,7 +58,10 @@ async def uploads_never_end(site: Site, port: str) -> str:
 async def unfinished_bodies(site: Site, port: str, key: str, number: int, length: int, body: bytes) -> str:
     begun = head(PATHS.get(port, "/v1/completions"), key, method=_method(port), length=length)
     async with wires(site.url(port), number) as opened:
-        taken = await asyncio.gather(*(each.send(begun + body, site.hold_s) for each in opened))
+        taken = []
+        for first in range(0, number, AT_ONCE):
+            group = opened[first : first + AT_ONCE]
+            taken += await asyncio.gather(*(each.send(begun + body, site.hold_s) for each in group))
         await asyncio.sleep(site.hold_s)
     return f"{sum(taken)} of {number} taken"
 
@@ -71,7 +75,8 @@ async def prompts_as_long_as_the_context_wait(site: Site, port: str) -> str:
     """Each is 0.8 MB, and more once it is parsed; hundreds of them wait for the few that an engine has blocks for."""
     body = {"model": "tiny", "prompt": [7] * 130_000, "max_tokens": 1000, "ignore_eos": True, "stream": True}
     request = post("/v1/completions", body, key_at(port))
-    async with wires(site.url(port), NUM_LONG) as opened:
+    number = NUM_LONG if site.whole_grid else NUM_LONG // 3
+    async with wires(site.url(port), number) as opened:
         await asyncio.gather(*(each.send(request, 4 * site.hold_s) for each in opened))
-        statuses = await answering(opened, NUM_LONG, 4 * site.hold_s)
+        statuses = await answering(opened, number, 4 * site.hold_s)
     return f"statuses {statuses}"

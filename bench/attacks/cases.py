@@ -31,25 +31,6 @@ class Case:
 
 
 CASES: list[Case] = []
-LIMITS_TO_COME = frozenset(
-    (
-        "pipelining",
-        "connections",
-        "heads",
-        "values",
-        "answers",
-        "batches",
-        "bodies",
-        "streams",
-        "framing",
-        "depth",
-        "leaving",
-        "files",
-        "link",
-        "handshakes",
-    )
-)
-"""Kinds whose limits are being built: their cases are shown and do not count yet."""
 
 
 def case(

@@ -193,10 +193,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Serve both ports by HTTPS, TLS 1.2 and later; `None`: by HTTP."""
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
-    max_in_flight_body_bytes: int = 256 * 1024 * 1024
-    """Memory for the requests inside the server: bodies that arrive, and prompts (72 bytes a token) until their answers
-    end. Further requests get 503. With `api_keys_file`, a tenant (or key without a tenant) has at most nine times as
-    much as is free, and further requests of it get 429."""
+    max_in_flight_body_bytes: int = 128 * 1024 * 1024
+    """Memory for the requests inside the server: bodies that arrive, and prompts (72 bytes a token, and 8 for each
+    choice) until their answers end. Further requests get 503. With `api_keys_file`, a tenant (or key without a tenant)
+    has at most nine times as much as is free, and further requests of it get 429."""
     max_unread_bytes: int = 256 * 1024 * 1024
     """Memory for the answers that were generated and not read yet, of all requests together. When it is full, the
     slowest readers' requests end with an error. A single stream may take 16 MiB of it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import attack
@@ -11,6 +13,8 @@ from attacks.honest import Figures
 from attacks.site import MAX_GAP_S, MAX_PEAK_MIB, Harm
 from attacks.wire import head, parsed
 
+ROOT = Path(__file__).resolve().parents[2]
+HELD = r": (`tests/\S+?\.py::test_\w+`(, )?)+$"
 UNHARMED = {"gap_s": 0.1, "own_lag_s": 0.0, "num_refused": 0, "num_answers": 5, "slowest_s": 0.1, "faults": []}
 PEAKS = {"gateway": 200.0, "engine-0": 150.0}
 
@@ -57,6 +61,21 @@ def test_every_kind_has_a_case_that_make_attack_runs() -> None:
     ports = {each.port for each in CASES if not each.full}
     assert ports == {"gateway data", "gateway control", "gateway tls", "engine data", "engine control"}
     assert len(attack.MODULES) >= 7
+
+
+def test_the_table_of_bounds_names_a_test_for_each_bound_and_an_attack_on_each_port() -> None:
+    """`test_known_flaws` checks that the tests exist."""
+    _, _, section = (ROOT / "docs" / "security.md").read_text().partition("\n## Bounds\n")
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+    assert len(rows) >= 22
+    attacked = {(each.kind, each.port) for each in CASES}
+    for resource, ports, kind, *bounds in rows:
+        assert {(kind, port) for port in ports.split(", ")} <= attacked, resource
+        assert len(bounds) == 3, resource
+        assert any(bound != "-" for bound in bounds), resource
+        assert all(bound == "-" or re.search(HELD, bound) for bound in bounds), resource
+    assert {kind for _, _, kind, *_ in rows} >= {each.kind for each in CASES} - {"none", "handshakes"}
 
 
 def test_an_answer_is_parsed_only_when_it_is_whole() -> None:

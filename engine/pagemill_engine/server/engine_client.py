@@ -44,7 +44,7 @@ from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
 from pagemill_engine.server.phases.lifecycle import Lifecycle
 from pagemill_engine.server.phases.sleeping import Sleeping
 from pagemill_engine.server.phases.state_stream import StatePublisher
-from pagemill_engine.server.request_memory import TOKEN_BYTES, RequestMemory
+from pagemill_engine.server.request_memory import RequestMemory
 from pagemill_engine.server.unread import MAX_UNREAD_BYTES_IN_ALL, UnreadAnswers
 from pagemill_protocol.errors import (
     PagemillError,
@@ -77,10 +77,7 @@ class _Running:
     """Bytes of `processor` that `answer` counts."""
     tenant: str = ""
     """The tenant for which the prompt's memory counts."""
-
-    @property
-    def num_prompt_bytes(self) -> int:
-        return TOKEN_BYTES * len(self.processor.request.prompt_token_ids)
+    num_prompt_bytes: int = 0
 
 
 class EngineClient:
@@ -163,12 +160,14 @@ class EngineClient:
             raise invalid_field("request_id", f"A request with id {request.request_id[:80]!r} is already running.")
         num_waiting = max(0, self._num_sequences - self._num_sequences_running)
         self._admission.check(request, num_waiting)
-        self._memory.take(tenant, TOKEN_BYTES * len(request.prompt_token_ids))
+        num_prompt_bytes = self._memory.take_prompt(tenant, request)
         self._num_accepted += 1
         engine_id = f"{request.request_id}#{self._num_accepted}"
         self._channel.send(AddRequest(msgspec.structs.replace(request, request_id=engine_id)))
         timing = self._metrics.request_accepted(request)
-        self._running[engine_id] = _Running(request.request_id, processor, answer, timing, tenant=tenant)
+        self._running[engine_id] = _Running(
+            request.request_id, processor, answer, timing, tenant=tenant, num_prompt_bytes=num_prompt_bytes
+        )
         self._engine_ids[request.request_id] = engine_id
         answer.engine_ids.append(engine_id)
         answer.parts.append(PromptAnswer(processor, timing))

@@ -12,14 +12,17 @@ from contextlib import contextmanager
 
 from starlette.types import Message, Receive, Scope
 
-from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
+from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.shares import SharedLimit
 from pagemill_servers.request_middleware import header, read_body
 
-MAX_REQUEST_BYTES = 256 * 1024 * 1024
+MAX_REQUEST_BYTES = 128 * 1024 * 1024
 """Default of the setting `max_in_flight_body_bytes`."""
 TOKEN_BYTES = 72
 """Memory of a token of a prompt: an integer in a list, in each of the two processes."""
+SEQUENCE_TOKEN_BYTES = 8
+"""Memory of a token of a prompt in the list of each sequence, in the engine process."""
 RETRY_S = 1
 
 
@@ -53,6 +56,20 @@ class RequestMemory:
 
     def release(self, tenant: str, num_bytes: int) -> None:
         self._shared.release(tenant, num_bytes)
+
+    def take_prompt(self, tenant: str, request: GenerateRequest) -> int:
+        """Count a prompt; return its bytes. Raises `PagemillError` like `take`, and 400 if it can never have room."""
+        num_tokens, num_sequences = len(request.prompt_token_ids), request.sampling.num_sequences
+        num_bytes = num_tokens * (TOKEN_BYTES + SEQUENCE_TOKEN_BYTES * num_sequences)
+        if num_bytes > self._shared.limit:
+            raise invalid_field(
+                "n",
+                f"The prompt's {num_tokens} tokens take {num_bytes} bytes for {num_sequences} choices, and the setting "
+                f"max_in_flight_body_bytes is {self._shared.limit}. Ask for fewer choices (n, best_of), or shorten the "
+                "prompt.",
+            )
+        self.take(tenant, num_bytes)
+        return num_bytes
 
     @contextmanager
     def arriving(self, tenant: str) -> Iterator[ArrivingBody]:

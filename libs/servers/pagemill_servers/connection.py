@@ -30,7 +30,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from pagemill_protocol.errors import PagemillError, headers_too_large, request_timeout, unavailable
 from pagemill_protocol.ids import new_id
 from pagemill_servers.client_transport import ClientTransport
-from pagemill_servers.connection_limits import ConnectionLimits, Place
+from pagemill_servers.connection_limits import ConnectionLimits, Place, Turns
 from pagemill_servers.direct import (
     PLACE_EXTENSION,
     RESPONSE_EXTENSION,
@@ -70,6 +70,7 @@ def bounded_protocol(
         "upgrades": frozenset(upgrades),
         "limits": limits or ConnectionLimits(),
         "write_timeout_s": write_timeout_s,
+        "turns": Turns(),
     }
     return type("BoundedProtocol", (_BoundedProtocol,), bounds)
 
@@ -79,6 +80,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     header_timeout_s: float
     upgrades: frozenset[str]
     limits: ConnectionLimits
+    turns: Turns
     write_timeout_s: float
 
     _client: ClientTransport
@@ -222,7 +224,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         scope: Any = cycle.scope
         scope["extensions"] = extensions
         answering: Any = _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app
-        super()._start_asgi_task(cycle, answering)
+        self.turns.begin(partial(super()._start_asgi_task, cycle, answering), self.loop)
 
     def _read(self, data: bytes) -> None:
         """Parse at most one request of `data`, and hold what is behind it."""

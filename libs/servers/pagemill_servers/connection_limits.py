@@ -8,8 +8,10 @@ trusted proxy counts for the address that it forwards for, while it has a reques
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable
 from functools import lru_cache
 
@@ -22,6 +24,8 @@ MAX_CONTROL_CONNECTIONS = 1024
 """Connections of a control port, which only the platform calls."""
 MAX_HEAD_BYTES = 64 * 1024 * 1024
 """Bytes of heads, and of requests read ahead, of all connections beyond `FREE_HEAD_BYTES` of each."""
+MAX_BEGUN = 64
+"""Requests that begin in one turn: some milliseconds to some tens of milliseconds of work."""
 FREE_HEAD_BYTES = 8 * 1024
 """Bytes that every connection may hold, so that ordinary heads are read while others fill the budget."""
 
@@ -291,3 +295,36 @@ def _close_oldest(*idle: dict[Place, None]) -> bool:
 
 def _no_place(fault: str) -> PagemillError:
     return unavailable(f"{fault} Close some, or try again.", retry_after_s=1, code="too_many_connections")
+
+
+class Turns:
+    """Spreads the beginning of requests over turns of the event loop, so that thousands at once delay no stream.
+
+    They begin in order of arrival, and at once while few arrive.
+    """
+
+    def __init__(self, max_begun: int = MAX_BEGUN) -> None:
+        self._max_begun = max_begun
+        self._num_begun = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_scheduled = False
+
+    def begin(self, request: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        """Call `request` now, or in a later turn if many have begun in this one."""
+        if self._waiting or self._num_begun >= self._max_begun:
+            self._waiting.append(request)
+            return
+        self._num_begun += 1
+        request()
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            loop.call_soon(self._next_turn, loop)
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        num_begun = min(self._max_begun, len(self._waiting))
+        self._num_begun = num_begun
+        self._is_scheduled = bool(num_begun)
+        if num_begun:
+            loop.call_soon(self._next_turn, loop)
+        for _ in range(num_begun):
+            self._waiting.popleft()()

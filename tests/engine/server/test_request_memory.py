@@ -12,7 +12,7 @@ from engine_client_inside import Inside
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.server.engine_client import EngineClient
-from pagemill_engine.server.request_memory import TOKEN_BYTES, RequestMemory
+from pagemill_engine.server.request_memory import SEQUENCE_TOKEN_BYTES, TOKEN_BYTES, RequestMemory
 from pagemill_engine.server.routes.gateway_link import GatewayLink
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.link import RecordKind, encode_record
@@ -76,28 +76,37 @@ def inside(byte_tokenizer: Tokenizer) -> Inside:
     return Inside(byte_tokenizer, EngineConfig(model="m", max_num_waiting=100))
 
 
-def request(number: int, num_tokens: int) -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=1)
+def request(number: int, num_tokens: int, n: int = 1) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=1, n=n)
     return GenerateRequest(request_id=str(number), model="m", prompt_token_ids=[1] * num_tokens, sampling=sampling)
 
 
 def memory_of(client: EngineClient, max_tokens: int) -> RequestMemory:
-    memory = client._memory = RequestMemory(max_tokens * TOKEN_BYTES)
+    memory = client._memory = RequestMemory(max_tokens * (TOKEN_BYTES + SEQUENCE_TOKEN_BYTES))
     return memory
 
 
 def test_prompts_count_until_their_answers_end_and_waiting_ones_are_bounded_by_their_tokens(inside: Inside) -> None:
     memory = memory_of(inside.client, 100)
     first = inside.submit(request(1, 60))
-    assert memory.num_bytes == 60 * TOKEN_BYTES
+    assert memory.num_bytes == 60 * (TOKEN_BYTES + SEQUENCE_TOKEN_BYTES)
     with pytest.raises(PagemillError) as raised:
         inside.submit(request(2, 41))
     assert raised.value.status == 503
     inside.submit(request(3, 40))
     inside.client.abort(first)
-    assert memory.num_bytes == 40 * TOKEN_BYTES
+    assert memory.num_bytes == 40 * (TOKEN_BYTES + SEQUENCE_TOKEN_BYTES)
     inside.client.fail_all(PagemillError("over"))
     assert memory.num_bytes == 0
+
+
+def test_each_choice_counts_and_a_request_that_can_never_have_room_names_its_field(inside: Inside) -> None:
+    memory = memory_of(inside.client, 100)
+    inside.submit(request(1, 10, n=8))
+    assert memory.num_bytes == 10 * (TOKEN_BYTES + 8 * SEQUENCE_TOKEN_BYTES)
+    with pytest.raises(PagemillError) as raised:
+        inside.submit(request(2, 50, n=50))
+    assert (raised.value.status, raised.value.param) == (400, "n")
 
 
 class Sent:
