@@ -19,7 +19,7 @@ export UV_CACHE_DIR := $(CURDIR)/.uv/cache
 endif
 # Of the native kernels, developers have all levels that their processor runs: tests choose lower ones.
 export PAGEMILL_KERNEL_LEVELS ?= fitting
-PACKAGES := crds protocol kernels engine gateway operator simulator cli
+PACKAGES := crds libs/protocol libs/models libs/api libs/servers libs/kube kernels engine gateway operator simulator cli
 # Where bench results go; each bench prints a table and a last line of JSON.
 BENCHES := offline_throughput experts quantized structured_output quality kv_waste kv_sharing step_overhead routing startup sleep up gateway_streams chaos simulator_truth
 
@@ -199,7 +199,7 @@ arm64-check: $(ARM64_CHECK) ## Compile the native kernels for 64-bit Arm and run
 previous-wheels: | $(UV) ## Fetch the wheels of the release before, for the tests that run them beside today's
 	if tag=$$(git describe --tags --abbrev=0 --match 'v*' HEAD^ 2>/dev/null); then \
 		$(OWN_PIP) && .uv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest .uv/previous-wheels \
-			"pagemill==$${tag#v}" $(patsubst %,"pagemill-%==$${tag#v}",$(filter-out cli,$(PACKAGES))); \
+			"pagemill==$${tag#v}" $(patsubst %,"pagemill-%==$${tag#v}",$(notdir $(filter-out cli,$(PACKAGES)))); \
 	else echo "no release is tagged before this commit; the tests take an earlier commit"; fi
 
 .PHONY: sbom
@@ -269,7 +269,7 @@ OWN_PIP = { .uv/bin/python -m ensurepip >/dev/null || { echo "make: $(PYTHON) ha
 	$(PYTHON) -m venv --without-pip .uv
 	$(PYTHON) -m pip --python .uv/bin/python $(INSTALL_UV) 2>/dev/null || { $(OWN_PIP) && .uv/bin/python -m pip $(INSTALL_UV); }
 
-INSTALLED_FROM := uv.lock pyproject.toml $(wildcard */pyproject.toml) kernels/hatch_build.py $(wildcard kernels/pagemill_kernels/cpu/src/*)
+INSTALLED_FROM := uv.lock pyproject.toml $(wildcard */pyproject.toml libs/*/pyproject.toml) kernels/hatch_build.py $(wildcard kernels/pagemill_kernels/cpu/src/*)
 # Bytecode at once: a start from sources takes twice as long. uv compiles what it installs, not the packages of this repository.
 # `date` around the lines: the first phase that `make up` reports.
 define install
@@ -289,8 +289,8 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(PACKAGES)
 # Of its files fewer than half are ever imported: importing them leaves their bytecode, in less than half of the time.
 IMPORT = $(BIN)/python -c 'import $(RUNNING)'
 RUNNING := pagemill.main, pagemill.commands.up, pagemill.up.loading, pagemill.up.screen, pagemill.up.session, \
-	pagemill_operator.backends.local, pagemill_gateway.server, pagemill_gateway.processes.__main__, \
-	pagemill_engine.server.main, pagemill_engine.loop.process, pagemill_engine.runner.load_cpu
+	pagemill_operator.backends.local, pagemill_gateway.processes.server, pagemill_gateway.processes.__main__, \
+	pagemill_engine.server.main, pagemill_engine.loop.process, pagemill_engine.starting.load_cpu
 .venv/.runnable: export PAGEMILL_KERNEL_LEVELS := $(if $(wildcard .venv/.installed),fitting,highest)
 .venv/.runnable: $(INSTALLED_FROM) | $(UV)
 	$(if $(wildcard .venv/.installed),$(call install,--compile-bytecode,$(COMPILE)),$(call install,--no-group dev,$(IMPORT)))

@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT / "tests" / "shared"))  # for `s3_server`, `light_mo
 from light_model import CONFIG, write_light_model
 from s3_server import KEY, SECRET, CuttingProxy, running_s3_server
 
-from pagemill_protocol.models.decoders import decoder_from_config
-from pagemill_protocol.safetensors_header import INDEX_FILE
+from pagemill_models.files.safetensors_header import INDEX_FILE
+from pagemill_models.spec.decoders import decoder_from_config
 
 MIB = 2**20
 HIDDEN, INNER, LAYERS = 1536, 6144, 14
@@ -61,7 +61,7 @@ def write_model(folder: Path) -> int:
 def work(model: str, dtype: str, *, whole_first: bool) -> None:
     """Load the model in a process of its own; print the seconds and CPU seconds that it takes after the imports."""
     from pagemill import LLM
-    from pagemill_protocol.sources import resolve_source
+    from pagemill_models.sources import resolve_source
 
     began_s, cpu_s = time.perf_counter(), time.process_time()
     if whole_first:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill_protocol.model_spec import ModelSpec
+from pagemill_models.spec.model_spec import ModelSpec
 
 
 def llama_config(spec: ModelSpec) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.factory import create_runner
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.models.decoders import decoder_from_config
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_engine.starting.factory import create_runner
+from pagemill_models.spec.decoders import decoder_from_config
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.spec.model_spec import ModelSpec
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 1024,

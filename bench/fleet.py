@@ -13,7 +13,7 @@ import time
 from report import emit
 
 from pagemill_engine.config import EngineConfig
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.fleet.figures import figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import FleetSettings

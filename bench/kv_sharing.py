@@ -17,14 +17,14 @@ from typing import NamedTuple
 from report import emit
 from workload import MODEL
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.factory import create_runner
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.load_bundle import load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_engine.starting.factory import create_runner
+from pagemill_models.sources import resolve_source
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 TEXT = Path(__file__).parents[1] / "LICENSE"
 """Prompts are parts of this text: how often beams branch depends on what the model reads."""

@@ -14,10 +14,10 @@ from report import emit
 from workload import VOCAB_SIZE, Job, chat_workload, mixed_workload, trace_workload
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.null import NullRunner
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.null import NullRunner
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 
 def measure(jobs: list[Job], block_size: int, max_model_len: int) -> dict[str, float]:

@@ -24,10 +24,10 @@ import safetensors.torch
 import torch
 from report import emit, median
 
-from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
+from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
 from pagemill_kernels.arrays import NUMPY_TYPES, FloatType
 from pagemill_kernels.huge_pages import empty_weights
-from pagemill_protocol.safetensors_header import INDEX_FILE
+from pagemill_models.files.safetensors_header import INDEX_FILE
 
 ROWS, COLUMNS = 4096, 2048
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -31,10 +31,10 @@ from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.spans import write_spans
-from pagemill_protocol.generate import Usage
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.tracing.config import TracingConfig
-from pagemill_protocol.tracing.tracing import open_tracing
+from pagemill_protocol.request.generate import Usage
+from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_servers.tracing.config import TracingConfig
+from pagemill_servers.tracing.tracing import open_tracing
 
 SCRAPE_GOAL_MS = 50.0
 SHARE_GOAL = 0.01

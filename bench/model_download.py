@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT / "tests" / "shared"))  # for `s3_server`, `tiny_fil
 from s3_server import CuttingProxy, S3Server, running_s3_server
 from tiny_files import CONFIG
 
-from pagemill_protocol.sources.registry import find_kind
-from pagemill_protocol.sources.store.cache import ModelCache
+from pagemill_models.sources.registry import find_kind
+from pagemill_models.sources.store.cache import ModelCache
 
 MIB = 2**20
 OURS, CURL, SAME_WORK = "cache of models", "curl", "curl, openssl, sync"

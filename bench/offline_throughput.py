@@ -42,7 +42,7 @@ def hugging_face(jobs: list[Job], runs: int, dtype: str, batch_sizes: list[int])
     import torch
     from transformers import AutoModelForCausalLM
 
-    from pagemill_protocol.sources import resolve_source
+    from pagemill_models.sources import resolve_source
 
     path = resolve_source(MODEL)
     start = time.perf_counter()

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from workload import MODEL
 
-from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.load_bundle import load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_models.sources import resolve_source
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
 GROUP = 64
 GOAL_PERCENT = 0.1

@@ -23,18 +23,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 from workload import MODEL
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.weights import open_weights
-from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_engine.starting.factory import create_runner
+from pagemill_engine.weights.opening import open_weights
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.torch_arrays import from_torch, to_torch
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.load_bundle import load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_models.sources import resolve_source
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.spec.model_spec import ModelSpec
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
+from pagemill_protocol.request.sampling import SamplingParams
 
 TEXT = ROOT / "bench" / "quality.txt"
 CHUNK = 128

@@ -24,7 +24,7 @@ from report import emit
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pagemill_protocol.models.decoders import decoder_from_config
+from pagemill_models.spec.decoders import decoder_from_config
 
 GROUP = 128
 PEER = "GGUF Q4_1"

@@ -17,8 +17,8 @@ from report import emit
 
 from pagemill_engine.config import EngineConfig
 from pagemill_gateway.routing.policies import PolicyName
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.conversations import TRAFFIC, at_rate
 from pagemill_simulator.engine import Percentiles

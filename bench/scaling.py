@@ -19,7 +19,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo, with_default_targets
 from pagemill_operator.autoscaler.signals import Shape
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.bounds.clairvoyant import search
 from pagemill_simulator.bounds.trials import Trials
 from pagemill_simulator.fleet.figures import Figures, Span, figures_of

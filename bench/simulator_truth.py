@@ -28,7 +28,7 @@ from truth.site import RealSite, engine_of, real_site
 from workload import ORDINARY_TOKENS
 
 from pagemill_engine.config import EngineConfig
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import FleetSettings

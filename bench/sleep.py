@@ -18,7 +18,7 @@ from processes import stop, tree_memory
 from report import emit, median
 from startup import Engine
 
-from pagemill_protocol.token_file import read_generated_token
+from pagemill_servers.secrets.token_file import read_generated_token
 
 PROMPT_TOKENS = 1900
 TIMEOUT_S = 600.0

@@ -18,16 +18,16 @@ from report import emit, median
 from workload import VOCAB_SIZE
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.device.device_rows import DeviceRows, DeviceStep
+from pagemill_engine.executing.inputs import RequestRows
+from pagemill_engine.executing.null import NullHandle, NullRunner
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
-from pagemill_engine.runner.inputs import RequestRows
-from pagemill_engine.runner.null import NullHandle, NullRunner
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_kernels.request_rows.layout import RowLayout
 from pagemill_kernels.request_rows.staging import Staging
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 PROMPT_TOKENS = 128
 WARM_STEPS = 8

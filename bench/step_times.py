@@ -23,13 +23,13 @@ from truth.compare import Latencies
 from workload import MODEL
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.base import Runner
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.warmup import Calibration, self_test
-from pagemill_engine.runner.base import Runner
-from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.scheduler.step import StepPlan
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_engine.starting.factory import create_runner
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_simulator.engine import EngineRun, EngineSimulation, Latency
 from pagemill_simulator.workloads.request import SimRequest
 from pagemill_simulator.workloads.shapes import Ramp, Steady

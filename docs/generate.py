@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from pagemill_protocol.openai.unread_fields import UNREAD_HEADER
+from pagemill_api.openai.unread_fields import UNREAD_HEADER
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -91,7 +91,7 @@ the size of the folder; the least recently used models are removed. `PAGEMILL_PL
 without TLS.
 
 A package adds a kind of source with an entry point in the group `pagemill.sources`: its name is the scheme, its object
-a class of `pagemill_protocol.sources.base.SourceKind`. Install the package in the operator's and the engine's image.
+a class of `pagemill_models.sources.base.SourceKind`. Install the package in the operator's and the engine's image.
 """
 
 REQUEST_FIELDS = (
@@ -270,7 +270,7 @@ def _shown_default(default: Any) -> str:
 
 
 def metrics_page() -> str:
-    from pagemill_operator.controller.metric_specs import OPERATOR_METRICS
+    from pagemill_operator.controller.reporting.metric_specs import OPERATOR_METRICS
     from pagemill_protocol.metrics import ENGINE_METRICS, GATEWAY_METRICS
 
     about = (
@@ -390,11 +390,11 @@ def cell(text: str) -> str:
 
 
 def models_page() -> str:
-    from pagemill_protocol.models.known import BUILT_IN
+    from pagemill_models.declaration.known import BUILT_IN
 
     rows = []
     for module, names in BUILT_IN.items():
-        about = (importlib.import_module(f"pagemill_protocol.models.{module}").__doc__ or "").split("\n\n")[0]
+        about = (importlib.import_module(f"pagemill_models.families.{module}").__doc__ or "").split("\n\n")[0]
         spelled = ", ".join(f"`{name}`" for name in names.architectures)
         in_gguf = ", ".join(f"`{name}`" for name in names.gguf) or "-"
         rows.append(f"| {spelled} | `{names.model_type}` | {in_gguf} | {cell(' '.join(about.split()))} |")
@@ -403,7 +403,7 @@ def models_page() -> str:
 
 
 def sources_page() -> str:
-    from pagemill_protocol.sources import kinds
+    from pagemill_models.sources import kinds
 
     rows = []
     for kind in kinds():
@@ -422,7 +422,7 @@ def clients_page() -> str:
 
 
 def request_fields_page() -> str:
-    from pagemill_protocol.openapi import document, request_schemas
+    from pagemill_api.openapi import document, request_schemas
 
     paths = json.loads(document("", "", with_stores=True))["paths"]
     routes: dict[str, list[str]] = {}

@@ -92,7 +92,8 @@ def inspect_all(folder: Path) -> list[Wheel]:
     version = versions.agreed()
     wheels = [_opened(path) for path in sorted(folder.glob("*.whl"))]
     found = {str(wheel.metadata["Name"]) for wheel in wheels}
-    wanted = {f"pagemill-{name}" if name != "cli" else "pagemill" for name in versions.members()}
+    folders = [Path(member).name for member in versions.members()]
+    wanted = {f"pagemill-{name}" if name != "cli" else "pagemill" for name in folders}
     if found != wanted:
         raise WheelError(f"{folder} holds {sorted(found)}, wanted are {sorted(wanted)}; run `make dist`")
     for wheel in wheels:

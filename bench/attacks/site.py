@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests" / "shared"))  # for `server_processes`
 from certificates import write_certificate
 from server_processes import GOOD, MODEL, HttpServer, launch_http_server, start_http_server
 
-from pagemill_protocol.http.auth import hash_key
+from pagemill_servers.auth import hash_key
 
 MIB = 2**20
 MEMORY_BYTES = 1024 * MIB

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity
 from workloads import Job
 
 from pagemill_engine.loop.core import EngineCore
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 TEMPERATURE = 0.6
 

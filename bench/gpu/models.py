@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from pagemill_engine.loading.floats import copy_floats
-from pagemill_engine.models.tensors import Shapes
+from pagemill_engine.decoders.tensors import Shapes
+from pagemill_engine.weights.floats import copy_floats
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
-from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.models.decoders import decoder_from_config
+from pagemill_models.spec.decoders import decoder_from_config
+from pagemill_models.spec.model_spec import ModelSpec
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {

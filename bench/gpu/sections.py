@@ -25,7 +25,7 @@ from rows import Section
 from workloads import Job, fixed, floor_bytes, nano, output_tokens, prefill_flops, read_bytes
 
 from engine import MAX_MODEL_LEN, MAX_SEQS, Engine, by_the_formulas
-from pagemill_protocol.model_spec import ModelSpec
+from pagemill_models.spec.model_spec import ModelSpec
 
 RATES = (0.25, 0.5, 0.75)
 """Shares of the offline rate of the same requests."""

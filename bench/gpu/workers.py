@@ -16,7 +16,7 @@ TEMPERATURE = 0.6
 
 def pagemill(folder: str, max_model_len: int, device: str) -> tuple[Generate, dict[str, Any]]:
     from pagemill_engine.llm import LLM
-    from pagemill_protocol.sampling import SamplingParams
+    from pagemill_protocol.request.sampling import SamplingParams
 
     llm = LLM(folder, device=device, max_model_len=max_model_len)
 

@@ -6,7 +6,7 @@ import math
 import random
 from typing import Any, NamedTuple
 
-from pagemill_protocol.model_spec import ModelSpec
+from pagemill_models.spec.model_spec import ModelSpec
 
 BYTES = 2
 """Of a bfloat16 value."""

@@ -24,8 +24,8 @@ BENCH = Path(__file__).resolve().parents[1]
 
 def load(weights: str) -> tuple[Generate, dict[str, Any]]:
     from pagemill_engine.llm import LLM
-    from pagemill_engine.runner.factory import create_runner
-    from pagemill_protocol.sampling import SamplingParams
+    from pagemill_engine.starting.factory import create_runner
+    from pagemill_protocol.request.sampling import SamplingParams
 
     reported: list[str] = []
 

@@ -14,7 +14,7 @@ from typing import Any
 from checkpoint import llama_config
 from workload import MODEL
 
-from pagemill_protocol.sources import resolve_source
+from pagemill_models.sources import resolve_source
 from peers.install import FOLDER
 
 NAME = "SmolLM2-135M-Instruct"
@@ -44,9 +44,9 @@ def write_folder(source: Path, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from pagemill_engine.loading.weights import open_weights
+    from pagemill_engine.weights.opening import open_weights
     from pagemill_kernels.torch_arrays import from_torch
-    from pagemill_protocol.model_files import load_model_spec
+    from pagemill_models.spec.model_files import load_model_spec
 
     folder.mkdir(parents=True)
     weights = open_weights(source)
@@ -62,7 +62,7 @@ def write_folder(source: Path, folder: Path) -> None:
 
 
 def _write_tokenizer(source: Path, folder: Path, config: dict[str, Any]) -> None:
-    from pagemill_protocol.text.load_bundle import load_bundle
+    from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
     bundle = load_bundle(source)
     config |= {"bos_token_id": bundle.bos_token_id, "eos_token_id": bundle.eos_token_ids[0]}

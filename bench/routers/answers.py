@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+from pagemill_api.openai import render
 from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.openai import render
+from pagemill_protocol.request.generate import FinishReason, FrameMeta, GenerateRequest, Usage
 
 ID = "chatcmpl-simulated"
 CREATED_UNIX_S = 1_999_999_999

@@ -19,6 +19,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
+from pagemill_api.dialects.chat_completions.chat import ChatBody, ChatDialect
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.limits.limiter import Limiter, Reservation
 from pagemill_gateway.metrics.worker import WorkerMetrics
@@ -26,10 +28,8 @@ from pagemill_gateway.relay import preparation
 from pagemill_gateway.relay.delivery import Delivery
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_gateway.routes import access, generate
-from pagemill_protocol.dialects.chat import ChatBody, ChatDialect
-from pagemill_protocol.http import connection
-from pagemill_protocol.keys.ring import KeyRing
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_servers import connection
+from pagemill_servers.keys.ring import KeyRing
 from routers.answers import Answer
 from routers.in_memory import EngineWire, Wire
 

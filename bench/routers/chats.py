@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import aiohttp
 from peers.http_load import LoadError, parse_event
 
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_simulator.conversations import Conversation
 from routers.catalogue import KEY, MODEL
 from routers.prompts import bundle

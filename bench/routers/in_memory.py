@@ -21,12 +21,12 @@ from uvicorn.server import ServerState
 from pagemill_gateway.app import data_app
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.engine_http.connecting import Connector
-from pagemill_gateway.server import Gateway, open_gateway
+from pagemill_gateway.processes.server import Gateway, open_gateway
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.link import LINK_VERSION, RecordDecoder, RecordKind, encode_record
-from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
+from pagemill_servers.connection import bounded_protocol
 from routers.answers import END_OF_BODY, Answer, http_chunk
 from routers.catalogue import KEY, LIMITS, MODEL
 from routers.pod import WEIGHTS, Pod

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pagemill_protocol.frames import encode_state
-from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import HASH_VERSION, block_hashes, prefix_chunk_blocks, root_hash
 from pagemill_protocol.link import LINK_VERSION
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.request.generate import GenerateRequest
 from routers.answers import Answer
 
 BLOCK_SIZE = 16

@@ -20,11 +20,11 @@ import httptools
 import msgspec
 import uvloop
 
+from pagemill_api.openai import render
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER
-from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL, LINK_VERSION, RecordDecoder, RecordKind, encode_record
-from pagemill_protocol.openai import render
-from pagemill_protocol.text.bundle import bundle_digest
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.tokenizer_bundle import bundle_digest
 from routers.answers import END_OF_BODY, Answer, http_chunk
 from routers.busy import Busy, Habit
 from routers.pod import WEIGHTS, Kind, Pod, Stream

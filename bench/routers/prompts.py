@@ -12,10 +12,10 @@ from pathlib import Path
 from report import ROOT
 from workload import MODEL as SOURCE
 
-from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.load_bundle import load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_models.sources import resolve_source
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 from routers.generator import NONCE
 
 TEXT = ROOT / "bench" / "quality.txt"

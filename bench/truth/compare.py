@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
 
 PERCENTS = (50, 95)
 COLUMNS = ["load", "figure", "measured", "repeats", "spread %", "simulated", "error %"]

@@ -26,8 +26,8 @@ from workload import MODEL as SOURCE
 from pagemill_engine.config import EngineConfig
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_protocol.frames import StateDecoder
-from pagemill_protocol.state import StateFrame
-from pagemill_protocol.token_file import read_generated_token
+from pagemill_protocol.report.state import StateFrame
+from pagemill_servers.secrets.token_file import read_generated_token
 from truth.generator import Answer, Request
 
 START_TIMEOUT_S = 180.0

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagemill_api.structured_params import StructuredOutputsParams
     from pagemill_engine.async_llm import AsyncLLM, EngineArgs
     from pagemill_engine.async_llm import EngineArgs as AsyncEngineArgs
     from pagemill_engine.llm import LLM
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoringRequestOutput,
     )
-    from pagemill_protocol.pooling import PoolingParams
-    from pagemill_protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
-    from pagemill_protocol.structured_params import StructuredOutputsParams
+    from pagemill_protocol.request.pooling import PoolingParams
+    from pagemill_protocol.request.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
@@ -51,17 +51,17 @@ _EXPORTS = {
     "AsyncEngineArgs": ("pagemill_engine.async_llm", "EngineArgs"),
     "AsyncLLM": ("pagemill_engine.async_llm", "AsyncLLM"),
     "BeamSearchOutput": ("pagemill_engine.output.results", "BeamSearchOutput"),
-    "BeamSearchParams": ("pagemill_protocol.sampling", "BeamSearchParams"),
+    "BeamSearchParams": ("pagemill_protocol.request.sampling", "BeamSearchParams"),
     "CompletionOutput": ("pagemill_engine.output.results", "CompletionOutput"),
     "EmbeddingRequestOutput": ("pagemill_engine.output.results", "EmbeddingRequestOutput"),
     "EngineArgs": ("pagemill_engine.async_llm", "EngineArgs"),
-    "PoolingParams": ("pagemill_protocol.pooling", "PoolingParams"),
+    "PoolingParams": ("pagemill_protocol.request.pooling", "PoolingParams"),
     "PromptType": ("pagemill_engine.offline", "Prompt"),
     "RequestOutput": ("pagemill_engine.output.results", "RequestOutput"),
-    "RequestOutputKind": ("pagemill_protocol.sampling", "RequestOutputKind"),
-    "SamplingParams": ("pagemill_protocol.sampling", "SamplingParams"),
+    "RequestOutputKind": ("pagemill_protocol.request.sampling", "RequestOutputKind"),
+    "SamplingParams": ("pagemill_protocol.request.sampling", "SamplingParams"),
     "ScoringRequestOutput": ("pagemill_engine.output.results", "ScoringRequestOutput"),
-    "StructuredOutputsParams": ("pagemill_protocol.structured_params", "StructuredOutputsParams"),
+    "StructuredOutputsParams": ("pagemill_api.structured_params", "StructuredOutputsParams"),
     "TextPrompt": ("pagemill_engine.offline", "TextPrompt"),
     "TokensPrompt": ("pagemill_engine.offline", "TokensPrompt"),
 }

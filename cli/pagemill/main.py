@@ -121,7 +121,7 @@ def main() -> None:
     try:
         app()
     except OSError as error:
-        from pagemill_protocol.settings import full_disk_message
+        from pagemill_servers.process.settings import full_disk_message
 
         message = full_disk_message(error)
         if message is None:

@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("crds", "protocol", "kernels", "engine", "gateway", "operator")
+LIBS = ("libs/protocol", "libs/models", "libs/api", "libs/servers", "libs/kube")
+PACKAGES = ("crds", *LIBS, "kernels", "engine", "gateway", "operator")
 FILES = (".dockerignore", "pyproject.toml", "uv.lock", "release/uv.txt")
 CODE = {".py", ".cpp", ".h", ".hpp", ".toml", ".json", ".yaml", ".jinja"}
 
@@ -23,7 +24,7 @@ def digest(root: Path) -> str:
 
 def _files(root: Path) -> Iterator[Path]:
     yield from (root / name for name in FILES)
-    yield from sorted(root.glob("*/pyproject.toml"))
+    yield from sorted([*root.glob("*/pyproject.toml"), *root.glob("libs/*/pyproject.toml")])
     for package in PACKAGES:
         if (root / package / "Dockerfile").exists():
             yield root / package / "Dockerfile"

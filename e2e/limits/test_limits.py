@@ -25,7 +25,7 @@ from support.objects import llmdeployment
 from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
 from support.waiting import until
 
-from pagemill_protocol.http.auth import hash_key
+from pagemill_servers.auth import hash_key
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to" / "keys-and-limits.md"

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.channels import EngineChannel
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.ipc.process import EngineProcess
@@ -24,15 +25,14 @@ from pagemill_engine.output.processor import Frame, Progress, engine_error
 from pagemill_engine.output.results import RequestOutput
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.engine_client import EngineClient
-from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
-from pagemill_engine.server.sleeping import Sleeping
-from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_engine.server.phases.lifecycle import Lifecycle
+from pagemill_engine.server.phases.sleeping import Sleeping
+from pagemill_engine.server.phases.state_stream import StatePublisher
+from pagemill_models.sources import SourceError, default_name
 from pagemill_protocol.errors import PagemillError, invalid_field
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.sources import SourceError, default_name
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
 
 
 class EngineArgs:

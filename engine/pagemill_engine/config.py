@@ -6,11 +6,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pagemill_protocol.generation_defaults import GenerationConfig, GenerationDefaults
-from pagemill_protocol.http.tls_config import TLSConfig
-from pagemill_protocol.sampling import MAX_ANSWER_VALUES
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.tracing.config import TracingConfig
+from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig, GenerationDefaults
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
+from pagemill_servers.tls_config import TLSConfig
+from pagemill_servers.tracing.config import TracingConfig
 
 PrefixScope = Literal["deployment", "tenant", "key"]
 
@@ -37,7 +37,7 @@ class StepLimits(NamedTuple):
 
 
 CPU_STEP = StepLimits(64, 512)
-"""Defaults on a CPU and for a simulated device; `runner.step_limits` chooses those of a GPU."""
+"""Defaults on a CPU and for a simulated device; `sizing.step_limits` chooses those of a GPU."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,7 +90,7 @@ def _token(server: Mapping[str, Any], address: str, port: int) -> str:
     if token := str(server.get("internal_token", "")):
         return token
     # Rarely called: a pod's engine always has a configured token.
-    from pagemill_protocol.token_file import read_generated_token
+    from pagemill_servers.secrets.token_file import read_generated_token
 
     return read_generated_token(f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}")
 

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.executing.base import Runner
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.offline import (
     Message,
@@ -45,12 +45,12 @@ from pagemill_engine.output.results import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from pagemill_engine.runner.base import Runner
-from pagemill_engine.runner.factory import create_runner
+from pagemill_engine.starting.factory import create_runner
+from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.huge_pages import collapse_when_idle
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.pooling import PoolingParams
-from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
+from pagemill_protocol.request.pooling import PoolingParams
+from pagemill_protocol.request.sampling import BeamSearchParams, SamplingParams
 
 _NOT_HERE = {
     **dict.fromkeys(("encode", "classify", "reward"), "use `embed` for vectors and `score` for pairs of texts"),

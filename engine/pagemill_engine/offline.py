@@ -19,8 +19,8 @@ import numpy as np
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.vllm_arguments import translated
 from pagemill_protocol.errors import invalid_field, show
-from pagemill_protocol.keywords import check_keywords
-from pagemill_protocol.sampling import (
+from pagemill_protocol.request.keywords import check_keywords
+from pagemill_protocol.request.sampling import (
     MAX_CHOICES,
     MAX_PRIORITY,
     MAX_TOP_LOGPROBS,

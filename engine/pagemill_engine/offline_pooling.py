@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_api.dialects.vectors.parts import POOLED, cosines
+from pagemill_api.dialects.vectors.texts import TextEncoder
 from pagemill_engine.offline import Prompt, prompts_of
 from pagemill_engine.offline_prompts import PromptEncoder
 from pagemill_engine.output.results import (
@@ -19,11 +21,9 @@ from pagemill_engine.output.results import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from pagemill_protocol.dialects.vectors.parts import POOLED, cosines
-from pagemill_protocol.dialects.vectors.texts import TextEncoder
 from pagemill_protocol.errors import invalid_field, show
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.pooling import PoolingParams, check_task
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.pooling import PoolingParams, check_task
 
 
 class PooledPrompt(NamedTuple):

@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pagemill_api.grammars.check import CHECKS
+from pagemill_api.text.bad_words import with_bad_words
+from pagemill_api.text.template.chat_template import ChatTemplate
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.offline import Message, Prompt, check_tokens, conversations_of, prompts_of, sampling_of
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.grammars.check import CHECKS
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.sources import open_source
-from pagemill_protocol.text.bad_words import with_bad_words
-from pagemill_protocol.text.chat_template import ChatTemplate
-from pagemill_protocol.text.generation_defaults import with_defaults
-from pagemill_protocol.text.load_bundle import load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_models.sources import open_source
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
+from pagemill_models.tokenizer_files.resolved_defaults import with_defaults
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 
 class EncodedPrompt(NamedTuple):

@@ -19,7 +19,7 @@ def main() -> int:
     # Process 1 of a container ignores SIGTERM without a handler, and the imports below take a while.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from pagemill_gateway.config import SettingsError, load_config
-    from pagemill_protocol.settings import full_disk_message
+    from pagemill_servers.process.settings import full_disk_message
 
     parser = argparse.ArgumentParser(prog="pagemill_gateway", description="One OpenAI-compatible URL over all engines.")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file of GatewayConfig")
@@ -49,7 +49,7 @@ def run(config: GatewayConfig) -> int:
 
     import uvloop
 
-    from pagemill_gateway.server import serve
+    from pagemill_gateway.processes.server import serve
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))

@@ -10,6 +10,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pagemill_api.dialects.error_shapes import error_body_at
+from pagemill_api.dialects.pages import Page, PageRequest
+from pagemill_api.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
+from pagemill_api.dialects.token_counts import TOKEN_COUNTS
+from pagemill_api.dialects.transport import RequestInfo
+from pagemill_api.openapi import OPENAPI_PATH
 from pagemill_gateway.config import BatchesConfig
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.routes import responses
@@ -26,19 +32,13 @@ from pagemill_gateway.routes.multipart import OVERHEAD_BYTES
 from pagemill_gateway.routes.responses import ResponsesRoute, StoredResponseRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.dialects.error_shapes import error_body_at
-from pagemill_protocol.dialects.pages import Page, PageRequest
-from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
-from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
-from pagemill_protocol.dialects.transport import RequestInfo
-from pagemill_protocol.http.auth import is_loopback_address
-from pagemill_protocol.http.cors import Cors
-from pagemill_protocol.http.docs_page import DOCS_PATH
-from pagemill_protocol.http.errors import with_errors
-from pagemill_protocol.http.guard import ControlGuard, HostGuard
-from pagemill_protocol.http.request_middleware import RequestMiddleware, check_json_content_type, install_error_handlers
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.openapi import OPENAPI_PATH
+from pagemill_servers.auth import is_loopback_address
+from pagemill_servers.cors import Cors
+from pagemill_servers.docs_page import DOCS_PATH
+from pagemill_servers.errors import with_errors
+from pagemill_servers.guard import ControlGuard, HostGuard
+from pagemill_servers.keys.caller import Caller
+from pagemill_servers.request_middleware import RequestMiddleware, check_json_content_type, install_error_handlers
 
 MAX_CATALOG_BYTES = 16 * 1024 * 1024
 

@@ -13,17 +13,17 @@ import msgspec
 
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
-from pagemill_protocol.http.auth import is_loopback_address
-from pagemill_protocol.http.connection_limits import DEFAULT_MAX_CONNECTIONS, trusted_networks
-from pagemill_protocol.http.cors import is_origin
-from pagemill_protocol.http.tls_config import TLSConfig
-from pagemill_protocol.keys import file as keys_file
-from pagemill_protocol.keys.entries import fault_of
-from pagemill_protocol.keys.file import KeysFileError
-from pagemill_protocol.sampling import MAX_ANSWER_VALUES
-from pagemill_protocol.secret_file import SecretFile
-from pagemill_protocol.settings import SettingsError as SettingsError
-from pagemill_protocol.tracing.config import TracingConfig
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
+from pagemill_servers.auth import is_loopback_address
+from pagemill_servers.connection_limits import DEFAULT_MAX_CONNECTIONS, trusted_networks
+from pagemill_servers.cors import is_origin
+from pagemill_servers.keys import file as keys_file
+from pagemill_servers.keys.entries import fault_of
+from pagemill_servers.keys.file import KeysFileError
+from pagemill_servers.process.settings import SettingsError as SettingsError
+from pagemill_servers.secrets.secret_file import SecretFile
+from pagemill_servers.tls_config import TLSConfig
+from pagemill_servers.tracing.config import TracingConfig
 
 MAX_WORKERS = 64
 MAX_REDIS_VALUE_BYTES = 512 * 1024 * 1024

@@ -29,11 +29,11 @@ from pagemill_kube.credentials import Credentials, from_kubeconfig, in_cluster
 from pagemill_kube.errors import CredentialsError
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.errors import unavailable
-from pagemill_protocol.http.tls import EngineTrust
-from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.metrics import Scrape
-from pagemill_protocol.secret_file import CHECK_INTERVAL_S, SecretFile
-from pagemill_protocol.token_file import GeneratedTokens
+from pagemill_servers.keys.caller import Caller
+from pagemill_servers.secrets.secret_file import CHECK_INTERVAL_S, SecretFile
+from pagemill_servers.secrets.token_file import GeneratedTokens
+from pagemill_servers.tls import EngineTrust
 
 logger = logging.getLogger("pagemill.gateway")
 keys_logger = logging.getLogger("pagemill.gateway.keys")
@@ -218,7 +218,7 @@ class ControlProcess:
 class KeysWatch:
     """Checks the file of API keys at an interval, so that logs, metrics and probes report an invalid file at once.
 
-    Workers authenticate requests with key rings of their own (`pagemill_protocol.keys.ring`), which read the file
+    Workers authenticate requests with key rings of their own (`pagemill_servers.keys.ring`), which read the file
     themselves and log nothing about it. Create it inside a running event loop.
     """
 

@@ -1,6 +1,6 @@
 """The tokens that the gateway's control port accepts: configured ones, derived ones, or one created at the start.
 
-`pagemill_protocol.http.guard` checks them.
+`pagemill_servers.guard` checks them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from pagemill_gateway.config import GatewayConfig, SettingsError
-from pagemill_protocol.http.guard import ControlTokens
-from pagemill_protocol.token_file import TokenFileError, generated_token_file
+from pagemill_servers.guard import ControlTokens
+from pagemill_servers.secrets.token_file import TokenFileError, generated_token_file
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import logging
 
 import orjson
 
-from pagemill_protocol import logs
+from pagemill_servers.process import logs
 
 EVENTS = "pagemill.gateway.event"
 STRUCTURED = frozenset({"pagemill.gateway.access", EVENTS})

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.metrics import Samples
+from pagemill_servers.keys.caller import Caller
 
 
 class GatewayStatus(NamedTuple):

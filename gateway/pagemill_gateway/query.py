@@ -17,7 +17,7 @@ from pathlib import Path
 from pagemill_gateway.config import GatewayConfig, SettingsError, load_config
 from pagemill_gateway.control_token import control_tokens
 from pagemill_gateway.discovery.last_known import read_last_known
-from pagemill_protocol.token_file import read_generated_token
+from pagemill_servers.secrets.token_file import read_generated_token
 
 CHART_SETTINGS = Path("/etc/pagemill/gateway.json")
 TIMEOUT_S = 10.0

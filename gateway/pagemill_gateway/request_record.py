@@ -9,11 +9,12 @@ from typing import Literal
 
 import msgspec
 
+from pagemill_api.dialects.registry import dialect_of
 from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.sampling import SamplingParams, is_low_priority
+from pagemill_protocol.request.generate import FinishReason, FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams, is_low_priority
+from pagemill_servers.keys.caller import Caller
 
 
 @dataclass(slots=True)
@@ -112,6 +113,10 @@ class RequestRecord:
         self.prepare_s = self.duration_s() - target.queued_s
         if len(requests) > 1:
             self.ticket = msgspec.structs.replace(self.ticket, num_bytes=self.ticket.num_bytes // len(requests))
+
+    @property
+    def operation(self) -> str:
+        return dialect_of(self.dialect).operation
 
     @property
     def endpoints(self) -> list[str]:

@@ -7,7 +7,7 @@
       chat smollm2                     one attempt at one engine, client
         queue, prefill, decode         the engine's phases: its own queue time, the rest by the gateway's clock
 
-`pagemill_protocol.tracing` names the attributes and exports.
+`pagemill_servers.tracing` names the attributes and exports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pagemill_gateway.request_record import AttemptRecord, RequestRecord
-from pagemill_protocol.tracing.attributes import (
+from pagemill_servers.tracing.attributes import (
     ENGINE,
     GATEWAY,
     Attribute,
@@ -24,11 +24,10 @@ from pagemill_protocol.tracing.attributes import (
     engine_phases,
     of_model,
     of_request,
-    operation,
 )
 
 if TYPE_CHECKING:
-    from pagemill_protocol.tracing.messages import TraceWriter
+    from pagemill_servers.tracing.messages import TraceWriter
 
 
 def write_spans(record: RequestRecord, method: str, ended_at: float, trace: TraceWriter) -> None:
@@ -72,7 +71,7 @@ def _write_attempt(
     end = _end(attempt, ended_at)
     span = trace.add(
         GATEWAY,
-        f"{operation(record)} {record.model}",
+        f"{record.operation} {record.model}",
         attempt.started_at,
         end,
         parent=root,

@@ -33,9 +33,9 @@ from pagemill_gateway.relay.preparation import RequestPreparation
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.keys.ring import KeyRing
-from pagemill_protocol.tracing.tracing import open_tracing
+from pagemill_servers.keys.caller import Caller
+from pagemill_servers.keys.ring import KeyRing
+from pagemill_servers.tracing.tracing import open_tracing
 
 logger = logging.getLogger("pagemill.gateway.worker")
 

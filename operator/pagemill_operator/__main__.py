@@ -12,7 +12,7 @@ from pagemill_kube.credentials import Credentials, in_cluster
 from pagemill_kube.errors import CredentialsError
 from pagemill_operator.config import OperatorConfig, OperatorSettingsError, load_config
 from pagemill_operator.controller.operator import Operator
-from pagemill_protocol import logs
+from pagemill_servers.process import logs
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Connects kopf: it lists and watches, and each object that it reports goes into the caches. Nothing is decided here.
 
 Only `on.event` is used: kopf writes no annotation, finalizer or event, and has no peers (leadership is a Lease).
-`controller.session` sees what kopf does not report (bookmarks, complete listings).
+`controller.watching.session` sees what kopf does not report (bookmarks, complete listings).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.state import AdapterSlots
+from pagemill_protocol.report.state import AdapterSlots
+from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_simulator.events import Events
 
 

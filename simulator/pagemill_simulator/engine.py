@@ -14,16 +14,16 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.null import NullRunner
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.step_timer import StepTimer
-from pagemill_engine.runner.null import NullRunner
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_simulator.clock import VirtualClock
 from pagemill_simulator.workloads.request import SimRequest
 

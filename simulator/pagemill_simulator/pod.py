@@ -1,6 +1,6 @@
 """One engine of a simulated cluster: the real scheduler and KV manager, and the frames that it sends to its gateway.
 
-Frames have the content of the real server's (`pagemill_engine.server.state_stream`): the load after the latest step and
+Frames have the content of the real server's (`server.phases.state_stream`): the load after the latest step and
 the prefix changes since the previous frame, at most 20 per second and at least one.
 """
 
@@ -12,14 +12,14 @@ from functools import partial
 import msgspec
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.base import RunnerInfo
+from pagemill_engine.executing.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.runner.null import DEFAULT_STEP_TIME, NullRunner
-from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_blocks
-from pagemill_protocol.state import AdapterSlots, Digests, EngineLoad, StateFrame
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.state import AdapterSlots, Digests, EngineLoad, StateFrame
+from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_simulator.adapters import AdapterBay, AdapterSettings
 from pagemill_simulator.clock import VirtualClock
 from pagemill_simulator.events import Events

@@ -11,12 +11,12 @@ import torch
 from gguf.quants import dequantize, quantize
 from peers import weights
 
-from pagemill_engine.loading.weights import open_weights
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_engine.weights.opening import open_weights
 from pagemill_kernels.torch_arrays import from_torch
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.load_bundle import load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_models.sources import resolve_source
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
 BF16 = gguf.GGMLQuantizationType.BF16
 

@@ -8,7 +8,7 @@ from truth.compare import COLUMNS, Band, Comparison, Latencies, comparisons, pla
 from truth.generator import Answer, latencies
 from truth.site import engine_of
 
-from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
 FIT = StepTimeParams(knots_tokens=[1, 512], knot_ms=[10.0, 400.0])

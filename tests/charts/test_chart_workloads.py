@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pagemill_protocol.keys.entries import fault_of
+from pagemill_servers.keys.entries import fault_of
 
 ROOT = Path(__file__).resolve().parents[2]
 Variant = Callable[[str], Any]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from pagemill.commands import serve
 from pagemill.main import app
 from pagemill.up import session
-from pagemill_engine.server.keys import open_keys
+from pagemill_engine.server.routes.keys import open_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_gateway import __main__ as gateway_main
 from pagemill_gateway.config import GatewayConfig, load_config, open_keys_file
@@ -19,9 +19,9 @@ from pagemill_operator.backends.local import LocalSettings
 from pagemill_operator.backends.local.gateway import LocalGateway
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.keys.caller import Caller, Limits
-from pagemill_protocol.keys.ring import KeyRing
+from pagemill_servers.auth import hash_key
+from pagemill_servers.keys.caller import Caller, Limits
+from pagemill_servers.keys.ring import KeyRing
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llmdeployment.yaml"
 KEY = "sk-a-key-of-this-test"

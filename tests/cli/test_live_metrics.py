@@ -27,7 +27,7 @@ from waiting import WAIT_LIMIT_S, wait_until
 from observability.dashboards import all_pages
 from observability.rules import burn
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
-from pagemill_operator.controller.metrics import OperatorMetrics
+from pagemill_operator.controller.reporting.metrics import OperatorMetrics
 from pagemill_operator.plan.types import Group, Plan, Process
 from pagemill_operator.status.observation import Observation, ReplicaObservation
 

@@ -23,7 +23,7 @@ from pagemill.planning.errors import PlanError
 from pagemill.simulation import running
 from pagemill.top import display
 from pagemill.why.sources import FoundRecords
-from pagemill_engine.server.failure import StartupError
+from pagemill_engine.failure import StartupError
 from pagemill_gateway.config import SettingsError
 from pagemill_operator.autoscaler.records import decode_record, encode_record
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo

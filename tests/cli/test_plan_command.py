@@ -24,19 +24,19 @@ from pagemill.planning.errors import PlanError
 from pagemill.planning.forecast import PlannedWorkload, forecast
 from pagemill.planning.replica import COMPUTE_SHARE, MEMORY_SHARE, STEP_OVERHEAD_MS, PlannedReplica, step_time
 from pagemill.planning.simulated_latencies import simulate_latencies
-from pagemill_engine.runner.budget import Sizes
+from pagemill_engine.sizing.budget import Sizes
+from pagemill_models.spec.decoders import decoder_from_config
+from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_operator.autoscaler.expected_load import expected_load
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.records import encode_record
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.autoscaler.slo import slo_target
-from pagemill_protocol.histogram import histogram_of
-from pagemill_protocol.load import Lengths
-from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.models.decoders import decoder_from_config
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.histogram import histogram_of
+from pagemill_protocol.report.load import Lengths
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
 
 Write = Callable[..., Path]
 Simulated = Callable[..., dict[str, Any]]

@@ -18,12 +18,12 @@ from support.hub import Handler, Hub
 from typer.testing import CliRunner
 
 from pagemill.main import app
-from pagemill_protocol.gguf_file import header_bytes
-from pagemill_protocol.safetensors_header import INDEX_FILE, read_folder_headers
+from pagemill_models.files.gguf_file import header_bytes
+from pagemill_models.files.safetensors_header import INDEX_FILE, read_folder_headers
+from pagemill_models.sources import resolve_source
+from pagemill_models.sources.headers import FIRST_BYTES, fetch_header
+from pagemill_models.sources.schemes.oci import OCIRepository
 from pagemill_protocol.source_errors import SourceError
-from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.sources.headers import FIRST_BYTES, fetch_header
-from pagemill_protocol.sources.oci import OCIRepository
 
 pytestmark = pytest.mark.usefixtures("short_simulation")
 REPOSITORY, TOKEN = "acme/tiny", "sesame"

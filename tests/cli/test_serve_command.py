@@ -121,7 +121,7 @@ def test_a_web_page_cannot_stop_the_server_and_the_users_programs_need_no_config
 
 @pytest.mark.parametrize("damage", ["truncated", "wrong magic", "absurd shape"])
 def test_a_corrupt_file_is_refused_with_the_name_of_the_field(tmp_path: Path, damage: str) -> None:
-    from pagemill_protocol.sources import resolve_source
+    from pagemill_models.sources import resolve_source
 
     head = resolve_source(SMOLLM2).read_bytes()[:8_000_000]
     shape = (576).to_bytes(8, "little") + (49152).to_bytes(8, "little")

@@ -15,8 +15,8 @@ import pytest
 from s3_server import KEY, SECRET, CuttingProxy, S3Server, running_s3_server
 from waiting import START_LIMIT_S, wait_until
 
+from pagemill_models.sources import resolve_source
 from pagemill_operator.backends.local.ports import free_port
-from pagemill_protocol.sources import resolve_source
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to" / "load-models-from-buckets-and-registries.md"

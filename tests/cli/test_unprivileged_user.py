@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,8 +121,8 @@ def test_make_installs_for_a_user_without_a_writable_home(folder: Path, home: st
     for name in ("Makefile", "uv.lock", "pyproject.toml", "kernels/hatch_build.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    for package in ("crds", "protocol", "engine", "gateway", "operator", "simulator", "cli"):
-        (folder / package).mkdir()
+    for package in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["workspace"]["members"]:
+        (folder / package).mkdir(parents=True, exist_ok=True)
     (folder / "uv").write_text(UV)
     (folder / "uv").chmod(0o755)
     if os.getuid() == 0:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pagemill.up.documents import FieldPath, path_text, read_documents
 from pagemill.up.loading import describe_changes, load_files
 from pagemill_crds import GROUP, SERVED_VERSIONS
-from pagemill_protocol.sources.registry import forms
+from pagemill_models.sources.registry import forms
 
 Write = Callable[..., Path]
 Simulated = Callable[..., dict[str, Any]]

@@ -22,8 +22,8 @@ import encoder_models
 from client_catalogue import FOLDER, Client, clients
 
 from pagemill.commands.serve import DEFAULT_MODEL
-from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.load_bundle import load_bundle
+from pagemill_models.sources import resolve_source
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
 ROOT = FOLDER.parents[1]
 ENVIRONMENTS = ROOT / ".pagemill" / "clients"

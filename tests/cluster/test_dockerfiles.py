@@ -95,7 +95,7 @@ def test_only_the_engines_image_contains_torch(component: str) -> None:
 
 def test_every_package_of_a_wheel_is_in_the_images(dockerfile: str) -> None:
     let_through = set((ROOT / ".dockerignore").read_text().splitlines())
-    for folder in re.findall(r"^COPY (\w+) \1$", dockerfile, re.MULTILINE):
+    for folder in re.findall(r"^COPY (\S+) \1$", dockerfile, re.MULTILINE):
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
         packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
         assert {f"!{folder}/{package}" for package in packages} <= let_through

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 
 

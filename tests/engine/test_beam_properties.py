@@ -20,8 +20,8 @@ from pagemill_engine.kv.manager import BlockTable, KVCacheManager
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.beams import most_blocks
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48

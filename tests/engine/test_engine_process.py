@@ -22,6 +22,7 @@ from hung_processes import hang
 from waiting import START_LIMIT_S, WAIT_LIMIT_S, eventually
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.errors import DeviceLostError
 from pagemill_engine.ipc import channels
 from pagemill_engine.ipc import process as process_module
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
@@ -41,12 +42,11 @@ from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.process import EngineFault, EngineLoop, fatal_of, serve
 from pagemill_engine.loop.warmup import SelfTestError
-from pagemill_engine.runner import factory
-from pagemill_engine.runner.errors import DeviceLostError
-from pagemill_engine.runner.factory import LoadError
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.state import StepTimeParams
+from pagemill_engine.starting import factory
+from pagemill_engine.starting.factory import LoadError
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 FAST = StepTimeParams(knots_tokens=[1, 512], knot_ms=[1.0, 2.0])
 CONFIG = EngineConfig(model="null", null_runner=True, seed=1, max_num_waiting=8, step_time=FAST, max_num_seqs=4)
@@ -88,7 +88,7 @@ async def test_messages_sent_before_the_engine_process_connects_arrive_in_order(
 
 def test_nothing_slow_is_imported_before_the_engine_process_starts() -> None:
     code = (
-        "import sys, pagemill_engine.ipc.process, pagemill_engine.server.settings, pagemill_engine.server.failure\n"
+        "import sys, pagemill_engine.ipc.process, pagemill_engine.server.settings, pagemill_engine.failure\n"
         "assert not {'torch', 'numpy', 'zmq', 'uvicorn', 'starlette', 'tokenizers', 'pydantic'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -97,9 +97,9 @@ def test_nothing_slow_is_imported_before_the_engine_process_starts() -> None:
 def test_the_engine_process_handles_neither_text_nor_json() -> None:
     """The HTTP process detokenizes, finds stop strings and renders, so that none of it delays a step."""
     code = (
-        "import sys, pagemill_engine.loop.process, pagemill_engine.runner.load_cpu; "
-        "texts = ('pagemill_engine.output', 'pagemill_engine.server', 'pagemill_protocol.text', "
-        "'pagemill_protocol.openai', 'tokenizers', 'starlette', 'uvicorn', 'pydantic'); "
+        "import sys, pagemill_engine.loop.process, pagemill_engine.starting.load_cpu; "
+        "texts = ('pagemill_engine.output', 'pagemill_engine.server', 'pagemill_api.text', "
+        "'pagemill_api.openai', 'tokenizers', 'starlette', 'uvicorn', 'pydantic'); "
         "assert not [name for name in sys.modules if name.startswith(texts)]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.null import NullRunner, StepPlanError
+from pagemill_engine.executing.sleep import SleepError
 from pagemill_engine.ipc.channels import EngineChannel
 from pagemill_engine.ipc.messages import AddRequest, Awake, Ready, Sleep, Slept, StepOutputs, TokensOut, Wake
 from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.process import EngineFault, EngineLoop, release_memory
-from pagemill_engine.runner.null import NullRunner, StepPlanError
-from pagemill_engine.runner.sleep import SleepError
 from pagemill_engine.scheduler.step import StepPlan
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 Make = Callable[..., Any]
 FAST = StepTimeParams(knots_tokens=[1, 512], knot_ms=[1.0, 2.0])

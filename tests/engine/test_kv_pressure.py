@@ -9,8 +9,8 @@ import pytest
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 BLOCK_SIZE = 4
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 24, 10, 70

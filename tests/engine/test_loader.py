@@ -18,12 +18,12 @@ from huggingface_hub import constants
 from tiny_files import gguf_file
 from waiting import WAIT_LIMIT_S
 
-from pagemill_engine.loader.load import load
-from pagemill_engine.loader.settings import LoaderSettings
-from pagemill_protocol.sources import FetchError, resolve_source
-from pagemill_protocol.sources.base import RemoteFile
-from pagemill_protocol.sources.selection import select_files
-from pagemill_protocol.sources.store import cache, record
+from pagemill_engine.fetching.load import load
+from pagemill_engine.fetching.settings import LoaderSettings
+from pagemill_models.sources import FetchError, resolve_source
+from pagemill_models.sources.base import RemoteFile
+from pagemill_models.sources.selection import select_files
+from pagemill_models.sources.store import cache, record
 
 HUB = Path(__file__).resolve().parents[2] / "e2e" / "support" / "hub.py"
 REPOSITORY = "org/tiny"
@@ -329,7 +329,7 @@ def test_a_read_only_volume_is_reported(server: Any, tmp_path: Path) -> None:
 
 def test_the_termination_message_contains_the_reason(server: Any, target: Path, tmp_path: Path) -> None:
     (log := tmp_path / "termination").touch()
-    command = [sys.executable, "-m", "pagemill_engine.loader", "--target", str(target), "--termination-log", str(log)]
+    command = [sys.executable, "-m", "pagemill_engine.fetching", "--target", str(target), "--termination-log", str(log)]
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HOME": str(tmp_path)}
     done = subprocess.run(
         [*command, "--source", "hf://org/none"], env=environment, capture_output=True, text=True, timeout=60
@@ -351,7 +351,7 @@ def test_a_failure_does_not_wait_for_other_downloads(server: Any, target: Path, 
     server.gate.clear()
     server.digests["tokenizer.json"] = "0" * 64
     (log := tmp_path / "termination").touch()
-    command = [sys.executable, "-m", "pagemill_engine.loader", "--target", str(target), "--termination-log", str(log)]
+    command = [sys.executable, "-m", "pagemill_engine.fetching", "--target", str(target), "--termination-log", str(log)]
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HOME": str(tmp_path)}
     done = subprocess.run(
         [*command, "--source", f"hf://{REPOSITORY}"],
@@ -367,7 +367,7 @@ def test_a_failure_does_not_wait_for_other_downloads(server: Any, target: Path, 
 
 
 def test_the_loader_does_not_import_torch() -> None:
-    code = "import sys, pagemill_engine.loader.load, pagemill_engine.loader.__main__; print('torch' in sys.modules)"
+    code = "import sys, pagemill_engine.fetching.load, pagemill_engine.fetching.__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.runner.null import NullRunner, StepPlanError
+from pagemill_engine.executing.null import NullRunner, StepPlanError
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 STEP_TIME = StepTimeParams(knots_tokens=[1, 100], knot_ms=[10.0, 109.0], decode_context_ms=0.5)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from examples import num_examples
 from pagemill_engine.offline import check_tokens, config_of, conversations_of, prompts_of, sampling_of, search_of
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
+from pagemill_protocol.request.sampling import BeamSearchParams, SamplingParams
 
 VOCAB_SIZE = 1000
 

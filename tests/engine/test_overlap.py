@@ -13,8 +13,8 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import AddRequest, Shutdown, TokensOut
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.process import EngineLoop
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 Make = Callable[..., Any]
 

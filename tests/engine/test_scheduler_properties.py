@@ -16,8 +16,8 @@ from pagemill_engine.kv.block_pool import BlockPool, KVCacheError
 from pagemill_engine.kv.manager import BlockTable, KVCacheManager
 from pagemill_engine.kv.prefix_cache import PrefixCache
 from pagemill_engine.loop.core import EngineCore
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import LOW_PRIORITY, SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import LOW_PRIORITY, SamplingParams
 
 MAX_MODEL_LEN = 48
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=30)

@@ -14,8 +14,8 @@ from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import ChoiceResume, GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 
 def make_scheduler(**settings: Any) -> Scheduler:

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from examples import num_examples
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.null import NullRunner
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.null import NullRunner
 from pagemill_engine.scheduler.limits import SchedulerLimits
-from pagemill_engine.scheduler.policies import POLICIES
-from pagemill_engine.scheduler.policies.priority import LEVEL_S
-from pagemill_engine.scheduler.policies.shortest_prefill_first import TOKEN_MS
+from pagemill_engine.scheduler.order import POLICIES
+from pagemill_engine.scheduler.order.priority import LEVEL_S
+from pagemill_engine.scheduler.order.shortest_prefill_first import TOKEN_MS
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import StepPlan, StepResult
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import LOW_PRIORITY, SamplingParams
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import LOW_PRIORITY, SamplingParams
 
 STEP_TIME = StepTimeParams(knots_tokens=[1, 512, 4096], knot_ms=[5.0, 30.0, 240.0])
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_engine.loop.step_timer import FORGOTTEN_S, StepDrift, drift_factor
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.step_time import StepTimeModel
 
 STEP_S = 0.02
 

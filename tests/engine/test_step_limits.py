@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_engine.config import CPU_STEP, EngineConfig, StepLimits
+from pagemill_engine.executing.null import NullRunner
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.limits import scheduler_limits
-from pagemill_engine.runner.budget import Sizes, activation_bytes, plan_memory
-from pagemill_engine.runner.memory import MemoryState
-from pagemill_engine.runner.null import NullRunner
-from pagemill_engine.runner.step_limits import GPU_STEPS, choose_step_limits
 from pagemill_engine.scheduler.limits import SchedulerLimits
-from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.models.decoders import decoder_from_config
+from pagemill_engine.sizing.budget import Sizes, activation_bytes, plan_memory
+from pagemill_engine.sizing.memory import MemoryState
+from pagemill_engine.sizing.step_limits import GPU_STEPS, choose_step_limits
+from pagemill_models.spec.decoders import decoder_from_config
+from pagemill_models.spec.model_spec import ModelSpec
 
 GIB = 1024**3
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,13 +10,13 @@ import pytest
 from waiting import WAIT_LIMIT_S
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.base import RunnerInfo
+from pagemill_engine.executing.eager import ThreadedRunner
+from pagemill_engine.executing.errors import StepSkippedError
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.runner.eager import ThreadedRunner
-from pagemill_engine.runner.errors import StepSkippedError
 from pagemill_engine.scheduler.step import StepPlan, StepResult
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 
 class WorkingRunner:

@@ -31,10 +31,10 @@ from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_gateway.request_record import RequestRecord
-from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.keys.caller import Caller, Limits
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.continuing import PROGRESS_TOKENS, can_be_continued
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_servers.keys.caller import Caller, Limits
 
 CONTEXT, PROMPT = 2000, 7
 NOON_S = 1_795_348_800.0

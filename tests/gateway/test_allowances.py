@@ -6,9 +6,9 @@ from typing import Any
 
 from pagemill_gateway.limits.allowance import LEAST_GROWTH_TOKENS, MARGIN_TOKENS, Allowance, Reserved, TokenNeed
 from pagemill_gateway.limits.store import ExtensionRequest, ReservationAnswer, ReservationRequest
-from pagemill_protocol.generate import FrameMeta, GenerateRequest
-from pagemill_protocol.keys.caller import Limits
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_servers.keys.caller import Limits
 
 PROMPT = 10
 

@@ -20,7 +20,7 @@ from batch_client import Client, line
 from server_processes import HttpServer, start_http_server
 from waiting import eventually
 
-from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.request.generate import GenerateRequest
 
 NUM_LINES = 24
 

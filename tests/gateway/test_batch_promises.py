@@ -23,7 +23,7 @@ from pagemill_gateway.batches.directory import DirectoryStore, _locked
 from pagemill_gateway.batches.line_memory import LEAST_LINE_BYTES, TIMES_TEXT, LineMemory
 from pagemill_gateway.batches.redis import RedisBatchStore
 from pagemill_gateway.config import BatchesConfig, RedisConfig
-from pagemill_protocol.http.auth import hash_key
+from pagemill_servers.auth import hash_key
 
 CANCELLED_WITHIN_S = 0.1
 

@@ -19,8 +19,8 @@ from pagemill_gateway.batches.redis import RedisBatchStore
 from pagemill_gateway.batches.store import LeaseLost
 from pagemill_gateway.config import BatchesConfig, GatewayConfig, RedisConfig, SettingsError
 from pagemill_gateway.limits.redis import link
-from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
+from pagemill_servers.auth import hash_key
 
 ONE, OTHER = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "other"))
 TENANTS = [f"{hash_key('sk-one')} tenant=a", f"{hash_key('sk-other')} tenant=b"]

@@ -15,7 +15,7 @@ from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 
 NOTHING = frozenset[str]()
 

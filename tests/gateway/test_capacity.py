@@ -21,7 +21,7 @@ from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
 from pagemill_gateway.brain.endpoints.reports import EndpointReports
 from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S, DrainRate
 from pagemill_protocol.catalog import Endpoint
-from pagemill_protocol.state import EngineLoad, StateFrame
+from pagemill_protocol.report.state import EngineLoad, StateFrame
 
 
 class Engine:

@@ -26,8 +26,8 @@ from pagemill_gateway.routing.policy import Candidate, RequestView, least_busy
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot, take_snapshot
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
 
 SESSION_MS = 50.0
 CHUNK_TOKENS = 64

@@ -19,7 +19,7 @@ from real_cluster import Cluster, endpoint_of, start_cluster
 from transformers import AutoTokenizer
 from waiting import wait_until
 
-from pagemill_protocol.http.auth import hash_key
+from pagemill_servers.auth import hash_key
 
 __all__ = ["start_cluster"]
 TEXTS = ["Paris is the capital of France", "cats sleeping", "the capital of Germany is Berlin", "zebras"]

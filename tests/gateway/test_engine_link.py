@@ -18,7 +18,6 @@ from pagemill_gateway.relay.attempt_failures import UpstreamFailure
 from pagemill_gateway.relay.engine_link import RECORDS_PER_ITERATION, Backlog, EngineLink, LinkStream, LinkTimeouts
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.generate import FrameMeta, Usage
 from pagemill_protocol.link import (
     PIECE_BYTES,
     WINDOW_BYTES,
@@ -30,6 +29,7 @@ from pagemill_protocol.link import (
     encode_pieces,
     encode_record,
 )
+from pagemill_protocol.request.generate import FrameMeta, Usage
 
 LAST = encode_frame(FrameMeta(last=True, usage=Usage(1, 2)), b"data: [DONE]\n\n")
 PATIENT = LinkTimeouts(60.0, 60.0)

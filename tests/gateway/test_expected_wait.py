@@ -22,7 +22,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.state import Digests, StateFrame
+from pagemill_protocol.report.state import Digests, StateFrame
 
 # -- starts ------------------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,11 @@ import asyncio
 import openai
 import pytest
 
+from pagemill_api.openai import render
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.generate import FrameMeta
-from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.openai import render
+from pagemill_protocol.request.generate import FrameMeta
+from pagemill_servers.auth import hash_key
 
 pytestmark = pytest.mark.wires
 

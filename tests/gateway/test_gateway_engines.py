@@ -16,8 +16,8 @@ from real_cluster import Cluster, endpoint_of, fetch
 from tiny_llama import write_tiny_llama
 from waiting import wait_until
 
-from pagemill_protocol.generation_defaults import GenerationDefaults
-from pagemill_protocol.http.auth import hash_key
+from pagemill_models.tokenizer_files.generation_defaults import GenerationDefaults
+from pagemill_servers.auth import hash_key
 
 QUESTION: list[Any] = [{"role": "user", "content": "Name the capital of France."}]
 

@@ -11,11 +11,11 @@ import aiohttp
 import msgspec
 import pytest
 
+from pagemill_api.openai import render
 from pagemill_protocol.catalog import QueueLimits
-from pagemill_protocol.errors import unavailable
+from pagemill_protocol.errors import error_body, unavailable
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, encode_frame
-from pagemill_protocol.generate import FrameMeta
-from pagemill_protocol.openai import render
+from pagemill_protocol.request.generate import FrameMeta
 
 pytestmark = pytest.mark.wires
 
@@ -185,7 +185,7 @@ def fails_with(status: int, *, after: int, stream: bool, fake):
             await response.write(frame)
             await asyncio.sleep(0.05)
         error = unavailable("engine says no", code="draining")
-        payload = render.sse_error(error) if stream else render.error_body(error)
+        payload = render.sse_error(error) if stream else error_body(error)
         await response.write(encode_frame(FrameMeta(last=True, error="engine says no", error_status=status), payload))
         await response.write_eof()
 

@@ -15,7 +15,7 @@ from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.state import StateFrame
+from pagemill_protocol.report.state import StateFrame
 
 
 def num_served(engines) -> list[int]:

@@ -17,9 +17,9 @@ from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
-from pagemill_protocol.load import DeploymentLoad, EngineReport, EngineStart, EngineWork
-from pagemill_protocol.sampling import LOW_PRIORITY
-from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineStart, EngineWork
+from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.request.sampling import LOW_PRIORITY
 
 
 def registry_with(*loads: EngineLoad | None) -> Registry:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_gateway.logs import STRUCTURED
-from pagemill_protocol.logs import JsonLines
+from pagemill_servers.process.logs import JsonLines
 
 ANY_TEXT = st.text(st.characters(exclude_categories=())) | st.sampled_from(
     ["\ud800", "a\nb", "\u2028", "\x00", '"}{"a":"']

@@ -23,8 +23,8 @@ from pagemill_gateway import __main__ as gateway_main
 from pagemill_gateway.config import GatewayConfig, SettingsError, load_config, open_keys_file
 from pagemill_gateway.processes import __main__ as process_main
 from pagemill_gateway.processes.child import Role, Setup
-from pagemill_gateway.server import _server, serve
-from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_gateway.processes.server import _server, serve
+from pagemill_servers.auth import is_loopback_address
 
 TOKEN = "t0ken"
 CONTROL = {"Authorization": f"Bearer {TOKEN}"}
@@ -337,7 +337,7 @@ async def reported_of_the_loop(*_: object) -> None:
 def test_single_process_brain_and_worker_all_run_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagemill_gateway.logs.configure", lambda **_: None)
     monkeypatch.setattr("pagemill_gateway.processes.__main__.send_heartbeats", asyncio.Event().wait)
-    for name in ("server.serve", "processes.serving.serve_control", "processes.serving.serve_data"):
+    for name in ("processes.server.serve", "processes.serving.serve_control", "processes.serving.serve_data"):
         monkeypatch.setattr(f"pagemill_gateway.{name}", reported_of_the_loop)
     config = GatewayConfig()
     with pytest.raises(SettingsError, match="uvloop"):

@@ -13,7 +13,7 @@ import pytest
 from load_stream import load_frames
 
 from pagemill_protocol.catalog import QueueLimits
-from pagemill_protocol.load import QueueLoad
+from pagemill_protocol.report.load import QueueLoad
 
 DEPLOYMENT = "default/d"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

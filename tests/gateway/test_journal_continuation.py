@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import Frame, OutputProcessor
 from pagemill_gateway.admission.attempts import MAX_ENDS
@@ -44,9 +45,8 @@ from pagemill_gateway.relay.sinks import BodySink, StreamSink
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.generate import ChoiceResume, FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import ChoiceResume, FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
 
 TEXTS = st.lists(st.text(alphabet="abé€😀 \n", min_size=1, max_size=25), min_size=1, max_size=3)
 STOPS = st.lists(st.text(alphabet="abé€ ", min_size=1, max_size=4), max_size=2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill_protocol.keys.caller import ANONYMOUS, Caller, Limits
-from pagemill_protocol.keys.entries import EntryError, fault_of, parse_entry
+from pagemill_servers.keys.caller import ANONYMOUS, Caller, Limits
+from pagemill_servers.keys.entries import EntryError, fault_of, parse_entry
 
 HASH = "ab" * 32
 

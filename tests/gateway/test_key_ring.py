@@ -10,12 +10,12 @@ import pytest
 from hand_clock import Clock
 
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.keys import ring as key_ring
-from pagemill_protocol.keys.caller import ANONYMOUS
-from pagemill_protocol.keys.entries import EntryError, fault_of, parse_entry
-from pagemill_protocol.keys.ring import KeyRing
-from pagemill_protocol.secret_file import CHECK_INTERVAL_S, SecretFile
+from pagemill_servers.auth import hash_key
+from pagemill_servers.keys import ring as key_ring
+from pagemill_servers.keys.caller import ANONYMOUS
+from pagemill_servers.keys.entries import EntryError, fault_of, parse_entry
+from pagemill_servers.keys.ring import KeyRing
+from pagemill_servers.secrets.secret_file import CHECK_INTERVAL_S, SecretFile
 
 
 def scope_with(authorization: str | None = None) -> dict[str, Any]:

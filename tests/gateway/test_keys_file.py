@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pagemill_protocol import secret_file
-from pagemill_protocol.http.auth import hash_key
+from pagemill_servers.auth import hash_key
+from pagemill_servers.secrets import secret_file
 
 PATIENCE_S = 30.0
-LOGGERS = ("pagemill_protocol.secret_file", "pagemill.gateway.keys")
+LOGGERS = ("pagemill_servers.secrets.secret_file", "pagemill.gateway.keys")
 
 
 @pytest.fixture(autouse=True)

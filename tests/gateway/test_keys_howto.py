@@ -20,11 +20,11 @@ from pagemill_gateway.limits.redis.link import RedisLink
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
 from pagemill_gateway.limits.redis.store import RedisStore
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.keys.caller import Limits
-from pagemill_protocol.keys.entries import parse_entry
-from pagemill_protocol.keys.file import check_keys_file
-from pagemill_protocol.keys.ring import KeyRing
+from pagemill_servers.auth import hash_key
+from pagemill_servers.keys.caller import Limits
+from pagemill_servers.keys.entries import parse_entry
+from pagemill_servers.keys.file import check_keys_file
+from pagemill_servers.keys.ring import KeyRing
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "keys-and-limits.md"
 KEY = "sk-a-key-of-this-test"

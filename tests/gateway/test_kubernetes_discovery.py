@@ -18,7 +18,7 @@ import pytest
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig, SettingsError
 from pagemill_gateway.control_process import ControlProcess
-from pagemill_gateway.server import open_gateway
+from pagemill_gateway.processes.server import open_gateway
 from pagemill_kube.credentials import from_kubeconfig, in_cluster
 from pagemill_kube.errors import CredentialsError
 from pagemill_protocol.engine_token import GATEWAY_CONTROL, derive_token

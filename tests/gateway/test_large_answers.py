@@ -16,8 +16,8 @@ from waiting import WAIT_LIMIT_S, eventually
 
 from pagemill_gateway.config import StoredResponsesConfig
 from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_servers.auth import hash_key
 
 LARGE = 24 * 2**20
 """More than the sockets of a connection hold."""

@@ -26,9 +26,9 @@ from pagemill_gateway.limits.redis.shared_keys import SharedKeys
 from pagemill_gateway.limits.redis.store import RedisStore, share_of
 from pagemill_gateway.limits.store import ExtensionRequest, ReservationRequest
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.keys.caller import Limits
-from pagemill_protocol.keys.ring import KeyRing
+from pagemill_servers.auth import hash_key
+from pagemill_servers.keys.caller import Limits
+from pagemill_servers.keys.ring import KeyRing
 
 PATIENT_MS = 10_000.0
 """A timeout that is long enough for a loaded machine, so that Redis does not look unavailable."""

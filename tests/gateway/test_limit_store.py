@@ -13,7 +13,7 @@ from examples import num_examples
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.periods import Calendar
 from pagemill_gateway.limits.store import ExtensionRequest, ReservationAnswer, ReservationRequest
-from pagemill_protocol.keys.caller import Limits
+from pagemill_servers.keys.caller import Limits
 
 MINUTE_MS = 60_000
 LATE_ON_SATURDAY_S = 1_795_391_000.0

@@ -17,8 +17,8 @@ from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.refusals import duration
 from pagemill_gateway.request_record import AttemptRecord, RequestRecord
 from pagemill_protocol.catalog import Catalog
-from pagemill_protocol.generate import Usage
-from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.request.generate import Usage
+from pagemill_servers.auth import hash_key
 
 KEY = {"Authorization": "Bearer sk-one"}
 OTHER = {"Authorization": "Bearer sk-two"}

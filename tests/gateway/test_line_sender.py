@@ -14,8 +14,8 @@ from pagemill_gateway.batches import answer_file
 from pagemill_gateway.batches.answer_file import AnswerFile
 from pagemill_gateway.batches.line_sender import LineReply, LineSender
 from pagemill_protocol.errors import PagemillError, bad_upstream
-from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.keys.ring import KeyRing
+from pagemill_servers.auth import hash_key
+from pagemill_servers.keys.ring import KeyRing
 
 MANY = b"x" * 1_000_000
 

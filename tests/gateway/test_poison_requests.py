@@ -19,6 +19,7 @@ import virtual_loop
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pagemill_api.openai import render
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import Assignment, EngineFailureKind, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
@@ -33,10 +34,9 @@ from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.openai import render
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
 
 STEP_S = 0.05
 SILENCE_S = 25.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from examples import num_examples
 from pagemill_engine.ipc.messages import PrefixEvents
 from pagemill_engine.kv.manager import KVCacheManager
-from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S, Dispatch, Dispatches
 from pagemill_gateway.brain.endpoints.reports import StateGap
@@ -24,7 +24,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.frames import StateDecoder
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 
 PODS = ("a", "b", "c")
 BLOCK_SIZE = 4

@@ -22,7 +22,7 @@ from real_cluster import MODEL, TOKEN, Server, endpoint_of, fetch
 from waiting import WAIT_LIMIT_S, eventually, wait_until
 
 from pagemill_protocol.catalog import Catalog, CatalogModel
-from pagemill_protocol.load import LoadFrame
+from pagemill_protocol.report.load import LoadFrame
 from pagemill_protocol.versions import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ from pagemill_operator.autoscaler.records import Record, encode_record
 from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Fleet, Signals
-from pagemill_protocol.load import Arrivals, EnginesLoad
+from pagemill_protocol.report.load import Arrivals, EnginesLoad
 settings = ScalingSettings(mode="Active", min_replicas=1, max_replicas=8, kv_cache_usage=0.5, queue_depth=2)
 engines = EnginesLoad(truth="value", num_reporting=2, num_blocks_total=2000, num_blocks_active=1900, block_size=16)
 signals = Signals(at_s=1000.0, num_reporting=1, engines=engines, arrivals=Arrivals(truth="value"), fleet=Fleet(2, 2))
@@ -169,8 +169,8 @@ def version_of(control_url: str) -> dict[str, Any]:
 
 def test_the_programs_have_the_versions_of_their_releases(platform: Platform, previous_release: Release) -> None:  # noqa: F811
     where = "import pagemill_engine, pagemill_gateway as g, pagemill_operator, pagemill_protocol as p; print(g, p)"
-    assert previous_release.run(where).decode().count(str(previous_release.paths[0].parent)) == 2
-    assert str(previous_release.paths[0].parent) not in TODAY.run(where).decode()
+    assert previous_release.run(where).decode().count(str(previous_release.paths[-1].parent)) == 2
+    assert str(previous_release.paths[-1].parent) not in TODAY.run(where).decode()
     for control_url in (endpoint_of(platform.new_engine).control_url, platform.new_gateway.control_url):
         assert version_of(control_url)["protocol"] == PROTOCOL_VERSION
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagemill_api.dialects.chat_completions.chat import ChatBody
+from pagemill_api.dialects.chat_completions.completions import CompletionsBody
+from pagemill_api.openai.schemas import ChatCompletionRequest, CompletionRequest
 from pagemill_gateway.brain.interface import HashScheme
 from pagemill_gateway.relay.preparation import prompt_keys, session_key
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_protocol import hashes
-from pagemill_protocol.dialects.chat import ChatBody
-from pagemill_protocol.dialects.completions import CompletionsBody
-from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
 
 SCHEME = HashScheme("weights", "float16", 16, 4)
 

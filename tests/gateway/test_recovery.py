@@ -24,7 +24,7 @@ from pagemill_gateway.brain.resilience.slowness import LEAST_SAMPLES, Slowness
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.state import Digests, StateFrame, StepTimeParams
+from pagemill_protocol.report.state import Digests, StateFrame, StepTimeParams
 
 
 @pytest.fixture

@@ -14,16 +14,16 @@ import pytest
 from otlp_receiver import CLIENT_SPAN, SAMPLED, TRACE_ID, UNSAMPLED, Receiver, receiving
 from waiting import WAIT_LIMIT_S
 
+from pagemill_api.openai.render import SSE_DONE
 from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.generate import FrameMeta, Usage
-from pagemill_protocol.openai.render import SSE_DONE
-from pagemill_protocol.tracing.config import TracingConfig
+from pagemill_protocol.request.generate import FrameMeta, Usage
+from pagemill_servers.tracing.config import TracingConfig
 
 
 @pytest.fixture
 async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Receiver]:
-    monkeypatch.setattr("pagemill_protocol.tracing.exporting.BATCH_DELAY_S", 0.02)
+    monkeypatch.setattr("pagemill_servers.tracing.exporting.BATCH_DELAY_S", 0.02)
     async with receiving() as found:
         yield found
 
@@ -196,9 +196,8 @@ async def test_without_a_receiver_requests_are_answered_and_the_gateway_exits(en
 
 
 def test_without_a_receiver_setting_opentelemetry_is_not_imported() -> None:
-    look = (
-        "import sys, pagemill_gateway.server; assert not any(name.startswith('opentelemetry') for name in sys.modules)"
-    )
+    imported = "any(name.startswith('opentelemetry') for name in sys.modules)"
+    look = f"import sys, pagemill_gateway.processes.server; assert not {imported}"
     assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True).stderr == ""
 
 

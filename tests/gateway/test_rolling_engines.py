@@ -24,8 +24,8 @@ from light_model import light_model
 from waiting import START_LIMIT_S, WAIT_LIMIT_S
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig
-from pagemill_gateway.server import listening, open_gateway
-from pagemill_gateway.sockets import bind, url_of
+from pagemill_gateway.processes.server import listening, open_gateway
+from pagemill_gateway.processes.sockets import bind, url_of
 from pagemill_operator.backends.local.ports import free_port
 
 NAME = "tiny"

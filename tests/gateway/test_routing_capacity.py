@@ -17,7 +17,7 @@ from pagemill_gateway.brain.interface import Assignment, CompletedRequest, Queue
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
 
 BLOCK, CHUNK = 16, 64
 FAST = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0])

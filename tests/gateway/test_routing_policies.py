@@ -19,8 +19,8 @@ from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.round_robin import RoundRobin
 from pagemill_gateway.routing.step_time_snapshot import take_snapshot
 from pagemill_gateway.routing.weighted322 import Weighted322, queue_scores
-from pagemill_protocol.state import EngineLoad, StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.state import EngineLoad, StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
 
 PLAIN = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 101], knot_ms=[10.0, 110.0]))
 """9 ms for each step and 1 ms for each token."""

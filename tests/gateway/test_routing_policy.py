@@ -17,7 +17,7 @@ from pagemill_gateway.routing.least_request import LeastRequest
 from pagemill_gateway.routing.policy import Candidate, RequestView
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.state import StateFrame
+from pagemill_protocol.report.state import StateFrame
 
 NOTHING = frozenset[str]()
 

@@ -16,8 +16,8 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.load import DeploymentLoad, EngineStart, PodCounts
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.report.load import DeploymentLoad, EngineStart, PodCounts
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 
 NOTHING = frozenset[str]()
 

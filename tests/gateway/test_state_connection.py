@@ -16,7 +16,7 @@ from pagemill_gateway.discovery.state_sockets import StateConnector, StateSocket
 from pagemill_gateway.engine_http.connecting import Connector, origin_of
 from pagemill_gateway.engine_http.engine_connection import MAX_UNREAD_BYTES, ConnectionBroken
 from pagemill_protocol.frames import FrameError, encode_state
-from pagemill_protocol.state import StateFrame
+from pagemill_protocol.report.state import StateFrame
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 REQUEST = b"GET /internal/state HTTP/1.1\r\nHost: engine\r\n\r\n"

@@ -11,14 +11,14 @@ import aiohttp
 import pytest
 from redis_server import RedisServer, redis_server
 
+from pagemill_api.answers.events import Content
+from pagemill_api.dialects.base import FinishedChoice, Piece
+from pagemill_api.dialects.openai_responses.responses import ResponsesDialect
 from pagemill_gateway.config import GatewayConfig, RedisConfig, SettingsError, StoredResponsesConfig
 from pagemill_gateway.stored_responses.store import MemoryResponses
-from pagemill_protocol.answers.events import Content
-from pagemill_protocol.dialects.base import FinishedChoice, Piece
-from pagemill_protocol.dialects.responses import ResponsesDialect
 from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_servers.auth import hash_key
 
 STORES: dict[str, Any] = {"stored_responses": StoredResponsesConfig()}
 ONE, TWO, OTHER = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "two", "other"))

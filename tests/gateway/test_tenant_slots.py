@@ -12,7 +12,7 @@ import pytest
 from waiting import WAIT_LIMIT_S, eventually
 
 from pagemill_gateway.config import BatchesConfig
-from pagemill_protocol.http.auth import hash_key
+from pagemill_servers.auth import hash_key
 
 GREEDY, QUIET = "sk-greedy", "sk-quiet"
 BEARER = {"Authorization": f"Bearer {QUIET}"}

@@ -13,7 +13,7 @@ import pytest
 from redis_server import RedisServer, redis_server
 
 from pagemill_gateway.config import RedisConfig
-from pagemill_protocol.http.auth import hash_key
+from pagemill_servers.auth import hash_key
 
 KEY = {"Authorization": "Bearer sk-one"}
 PROMPT = len("<user>hi<assistant>")

@@ -21,8 +21,8 @@ from hung_processes import hang
 from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, eventually, find_event
 
 from pagemill_gateway.config import GatewayConfig
-from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.token_file import read_generated_token
+from pagemill_servers.auth import hash_key
+from pagemill_servers.secrets.token_file import read_generated_token
 
 CONTROL = {"authorization": "Bearer t0ken"}
 KEY = {"authorization": "Bearer sk-one"}

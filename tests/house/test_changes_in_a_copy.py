@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to" / "change-pagemill.md"
-SAMPLING = "protocol/pagemill_protocol/sampling.py"
-SCHEMAS = "protocol/pagemill_protocol/openai/schemas.py"
+SAMPLING = "libs/protocol/pagemill_protocol/request/sampling.py"
+SCHEMAS = "libs/api/pagemill_api/openai/schemas.py"
 FILTERS = "kernels/pagemill_kernels/sampling/filters.py"
 NATIVE = "kernels/pagemill_kernels/cpu/src/sampling.cpp"
 TRITON = "kernels/pagemill_kernels/sampling/triton_body.py"
@@ -58,10 +58,10 @@ from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import sample
 from pagemill_engine.scheduler.step import AdmittedSequence
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.prepare import sampling_of
-from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
-from pagemill_protocol.openapi import document
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.prepare import sampling_of
+from pagemill_api.openai.schemas import ChatCompletionRequest, CompletionRequest
+from pagemill_api.openapi import document
 
 def chosen(body):
     rows = SamplingRows(max_rows=1, vocab_size=8)
@@ -142,9 +142,9 @@ assert '"maximum": 100' in json.dumps(field), field
         """
 import json
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.prepare import sampling_of
-from pagemill_protocol.openai.schemas import CompletionRequest
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.prepare import sampling_of
+from pagemill_api.openai.schemas import CompletionRequest
 
 def asked(**fields):
     body = {"model": "m", "prompt": "a", **fields}
@@ -187,7 +187,7 @@ assert native.sample_tokens(logits, batch).token_ids.tolist() == tokens.tolist()
 
 import torch
 from quick_interpreter import speed_up_interpreter
-from pagemill_engine.runner.device_rows import DeviceRows
+from pagemill_engine.executing.device.device_rows import DeviceRows
 from pagemill_kernels.request_rows import triton_launch as device
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, RowState
 from pagemill_kernels.request_rows.staging import Staging
@@ -281,7 +281,8 @@ assert "at least: 1" in describe(find("llmd.spec.engine.maxNumWaiting"))
 }
 """Row of the page -> (the change, a program that uses it)."""
 
-PACKAGES = ("protocol/pagemill_protocol", "crds/pagemill_crds", "kernels/pagemill_kernels", "engine/pagemill_engine")
+PACKAGES = tuple(f"libs/{name}/pagemill_{name}" for name in ("protocol", "models", "api", "servers", "kube"))
+PACKAGES += ("crds/pagemill_crds", "kernels/pagemill_kernels", "engine/pagemill_engine")
 PACKAGES += ("gateway/pagemill_gateway", "operator/pagemill_operator")
 
 

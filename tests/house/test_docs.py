@@ -140,8 +140,8 @@ def test_yaml_blocks_are_valid_resources() -> None:
 
 
 def test_curl_bodies_are_valid_requests() -> None:
-    from pagemill_protocol.openai.parse import parse_body
-    from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
+    from pagemill_api.openai.parse import parse_body
+    from pagemill_api.openai.schemas import ChatCompletionRequest, CompletionRequest
 
     schemas = {"/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest}
     for line in commands():
@@ -170,8 +170,11 @@ def test_the_life_of_a_request_has_eight_steps() -> None:
 def test_the_architecture_page_names_every_folder() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"^\| `([a-z0-9]+)/`", text, re.MULTILINE))
-    folders = {path.parent.name for path in ROOT.glob("*/pyproject.toml")} | {"bench", "e2e", "tests"}
+    folders = {path.parent.name for path in ROOT.glob("*/pyproject.toml")} | {"libs", "bench", "e2e", "tests"}
     assert folders <= named
+    assert [
+        path.parent.name for path in ROOT.glob("libs/*/pyproject.toml") if f"`pagemill_{path.parent.name}`" not in text
+    ] == []
 
 
 def test_decisions_are_numbered_and_listed() -> None:

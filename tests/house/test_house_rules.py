@@ -14,10 +14,12 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE_ROOTS = ["crds", "protocol", "kernels", "engine", "gateway", "operator", "simulator", "cli"]
+LIBS = ["libs/protocol", "libs/models", "libs/api", "libs/servers", "libs/kube"]
+SOURCE_ROOTS = ["crds", *LIBS, "kernels", "engine", "gateway", "operator", "simulator", "cli"]
 OTHER_ROOTS = ["bench", "docs", "e2e", "examples", "charts", "release", "tests"]
 SKIPPED_FOLDERS = {"__pycache__", "build", "dist", "node_modules"}
 MAX_LINES = 600
+MAX_MODULES = 16
 ENVIRONMENT_READERS = {"config.py", "settings.py"}
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "print"}
@@ -68,10 +70,28 @@ def test_no_file_is_longer_than_600_lines() -> None:
 
 def test_source_roots_and_tests_are_not_packages() -> None:
     """`operator/__init__.py` would shadow the standard library; one under tests/ would break importlib mode."""
-    roots = [ROOT / root / "__init__.py" for root in SOURCE_ROOTS + OTHER_ROOTS]
+    roots = [ROOT / root / "__init__.py" for root in [*SOURCE_ROOTS, *OTHER_ROOTS, "libs"]]
     found = [path for path in roots if path.exists()]
     found += [path for folder in ("tests", "e2e") for path in (ROOT / folder).rglob("__init__.py")]
     assert [name(path) for path in found] == []
+
+
+def test_every_folder_of_a_package_has_an_init() -> None:
+    """Without one, a folder is a namespace: import contracts and type checks do not see what it contains."""
+    folders = {path.parent for path in product_files()}
+    parents = {above for folder in folders for above in folder.parents if _is_in_a_package(above)}
+    assert [name(folder) for folder in sorted(folders | parents) if not (folder / "__init__.py").exists()] == []
+
+
+def _is_in_a_package(folder: Path) -> bool:
+    return folder.is_relative_to(ROOT) and any(part.startswith("pagemill") for part in folder.relative_to(ROOT).parts)
+
+
+def test_no_folder_of_a_package_has_more_than_16_modules() -> None:
+    """The exception is the registry of model families, which consists of one file each."""
+    sizes = Counter(path.parent for path in product_files() if path.name != "__init__.py")
+    large = {name(folder): num for folder, num in sizes.items() if num > MAX_MODULES}
+    assert large.keys() == {"libs/models/pagemill_models/families"}
 
 
 def test_test_files_have_unique_names() -> None:
@@ -200,7 +220,7 @@ def _imports_future_annotations(path: Path) -> bool:
 
 def test_every_package_is_marked_as_typed() -> None:
     packages = [path.parent for root in SOURCE_ROOTS for path in (ROOT / root).glob("pagemill*/__init__.py")]
-    assert {package.parent.name for package in packages} == set(SOURCE_ROOTS)
+    assert {name(package.parent) for package in packages} == set(SOURCE_ROOTS)
     assert [name(package) for package in packages if not (package / "py.typed").exists()] == []
 
 

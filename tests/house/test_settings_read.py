@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 SETTINGS = {
-    "engine/pagemill_engine/config.py": ("engine", "protocol"),
-    "gateway/pagemill_gateway/config.py": ("gateway", "protocol"),
+    "engine/pagemill_engine/config.py": ("engine", "libs"),
+    "gateway/pagemill_gateway/config.py": ("gateway", "libs"),
     "operator/pagemill_operator/config.py": ("operator",),
-    "protocol/pagemill_protocol/tracing/config.py": ("protocol",),
-    "protocol/pagemill_protocol/http/tls_config.py": ("protocol",),
-    "protocol/pagemill_protocol/generation_defaults.py": ("protocol", "operator", "engine"),
+    "libs/servers/pagemill_servers/tracing/config.py": ("libs/servers",),
+    "libs/servers/pagemill_servers/tls_config.py": ("libs/servers",),
+    "libs/models/pagemill_models/tokenizer_files/generation_defaults.py": ("libs/models", "operator", "engine"),
 }
 """Modules of settings -> the folders whose code reads them."""
 AS_A_WHOLE = {"GenerationDefaults"}

@@ -19,23 +19,24 @@ TOLERANCE = 0.1
 """The relative tolerance of the table, which need not change with every line."""
 SMALL_LINES = 60
 REGISTRIES = {
-    "pagemill_engine.scheduler.policies",
+    "pagemill_engine.scheduler.order",
     "pagemill_gateway.routing.policies",
-    "pagemill_protocol.answers.registry",
-    "pagemill_protocol.sources.registry",
+    "pagemill_api.answers.registry",
+    "pagemill_models.sources.registry",
     "pagemill_simulator.scaling.rivals",
     "pagemill_simulator.workloads.generators",
 }
 """Modules that import the implementations of one interface. An implementation is a module of its own, however small."""
 SEAMS = (
     # The file of a family of models is found by the architecture's name.
-    r"pagemill_protocol\.models\.\w+",
+    r"pagemill_models\.families\.\w+",
     # The folder of an operation has a file for each of its implementations, which the registry finds by a path.
     r"pagemill_kernels\.\w+\.(reference|cpu|native|triton_launch|triton_body)",
 )
 """Patterns of implementations that are found by their names."""
 ALONE = {
-    "pagemill_engine.loader.load": "imported after the process has set the variables that its libraries read at import",
+    "pagemill_engine.fetching.load": "imported after the process has set variables that its libraries read at import",
+    "pagemill_engine.starting.load_encoder": "its imports need torch, which its user `load_cpu` does without",
     "pagemill_engine.output.pooled": "the second implementation of `output.processor.Processor`, which has 380 lines",
     "pagemill_engine.settings": "only settings modules read environment variables",
     "pagemill_kube.config": "only settings modules read environment variables",

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 from server_processes import HttpServer, read_answer, read_to_end
 
-from pagemill_protocol.http.connection import MAX_HEADERS
-from pagemill_protocol.http.connection_limits import MAX_CONTROL_CONNECTIONS
+from pagemill_servers.connection import MAX_HEADERS
+from pagemill_servers.connection_limits import MAX_CONTROL_CONNECTIONS
 
 PORTS = ["data", "control"]
 PATH = b"/livez"

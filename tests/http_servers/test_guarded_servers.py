@@ -29,10 +29,10 @@ from server_processes import (
 from waiting import wait_until
 from wrong_keys import wrong_keys
 
+from pagemill_api.openapi import document
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.frames import FrameDecoder
-from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.openapi import document
+from pagemill_servers.auth import hash_key
 
 KEY, CONTROL_TOKEN, ENGINE_TOKEN = "sk-right", "control-secret", "internal-secret"
 OPEN_PATHS = {"/health", "/ping", "/livez", "/readyz", "/version", "/docs", "/openapi.json"}

@@ -25,7 +25,7 @@ from server_processes import ANSWER_TIMEOUT_S, GOOD, MIB, MODEL, NUM_HANGS, Answ
 from starlette.routing import Route
 from waiting import busy_factor
 
-from pagemill_engine.server import apps as engine_apps
+from pagemill_engine.server.routes import apps as engine_apps
 from pagemill_gateway import app as gateway_app
 from pagemill_gateway.discovery.catalog import MAX_ENDPOINTS, MAX_MODELS
 

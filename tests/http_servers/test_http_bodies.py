@@ -26,8 +26,8 @@ from server_processes import (
     without_a_hang,
 )
 
-from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest, TokenizeRequest
-from pagemill_protocol.openai.unsupported import CHAT, COMPLETIONS
+from pagemill_api.openai.schemas import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from pagemill_api.openai.unsupported import CHAT, COMPLETIONS
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
 FIELDS = sorted(

@@ -18,9 +18,9 @@ from schemathesis.core.result import Ok
 from schemathesis.specs.openapi import checks
 from server_processes import ANSWER_TIMEOUT_S, MODEL, Answer, HttpServer, examples, without_a_hang
 
-from pagemill_protocol.dialects.error_shapes import error_body_at
-from pagemill_protocol.http.errors import method_not_allowed
-from pagemill_protocol.openapi import document
+from pagemill_api.dialects.error_shapes import error_body_at
+from pagemill_api.openapi import document
+from pagemill_servers.errors import method_not_allowed
 
 AnyOperation = APIOperation[Any, Any, Any, Any]
 DOCUMENT = json.loads(document("servers", "1"))

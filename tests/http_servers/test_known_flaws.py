@@ -25,10 +25,10 @@ from pagemill_engine.config import ServerConfig
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.hashes import block_hashes, root_hash
-from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.keys.ring import KeyRing
-from pagemill_protocol.keys.scope import cache_salt
+from pagemill_servers.auth import hash_key
+from pagemill_servers.keys.caller import Caller
+from pagemill_servers.keys.ring import KeyRing
+from pagemill_servers.keys.scope import cache_salt
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "hostile-input.md"

@@ -18,10 +18,10 @@ from server_processes import ANSWER_TIMEOUT_S, GOOD, MAX_MODEL_LEN, MODEL, Answe
 from waiting import wait_until
 
 from pagemill_operator.backends.local.ports import free_port
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.token_file import read_generated_token
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_servers.auth import hash_key
+from pagemill_servers.secrets.token_file import read_generated_token
 
 ENGINE = {
     "model": light_model(),

@@ -15,7 +15,7 @@ from pagemill_operator.autoscaler.demand import PANIC_S, STARTS_S, DemandPolicy
 from pagemill_operator.autoscaler.memory import MAX_FLAPS, Memory
 from pagemill_operator.autoscaler.settings import Direction, Rule, ScalingSettings, Slo, settings_of
 from pagemill_operator.autoscaler.signals import Fleet
-from pagemill_protocol.load import Arrivals, EnginesLoad, Lengths, QueueLoad
+from pagemill_protocol.report.load import Arrivals, EnginesLoad, Lengths, QueueLoad
 
 KV = ScalingSettings("Active", 1, 10, kv_cache_usage=0.8, queue_depth=4)
 WINDOW = msgspec.structs.replace(KV, down=Direction(300.0, is_own_window=True))

@@ -15,9 +15,9 @@ from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.records import Record, decode_record, encode_record, replay
 from pagemill_operator.autoscaler.settings import Direction, ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Fleet, GatewayReport, merge
-from pagemill_protocol.histogram import Histogram
-from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, Latencies, Lengths, QueueLoad
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.histogram import Histogram
+from pagemill_protocol.report.load import Arrivals, DeploymentLoad, EnginesLoad, Latencies, Lengths, QueueLoad
+from pagemill_protocol.report.state import StepTimeParams
 
 counts = st.integers(0, 10**6)
 truths = st.sampled_from(["value", "unknown", "stale"])

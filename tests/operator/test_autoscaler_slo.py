@@ -21,9 +21,9 @@ from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Fleet, Shape, Signals, shape_of
 from pagemill_operator.autoscaler.slo import STEADY_MISSES, meets, slo_target
-from pagemill_protocol.histogram import histogram_of
-from pagemill_protocol.load import Lengths, QueueLoad
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.histogram import histogram_of
+from pagemill_protocol.report.load import Lengths, QueueLoad
+from pagemill_protocol.report.state import StepTimeParams
 
 SHAPE = Shape(BLOCKS, BLOCK_SIZE, SEATS, 512, STEP_TIME)
 DEMAND = OfferedLoad(

@@ -15,10 +15,10 @@ from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.backend import TRIES, KubernetesCluster
 from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
-from pagemill_operator.controller.cache import ObjectCache
+from pagemill_operator.controller.watching.cache import ObjectCache
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.plan.types import Problem
-from pagemill_protocol.load import EngineReport
+from pagemill_protocol.report.load import EngineReport
 
 Manifest = dict[str, Any]
 KEY = "default/chat"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagemill_operator.controller.cold_starts import PHASES, ColdStarts, start_of
-from pagemill_operator.controller.metrics import OperatorMetrics
-from pagemill_protocol.load import EngineStart
+from pagemill_operator.controller.reporting.cold_starts import PHASES, ColdStarts, start_of
+from pagemill_operator.controller.reporting.metrics import OperatorMetrics
+from pagemill_protocol.report.load import EngineStart
 
 Manifest = dict[str, Any]
 KEY = "default/chat"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION, costs_to_write
 from pagemill_operator.load.store import emptiest_first, weight
-from pagemill_protocol.load import EngineReport
+from pagemill_protocol.report.load import EngineReport
 
 Manifest = dict[str, Any]
 TEMPLATE = "t1"

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
-from pagemill_operator.controller.metrics import OperatorMetrics
+from pagemill_operator.controller.reporting.metrics import OperatorMetrics
 from pagemill_operator.plan.types import Group, Plan, Process
 from pagemill_operator.status.observation import Observation, ReplicaObservation
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pagemill_kube.errors import ApiError
-from pagemill_operator.controller.keys import ClusterKeys, new_keys, read_keys
+from pagemill_operator.controller.leading.keys import ClusterKeys, new_keys, read_keys
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 DAY_S = 86_400.0

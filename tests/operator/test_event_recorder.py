@@ -10,7 +10,7 @@ import pytest
 from hand_clock import Clock
 
 from pagemill_kube.errors import ApiError, Unreachable
-from pagemill_operator.controller.events import MAX_KINDS, QUIET_S, EventRecorder
+from pagemill_operator.controller.reporting.events import MAX_KINDS, QUIET_S, EventRecorder
 
 OWNER = {"metadata": {"name": "chat", "namespace": "default", "uid": "u1", "resourceVersion": "5"}}
 

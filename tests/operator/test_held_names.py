@@ -9,7 +9,7 @@ import pytest
 
 from pagemill_gateway.discovery.kubernetes.builder import build_catalog
 from pagemill_gateway.discovery.kubernetes.objects import WatchedDeployment
-from pagemill_operator.controller.cache import ClaimedNames, claim_of
+from pagemill_operator.controller.watching.cache import ClaimedNames, claim_of
 
 
 class Claim(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 from waiting import WAIT_LIMIT_S
 
 from pagemill_kube.errors import ApiError, Unreachable
-from pagemill_operator.controller.lease import LeaderElection, Leadership, LeaseSettings
+from pagemill_operator.controller.leading.lease import LeaderElection, Leadership, LeaseSettings
 
 DURATION_S, DEADLINE_S, RETRY_S = 15.0, 10.0, 2.0
 

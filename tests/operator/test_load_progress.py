@@ -11,7 +11,7 @@ from observed_world import CACHED, World, running
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_kube.errors import Unreachable
-from pagemill_operator.controller.load_progress import PERIOD_S, LoaderProgress, progress_text
+from pagemill_operator.controller.watching.load_progress import PERIOD_S, LoaderProgress, progress_text
 
 GIB = 2**30
 

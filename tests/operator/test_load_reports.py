@@ -14,13 +14,13 @@ from hand_clock import Clock
 from killable_server import serve
 
 from pagemill_operator.autoscaler.signals import Fleet, Signals, merge
-from pagemill_operator.controller.load_stream import display_wait_s
+from pagemill_operator.controller.watching.load_stream import display_wait_s
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import follow_load
 from pagemill_operator.status.load import summarize
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
-from pagemill_protocol.histogram import histogram_of
-from pagemill_protocol.load import (
+from pagemill_protocol.report.histogram import histogram_of
+from pagemill_protocol.report.load import (
     Arrivals,
     DeploymentLoad,
     EngineReport,
@@ -32,7 +32,7 @@ from pagemill_protocol.load import (
     PodCounts,
     QueueLoad,
 )
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
 from pagemill_protocol.versions import OLDEST_VERSION, PROTOCOL_HEADER, PROTOCOL_VERSION, UnsupportedProtocol
 
 KEY = "default/chat"

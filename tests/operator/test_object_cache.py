@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagemill_operator.controller.cache import ObjectCache
+from pagemill_operator.controller.watching.cache import ObjectCache
 
 Manifest = dict[str, Any]
 GATEWAY = {"app.kubernetes.io/name": "pagemill", "app.kubernetes.io/component": "gateway"}

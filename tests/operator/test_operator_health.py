@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill_operator.controller.health import STALLED_LOOP_S, STALLED_RECONCILE_S, STALLED_WATCH_S, Health
+from pagemill_operator.controller.reporting.health import STALLED_LOOP_S, STALLED_RECONCILE_S, STALLED_WATCH_S, Health
 
 
 class World:

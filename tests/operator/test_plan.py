@@ -14,11 +14,11 @@ from pagemill_crds.models import LLMDeployment
 from pagemill_crds.sections import model as spec_model
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.server.settings import Settings
+from pagemill_models.tokenizer_files.generation_defaults import GenerationDefaults
 from pagemill_operator.plan import make_plan
 from pagemill_operator.plan.extra_args import SETTINGS
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import QueuePlan
-from pagemill_protocol.generation_defaults import GenerationDefaults
 
 Make = Callable[..., LLMDeployment]
 

@@ -12,11 +12,11 @@ from engine_reports import used
 from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
-from pagemill_operator.controller.cache import ObjectCache
-from pagemill_operator.controller.events import EventRecorder
-from pagemill_operator.controller.metrics import OperatorMetrics
-from pagemill_operator.controller.reconcile import SETTLE_LONGEST_S, Reconciler
-from pagemill_protocol.state import EngineLoad
+from pagemill_operator.controller.leading.reconcile import SETTLE_LONGEST_S, Reconciler
+from pagemill_operator.controller.reporting.events import EventRecorder
+from pagemill_operator.controller.reporting.metrics import OperatorMetrics
+from pagemill_operator.controller.watching.cache import ObjectCache
+from pagemill_protocol.report.state import EngineLoad
 
 Manifest = dict[str, Any]
 KEY = "default/chat"

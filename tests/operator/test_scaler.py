@@ -19,8 +19,8 @@ from pagemill_operator.plan import make_plan
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import find_conditions
 from pagemill_operator.status.observation import Observation, ReplicaObservation
-from pagemill_protocol.histogram import histogram_of
-from pagemill_protocol.load import DeploymentLoad, EnginesLoad, EngineStart, Latencies, Lengths, QueueLoad
+from pagemill_protocol.report.histogram import histogram_of
+from pagemill_protocol.report.load import DeploymentLoad, EnginesLoad, EngineStart, Latencies, Lengths, QueueLoad
 
 QUEUE = QueueLoad(num_requests=6, num_tokens=10)
 KEY = "default/chat"

@@ -23,8 +23,8 @@ from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.status.conditions import find_conditions
 from pagemill_operator.status.observation import Observation, ReplicaObservation
-from pagemill_protocol.load import DeploymentLoad, EngineReport, EngineWork, Lengths, QueueLoad, work_of
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineWork, Lengths, QueueLoad, work_of
+from pagemill_protocol.report.state import EngineLoad
 
 KEY = "default/chat"
 Install = Callable[..., None]

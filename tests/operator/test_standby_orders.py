@@ -21,7 +21,7 @@ from pagemill_operator.backends.rollout import next_actions
 from pagemill_operator.backends.standby import next_standby_actions
 from pagemill_operator.plan import Group, Plan, Process
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
-from pagemill_protocol.load import Lengths, QueueLoad
+from pagemill_protocol.report.load import Lengths, QueueLoad
 
 PROCESS = Process("module", {})
 WAKING: Phase = "waking"

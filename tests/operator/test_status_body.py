@@ -21,7 +21,7 @@ from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.status.conditions import events_between
 from pagemill_operator.status.load import REQUEST_STEPS, coarse, next_load, summarize
 from pagemill_operator.status.observation import Fault, LastStart, Observation, ReplicaObservation
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
 
 Make = Callable[..., LLMDeployment]
 T0, T1, T2 = "2026-01-01T00:00:00Z", "2026-01-01T00:00:10Z", "2026-01-01T00:01:00Z"

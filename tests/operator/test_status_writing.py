@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_operator.controller.status_writing import (
+from pagemill_operator.controller.reporting.status_writing import (
     MIN_WRITE_INTERVAL_S,
     merge_patch,
     ready_after_s,

@@ -11,7 +11,7 @@ from scaling_world import Scaled, arrivals, engines
 
 from pagemill_operator.autoscaler.settings import Direction, Rule, ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Fleet
-from pagemill_protocol.load import Arrivals, EnginesLoad, QueueLoad
+from pagemill_protocol.report.load import Arrivals, EnginesLoad, QueueLoad
 
 
 def settings(low: int = 1, high: int = 10, **fields: Any) -> ScalingSettings:

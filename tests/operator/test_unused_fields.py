@@ -18,7 +18,7 @@ from pagemill_operator.plan import make_plan
 from pagemill_operator.plan.unused import FIELDS
 from pagemill_operator.status.conditions import Finding, find_conditions, merge_conditions
 from pagemill_operator.status.observation import Observation
-from pagemill_protocol.load import DeploymentLoad, LoadFrame, PodCounts
+from pagemill_protocol.report.load import DeploymentLoad, LoadFrame, PodCounts
 
 Make = Callable[..., LLMDeployment]
 Machine = Any

@@ -9,8 +9,8 @@ from hand_clock import Clock
 from waiting import WAIT_LIMIT_S
 
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME
-from pagemill_operator.controller.session import stream_of
-from pagemill_operator.controller.watches import StreamId, Watches
+from pagemill_operator.controller.watching.session import stream_of
+from pagemill_operator.controller.watching.watches import StreamId, Watches
 
 PODS = StreamId("Pod")
 SERVICES = StreamId("Service")

@@ -8,7 +8,7 @@ import pytest
 from hand_clock import Clock
 from waiting import WAIT_LIMIT_S
 
-from pagemill_operator.controller.queue import WorkQueue
+from pagemill_operator.controller.leading.queue import WorkQueue
 
 
 @pytest.fixture

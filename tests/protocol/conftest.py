@@ -14,10 +14,10 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from pagemill_protocol.sources import resolve_source
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.load_bundle import load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_models.sources import resolve_source
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_protocol.answers.events import (
-    AnswerFormat,
+from pagemill_api.answers.events import (
     CallArguments,
     CallBegin,
     CallEnd,
@@ -18,8 +17,9 @@ from pagemill_protocol.answers.events import (
     Event,
     Reasoning,
 )
-from pagemill_protocol.answers.parser import AnswerParser
-from pagemill_protocol.answers.registry import reasoning_parser_names, tool_parser_names
+from pagemill_api.answers.parser import AnswerParser
+from pagemill_api.answers.registry import reasoning_parser_names, tool_parser_names
+from pagemill_protocol.request.answer_format import AnswerFormat
 
 ROME = ("weather", {"city": "Rome"})
 OSLO = ("weather", {"city": 'Os}lo"]'})

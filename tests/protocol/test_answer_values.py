@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pagemill_protocol.dialects.base import Preparation
-from pagemill_protocol.dialects.registry import dialect_of
+from pagemill_api.dialects.base import Preparation
+from pagemill_api.dialects.registry import dialect_of
+from pagemill_api.openai.prepare import within_vocabulary
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.openai.prepare import within_vocabulary
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
 
 CONTEXT = 131_072
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refusal_of
 
-from pagemill_protocol.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece
-from pagemill_protocol.dialects.messages import MessagesDialect
+from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from pagemill_api.dialects.anthropic.messages import MessagesDialect
+from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
+from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
-from pagemill_protocol.openai.schemas import ChatCompletionRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
 
 DIALECT = MessagesDialect()
 HI: dict[str, Any] = {"role": "user", "content": "hi"}

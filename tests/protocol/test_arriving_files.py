@@ -12,7 +12,7 @@ import pytest
 from tiny_files import model_files
 from waiting import WAIT_LIMIT_S, wait_until
 
-from pagemill_protocol.partial_download import (
+from pagemill_models.files.partial_download import (
     FileLink,
     PartialDownload,
     awaited_bytes,
@@ -20,12 +20,12 @@ from pagemill_protocol.partial_download import (
     wait_for_all,
     wait_until_complete,
 )
-from pagemill_protocol.safetensors_header import read_folder_headers
+from pagemill_models.files.safetensors_header import read_folder_headers
+from pagemill_models.sources import FetchError
+from pagemill_models.sources.base import Listing, RemoteFile, Repository, SourceKind
+from pagemill_models.sources.store.cache import ModelCache
+from pagemill_models.sources.store.fetch import Watch
 from pagemill_protocol.source_errors import UnreadableModelError
-from pagemill_protocol.sources import FetchError
-from pagemill_protocol.sources.base import Listing, RemoteFile, Repository, SourceKind
-from pagemill_protocol.sources.store.cache import ModelCache
-from pagemill_protocol.sources.store.fetch import Watch
 
 SHARDS = [f"model-{number}.safetensors" for number in range(4)]
 FILES = model_files(num_shards=4, shard_bytes=1_000_000)

@@ -10,13 +10,13 @@ import msgspec
 import orjson
 import pytest
 
+from pagemill_api.openai import prepare
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.schemas import ChatCompletionRequest, CompletionRequest
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.openai import prepare
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2}
 

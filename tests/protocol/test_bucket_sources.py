@@ -20,11 +20,11 @@ from s3_server import KEY, LEASED_KEY, LEASED_SECRET, SECRET, CuttingProxy, S3Se
 from tiny_files import gguf_file, model_files, safetensors
 from waiting import wait_until
 
-from pagemill_protocol.safetensors_header import INDEX_FILE, read_index
-from pagemill_protocol.sources import FetchError, find_kind, resolve_source
-from pagemill_protocol.sources.headers import can_read_header, fetch_header
-from pagemill_protocol.sources.ranges import RANGE_BYTES
-from pagemill_protocol.sources.store.cache import ModelCache
+from pagemill_models.files.safetensors_header import INDEX_FILE, read_index
+from pagemill_models.sources import FetchError, find_kind, resolve_source
+from pagemill_models.sources.headers import can_read_header, fetch_header
+from pagemill_models.sources.schemes.ranges import RANGE_BYTES
+from pagemill_models.sources.store.cache import ModelCache
 
 FILES = model_files()
 Load = Callable[[str], Path]
@@ -156,7 +156,15 @@ def test_files_of_a_killed_loader_are_not_downloaded_again(
     server.put("models", {"left/config.json": FILES["config.json"], "left/model.safetensors": content})
     stalling = CuttingProxy(server.port, cut_bytes=6_000_000, num_cuts=1, stalls=True)
     target = tmp_path / "models" / "one"
-    command = [sys.executable, "-m", "pagemill_engine.loader", "--source", "s3://models/left", "--target", str(target)]
+    command = [
+        sys.executable,
+        "-m",
+        "pagemill_engine.fetching",
+        "--source",
+        "s3://models/left",
+        "--target",
+        str(target),
+    ]
     loader = subprocess.Popen(command, env=os.environ | {"AWS_ENDPOINT_URL": stalling.url}, stdout=subprocess.DEVNULL)
     part = tmp_path / "models" / ".one.loading" / "model.safetensors.part"
     wait_until(lambda: part.exists() and part.stat().st_size > 4_000_000)

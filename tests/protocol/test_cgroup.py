@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagemill_protocol.cgroup import folders, usable_cores
+from pagemill_servers.process.cgroup import folders, usable_cores
 
 
 @pytest.fixture

@@ -14,17 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from pagemill_protocol.answers.events import AnswerFormat, CallArguments, CallBegin, Content, Event, Reasoning
-from pagemill_protocol.answers.parser import AnswerParser
-from pagemill_protocol.answers.registry import REASONING_ENDS, call_syntax, tool_formats
+from pagemill_api.answers.events import CallArguments, CallBegin, Content, Event, Reasoning
+from pagemill_api.answers.parser import AnswerParser
+from pagemill_api.answers.registry import REASONING_ENDS, call_syntax, tool_formats
+from pagemill_api.grammars.parser import fault_of, parser_limits
+from pagemill_api.grammars.source import grammar_text
+from pagemill_api.openai.chat_form import check_schemas, prescribed
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.prepare import check_form
+from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.grammars.parser import fault_of, parser_limits
-from pagemill_protocol.grammars.source import grammar_text
-from pagemill_protocol.openai.chat_form import check_schemas, prescribed
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.prepare import check_form
-from pagemill_protocol.openai.schemas import ChatCompletionRequest
-from pagemill_protocol.structured_outputs import StructuredOutputs
+from pagemill_protocol.request.answer_format import AnswerFormat
+from pagemill_protocol.request.structured_outputs import StructuredOutputs
 
 WEATHER: dict[str, Any] = {
     "type": "object",

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from waiting import WAIT_LIMIT_S
 
+from pagemill_api.sandbox.process import TemplateLimits
+from pagemill_api.text.template.chat_template import ChatTemplate
+from pagemill_models.sources import SourceError
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.sources import SourceError
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.chat_template import ChatTemplate
-from pagemill_protocol.text.template_process import TemplateLimits
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 LIMITS = TemplateLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
 HELLO = [{"role": "user", "content": "hello"}]

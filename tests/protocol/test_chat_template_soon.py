@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from waiting import eventually
 
+from pagemill_api.sandbox.process import MAX_INLINE_WRITE_BYTES, TemplateLimits
+from pagemill_api.text.template.chat_template import ChatTemplate
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.chat_template import ChatTemplate
-from pagemill_protocol.text.template_process import MAX_INLINE_WRITE_BYTES, TemplateLimits
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 LIMITS = TemplateLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

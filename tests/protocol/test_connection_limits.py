@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http.connection_limits import FREE_HEAD_BYTES, ConnectionLimits, Place, client_network
+from pagemill_servers.connection_limits import FREE_HEAD_BYTES, ConnectionLimits, Place, client_network
 
 
 class Port:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http.guard import ControlGuard, ControlTokens, require_control, require_token
+from pagemill_servers.guard import ControlGuard, ControlTokens, require_control, require_token
 
 TOKENS = ControlTokens("secret", setting="internal_token")
 RIGHT = ("authorization", "Bearer secret")

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from examples import num_examples
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.sentencepiece import decoder_json, model_json, normalizer_json
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_models.tokenizer_files.sentencepiece import decoder_json, model_json, normalizer_json
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 PIECES = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "the", "▁▁", "é", "你", "fox"]
 BYTES_FROM = 2

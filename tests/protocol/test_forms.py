@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from pagemill_api.grammars.check import FormChecks
+from pagemill_api.grammars.endless import is_endless
+from pagemill_api.grammars.limits import expanded_size
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.prepare import sampling_of
+from pagemill_api.openai.schemas import ChatCompletionRequest
+from pagemill_api.sandbox.process import TemplateLimits
+from pagemill_api.structured_params import StructuredOutputsParams
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.grammars.check import FormChecks
-from pagemill_protocol.grammars.endless import is_endless
-from pagemill_protocol.grammars.limits import expanded_size
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.prepare import sampling_of
-from pagemill_protocol.openai.schemas import ChatCompletionRequest
-from pagemill_protocol.structured_outputs import StructuredOutputs
-from pagemill_protocol.structured_params import StructuredOutputsParams
-from pagemill_protocol.text.template_process import TemplateLimits
+from pagemill_protocol.request.structured_outputs import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 SCHEMA_TEXT = '{"type":"object","properties":{"b":{},"a":{}}}'

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_protocol import frames
-from pagemill_protocol.generate import FrameMeta, Usage
-from pagemill_protocol.state import EngineLoad, StateFrame
+from pagemill_protocol.report.state import EngineLoad, StateFrame
+from pagemill_protocol.request.generate import FrameMeta, Usage
 
 metas = st.builds(
     FrameMeta,

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_protocol.gguf_file import MAX_ARRAY_ENTRIES, GGMLType, GGUFError, GGUFFile
+from pagemill_models.files.gguf_file import MAX_ARRAY_ENTRIES, GGMLType, GGUFError, GGUFFile
 
 REFUSAL_LIMIT_S = 0.05
 

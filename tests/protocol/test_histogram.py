@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_protocol.histogram import Histogram, bin_of, histogram_of, merged, value_of
+from pagemill_protocol.report.histogram import Histogram, bin_of, histogram_of, merged, value_of
 
 VALUES = st.lists(st.floats(1.0, 1e9), min_size=1, max_size=200)
 

@@ -11,7 +11,7 @@ from bounded_server import echo, error_of, exchange, serving
 from starlette.types import Receive, Scope, Send
 from waiting import WAIT_LIMIT_S
 
-from pagemill_protocol.http.direct import direct_response
+from pagemill_servers.direct import direct_response
 
 
 async def test_an_endless_header_is_refused_at_the_limit() -> None:
@@ -102,7 +102,7 @@ async def test_a_body_with_broken_framing_gets_a_400_in_the_error_format(chunks:
 
 
 async def test_a_refusal_before_the_app_has_an_id_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "pagemill_protocol.http.connection")
+    caplog.set_level(logging.INFO, "pagemill_servers.connection")
     async with serving() as port:
         answer = await exchange(port, b"GARBAGE of-a-client\r\n\r\n")
     identity = re.findall(rb"x-request-id: ([0-9a-f]{32})\r\n", answer)[0].decode()

@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 from waiting import WAIT_LIMIT_S, eventually
 
 from pagemill_protocol.errors import unauthorized
-from pagemill_protocol.http.connection_limits import FREE_HEAD_BYTES, ConnectionLimits
-from pagemill_protocol.http.direct import count_for_tenant, direct_response
-from pagemill_protocol.http.request_middleware import read_body
+from pagemill_servers.connection_limits import FREE_HEAD_BYTES, ConnectionLimits
+from pagemill_servers.direct import count_for_tenant, direct_response
+from pagemill_servers.request_middleware import read_body
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 CLOSING_GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"

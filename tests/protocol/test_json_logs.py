@@ -11,7 +11,7 @@ import pytest
 
 LOGGED = """
 import logging
-from pagemill_protocol import logs
+from pagemill_servers.process import logs
 logs.configure("INFO", process="server")
 try:
     raise ValueError("no")

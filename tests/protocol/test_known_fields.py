@@ -10,12 +10,12 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from pagemill_protocol.dialects.openai_responses.request import ResponsesRequest
-from pagemill_protocol.dialects.vectors.request import EmbeddingRequest
+from pagemill_api.dialects.openai_responses.request import ResponsesRequest
+from pagemill_api.dialects.vectors.request import EmbeddingRequest
+from pagemill_api.openai.fields import RequestModel
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.schemas import ChatCompletionRequest, CompletionRequest
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.openai.fields import RequestModel
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.schemas import ChatCompletionRequest, CompletionRequest
 
 KINDS: list[tuple[Any, type[RequestModel]]] = [
     (chat_create_params.CompletionCreateParamsBase, ChatCompletionRequest),

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_protocol.dialects.base import FinishedChoice, Piece
-from pagemill_protocol.dialects.kserve import HEADER_LENGTH, PAGES, KserveGenerateDialect, KserveInferDialect
-from pagemill_protocol.dialects.open_inference.request import InferBody
-from pagemill_protocol.dialects.open_inference.tensors import packed, unpacked
-from pagemill_protocol.dialects.pages import PageRequest
-from pagemill_protocol.dialects.transport import RequestInfo
+from pagemill_api.dialects.base import FinishedChoice, Piece
+from pagemill_api.dialects.open_inference.kserve import HEADER_LENGTH, PAGES, KserveGenerateDialect, KserveInferDialect
+from pagemill_api.dialects.open_inference.request import InferBody
+from pagemill_api.dialects.open_inference.tensors import packed, unpacked
+from pagemill_api.dialects.pages import PageRequest
+from pagemill_api.dialects.transport import RequestInfo
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.render import ModelCard
+from pagemill_api.openai.schemas import CompletionRequest
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest, Usage
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.render import ModelCard
-from pagemill_protocol.openai.schemas import CompletionRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
 
 GENERATE, INFER = KserveGenerateDialect(), KserveInferDialect()
 TEXT: dict[str, Any] = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hi"]}

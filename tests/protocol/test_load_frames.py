@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_protocol.frames import MAX_LOAD_BYTES, FrameError, LoadDecoder, encode_load
-from pagemill_protocol.histogram import histogram_of
-from pagemill_protocol.load import Arrivals, DeploymentLoad, EnginesLoad, Latencies, LoadFrame, QueueLoad
+from pagemill_protocol.report.histogram import histogram_of
+from pagemill_protocol.report.load import Arrivals, DeploymentLoad, EnginesLoad, Latencies, LoadFrame, QueueLoad
 
 FRAMES = [
     LoadFrame(sequence=0),

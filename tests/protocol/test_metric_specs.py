@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagemill_operator.backends import deployment_metrics
-from pagemill_operator.controller import metric_specs
+from pagemill_operator.controller.reporting import metric_specs
 from pagemill_protocol import metrics
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,11 +15,11 @@ import pytest
 from tiny_files import model_files
 from waiting import WAIT_LIMIT_S, wait_until
 
-from pagemill_protocol.sources import FetchError, resolve_source
-from pagemill_protocol.sources.base import Listing, RemoteFile, Repository, SourceKind
-from pagemill_protocol.sources.settings import parse_size
-from pagemill_protocol.sources.store.cache import ModelCache, entry_name
-from pagemill_protocol.sources.store.record import NAME
+from pagemill_models.sources import FetchError, resolve_source
+from pagemill_models.sources.base import Listing, RemoteFile, Repository, SourceKind
+from pagemill_models.sources.settings import parse_size
+from pagemill_models.sources.store.cache import ModelCache, entry_name
+from pagemill_models.sources.store.record import NAME
 
 FILES = model_files(num_shards=2, shard_bytes=1_000_000)
 MODEL_BYTES = sum(map(len, FILES.values()))
@@ -116,7 +116,7 @@ def test_a_used_model_becomes_the_last_to_be_evicted(tmp_path: Path, shelf: Shel
 
 def test_a_model_in_use_is_never_removed(tmp_path: Path, shelf: Shelf) -> None:
     fill(tmp_path, "served")
-    code = "import sys; from pagemill_protocol.sources import resolve_source; "
+    code = "import sys; from pagemill_models.sources import resolve_source; "
     code += "print(resolve_source('file://' + sys.argv[1]), flush=True); sys.stdin.read()"
     engine = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "served")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -135,7 +135,7 @@ def test_a_model_in_use_is_never_removed(tmp_path: Path, shelf: Shelf) -> None:
 def test_a_process_that_uses_a_model_leaves_no_file_open(tmp_path: Path, shelf: Shelf) -> None:
     folder = fetch(tmp_path, shelf, "one")
     code = (
-        "import sys\nfrom pathlib import Path\nfrom pagemill_protocol.sources.store.record import SHARED_LOCKS, NAME\n"
+        "import sys\nfrom pathlib import Path\nfrom pagemill_models.sources.store.record import SHARED_LOCKS, NAME\n"
         "SHARED_LOCKS.acquire(Path(sys.argv[1]))\n"
         "assert [*SHARED_LOCKS._held.values()][0].name == str(Path(sys.argv[1], NAME))"
     )

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.model_spec import UnsupportedModelArchitecture
-from pagemill_protocol.models.known import BUILT_IN, known_architectures
-from pagemill_protocol.models.registry import find_family
-from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
-from pagemill_protocol.safetensors_header import read_header
-from pagemill_protocol.sources import SourceError, UnreadableModelError
+from pagemill_models.declaration.known import BUILT_IN, known_architectures
+from pagemill_models.declaration.registry import find_family
+from pagemill_models.declaration.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from pagemill_models.files.safetensors_header import read_header
+from pagemill_models.sources import SourceError, UnreadableModelError
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.spec.model_spec import UnsupportedModelArchitecture
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

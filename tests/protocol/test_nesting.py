@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagemill_api.answers.json_text import _text
+from pagemill_api.dialects.base import FinishedChoice
+from pagemill_api.dialects.openai_responses.request import ResponsesRequest
+from pagemill_api.dialects.openai_responses.responses import ResponsesDialect
+from pagemill_api.dialects.registry import generating_routes
+from pagemill_api.dialects.transport import RequestInfo
+from pagemill_api.openai import call_parts
+from pagemill_api.openai.parse import parse_body, parse_json
+from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_protocol import nesting
-from pagemill_protocol.answers.json_text import _text
-from pagemill_protocol.dialects.base import FinishedChoice
-from pagemill_protocol.dialects.openai_responses.request import ResponsesRequest
-from pagemill_protocol.dialects.registry import generating_routes
-from pagemill_protocol.dialects.responses import ResponsesDialect
-from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest, Usage
-from pagemill_protocol.openai import call_parts
-from pagemill_protocol.openai.parse import parse_body, parse_json
-from pagemill_protocol.openai.schemas import ChatCompletionRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
 
 USER = {"role": "user", "content": "hi"}
 WHOLE: dict[str, Any] = {"model": "m", "messages": [USER], "prompt": "hi", "input": "hi", "inputs": "hi"}

@@ -24,12 +24,12 @@ from oci_registry import (
 )
 from tiny_files import model_files, safetensors
 
-from pagemill_protocol.safetensors_header import read_index
-from pagemill_protocol.sources import FetchError, find_kind, resolve_source
-from pagemill_protocol.sources.base import ReadsRanges
-from pagemill_protocol.sources.headers import FIRST_BYTES, can_read_header, fetch_header
-from pagemill_protocol.sources.store import fetch
-from pagemill_protocol.sources.store.cache import ModelCache
+from pagemill_models.files.safetensors_header import read_index
+from pagemill_models.sources import FetchError, find_kind, resolve_source
+from pagemill_models.sources.base import ReadsRanges
+from pagemill_models.sources.headers import FIRST_BYTES, can_read_header, fetch_header
+from pagemill_models.sources.store import fetch
+from pagemill_models.sources.store.cache import ModelCache
 
 FILES = model_files()
 Load = Callable[[str], Path]

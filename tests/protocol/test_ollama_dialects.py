@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refusal_of
 
-from pagemill_protocol.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
-from pagemill_protocol.dialects.ollama import PAGES, OllamaChatDialect, OllamaGenerateDialect, RawPrompt
-from pagemill_protocol.dialects.pages import PageRequest
-from pagemill_protocol.dialects.transport import NO_REQUEST
+from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from pagemill_api.answers.registry import ParserSettings
+from pagemill_api.dialects.base import FinishedChoice, Piece, Preparation
+from pagemill_api.dialects.ollama.ollama import PAGES, OllamaChatDialect, OllamaGenerateDialect, RawPrompt
+from pagemill_api.dialects.pages import PageRequest
+from pagemill_api.dialects.transport import NO_REQUEST
+from pagemill_api.openai.render import ModelCard
+from pagemill_api.openai.schemas import ChatCompletionRequest
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest, Usage
-from pagemill_protocol.openai.render import ModelCard
-from pagemill_protocol.openai.schemas import ChatCompletionRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
 
 CHAT, GENERATE = OllamaChatDialect(), OllamaGenerateDialect()
 HI: dict[str, Any] = {"role": "user", "content": "hi"}

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from examples import num_examples
-from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.schemas import (
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from pagemill_protocol.errors import PagemillError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}

@@ -11,19 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagemill_protocol.dialects.chat import ChatDialect
-from pagemill_protocol.dialects.completions import CompletionsDialect
-from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.openai import prepare
-from pagemill_protocol.openai.schemas import (
+from pagemill_api.dialects.chat_completions.chat import ChatDialect
+from pagemill_api.dialects.chat_completions.completions import CompletionsDialect
+from pagemill_api.openai import prepare
+from pagemill_api.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pagemill_protocol.text.fill_in_middle import KNOWN, Markers
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_api.text.fill_in_middle import KNOWN, Markers
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.generate import GenerateRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 RENDERED = "<user>hi<assistant>"

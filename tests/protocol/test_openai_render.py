@@ -10,11 +10,11 @@ import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from pagemill_api.openai import logprobs, render
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import unavailable
-from pagemill_protocol.generate import GenerateRequest, Usage
-from pagemill_protocol.openai import logprobs, render
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
 
 HEAD = render.Head("chatcmpl-1", "m", 7, "fp_abc")
 USAGE = Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=4)

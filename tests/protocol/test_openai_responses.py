@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refusal_of
 
-from pagemill_protocol.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from pagemill_protocol.dialects.base import FinishedChoice, Piece
-from pagemill_protocol.dialects.openai_responses.request import ResponsesRequest
-from pagemill_protocol.dialects.responses import ResponsesDialect
+from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from pagemill_api.dialects.base import FinishedChoice, Piece
+from pagemill_api.dialects.openai_responses.request import ResponsesRequest
+from pagemill_api.dialects.openai_responses.responses import ResponsesDialect
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.schemas import ChatCompletionRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
 
 DIALECT = ResponsesDialect()
 TOOL: dict[str, Any] = {"type": "function", "name": "weather", "parameters": {"type": "object"}}

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from byte_bundle import byte_bundle
 
-from pagemill_protocol.answers import registry
-from pagemill_protocol.answers.events import CallArguments, CallBegin
-from pagemill_protocol.answers.hermes import HermesParser
-from pagemill_protocol.answers.parser import AnswerParser
-from pagemill_protocol.answers.registry import ParserSettings, ToolFormat, tool_formats
+from pagemill_api.answers import registry
+from pagemill_api.answers.events import CallArguments, CallBegin
+from pagemill_api.answers.formats.hermes import HermesParser
+from pagemill_api.answers.parser import AnswerParser
+from pagemill_api.answers.registry import ParserSettings, ToolFormat, tool_formats
+from pagemill_api.openai import prepare
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.schemas import ChatCompletionRequest, TokenizeRequest
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.openai import prepare
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.schemas import ChatCompletionRequest, TokenizeRequest
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
 
 USER = {"role": "user", "content": "hi"}
 WEATHER: dict[str, Any] = {

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import WAIT_LIMIT_S
 
-from pagemill_protocol.sources import ranges
-from pagemill_protocol.sources.base import RemoteFile
-from pagemill_protocol.sources.store import part
-from pagemill_protocol.sources.store.part import PartFile
+from pagemill_models.sources.base import RemoteFile
+from pagemill_models.sources.schemes import ranges
+from pagemill_models.sources.store import part
+from pagemill_models.sources.store.part import PartFile
 
 CONTENT = bytes(range(251)) * 400
 

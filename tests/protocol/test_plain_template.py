@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_protocol.text.plain_program import plain_program
-from pagemill_protocol.text.plain_template import PlainTemplate
-from pagemill_protocol.text.template_worker import make_environment
+from pagemill_api.text.template.plain_program import plain_program
+from pagemill_api.text.template.plain_template import PlainTemplate
+from pagemill_api.text.template.template_worker import make_environment
 
 ENVIRONMENT = make_environment()
 CHATML = (

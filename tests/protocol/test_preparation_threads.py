@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pagemill_protocol.preparation_threads import LARGE_BODY_BYTES, PreparationThreads
+from pagemill_servers.preparation_threads import LARGE_BODY_BYTES, PreparationThreads
 
 LARGE = LARGE_BODY_BYTES + 1
 

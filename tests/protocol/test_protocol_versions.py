@@ -6,7 +6,7 @@ import pytest
 
 from pagemill_protocol import versions
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.state import Digests
+from pagemill_protocol.report.state import Digests
 from pagemill_protocol.versions import (
     PROTOCOL_VERSION,
     UnsupportedProtocol,

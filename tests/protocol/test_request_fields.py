@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from request_outcomes import EMBEDS, SCORES, outcome, tokenizer_of
 
-from pagemill_protocol.dialects.registry import BUILT_IN, dialects
-from pagemill_protocol.dialects.responses import StoredResponsesDialect
-from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
-from pagemill_protocol.dialects.transport import RequestInfo
+from pagemill_api.dialects.openai_responses.responses import StoredResponsesDialect
+from pagemill_api.dialects.registry import BUILT_IN, dialects
+from pagemill_api.dialects.token_counts import TOKEN_COUNTS
+from pagemill_api.dialects.transport import RequestInfo
+from pagemill_api.openai import prepare
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.unsupported import Unsupported
+from pagemill_api.openapi import request_schemas
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.openai import prepare
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.unsupported import Unsupported
-from pagemill_protocol.openapi import request_schemas
-from pagemill_protocol.text.tokenizer import Tokenizer
 
 Changes = dict[str, Any]
 Cases = dict[str, Changes | tuple[Changes, Changes]]

@@ -17,9 +17,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from waiting import WAIT_LIMIT_S
 
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.schemas import CompletionRequest
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http import request_middleware
-from pagemill_protocol.openai.schemas import CompletionRequest
+from pagemill_servers import request_middleware
 
 BODY = orjson.dumps({"model": "m", "prompt": "hi"})
 
@@ -29,8 +30,8 @@ def make_app() -> Starlette:
         return Response(await request_middleware.read_body(request.receive))
 
     async def parse(request: Request) -> Response:
-        parsed = await request_middleware.read_json(request.scope, request.receive, CompletionRequest)
-        return Response(parsed.model)
+        request_middleware.check_json_content_type(request.scope)
+        return Response(parse_body(await request_middleware.read_body(request.receive), CompletionRequest).model)
 
     async def bug(request: Request) -> Response:
         raise RuntimeError("secret at 0x7f00deadbeef")

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.model_spec import UnsupportedModelArchitecture
-from pagemill_protocol.models.config_values import ConfigValues
-from pagemill_protocol.models.declaration import RopeSpec
-from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, RopeError, YarnScaling
-from pagemill_protocol.rope_settings import read_gguf_scaling
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_models.declaration.config_values import ConfigValues
+from pagemill_models.declaration.declaration import RopeSpec
+from pagemill_models.declaration.rope_scaling import LinearScaling, Llama3Scaling, RopeError, YarnScaling
+from pagemill_models.declaration.rope_settings import read_gguf_scaling
+from pagemill_models.sources import UnreadableModelError
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.spec.model_spec import UnsupportedModelArchitecture
 
 LLAMA3 = {
     "rope_type": "llama3",

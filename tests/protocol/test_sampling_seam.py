@@ -7,10 +7,10 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from pagemill_api.openai.schemas import SamplingFields
+from pagemill_api.openapi import document
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.openai.schemas import SamplingFields
-from pagemill_protocol.openapi import document
-from pagemill_protocol.sampling import BOUNDS, SamplingParams
+from pagemill_protocol.request.sampling import BOUNDS, SamplingParams
 
 BEAM_SEARCH_ONLY = {"length_penalty", "early_stopping"}
 """Parameters that are checked with `use_beam_search` and have no effect without it."""

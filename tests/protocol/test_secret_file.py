@@ -9,8 +9,8 @@ import pytest
 from hand_clock import Clock
 
 from pagemill_gateway.limits.redis.shared_keys import READ_INTERVAL_S
-from pagemill_protocol import secret_file
-from pagemill_protocol.secret_file import CHECK_INTERVAL_S, SecretFile
+from pagemill_servers.secrets import secret_file
+from pagemill_servers.secrets.secret_file import CHECK_INTERVAL_S, SecretFile
 
 
 def test_comments_and_empty_lines_are_ignored(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from examples import num_examples
+from pagemill_api.text import segments
+from pagemill_api.text.segments import SegmentEncoder
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_models.tokenizer_files.pre_tokenizers import PRE_TOKENIZERS
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.text import segments
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.pre_tokenizers import PRE_TOKENIZERS
-from pagemill_protocol.text.segments import SegmentEncoder
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|im|>", "<s>"]
 WORDS = [

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pagemill_protocol.sources import SourceError, find_kind, is_fetched, kinds
-from pagemill_protocol.sources.registry import GROUP, forms, registered
+from pagemill_models.sources import SourceError, find_kind, is_fetched, kinds
+from pagemill_models.sources.registry import GROUP, forms, registered
 
 CODE = """
-from pagemill_protocol.sources.base import SourceKind
+from pagemill_models.sources.base import SourceKind
 
 class Shelf(SourceKind):
     scheme = "shelf"

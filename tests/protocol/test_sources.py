@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagemill_protocol.sources import SourceError, default_name, find_kind, resolve_source
+from pagemill_models.sources import SourceError, default_name, find_kind, resolve_source
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import MAX_KNOTS, StepSample, StepTimeModel, default_knots
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.report.step_time import MAX_KNOTS, StepSample, StepTimeModel, default_knots
 
 StepMs = Callable[[int, int, int], float]
 

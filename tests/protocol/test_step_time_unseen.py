@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from examples import num_examples
 from pagemill_kernels.linear.native import BFLOAT16_ROWS
-from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
+from pagemill_protocol.report.step_time import StepSample, StepTimeModel, default_knots
 
 BUDGET = 512
 SWEPT = (1, 8, 9, 16, 32, 64)

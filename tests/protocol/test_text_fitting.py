@@ -16,12 +16,12 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from examples import num_examples
+from pagemill_api.text import fitting
+from pagemill_api.text.coverage import NFC_SHRINKS_BY, coverage_of
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_models.tokenizer_files.pre_tokenizers import PRE_TOKENIZERS
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.text import fitting
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.coverage import NFC_SHRINKS_BY, coverage_of
-from pagemill_protocol.text.pre_tokenizers import PRE_TOKENIZERS
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("l", "l"), ("e", "ll"), ("h", "ell"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ"), ("ĠĠĠĠ", "ĠĠĠĠ"), ("í", "Ķ")]

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_protocol.answers.events import Content
-from pagemill_protocol.dialects.base import FinishedChoice, Piece, PromptReport
-from pagemill_protocol.dialects.pages import PageRequest
-from pagemill_protocol.dialects.text_generation.render import TgiTokens
-from pagemill_protocol.dialects.tgi import INFO, TgiDialect
-from pagemill_protocol.dialects.transport import RequestInfo
+from pagemill_api.answers.events import Content
+from pagemill_api.dialects.base import FinishedChoice, Piece, PromptReport
+from pagemill_api.dialects.pages import PageRequest
+from pagemill_api.dialects.text_generation.render import TgiTokens
+from pagemill_api.dialects.text_generation.tgi import INFO, TgiDialect
+from pagemill_api.dialects.transport import RequestInfo
+from pagemill_api.openai.logprobs import PositionLogprobs, TokenLogprob
+from pagemill_api.openai.render import ModelCard
+from pagemill_api.openai.schemas import CompletionRequest
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
-from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
-from pagemill_protocol.openai.logprobs import PositionLogprobs, TokenLogprob
-from pagemill_protocol.openai.render import ModelCard
-from pagemill_protocol.openai.schemas import CompletionRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
 
 DIALECT = TgiDialect()
 ONLY = RequestInfo("/generate", only_model="m")

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pagemill_protocol.settings import runtime_folder
-from pagemill_protocol.token_file import GeneratedTokens, TokenFileError, generated_token_file, read_generated_token
+from pagemill_servers.process.settings import runtime_folder
+from pagemill_servers.secrets.token_file import (
+    GeneratedTokens,
+    TokenFileError,
+    generated_token_file,
+    read_generated_token,
+)
 
 URL = "http://127.0.0.1:8001"
 

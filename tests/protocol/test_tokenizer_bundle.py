@@ -16,16 +16,16 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as Backend
 
 from examples import num_examples
+from pagemill_api.text import byte_level
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_models.files.gguf_file import GGUFError, GGUFFile
+from pagemill_models.sources import SourceError, UnreadableModelError
+from pagemill_models.tokenizer_files.generation_defaults import GenerationDefaults
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
+from pagemill_models.tokenizer_files.pre_tokenizers import PRE_TOKENIZERS
+from pagemill_models.tokenizer_files.resolved_defaults import with_defaults
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generation_defaults import GenerationDefaults
-from pagemill_protocol.gguf_file import GGUFError, GGUFFile
-from pagemill_protocol.sources import SourceError, UnreadableModelError
-from pagemill_protocol.text import byte_level
-from pagemill_protocol.text.bundle import TokenizerBundle, bundle_digest, eos_ids
-from pagemill_protocol.text.generation_defaults import with_defaults
-from pagemill_protocol.text.load_bundle import load_bundle
-from pagemill_protocol.text.pre_tokenizers import PRE_TOKENIZERS
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle, bundle_digest, eos_ids
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 SPACE = "▁"

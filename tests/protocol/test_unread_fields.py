@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from byte_bundle import byte_bundle
 
-from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.dialects.base import unread_fields
-from pagemill_protocol.dialects.registry import dialects
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_api.answers.registry import ParserSettings
+from pagemill_api.dialects.base import unread_fields
+from pagemill_api.dialects.registry import dialects
+from pagemill_api.text.tokenizer import Tokenizer
 
 SILENT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 READING = (

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from examples import num_examples
-from pagemill_protocol.text import words
-from pagemill_protocol.text.pre_tokenizers import PRE_TOKENIZERS
-from pagemill_protocol.text.words import MAX_LEARNED, MAX_TEXT_CHARS, UNKNOWN_SHARE, WordEncoder, ascii_pattern
+from pagemill_api.text import words
+from pagemill_api.text.words import MAX_LEARNED, MAX_TEXT_CHARS, UNKNOWN_SHARE, WordEncoder, ascii_pattern
+from pagemill_models.tokenizer_files.pre_tokenizers import PRE_TOKENIZERS
 
 MERGES = [("h", "e"), ("l", "l"), ("Ġ", "w"), ("Ġ", "Ġ"), ("Ċ", "Ċ"), ("1", "2"), ("'", "s"), ("Ġ", "(")]
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -22,8 +22,8 @@ from s3_server import KEY, SECRET, CuttingProxy, running_s3_server
 from safetensors.numpy import save_file
 from support.hub import Handler, Hub
 
-from pagemill_protocol.models.decoders import decoder_from_config
-from pagemill_protocol.safetensors_header import INDEX_FILE
+from pagemill_models.files.safetensors_header import INDEX_FILE
+from pagemill_models.spec.decoders import decoder_from_config
 
 LAYERS = 4
 SHAPE = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}

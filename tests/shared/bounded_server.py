@@ -1,4 +1,4 @@
-"""A server in this process whose connections are bounded (`http.connection`), and a client that sends bytes to it."""
+"""A server in this process whose connections are bounded (`pagemill_servers.connection`), and a client of it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from waiting import WAIT_LIMIT_S
 
-from pagemill_protocol.http.connection import bounded_protocol
-from pagemill_protocol.http.connection_limits import ConnectionLimits
-from pagemill_protocol.http.request_middleware import RequestMiddleware, read_body
+from pagemill_servers.connection import bounded_protocol
+from pagemill_servers.connection_limits import ConnectionLimits
+from pagemill_servers.request_middleware import RequestMiddleware, read_body
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 
 def byte_tokenizer(pairs: Sequence[tuple[str, str]] = ()) -> Tokenizer:

@@ -10,7 +10,7 @@ from aiohttp import web
 from generating import answer_frames
 
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE
-from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.request.generate import GenerateRequest
 
 Behaviour = Callable[[Any, GenerateRequest, web.StreamResponse, web.Request], Awaitable[None]]
 

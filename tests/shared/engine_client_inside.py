@@ -6,18 +6,18 @@ from typing import Any
 
 from engine_ready import engine_ready
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.engine_client import EngineClient
-from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
-from pagemill_engine.server.sleeping import Sleeping
-from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_engine.server.phases.lifecycle import Lifecycle
+from pagemill_engine.server.phases.sleeping import Sleeping
+from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_engine.server.unread import MAX_UNREAD_BYTES_IN_ALL
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
 
 
 class Inside:

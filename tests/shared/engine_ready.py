@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagemill_engine.ipc.messages import Ready
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
 
 
 def engine_ready(**changes: Any) -> Ready:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pagemill_protocol.load import EngineReport
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.load import EngineReport
+from pagemill_protocol.report.state import EngineLoad
 
 
 def reported(engine: str, blocks: int = 0, requests: int = 0) -> EngineReport:

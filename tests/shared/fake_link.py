@@ -10,7 +10,6 @@ import msgspec
 from aiohttp import web
 
 from pagemill_protocol.frames import WEIGHTS_HEADER
-from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.link import (
     LINK_PROTOCOL,
     WINDOW_BYTES,
@@ -21,6 +20,7 @@ from pagemill_protocol.link import (
     encode_pieces,
     encode_record,
 )
+from pagemill_protocol.request.generate import GenerateRequest
 
 HEAD = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {LINK_PROTOCOL}\r\n\r\n".encode()
 Serve = Callable[[GenerateRequest, Any, Any], Awaitable[Any]]

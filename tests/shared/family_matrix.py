@@ -1,6 +1,6 @@
 """A list of cases: every family of transformers in every shape that its configuration allows.
 
-Names begin with the family's module in `pagemill_protocol.models`. No vocabulary is a multiple of 64.
+Names begin with the family's module in `pagemill_models.declaration`. No vocabulary is a multiple of 64.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.ipc.control_process_client import ControlProcessClient
 from pagemill_gateway.ipc.worker_connection import serving_workers
-from pagemill_gateway.server import Gateway, open_gateway
+from pagemill_gateway.processes.server import Gateway, open_gateway
 from pagemill_gateway.worker import Worker
 
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
+from pagemill_api.openai import render
 from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.openai import render
+from pagemill_protocol.request.continuing import PROGRESS_TOKENS, can_be_continued
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 
 CHUNK_OBJECTS = {"chat": "chat.completion.chunk", "completions": "text_completion"}
 

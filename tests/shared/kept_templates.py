@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from pagemill_protocol.text import chat_template
-from pagemill_protocol.text.template_process import TemplateLimits, TemplateProcess
+from pagemill_api.sandbox.process import TemplateLimits, TemplateProcess
+from pagemill_api.text.template import chat_template
 
 
 class KeptTemplates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pagemill_protocol.keys.caller import Limits
+from pagemill_servers.keys.caller import Limits
 
 limits = st.builds(
     Limits,

@@ -9,7 +9,7 @@ import aiohttp
 from waiting import WAIT_LIMIT_S
 
 from pagemill_protocol.frames import LoadDecoder
-from pagemill_protocol.load import LoadFrame
+from pagemill_protocol.report.load import LoadFrame
 
 
 async def load_frames(response: aiohttp.ClientResponse) -> AsyncIterator[LoadFrame]:

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pagemill_protocol.models.decoders import decoder_from_config
-from pagemill_protocol.safetensors_header import INDEX_FILE, read_header
+from pagemill_models.files.safetensors_header import INDEX_FILE, read_header
+from pagemill_models.spec.decoders import decoder_from_config
 
 
 def outline(folder: Path, *, num_shards: int = 2) -> None:

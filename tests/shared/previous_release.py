@@ -20,9 +20,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".uv" / "previous-wheels"
-STANDS_FOR_A_RELEASE = "b33137ab3801c88d71b60c60aaa7f6e76d7d32f7"
-"""The last commit whose LLMDeployments were v1alpha1 only and whose protocol had no version."""
-FOLDERS = ("protocol", "crds", "engine", "gateway", "operator", "cli")
+STANDS_FOR_A_RELEASE = "580476a0d71c3304e82971cae2884fa7ebeca6f5"
+"""The first commit whose packages have their present names; nothing before it was released."""
+LIBS = tuple(f"libs/{name}" for name in ("protocol", "models", "api", "servers", "kube"))
+FOLDERS = (*LIBS, "crds", "engine", "gateway", "operator", "cli")
 
 
 @dataclass(frozen=True)

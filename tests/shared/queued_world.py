@@ -14,7 +14,7 @@ from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, CompletedRequest, RetryContext, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 
 BLOCK = 16
 

@@ -15,16 +15,16 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from pagemill_protocol.answers.events import Content
-from pagemill_protocol.dialects.base import Dialect, FinishedChoice, Piece, Preparation, PromptReport, collector
-from pagemill_protocol.dialects.transport import RequestInfo
-from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_api.answers.events import Content
+from pagemill_api.dialects.base import Dialect, FinishedChoice, Piece, Preparation, PromptReport, collector
+from pagemill_api.dialects.transport import RequestInfo
+from pagemill_api.openai import prepare
+from pagemill_api.openai.logprobs import PositionLogprobs, TokenLogprob
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.json_pieces import pieces_of
-from pagemill_protocol.openai import prepare
-from pagemill_protocol.openai.logprobs import PositionLogprobs, TokenLogprob
-from pagemill_protocol.pooling import PoolingSpec
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest, Usage
+from pagemill_protocol.request.pooling import PoolingSpec
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools }}{% endif %}"

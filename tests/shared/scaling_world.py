@@ -14,9 +14,9 @@ from pagemill_operator.autoscaler.records import Record, decode_record, encode_r
 from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Fleet, Signals
-from pagemill_protocol.histogram import histogram_of
-from pagemill_protocol.load import Arrivals, EnginesLoad, Lengths, QueueLoad
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.histogram import histogram_of
+from pagemill_protocol.report.load import Arrivals, EnginesLoad, Lengths, QueueLoad
+from pagemill_protocol.report.state import StepTimeParams
 
 BLOCKS, BLOCK_SIZE, SEATS = 1000, 16, 64
 STEP_TIME = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[10.0, 14.0, 60.0], num_steps_observed=1000)

@@ -16,10 +16,10 @@ import msgspec
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_operator.autoscaler.records import Record
 from pagemill_protocol.catalog import Catalog
-from pagemill_protocol.generate import AllowanceRaise, FrameMeta, GenerateRequest
-from pagemill_protocol.load import LoadFrame
-from pagemill_protocol.state import StateFrame
-from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.report.load import LoadFrame
+from pagemill_protocol.report.state import StateFrame
+from pagemill_protocol.request.generate import AllowanceRaise, FrameMeta, GenerateRequest
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 RELEASED = Path(__file__).resolve().parents[1] / "protocol" / "released" / "messages.json"
 MESSAGES = (GenerateRequest, AllowanceRaise, FrameMeta, StateFrame, TokenizerBundle, LoadFrame, Catalog, Record)

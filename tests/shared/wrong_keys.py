@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from pagemill_protocol.http.auth import hash_key
+from pagemill_servers.auth import hash_key
 
 LATIN = st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_characters="\x7f"), max_size=60).map(
     lambda text: text.encode("latin-1")

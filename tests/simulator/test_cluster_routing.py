@@ -9,7 +9,7 @@ import pytest
 
 from pagemill_engine.config import EngineConfig
 from pagemill_gateway.routing.policies import PolicyName
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.conversations import TRAFFIC, Conversation, Turn
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.routing_report import report_routing, workload_of

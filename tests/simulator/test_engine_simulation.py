@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation, Percentiles, simulate
 from pagemill_simulator.workloads.request import SimRequest
 from pagemill_simulator.workloads.shapes import Steady

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
-from pagemill_simulator.fleet.fast_kv import KVCounts
-from pagemill_simulator.fleet.fast_steps import StepRun, StepTimes
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_simulator.fleet.engines.fast_kv import KVCounts
+from pagemill_simulator.fleet.engines.fast_steps import StepRun, StepTimes
 
 PARAMS = StepTimeParams(
     knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0], decode_context_ms=1e-3, chunk_context_ms=1e-6

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from examples import num_examples
 from pagemill_engine.config import EngineConfig
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation
-from pagemill_simulator.fleet.fast_pod import FastPod
-from pagemill_simulator.fleet.fast_sequence import FastSequence
-from pagemill_simulator.fleet.fast_steps import StepTimes
+from pagemill_simulator.fleet.engines.fast_pod import FastPod
+from pagemill_simulator.fleet.engines.fast_sequence import FastSequence
+from pagemill_simulator.fleet.engines.fast_steps import StepTimes
 from pagemill_simulator.workloads.batches import LINE_PRIORITY
 from pagemill_simulator.workloads.request import SimRequest
 from pagemill_simulator.workloads.shapes import Steady

@@ -8,7 +8,7 @@ import pytest
 from engine_reports import reported
 
 from pagemill_engine.config import EngineConfig
-from pagemill_protocol.load import EngineReport
+from pagemill_protocol.report.load import EngineReport
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.event_log import EventLog, count_flaps
 from pagemill_simulator.fleet.outcome import FleetOutcome, Served

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Fleet, Signals
 from pagemill_operator.autoscaler.target_tracking import external_metric, pods_metric
-from pagemill_protocol.histogram import histogram_of
-from pagemill_protocol.load import EnginesLoad, Lengths
-from pagemill_protocol.state import EngineLoad, StepTimeParams
+from pagemill_protocol.report.histogram import histogram_of
+from pagemill_protocol.report.load import EnginesLoad, Lengths
+from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 from pagemill_simulator.parameters import ParameterError
 from pagemill_simulator.scaling.dynamo import Dynamo, DynamoLoad
 from pagemill_simulator.scaling.fixed import Fixed, FixedReplicas

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.conversations import TRAFFIC, at_rate
 from pagemill_simulator.fleet.routing_report import report_routing
 from pagemill_simulator.fleet.settings import FleetSettings

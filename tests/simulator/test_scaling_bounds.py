@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.bounds.capacity import SHARE, SteadyCapacity
 from pagemill_simulator.bounds.clairvoyant import TOLERANCE, cheapest_schedule, search
 from pagemill_simulator.bounds.informed import Informed

@@ -8,9 +8,9 @@ import pytest
 
 from pagemill_engine.config import EngineConfig
 from pagemill_gateway.routing.policies import PolicyName
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.state import AdapterSlots, StepTimeParams
+from pagemill_protocol.report.state import AdapterSlots, StepTimeParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_simulator.adapters import AdapterBay, AdapterSettings
 from pagemill_simulator.conversations import Conversation, among_adapters, long_and_short
 from pagemill_simulator.events import Events

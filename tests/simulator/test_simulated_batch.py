@@ -8,7 +8,7 @@ import pytest
 from pagemill_engine.config import EngineConfig
 from pagemill_gateway.config import BatchesConfig
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.bounds.schedule import Schedule, ScheduledReplicas
 from pagemill_simulator.fleet.figures import Figures, figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet

@@ -83,7 +83,7 @@ class PlanCommand:
         from pagemill.planning.choosing import load_one, slo_of, subjects_of
         from pagemill.planning.errors import PlanError
         from pagemill.planning.prices import check_prices, prices_of
-        from pagemill.planning.role_pairs import check_roles, pair_answers
+        from pagemill.planning.roles.pairs import check_roles, pair_answers
         from pagemill.printable import printable
 
         try:

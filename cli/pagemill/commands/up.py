@@ -104,7 +104,7 @@ class UpCommand:
 
 def _check_keys(path: Path | None, host: str) -> None:
     """Raise `ValueError` if the file of API keys is invalid, or missing although other machines can connect."""
-    from pagemill_protocol.keys.file import KeysFileError, check_keys_file
+    from pagemill_servers.keys.file import KeysFileError, check_keys_file
 
     if path is None:
         if host not in ("127.0.0.1", "::1", "localhost"):

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pagemill.columns import columns
-from pagemill.planning import report, role_table
+from pagemill.planning import report
 from pagemill.planning.answering import AnswerOrError, PlanAnswer
 from pagemill.planning.forecast import PlannedWorkload, ServingCost
-from pagemill.planning.role_pairs import PairAnswer
+from pagemill.planning.roles import table as role_table
+from pagemill.planning.roles.pairs import PairAnswer
 from pagemill.planning.users import Users
 from pagemill.printable import printable
 from pagemill_operator.autoscaler.settings import Slo

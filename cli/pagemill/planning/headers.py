@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from pagemill.planning.errors import PlanError
-from pagemill_protocol.model_files import load_spec_without_weights
-from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.sources import SourceError, in_full, is_fetched, resolve_source
-from pagemill_protocol.sources.headers import can_read_header, fetch_header
+from pagemill_models.sources import SourceError, in_full, is_fetched, resolve_source
+from pagemill_models.sources.headers import can_read_header, fetch_header
+from pagemill_models.spec.model_files import load_spec_without_weights
+from pagemill_models.spec.model_spec import ModelSpec
 
 
 class Header(NamedTuple):

@@ -17,9 +17,9 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import AddRequest, Fatal, FromEngine, LoadProgress, Ready, StepOutputs
 from pagemill_engine.ipc.process import EngineProcess
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 OUTPUT_TOKENS = 32
 """Maximum answer tokens of a measured request: enough steps for the step-time model."""

@@ -14,10 +14,10 @@ from pagemill.planning.accelerators import ACCELERATORS, Accelerator
 from pagemill.planning.errors import PlanError
 from pagemill.planning.headers import Header
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
-from pagemill_engine.runner.memory import MemoryState
-from pagemill_engine.runner.step_limits import choose_step_limits
+from pagemill_engine.sizing.budget import MemoryPlan, Sizes, plan_memory
+from pagemill_engine.sizing.memory import MemoryState
+from pagemill_engine.sizing.step_limits import choose_step_limits
+from pagemill_engine.weights.errors import LoadError
 
 OTHER_MAKER = "for comparison of data sheets only: the engine's kernels need NVIDIA's devices, so no pod can run on it"
 _FEWER_BITS = ("int8", "int4")
@@ -49,7 +49,7 @@ def note_of(accelerator: Accelerator) -> str | None:
 
 
 def _place(accelerator: Accelerator, config: EngineConfig, header: Header) -> GpuPlacement:
-    from pagemill_engine.runner.sizing import sizes_on_gpu  # imports torch, which other plans do not need
+    from pagemill_engine.sizing.sizing import sizes_on_gpu  # imports torch, which other plans do not need
 
     spec = header.spec
     sizes = sizes_on_gpu(config, header.path, spec)

@@ -21,20 +21,20 @@ from pagemill.planning.measuring import SingleRequestLatency, measure
 from pagemill.planning.placement import place
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import MemoryBudget
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.loading.quantized import SCALED
-from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
-from pagemill_engine.runner.memory import MemoryState, measure_memory
 from pagemill_engine.server.fit import RUNTIME_BYTES
+from pagemill_engine.sizing.budget import MemoryPlan, Sizes, plan_memory
+from pagemill_engine.sizing.memory import MemoryState, measure_memory
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.quantized import SCALED
+from pagemill_models.files.safetensors_header import lacks_weights
+from pagemill_models.sources import SourceError, resolve_source
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.plan.types import Plan
-from pagemill_protocol.cgroup import usable_cores
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.safetensors_header import lacks_weights
-from pagemill_protocol.sources import SourceError, resolve_source
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_servers.process.cgroup import usable_cores
 
 FORMS = (
     "give the output of `pagemill why NAME -o json` or `pagemill plan -o json`, or an object with knots_tokens and "
@@ -153,7 +153,7 @@ def _on_accelerator(
 def _on_cpu(
     memory_bytes: int | None, config: EngineConfig, header: Header, fit: StepTimeParams, fit_from: str
 ) -> PlannedReplica:
-    from pagemill_engine.runner.sizing import sizes_here
+    from pagemill_engine.sizing.sizing import sizes_here
 
     spec = header.spec
     sizes = sizes_here(config, header.path, spec)
@@ -171,7 +171,7 @@ def _replica(
     device: str,
     fit_from: str,
 ) -> PlannedReplica:
-    from pagemill_engine.runner.kv_cache import max_model_len_for
+    from pagemill_engine.sizing.kv_sizes import max_model_len_for
 
     shape = Shape(memory.num_blocks, config.block_size, *config.step, fit)
     return PlannedReplica(

@@ -18,11 +18,11 @@ from pagemill_crds.base import RULES_ERROR, forbidden_changes
 from pagemill_crds.invalid import NotValid
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.partial import broken_rules, read_partially
+from pagemill_models.sources import SourceError, find_kind, in_full, is_fetched, resolve_source
+from pagemill_models.spec.model_files import load_model_spec
 from pagemill_operator.plan import Plan, Problem, make_plan
 from pagemill_operator.plan.planner import name_conflicts, partial_problems
 from pagemill_operator.plan.support import Backend
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.sources import SourceError, find_kind, in_full, is_fetched, resolve_source
 
 
 @dataclass(frozen=True)

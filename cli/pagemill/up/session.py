@@ -25,7 +25,7 @@ from pagemill_operator.backends.local import LocalBackend, LocalSettings
 from pagemill_operator.backends.local.load import MachineLoad
 from pagemill_operator.plan import Plan
 from pagemill_operator.status.conditions import Finding, find_conditions
-from pagemill_protocol.http.auth import hash_key
+from pagemill_servers.auth import hash_key
 
 logger = logging.getLogger("pagemill.up")
 

@@ -1,6 +1,6 @@
 """Compiles forms into grammars, on a thread of its own, and keeps the last used ones.
 
-The HTTP process has checked that a form compiles in time (`pagemill_protocol.grammars.check`). The compiler's effort is
+The HTTP process has checked that a form compiles in time (`pagemill_api.grammars.check`). The compiler's effort is
 limited here again; a form that cannot be compiled gets a 400.
 """
 
@@ -13,17 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagemill_api.answers.registry import REASONING_ENDS
 from pagemill_engine.grammar.reasoning import LimitedReasoning, ReasoningLimit
-from pagemill_protocol.answers.events import AnswerFormat
-from pagemill_protocol.answers.registry import REASONING_ENDS
 from pagemill_protocol.errors import invalid_field
-from pagemill_protocol.structured_outputs import StructuredOutputs
+from pagemill_protocol.request.answer_format import AnswerFormat
+from pagemill_protocol.request.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+    from pagemill_api.text.tokenizer import Tokenizer
     from pagemill_engine.grammar.token_state import TokenState, TokenStates
-    from pagemill_protocol.text.tokenizer import Tokenizer
 
 MAX_GRAMMARS = 64
 MAX_CACHED_TEXTS = 1024
@@ -141,8 +141,8 @@ class GrammarCompiler:
     def _prepare(self) -> Callable[[StructuredOutputs], LLMatcher]:
         from llguidance import LLMatcher
 
-        from pagemill_protocol.grammars.parser import fault_of, parser_limits
-        from pagemill_protocol.grammars.source import grammar_text
+        from pagemill_api.grammars.parser import fault_of, parser_limits
+        from pagemill_api.grammars.source import grammar_text
 
         tokenizer = self._tokenizer()
         try:

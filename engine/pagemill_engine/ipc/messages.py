@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from pagemill_protocol.generate import FinishReason, GenerateRequest
-from pagemill_protocol.pooling import PoolingSpec
-from pagemill_protocol.state import EngineLoad, StepTimeParams
+from pagemill_protocol.report.state import EngineLoad, StepTimeParams
+from pagemill_protocol.request.generate import FinishReason, GenerateRequest
+from pagemill_protocol.request.pooling import PoolingSpec
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):

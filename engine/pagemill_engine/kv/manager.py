@@ -8,7 +8,7 @@ full with a pending token has no hash yet: `commit` registers it.
 The device runs steps in the order of their launch. So KV that a launched step writes counts as present for all later
 steps, and a block that is freed while a step still writes to it may be reallocated at once.
 
-The manager never decides which sequence gets blocks (`scheduler` does) and never touches memory (`runner` does).
+The manager never decides which sequence gets blocks (`scheduler` does) and never touches memory (`executing` does).
 `kv.integrity` checks its invariants.
 """
 

@@ -6,7 +6,7 @@ step N, so that the device never waits for Python; `_step_plain` has one step in
 A failing request never stops the loop. Sequences that the runner reports as failed end alone. When a whole step raises,
 its sequences are probed one by one until the failing ones are found. When the scheduler raises, the sequences that it
 was processing fail and the others continue if the state is still consistent. Sockets are `loop.process`'s part, tensors
-`runner`'s.
+`executing`'s.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.base import Runner
+from pagemill_engine.executing.errors import DeviceLostError
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.loop.grammar_requests import GrammarRequests
 from pagemill_engine.loop.limits import scheduler_limits, step_limits
 from pagemill_engine.loop.step_timer import StepTimer, predicted_ms
-from pagemill_engine.runner.base import Runner
-from pagemill_engine.runner.errors import DeviceLostError
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import StepPlan
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.state import EngineLoad, StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.state import EngineLoad, StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_protocol.request.generate import GenerateRequest
 
 logger = logging.getLogger(__name__)
 

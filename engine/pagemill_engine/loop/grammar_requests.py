@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.loop.refusals import aborts, refusals
-from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.admission import already_served
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from pagemill_api.text.tokenizer import Tokenizer
     from pagemill_engine.grammar.token_state import TokenStates
-    from pagemill_protocol.answers.events import AnswerFormat
-    from pagemill_protocol.text.tokenizer import Tokenizer
+    from pagemill_protocol.request.answer_format import AnswerFormat
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +121,9 @@ def _check_restricts_nothing(sampling: SamplingParams) -> None:
 
 
 def _tokenizer_of(model: str) -> Tokenizer:
-    from pagemill_protocol.sources import resolve_source  # imports libraries that few engines need
-    from pagemill_protocol.text.load_bundle import load_bundle
-    from pagemill_protocol.text.tokenizer import Tokenizer
+    from pagemill_api.text.tokenizer import Tokenizer
+    from pagemill_models.sources import resolve_source  # imports libraries that few engines need
+    from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
     return Tokenizer(load_bundle(resolve_source(model, field="model")))
 

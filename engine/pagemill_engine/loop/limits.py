@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagemill_engine.config import EngineConfig, StepLimits
-from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.scheduler.limits import SchedulerLimits
 
 

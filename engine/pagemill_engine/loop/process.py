@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.sleep import SleepError
 from pagemill_engine.ipc.link import ParentLink
 from pagemill_engine.ipc.messages import (
     Abort,
@@ -37,18 +38,17 @@ from pagemill_engine.ipc.messages import (
     TokensOut,
     Wake,
 )
-from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.refusals import refusals
 from pagemill_engine.loop.warmup import Calibration, SelfTestError, probe, self_test
-from pagemill_engine.runner import factory
-from pagemill_engine.runner.sleep import SleepError
+from pagemill_engine.starting import factory
+from pagemill_engine.weights.early_digest import EarlyDigest
 from pagemill_kernels.gpu.driver import find_driver
 from pagemill_kernels.huge_pages import collapse_when_idle
 from pagemill_kernels.registry import has_torch
-from pagemill_protocol import logs
 from pagemill_protocol.errors import PagemillError, internal_error, unavailable
-from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_servers.process import logs
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ def release_memory(core: EngineCore) -> tuple[int, StepOutputs]:
     """Free the runner's memory. Call this when there is no work left.
 
     Returns the number of freed bytes, and the outputs that report the emptied prefix cache. Raises
-    `runner.sleep.SleepError` if the runner cannot sleep; nothing has changed then.
+    `executing.sleep.SleepError` if the runner cannot sleep; nothing has changed then.
     """
     num_bytes = core.runner.sleep()
     core.scheduler.kv.reset_prefix_cache()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.request.generate import GenerateRequest
 
 
 def refusals(request: GenerateRequest, error: PagemillError) -> list[TokensOut]:

@@ -1,8 +1,8 @@
 """Fits the step-time model to measured steps, and tracks how far the latest steps deviate from it.
 
 A machine can be slower for seconds at a time: other virtual machines use the memory, the clock rate falls. The model
-(`pagemill_protocol.step_time`) describes the long run and does not follow such phases: it learns from steps with the
-drift removed, so that it stays accurate. The core measures steps and calls this module.
+(`report.step_time` of the protocol) describes the long run and does not follow such phases: it learns from steps with
+the drift removed, so that it stays accurate. The core measures steps and calls this module.
 
 Measured on a virtual machine with a core of its own: residuals of consecutive steps correlate with 0.89, those 16 steps
 apart with 0.42. Steps with prompt tokens are more bound by computation than by memory: half of the drift affects them.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 
 from pagemill_engine.scheduler.step import StepPlan
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.step_time import StepTimeModel
 
 GAIN = 0.4
 """Weight of the latest step."""

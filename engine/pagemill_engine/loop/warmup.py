@@ -15,10 +15,10 @@ from collections import deque
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.pooling import PoolingParams
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
+from pagemill_protocol.report.step_time import StepSample, StepTimeModel, default_knots
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.pooling import PoolingParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 CPU_LIMIT_S = 0.05
 """Time limit before ready on a CPU; the rest is measured while there are no requests."""

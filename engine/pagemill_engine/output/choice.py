@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pagemill_api.answers.events import Content, Event
+from pagemill_api.answers.parser import AnswerParser
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut
 from pagemill_engine.output.stops import StopMatcher
-from pagemill_protocol.answers.events import AnswerFormat, Content, Event
-from pagemill_protocol.answers.parser import AnswerParser
-from pagemill_protocol.generate import ChoiceResume, FinishReason
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.answer_format import AnswerFormat
+from pagemill_protocol.request.generate import ChoiceResume, FinishReason
+from pagemill_protocol.request.sampling import SamplingParams
 
 
 class ChoiceDelta(NamedTuple):

@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceOutput
 from pagemill_engine.output.results import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import RequestOutputKind
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import RequestOutputKind
 
 
 class CollectedRequest:

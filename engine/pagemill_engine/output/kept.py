@@ -11,14 +11,14 @@ from itertools import groupby
 
 import orjson
 
+from pagemill_api.answers.events import CallArguments, Content, Event, Reasoning
+from pagemill_api.dialects.base import AnswerRenderer, PromptReport, collector
+from pagemill_api.openai import logprobs
+from pagemill_api.openai.logprobs import CollectedLogprobs, PositionLogprobs
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut
-from pagemill_protocol.answers.events import CallArguments, Content, Event, Reasoning
-from pagemill_protocol.dialects.base import AnswerRenderer, PromptReport, collector
-from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.json_pieces import JsonRows
-from pagemill_protocol.openai import logprobs
-from pagemill_protocol.openai.logprobs import CollectedLogprobs, PositionLogprobs
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
 
 NUM_LOOSE = 256
 """Number of pieces that are then joined: a string and an event for each token take ten times the text."""

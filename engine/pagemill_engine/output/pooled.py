@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from pagemill_api.dialects.base import FinishedChoice
+from pagemill_api.dialects.registry import dialect_of
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.output.processor import (
     Frame,
@@ -15,11 +18,8 @@ from pagemill_engine.output.processor import (
     engine_error,
     failure_meta,
 )
-from pagemill_protocol.dialects.base import FinishedChoice
-from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 
 
 def processor_of(request: GenerateRequest, tokenizer: Tokenizer, system_fingerprint: str | None) -> Processor:

@@ -1,6 +1,6 @@
 """Turns one request's token ids into the bytes for its client, with the meta for a gateway.
 
-`ChoiceOutput` turns tokens into text, the request's dialect (`pagemill_protocol.dialects`) renders it, and this module
+`ChoiceOutput` turns tokens into text, the request's dialect (`pagemill_api.dialects`) renders it, and this module
 decides which chunk is sent when. Streaming: one frame per output, whose payload is complete events (or nothing while
 text is held back), then a last frame that contains only the end of the stream, so that a gateway which merges several
 prompts can replace it. Not streaming: one last frame with the whole body in pieces, of which log probabilities were
@@ -19,19 +19,19 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece, PromptReport, collector
+from pagemill_api.dialects.registry import dialect_of
+from pagemill_api.openai import logprobs
+from pagemill_api.openai.render import choice_index
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
 from pagemill_engine.output.kept import KeptChoice, ReportedPrompt
-from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued, has_begun
-from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece, PromptReport, collector
-from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.json_pieces import PIECE_BYTES
-from pagemill_protocol.openai import logprobs
-from pagemill_protocol.openai.render import choice_index
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.continuing import PROGRESS_TOKENS, can_be_continued, has_begun
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 
 
 class Frame(NamedTuple):

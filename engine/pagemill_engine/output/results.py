@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagemill_protocol.generate import FinishReason
+from pagemill_protocol.request.generate import FinishReason
 
 
 @dataclass(slots=True, frozen=True)

@@ -36,7 +36,7 @@ class TokenCounts(Protocol):
 
 
 class HostCounts:
-    """`TokenCounts` as numpy arrays; `runner.device_runner` has them as tensors of a device."""
+    """`TokenCounts` as numpy arrays; `executing.device.device_runner` has them as tensors of a device."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         self.in_prompt = np.zeros((max_rows, vocab_size), dtype=np.bool_)

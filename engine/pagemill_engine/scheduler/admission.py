@@ -17,11 +17,11 @@ from pagemill_engine.scheduler.restriction import restriction_of
 from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.token_masks import begin
 from pagemill_protocol import hashes
-from pagemill_protocol.continuing import needs_prompt_logprobs
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
-from pagemill_protocol.generate import ChoiceResume, GenerateRequest, check_answer, most_tokens_of_values
-from pagemill_protocol.pooling import check_task
-from pagemill_protocol.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, stream_conflict
+from pagemill_protocol.request.continuing import needs_prompt_logprobs
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest, check_answer, most_tokens_of_values
+from pagemill_protocol.request.pooling import check_task
+from pagemill_protocol.request.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, stream_conflict
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenStates
@@ -227,7 +227,7 @@ def sequence_id(client_request_id: str, choice: int) -> str:
 
 
 def _prompt_param(request: GenerateRequest) -> str:
-    from pagemill_protocol.dialects.registry import dialect_of  # imports the dialects' schemas, which only errors need
+    from pagemill_api.dialects.registry import dialect_of  # imports the dialects' schemas, which only errors need
 
     return dialect_of(request.dialect).prompt_field
 

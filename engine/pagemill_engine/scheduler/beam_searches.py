@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pagemill_engine.kv.manager import KVCacheManager
 from pagemill_engine.scheduler.admission import sequence_id
 from pagemill_engine.scheduler.beams import BeamSearch, Continuation
-from pagemill_engine.scheduler.outputs import OutputQueue
+from pagemill_engine.scheduler.order.sorted_sequences import serving_key
+from pagemill_engine.scheduler.reporting.outputs import OutputQueue
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
-from pagemill_engine.scheduler.sorted_sequences import serving_key
 from pagemill_engine.scheduler.step import TokenLogprobs
 
 

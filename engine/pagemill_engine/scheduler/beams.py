@@ -18,8 +18,8 @@ from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from pagemill_engine.scheduler.step import TokenLogprobs
-from pagemill_protocol.generate import FinishReason
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import FinishReason
+from pagemill_protocol.request.sampling import SamplingParams
 
 
 class BeamSequence(Protocol):

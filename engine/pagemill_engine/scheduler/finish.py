@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagemill_engine.scheduler.sequence import Sequence
-from pagemill_protocol.generate import FinishReason
+from pagemill_protocol.request.generate import FinishReason
 
 
 def finish_reason(request: Sequence) -> FinishReason | None:

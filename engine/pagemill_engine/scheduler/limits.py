@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pagemill_engine.config import CPU_STEP
-from pagemill_protocol.pooling import PoolingSpec
-from pagemill_protocol.sampling import MAX_ANSWER_VALUES
+from pagemill_protocol.request.pooling import PoolingSpec
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

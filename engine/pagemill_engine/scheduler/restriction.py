@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

@@ -3,7 +3,7 @@
 There is one rule: a sequence's `num_computed_tokens` catches up with its tokens. Prefix hits, chunked prefill and
 decode are that rule with different numbers. A step takes decodes first, then running and waiting prefills in the order
 of the policy. When blocks run out, the newest sequence of the lowest priority is preempted: it loses its blocks and is
-computed again later. The scheduler executes nothing (`loop.core` does) and uses no tensors (`runner` does).
+computed again later. The scheduler executes nothing (`loop.core` does) and uses no tensors (`executing` does).
 
 Life of a sequence: `add` -> waiting -> `schedule` admits it -> `update` appends its tokens -> finished. Preemption
 moves it back to waiting; `abort` ends it at any point.
@@ -30,21 +30,21 @@ from pagemill_engine.scheduler.choices import WaitingChoices
 from pagemill_engine.scheduler.finish import finish_reason
 from pagemill_engine.scheduler.in_flight_steps import InFlightStep, InFlightSteps, can_run_ahead
 from pagemill_engine.scheduler.limits import SchedulerLimits
-from pagemill_engine.scheduler.outputs import OutputQueue
-from pagemill_engine.scheduler.policies import POLICIES
-from pagemill_engine.scheduler.reports import QUEUED_STATES, engine_load, inconsistencies
-from pagemill_engine.scheduler.sequence import Sequence, SequenceState
-from pagemill_engine.scheduler.sorted_sequences import (
+from pagemill_engine.scheduler.order import POLICIES
+from pagemill_engine.scheduler.order.sorted_sequences import (
     LOW_PRIORITY_SERVING,
     LOW_PRIORITY_WAITING,
     SortedSequences,
     low_priority_last,
     serving_key,
 )
+from pagemill_engine.scheduler.reporting.outputs import OutputQueue
+from pagemill_engine.scheduler.reporting.reports import QUEUED_STATES, engine_load, inconsistencies
+from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_engine.scheduler.token_masks import advance, take_forced
-from pagemill_protocol.generate import FinishReason, GenerateRequest
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
+from pagemill_protocol.request.generate import FinishReason, GenerateRequest
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenStates

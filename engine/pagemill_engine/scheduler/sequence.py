@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from pagemill_engine.scheduler.beams import BeamSearch
 from pagemill_engine.scheduler.prompt_report import PromptLogprobs
-from pagemill_protocol.pooling import PoolingParams
-from pagemill_protocol.sampling import SamplingParams, is_low_priority
+from pagemill_protocol.request.pooling import PoolingParams
+from pagemill_protocol.request.sampling import SamplingParams, is_low_priority
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenState

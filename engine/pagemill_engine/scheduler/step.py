@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pagemill_protocol.pooling import PoolingParams
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.pooling import PoolingParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

@@ -26,10 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     # A container's first process ignores SIGTERM unless it sets a handler, and imports take a while.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    from pagemill_engine.failure import KUBERNETES_LOG, StartupError, disk_full, write_termination
     from pagemill_engine.ipc.process import EngineProcess
-    from pagemill_engine.server.failure import KUBERNETES_LOG, StartupError, disk_full, write_termination
     from pagemill_engine.server.settings import load_settings
-    from pagemill_protocol import logs
+    from pagemill_servers.process import logs
 
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.server", description="Serve one model.")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file with `engine` and `server`.")

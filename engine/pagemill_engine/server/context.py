@@ -6,23 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from pagemill_api.answers.registry import ParserSettings
+from pagemill_api.openai.render import fingerprint
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import Ready
-from pagemill_engine.server.draining import Draining
 from pagemill_engine.server.engine_client import EngineClient
-from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.server.phases.draining import Draining
+from pagemill_engine.server.phases.lifecycle import Lifecycle
+from pagemill_engine.server.phases.sleeping import Sleeping
+from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_engine.server.request_memory import RequestMemory
 from pagemill_engine.server.settings import Settings
-from pagemill_engine.server.sleeping import Sleeping
-from pagemill_engine.server.state_stream import StatePublisher
-from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
-from pagemill_protocol.http.guard import ControlTokens
-from pagemill_protocol.keys.ring import KeyRing
-from pagemill_protocol.openai.render import fingerprint
-from pagemill_protocol.preparation_threads import PreparationThreads
-from pagemill_protocol.text.tokenizer import Tokenizer
-from pagemill_protocol.tracing.tracing import Tracing
+from pagemill_servers.guard import ControlTokens
+from pagemill_servers.keys.ring import KeyRing
+from pagemill_servers.preparation_threads import PreparationThreads
+from pagemill_servers.tracing.tracing import Tracing
 
 NUM_THREADS = 2
 T = TypeVar("T")

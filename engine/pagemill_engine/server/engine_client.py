@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pagemill_engine.config import EngineConfig, StepLimits
+from pagemill_engine.executing.base import RunnerInfo
+from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
     Abort,
@@ -36,15 +38,13 @@ from pagemill_engine.ipc.messages import (
 )
 from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_engine.output.processor import Frame, Processor, is_large, parts_of
-from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
 from pagemill_engine.server.answer import Answer, PromptAnswer
-from pagemill_engine.server.failure import StartupError
-from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
+from pagemill_engine.server.phases.lifecycle import Lifecycle
+from pagemill_engine.server.phases.sleeping import Sleeping
+from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_engine.server.request_memory import TOKEN_BYTES, RequestMemory
-from pagemill_engine.server.sleeping import Sleeping
-from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_engine.server.unread import MAX_UNREAD_BYTES_IN_ALL, UnreadAnswers
 from pagemill_protocol.errors import (
     PagemillError,
@@ -56,7 +56,7 @@ from pagemill_protocol.errors import (
     unavailable,
 )
 from pagemill_protocol.frames import MAX_PAYLOAD_BYTES
-from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.request.generate import GenerateRequest
 
 logger = logging.getLogger(__name__)
 

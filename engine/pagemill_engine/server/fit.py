@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.runner.memory import memory_limit
-from pagemill_engine.server.failure import StartupError
-from pagemill_protocol.model_spec import ModelSpec
+from pagemill_engine.failure import StartupError
+from pagemill_engine.sizing.memory import memory_limit
+from pagemill_models.spec.model_spec import ModelSpec
 
 RUNTIME_BYTES = 256 * 1024**2
 """Memory of both processes without a model; a low estimate."""

@@ -16,6 +16,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,44 +24,45 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from pagemill_api.answers.registry import ParserSettings, check_parsers
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig, ServerConfig
+from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import Ready
 from pagemill_engine.ipc.process import EngineProcess
-from pagemill_engine.runner.unused_settings import UnusedSetting, unused_settings, without
-from pagemill_engine.server.apps import control_app, data_app
 from pagemill_engine.server.context import ServerContext
-from pagemill_engine.server.draining import ACKNOWLEDGE_TIMEOUT_S, Draining
 from pagemill_engine.server.engine_client import EngineClient
-from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.fit import check_fits
-from pagemill_engine.server.keys import internal_tokens, open_keys, with_token
-from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.server.phases.draining import ACKNOWLEDGE_TIMEOUT_S, Draining
+from pagemill_engine.server.phases.lifecycle import Lifecycle
+from pagemill_engine.server.phases.sleeping import Sleeping
+from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_engine.server.request_memory import RequestMemory
+from pagemill_engine.server.routes.apps import control_app, data_app
+from pagemill_engine.server.routes.keys import internal_tokens, open_keys, with_token
 from pagemill_engine.server.settings import Settings
-from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.sockets import bind, bound_address, bound_port
-from pagemill_engine.server.state_stream import StatePublisher
-from pagemill_protocol.answers.registry import ParserSettings, check_parsers
+from pagemill_engine.sizing.unused_settings import UnusedSetting, unused_settings, without
+from pagemill_models.sources import Opened, SourceError, default_name, open_source
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
+from pagemill_models.tokenizer_files.resolved_defaults import with_defaults
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
-from pagemill_protocol.http.connection import bounded_protocol
-from pagemill_protocol.http.connection_limits import (
+from pagemill_protocol.link import LINK_PROTOCOL
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
+from pagemill_servers.connection import bounded_protocol
+from pagemill_servers.connection_limits import (
     DEFAULT_MAX_CONNECTIONS,
     MAX_CONTROL_CONNECTIONS,
     ConnectionLimits,
     within_open_files,
 )
-from pagemill_protocol.http.tls import ServerTLS, TLSError
-from pagemill_protocol.link import LINK_PROTOCOL
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.settings import SettingsError
-from pagemill_protocol.sources import Opened, SourceError, default_name, open_source
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.generation_defaults import with_defaults
-from pagemill_protocol.text.load_bundle import load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
-from pagemill_protocol.tracing.tracing import Tracing, open_tracing
+from pagemill_servers.process.malloc import trim_heap
+from pagemill_servers.process.settings import SettingsError
+from pagemill_servers.tls import ServerTLS, TLSError
+from pagemill_servers.tracing.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +196,7 @@ class Server:
         await context.client.start()
         context.tokenizer = await context.off_loop(lambda: _make_tokenizer(config, bundle))
         context.publisher.announce_bundle(bundle.digest)
-        self._warming_up = asyncio.create_task(context.off_loop(context.tokenizer.warm_up))
+        self._warming_up = asyncio.create_task(context.off_loop(partial(_warm_up, context.tokenizer)))
         if opened.fetched is None:
             await context.client.run()
         else:
@@ -398,6 +400,12 @@ def _open_model(settings: Settings) -> tuple[Opened, TokenizerBundle, list[Unuse
 def _make_tokenizer(config: EngineConfig, bundle: TokenizerBundle) -> Tokenizer:
     with _source_faults(config):
         return Tokenizer(bundle, chat_template=config.chat_template)
+
+
+def _warm_up(tokenizer: Tokenizer) -> None:
+    """Prepare the chat template, and release the memory that reading the vocabulary took."""
+    tokenizer.warm_up()
+    trim_heap()
 
 
 @contextlib.contextmanager

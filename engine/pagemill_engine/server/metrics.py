@@ -16,9 +16,9 @@ from pagemill_engine.ipc.messages import Ready, StepOutputs, TokensOut
 from pagemill_engine.output.processor import Processor
 from pagemill_protocol import metrics as names
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.metrics import ENGINE_METRICS, Metrics, Scrape
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
+from pagemill_protocol.request.generate import GenerateRequest
 
 VERSION = version("pagemill-engine")
 PHASES_AFTER_START = ("ready", "draining", "sleeping", "waking")

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from starlette.types import Message, Receive, Scope
 
 from pagemill_protocol.errors import PagemillError, unavailable
-from pagemill_protocol.http.request_middleware import header, read_body
 from pagemill_protocol.shares import SharedLimit
+from pagemill_servers.request_middleware import header, read_body
 
 MAX_REQUEST_BYTES = 256 * 1024 * 1024
 """Default of the setting `max_in_flight_body_bytes`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from pagemill_engine.config import EngineConfig, ServerConfig
-from pagemill_engine.server.failure import StartupError
+from pagemill_engine.failure import StartupError
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

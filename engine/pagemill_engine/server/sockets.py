@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from pagemill_engine.server.failure import StartupError
+from pagemill_engine.failure import StartupError
 
 
 def bind(host: str, port: int, field: str) -> socket.socket:

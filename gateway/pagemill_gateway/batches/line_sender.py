@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from starlette.types import ASGIApp, Message
 
 from pagemill_gateway.batches.answer_file import AnswerFile
-from pagemill_protocol.errors import PagemillError, unauthorized
-from pagemill_protocol.keys.ring import KeyRing
-from pagemill_protocol.openai.render import error_body
+from pagemill_protocol.errors import PagemillError, error_body, unauthorized
+from pagemill_servers.keys.ring import KeyRing
 
 RETRIED = frozenset({429, 503})
 """The statuses of limits and overload, after which a line is sent again."""

@@ -10,12 +10,12 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from pagemill_api.openai.batches import BatchRequest
 from pagemill_gateway.batches.objects import FINAL, Batch, BatchFile, is_object_id, new_object_id
 from pagemill_gateway.batches.store import BatchStore
 from pagemill_gateway.config import BatchesConfig
 from pagemill_protocol.errors import PagemillError, body_too_large, invalid_field
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.openai.batches import BatchRequest
+from pagemill_servers.keys.caller import Caller
 
 MAX_OLD_BATCHES = 1000
 """Limit for the finished batches of an account; older ones are deleted."""

@@ -46,8 +46,8 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.policies import RoutingPolicies
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.errors import PagemillError, unavailable
-from pagemill_protocol.load import DeploymentLoad
-from pagemill_protocol.state import StateFrame
+from pagemill_protocol.report.load import DeploymentLoad
+from pagemill_protocol.report.state import StateFrame
 
 STALL_STEPS = 4
 """An engine is stuck if its step takes longer than this many times its predicted duration. On a busy machine, the worst

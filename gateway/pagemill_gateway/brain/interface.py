@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.sampling import is_low_priority
+from pagemill_api.answers.registry import ParserSettings
+from pagemill_protocol.request.sampling import is_low_priority
 
 EngineFailureKind = Literal["lost", "killed", "crashed", "stalled"]
 FailureKind = Literal["refused", "declined", "unreachable", "lost", "killed", "stalled", "crashed", "broken", "request"]

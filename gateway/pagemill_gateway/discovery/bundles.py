@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable, Set
 
 import aiohttp
 
-from pagemill_protocol.bounded import TooLarge, read_bounded
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.sources import SourceError
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.peer_body import TooLarge, read_bounded
+from pagemill_protocol.source_errors import SourceError
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
+from pagemill_servers.process.malloc import trim_heap
 
 FETCH_TIMEOUT_S = 30.0
 MAX_BUNDLE_BYTES = 128 * 1024 * 1024
@@ -126,7 +127,7 @@ class Bundles:
         if not self._keeps_tokenizers:
             tokenizer.close()
             return
-        self._warm_ups.add(warm_up := asyncio.create_task(asyncio.to_thread(tokenizer.warm_up)))
+        self._warm_ups.add(warm_up := asyncio.create_task(asyncio.to_thread(_warm_up, tokenizer)))
         warm_up.add_done_callback(self._warm_ups.discard)
 
     async def _download(self, control_url: str, token: str) -> bytes:
@@ -150,6 +151,12 @@ def _built(bundle: TokenizerBundle, chat_template: str | None) -> Tokenizer:
         return Tokenizer(bundle, chat_template)
     except SourceError as error:
         raise BundleError(str(error)) from error
+
+
+def _warm_up(tokenizer: Tokenizer) -> None:
+    """Prepare the chat template, and release the memory that reading the vocabulary took."""
+    tokenizer.warm_up()
+    trim_heap()
 
 
 def _checked(data: bytes, digest: str) -> TokenizerBundle:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from pagemill_gateway.engine_http.engine_connection import MAX_UNREAD_BYTES, EngineConnection
 from pagemill_protocol.frames import StateDecoder
-from pagemill_protocol.state import StateFrame
+from pagemill_protocol.report.state import StateFrame
 
 _OK = 200
 

@@ -31,9 +31,9 @@ from pagemill_gateway.discovery.handover import DrainAcknowledgements
 from pagemill_gateway.discovery.state_connection import StateConnection
 from pagemill_gateway.discovery.state_sockets import StateConnector, StateSockets
 from pagemill_gateway.engine_http.connecting import CannotConnect, Origin, origin_of, request_head
-from pagemill_protocol.bounded import TooLarge, read_bounded
 from pagemill_protocol.frames import FrameError
-from pagemill_protocol.state import GATEWAY_HEADER, StateFrame
+from pagemill_protocol.peer_body import TooLarge, read_bounded
+from pagemill_protocol.report.state import GATEWAY_HEADER, StateFrame
 from pagemill_protocol.versions import PROTOCOL_HEADER, UnsupportedProtocol, check_peer, protocol_headers
 
 logger = logging.getLogger("pagemill.gateway.state")

@@ -20,7 +20,7 @@ from pagemill_gateway.brain.interface import (
     Target,
 )
 from pagemill_gateway.limits import store
-from pagemill_protocol.keys.caller import Caller
+from pagemill_servers.keys.caller import Caller
 
 Question = TypeVar("Question")
 

@@ -21,7 +21,7 @@ from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
 from pagemill_gateway.limits.store import ExtensionRequest, ReservationAnswer, ReservationRequest
 from pagemill_gateway.ports import WorkerMeasurements
-from pagemill_protocol.keys.caller import Caller
+from pagemill_servers.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway.ipc")
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagemill_gateway.limits.store import ExtensionRequest, ReservationRequest, Store
-from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
-from pagemill_protocol.generate import FrameMeta, GenerateRequest
+from pagemill_protocol.request.continuing import PROGRESS_TOKENS, can_be_continued
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest
 
 MARGIN_TOKENS = 128
 """An allowance is low when a sequence has fewer tokens left: a second or more of generation, in which more is reserved.

@@ -20,9 +20,9 @@ from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, to
 from pagemill_gateway.limits.store import Level, ReservationAnswer, ReservationRequest, Store, amount_of, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
-from pagemill_protocol.continuing import can_be_continued
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.request.continuing import can_be_continued
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_servers.keys.caller import Caller
 
 ARRIVING_RETRY_S = 1.0
 REMEMBER_REFUSAL_S = 1.0

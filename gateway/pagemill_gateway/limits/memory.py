@@ -20,7 +20,7 @@ from pagemill_gateway.limits.store import (
     ReservationRequest,
     amount_of,
 )
-from pagemill_protocol.keys.caller import Limits
+from pagemill_servers.keys.caller import Limits
 
 CONCURRENCY_RETRY_S = 1.0
 """The end of a sequence is unknown; requests take seconds."""

@@ -6,7 +6,7 @@ import math
 
 from pagemill_gateway.limits.store import Level, Reason, ReservationAnswer
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.keys.caller import Caller, Limits
+from pagemill_servers.keys.caller import Caller, Limits
 
 Headers = dict[str, str]
 _NAMES: dict[Reason, str] = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.store import Store
-from pagemill_protocol.keys.caller import Caller
+from pagemill_servers.keys.caller import Caller
 
 if TYPE_CHECKING:
     from pagemill_gateway.limits.redis.link import RedisLink

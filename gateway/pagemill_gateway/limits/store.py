@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
-from pagemill_protocol.keys.caller import Limits
+from pagemill_servers.keys.caller import Limits
 
 Reason = Literal["requests", "tokens", "concurrency", "budget_day", "budget_month"]
 """The limit that refused a request."""

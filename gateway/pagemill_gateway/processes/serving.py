@@ -10,12 +10,12 @@ import asyncio
 
 from pagemill_gateway.app import control_app
 from pagemill_gateway.control_process import ControlProcess
-from pagemill_gateway.garbage_collection import reduce_garbage_collection
 from pagemill_gateway.ipc.control_process_client import ControlProcessClient
 from pagemill_gateway.ipc.worker_connection import serving_workers
 from pagemill_gateway.processes.child import Setup, report_ready
-from pagemill_gateway.server import drain, serving, serving_data, stopped
-from pagemill_gateway.stop_signals import Stop
+from pagemill_gateway.processes.garbage_collection import reduce_garbage_collection
+from pagemill_gateway.processes.server import drain, serving, serving_data, stopped
+from pagemill_gateway.processes.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 
 

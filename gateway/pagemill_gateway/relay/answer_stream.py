@@ -16,7 +16,7 @@ from pagemill_gateway.brain.interface import Liveness
 from pagemill_gateway.relay.attempt_failures import BROKE, SILENT, TOO_SHORT, UpstreamFailure, garbage
 from pagemill_gateway.repeated_timeout import RepeatedTimeout
 from pagemill_protocol.frames import FrameDecoder, FrameError
-from pagemill_protocol.generate import FrameMeta
+from pagemill_protocol.request.generate import FrameMeta
 
 END_OF_BODY_TIMEOUT_S = 0.5
 SILENCE_CHECKS = 4

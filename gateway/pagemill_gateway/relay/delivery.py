@@ -19,7 +19,7 @@ from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.request_record import AttemptRecord, RequestRecord
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, RENDERING_FAILED, PagemillError
 from pagemill_protocol.frames import PartMeta
-from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 
 _encoder = msgspec.msgpack.Encoder()
 

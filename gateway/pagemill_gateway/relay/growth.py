@@ -13,7 +13,7 @@ from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.limits.allowance import Allowance
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import FrameMeta
+from pagemill_protocol.request.generate import FrameMeta
 
 RETRY_S = 0.25
 logger = logging.getLogger("pagemill.gateway.relay")

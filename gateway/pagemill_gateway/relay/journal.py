@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pagemill_protocol.continuing import can_be_continued
-from pagemill_protocol.generate import ChoiceResume, FinishReason, FrameMeta, GenerateRequest
+from pagemill_protocol.request.continuing import can_be_continued
+from pagemill_protocol.request.generate import ChoiceResume, FinishReason, FrameMeta, GenerateRequest
 from pagemill_protocol.shares import SharedLimit
 
 LARGEST_TOKEN_ID = 2**31 - 1

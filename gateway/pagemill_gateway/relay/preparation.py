@@ -15,24 +15,24 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from pagemill_api.dialects import base
+from pagemill_api.dialects.base import Dialect, ParsedBody
+from pagemill_api.dialects.transport import RequestInfo
+from pagemill_api.openai.prepare import needs_check, with_seed, within_vocabulary
+from pagemill_api.openai.schemas import SamplingFields
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
-from pagemill_protocol.dialects import base
-from pagemill_protocol.dialects.base import Dialect, ParsedBody
-from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError, unavailable
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.keys.scope import cache_salt
-from pagemill_protocol.openai.prepare import needs_check, with_seed, within_vocabulary
-from pagemill_protocol.openai.schemas import SamplingFields
-from pagemill_protocol.preparation_threads import PreparationThreads
-from pagemill_protocol.sampling import MAX_ANSWER_VALUES
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
+from pagemill_servers.keys.caller import Caller
+from pagemill_servers.keys.scope import cache_salt
+from pagemill_servers.preparation_threads import PreparationThreads
 
 INLINE_BODY_BYTES = 4096
 NUM_THREADS = 8

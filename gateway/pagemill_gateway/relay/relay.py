@@ -39,7 +39,7 @@ from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.errors import PagemillError, bad_upstream
-from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.request.generate import GenerateRequest, Usage
 
 LEAST_TIMED_TOKENS = 8
 """The number of tokens from which on an answer's time per token is measured."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from pagemill_api.dialects.transport import SSE, Transport
 from pagemill_gateway.relay.attempt_failures import UpstreamFailure
-from pagemill_protocol.dialects.transport import SSE, Transport
 from pagemill_protocol.frames import PartMeta
 
 Write = Callable[[bytes], Awaitable[None]]

@@ -14,14 +14,14 @@ from functools import partial
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagemill_api.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
+from pagemill_api.dialects.token_counts import TOKEN_COUNTS
+from pagemill_api.route_names import RouteNames
 from pagemill_gateway.brain.interface import RequestOutcome
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.spans import write_spans
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
-from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
-from pagemill_protocol.http.request_middleware import request_id
-from pagemill_protocol.http.route_names import RouteNames
+from pagemill_servers.request_middleware import request_id
 
 logger = logging.getLogger("pagemill.gateway.access")
 

@@ -7,6 +7,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from pagemill_api.openai.batches import BatchRequest
+from pagemill_api.openai.parse import parse_body
 from pagemill_gateway.batches.service import Batches
 from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.entry import caller_of, entered
@@ -14,10 +16,8 @@ from pagemill_gateway.routes.listing import page_of
 from pagemill_gateway.routes.multipart import read_form
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError, invalid_field
-from pagemill_protocol.http.request_middleware import check_json_content_type
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.openai.batches import BatchRequest
-from pagemill_protocol.openai.parse import parse_body
+from pagemill_servers.keys.caller import Caller
+from pagemill_servers.request_middleware import check_json_content_type
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 MAX_FILES_PAGE = 10_000

@@ -1,6 +1,6 @@
 """Reads request bodies, counting the bytes while they arrive, and refuses them when they exceed the gate's limit.
 
-`http.request_middleware` limits size and time of a single body.
+`pagemill_servers.request_middleware` limits size and time of a single body.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from starlette.types import Message, Receive, Scope
 
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_protocol.errors import client_closed_request
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.http.request_middleware import header
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_servers.request_middleware import header
 
 TOKEN_BYTES = 40
 """The memory of a token id in a list, and in the encoded request."""

@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.types import Send
 
+from pagemill_api.dialects.base import Dialect
+from pagemill_api.dialects.transport import SSE
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.repeated_timeout import RepeatedTimeout
-from pagemill_protocol.dialects.base import Dialect
-from pagemill_protocol.dialects.transport import SSE
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import PartMeta
-from pagemill_protocol.http.direct import DirectResponse
 from pagemill_protocol.link import WINDOW_BYTES
+from pagemill_servers.direct import DirectResponse
 
 STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LAST_WRITE_TIMEOUT_S = 5.0

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 
 from starlette.types import Receive
 
-from pagemill_protocol.http.direct import DirectResponse
+from pagemill_servers.direct import DirectResponse
 
 
 async def run_while_connected(work: Awaitable[None], receive: Receive, direct: DirectResponse | None = None) -> bool:

@@ -17,8 +17,8 @@ from pagemill_gateway.discovery.catalog import decode_catalog
 from pagemill_gateway.routes.load import LoadStream
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE
-from pagemill_protocol.http.request_middleware import read_body
 from pagemill_protocol.versions import protocol_headers, require_protocol
+from pagemill_servers.request_middleware import read_body
 
 DEFAULT_DECISIONS = 20
 OPERATOR = "The operator"

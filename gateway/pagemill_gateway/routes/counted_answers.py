@@ -10,13 +10,13 @@ from contextlib import ExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagemill_api.dialects.error_shapes import error_body_at
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.client import PIECE_BYTES
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.dialects.error_shapes import error_body_at
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.http.errors import error_response
+from pagemill_servers.errors import error_response
 
 
 class CountedAnswers:

@@ -12,7 +12,7 @@ from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.limits.limiter import Arrival
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.keys.caller import Caller
+from pagemill_servers.keys.caller import Caller
 
 
 class EnteredRequest(NamedTuple):

@@ -15,6 +15,9 @@ from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
+from pagemill_api.dialects.base import Dialect
+from pagemill_api.dialects.transport import RequestInfo
+from pagemill_api.openai.unread_fields import unread_headers
 from pagemill_gateway.brain.interface import QueueTicket
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.delivery import AnswerBroken
@@ -26,13 +29,10 @@ from pagemill_gateway.routes.client import ClientResponse, ClientTooSlow
 from pagemill_gateway.routes.connection import run_while_connected
 from pagemill_gateway.routes.entry import EnteredRequest, entered
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.dialects.base import Dialect
-from pagemill_protocol.dialects.transport import RequestInfo
 from pagemill_protocol.errors import PagemillError, bad_upstream, internal_error, invalid_field
-from pagemill_protocol.http.direct import direct_response
-from pagemill_protocol.http.request_middleware import TIMEOUT_HEADER, check_json_content_type, header
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.openai.unread_fields import unread_headers
+from pagemill_servers.direct import direct_response
+from pagemill_servers.keys.caller import Caller
+from pagemill_servers.request_middleware import TIMEOUT_HEADER, check_json_content_type, header
 
 logger = logging.getLogger("pagemill.gateway")
 

@@ -12,10 +12,10 @@ from importlib.metadata import version
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagemill_api.openapi import document
 from pagemill_gateway.ports import ControlProcessPort
-from pagemill_protocol.http.docs_page import docs_page
-from pagemill_protocol.openapi import document
 from pagemill_protocol.versions import PROTOCOL_VERSION
+from pagemill_servers.docs_page import docs_page
 
 VERSION = version("pagemill-gateway")
 

@@ -1,4 +1,4 @@
-"""`GET /internal/load`: streams the load of all deployments in frames of `pagemill_protocol.load`.
+"""`GET /internal/load`: streams the load of all deployments in frames of `pagemill_protocol.report.load`.
 
 The leading operator reads it from every gateway. Without a reader, the load is not measured.
 """
@@ -14,7 +14,7 @@ from pagemill_gateway.brain.load.measure import differs_only_in_age
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.routes.connection import wait_until_disconnected
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
-from pagemill_protocol.load import DeploymentLoad, LoadFrame
+from pagemill_protocol.report.load import DeploymentLoad, LoadFrame
 from pagemill_protocol.versions import PROTOCOL_VERSION, stream_headers
 
 INTERVAL_S = 0.5

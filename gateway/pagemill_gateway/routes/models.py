@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagemill_api.openai import render
 from pagemill_gateway.brain.interface import ServedName
 from pagemill_gateway.limits.refusals import check_model
 from pagemill_gateway.routes.health import VERSION
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import model_not_found
-from pagemill_protocol.http.origin import forbidden
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.openai import render
+from pagemill_servers.keys.caller import Caller
+from pagemill_servers.origin import forbidden
 
 
 class ModelRoutes:

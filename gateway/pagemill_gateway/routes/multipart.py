@@ -11,7 +11,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.types import Receive, Scope
 
 from pagemill_protocol.errors import PagemillError, client_closed_request, invalid_field
-from pagemill_protocol.http.request_middleware import header
+from pagemill_servers.request_middleware import header
 
 MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 16

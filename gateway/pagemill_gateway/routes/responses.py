@@ -15,6 +15,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagemill_api.dialects.base import Dialect
+from pagemill_api.dialects.openai_responses.responses import ResponsesDialect, StoredResponsesDialect
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.config import StoredResponsesConfig
 from pagemill_gateway.routes.body import parsed_bytes
@@ -23,10 +25,8 @@ from pagemill_gateway.routes.entry import EnteredRequest, caller_of
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.listing import page_of
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.dialects.base import Dialect
-from pagemill_protocol.dialects.responses import ResponsesDialect, StoredResponsesDialect
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.keys.caller import Caller
+from pagemill_servers.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway.responses")
 

@@ -11,6 +11,11 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagemill_api.dialects.token_counts import TokenCount
+from pagemill_api.openai import prepare, render
+from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.schemas import DetokenizeRequest
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.refusals import check_model, visible_to
@@ -18,15 +23,10 @@ from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.connection import run_while_connected
 from pagemill_gateway.routes.entry import EnteredRequest, caller_of, entered
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.errors import PagemillError, client_closed_request, invalid_field
-from pagemill_protocol.http.direct import direct_response
-from pagemill_protocol.http.request_middleware import check_json_content_type, error_response
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.openai import prepare, render
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.schemas import DetokenizeRequest
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_servers.direct import direct_response
+from pagemill_servers.keys.caller import Caller
+from pagemill_servers.request_middleware import check_json_content_type, error_response
 
 CHARS_PER_TOKEN = 4
 """The assumed characters per token, for the reservation before a text is tokenized."""

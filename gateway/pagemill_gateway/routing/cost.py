@@ -19,7 +19,7 @@ from pagemill_gateway.routing.cost_terms import CostBasis, CostTerms, cost_basis
 from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, least_busy
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import DEFAULT_STEP_TOKENS, StepTimeSnapshot, take_snapshot
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.step_time import StepTimeModel
 
 NEAR_SHARE = 0.02
 NEAR_MS = 0.5

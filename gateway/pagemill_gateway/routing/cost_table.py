@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pagemill_gateway.routing.cost_terms import CostBasis, cost_terms
 from pagemill_gateway.routing.policy import Candidate
-from pagemill_protocol.step_time import StepTimePieces
+from pagemill_protocol.report.step_time import StepTimePieces
 
 LEAST_PODS = 24
 _ROW_SPAN = 2.0**40

@@ -15,7 +15,7 @@ import msgspec
 
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
-from pagemill_protocol.step_time import StepTimePieces
+from pagemill_protocol.report.step_time import StepTimePieces
 
 HARM_SHARE = 0.1
 """The weight of a millisecond of delay of a running answer, relative to one of TTFT."""

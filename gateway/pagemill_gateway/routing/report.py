@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
 
 
 class PodReport(msgspec.Struct, frozen=True, gc=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.step_time import StepTimeModel
 
 DEFAULT_STEP_TOKENS = 512
 """The token budget of a step if the pod has not reported it."""

@@ -17,7 +17,7 @@ from statistics import NormalDist
 import msgspec
 
 from pagemill_operator.autoscaler.signals import Shape
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.step_time import StepTimeModel
 
 MAX_ROUNDS = 200
 CONVERGED = 1e-4

@@ -12,9 +12,17 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pagemill_protocol.histogram import merged
-from pagemill_protocol.load import Arrivals, DeploymentLoad, EngineReport, EnginesLoad, Latencies, Lengths, QueueLoad
-from pagemill_protocol.state import COUNTS, EngineLoad, StepTimeParams
+from pagemill_protocol.report.histogram import merged
+from pagemill_protocol.report.load import (
+    Arrivals,
+    DeploymentLoad,
+    EngineReport,
+    EnginesLoad,
+    Latencies,
+    Lengths,
+    QueueLoad,
+)
+from pagemill_protocol.report.state import COUNTS, EngineLoad, StepTimeParams
 
 ALIKE = 1.25
 """Replicas whose step times differ by at most this factor count as equal: they may have learned from other steps."""

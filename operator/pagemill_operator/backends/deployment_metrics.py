@@ -2,7 +2,8 @@
 
 Values come from observations and decisions; nothing is decided here. The label `variant` is the deployment's
 `namespace/name`, as gateways export it: a label `namespace` would clash with the one that Prometheus gives to the
-operator's pod. `controller.metrics` exports these metrics beside the operator's own; `pagemill up` exports these alone.
+operator's pod. `controller.reporting.metrics` exports these metrics beside the operator's own; `pagemill up` exports
+these alone.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.plan.types import Group
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineReport
+from pagemill_protocol.report.load import EngineReport
 
 NO_REPORTS: Mapping[str, EngineReport] = {}
 _PHASE_RANK: Mapping[Phase, int] = {"asleep": 1, "pending": 2, "starting": 2, "loading": 2, "waking": 3, "ready": 3}

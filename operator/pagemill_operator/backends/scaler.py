@@ -22,7 +22,7 @@ from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Fleet, GatewayReport, Signals, merge
 from pagemill_operator.backends.start_durations import StartDurations
 from pagemill_operator.status.observation import Observation, ScalingState
-from pagemill_protocol.histogram import Histogram
+from pagemill_protocol.report.histogram import Histogram
 
 NUM_KEPT_RECORDS = 64
 """Number of records kept per deployment: of changes, and of new reasons to change nothing."""

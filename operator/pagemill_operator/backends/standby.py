@@ -16,7 +16,7 @@ import aiohttp
 from pagemill_operator.autoscaler.signals import weight
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineReport
+from pagemill_protocol.report.load import EngineReport
 
 Call = Literal["sleep", "wake_up"]
 """Both calls may be repeated."""

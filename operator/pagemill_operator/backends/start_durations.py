@@ -2,8 +2,8 @@
 
 Until one was observed from its beginning, the longest start that an engine reports of itself counts, which lacks the
 time until its container runs: a new leader of the operator, and a deployment that was adopted, find engines that serve.
-`scaler` passes the duration to scaling policies as the cold start; `controller.cold_starts` measures each start's
-phases.
+`scaler` passes the duration to scaling policies as the cold start; `controller.reporting.cold_starts` measures each
+start's phases.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from pagemill_operator.status.observation import ReplicaObservation
-from pagemill_protocol.load import EngineStart
-from pagemill_protocol.state import WAKE
+from pagemill_protocol.report.load import EngineStart
+from pagemill_protocol.report.state import WAKE
 
 NUM_KEPT_STARTS = 8
 CAREFUL = 0.75

@@ -22,14 +22,14 @@ from pagemill_kube.kinds import Kind
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, SECRET, WATCHED_KINDS
 from pagemill_operator.backends.kubernetes.snapshot import FIELD_MANAGER, Manifest
 from pagemill_operator.config import OperatorConfig
-from pagemill_operator.controller import health
-from pagemill_operator.controller.cache import ObjectCache
-from pagemill_operator.controller.leader import Leader
-from pagemill_operator.controller.lease import KubernetesLease, LeaderElection, Leadership, LeaseSettings
-from pagemill_operator.controller.metrics import OperatorMetrics
-from pagemill_operator.controller.queue import WorkQueue
-from pagemill_operator.controller.session import watch_session
-from pagemill_operator.controller.watches import Watches
+from pagemill_operator.controller.leading.leader import Leader
+from pagemill_operator.controller.leading.lease import KubernetesLease, LeaderElection, Leadership, LeaseSettings
+from pagemill_operator.controller.leading.queue import WorkQueue
+from pagemill_operator.controller.reporting import health
+from pagemill_operator.controller.reporting.metrics import OperatorMetrics
+from pagemill_operator.controller.watching.cache import ObjectCache
+from pagemill_operator.controller.watching.session import watch_session
+from pagemill_operator.controller.watching.watches import Watches
 from pagemill_operator.handlers import build_registry, build_settings, watch
 
 logger = logging.getLogger("pagemill.operator")

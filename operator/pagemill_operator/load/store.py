@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from pagemill_operator.autoscaler.signals import GatewayReport, most_in_flight, weight
-from pagemill_protocol.load import DeploymentLoad, EngineReport, EngineStart, LoadFrame
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineStart, LoadFrame
+from pagemill_protocol.report.state import EngineLoad
 
 Item = TypeVar("Item")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import aiohttp
 
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, FrameError, LoadDecoder
-from pagemill_protocol.load import LoadFrame
+from pagemill_protocol.report.load import LoadFrame
 from pagemill_protocol.versions import UnsupportedProtocol, check_peer, protocol_headers
 
 SILENCE_TIMEOUT_S = 8.0

@@ -11,8 +11,8 @@ from typing import Any
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
 from pagemill_crds.sections.model import GenerationDefaultsSection
+from pagemill_models.sources import in_full
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
-from pagemill_protocol.sources import in_full
 
 
 def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:

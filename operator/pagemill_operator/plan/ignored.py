@@ -14,11 +14,11 @@ from pydantic import BaseModel
 
 from pagemill_crds.models import LLMDeploymentSpec
 from pagemill_crds.sections.autoscaling import AutoscalingSection
+from pagemill_models.sources import SourceError, find_kind, in_full
 from pagemill_operator.autoscaler.registry import registered
 from pagemill_operator.plan.extra_args import FIELD, IGNORED_UNLESS
 from pagemill_operator.plan.support import Backend
 from pagemill_operator.plan.types import Problem
-from pagemill_protocol.sources import SourceError, find_kind, in_full
 
 MAX_VALUE_CHARS = 80
 ONLY_IN_A_CLUSTER = "it has an effect in a cluster only, not on this machine; remove it, or keep it for a cluster"

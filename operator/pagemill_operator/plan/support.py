@@ -12,10 +12,10 @@ from typing import Literal
 
 from pagemill_crds.invalid import each_on_its_own, usable
 from pagemill_crds.models import LLMDeploymentSpec
+from pagemill_models.sources import SourceError, find_kind, in_full
 from pagemill_operator.autoscaler.registry import UnknownPolicyError, find_policy
 from pagemill_operator.plan.pod_template import template_notes, template_problems
 from pagemill_operator.plan.types import Problem
-from pagemill_protocol.sources import SourceError, find_kind, in_full
 
 Backend = Literal["local", "kubernetes"]
 LOADED_QUANTIZATIONS = ("none", "int8", "int4", "w8a8", "fp8")

@@ -6,7 +6,7 @@ import bisect
 from datetime import datetime
 
 from pagemill_crds.status import LoadSummary
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
 
 LEAST_SECONDS_BETWEEN_WRITES = 30.0
 PERCENT_STEP = 5

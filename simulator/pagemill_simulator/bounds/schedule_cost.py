@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pagemill_protocol.load import EngineReport
+from pagemill_protocol.report.load import EngineReport
 from pagemill_simulator.bounds.schedule import GRID_S, Schedule
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.event_log import EventLog

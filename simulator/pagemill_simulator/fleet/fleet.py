@@ -19,18 +19,18 @@ from pagemill_engine.config import EngineConfig
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import FailureKind
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.garbage_collection import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
+from pagemill_gateway.processes.garbage_collection import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
 from pagemill_operator.autoscaler.signals import GatewayReport, merge
 from pagemill_protocol.catalog import Catalog, CatalogAdapter, CatalogModel, Endpoint
-from pagemill_protocol.load import DeploymentLoad, EngineReport
-from pagemill_protocol.state import StateFrame
+from pagemill_protocol.report.load import DeploymentLoad, EngineReport
+from pagemill_protocol.report.state import StateFrame
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.batch_lines import BatchLines
 from pagemill_simulator.fleet.conversations import Conversations
-from pagemill_simulator.fleet.engines import EngineKind
+from pagemill_simulator.fleet.engines.engines import EngineKind
+from pagemill_simulator.fleet.engines.exact_engines import ExactEngines
+from pagemill_simulator.fleet.engines.fast_engines import FastEngines
 from pagemill_simulator.fleet.event_log import EventLog
-from pagemill_simulator.fleet.exact_engines import ExactEngines
-from pagemill_simulator.fleet.fast_engines import FastEngines
 from pagemill_simulator.fleet.outcome import FleetOutcome, Served
 from pagemill_simulator.fleet.platform import Platform, Pod
 from pagemill_simulator.fleet.relay import MODEL, OnFirstToken, PodRun, SimulatedRelay

@@ -16,7 +16,7 @@ from pagemill_operator.autoscaler.signals import Fleet
 from pagemill_operator.backends.start_durations import StartDurations
 from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.status.observation import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineReport, EngineStart
+from pagemill_protocol.report.load import EngineReport, EngineStart
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.outcome import FleetPoint

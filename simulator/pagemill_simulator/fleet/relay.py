@@ -30,11 +30,11 @@ from pagemill_gateway.brain.interface import (
 from pagemill_gateway.relay.engine_failures import EngineFailures
 from pagemill_gateway.relay.relay import LEAST_TIMED_TOKENS
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.hashes import token_bytes
-from pagemill_protocol.sampling import SamplingParams, is_low_priority
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams, is_low_priority
 from pagemill_simulator.events import Events, EventsLoop
-from pagemill_simulator.fleet.engines import SimulatedEngine, TokenDelivery
+from pagemill_simulator.fleet.engines.engines import SimulatedEngine, TokenDelivery
 from pagemill_simulator.fleet.outcome import Ending, FirstToken, Served
 from pagemill_simulator.pod import NETWORK_S
 from pagemill_simulator.workloads.request import SimRequest

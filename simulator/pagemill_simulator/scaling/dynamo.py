@@ -20,9 +20,9 @@ import msgspec
 from pagemill_operator.autoscaler.decision import Decision, decided
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Signals
-from pagemill_protocol.load import EngineReport, EnginesLoad
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.load import EngineReport, EnginesLoad
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_simulator.parameters import Parameters, Positive, Share
 from pagemill_simulator.scaling.rival import engines, is_due, num_waiting, within
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from pagemill_operator.autoscaler.signals import Signals
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
 
 
 class PodSnapshot(NamedTuple):

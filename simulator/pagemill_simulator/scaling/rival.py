@@ -14,7 +14,7 @@ import msgspec
 from pagemill_operator.autoscaler.policy import ScalingPolicy
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Signals
-from pagemill_protocol.load import EngineReport
+from pagemill_protocol.report.load import EngineReport
 
 M = TypeVar("M")
 

@@ -17,7 +17,7 @@ from pagemill_operator.autoscaler.policy import ScalingPolicy, ask
 from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Signals
-from pagemill_protocol.load import EngineReport
+from pagemill_protocol.report.load import EngineReport
 from pagemill_simulator.scaling.policy import FleetSnapshot, ReplicaBounds
 from pagemill_simulator.scaling.rival import Rival
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import ClassVar
 
-from pagemill_protocol.keys.caller import Caller
+from pagemill_servers.keys.caller import Caller
 from pagemill_simulator.parameters import Count, NotNegative, Positive, Sigma
 from pagemill_simulator.workloads.lengths import LogNormal
 from pagemill_simulator.workloads.request import SimRequest

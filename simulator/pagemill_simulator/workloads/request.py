@@ -22,7 +22,7 @@ class SimRequest(NamedTuple):
     far as both are that long, and no turn is sent before that answer has ended.
     """
     priority: int = 0
-    """Smaller is served first (`pagemill_protocol.sampling`)."""
+    """Smaller is served first (`pagemill_protocol.request.sampling`)."""
     pause_s: float = 0.0
     """Seconds after the answer for which the turn waits."""
     token_ids: Sequence[int] = ()

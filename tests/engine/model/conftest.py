@@ -12,10 +12,10 @@ import torch
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.factory import create_runner
+from pagemill_engine.starting.factory import create_runner
 from pagemill_kernels.cpu import launch, library
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 IN_EVERY_WAY = ("llama", "mistral-window", "gemma3", "gpt2", "falcon", "deepseek-v2", "gpt-oss")
 """The models with which `make test` runs every test; `make test-full` does so with all models."""
@@ -134,9 +134,9 @@ def load_runner(model: str | Path, *, backend: str | None = None, by_torch: bool
     settings = {"dtype": "float32", "num_kv_blocks": 512, "max_model_len": 256, "num_threads": 1, **settings}
     with pytest.MonkeyPatch.context() as patch:
         if backend is not None:
-            patch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *shape, **targets: (backend, backend))
+            patch.setattr("pagemill_engine.sizing.compute.cpu_backend", lambda *shape, **targets: (backend, backend))
         if by_torch:
-            patch.setattr("pagemill_engine.runner.compute.can_fuse", lambda decoder: False)
+            patch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
         return create_runner(EngineConfig(model=str(model), **settings), lambda phase, detail: None)
 
 
@@ -168,7 +168,7 @@ def make_driver() -> Callable[[Any], Driver]:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    from pagemill_protocol.sources import resolve_source
+    from pagemill_models.sources import resolve_source
 
     return resolve_source(SMOLLM2)
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
-from pagemill_protocol.partial_download import FileLink, PartialDownload
-from pagemill_protocol.safetensors_header import INDEX_FILE
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
+from pagemill_models.files.partial_download import FileLink, PartialDownload
+from pagemill_models.files.safetensors_header import INDEX_FILE
 
 FIRST, LATE = "model-1.safetensors", "model-2.safetensors"
 VALUES = {FIRST: np.arange(4096, dtype=np.float32), LATE: np.arange(4096, 9000, dtype=np.float32)}

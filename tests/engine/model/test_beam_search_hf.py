@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 VOCAB_SIZE = 64
 EOS = [50, 20]

@@ -18,11 +18,11 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton_device import HAS_GPU
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.runner import compiling
-from pagemill_engine.runner.compiling import compile_kernels
-from pagemill_engine.runner.graphs import shapes_to_capture
+from pagemill_engine.executing.device.graphs import shapes_to_capture
+from pagemill_engine.starting import compiling
+from pagemill_engine.starting.compiling import compile_kernels
 from pagemill_kernels.gpu import launch
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="the device's own compiler is watched there")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from tiny_llama import write_tiny_llama
 
-from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import library
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 

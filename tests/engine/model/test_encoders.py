@@ -14,18 +14,18 @@ import torch
 from encoder_models import CLASSIFIERS, DECODERS, ENCODERS, VOCAB_SIZE, write_encoder, write_modules
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.compute import check_pooled
-from pagemill_engine.runner.factory import create_runner
-from pagemill_engine.runner.unused_settings import unused_settings, without
+from pagemill_engine.sizing.compute import check_pooled
+from pagemill_engine.sizing.unused_settings import unused_settings, without
+from pagemill_engine.starting.factory import create_runner
+from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import library
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.tokenizer_files.generation_defaults import GenerationDefaults
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.generation_defaults import GenerationDefaults
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.pooling import PoolingParams
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.pooling import PoolingParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 LENGTHS = (1, 5, 16, 17, 33, 64, 100, 129, 130, 40, 41)
 """Lengths around the tile sizes, the windows of ModernBERT, and the models' maximum."""
@@ -101,7 +101,7 @@ def test_bfloat16_weights_give_one_vector_alone_and_in_a_batch(tmp_path: Path) -
 def test_the_torch_backend_equals_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_encoder(*ENCODERS[name], tmp_path)
     write_modules(tmp_path, "cls")
-    monkeypatch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *shape, **targets: ("cpu", "cpu"))
+    monkeypatch.setattr("pagemill_engine.sizing.compute.cpu_backend", lambda *shape, **targets: ("cpu", "cpu"))
     torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), vectors_of(model, "cls"), atol=TOLERANCE, rtol=0)
 
 

@@ -14,11 +14,11 @@ import torch
 from expert_models import MODELS, VARIANTS, make_family
 from greedy_families import NUM_TOKENS, Family, tokens_of
 
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.models.experts import MoE
+from pagemill_engine.decoders.on_torch.experts import MoE
+from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_kernels.experts.reference import route
-from pagemill_protocol.model_files import load_model_spec
+from pagemill_models.spec.model_files import load_model_spec
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]

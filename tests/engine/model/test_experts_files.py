@@ -18,9 +18,9 @@ from outlines import outline
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.runner.sizing import sizes_here, sizes_on_gpu
-from pagemill_protocol.model_files import load_model_spec, load_spec_without_weights
+from pagemill_engine.sizing.sizing import sizes_here, sizes_on_gpu
+from pagemill_engine.weights.errors import LoadError
+from pagemill_models.spec.model_files import load_model_spec, load_spec_without_weights
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]

@@ -27,8 +27,8 @@ from family_checkpoints import (
 from torch import Tensor
 
 from pagemill_kernels.cpu import library
-from pagemill_protocol.models import baichuan
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_models.families import baichuan
+from pagemill_protocol.request.sampling import SamplingParams
 
 NUM_TOKENS = 24
 LENGTHS = (1, 2, 15, 16, 17, 33, 90, 200)

@@ -19,8 +19,8 @@ from family_models import VOCAB_SIZE, write_model
 from greedy_families import LENGTHS, NUM_TOKENS, Family, family_of, prompt_logprobs, tokens_of
 
 from pagemill_kernels.cpu import library
-from pagemill_protocol.models.known import BUILT_IN
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_models.declaration.known import BUILT_IN
+from pagemill_protocol.request.sampling import SamplingParams
 
 SAMPLE = ("qwen3_moe, heads of 48", "gpt_neox, yarn")
 ASKS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=0)

@@ -19,9 +19,9 @@ from family_gguf import write_family_gguf
 from family_models import FALCON, GPT2, LLAMA, MODELS, VARIANTS, write_model
 from safetensors.torch import load_file, save_file
 
-from pagemill_engine.loading.errors import LoadError
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.models import baichuan, gemma2
+from pagemill_engine.weights.errors import LoadError
+from pagemill_models.families import baichuan, gemma2
+from pagemill_models.spec.model_files import load_model_spec
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
@@ -185,7 +185,7 @@ def test_a_baichuan_of_unknown_size_is_refused_if_nothing_says_whether_it_has_ro
 def test_the_size_of_a_baichuan_determines_whether_it_has_rotary_embeddings(
     size: int, heads: int, is_rotated: bool, has_key: bool, tmp_path: Path
 ) -> None:
-    from pagemill_protocol.models.decoders import decoder_from_config
+    from pagemill_models.spec.decoders import decoder_from_config
 
     config = {
         "architectures": ["BaichuanForCausalLM"],

@@ -10,13 +10,13 @@ import pytest
 from family_gguf import write_family_gguf
 from family_models import VARIANTS, write_model
 
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.loading.gguf_weights import GGUFWeights
-from pagemill_protocol.gguf_file import GGUFError, GGUFFile
-from pagemill_protocol.sources import FetchError, default_name, resolve_source
-from pagemill_protocol.sources.base import RemoteFile
-from pagemill_protocol.sources.hugging_face import parse_hub_source
-from pagemill_protocol.sources.selection import select_files
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.gguf_weights import GGUFWeights
+from pagemill_models.files.gguf_file import GGUFError, GGUFFile
+from pagemill_models.sources import FetchError, default_name, resolve_source
+from pagemill_models.sources.base import RemoteFile
+from pagemill_models.sources.schemes.hugging_face import parse_hub_source
+from pagemill_models.sources.selection import select_files
 
 PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 40)]
 

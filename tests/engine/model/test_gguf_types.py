@@ -15,11 +15,11 @@ import transformers
 from gguf_model import stored_blocks, write_gguf
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.dequantize import supported_types
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.runner.factory import create_runner
+from pagemill_engine.starting.factory import create_runner
+from pagemill_engine.weights.dequantize import supported_types
+from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import library
-from pagemill_protocol.ggml_types import GGMLType
+from pagemill_models.files.ggml_types import GGMLType
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "models.md"
 NUM_TOKENS = 8

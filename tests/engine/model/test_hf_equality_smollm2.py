@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 pytestmark = pytest.mark.model
 
@@ -38,8 +38,8 @@ _FORMS = (
 @pytest.fixture(scope="module")
 def prompts(smollm2_path: Path) -> list[list[int]]:
     """Return 200 prompts: questions in the chat format and plain text to continue."""
-    from pagemill_protocol.text.load_bundle import load_bundle
-    from pagemill_protocol.text.tokenizer import Tokenizer
+    from pagemill_api.text.tokenizer import Tokenizer
+    from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
     tokenizer = Tokenizer(load_bundle(smollm2_path))
     texts = [form.format(subject) for form in _FORMS for subject in _SUBJECTS]
@@ -160,7 +160,7 @@ def test_a_batch_gives_each_prompt_its_own_tokens(prompts: list[list[int]], smol
 def test_a_wrong_rope_base_is_detected(
     prompts: list[list[int]], reference: Any, smollm2_driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagemill_engine.models.rope import rope_tables
+    from pagemill_engine.decoders.rope import rope_tables
 
     runner = smollm2_driver.runner
     wrong = rope_tables(64, 1024, 10000.0, None)

@@ -16,8 +16,8 @@ import pytest
 import torch
 import transformers
 
-from pagemill_engine.models.rope import rope_tables
-from pagemill_engine.native.decoder import NativeDecoder
+from pagemill_engine.decoders.native.decoder import NativeDecoder
+from pagemill_engine.decoders.rope import rope_tables
 from pagemill_kernels.cpu import library
 from pagemill_kernels.torch_arrays import to_torch
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.executing.kv_cache import KVCache
 
 SPEC: Any = SimpleNamespace(num_layers=30, cache_heads=6, head_dim=64)
 BLOCK = 16

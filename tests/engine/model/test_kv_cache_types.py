@@ -11,14 +11,14 @@ import pytest
 import torch
 from tiny_llama import write_tiny_llama
 
-from pagemill_engine.runner.device_kv_cache import DeviceKVCache
-from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
+from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_kernels.cpu import library
 from pagemill_kernels.kv_store import storage
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_kernels.torch_arrays import to_torch
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.model_spec import ModelSpec
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.spec.model_spec import ModelSpec
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 

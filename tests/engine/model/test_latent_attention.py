@@ -17,12 +17,12 @@ from family_models import write_model
 from greedy_families import NUM_TOKENS, Family, tokens_of
 from safetensors.torch import load_file, save_file
 
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.models.experts import MoE
-from pagemill_engine.models.latent_attention import LatentAttention
+from pagemill_engine.decoders.on_torch.experts import MoE
+from pagemill_engine.decoders.on_torch.latent_attention import LatentAttention
+from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import library
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.sources import SourceError
+from pagemill_models.sources import SourceError
+from pagemill_models.spec.model_files import load_model_spec
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]

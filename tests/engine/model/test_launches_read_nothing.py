@@ -18,13 +18,14 @@ from tiny_llama import write_tiny_llama
 from triton.runtime.interpreter import InterpretedFunction
 from triton_device import HAS_GPU
 
-from pagemill_engine.runner import device_kv_cache, device_runner, load_device
-from pagemill_engine.runner.graphs import decode_shapes
-from pagemill_engine.runner.memory import measure_memory
+from pagemill_engine.executing.device import device_kv_cache, device_runner
+from pagemill_engine.executing.device.graphs import decode_shapes
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_engine.sizing.memory import measure_memory
+from pagemill_engine.starting import load_device
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.registry import ops_for
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="kernels of the interpreter are watched")
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from gguf_model import HALVES
 
-from pagemill_engine.loading.codes import CODE_KINDS, read_blocks, read_codes
-from pagemill_engine.loading.dequantize import dequantize_into, supported_types
-from pagemill_engine.loading.early_digest import EarlyDigest
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.loading.gguf_weights import GGUFWeights
-from pagemill_engine.loading.weights import open_weights
-from pagemill_engine.native.decoder import NativeDecoder
+from pagemill_engine.decoders.native.decoder import NativeDecoder
+from pagemill_engine.weights.codes import CODE_KINDS, read_blocks, read_codes
+from pagemill_engine.weights.dequantize import dequantize_into, supported_types
+from pagemill_engine.weights.early_digest import EarlyDigest
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.gguf_weights import GGUFWeights
+from pagemill_engine.weights.opening import open_weights
 from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import groups
 from pagemill_kernels.torch_arrays import from_torch
-from pagemill_protocol.models.registry import find_gguf_family
+from pagemill_models.declaration.registry import find_gguf_family
 
 
 def random_bytes(kind: str, rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -222,7 +222,7 @@ def test_the_digest_depends_on_the_content(tmp_path: Path) -> None:
 
 
 def test_sampled_digests_cover_the_ends_and_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagemill_engine.loading import digest
+    from pagemill_engine.weights import digest
 
     monkeypatch.setattr(digest, "WHOLE_MODEL_BYTES", 0)
     data = np.zeros(digest.WHOLE_TENSOR_BYTES * 2, dtype=np.uint8)

@@ -17,16 +17,16 @@ from tiny_llama import write_tiny_llama
 from torch.profiler import ProfilerActivity, profile
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.runner import memory
-from pagemill_engine.runner.budget import DEFAULT_KV_BYTES, SAMPLER_FLOATS, Sizes, activation_bytes, plan_memory
-from pagemill_engine.runner.memory import MemoryState, measure_memory
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import sample
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_engine.sizing import memory
+from pagemill_engine.sizing.budget import DEFAULT_KV_BYTES, SAMPLER_FLOATS, Sizes, activation_bytes, plan_memory
+from pagemill_engine.sizing.memory import MemoryState, measure_memory
+from pagemill_engine.weights.errors import LoadError
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.spec.model_spec import ModelSpec
+from pagemill_protocol.request.sampling import SamplingParams
 
 MIB, GIB = 1024**2, 1024**3
 SIZES = Sizes(weight_bytes=110 * MIB, kv_bytes_per_token=46_080, item_bytes=4, gathers=False)

@@ -20,9 +20,9 @@ import json, random, sys
 import psutil
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.factory import create_runner
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_engine.starting.factory import create_runner
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 folder, num_requests, warm = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = EngineConfig(

@@ -13,8 +13,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from pagemill_engine.loading.errors import LoadError
-from pagemill_protocol.models.known import known_architectures
+from pagemill_engine.weights.errors import LoadError
+from pagemill_models.declaration.known import known_architectures
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "add-a-model.md"
 SIZE, NUM_HEADS, NUM_LAYERS, VOCAB_SIZE, CONTEXT, NUM_TOKENS = 64, 4, 2, 199, 128, 24

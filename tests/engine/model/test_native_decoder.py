@@ -12,13 +12,13 @@ import pytest
 import torch
 import transformers
 
-from pagemill_engine.native.decoder import NativeDecoder
-from pagemill_engine.runner.torch_model import TorchModel
+from pagemill_engine.decoders.native.decoder import NativeDecoder
+from pagemill_engine.executing.torch_model import TorchModel
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.decoder_layer.native import CacheAddresses, NativeLayers
 from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, NormParts
 from pagemill_kernels.linear import native
-from pagemill_protocol.models.declaration import AttentionSpec, LayerSpec, MLPSpec, MoESpec
+from pagemill_models.declaration.declaration import AttentionSpec, LayerSpec, MLPSpec, MoESpec
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 

@@ -11,11 +11,11 @@ import torch
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.eager import EagerRunner, ThreadedRunner
 from pagemill_kernels.cpu import launch as native_launch
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")

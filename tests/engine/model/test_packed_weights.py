@@ -21,19 +21,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.codes import CodeKind
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.loading.packed.formats import FORMATS
-from pagemill_engine.loading.packed.matrix import PackedMatrix
-from pagemill_engine.loading.weights import open_weights
-from pagemill_engine.models.errors import WeightsError
-from pagemill_engine.models.fitting import check_tensors
-from pagemill_engine.runner.factory import create_runner
-from pagemill_engine.runner.sizing import sizes_here, sizes_on_gpu
+from pagemill_engine.decoders.errors import WeightsError
+from pagemill_engine.decoders.fitting import check_tensors
+from pagemill_engine.sizing.sizing import sizes_here, sizes_on_gpu
+from pagemill_engine.starting.factory import create_runner
+from pagemill_engine.weights.codes import CodeKind
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.opening import open_weights
+from pagemill_engine.weights.packed.formats import FORMATS
+from pagemill_engine.weights.packed.matrix import PackedMatrix
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.torch_arrays import from_torch, to_torch
-from pagemill_protocol.model_files import load_model_spec, load_spec_without_weights
-from pagemill_protocol.models.config_values import READ_QUANTIZATIONS
+from pagemill_models.declaration.config_values import READ_QUANTIZATIONS
+from pagemill_models.spec.model_files import load_model_spec, load_spec_without_weights
 
 RECORDS: dict[str, Any] = json.loads((Path(__file__).parent / "packed_by_others.json").read_text())
 NUM_TOKENS = 12

@@ -15,14 +15,14 @@ import transformers
 from triton_device import DEVICE
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.device.device_runner import DeviceRunner
+from pagemill_engine.executing.eager import ThreadedRunner
+from pagemill_engine.executing.prompt_logprobs import MIN_PIECE, PromptRows
 from pagemill_engine.ipc.messages import LogprobsOut
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.device_runner import DeviceRunner
-from pagemill_engine.runner.eager import ThreadedRunner
-from pagemill_engine.runner.prompt_logprobs import MIN_PIECE, PromptRows
 from pagemill_engine.scheduler.step import StepPlan
-from pagemill_protocol.generate import ChoiceResume, GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 VOCAB_SIZE = 96
 LENGTHS = (2, 15, 16, 17, 33, 90)

@@ -10,12 +10,12 @@ import pytest
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.device.device_runner import DeviceRunner
 from pagemill_engine.ipc.messages import LogprobsOut
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import ChoiceResume, GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 VOCAB_SIZE = 64
 PROMPT = list(range(7))

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from examples import num_examples
-from pagemill_engine.models.rope import rope_tables
+from pagemill_engine.decoders.rope import rope_tables
 from pagemill_kernels.torch_arrays import to_torch
-from pagemill_protocol.model_spec import UnsupportedModelArchitecture
-from pagemill_protocol.models.config_values import ConfigValues
-from pagemill_protocol.models.declaration import RopeSpec
+from pagemill_models.declaration.config_values import ConfigValues
+from pagemill_models.declaration.declaration import RopeSpec
+from pagemill_models.spec.model_spec import UnsupportedModelArchitecture
 from pagemill_protocol.source_errors import UnreadableModelError
 
 HEAD_DIM, CONTEXT = 32, 512

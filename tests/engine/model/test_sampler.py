@@ -18,7 +18,7 @@ from pagemill_kernels.sampling import filters
 from pagemill_kernels.sampling.columns import Columns
 from pagemill_kernels.sampling.filters import DRAWS
 from pagemill_kernels.sampling.penalties import PENALTIES
-from pagemill_protocol.sampling import BOUNDS, SamplingParams
+from pagemill_protocol.request.sampling import BOUNDS, SamplingParams
 
 VOCAB = 50
 

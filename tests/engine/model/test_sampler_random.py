@@ -11,7 +11,7 @@ from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import sample
 from pagemill_engine.scheduler.step import AdmittedSequence
 from pagemill_kernels.sampling import arithmetic, randomness
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 MASK64, MASK32 = 2**64 - 1, 2**32 - 1
 

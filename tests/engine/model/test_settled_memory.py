@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.executing.device.graphs import shapes_to_capture
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner import compiling, load_device
-from pagemill_engine.runner.budget import GPU_SHARE, MeasuredMemory, Sizes, plan_measured, plan_memory
-from pagemill_engine.runner.factory import create_runner
-from pagemill_engine.runner.graphs import shapes_to_capture
-from pagemill_engine.runner.memory import MemoryState
-from pagemill_engine.runner.memory_profiling import CudaMeter, profile_memory
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.model_spec import ModelSpec
+from pagemill_engine.sizing.budget import GPU_SHARE, MeasuredMemory, Sizes, plan_measured, plan_memory
+from pagemill_engine.sizing.memory import MemoryState
+from pagemill_engine.starting import compiling, load_device
+from pagemill_engine.starting.factory import create_runner
+from pagemill_engine.starting.memory_profiling import CudaMeter, profile_memory
+from pagemill_engine.weights.errors import LoadError
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.spec.model_spec import ModelSpec
 
 MIB, GIB = 1 << 20, 1 << 30
 SIZES = Sizes(weight_bytes=16 * GIB, kv_bytes_per_token=131_072, item_bytes=2, gathers=False)

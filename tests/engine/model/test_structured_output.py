@@ -14,23 +14,23 @@ import pytest
 from json_schemas import schemas
 from tiny_llama import write_tiny_llama
 
+from pagemill_api.answers.call_syntax import Function, after_reasoning, calls_only
+from pagemill_api.answers.formats.hermes import SYNTAX as HERMES
+from pagemill_api.grammars.check import FormChecks
+from pagemill_api.structural_tags import JsonSchema, write_tag
+from pagemill_api.structured_params import StructuredOutputsParams
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing import eager
 from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.grammar.state import begin_masks
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner import eager
-from pagemill_protocol.answers.call_syntax import Function, after_reasoning, calls_only
-from pagemill_protocol.answers.events import AnswerFormat
-from pagemill_protocol.answers.hermes import SYNTAX as HERMES
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import ChoiceResume, GenerateRequest
-from pagemill_protocol.grammars.check import FormChecks
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.structural_tags import JsonSchema, write_tag
-from pagemill_protocol.structured_outputs import StructuredOutputs
-from pagemill_protocol.structured_params import StructuredOutputsParams
-from pagemill_protocol.text.load_bundle import load_bundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.answer_format import AnswerFormat
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_protocol.request.structured_outputs import StructuredOutputs
 
 ENDS = ['"', "}", "]", '",', '"}', "},", "],", ","]
 FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "uuid"])

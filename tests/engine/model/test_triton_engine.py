@@ -15,13 +15,15 @@ from triton.runtime.errors import OutOfResources
 from triton_device import DEVICE, HAS_GPU, NO_FP8
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.loading.quantized import QuantizedWeights
-from pagemill_engine.loading.weights import open_weights
-from pagemill_engine.models.layers import Linear
-from pagemill_engine.runner import budget, compute, device_runner, load_device
-from pagemill_engine.runner.compiling import compile_kernels, run_largest, step_shapes
-from pagemill_engine.runner.memory import MemoryState
+from pagemill_engine.decoders.on_torch.layers import Linear
+from pagemill_engine.executing.device import device_runner
+from pagemill_engine.sizing import budget, compute
+from pagemill_engine.sizing.memory import MemoryState
+from pagemill_engine.starting import load_device
+from pagemill_engine.starting.compiling import compile_kernels, run_largest, step_shapes
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.opening import open_weights
+from pagemill_engine.weights.quantized import QuantizedWeights
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.gpu.driver import Driver
 from pagemill_kernels.linear import triton_launch as linear
@@ -30,8 +32,8 @@ from pagemill_kernels.registry import ops_for
 from pagemill_kernels.sampling import triton_launch as sampling
 from pagemill_kernels.scaled_linear.reference import ScaledReference
 from pagemill_kernels.scaled_linear.triton_launch import ScaledLinear
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_protocol.request.sampling import SamplingParams
 
 NUM_TOKENS = 3
 PROMPTS = [[(7 * i + 3 * length) % 64 for i in range(length)] for length in (1, 16, 20)]

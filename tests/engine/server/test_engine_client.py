@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from engine_client_inside import Inside
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.channels import EngineDied
 from pagemill_engine.ipc.messages import Abort, AddRequest, StepOutputs, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.scheduler.admission import Admission
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 CONFIG = EngineConfig(model="m", max_num_waiting=8)
 

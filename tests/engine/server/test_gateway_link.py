@@ -13,7 +13,6 @@ import pytest
 from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_protocol.frames import FrameDecoder
-from pagemill_protocol.generate import FrameMeta, GenerateRequest
 from pagemill_protocol.link import (
     LINK_PATH,
     LINK_PROTOCOL,
@@ -25,7 +24,8 @@ from pagemill_protocol.link import (
     encode_pieces,
     encode_record,
 )
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 MODEL = "SmolLM2-135M-Instruct"
 

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from engine_client_inside import Inside
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import Abort, LogprobsOut, TokensOut
 from pagemill_engine.output.processor import PART_TOKENS, Frame, OutputProcessor, parts_of
 from pagemill_engine.server.answer import FRAME_BYTES, Answer
-from pagemill_engine.server.gateway_link import _Stream
+from pagemill_engine.server.routes.gateway_link import _Stream
 from pagemill_engine.server.unread import SLOW_S
 from pagemill_protocol.errors import client_too_slow
 from pagemill_protocol.frames import FrameDecoder
-from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.link import RecordDecoder
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 MOST_IN_ALL = 400_000
 

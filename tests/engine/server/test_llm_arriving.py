@@ -12,9 +12,9 @@ from arriving_models import FILES, Origin, damage, from_registry, weight_bytes, 
 from waiting import wait_until
 
 from pagemill import LLM, AsyncLLM, SamplingParams
-from pagemill_engine.loading.files import WeightFiles
-from pagemill_protocol.sources import SourceError
-from pagemill_protocol.sources.store.part import PartFile
+from pagemill_engine.weights.files import WeightFiles
+from pagemill_models.sources import SourceError
+from pagemill_models.sources.store.part import PartFile
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 SETTINGS: dict[str, Any] = {"max_model_len": 64, "num_kv_blocks": 16, "dtype": "float32", "num_threads": 1}

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut
 from pagemill_engine.output.choice import ChoiceOutput
-from pagemill_protocol.generate import ChoiceResume
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import ChoiceResume
+from pagemill_protocol.request.sampling import SamplingParams
 
 TEXT = st.text(alphabet="abé€😀 \n", max_size=40)
 STOPS = st.lists(st.text(alphabet="abé€ ", min_size=1, max_size=4), max_size=3)

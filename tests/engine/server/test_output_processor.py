@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import Frame, OutputProcessor
-from pagemill_protocol.answers.events import AnswerFormat
 from pagemill_protocol.errors import unavailable
-from pagemill_protocol.generate import ChoiceResume, GenerateRequest, Usage
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.answer_format import AnswerFormat
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest, Usage
+from pagemill_protocol.request.sampling import SamplingParams
 
 
 def make_request(sampling: SamplingParams | None = None, **fields: Any) -> GenerateRequest:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import Frame, OutputProcessor
-from pagemill_protocol.answers.events import AnswerFormat
-from pagemill_protocol.continuing import PROGRESS_TOKENS, needs_prompt_logprobs
-from pagemill_protocol.generate import ChoiceResume, FinishReason, GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.answer_format import AnswerFormat
+from pagemill_protocol.request.continuing import PROGRESS_TOKENS, needs_prompt_logprobs
+from pagemill_protocol.request.generate import ChoiceResume, FinishReason, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 CALL = '<tool_call>{"name": "f", "arguments": {"é": "a b"}}</tool_call>'
 MARKUP = st.lists(st.sampled_from(["<think>", "</think>", CALL, CALL[:40], "a\n", " é"]), max_size=4).map("".join)

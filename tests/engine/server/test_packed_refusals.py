@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pagemill_protocol.models.decoders import decoder_from_config
+from pagemill_models.spec.decoders import decoder_from_config
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

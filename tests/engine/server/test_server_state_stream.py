@@ -11,13 +11,13 @@ from engine_ready import engine_ready
 from waiting import WAIT_LIMIT_S
 
 from pagemill_engine.ipc.messages import PrefixEvents
-from pagemill_engine.server import state_stream
-from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_engine.server.phases import state_stream
+from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_protocol.frames import StateDecoder
-from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
-from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.state import EngineLoad, StateFrame
+from pagemill_protocol.report.state import EngineLoad, StateFrame
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.runner import load_cpu
-from pagemill_engine.runner.factory import create_runner
+from pagemill_engine.starting import load_cpu
+from pagemill_engine.starting.factory import create_runner
+from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_kernels.gpu.driver import find_driver
 
@@ -57,7 +57,7 @@ def test_no_process_imports_torch_for_any_answer(start_server: Callable[..., Any
 
 
 def test_without_torch_a_model_that_needs_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagemill_engine.runner.compute.can_fuse", lambda decoder: False)
+    monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
     monkeypatch.setattr(load_cpu, "has_torch", lambda: False)
     with pytest.raises(
         LoadError, match=r"runs on torch .*, which is not installed. Install `pagemill\[torch\]`"

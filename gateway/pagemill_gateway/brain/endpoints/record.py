@@ -12,7 +12,7 @@ from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Endpoint
 from pagemill_protocol.link import LINK_VERSION
-from pagemill_protocol.state import EngineLoad, StepTimeParams
+from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 
 UNREPORTED_MAX_SEQS = 8
 """The assumed `max_num_seqs` of engines that do not report it."""

@@ -1,6 +1,6 @@
 """The latest report of one endpoint and its freshness.
 
-Pure bookkeeping of one state stream (`pagemill_protocol.state`): gaps, age, and the load from elsewhere.
+Pure bookkeeping of one state stream (`pagemill_protocol.report.state`): gaps, age, and the load from elsewhere.
 `discovery.state_streams` reads the stream. A stale report does not make an endpoint unusable: the brain then uses its
 own counts.
 """
@@ -12,7 +12,7 @@ from collections import deque
 
 from pagemill_gateway.brain.interface import HashScheme
 from pagemill_protocol.hashes import HASH_VERSION, blocks_per_prefix_chunk
-from pagemill_protocol.state import StateFrame
+from pagemill_protocol.report.state import StateFrame
 
 EXTERNAL_WINDOW = 4
 """Load from elsewhere is the minimum over this many reports, because one from before our request's end has too much."""

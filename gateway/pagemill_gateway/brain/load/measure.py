@@ -1,4 +1,4 @@
-"""Measures the load of each deployment for the operator (`pagemill_protocol.load`). Pure functions.
+"""Measures the load of each deployment for the operator (`pagemill_protocol.report.load`). Pure functions.
 
 The load is summed over all engines, and has this gateway's own queue, arrivals and latencies.
 """
@@ -15,7 +15,7 @@ from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.queue.queues import Queues, QueueState
-from pagemill_protocol.load import (
+from pagemill_protocol.report.load import (
     Arrivals,
     DeploymentLoad,
     EngineReport,
@@ -25,8 +25,8 @@ from pagemill_protocol.load import (
     QueueLoad,
     work_of,
 )
-from pagemill_protocol.state import EngineLoad, StepTimeParams, total_counts
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.state import EngineLoad, StepTimeParams, total_counts
+from pagemill_protocol.report.step_time import StepTimeModel
 
 BYTES_PER_TOKEN = 3
 """The assumed bytes per token of waiting bodies, before the model's tokenizer is known."""

@@ -13,8 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from pagemill_gateway.brain.interface import RequestOutcome
-from pagemill_protocol.histogram import Histogram, bin_of
-from pagemill_protocol.load import Arrivals, Latencies, Lengths
+from pagemill_protocol.report.histogram import Histogram, bin_of
+from pagemill_protocol.report.load import Arrivals, Latencies, Lengths
 
 WINDOW_S = 60
 BURST_WINDOW_S = 6

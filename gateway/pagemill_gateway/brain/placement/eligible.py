@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from pagemill_api.answers.registry import ParserSettings
 from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.endpoints.registry import Registry
@@ -18,7 +19,6 @@ from pagemill_gateway.brain.interface import NOT_READY, OTHER_WEIGHTS, HashSchem
 from pagemill_gateway.brain.placement.requests import PlacementRequest
 from pagemill_gateway.brain.resilience.poison_requests import PoisonDetection
 from pagemill_gateway.brain.resilience.recovery import Recovery
-from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 
 _Share = tuple[DeploymentRecord, list[EndpointRecord]]

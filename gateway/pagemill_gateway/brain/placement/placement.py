@@ -23,7 +23,7 @@ from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_gateway.routing.cost_table import LEAST_PODS, CandidateList
 from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingPolicy
-from pagemill_protocol.state import StateFrame
+from pagemill_protocol.report.state import StateFrame
 
 Fits = Callable[[EndpointRecord, int], bool]
 """Whether an endpoint has capacity for a request with this many cached prompt tokens."""

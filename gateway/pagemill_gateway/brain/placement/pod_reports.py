@@ -8,8 +8,8 @@ import msgspec
 
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import take_snapshot
-from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
 
 logger = logging.getLogger("pagemill.gateway.brain")
 

@@ -20,7 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from pagemill_gateway.config import RedisConfig, SettingsError
-from pagemill_protocol.secret_file import SecretFile
+from pagemill_servers.secrets.secret_file import SecretFile
 
 logger = logging.getLogger("pagemill.gateway.limits")
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 
 from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable
-from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.keys.entries import EntryError, parse_entry
+from pagemill_servers.keys.caller import Caller
+from pagemill_servers.keys.entries import EntryError, parse_entry
 
 logger = logging.getLogger("pagemill.gateway.limits")
 

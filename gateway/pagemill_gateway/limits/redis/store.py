@@ -20,7 +20,7 @@ from pagemill_gateway.limits.memory import MemoryStore, monotonic_ms
 from pagemill_gateway.limits.periods import Calendar, Periods
 from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable, Script
 from pagemill_gateway.limits.store import ExtensionRequest, Level, ReservationAnswer, ReservationRequest, amount_of
-from pagemill_protocol.keys.caller import Limits
+from pagemill_servers.keys.caller import Limits
 
 logger = logging.getLogger("pagemill.gateway.limits")
 

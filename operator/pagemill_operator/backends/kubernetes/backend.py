@@ -40,8 +40,8 @@ from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest,
 from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
 from pagemill_operator.plan.types import Plan, Problem
 from pagemill_operator.status.observation import Observation, ScalingState
-from pagemill_protocol.load import EngineReport
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.load import EngineReport
+from pagemill_protocol.report.state import EngineLoad
 
 logger = logging.getLogger("pagemill.operator.kubernetes")
 

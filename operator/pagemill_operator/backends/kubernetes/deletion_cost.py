@@ -15,7 +15,7 @@ from pagemill_operator.backends.kubernetes.ownership import is_ending
 from pagemill_operator.backends.kubernetes.render.names import ENGINE, TEMPLATE_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import COMPONENT_LABEL, Manifest
 from pagemill_operator.load.store import emptiest_first
-from pagemill_protocol.load import EngineReport
+from pagemill_protocol.report.load import EngineReport
 
 COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 REMOVED_FIRST = "-1"

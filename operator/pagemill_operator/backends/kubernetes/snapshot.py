@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill_operator.plan.types import Problem
-from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad
 
 Manifest = dict[str, Any]
 """A Kubernetes object as JSON."""

@@ -36,8 +36,8 @@ from pagemill_operator.plan.unused import unused_fields
 from pagemill_operator.status.conditions import Observation
 from pagemill_operator.status.observation import ReplicaObservation
 from pagemill_protocol.catalog import Catalog
-from pagemill_protocol.load import EngineReport
 from pagemill_protocol.metrics import Metrics, Scrape
+from pagemill_protocol.report.load import EngineReport
 
 logger = logging.getLogger("pagemill.operator.local")
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 
-from pagemill_protocol.state import EngineLoad, total_counts
+from pagemill_protocol.report.state import EngineLoad, total_counts
 
 TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 GENERATED = re.compile(r"^vllm:generation_tokens(?:_total)?(?:\{[^}]*\})? ([0-9.eE+]+)$", re.MULTILINE)

@@ -1,6 +1,6 @@
 """The resources of this machine that replicas share: its cores and its NVIDIA devices.
 
-`pagemill_protocol.cgroup` counts the cores.
+`pagemill_servers.process.cgroup` counts the cores.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Observation, ScalingState
-from pagemill_protocol.load import EngineReport, LoadFrame
+from pagemill_protocol.report.load import EngineReport, LoadFrame
 
 logger = logging.getLogger("pagemill.operator.scaling")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagemill_operator.backends.local.machine import visible_gpus
-from pagemill_protocol.cgroup import usable_cores
-from pagemill_protocol.settings import runtime_folder
+from pagemill_servers.process.cgroup import usable_cores
+from pagemill_servers.process.settings import runtime_folder
 
 
 @dataclass(frozen=True)

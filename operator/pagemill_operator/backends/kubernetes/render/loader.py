@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagemill_models.sources import find_kind
+from pagemill_models.sources.base import Credential
 from pagemill_operator.backends.kubernetes.render.config import TERMINATION_LOG
 from pagemill_operator.backends.kubernetes.render.container import engine_image, environment
 from pagemill_operator.backends.kubernetes.render.model import (
@@ -23,10 +25,8 @@ from pagemill_operator.backends.kubernetes.render.security import container_secu
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.plan.pod_template import MODEL_PATH
 from pagemill_operator.plan.types import ModelCachePlan, Plan, SecretKey
-from pagemill_protocol.sources import find_kind
-from pagemill_protocol.sources.base import Credential
 
-MODULE = "pagemill_engine.loader"
+MODULE = "pagemill_engine.fetching"
 RETRIES = 100_000
 """The Job's backoff limit. The kubelet restarts a failed loader in its pod, so that it recovers once a Secret is fixed.
 """

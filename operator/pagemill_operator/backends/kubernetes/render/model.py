@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import quote
 
+from pagemill_models.sources import find_kind
 from pagemill_operator.backends.kubernetes.render.names import claim_name, digest
 from pagemill_operator.plan.pod_template import KERNELS_VOLUME, MODEL_PATH
 from pagemill_operator.plan.types import Plan
-from pagemill_protocol.sources import find_kind
 
 
 def model_claim(plan: Plan) -> str | None:

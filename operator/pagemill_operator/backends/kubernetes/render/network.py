@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from pagemill_models.sources import find_kind
 from pagemill_operator.backends.kubernetes.render.names import child, engine_name, selector
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest, Owner, RenderContext
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT, TLS_CONTROL_PORT, TLS_DATA_PORT
-from pagemill_protocol.sources import find_kind
 
 PROXY_VARIABLES = frozenset({"HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"})
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"

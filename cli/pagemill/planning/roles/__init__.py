@@ -1,0 +1,1 @@
+"""A forecast of replicas split by role (prefill, decode) for `pagemill plan`; no engine serves roles yet."""

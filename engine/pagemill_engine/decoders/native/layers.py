@@ -1,0 +1,112 @@
+"""Decides which decoders one native call can compute, and builds the parts of their layers with weights."""
+
+from __future__ import annotations
+
+from pagemill_engine.decoders.native.parts import Parts, norm_bytes
+from pagemill_engine.decoders.row_order import norm_order, qkv_order
+from pagemill_engine.decoders.tensors import read_tensor
+from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts
+from pagemill_kernels.experts.native import NativeExperts
+from pagemill_kernels.experts.parts import Gate
+from pagemill_models.declaration.declaration import (
+    AttentionSpec,
+    BranchSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    MoESpec,
+    NormSpec,
+    RopeSpec,
+)
+
+
+def can_fuse(decoder: DecoderSpec) -> bool:
+    """Whether `LayerParts` can describe all layers."""
+    return all(map(_has_parts, decoder.layers))
+
+
+def layer_parts(layer: LayerSpec, ropes: list[RopeSpec], parts: Parts) -> LayerParts:
+    """Return the parts of a layer with its weights, for a decoder that can be fused. `ropes`: the decoder's."""
+    first, second = _branches(layer)
+    attention, mlp = first.block, second.block
+    assert isinstance(attention, AttentionSpec)
+    assert isinstance(mlp, MLPSpec | MoESpec)
+    is_parallel = len(layer.residuals) == 1
+    # Parallel branches read the same input; the first norm serves both if they are equal.
+    shares_norm = is_parallel and second.norm == first.norm
+    return LayerParts(
+        qkv=parts.linear(attention.qkv, qkv_order(attention)),
+        output=parts.linear(attention.output),
+        query_norm=_head_norm(attention, attention.query_norm, parts),
+        key_norm=_head_norm(attention, attention.key_norm, parts),
+        sinks=None
+        if attention.sinks is None
+        else read_tensor(parts.source, attention.sinks, (attention.num_heads,), "float32"),
+        mlp=_mlp_parts(mlp, parts) if isinstance(mlp, MLPSpec) else _moe_parts(mlp, parts),
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        scale=attention.scale,
+        window=attention.window,
+        rotation=None if attention.rope is None else ropes.index(attention.rope),
+        attention_norm=parts.norm(first.norm),
+        mlp_norm=None if shares_norm else parts.norm(second.norm),
+        attention_output_norm=parts.norm(first.output_norm),
+        mlp_output_norm=parts.norm(second.output_norm),
+        residual_scale=first.scale,
+        parallel=is_parallel,
+    )
+
+
+def layer_bytes(layer: LayerParts) -> int:
+    """Return the bytes of a layer's weights."""
+    mlp = layer.mlp
+    matrices = (layer.qkv, layer.output, *((mlp.up, mlp.down) if isinstance(mlp, MLPParts) else mlp[:2]))
+    norms = (layer.attention_norm, layer.mlp_norm, layer.attention_output_norm, layer.mlp_output_norm)
+    held: int = sum(each.num_bytes for each in matrices)
+    held += sum(map(norm_bytes, (*norms, layer.query_norm, layer.key_norm)))
+    return held + (0 if layer.sinks is None else layer.sinks.nbytes)
+
+
+def _head_norm(attention: AttentionSpec, norm: NormSpec | None, parts: Parts) -> NormParts | None:
+    return None if norm is None else parts.norm(norm, norm_order(attention, norm.size))
+
+
+def _mlp_parts(spec: MLPSpec, parts: Parts) -> MLPParts:
+    return MLPParts(parts.linear(spec.up), parts.linear(spec.down), spec.activation, spec.gated, spec.limit)
+
+
+def _moe_parts(spec: MoESpec, parts: Parts) -> MoEParts:
+    router = parts.linear(spec.router)
+    packed = [(parts.linear(expert.up), parts.linear(expert.down)) for expert in spec.experts]
+    ups, downs = zip(*packed, strict=True)
+    gate = Gate(spec.experts[0].activation, spec.experts[0].limit)
+    return MoEParts(router, NativeExperts(ups, downs, gate), spec.top_k, spec.renormalized)
+
+
+def _has_parts(layer: LayerSpec) -> bool:
+    """Whether the layer is attention and an MLP or experts, in sequence or parallel, without a norm behind their
+    sum."""
+    branches = _branches(layer)
+    blocks = [branch.block for branch in branches]
+    if len(blocks) != 2 or any(residual.norm is not None for residual in layer.residuals):
+        return False
+    # Parallel branches must not read what the other has added, so their input must be a copy.
+    if len(layer.residuals) == 1 and any(branch.norm is None for branch in branches):
+        return False
+    return branches[0].scale == branches[1].scale and _is_plain_attention(blocks[0]) and _is_plain_mlp(blocks[1])
+
+
+def _branches(layer: LayerSpec) -> list[BranchSpec]:
+    return [branch for residual in layer.residuals for branch in residual.branches]
+
+
+def _is_plain_attention(block: object) -> bool:
+    """Whether it is attention over cached keys and values, with optional norms and sinks, and nothing else."""
+    if not isinstance(block, AttentionSpec):
+        return False
+    return block.causal and block.soft_cap is None and block.alibi_slopes is None
+
+
+def _is_plain_mlp(block: object) -> bool:
+    return isinstance(block, MLPSpec) or (isinstance(block, MoESpec) and block.shared is None and block.gating is None)

@@ -1,0 +1,144 @@
+"""The blocks of a layer: attention over the paged cache, and MLPs.
+
+A block computes up to its last matmul (`inner`); the layer calls `output`, which adds to the residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.decoders.on_torch.context import ForwardContext
+from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm, VectorWeights
+from pagemill_engine.decoders.row_order import norm_order, qkv_order
+from pagemill_kernels.registry import Ops
+from pagemill_kernels.rope.reference import HeadNorms
+from pagemill_models.declaration.declaration import AttentionSpec, MLPSpec, NormSpec
+
+
+class LayerOutput(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """Add self(x) to `out` in place."""
+        ...
+
+
+class LayerBlock(Protocol):
+    @property
+    def output(self) -> LayerOutput: ...
+
+    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Compute the input of `output`. x: [tokens, hidden]."""
+        ...
+
+    def layers(self) -> Iterator[Layer]:
+        """Yield all layers with weights."""
+        ...
+
+
+class Attention:
+    def __init__(self, spec: AttentionSpec, ops: Ops, dtype: torch.dtype, index: int, rotation: int | None) -> None:
+        """Build the layer.
+
+        `index`: that of its KV cache. `rotation`: index of its rotary embedding among the model's.
+        """
+        self.spec = spec
+        self.dtype = dtype
+        self.qkv = Linear(spec.qkv, ops, dtype, qkv_order(spec))
+        self.output = Linear(spec.output, ops, dtype)
+        self.query_norm = _head_norm(spec.query_norm, spec, ops, dtype)
+        self.key_norm = _head_norm(spec.key_norm, spec, ops, dtype)
+        self.ops = ops
+        self._index, self._rotation = index, rotation
+        self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
+        self._extras: dict[str, Any] = {} if spec.soft_cap is None else {"soft_cap": spec.soft_cap}
+        self.sinks = None if spec.sinks is None else VectorWeights(spec.sinks, spec.num_heads, ops)
+        if spec.alibi_slopes is not None:
+            self._extras["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=ops.device)
+
+    def layers(self) -> Iterator[Layer]:
+        yield self.qkv
+        yield self.output
+        yield from (each for each in (self.query_norm, self.key_norm, self.sinks) if each is not None)
+
+    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        num_tokens, num_heads = x.shape[0], self._num_heads
+        # A matmul may return the type of its weights; from here on the model's own type is used.
+        heads = self.qkv(x).to(self.dtype).view(num_tokens, -1, self._head_dim)
+        query = heads[:, :num_heads]
+        cache = context.kv_caches[self._index]
+        # The whole step's keys and values are stored first, so that a prefix hit within the step reads them.
+        self._store(heads, cache, context)
+        plan = context.attention_plans[self.spec.window]
+        extras = self._extras if self.sinks is None else self._extras | {"sinks": self.sinks.values}
+        attended = self.ops.paged_attention(query, cache, plan, self.spec.scale, **extras)
+        return attended.view(num_tokens, -1)
+
+    def _store(self, heads: Tensor, cache: Tensor, context: ForwardContext) -> None:
+        """Normalise and rotate queries and keys in place as declared, and write keys and values into the cache."""
+        num_heads, slots = self._num_heads, context.kv_slots
+        rotation = None if self._rotation is None else context.rotations[self._rotation]
+        in_one_pass = self.ops.norm_rope_and_store
+        if in_one_pass is not None and rotation is not None and (norms := self._norms_of_heads()) is not None:
+            in_one_pass(heads, num_heads, norms, *rotation, cache, slots)
+            return
+        if self.query_norm is not None:
+            _normalize(self.query_norm, heads[:, :num_heads])
+        if self.key_norm is not None:
+            _normalize(self.key_norm, heads[:, num_heads : num_heads + self.spec.num_kv_heads])
+        if rotation is None:
+            self.ops.store(heads, num_heads, cache, slots)
+        else:
+            self.ops.rope_and_store(heads, num_heads, *rotation, cache, slots)
+
+    def _norms_of_heads(self) -> HeadNorms | None:
+        """Return the norms if both are RMS norms of single heads, which can be computed in the pass of the rotation."""
+        query, key = self.query_norm, self.key_norm
+        if query is None or key is None:
+            return None
+        alike = query.eps == key.eps and all(
+            norm.spec.kind == "rms" and norm.spec.size == self._head_dim for norm in (query, key)
+        )
+        return HeadNorms(query.weight, key.weight, query.eps) if alike else None
+
+
+class MLP:
+    def __init__(self, spec: MLPSpec, ops: Ops, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.up = Linear(spec.up, ops, dtype)
+        self.output = Linear(spec.down, ops, dtype)
+        self._activate = _activation(spec, ops)
+
+    def layers(self) -> Iterator[Layer]:
+        yield self.up
+        yield self.output
+
+    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return self.activate(x)
+
+    def activate(self, x: Tensor) -> Tensor:
+        return self._activate(self.up(x))
+
+
+def _activation(spec: MLPSpec, ops: Ops) -> Callable[[Tensor], Tensor]:
+    if not spec.gated:
+        return lambda x: ops.activate(x, spec.activation)
+    fast = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul} if spec.limit is None else {}
+    return fast.get(spec.activation) or (lambda x: ops.activate_and_mul(x, spec.activation, spec.limit))
+
+
+def _head_norm(norm: NormSpec | None, spec: AttentionSpec, ops: Ops, dtype: torch.dtype) -> Norm | None:
+    """Return the norm with its weight in the order of the heads' reordered values, or None."""
+    if norm is None:
+        return None
+    return Norm(norm, ops, dtype, norm_order(spec, norm.size))
+
+
+def _normalize(norm: Norm, heads: Tensor) -> None:
+    """Normalise heads in place, [tokens, heads, head_dim]: each alone or all as one row, by the norm's size."""
+    rows = heads if norm.spec.size == heads.shape[2] else heads.flatten(1)
+    heads.copy_(norm(rows).view(heads.shape))

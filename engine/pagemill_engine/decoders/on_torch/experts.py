@@ -1,0 +1,117 @@
+"""A mixture of experts as a block of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.decoders.on_torch.blocks import MLP
+from pagemill_engine.decoders.on_torch.context import ForwardContext
+from pagemill_engine.decoders.on_torch.layers import Layer, Linear, VectorWeights
+from pagemill_engine.decoders.tensors import TensorSource
+from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate, Gating
+from pagemill_kernels.registry import Ops
+from pagemill_models.declaration.declaration import MoESpec, Shapes, SharedExpertSpec
+
+
+class Experts:
+    """All experts of a layer, loaded one after another and packed together."""
+
+    packed: FusedExperts
+
+    def __init__(self, spec: MoESpec, ops: Ops, dtype: torch.dtype) -> None:
+        self._spec, self._ops, self._dtype = spec, ops, dtype
+
+    def shapes(self) -> Shapes:
+        return {name: shape for mlp in self._spec.experts for name, shape in mlp.shapes().items()}
+
+    def load(self, source: TensorSource) -> None:
+        parts = []
+        for mlp in self._spec.experts:
+            up, down = (Linear(each, self._ops, self._dtype) for each in mlp.linears())
+            up.load(source)
+            down.load(source)
+            parts.append(ExpertParts(up.packed, down.packed))
+        first = self._spec.experts[0]
+        self.packed = self._ops.pack_experts(parts, Gate(first.activation, first.limit))
+
+    def held(self) -> FusedExperts:
+        return self.packed
+
+
+class _SharedExpert:
+    def __init__(self, spec: SharedExpertSpec, ops: Ops, dtype: torch.dtype) -> None:
+        self.mlp = MLP(spec.mlp, ops, dtype)
+        self.gate = None if spec.gate is None else Linear(spec.gate, ops, dtype)
+
+    def layers(self) -> Iterator[Layer]:
+        yield from self.mlp.layers()
+        if self.gate is not None:
+            yield self.gate
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        inner = self.mlp.activate(x)
+        if self.gate is None:
+            self.mlp.output.add_to(out, inner)
+        else:
+            out.add_((self.mlp.output(inner) * _sigmoid(self.gate(x))).to(out.dtype))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Compute the sigmoid of x, [tokens, 1].
+
+    torch.sigmoid uses other instructions for the last elements of a batch, which would change their bits.
+    """
+    return torch.cat([x.float(), torch.zeros_like(x, dtype=torch.float32)], -1).softmax(-1)[:, :1]
+
+
+class MoE:
+    """A mixture of experts. It is its own `output`, because it adds a sum over experts."""
+
+    def __init__(self, spec: MoESpec, ops: Ops, dtype: torch.dtype) -> None:
+        self.router = Linear(spec.router, ops, dtype)
+        self.experts = Experts(spec, ops, dtype)
+        self.shared = None if spec.shared is None else _SharedExpert(spec.shared, ops, dtype)
+        self.spec = spec
+        self._ops, self._dtype = ops, dtype
+        gating = spec.gating
+        bias = None if gating is None else gating.bias
+        self.choice_bias = None if bias is None else VectorWeights(bias, len(spec.experts), ops)
+        self.gating = None if gating is None else Gating(
+            gating.scores, gating.num_groups, gating.top_groups, gating.best_of_group, gating.scale
+        )  # fmt: skip
+
+    @property
+    def output(self) -> MoE:
+        return self
+
+    def layers(self) -> Iterator[Layer]:
+        yield self.router
+        yield self.experts
+        if self.choice_bias is not None:
+            yield self.choice_bias
+        if self.shared is not None:
+            yield from self.shared.layers()
+
+    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.zeros(x.shape, dtype=self._dtype, device=x.device)
+        self.add_to(out, x)
+        return out
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        chosen, weights = self._route(self.router(x))
+        self.experts.packed.add_to(out, x, chosen, weights)
+        if self.shared is not None:
+            self.shared.add_to(out, x)
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        top_k, renormalized = self.spec.top_k, self.spec.renormalized
+        if self.gating is None:
+            return self._ops.route(logits, top_k, renormalized)
+        bias = None if self.choice_bias is None else self.choice_bias.values
+        return self._ops.route_by_groups(logits, top_k, renormalized, self.gating, bias)

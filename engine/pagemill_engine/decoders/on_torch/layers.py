@@ -1,0 +1,230 @@
+"""Layers with weights: linear layers, norms and tables, each built from its declaration and filled from named tensors.
+
+Every layer names its tensors (`shapes`) and loads them (`load`), one layer after another, so that a whole model is
+never in memory twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.decoders.row_order import Order, stacked_order
+from pagemill_engine.decoders.tensors import (
+    PackableForms,
+    TensorSource,
+    Weight,
+    read_bias,
+    read_norm,
+    read_tensor,
+    read_weight,
+)
+from pagemill_kernels.experts.parts import FusedExperts
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
+from pagemill_kernels.linear.packed import PackedLinear
+from pagemill_kernels.registry import Ops
+from pagemill_kernels.torch_arrays import float_type_of, to_torch
+from pagemill_models.declaration.declaration import LinearSpec, MatrixSpec, NormSpec, Shapes
+
+
+class HasWeights(Protocol):
+    """An object with weights."""
+
+    def held(self) -> Any:
+        """Return the loaded weights, a tensor or an object of tensors; layers that share weights return the same
+        object."""
+        ...
+
+
+class Layer(HasWeights, Protocol):
+    """A layer with weights, whatever it computes."""
+
+    def shapes(self) -> Shapes:
+        """Return the shapes of its tensors by name."""
+        ...
+
+    def load(self, source: TensorSource) -> None:
+        """Load its tensors in the type and layout of the device."""
+        ...
+
+    def held(self) -> PackedLinear | FusedExperts | Tensor: ...
+
+
+class Linear:
+    """A linear layer: one matrix, made of one or several stored ones stacked by rows, in the device's layout."""
+
+    packed: PackedLinear
+
+    def __init__(self, spec: LinearSpec, ops: Ops, dtype: torch.dtype, order: Order | None = None) -> None:
+        """Build the layer. `order`: the stacked row of each output, if it differs from the stored order."""
+        self.spec = spec
+        self.dtype = dtype
+        self.order = stacked_order(spec, order)
+        self._ops = ops
+
+    def shapes(self) -> Shapes:
+        return self.spec.shapes()
+
+    def load(self, source: TensorSource) -> None:
+        bias = read_bias(source, self.spec, float_type_of(self.dtype), self.order)
+        weight = read_weight(source, self.spec.weight_shapes(), _packable_forms(self._ops, self.dtype), self.order)
+        self.packed = _packed(self._ops, weight, None if bias is None else to_torch(bias), self._ops.pack_linear)
+
+    def held(self) -> PackedLinear:
+        return self.packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.packed(x)
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """Add self(x) to `out` in place."""
+        self.packed.add_to(out, x)
+
+
+class Norm:
+    """RMS norm or layer norm, as declared."""
+
+    weight: Tensor
+
+    def __init__(self, spec: NormSpec, ops: Ops, dtype: torch.dtype, order: Order | None = None) -> None:
+        """Build the norm. `order`: the stored index of each value of the weight."""
+        self.spec = spec
+        self.eps = spec.eps
+        self.bias: Tensor | None = None
+        self._ops, self._dtype, self._order = ops, dtype, order
+        self._normalize = self._rms_norm if spec.kind == "rms" else self._layer_norm
+
+    def shapes(self) -> Shapes:
+        return self.spec.shapes()
+
+    def load(self, source: TensorSource) -> None:
+        self.weight = self._vector(source, "weight")
+        if self.spec.bias:
+            self.bias = self._vector(source, "bias")
+
+    def held(self) -> Tensor:
+        return self.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._normalize(x)
+
+    def _rms_norm(self, x: Tensor) -> Tensor:
+        return self._ops.rms_norm(x, self.weight, self.eps)
+
+    def _layer_norm(self, x: Tensor) -> Tensor:
+        return self._ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def _vector(self, source: TensorSource, name: str) -> Tensor:
+        vector = read_norm(source, self.spec, name, float_type_of(self._dtype), self._order)
+        return to_torch(vector).to(self._ops.device, copy=True)
+
+
+class VectorWeights:
+    """A stored tensor of `size` values, in float32."""
+
+    values: Tensor
+
+    def __init__(self, name: str, size: int, ops: Ops) -> None:
+        self._name, self._size, self._ops = name, size, ops
+
+    def shapes(self) -> Shapes:
+        return {self._name: (self._size,)}
+
+    def load(self, source: TensorSource) -> None:
+        values = read_tensor(source, self._name, (self._size,), "float32")
+        self.values = to_torch(values).to(self._ops.device, copy=True)
+
+    def held(self) -> Tensor:
+        return self.values
+
+
+class Embedding:
+    """A table of rows, stored as a linear layer's weight, so that it can share a tied head's matrix."""
+
+    rows: PackedLinear
+
+    def __init__(self, name: str, num_rows: int, size: int, ops: Ops, dtype: torch.dtype) -> None:
+        self.spec = LinearSpec(size, (MatrixSpec(name=name, rows=num_rows),))
+        self.dtype = dtype
+        self._ops = ops
+
+    def shapes(self) -> Shapes:
+        return self.spec.shapes()
+
+    def load(self, source: TensorSource) -> None:
+        weight = read_weight(source, self.shapes(), _packable_forms(self._ops, self.dtype))
+        self.rows = _packed(self._ops, weight, None, lambda matrix, bias: self._ops.pack_rows(matrix))
+
+    def held(self) -> PackedLinear:
+        return self.rows
+
+    def tie(self, head: Linear) -> bool:
+        """Read the loaded head's rows from now on. Returns False if its layout does not allow that."""
+        if head.packed.can_gather:
+            self.rows = head.packed
+        return head.packed.can_gather
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.rows.gather(token_ids).to(self.dtype)
+
+
+class Table:
+    """Learned vectors by position, or by the text of a pair that a token belongs to."""
+
+    table: Tensor
+
+    def __init__(self, name: str, num_rows: int, size: int, ops: Ops, dtype: torch.dtype) -> None:
+        self._name, self._shape, self._ops, self._dtype = f"{name}.weight", (num_rows, size), ops, dtype
+
+    def shapes(self) -> Shapes:
+        return {self._name: self._shape}
+
+    def load(self, source: TensorSource) -> None:
+        table = read_tensor(source, self._name, self._shape, float_type_of(self._dtype))
+        self.table = to_torch(table).to(self._ops.device, copy=True)
+
+    def held(self) -> Tensor:
+        return self.table
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self._ops.gather_rows(self.table, rows)
+
+
+def layer_tensors(layer: HasWeights) -> Iterator[Tensor]:
+    held = layer.held()
+    if isinstance(held, Tensor):
+        yield held
+        return
+    yield from (value for value in vars(held).values() if isinstance(value, Tensor))
+
+
+def layer_weight_bytes(layer: HasWeights) -> int:
+    held = layer.held()
+    num_bytes: int = held.nbytes if isinstance(held, Tensor) else held.num_bytes
+    return num_bytes
+
+
+def _packable_forms(ops: Ops, dtype: torch.dtype) -> PackableForms:
+    """Return the form in which this device stores matrices. `dtype`: type of the values between matmuls."""
+    return PackableForms(
+        dtype=float_type_of(ops.weight_dtype or dtype),
+        blocks=ops.pack_blocks is not None,
+        codes=ops.pack_codes is not None,
+        bfloat16=ops.weight_forms.bfloat16,
+    )
+
+
+def _packed(
+    ops: Ops, weight: Weight, bias: Tensor | None, pack: Callable[[Tensor, Tensor | None], PackedLinear]
+) -> PackedLinear:
+    """Pack a weight. `pack` packs floats."""
+    if isinstance(weight, CodeBlocks):
+        assert ops.pack_blocks is not None
+        return ops.pack_blocks(weight, bias)
+    if isinstance(weight, GroupCodes):
+        assert ops.pack_codes is not None
+        return ops.pack_codes(weight, bias)
+    return pack(to_torch(weight), bias)

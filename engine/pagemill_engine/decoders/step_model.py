@@ -1,0 +1,53 @@
+"""The model interface of the CPU runner, implemented by `decoders.native.decoder` and, on torch, by
+`executing.torch_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_kernels.arrays import Array
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_models.spec.model_spec import ModelSpec
+
+
+class StepTokens(NamedTuple):
+    """A step's flattened batch."""
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    """Position of each token in its request."""
+    slots: NDArray[np.int64]
+    """Slot of each token's keys and values: row of the cache * block size + offset."""
+    attention: AttentionBatch
+
+
+class StepModel(Protocol):
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        ...
+
+    @property
+    def classifier(self) -> Callable[[Array], Array] | None:
+        """Maps pooled hidden states, float32 [prompts, hidden], to float32 [prompts, labels]; None if there is no
+        classifier."""
+        ...
+
+    def use_caches(self, caches: Sequence[Array]) -> None:
+        """Use these caches, one per layer, until the next call. An empty sequence releases them."""
+        ...
+
+    def hidden(self, step: StepTokens) -> Array:
+        """Return normalised hidden states, [tokens, hidden] of a float type."""
+        ...
+
+    def logits(self, hidden: Array) -> Array:
+        """Return logits, float32 [rows, vocab], in memory of the caller's own. hidden: [rows, hidden]."""
+        ...

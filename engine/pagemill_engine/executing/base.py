@@ -1,0 +1,66 @@
+"""The runner interface of the loop, which sees no device, no tensor and no model.
+
+Implementations: `executing.eager` (on the CPU), `executing.device.device_runner` (on a GPU), `executing.null` (waits
+for predicted times).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from pagemill_engine.config import StepLimits
+from pagemill_engine.executing.sleep import Sleeps
+from pagemill_engine.ipc.messages import MemoryBudget
+from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_protocol.request.pooling import PoolingSpec
+
+
+class RunnerInfo(NamedTuple):
+    """Properties of a loaded runner."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    weights_digest: str
+    kv_dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    compute: str
+    """Type of float weights and the kernels in use, for people."""
+    device: str = "cpu"
+    overlaps: bool = False
+    """Whether `launch` returns before the step has run and overlapping is faster. The loop then overlaps by default."""
+    memory: MemoryBudget | None = None
+    step: StepLimits | None = None
+    """The step limits that the runner chose; None: the settings apply."""
+    masks_tokens: bool = True
+    """Whether it samples only tokens that `StepPlan.token_masks` allow."""
+    pooling: PoolingSpec | None = None
+    """Set if it returns vectors or scores instead of tokens."""
+    serves_adapters: bool = False
+    """Whether it accepts requests for adapters; only a simulated runner does."""
+    jumps_forward: bool = True
+    """Whether several known tokens of a sequence take less time in one step than in as many steps.
+
+    False where decode steps are replayed as CUDA graphs, which one longer sequence prevents.
+    """
+
+
+class Runner(Sleeps, Protocol):
+    """Runs steps. `launch` starts a step, at once where the device allows it, and `wait` returns its tokens.
+
+    Steps run in the order of their launch; one more may be launched before the last one was waited for. They are waited
+    for in the same order. A step launched behind one that raises is not run and raises as well (`errors`).
+    """
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Apply the plan's differences and start its forward pass and sampling. Returns an opaque handle."""
+
+    def wait(self, handle: Any) -> StepResult:
+        """Block until the step of `handle` is done and return its result."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,121 @@
+"""One forward pass over inputs on the device, up to the logits of the tokens that sample.
+
+It only launches kernels and reads nothing, so that a pass can be recorded (`executing.device.graphs`) as well as run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from pagemill_engine.decoders.on_torch.context import ForwardContext
+from pagemill_engine.decoders.on_torch.decoder import Decoder, DecoderLayer
+from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
+from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
+from pagemill_kernels.registry import DeviceOps, Ops
+from pagemill_kernels.request_rows.layout import DeviceStepInputs
+
+
+class DeviceForward:
+    def __init__(
+        self,
+        model: Decoder,
+        ops: Ops,
+        on_device: DeviceOps,
+        kv_cache: DeviceKVCache,
+        rotations: DeviceRotations,
+        block_size: int,
+    ) -> None:
+        self._model = model
+        self._ops, self._on_device = ops, on_device
+        self._kv_cache = kv_cache
+        self._rotations = rotations
+        self._block_size = block_size
+        self._num_kv_heads = model.spec.num_kv_heads
+        self._windows = model.spec.decoder.windows()
+        self._layers = model.layers
+        self._kinds: list[DecoderLayer] = []
+
+    def empty_inputs(self, num_tokens: int, num_requests: int, table_width: int) -> DeviceStepInputs:
+        """Return empty inputs for `num_requests` requests, all of which sample."""
+        return DeviceStepInputs.empty(num_tokens, num_requests, num_requests, table_width, self._ops.device)
+
+    def empty_logits(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self._model.spec.vocab_size, dtype=torch.float32, device=self._ops.device)
+
+    def empty_hidden(self, num_tokens: int) -> Tensor:
+        shape = (num_tokens, self._model.spec.hidden_size)
+        return torch.empty(shape, dtype=self._model.dtype, device=self._ops.device)
+
+    @contextmanager
+    def abbreviated(self) -> Iterator[None]:
+        """Run passes through only one layer of each kind.
+
+        They compile, load and tune everything that a whole pass does, at a fraction of its launches. Their results are
+        meaningless.
+        """
+        self._layers = self._kinds = self._kinds or one_of_each(self._model.layers)
+        try:
+            yield
+        finally:
+            self._layers = self._model.layers
+
+    def logits(self, inputs: DeviceStepInputs, longest: int) -> Tensor:
+        """Return float32 [sampled, vocab]. `longest`: tokens of the request that has most tokens in the step."""
+        return self.logits_of(self.hidden(inputs, longest), inputs.last_tokens)
+
+    def logits_of(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Return the logits of `rows` of the hidden states, float32 [rows, vocab]."""
+        return self._model.compute_logits(self._ops.gather_rows(hidden, rows))
+
+    def decode_into(self, logits: Tensor, inputs: DeviceStepInputs) -> None:
+        """Decode requests with one token each, all of which sample. `logits`: float32 [requests, vocab]."""
+        logits.copy_(self._model.raw_logits(self.hidden(inputs, longest=1)))
+
+    def hidden_into(self, hidden: Tensor, inputs: DeviceStepInputs) -> None:
+        """Run a pass for requests with any numbers of tokens and store the hidden states."""
+        hidden.copy_(self.hidden(inputs, longest=len(hidden)))
+
+    def hidden(self, inputs: DeviceStepInputs, longest: int) -> Tensor:
+        """Return normalised hidden states, [tokens, hidden]."""
+        plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
+        context = ForwardContext(
+            positions=inputs.positions,
+            rotations=self._rotations.at(inputs.positions),
+            kv_caches=self._kv_cache.layers,
+            kv_slots=self._ops.plan_slots(inputs.slots, 2 * self._num_kv_heads, self._block_size),
+            attention_plans={
+                window: plan(inputs, num_requests, longest, window, self._block_size, self._num_kv_heads)
+                for window in self._windows
+            },
+        )
+        return self._model.forward_layers(self._layers, inputs.token_ids, context)
+
+
+def one_of_each(layers: Iterable[DecoderLayer]) -> list[DecoderLayer]:
+    """Return the first layer of each kind, in order."""
+    return list({_kind(layer): layer for layer in reversed(list(layers))}.values())[::-1]
+
+
+def _kind(layer: DecoderLayer) -> tuple[Any, ...]:
+    declared = msgspec.json.encode(layer.spec).replace(f'"{layer.spec.name}'.encode(), b'"')
+    return declared, *(_held(each.held()) for each in layer.layers())
+
+
+def _held(value: Any) -> Any:
+    """Return everything that launches can depend on. Triton compiles pointers divisible by 16 separately."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.stride(), value.data_ptr() % 16 == 0
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return type(value), value
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_held, value)
+    if fields := getattr(value, "__dict__", None):
+        return type(value), *((name, _held(each)) for name, each in fields.items())
+    # Other objects are equal only if they are the same object.
+    return type(value), id(value)

@@ -1,0 +1,158 @@
+"""Assigns each request a row on the device and stages a plan's changes to the rows.
+
+Only counters are kept here, no token and no block id. The rows themselves are `pagemill_kernels.request_rows`;
+`executing.inputs` is the counterpart for runners that keep rows on the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_engine.sampling.rows import SamplingRows
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_kernels.request_rows import layout
+from pagemill_kernels.request_rows.layout import RowLayout
+from pagemill_kernels.request_rows.staging import Staging
+
+
+class DeviceStep(NamedTuple):
+    """One flattened batch, in the order of its plan."""
+
+    request_ids: list[str]
+    rows: NDArray[np.int32]
+    """[requests]."""
+    query_start_loc: NDArray[np.int32]
+    """[requests + 1]."""
+    places: NDArray[np.int32]
+    """[requests]: index among the sampling requests; -1 for a request that does not sample."""
+    longest: int
+    """Tokens of the request that has most tokens in the step."""
+    sampling: NDArray[np.int64]
+    """Indices of the requests that sample."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each request has one token and samples the next."""
+        return self.longest == 1 and len(self.sampling) == len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start_loc[-1])
+
+    def padded(self, num_tokens: int, num_requests: int, padding_row: int) -> DeviceStep:
+        """Return the step padded to the given numbers of tokens and requests.
+
+        Each further request is a padding row, and further tokens are divided evenly among these.
+        """
+        num_real, num_padding = len(self.rows), num_requests - len(self.rows)
+        rows, places = (np.full(num_requests, fill, dtype=np.int32) for fill in (padding_row, -1))
+        rows[:num_real], places[:num_real] = self.rows, self.places
+        starts, begin = np.empty(num_requests + 1, dtype=np.int32), self.num_tokens
+        starts[: num_real + 1] = self.query_start_loc
+        shares = np.arange(1, num_padding + 1) * (num_tokens - begin) // max(1, num_padding)
+        starts[num_real + 1 :] = begin + shares
+        most = -(-(num_tokens - begin) // max(1, num_padding))
+        return self._replace(rows=rows, places=places, query_start_loc=starts, longest=max(self.longest, most))
+
+
+class DeviceRows:
+    """A fixed number of rows; a request keeps its row from admission to release."""
+
+    def __init__(self, row_layout: RowLayout) -> None:
+        self.layout = row_layout
+        max_rows = row_layout.padding_row
+        self.num_tokens = np.zeros(max_rows, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int64)
+        self.num_blocks = np.zeros(max_rows, dtype=np.int64)
+        self._row_of: dict[str, int] = {}
+        self._free = list(range(max_rows - 1, -1, -1))
+        self._decode: DeviceStep | None = None
+        """The latest decode of these rows; the next step is nearly always the same one."""
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def release(self, request_ids: list[str]) -> list[int]:
+        """Free the rows of the requests and return them. Ids without a row are ignored."""
+        self._decode = None if request_ids else self._decode
+        rows = [self._row_of.pop(request_id) for request_id in request_ids if request_id in self._row_of]
+        self._free.extend(rows)
+        return rows
+
+    def apply(self, plan: StepPlan, sampling: SamplingRows, staging: Staging) -> None:
+        """Stage the plan's differences. Raises RuntimeError if it admits more requests than there are rows."""
+        for row in self.release(plan.released):
+            sampling.release(row)
+        for admitted in plan.admitted:
+            self._admit(admitted, sampling, staging)
+        for request_id, block_ids in plan.new_block_ids.items():
+            row = self._row_of[request_id]
+            staging.put(self.layout.block(row, int(self.num_blocks[row])), block_ids)
+            self.num_blocks[row] += len(block_ids)
+        for request_id, index, block_id in plan.replaced_blocks:
+            staging.put(self.layout.block(self._row_of[request_id], index), [block_id])
+
+    def step(self, plan: StepPlan) -> DeviceStep:
+        """Return the plan's step; the previous object, if it is the same step of the same rows."""
+        request_ids = list(plan.num_scheduled_tokens)
+        num_requests = len(request_ids)
+        is_decode = len(plan.samples) == num_requests == plan.num_tokens
+        if is_decode and self._decode is not None and self._decode.request_ids == request_ids:
+            return self._decode
+        step = self._step(plan, request_ids)
+        self._decode = step if is_decode else None
+        return step
+
+    def _step(self, plan: StepPlan, request_ids: list[str]) -> DeviceStep:
+        num_requests = len(request_ids)
+        rows = np.fromiter(map(self._row_of.__getitem__, request_ids), np.int32, num_requests)
+        counts = np.fromiter(plan.num_scheduled_tokens.values(), np.int32, num_requests)
+        starts = np.zeros(num_requests + 1, dtype=np.int32)
+        np.cumsum(counts, out=starts[1:])
+        longest = int(counts.max(initial=0))
+        if len(plan.samples) == num_requests:
+            all_requests = np.arange(num_requests)
+            return DeviceStep(request_ids, rows, starts, all_requests.astype(np.int32), longest, all_requests)
+        samples = np.fromiter((name in plan.samples for name in request_ids), np.bool_, num_requests)
+        places = np.where(samples, np.cumsum(samples) - 1, -1).astype(np.int32)
+        return DeviceStep(request_ids, rows, starts, places, longest, np.flatnonzero(samples))
+
+    def num_generated(self, step: DeviceStep) -> NDArray[np.int64]:
+        """Return how many tokens each sampling request has generated before this step."""
+        rows = step.rows[step.sampling]
+        generated: NDArray[np.int64] = self.num_tokens[rows] - self.num_prompt_tokens[rows]
+        return generated
+
+    def advance(self, step: DeviceStep) -> None:
+        """Count the tokens that the device appends to the sampling requests."""
+        self.num_tokens[step.rows[step.sampling]] += 1
+
+    def _admit(self, admitted: AdmittedSequence, sampling: SamplingRows, staging: Staging) -> None:
+        self._decode = None
+        row = self._row_of.get(admitted.request_id)
+        if row is None:
+            if not self._free:
+                raise RuntimeError(f"{len(self._row_of)} requests hold all rows; raise max_num_seqs")
+            row = self._row_of[admitted.request_id] = self._free.pop()
+        self.num_tokens[row] = len(admitted.token_ids)
+        self.num_prompt_tokens[row] = admitted.num_prompt_tokens
+        self.num_blocks[row] = len(admitted.block_ids)
+        sampling.admit(row, admitted)
+        staging.put(self.layout.record(row), _record(row, admitted, sampling))
+        staging.put(self.layout.block(row, 0), admitted.block_ids)
+        staging.put(self.layout.token(row, 0), admitted.token_ids)
+
+
+def _record(row: int, admitted: AdmittedSequence, sampling: SamplingRows) -> NDArray[np.int32]:
+    record = np.zeros(layout.NUM_FIELDS, dtype=np.int32)
+    record[layout.NUM_TOKENS] = len(admitted.token_ids)
+    record[layout.NUM_PROMPT_TOKENS] = admitted.num_prompt_tokens
+    record[layout.NUM_COMPUTED_TOKENS] = admitted.num_computed_tokens
+    record[layout.CHOICE] = admitted.choice
+    one = slice(row, row + 1)
+    record[[layout.SEED_LOW, layout.SEED_HIGH]] = sampling.seeds[one].view(np.int32)
+    record[layout.DRAW :] = sampling.draws[one].view(np.int32)
+    return record

@@ -1,0 +1,170 @@
+"""Runs steps on the CPU: applies a plan's differences, runs one forward pass over the flattened batch, and samples.
+
+It is synchronous: `launch` does the work and `wait` returns its result. `ThreadedRunner` makes it overlap; a GPU has
+`executing.device.device_runner`. Scheduling is `scheduler`'s part, operations are `pagemill_kernels`', loading
+`starting.load_cpu`'s. Arrays are numpy's; a `step_model.StepModel` computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_engine.decoders.step_model import StepModel, StepTokens
+from pagemill_engine.executing.base import Runner, RunnerInfo
+from pagemill_engine.executing.errors import NON_FINITE, StepSkippedError
+from pagemill_engine.executing.inputs import RequestRows, StepInputs
+from pagemill_engine.executing.kv_cache import KVCache
+from pagemill_engine.executing.prompt_logprobs import PromptRows, by_request, piece_rows
+from pagemill_engine.sampling.rows import SamplingRows
+from pagemill_engine.sampling.sampler import Sampled, masks_of, sample
+from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
+from pagemill_kernels.arrays import Array
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.sampling.host import host_sampler
+from pagemill_servers.process.malloc import trim_heap
+
+
+class EagerRunner:
+    """One model, one KV cache, `max_num_seqs` rows."""
+
+    def __init__(self, model: StepModel, kv_cache: KVCache, info: RunnerInfo, max_num_seqs: int) -> None:
+        self.info = info
+        self.model = model
+        self.kv_cache = kv_cache
+        self._num_kv_heads, self._head_dim = model.spec.num_kv_heads, model.spec.head_dim
+        self._shares_vectors = model.spec.cache_heads == model.spec.num_kv_heads
+        self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size)
+        self._sampling = SamplingRows(max_num_seqs, info.vocab_size)
+        self._piece_rows = piece_rows(max_num_seqs)
+        model.use_caches(kv_cache.rows)
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self._apply_differences(plan)
+        if not plan.num_scheduled_tokens:
+            return StepResult()
+        inputs = self._rows.gather(plan)
+        return self._answer(plan, inputs, self.model.hidden(self._tokens(inputs)))
+
+    def wait(self, handle: Any) -> StepResult:
+        result: StepResult = handle
+        return result
+
+    def sleep(self) -> int:
+        self.close()
+        trim_heap()
+        return self.kv_cache.num_bytes
+
+    def wake(self) -> None:
+        self.kv_cache.allocate()
+        self.model.use_caches(self.kv_cache.rows)
+
+    def close(self) -> None:
+        self.model.use_caches(())
+        self.kv_cache.release()
+
+    def _apply_differences(self, plan: StepPlan) -> None:
+        for row in self._rows.release(plan.released):
+            self._sampling.release(row)
+        for admitted in plan.admitted:
+            self._sampling.admit(self._rows.admit(admitted), admitted)
+        self._rows.update_blocks(plan)
+        self.kv_cache.copy_blocks(plan.block_copies)
+
+    def _answer(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
+        """Return the step's result from the hidden states of its tokens."""
+        prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden) if plan.prompt_targets else {}
+        result = self._sample(plan, inputs, self._sampled_rows(inputs, hidden))
+        result.prompt_logprobs = prompt_logprobs
+        return result
+
+    def _sampled_rows(self, inputs: StepInputs, hidden: Array) -> Array:
+        """Return the normalised hidden states of the tokens that sample, [len(inputs.sampling), hidden]."""
+        if len(inputs.sampling) == len(hidden):
+            return hidden
+        return hidden[inputs.query_start_loc[1:][inputs.sampling] - 1]
+
+    def _tokens(self, inputs: StepInputs) -> StepTokens:
+        batch = AttentionBatch(
+            query_start_loc=inputs.query_start_loc,
+            seq_lens=inputs.seq_lens,
+            block_tables=self.kv_cache.rows_of(inputs.block_tables),
+            block_size=self.info.block_size,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self._head_dim,
+            padding_block=self.kv_cache.padding_row,
+            shares_vectors=self._shares_vectors,
+        )
+        return StepTokens(inputs.token_ids, inputs.positions, self.kv_cache.row_slots_of(inputs.slot_mapping), batch)
+
+    def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> dict[str, list[TokenLogprobs]]:
+        starts = dict(zip(inputs.request_ids, inputs.query_start_loc.tolist(), strict=False))
+        pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
+        found = []
+        for piece in pieces:
+            logits = self.model.logits(hidden[piece.rows])
+            found.append(host_sampler().report(logits, piece.token_ids, piece.reports))
+        return by_request(plan.prompt_targets, pieces, found)
+
+    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
+        if len(inputs.sampling) == 0:
+            self._rows.advance(inputs, np.zeros(0, dtype=np.int64))
+            return StepResult()
+        rows = inputs.rows[inputs.sampling]
+        num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
+        logits = self.model.logits(hidden)
+        masks = masks_of((inputs.request_ids[i] for i in inputs.sampling.tolist()), plan.token_masks)
+        sampled = sample(logits, self._sampling, rows, num_generated, masks)
+        self._rows.advance(inputs, sampled.token_ids)
+        return self._result(inputs, rows, sampled)
+
+    def _result(self, inputs: StepInputs, rows: NDArray[np.int64], sampled: Sampled) -> StepResult:
+        request_ids = [inputs.request_ids[i] for i in inputs.sampling.tolist()]
+        result = StepResult(token_ids=dict(zip(request_ids, sampled.token_ids.tolist(), strict=True)))
+        result.logprobs = {request_ids[i]: logprobs for i, logprobs in sampled.logprobs.items()}
+        for i in np.flatnonzero(~sampled.finite).tolist():
+            del result.token_ids[request_ids[i]]
+            result.failed[request_ids[i]] = NON_FINITE
+            self.kv_cache.scrub(self._rows.blocks(int(rows[i])))
+        return result
+
+
+class ThreadedRunner:
+    def __init__(self, inner: Runner, prepare_thread: Callable[[], object] | None = None) -> None:
+        """Start the thread. `prepare_thread` is called on it before its first step: torch has per-thread settings."""
+        self.info = inner.info._replace(overlaps=True)
+        self._inner = inner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="runner", initializer=prepare_thread)
+        self._unread: Future[StepResult] | None = None
+
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        self._unread = self._thread.submit(self._run, plan, self._unread)
+        return self._unread
+
+    def wait(self, handle: Any) -> StepResult:
+        future: Future[StepResult] = handle
+        try:
+            return future.result()
+        finally:
+            if self._unread is future:
+                self._unread = None
+
+    def sleep(self) -> int:
+        return self._thread.submit(self._inner.sleep).result()
+
+    def wake(self) -> None:
+        self._thread.submit(self._inner.wake).result()
+
+    def close(self) -> None:
+        """Wait for the running step and close the inner runner."""
+        self._thread.shutdown(cancel_futures=True)
+        self._inner.close()
+
+    def _run(self, plan: StepPlan, before: Future[StepResult] | None) -> StepResult:
+        if before is not None and before.exception() is not None:
+            raise StepSkippedError(f"step {plan.step} was not run: the one before it failed")
+        return self._inner.wait(self._inner.launch(plan))

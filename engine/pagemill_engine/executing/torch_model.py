@@ -1,0 +1,103 @@
+"""A torch model (`decoders.on_torch`, or a class of transformers) as the CPU runner's `StepModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.decoders.on_torch.context import ForwardContext
+from pagemill_engine.decoders.on_torch.decoder import Decoder, Model
+from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
+from pagemill_engine.decoders.on_torch.filling import load_weights, weight_bytes
+from pagemill_engine.decoders.rope import decoder_tables
+from pagemill_engine.decoders.step_model import StepTokens
+from pagemill_engine.sizing.compute import Compute
+from pagemill_engine.weights.source import WeightSource
+from pagemill_kernels.arrays import Array
+from pagemill_kernels.registry import Ops
+from pagemill_kernels.torch_arrays import TORCH_TYPES, from_torch, to_torch
+from pagemill_models.spec.model_spec import ModelSpec
+
+
+def load_torch_model(
+    path: Path, spec: ModelSpec, compute: Compute, weights: WeightSource, max_model_len: int
+) -> TorchModel:
+    """Load a model with its weights. Raises `LoadError` and `WeightsError`."""
+    rotations = rotations_of(spec, compute, weights, max_model_len)
+    if not spec.decoder.by_transformers:
+        return TorchModel(load_decoder(spec, compute, weights), compute.ops, rotations)
+    from pagemill_engine.decoders.by_transformers.model import TransformersDecoder
+
+    model = TransformersDecoder(path, spec, compute.ops, TORCH_TYPES[compute.activation_dtype])
+    return TorchModel(model, compute.ops, rotations)
+
+
+def load_decoder(spec: ModelSpec, compute: Compute, weights: WeightSource) -> Decoder:
+    """Load a decoder with its weights. Raises `WeightsError`."""
+    model = Decoder(spec, compute.ops, TORCH_TYPES[compute.activation_dtype])
+    load_weights(model, weights)
+    return model
+
+
+def rotations_of(spec: ModelSpec, compute: Compute, weights: WeightSource, max_model_len: int) -> DeviceRotations:
+    tables = decoder_tables(spec.decoder, max_model_len, weights)
+    return DeviceRotations(tables, TORCH_TYPES[compute.activation_dtype], compute.ops.device)
+
+
+def classifier_of(model: Model) -> Callable[[Array], Array] | None:
+    """Return the model's classifier as a function of arrays, as in `StepModel`, or None."""
+    found: Callable[[Tensor], Tensor] | None = getattr(model, "classifier", None)
+    if found is None:
+        return None
+    classify = found
+
+    def classified(pooled: Array) -> Array:
+        with torch.inference_mode():
+            return from_torch(classify(to_torch(pooled)))
+
+    return classified
+
+
+class TorchModel:
+    def __init__(self, model: Model, ops: Ops, rotations: DeviceRotations) -> None:
+        """Wrap a model whose weights are loaded."""
+        self.model = model
+        self.spec: ModelSpec = model.spec
+        self._ops = ops
+        self._rotations = rotations
+        self._windows = model.spec.decoder.windows()
+        self._caches: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return weight_bytes(self.model)
+
+    @property
+    def classifier(self) -> Callable[[Array], Array] | None:
+        return classifier_of(self.model)
+
+    def use_caches(self, caches: Sequence[Array]) -> None:
+        self._caches = [to_torch(cache) for cache in caches]
+
+    def hidden(self, step: StepTokens) -> Array:
+        with torch.inference_mode():
+            return from_torch(self.model(to_torch(step.token_ids), self._context(step)))
+
+    def logits(self, hidden: Array) -> Array:
+        with torch.inference_mode():
+            return from_torch(self.model.compute_logits(to_torch(hidden)))
+
+    def _context(self, step: StepTokens) -> ForwardContext:
+        ops, batch, positions = self._ops, step.attention, to_torch(step.positions)
+        return ForwardContext(
+            positions=positions,
+            rotations=self._rotations.at(positions),
+            kv_caches=self._caches,
+            kv_slots=ops.plan_slots(to_torch(step.slots), batch.cache_heads, batch.block_size),
+            attention_plans={
+                window: ops.plan_attention(batch, window, self.model.dtype, ops.device) for window in self._windows
+            },
+        )

@@ -1,0 +1,81 @@
+"""`python -m pagemill_engine.fetching --source S --target FOLDER`: the process of the loader Job.
+
+It reports its progress as JSON lines on stdout, and a failure as the termination message, the last line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pagemill_engine.failure import KUBERNETES_LOG, Termination, write_termination
+from pagemill_engine.fetching.settings import LoaderSettings, tune_library
+from pagemill_protocol.source_errors import FetchError
+
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the loader and return its exit code.
+
+    0: the model is loaded. 1: failed, with a termination message. 2: wrong command line.
+    """
+    # A container's first process ignores SIGTERM otherwise. The next run continues from the part files.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(SIGTERM_EXIT_CODE))
+    parser = argparse.ArgumentParser(prog="python -m pagemill_engine.fetching", description="Load one model.")
+    parser.add_argument("--source", required=True, help="hf://, s3://, gs://, oci:// or another scheme")
+    parser.add_argument("--target", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--kernels", type=Path, help="folder for compiled kernels, created if it is missing")
+    parser.add_argument("--size-limit-bytes", type=int, help="size limit of all models in the target's parent folder")
+    parser.add_argument("--evict", action="store_true", help="remove unused models if space is needed")
+    parser.add_argument(
+        "--termination-log",
+        type=Path,
+        default=KUBERNETES_LOG,
+        help="written if it exists",
+    )
+    arguments = parser.parse_args(argv)
+    settings = LoaderSettings(
+        arguments.source,
+        arguments.target,
+        arguments.termination_log,
+        arguments.kernels,
+        size_limit_bytes=arguments.size_limit_bytes,
+        evicts=arguments.evict,
+    )
+    tune_library()
+    from pagemill_engine.fetching.load import load
+
+    def exit_immediately(error: FetchError) -> None:
+        """Exit without waiting for the downloads of other files; the next run continues from their part files."""
+        _explain(error, settings.termination_log)
+        os._exit(1)
+
+    try:
+        load(settings, _report, exit_immediately)
+    except FetchError as error:
+        _explain(error, settings.termination_log)
+        return 1
+    return 0
+
+
+def _explain(error: FetchError, log: Path) -> None:
+    termination = Termination(error.reason, error.message, "spec.model.source")
+    sys.stderr.write(write_termination(termination, str(log) if log.exists() else None) + "\n")
+    sys.stderr.flush()
+
+
+def _report(**fields: Any) -> None:
+    sys.stdout.write(orjson.dumps(fields).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

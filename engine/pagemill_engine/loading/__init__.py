@@ -1,5 +1,0 @@
-"""Reads weights from Hugging Face safetensors folders and GGUF files into a model's tensors.
-
-This package knows file formats and names of tensors, not models: `models` decide where each tensor belongs, `runner`
-brings the two together.
-"""

@@ -1,5 +1,0 @@
-"""Runs a family's declaration (`pagemill_protocol.models`) on the CPU without torch: packed weights and native calls.
-
-It is the counterpart of `models` for decoders whose layers one native call computes (`layers.can_fuse`), and shares
-with it the reading and ordering of stored tensors. Requests are `scheduler`'s part, steps `runner`'s.
-"""

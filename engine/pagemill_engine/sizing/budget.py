@@ -1,0 +1,224 @@
+"""Plans the memory of a model from sizes and shapes before its weights are read.
+
+It refuses what cannot fit and names the setting to change. `pagemill serve` prints the figures. Measuring memory is
+`sizing.memory`'s part; `server.fit` is a cheaper check of the files' headers alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import MemoryBudget
+from pagemill_engine.sizing.memory import MemoryState
+from pagemill_engine.weights.errors import LoadError
+from pagemill_models.spec.model_spec import ModelSpec
+
+DEFAULT_KV_BYTES = 1024**3
+GPU_SHARE = 0.9
+"""Share of a GPU's free memory that the plan uses: libraries and allocator fragmentation take some as well."""
+SAMPLER_FLOATS = 16
+"""Float32 values per request and vocabulary entry when all candidates of a step must be sorted.
+
+They are logits, raw logits and log probabilities, and the sort with its indices, masks and sums.
+"""
+COUNT_BYTES = 5
+"""Bytes per row and vocabulary entry once a request has penalties: a count, and whether the prompt has the token."""
+LOGIT_BYTES = 4
+"""Bytes per row and vocabulary entry of the copy of the logits that penalties and biases change."""
+SCORE_FLOATS = 4
+"""Float32 values per attention score that is written out: the score, its bias by distance, and its weight."""
+INDEX_BYTES = 128
+"""Bytes per token of a step: ids, positions, slots, and the arrays from which they are made."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of one model in memory."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    item_bytes: int
+    """Bytes of an activation value."""
+    gathers: bool
+    """Whether attention copies the keys and values of a layer together before it reads them."""
+    writes_scores: bool = False
+    """Whether such attention also writes its scores out, one key/value head of a chunk at a time."""
+
+
+class MeasuredMemory(NamedTuple):
+    """Measurements on a device with weights, rows and compiled kernels, but without a KV cache."""
+
+    free_bytes: int
+    """Free memory while nothing runs."""
+    step_bytes: int
+    """The most memory that a step took in addition."""
+    graph_bytes: int
+    """Memory that recorded decodes will keep."""
+
+
+class MemoryPlan(NamedTuple):
+    num_blocks: int
+    budget: MemoryBudget
+
+
+def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState) -> MemoryPlan:
+    """Size the KV cache. Raises `LoadError` if it, the weights and the largest step do not fit together."""
+    if sizes.weight_bytes > state.available_bytes:
+        more = _more_memory(state)
+        raise LoadError(
+            "ModelTooLarge",
+            f"The weights take {_gib(sizes.weight_bytes)}, but {_gib(state.available_bytes)} of memory are free, of "
+            f"{_gib(state.limit_bytes)} allowed. {more[0].upper()}{more[1:]}, or use a smaller or "
+            "quantized model, or a 2-byte dtype.",
+        )
+    block_bytes = sizes.kv_bytes_per_token * config.block_size
+    num_blocks = config.num_kv_blocks
+    if keeps_nothing(spec):
+        num_blocks = accounting_blocks(config, spec)
+    if num_blocks is None:
+        default_bytes = _default_kv_bytes(config, spec, sizes, state)
+        if state.is_gpu and config.kv_cache_memory_bytes is None and default_bytes < block_bytes:
+            step_bytes = activation_bytes(config, spec, sizes, spec.max_position_embeddings)
+            raise _step_too_large(config, (sizes.weight_bytes, step_bytes, 0), state)
+        num_blocks = _num_blocks(config, block_bytes, default_bytes)
+    activations = activation_bytes(config, spec, sizes, num_blocks * config.block_size)
+    return _plan(config, num_blocks, sizes, state, activations, measured=False)
+
+
+def plan_measured(
+    config: EngineConfig, spec: ModelSpec, sizes: Sizes, before: MemoryState, measured: MeasuredMemory
+) -> MemoryPlan:
+    """Size the KV cache from measured steps. `before`: the device's memory without the engine.
+
+    Raises `LoadError` if nothing, or less than the settings ask for, is left for the KV cache.
+    """
+    held = before.available_bytes - measured.free_bytes - sizes.weight_bytes
+    penalties = config.step.max_num_seqs * spec.vocab_size * (COUNT_BYTES + LOGIT_BYTES)
+    activations = max(0, held) + measured.step_bytes + measured.graph_bytes + penalties
+    block_bytes = sizes.kv_bytes_per_token * config.block_size
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        left_bytes = int(before.available_bytes * GPU_SHARE) - sizes.weight_bytes - activations
+        if config.kv_cache_memory_bytes is None and left_bytes < block_bytes:
+            raise _step_too_large(config, (sizes.weight_bytes, activations, 0), before)
+        num_blocks = _num_blocks(config, block_bytes, left_bytes)
+    return _plan(config, num_blocks, sizes, before, activations, measured=True)
+
+
+def _plan(
+    config: EngineConfig, num_blocks: int, sizes: Sizes, state: MemoryState, activations: int, *, measured: bool
+) -> MemoryPlan:
+    """Return the plan for `num_blocks`. Raises `LoadError` if it does not fit."""
+    budget = MemoryBudget(
+        limit_bytes=state.limit_bytes,
+        process_bytes=state.process_bytes,
+        other_bytes=state.limit_bytes - state.available_bytes - state.process_bytes,
+        weight_bytes=sizes.weight_bytes,
+        kv_bytes=num_blocks * sizes.kv_bytes_per_token * config.block_size,
+        activation_bytes=activations,
+        measured=measured,
+    )
+    _check(config, budget, state)
+    return MemoryPlan(num_blocks, budget)
+
+
+def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_tokens: int) -> int:
+    """Return the peak bytes of the largest step, without weights and cache, from the model's shapes."""
+    num_tokens = config.step.max_num_batched_tokens
+    num_rows = min(config.step.max_num_seqs, num_tokens)
+    context_tokens = min(config.max_model_len or spec.max_position_embeddings, cache_tokens)
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = 2 * spec.hidden_size + max(heads, 3 * spec.intermediate_size) + spec.head_dim
+    forward = num_tokens * (layer * sizes.item_bytes + INDEX_BYTES)
+    if sizes.gathers:
+        gathered_tokens = min(num_rows * context_tokens, cache_tokens)
+        forward += gathered_tokens * sizes.kv_bytes_per_token // spec.num_layers
+        forward += num_tokens * context_tokens * sizes.item_bytes  # the mask of a chunk with a context
+        if sizes.writes_scores:
+            of_chunks = num_tokens * context_tokens * (spec.num_heads // spec.num_kv_heads)
+            forward += SCORE_FLOATS * 4 * max(of_chunks, gathered_tokens * spec.num_heads)
+    if spec.pooling is not None:
+        return forward
+    sampling = num_rows * (spec.vocab_size * SAMPLER_FLOATS * 4 + spec.hidden_size * sizes.item_bytes)
+    rows = config.step.max_num_seqs * (spec.vocab_size * COUNT_BYTES + context_tokens * 4)
+    return max(forward, sampling) + rows
+
+
+def _default_kv_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState) -> int:
+    """Return the default size of the KV cache in bytes.
+
+    A machine's memory is shared with other processes. A GPU's belongs to the engine: the cache takes what is left.
+    """
+    left_bytes = state.available_bytes - sizes.weight_bytes
+    if not state.is_gpu:
+        return min(DEFAULT_KV_BYTES, left_bytes // 4)
+    largest_step = activation_bytes(config, spec, sizes, spec.max_position_embeddings)
+    return int(state.available_bytes * GPU_SHARE) - sizes.weight_bytes - largest_step
+
+
+def _num_blocks(config: EngineConfig, block_bytes: int, default_bytes: int) -> int:
+    memory_bytes = config.kv_cache_memory_bytes
+    if memory_bytes is None:
+        memory_bytes = default_bytes
+    if memory_bytes < block_bytes:
+        raise LoadError(
+            "KVCacheTooSmall",
+            f"kvCacheMemory is {memory_bytes} bytes, but one block of {config.block_size} tokens takes {block_bytes}. "
+            "Raise kvCacheMemory.",
+        )
+    return memory_bytes // block_bytes
+
+
+def _check(config: EngineConfig, budget: MemoryBudget, state: MemoryState) -> None:
+    if budget.free_bytes >= 0:
+        return
+    free = f"but {_gib(state.available_bytes)} of memory are free"
+    if budget.weight_bytes + budget.kv_bytes > state.available_bytes:
+        raise LoadError(
+            "KVCacheTooLarge",
+            f"The weights take {_gib(budget.weight_bytes)} and {_kv_setting(config, budget.kv_bytes)}, {free}. "
+            f"Lower kvCacheMemory or {_more_memory(state)}.",
+        )
+    raise _step_too_large(config, (budget.weight_bytes, budget.activation_bytes, budget.kv_bytes), state)
+
+
+def _step_too_large(config: EngineConfig, sizes_bytes: tuple[int, int, int], state: MemoryState) -> LoadError:
+    """Return the error of a step that does not fit. `sizes_bytes`: of the weights, the step and the KV cache."""
+    weight_bytes, step_bytes, kv_bytes = sizes_bytes
+    step = config.step
+    return LoadError(
+        "StepTooLarge",
+        f"The largest step, maxNumBatchedTokens {step.max_num_batched_tokens} and maxNumSeqs {step.max_num_seqs}, "
+        f"takes {_gib(step_bytes)} beside {_gib(weight_bytes)} of weights and {_gib(kv_bytes)} of KV cache, but "
+        f"{_gib(state.available_bytes)} of memory are free. Lower maxNumSeqs, maxNumBatchedTokens or kvCacheMemory, or "
+        f"{_more_memory(state)}.",
+    )
+
+
+def _more_memory(state: MemoryState) -> str:
+    """Return the remedy. A GPU has memory of its own, which no setting of the pod makes larger."""
+    return "take a GPU with more memory (resources.gpuProduct)" if state.is_gpu else "raise resources.memory"
+
+
+def _kv_setting(config: EngineConfig, kv_bytes: int) -> str:
+    if config.num_kv_blocks is not None:
+        return f"num_kv_blocks {config.num_kv_blocks} asks for {_gib(kv_bytes)}"
+    return f"kvCacheMemory asks for {_gib(kv_bytes)}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 1024**3:.2f} GiB"
+
+
+def keeps_nothing(spec: ModelSpec) -> bool:
+    """Whether no later step reads a key or value, because prompts are computed whole."""
+    return spec.cache_heads == 0
+
+
+def accounting_blocks(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return the number of blocks of a model without a KV cache: as many as all running prompts can need.
+
+    These blocks take no memory; scheduler and gateways count tokens in work by them.
+    """
+    longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+    return config.step.max_num_seqs * -(-longest // config.block_size)

@@ -1,0 +1,141 @@
+"""Computes a model's sizes in a device's memory from the headers of its files.
+
+`preparing` asks for the device that computes; `pagemill plan` also for a device that is not present. `budget` sizes the
+KV cache and decides whether everything fits.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.sizing.budget import Sizes
+from pagemill_engine.sizing.compute import (
+    Compute,
+    check_by_transformers,
+    check_gpu_features,
+    check_pooled,
+    choose_compute,
+)
+from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
+from pagemill_engine.weights.declared import DeclaredWeights
+from pagemill_engine.weights.early_digest import EarlyDigest
+from pagemill_engine.weights.opening import open_weights, shape_only_weights
+from pagemill_engine.weights.quantized import QuantizedWeights
+from pagemill_engine.weights.source import WeightSource
+from pagemill_kernels.arrays import NUMPY_TYPES, FloatType
+from pagemill_kernels.kv_store.kinds import KVType
+from pagemill_kernels.registry import WeightForms, weight_forms
+from pagemill_models.files.safetensors_header import lacks_weights
+from pagemill_models.spec.model_spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+class StorageForms(NamedTuple):
+    """The storage of weights, keys and values by a backend's kernels."""
+
+    dtype: FloatType
+    """Type of float weights."""
+    activation_dtype: FloatType
+    kv_dtype: KVType
+    weights: WeightForms
+    attention_gathers: bool
+    attention_writes_scores: bool = False
+
+
+def storage_forms(compute: Compute) -> StorageForms:
+    return StorageForms(
+        dtype=compute.dtype,
+        activation_dtype=compute.activation_dtype,
+        kv_dtype=compute.kv_dtype,
+        weights=compute.weight_forms,
+        attention_gathers=compute.attention_gathers,
+        attention_writes_scores=compute.attention_writes_scores,
+    )
+
+
+def gpu_storage_forms(config: EngineConfig) -> StorageForms:
+    """Return how Triton kernels store a model on any NVIDIA device; `sizing.compute` chooses the same on a real one."""
+    dtype: FloatType = "bfloat16" if config.dtype == "auto" else config.dtype
+    return StorageForms(
+        dtype=dtype,
+        activation_dtype=dtype,
+        kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        weights=weight_forms("triton"),
+        attention_gathers=False,
+    )
+
+
+def sizes_here(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
+    """Return the sizes on this machine, on the configured device. Raises `LoadError`."""
+    return _sizes(config, path, spec, storage_forms(choose_compute(config, spec)))
+
+
+def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
+    """Return the sizes on an NVIDIA device, which need not be present. Raises `LoadError`."""
+    on_device = msgspec.structs.replace(config, device="cuda")
+    if spec.pooling is not None:
+        check_pooled(on_device, spec)
+    if spec.decoder.by_transformers:
+        check_by_transformers(on_device, spec)
+    check_gpu_features(config, spec)
+    return _sizes(config, path, spec, gpu_storage_forms(config))
+
+
+def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> Sizes:
+    small_floats = storage.weights.small_floats
+    if path.is_dir() and lacks_weights(path):
+        weights = _rounded(config, path, spec, shape_only_weights(path, spec, small_floats))
+    else:
+        weights = weights_of(config, path, spec, small_floats)
+    return sizes_of(config, weights, spec, storage)
+
+
+def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, storage: StorageForms) -> Sizes:
+    return Sizes(
+        weight_bytes=_weight_bytes(weights, spec, storage, config.quantization != "none"),
+        kv_bytes_per_token=kv_bytes_per_token(spec, storage.kv_dtype),
+        item_bytes=NUMPY_TYPES[storage.activation_dtype].itemsize,
+        gathers=storage.attention_gathers,
+        writes_scores=storage.attention_writes_scores,
+    )
+
+
+def weights_of(
+    config: EngineConfig, path: Path, spec: ModelSpec, keeps_small_floats: bool, early_digest: EarlyDigest | None = None
+) -> WeightSource:
+    """Return the stored weights, or weights that are quantized while they are read. Raises `LoadError`."""
+    stored = open_weights(path, early_digest, spec.decoder.stacked, keeps_small_floats)
+    return _rounded(config, path, spec, DeclaredWeights(stored, spec.decoder))
+
+
+def _rounded(config: EngineConfig, path: Path, spec: ModelSpec, weights: WeightSource) -> WeightSource:
+    if config.quantization == "none":
+        return weights
+    quantized = QuantizedWeights(weights, config.quantization, spec.decoder)
+    if quantized.rounds_any:
+        return quantized
+    logger.warning(
+        "quantization=%s changes nothing: `%s` is quantized already (%s) and stays as it is.",
+        config.quantization, path, spec.quantization,
+    )  # fmt: skip
+    return weights
+
+
+def _weight_bytes(weights: WeightSource, spec: ModelSpec, storage: StorageForms, rounded: bool) -> int:
+    """Return the bytes of the weights.
+
+    A tied embedding is a second copy where the quantized output head cannot be read row by row.
+    """
+    if spec.decoder.by_transformers:
+        return weights.num_bytes(storage.activation_dtype, keep_stored=False)
+    has_codes = rounded or spec.quantization is not None
+    keep_stored = storage.weights.bfloat16 or (storage.weights.codes and has_codes)
+    held = weights.num_bytes(storage.dtype, keep_stored=keep_stored)
+    twice = spec.tie_word_embeddings and not storage.weights.rows
+    return held + (spec.vocab_size * spec.hidden_size * NUMPY_TYPES[storage.dtype].itemsize if twice else 0)

@@ -1,0 +1,55 @@
+"""Settings that have no effect with a kind of model: of text that it does not generate, of a cache that it lacks.
+
+Engines refuse them, unless the operator starts them: a stored object stays valid, so its engine runs without them, and
+reports them in its state stream. `compute` checks settings that a model or a device cannot carry out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pagemill_engine.config import EngineConfig
+from pagemill_models.spec.model_spec import ModelSpec
+
+_GENERATING = {
+    "generation_defaults": None,
+    "tool_call_parser": "auto",
+    "reasoning_parser": "auto",
+    "chat_template": None,
+}
+"""Settings of generated text -> the value with which they are not set."""
+_CACHING = {"kv_cache_dtype": "auto", "kv_cache_memory_bytes": None}
+"""Settings of the KV cache, likewise. Blocks without memory are counted also for models that have none."""
+
+
+class UnusedSetting(NamedTuple):
+    name: str
+    message: str
+    """Reason and remedy."""
+    usual: Any
+    """The value with which it is not set."""
+
+
+def unused_settings(config: EngineConfig, spec: ModelSpec) -> list[UnusedSetting]:
+    """Return the settings that are set and have no effect with this model."""
+    if spec.pooling is None:
+        return []
+    rules = [(name, usual, "generates no text") for name, usual in _GENERATING.items()]
+    if not spec.cache_heads:
+        rules += [(name, usual, "computes whole texts without a KV cache") for name, usual in _CACHING.items()]
+    return [
+        UnusedSetting(
+            name,
+            f"`{name}` has no effect with `{spec.architecture}`, which {reason}. "
+            + (f"Remove {name}." if usual is None else f"Set {name} to {usual}."),
+            usual,
+        )
+        for name, usual, reason in rules
+        if getattr(config, name) != usual
+    ]
+
+
+def without(config: EngineConfig, unused: list[UnusedSetting]) -> EngineConfig:
+    return msgspec.structs.replace(config, **{each.name: each.usual for each in unused})

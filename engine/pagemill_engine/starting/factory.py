@@ -1,0 +1,80 @@
+"""Builds the configured runner: resolves the model, loads its weights, sizes the KV cache.
+
+Model files, model definitions and devices meet only here. Imports torch only where torch computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.base import Runner
+from pagemill_engine.weights.early_digest import EarlyDigest
+from pagemill_engine.weights.errors import LoadError
+from pagemill_models.declaration.config_values import check_quantization
+from pagemill_models.files.partial_download import wait_for_all
+from pagemill_models.sources import SourceError, resolve_source
+from pagemill_models.spec.model_files import load_model_spec
+
+if TYPE_CHECKING:
+    from pagemill_models.spec.model_spec import ModelSpec
+
+__all__ = ["LoadError", "create_runner"]
+
+Progress = Callable[[str, str], None]
+
+
+def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyDigest | None = None) -> Runner:
+    """Return the runner for `config`, ready to step. Raises `LoadError`.
+
+    `progress(phase, detail)` is called as the start proceeds.
+    """
+    if config.null_runner:
+        from pagemill_engine.executing.null import NullRunner
+
+        return NullRunner.from_config(config)
+    try:
+        path = find_model(config)
+        spec = load_model_spec(path)
+        return _load(config, path, spec, progress, early_digest)
+    except SourceError as error:
+        raise _by_its_source(config, LoadError(error.reason, str(error))) from error
+    except LoadError as error:
+        raise _by_its_source(config, error) from error
+
+
+def _by_its_source(config: EngineConfig, error: LoadError) -> LoadError:
+    """The folder in which a model arrives is no name that its user knows."""
+    if config.model_folder is None:
+        return error
+    return LoadError(error.reason, error.message.replace(config.model_folder, config.model))
+
+
+def find_model(config: EngineConfig) -> Path:
+    """Return the model's file or folder, into which weights may still be fetched. Raises `SourceError`."""
+    return Path(config.model_folder) if config.model_folder else resolve_source(config.model, field="model")
+
+
+def _load(
+    config: EngineConfig, path: Path, spec: ModelSpec, progress: Progress, early_digest: EarlyDigest | None
+) -> Runner:
+    if spec.weights_format == "safetensors":
+        try:
+            check_quantization(spec.quantization, f"`{path}`")
+        except SourceError as error:
+            raise LoadError(error.reason, error.message) from error
+    if spec.decoder.by_transformers:
+        wait_for_all(path)  # transformers opens the files itself
+    from pagemill_engine.sizing.compute import choose_compute
+    from pagemill_engine.starting.preparing import ModelFiles
+
+    files, compute = ModelFiles(config, path, spec, progress, early_digest), choose_compute(config, spec)
+    if compute.backend == "triton":
+        from pagemill_engine.starting.load_device import load_on_device
+
+        return load_on_device(files, compute)
+    from pagemill_engine.starting.load_cpu import load_on_cpu
+
+    return load_on_cpu(files, compute)

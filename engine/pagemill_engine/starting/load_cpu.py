@@ -1,0 +1,86 @@
+"""Builds a CPU runner: threads, weights, KV cache.
+
+The native decoder runs without torch; other models run on torch, which is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pagemill_engine.decoders.native.decoder import NativeDecoder
+from pagemill_engine.decoders.rope import Rotations, decoder_tables
+from pagemill_engine.decoders.step_model import StepModel
+from pagemill_engine.executing.base import Runner
+from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
+from pagemill_engine.executing.kv_cache import KVCache
+from pagemill_engine.executing.pooling import Pooler
+from pagemill_engine.executing.pooling_runner import PoolingRunner
+from pagemill_engine.sizing.budget import keeps_nothing
+from pagemill_engine.sizing.compute import Compute
+from pagemill_engine.sizing.kv_sizes import max_model_len_for
+from pagemill_engine.sizing.memory import measure_memory
+from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
+from pagemill_engine.weights.errors import LoadError
+from pagemill_kernels.cpu import launch
+from pagemill_kernels.registry import has_torch
+from pagemill_models.spec.model_spec import ModelSpec
+from pagemill_servers.process.cgroup import usable_cores
+from pagemill_servers.process.malloc import trim_heap
+
+
+def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
+    """Return a runner for the CPU. Raises `LoadError`."""
+    num_threads = files.config.num_threads or usable_cores()
+    launch.set_num_threads(num_threads)
+    prepare_thread: Callable[[], object] | None = None
+    if not compute.is_native:
+        prepare_thread = _torch_threads(compute, num_threads)
+    with refusals(files.path):
+        prepared = prepare(files, compute, measure_memory())
+        runner = _runner(files, prepared)
+    # torch's OpenMP keeps a team of threads for each computing thread. From here on only the runner's team works.
+    return ThreadedRunner(runner, prepare_thread) if files.config.overlap else runner
+
+
+def _torch_threads(compute: Compute, number: int) -> Callable[[], object]:
+    """Set torch's number of threads. Returns a function that does so on another thread: torch keeps it per thread."""
+    if not has_torch():
+        on_torch = compute.how if compute.how.startswith("torch") else f"torch ({compute.how})"
+        raise LoadError(
+            "TorchNotInstalled",
+            f"This model runs on {on_torch}, which is not installed. Install `pagemill[torch]`, or take the "
+            "engine's image for GPUs (spec.engine.image).",
+        )
+    import torch
+
+    torch.set_num_threads(number)
+    return lambda: torch.set_num_threads(number)
+
+
+def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
+    config, compute, spec, num_blocks = prepared.config, prepared.compute, files.spec, prepared.num_blocks
+    max_model_len = max_model_len_for(config, spec, num_blocks)
+    if keeps_nothing(spec):
+        from pagemill_engine.starting.load_encoder import load_encoder
+
+        return load_encoder(prepared, spec, max_model_len)
+    model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)
+    trim_heap()
+    files.progress("allocating", describe_cache(num_blocks, config.block_size, spec, compute.kv_dtype))
+    info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu")
+    kv_cache = KVCache(spec, num_blocks, config.block_size, compute.kv_dtype)
+    if spec.pooling is None:
+        return EagerRunner(model, kv_cache, info, config.step.max_num_seqs)
+    return PoolingRunner(model, kv_cache, info, config.step.max_num_seqs, Pooler(spec.pooling, model.classifier))
+
+
+def _native(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> StepModel:
+    weights = prepared.weights
+    rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
+    return NativeDecoder(spec, prepared.compute.native_ops, weights, rotations)
+
+
+def _torch(files: ModelFiles, prepared: PreparedModel, max_model_len: int) -> StepModel:
+    from pagemill_engine.executing.torch_model import load_torch_model
+
+    return load_torch_model(files.path, files.spec, prepared.compute, prepared.weights, max_model_len)

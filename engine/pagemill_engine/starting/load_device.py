@@ -1,0 +1,97 @@
+"""Builds a GPU runner: weights, KV cache, and all kernels that steps will need.
+
+With Triton's interpreter the device is the CPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pagemill_engine.decoders.on_torch.decoder import Decoder
+from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
+from pagemill_engine.decoders.on_torch.filling import load_weights, weight_bytes
+from pagemill_engine.decoders.rope import decoder_tables
+from pagemill_engine.executing.base import Runner
+from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
+from pagemill_engine.executing.device.device_runner import DeviceRunner
+from pagemill_engine.sizing.compute import Compute
+from pagemill_engine.sizing.kv_sizes import max_model_len_for
+from pagemill_engine.starting.compiling import capture_graphs
+from pagemill_engine.starting.memory_profiling import CudaMeter, measure_device, profile_memory
+from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
+from pagemill_engine.weights.errors import LoadError
+from pagemill_kernels.cpu import launch
+from pagemill_kernels.gpu.building import use_kernel_cache
+from pagemill_kernels.torch_arrays import TORCH_TYPES
+from pagemill_servers.process.cgroup import usable_cores
+from pagemill_servers.process.malloc import trim_heap
+
+ANY_NUMBER = 1 << 40
+"""Placeholder for the number of blocks until it is known."""
+
+
+def load_on_device(files: ModelFiles, compute: Compute) -> Runner:
+    """Return a runner for the GPU. Raises `LoadError`."""
+    num_threads = files.config.num_threads or usable_cores()
+    torch.set_num_threads(num_threads)
+    launch.set_num_threads(num_threads)
+    try:
+        return _load(files, compute)
+    except torch.OutOfMemoryError as error:
+        raise LoadError(
+            "ModelTooLarge",
+            f"The device ran out of memory while `{files.path}` was loaded ({str(error).partition('. ')[0]}). See that "
+            "nothing else takes its memory, use a smaller or quantized model, or lower maxNumSeqs or maxModelLen.",
+        ) from error
+
+
+def _load(files: ModelFiles, compute: Compute) -> Runner:
+    spec, ops, dtype = files.spec, compute.ops, TORCH_TYPES[compute.activation_dtype]
+    compiles = compiles_ahead(ops.device)
+    with refusals(files.path):
+        prepared = prepare(files, compute, measure_device(ops.device))
+        config = prepared.config
+        model = Decoder(spec, ops, dtype)
+        load_weights(model, prepared.weights)
+        trim_heap()
+        max_model_len = max_model_len_for(config, spec, ANY_NUMBER if compiles else prepared.num_blocks)
+        tables = decoder_tables(spec.decoder, max_model_len, prepared.weights)
+    if not compiles:
+        files.progress("allocating", describe_cache(prepared.num_blocks, config.block_size, spec, compute.kv_dtype))
+    info = runner_info(prepared, spec, max_model_len, weight_bytes(model), ops.device.type)
+    num_allocated = 0 if compiles else prepared.num_blocks
+    kv_cache = DeviceKVCache(spec, num_allocated, config.block_size, compute.kv_dtype, ops.device)
+    rotations = DeviceRotations(tables, dtype, ops.device)
+    runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
+    if compiles:
+        _profile_memory(runner, files, prepared)
+    return runner
+
+
+def _profile_memory(runner: DeviceRunner, files: ModelFiles, prepared: PreparedModel) -> None:
+    config, spec = prepared.config, files.spec
+    files.progress("warming", _use_kernel_cache(config.kernel_cache_dir))
+    profile_memory(runner, config, spec, prepared.sizes, prepared.before, CudaMeter())
+    kind = prepared.compute.kv_dtype
+    files.progress("allocating", describe_cache(runner.info.num_blocks, config.block_size, spec, kind))
+    if config.cuda_graphs:
+        files.progress("warming", "recording steps")
+        capture_graphs(runner, config)
+
+
+def compiles_ahead(device: torch.device) -> bool:
+    """Whether steps are compiled, measured and recorded before the first request.
+
+    Triton's interpreter needs none of this.
+    """
+    return device.type == "cuda"
+
+
+def _use_kernel_cache(folder: str | None) -> str:
+    """Return the progress message of compiling. The engine also works where compiled kernels cannot be kept."""
+    if folder is None:
+        return "compiling kernels"
+    error = use_kernel_cache(Path(folder))
+    return f"compiling kernels, kept in {folder}" if error is None else f"compiling kernels, not kept: {error}"

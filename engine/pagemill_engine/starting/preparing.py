@@ -1,0 +1,117 @@
+"""Decisions before any runner is built: data types, memory, step limits.
+
+`load_cpu` and `load_device` continue from here. Does not import torch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.decoders.errors import UnsupportedModelError, WeightsError
+from pagemill_engine.decoders.fitting import check_depth
+from pagemill_engine.executing.base import RunnerInfo
+from pagemill_engine.ipc.messages import MemoryBudget
+from pagemill_engine.sizing.budget import Sizes, plan_memory
+from pagemill_engine.sizing.compute import Compute
+from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
+from pagemill_engine.sizing.memory import MemoryState
+from pagemill_engine.sizing.sizing import sizes_of, storage_forms, weights_of
+from pagemill_engine.sizing.step_limits import choose_step_limits
+from pagemill_engine.weights.codes import describe_codes
+from pagemill_engine.weights.early_digest import EarlyDigest
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.opening import stored_as
+from pagemill_engine.weights.source import WeightSource
+from pagemill_kernels.kv_store.kinds import KVType
+from pagemill_models.sources import default_name
+from pagemill_models.spec.model_spec import ModelSpec
+
+Progress = Callable[[str, str], None]
+
+
+class ModelFiles(NamedTuple):
+    """The model to load, and the callback for progress."""
+
+    config: EngineConfig
+    path: Path
+    spec: ModelSpec
+    progress: Progress
+    early_digest: EarlyDigest | None = None
+
+
+class PreparedModel(NamedTuple):
+    config: EngineConfig
+    """The configuration with step limits."""
+    compute: Compute
+    weights: WeightSource
+    sizes: Sizes
+    before: MemoryState
+    """Memory of the device before the weights were loaded."""
+    num_blocks: int
+    budget: MemoryBudget
+
+
+def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> PreparedModel:
+    """Choose types, step limits and sizes. Raises `LoadError`, and the errors that `refusals` converts."""
+    config, spec = files.config, files.spec
+    weights = weights_of(config, files.path, spec, compute.weight_forms.small_floats, files.early_digest)
+    if not spec.decoder.by_transformers:
+        check_depth(spec.decoder, weights.shapes)
+    sizes = sizes_of(config, weights, spec, storage_forms(compute))
+    config = choose_step_limits(config, spec, sizes, before)
+    num_blocks, budget = plan_memory(config, spec, sizes, before)
+    files.progress("loading", f"{default_name(config.model)}: {_held(files, compute, weights)}, {compute.how}")
+    return PreparedModel(config, compute, weights, sizes, before, num_blocks, budget)
+
+
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Turn the faults of a model's files into `LoadError`s."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise LoadError("UnsupportedArchitecture", f"`{path}`: {error}") from error
+    except WeightsError as error:
+        raise LoadError("ModelUnreadable", f"`{path}`: {error}") from error
+
+
+def runner_info(
+    prepared: PreparedModel, spec: ModelSpec, max_model_len: int, weight_bytes: int, device: str
+) -> RunnerInfo:
+    config, compute = prepared.config, prepared.compute
+    return RunnerInfo(
+        num_blocks=prepared.num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
+        weights_digest=prepared.weights.digest(),
+        kv_dtype=compute.kv_dtype,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv_bytes_per_token(spec, compute.kv_dtype),
+        compute=f"{compute.dtype}, {compute.how}",
+        device=device,
+        memory=msgspec.structs.replace(prepared.budget, weight_bytes=weight_bytes),
+        step=config.step,
+        pooling=spec.pooling,
+    )
+
+
+def describe_cache(num_blocks: int, block_size: int, spec: ModelSpec, kind: KVType) -> str:
+    mib = num_blocks * block_size * kv_bytes_per_token(spec, kind) / 1024**2
+    return f"KV cache of {num_blocks} blocks of {block_size} tokens as {kind}, {mib:.0f} MiB"
+
+
+def _held(files: ModelFiles, compute: Compute, weights: WeightSource) -> str:
+    """Return a description of the weights in the files and in memory."""
+    spec, dtype = files.spec, compute.dtype
+    parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
+    if spec.quantization is None or files.config.quantization != "none":
+        return f"{parameters}, weights as {dtype}"
+    kinds = (weights.code_kind(name) for name in weights.shapes) if compute.weight_forms.codes else ()
+    return f"{parameters}, {describe_codes(stored_as(files.path, spec.quantization), kinds)}, other weights as {dtype}"

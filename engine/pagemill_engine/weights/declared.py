@@ -1,0 +1,93 @@
+"""Weights under the names and in the form that a model declares: a `WeightSource` over that of its files.
+
+It removes four differences between checkpoints of one family: a prefix that some files leave out, unused tensors,
+transposed matrices, and a head whose rows are normalized when it is used. Readers see the declared names, [outputs,
+inputs] and the values to compute with. The order of a matrix's rows is decided in `decoders.row_order`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagemill_engine.weights.codes import CodeKind
+from pagemill_engine.weights.floats import copy_floats
+from pagemill_engine.weights.source import WeightSource, stored_bytes
+from pagemill_kernels.arrays import Array, FloatType
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
+from pagemill_models.declaration.declaration import DecoderSpec, Shapes
+
+_SMALLEST_NORM = 1e-12
+
+
+class DeclaredWeights:
+    def __init__(self, source: WeightSource, decoder: DecoderSpec) -> None:
+        self._source = source
+        stored = source.shapes
+        names = declared_names(list(stored), decoder)
+        self._stored_names = {name: at for name, at in names.items() if not decoder.is_ignored(name)}
+        self._transposed = transposed_weights(decoder) & self._stored_names.keys()
+        self._normalized = normalized_weights(decoder) & self._stored_names.keys()
+        self._computed = self._transposed | self._normalized
+        self._shapes: Shapes = {
+            name: stored[at][::-1] if name in self._transposed else stored[at]
+            for name, at in self._stored_names.items()
+        }
+
+    @property
+    def shapes(self) -> Shapes:
+        return self._shapes
+
+    def read_into(self, name: str, out: Array) -> None:
+        if name not in self._computed:
+            self._source.read_into(self._stored_names[name], out)
+        elif name in self._normalized:
+            rows = np.empty(out.shape, dtype=np.float32)
+            self._source.read_into(self._stored_names[name], rows)
+            rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _SMALLEST_NORM)
+            copy_floats(rows, out)
+        else:
+            stored = np.empty(self._shapes[name][::-1], dtype=out.dtype)
+            self._source.read_into(self._stored_names[name], stored)
+            copy_floats(stored.T, out)
+
+    def code_kind(self, name: str) -> CodeKind | None:
+        """Return the form of a quantized tensor, or None.
+
+        Groups are along the stored rows, so a transposed matrix is read as floats.
+        """
+        return None if name in self._computed else self._source.code_kind(self._stored_names[name])
+
+    def read_codes(self, name: str) -> GroupCodes | None:
+        return None if name in self._computed else self._source.read_codes(self._stored_names[name])
+
+    def read_blocks(self, name: str) -> CodeBlocks | None:
+        return None if name in self._computed else self._source.read_blocks(self._stored_names[name])
+
+    def is_bfloat16(self, name: str) -> bool:
+        return name not in self._normalized and self._source.is_bfloat16(self._stored_names[name])
+
+    def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
+        return sum(stored_bytes(self, name, dtype, keep_stored) for name in self._shapes)
+
+    def digest(self) -> str:
+        return self._source.digest()
+
+
+def transposed_weights(decoder: DecoderSpec) -> set[str]:
+    """Return the names of the weights that are stored transposed."""
+    return {f"{part.name}.weight" for linear in decoder.linears() for part in linear.parts if part.transposed}
+
+
+def normalized_weights(decoder: DecoderSpec) -> set[str]:
+    """Return the names of the weights whose rows are normalized to length one."""
+    head = decoder.head
+    return {f"{head.name}.weight"} if head is not None and head.normalized else set()
+
+
+def declared_names(stored: list[str], decoder: DecoderSpec) -> dict[str, str]:
+    """Return the stored name of each declared name. The declared one may have a prefix that the files leave out."""
+    prefix = decoder.optional_prefix
+    if not prefix or any(name.startswith(prefix) for name in stored):
+        return {name: name for name in stored}
+    declared = decoder.shapes()
+    return {name if name in declared or decoder.is_ignored(name) else prefix + name: name for name in stored}

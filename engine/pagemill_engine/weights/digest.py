@@ -1,0 +1,53 @@
+"""The weights digest, which identifies the weights of a KV block or a resumed stream.
+
+It is blake2b-128 over every tensor's name, type, shape and bytes. Tensors larger than `WHOLE_TENSOR_BYTES` in models
+larger than `WHOLE_MODEL_BYTES` contribute only their first, middle and last `SAMPLE_BYTES`, so that the digest takes
+far less time than loading. The digest distinguishes checkpoints; it does not protect against forgery, since an attacker
+who can write the weights controls the model anyway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_models.files.gguf_file import GGUFFile
+
+WHOLE_MODEL_BYTES = 256 * 1024 * 1024
+WHOLE_TENSOR_BYTES = 256 * 1024
+SAMPLE_BYTES = 64 * 1024
+
+
+class StoredTensor(NamedTuple):
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+    """The stored bytes, one-dimensional."""
+
+
+def digest_tensors(tensors: Iterable[StoredTensor], total_bytes: int) -> str:
+    """Return the hex digest. The order of the tensors does not matter."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        hasher.update(f"{tensor.name}|{tensor.kind}|{tensor.shape}|{len(tensor.data)}|".encode())
+        for piece in _pieces(tensor.data, total_bytes):
+            hasher.update(piece.data)
+    return hasher.hexdigest()
+
+
+def gguf_digest(file: GGUFFile) -> str:
+    tensors = file.tensors.values()
+    stored = (StoredTensor(t.name, t.ggml_type.name, t.shape, file.data(t.name)) for t in tensors)
+    return digest_tensors(stored, sum(tensor.num_bytes for tensor in tensors))
+
+
+def _pieces(data: NDArray[np.uint8], total_bytes: int) -> list[NDArray[np.uint8]]:
+    if total_bytes <= WHOLE_MODEL_BYTES or len(data) <= WHOLE_TENSOR_BYTES:
+        return [data]
+    middle = len(data) // 2
+    return [data[:SAMPLE_BYTES], data[middle : middle + SAMPLE_BYTES], data[-SAMPLE_BYTES:]]

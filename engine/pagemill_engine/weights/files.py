@@ -1,0 +1,161 @@
+"""Reads files of weights by `pread` straight into their destination, several pieces at a time.
+
+If the model is still being fetched, a file is waited for when its first bytes are read. A memory map would cost a page
+fault for each 64 KiB, which takes longer than the copy. `ReadAhead` asks the system for the bytes that follow.
+`safetensors_folder` and `gguf_weights` interpret the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.floats import copy_floats
+from pagemill_kernels.arrays import Array
+from pagemill_kernels.pieces import each_piece
+from pagemill_models.files.partial_download import awaited_bytes, wait_until_complete
+from pagemill_protocol.source_errors import UnreadableModelError
+
+PIECE_BYTES = 2 * 1024**2
+
+
+class WeightFiles:
+    """Open files of weights, named by their indices in `paths`."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Open the files. Raises `LoadError`."""
+        self._paths = paths
+        self._files: list[int] = []
+        self._awaited = {number for number, path in enumerate(paths) if awaited_bytes(path) is not None}
+        weakref.finalize(self, _close, self._files)
+        for path in paths:
+            try:
+                self._files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as error:
+                raise _unreadable(path, error.strerror) from error
+        self._ahead = ReadAhead(self._files)
+
+    def wait_for_all(self) -> None:
+        """Wait until all files are complete. Raises `LoadError`."""
+        for file in sorted(self._awaited):
+            self._wait_for(file)
+
+    def read(self, file: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        out = np.empty(num_bytes, dtype=np.uint8)
+        self.fill(file, offset, out)
+        return out
+
+    def fill(self, file: int, offset: int, out: Array) -> None:
+        """Fill `out`, contiguous, with the bytes from `offset` on. Raises `LoadError` if the file ends before."""
+        self._wait_for(file)
+        flat = out.reshape(-1).view(np.uint8)
+        self._ahead.reading(file, offset, len(flat))
+        each_piece(len(flat), 1, lambda piece: self._fill(file, offset + piece.start, flat[piece]), PIECE_BYTES)
+
+    def fill_floats(self, file: int, offset: int, dtype: np.dtype[Any], out: Array) -> None:
+        """Fill `out` with floats of type `dtype`, rounded to the type of `out`.
+
+        Types: those of `pagemill_kernels.arrays`.
+        """
+        if out.dtype == dtype:
+            self.fill(file, offset, out)
+            return
+        self._wait_for(file)
+        flat = out.reshape(-1)
+        self._ahead.reading(file, offset, len(flat) * dtype.itemsize)
+        kept = threading.local()  # freeing and allocating memory for each piece would cost page faults
+
+        def convert(piece: slice) -> None:
+            if not hasattr(kept, "buffer"):
+                kept.buffer = np.empty(piece.stop - piece.start, dtype=dtype)
+            stored = kept.buffer[: piece.stop - piece.start]
+            self._fill(file, offset + piece.start * dtype.itemsize, stored.view(np.uint8))
+            copy_floats(stored, flat[piece])
+
+        each_piece(len(flat), 1, convert)
+
+    def _wait_for(self, file: int) -> None:
+        if file not in self._awaited:
+            return
+        try:
+            wait_until_complete(self._paths[file])
+        except UnreadableModelError as error:
+            raise LoadError(error.reason, error.message) from error
+        self._awaited.discard(file)
+
+    def _fill(self, file: int, offset: int, out: NDArray[np.uint8]) -> None:
+        start = 0
+        while start < len(out):
+            try:
+                num_bytes = os.preadv(self._files[file], [out[start:].data], offset + start)
+            except OSError as error:
+                raise _unreadable(self._paths[file], error.strerror) from error
+            if num_bytes == 0:
+                raise _unreadable(self._paths[file], f"it ends before byte {offset + len(out)}")
+            start += num_bytes
+
+
+def _unreadable(path: Path, problem: str | None) -> LoadError:
+    return LoadError("ModelUnreadable", f"`{path}` cannot be read: {problem}. Fetch it again.")
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 16 * 1024**2
+AHEAD_BYTES = 8 * CHUNK_BYTES
+
+
+class ReadAhead:
+    """Asks the system for the bytes behind those that are being read, so that disks work while processors pack.
+
+    Files are read in order, as if they were one. Each chunk is requested once, on a thread, because a request waits
+    while a disk's queue is full; a request for cached pages costs next to nothing.
+    """
+
+    def __init__(self, files: Sequence[int]) -> None:
+        """Start the thread. `files`: descriptors, which must stay open while the files are read."""
+        self._files = files
+        self._sizes = [os.fstat(file).st_size for file in files]
+        self._asked: set[tuple[int, int]] = set()
+        self._thread = ThreadPoolExecutor(1, "read-ahead")
+        self._prefetching: Future[None] | None = None
+
+    def reading(self, file: int, start: int, num_bytes: int) -> None:
+        """Record that these bytes are read next. Never waits: while a request is running, this does nothing."""
+        if self._prefetching is not None and not self._prefetching.done():
+            return
+        chunks = [chunk for chunk in self._chunks(file, start, num_bytes + AHEAD_BYTES) if chunk not in self._asked]
+        if chunks:
+            self._asked.update(chunks)
+            self._prefetching = self._thread.submit(_prefetch, self._files, chunks)
+
+    def _chunks(self, file: int, start: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yield (file, chunk number) from `start` on, continuing in the following files."""
+        while file < len(self._files) and num_bytes > 0:
+            stop = min(start + num_bytes, self._sizes[file])
+            yield from ((file, number) for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)))
+            num_bytes -= stop - start
+            file, start = file + 1, 0
+
+
+def _prefetch(files: Sequence[int], chunks: list[tuple[int, int]]) -> None:
+    try:
+        for file, number in chunks:
+            os.posix_fadvise(files[file], number * CHUNK_BYTES, CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
+    except OSError:  # the file system does not support the advice, or the files were closed
+        logger.debug("weights are not read ahead", exc_info=True)

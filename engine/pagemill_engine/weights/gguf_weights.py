@@ -1,0 +1,142 @@
+"""Weights in a GGUF file, under Hugging Face names and in Hugging Face row order.
+
+The model's family defines the names. Converters store the query and key projections of some architectures with the two
+rotary halves of each head interleaved; reading undoes this by reordering rows of stored bytes, which costs little
+compared with dequantizing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_engine.weights.codes import CODE_KINDS, CodeKind, read_blocks, read_codes
+from pagemill_engine.weights.dequantize import PLAIN, dequantize_into, supported_types
+from pagemill_engine.weights.digest import gguf_digest
+from pagemill_engine.weights.early_digest import EarlyDigest
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.files import WeightFiles
+from pagemill_engine.weights.source import stored_bytes
+from pagemill_kernels.arrays import Array, FloatType
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
+from pagemill_models.declaration.family import GGUFNames
+from pagemill_models.declaration.gguf_values import LONG_ROPE
+from pagemill_models.declaration.known import unsupported
+from pagemill_models.files.gguf_file import GGUFFile, GGUFTensor
+from pagemill_models.spec.spec_from_gguf import family_of
+from pagemill_protocol.source_errors import SourceError
+
+_SINGLE_ROW = "shared_expert_gate.weight"
+"""A matrix of one row, which files store without that dimension."""
+
+
+class GGUFWeights:
+    """`WeightSource` over one file. Raises `LoadError` for corrupt files and unsupported storage types."""
+
+    def __init__(self, path: Path, early_digest: EarlyDigest | None = None) -> None:
+        self._file = GGUFFile(path)
+        self._files = WeightFiles(self._file.paths)
+        self._early_digest = early_digest
+        self._path = path
+        self._names = _names(self._file)
+        held = [each for each in self._file.tensors.values() if each.name not in LONG_ROPE]
+        self._tensors = dict(part for each in held for part in self._parts(each))
+        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._check_types()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read_into(self, name: str, out: Array) -> None:
+        tensor = self._tensors[name]
+        plain = PLAIN.get(tensor.ggml_type.name)
+        if plain is not None and not self._interleaved_heads(tensor.name):
+            self._files.fill_floats(tensor.part, tensor.offset, plain, out)
+        else:
+            dequantize_into(tensor.ggml_type.name, self._stored(tensor), out)
+
+    def code_kind(self, name: str) -> CodeKind | None:
+        return CODE_KINDS.get(self._tensors[name].ggml_type.name)
+
+    def read_codes(self, name: str) -> GroupCodes | None:
+        if self.code_kind(name) is None:
+            return None
+        tensor = self._tensors[name]
+        return read_codes(tensor.ggml_type.name, self._stored(tensor), tensor.shape)
+
+    def read_blocks(self, name: str) -> CodeBlocks | None:
+        tensor = self._tensors[name]
+        return read_blocks(tensor.ggml_type.name, self._stored(tensor), tensor.shape)
+
+    def is_bfloat16(self, name: str) -> bool:
+        tensor = self._tensors[name]
+        return tensor.ggml_type.name == "BF16" and len(tensor.shape) == 2
+
+    def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
+        return sum(stored_bytes(self, name, dtype, keep_stored) for name in self._tensors)
+
+    def digest(self) -> str:
+        early = self._early_digest.of(self._path) if self._early_digest is not None else None
+        return early or gguf_digest(self._file)
+
+    def _stored(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
+        """Return the tensor's bytes with its rows in Hugging Face order."""
+        data = self._files.read(tensor.part, tensor.offset, tensor.num_bytes)
+        num_heads = self._interleaved_heads(tensor.name)
+        return _uninterleave(data, tensor, num_heads) if num_heads else data
+
+    def _parts(self, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
+        """Yield the tensor under its Hugging Face name; a tensor of all experts (`*` in the name) once per expert."""
+        name, shape = self._names.hugging_face_name(tensor.name), tensor.shape
+        if name.endswith(_SINGLE_ROW) and len(shape) == 1:
+            tensor = tensor._replace(shape=(1, *shape))
+        if "*" not in name:
+            yield name, tensor
+            return
+        num_bytes = tensor.num_bytes // shape[0]
+        for index in range(shape[0]):
+            part = tensor._replace(shape=shape[1:], offset=tensor.offset + index * num_bytes, num_bytes=num_bytes)
+            yield name.replace("*", str(index)), part
+
+    def _check_types(self) -> None:
+        for tensor in self._tensors.values():
+            if tensor.ggml_type.name not in supported_types():
+                raise LoadError(
+                    "UnsupportedQuantization",
+                    f"`{self._path}`: tensor `{tensor.name}` is stored as {tensor.ggml_type.name}. "
+                    f"Use a file in one of {', '.join(supported_types())} (K-quants such as Q4_K_M are made of these).",
+                )
+
+    def _interleaved_heads(self, name: str) -> int:
+        """Return the number of heads of a tensor whose rows are interleaved; 0 for other tensors."""
+        kind = name.split(".")[2] if name.startswith("blk.") else ""
+        key = self._names.interleaved.get(kind)
+        if key is None:
+            return 0
+        architecture = self._file.metadata["general.architecture"]
+        num_heads = self._file.metadata[f"{architecture}.attention.head_count"]
+        found = self._file.metadata.get(f"{architecture}.{key}", num_heads)
+        return int(found[0] if isinstance(found, list) else found)  # a value per layer; the family requires equal ones
+
+
+def _names(file: GGUFFile) -> GGUFNames:
+    """Return the names of the file's family. Raises `LoadError`."""
+    try:
+        name, found = family_of(file)
+        names = found.family.gguf_names
+        if names is None:
+            raise unsupported(name, file.path, " in a GGUF file")
+    except SourceError as error:
+        raise LoadError(error.reason, error.message) from error
+    return names
+
+
+def _uninterleave(data: NDArray[np.uint8], tensor: GGUFTensor, num_heads: int) -> NDArray[np.uint8]:
+    """Move rows (2i, 2i + 1) of each head to (i, half + i)."""
+    num_rows = tensor.shape[0]
+    rows = data.reshape(num_heads, num_rows // num_heads // 2, 2, -1)
+    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)

@@ -1,0 +1,160 @@
+"""compressed-tensors, as LLM Compressor writes it: `pack-quantized`, `int-quantized` and `float-quantized` matrices.
+
+`weight_packed` int32 [out, in * bits / 32] contains consecutive inputs in a word, each raised by half its range so that
+it is positive; zeros are packed the same way along the outputs. 8-bit integers may be unpacked; floats are stored as in
+`fp8`. Activations are not rounded, whatever `input_activations` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_engine.weights.codes import CodeKind
+from pagemill_engine.weights.packed import fp8
+from pagemill_engine.weights.packed.matrix import (
+    WORD_BITS,
+    PackedMatrix,
+    Settings,
+    Stored,
+    bases,
+    check_shape,
+    code_kind,
+    coded,
+    group_codes,
+    groups_of,
+    num_groups,
+    spread,
+    unpacked,
+    unsupported,
+)
+from pagemill_kernels.arrays import widened
+from pagemill_kernels.linear.groups import GroupCodes
+
+PACKED = ".weight_packed"
+_READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+
+
+def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
+    """Return the packed matrices by weight name. Raises `LoadError`."""
+    groups: list[dict[str, Any]] = list((settings.get("config_groups") or {}).values())
+    for form in (settings.get("format"), *(group.get("format") for group in groups)):
+        if form is not None and form not in _READ:
+            raise unsupported(stored, f"`format` {form!r}")
+    block = next((each["block_structure"] for each in _weights(settings) if each.get("block_structure")), None)
+    found = {f"{base}.weight": _packed(stored, base) for base in bases(stored, PACKED)}
+    for base in bases(stored, ".weight"):
+        dtype = stored.dtype(f"{base}.weight")
+        if dtype == "I8":
+            found[f"{base}.weight"] = _integers(stored, base)
+        elif dtype == fp8.E4M3:
+            found[f"{base}.weight"] = fp8.matrix(stored, base, None if block is None else tuple(block))
+    return found
+
+
+def is_packed(settings: Settings, names: Collection[str], base: str) -> bool:
+    return f"{base}{PACKED}" in names or f"{base}.weight_scale" in names
+
+
+def kind(settings: Settings, names: Collection[str], base: str, shape: tuple[int, int]) -> CodeKind | None:
+    """Return the form of a matrix in memory.
+
+    The width of a folder's first group is used for all groups.
+    """
+    weights: dict[str, Any] = next((each for each in _weights(settings) if each.get("num_bits")), {})
+    is_packed = f"{base}{PACKED}" in names
+    if not is_packed and "float" in (weights.get("type"), str(settings.get("format")).partition("-")[0]):
+        return fp8.kind({"weight_block_size": weights.get("block_structure")}, names, base, shape)
+    bits = int(weights.get("num_bits") or (4 if is_packed else 8))
+    has_zeros = f"{base}.weight_zero_point" in names
+    return code_kind(bits, shape[1], num_groups(weights, shape[1]), offsets=has_zeros)
+
+
+def _weights(settings: Settings) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = list((settings.get("config_groups") or {}).values())
+    return [group.get("weights") or {} for group in groups]
+
+
+def details(settings: Settings) -> list[str]:
+    found = []
+    for group in (settings.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        size = weights.get("group_size") or 0
+        per = f"groups of {size}" if size > 0 else str(weights.get("strategy") or "")
+        order = "act-order" if weights.get("actorder") == "group" else ""
+        inputs = group.get("input_activations")
+        rounded = "" if inputs is None else f"activations of {inputs.get('num_bits')} bits: not rounded here"
+        found += [f"{weights.get('num_bits')}-bit {weights.get('type', 'int')} weights", per, order, rounded]
+    return [each for each in dict.fromkeys(found) if each]
+
+
+def _packed(stored: Stored, base: str) -> PackedMatrix:
+    """Return a packed matrix. Its width follows from its shapes, because groups of a folder may differ."""
+    name, shape_name = f"{base}{PACKED}", f"{base}.weight_shape"
+    check_shape(stored, shape_name, (2,))
+    out_features, in_features = (int(size) for size in stored.read(shape_name))
+    words = stored.shape(name)[1]
+    bits = next((each for each in (4, 8) if -(-in_features * each // WORD_BITS) == words), None)
+    if bits is None:
+        raise unsupported(stored, f"integers of other than 4 or 8 bits in `{name}`")
+    check_shape(stored, name, (out_features, words))
+
+    def integers() -> NDArray[np.uint8]:
+        return unpacked(stored.read(name), bits)[:, :in_features]
+
+    return _grouped(stored, base, (out_features, in_features), bits, (name, shape_name), integers)
+
+
+def _integers(stored: Stored, base: str) -> PackedMatrix:
+    name = f"{base}.weight"
+    out_features, in_features = stored.shape(name)
+
+    def integers() -> NDArray[np.uint8]:
+        return stored.read(name).view(np.uint8) ^ np.uint8(128)
+
+    return _grouped(stored, base, (out_features, in_features), 8, (name,), integers)
+
+
+def _grouped(
+    stored: Stored, base: str, shape: tuple[int, int], bits: int, parts: tuple[str, ...], integers: Any
+) -> PackedMatrix:
+    """Return a matrix of integers in groups.
+
+    `integers`: returns uint8 [out, in], raised by half the range of `bits`.
+    """
+    out_features, in_features = shape
+    scale, zero, index = f"{base}.weight_scale", f"{base}.weight_zero_point", f"{base}.weight_g_idx"
+    num_groups = stored.shape(scale)[-1] if stored.has(scale) and len(stored.shape(scale)) == 2 else 1
+    plain = ((), (1,), (out_features,), (out_features, num_groups))
+    check_shape(stored, scale, *plain)
+    if stored.has(zero):
+        packed = (-(-out_features * bits // WORD_BITS), num_groups)
+        check_shape(stored, zero, *([packed] if stored.dtype(zero) == "I32" else plain))
+    groups = groups_of(stored, index, in_features, num_groups)
+    others = [f"{base}.input_scale", f"{base}.input_zero_point", f"{base}.input_global_scale"]
+    parts = (*parts, *(each for each in (scale, zero, index, *others) if stored.has(each)))
+
+    def scales() -> NDArray[np.float32]:
+        return np.broadcast_to(widened(stored.read(scale)).reshape(-1, num_groups), (out_features, num_groups))
+
+    def zeros() -> NDArray[np.int16]:
+        half = np.full((out_features, num_groups), 2 ** (bits - 1), dtype=np.int16)
+        if not stored.has(zero):
+            return half
+        values = stored.read(zero)
+        if values.dtype == np.int32:
+            return unpacked(values.T, bits).T[:out_features].astype(np.int16)
+        return half + values.reshape(-1, num_groups)
+
+    def codes() -> GroupCodes:
+        if bits == 8 and not stored.has(zero):
+            return group_codes(8, (integers() ^ np.uint8(128)).view(np.int8), scales(), None, groups.order)
+        return group_codes(cast(Literal[4, 8], bits), integers(), scales(), zeros(), groups.order)
+
+    kind = code_kind(bits, in_features, num_groups, offsets=stored.has(zero))
+    if kind is not None and groups.are_runs:
+        return coded(shape, parts, kind, codes)
+    return PackedMatrix(shape, parts, lambda: spread(integers(), scales(), zeros(), groups.of_input))

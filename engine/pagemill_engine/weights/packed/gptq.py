@@ -1,0 +1,90 @@
+"""GPTQ as AutoGPTQ, GPTQModel and their successors write it: Frantar et al., "GPTQ", 2022.
+
+`qweight` int32 [in * bits / 32, out] contains consecutive inputs in a word; `qzeros` int32 [groups, out * bits / 32];
+`scales` [groups, out]; `g_idx` int32 [in], the group of each input. With `desc_act` (act-order) groups are not runs of
+inputs: columns are sorted by group, and a matmul takes its inputs in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_engine.weights.codes import CodeKind
+from pagemill_engine.weights.packed.matrix import (
+    WORD_BITS,
+    PackedMatrix,
+    Settings,
+    Stored,
+    bases,
+    check_shape,
+    code_kind,
+    coded,
+    group_codes,
+    group_size_in_words,
+    groups_of,
+    integer_setting,
+    num_groups,
+    spread,
+    unpacked,
+)
+from pagemill_kernels.arrays import Array
+from pagemill_kernels.linear.groups import GroupCodes
+
+
+def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
+    """Return the packed matrices by weight name. Raises `LoadError`."""
+    bits = integer_setting(stored, settings, "bits", allowed=(4, 8))
+    has_order = bool(settings.get("desc_act"))
+    lessened = settings.get("checkpoint_format", "gptq") != "gptq_v2"
+    return {
+        f"{base}.weight": _matrix(stored, base, bits, has_order=has_order, lessened=lessened)
+        for base in bases(stored, ".qweight")
+    }
+
+
+def is_packed(settings: Settings, names: Collection[str], base: str) -> bool:
+    return f"{base}.qweight" in names
+
+
+def kind(settings: Settings, names: Collection[str], base: str, shape: tuple[int, int]) -> CodeKind | None:
+    return code_kind(int(settings.get("bits") or 4), shape[1], num_groups(settings, shape[1]), offsets=True)
+
+
+def details(settings: Settings) -> list[str]:
+    order = ["act-order"] if settings.get("desc_act") else []
+    return [f"{settings.get('bits')} bits", *group_size_in_words(settings), *order]
+
+
+def _matrix(stored: Stored, base: str, bits: int, *, has_order: bool, lessened: bool) -> PackedMatrix:
+    """Return a matrix. `lessened`: whether zeros are stored minus one, as by all writers before `gptq_v2`."""
+    parts = (f"{base}.qweight", f"{base}.qzeros", f"{base}.scales")
+    pack = WORD_BITS // bits
+    words, out_features = stored.shape(parts[0])
+    in_features = words * pack
+    num_groups = stored.shape(parts[2])[0] if stored.has(parts[2]) else 1
+    check_shape(stored, parts[1], (num_groups, out_features // pack))
+    check_shape(stored, parts[2], (num_groups, out_features))
+    index = f"{base}.g_idx"
+    if stored.has(index):
+        check_shape(stored, index, (in_features,))
+    groups = groups_of(stored, index if has_order else None, in_features, num_groups)
+
+    def integers() -> tuple[NDArray[np.uint8], Array, NDArray[np.uint8]]:
+        values, zeros, scales = (stored.read(part) for part in parts)
+        zeros = unpacked(zeros, bits)
+        if lessened:
+            zeros = (zeros + 1) & (2**bits - 1)
+        return unpacked(values.T, bits), scales.T, zeros.T
+
+    def codes() -> GroupCodes:
+        return group_codes(cast(Literal[4, 8], bits), *integers(), groups.order)
+
+    all_parts = (*parts, index) if stored.has(index) else parts
+    kind = code_kind(bits, in_features, num_groups, offsets=True)
+    if kind is not None and groups.are_runs:
+        return coded((out_features, in_features), all_parts, kind, codes)
+    return PackedMatrix((out_features, in_features), all_parts, lambda: spread(*integers(), groups.of_input))

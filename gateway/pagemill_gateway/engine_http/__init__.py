@@ -1,0 +1,1 @@
+"""Connections and requests of the gateway to engines over HTTP."""

@@ -1,0 +1,64 @@
+"""Binds the two listening sockets before anything else starts, so that a port in use is reported at once."""
+
+from __future__ import annotations
+
+import socket
+
+from pagemill_gateway.config import GatewayConfig, SettingsError
+from pagemill_gateway.discovery.catalog import check_catalog
+from pagemill_gateway.logs import log_event
+from pagemill_protocol.errors import PagemillError
+from pagemill_servers.tls import EngineTrust, ServerTLS, TLSError
+
+
+def open_ports(config: GatewayConfig) -> tuple[socket.socket, socket.socket]:
+    """Bind the data and the control port. Raises `SettingsError`, also for an invalid catalogue or certificate."""
+    try:
+        if config.tls is not None:
+            ServerTLS(config.tls)
+        EngineTrust(config.engine_tls.ca_file)
+    except TLSError as error:
+        raise SettingsError(str(error)) from error
+    try:
+        check_catalog(config.catalog)
+    except PagemillError as error:
+        raise SettingsError(f"catalog: {error.message}") from error
+    data_socket = bind(config.host, config.port, "port")
+    try:
+        return data_socket, bind(config.control_host, config.control_port, "control_port")
+    except SettingsError:
+        data_socket.close()
+        raise
+
+
+def bind(host: str, port: int, field: str) -> socket.socket:
+    """Return a listening socket. Raises `SettingsError`, which names the setting `field`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise SettingsError(f"{field.replace('port', 'host')}: {host!r} is no address of this machine.") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"{field}: cannot listen on {host}:{port}: {error.strerror}. Choose another port, or stop who uses it."
+        ) from error
+    return listener
+
+
+def log_listening(config: GatewayConfig, data_socket: socket.socket, control_socket: socket.socket) -> None:
+    """Log the URLs of the gateway, and the file of its control token if there is one."""
+    file = {"control_token_file": config.control_token_file} if config.control_token_file is not None else {}
+    scheme = "http" if config.tls is None else "https"
+    log_event("listening", url=url_of(data_socket, scheme), control_url=url_of(control_socket), **file)
+
+
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,0 +1,1 @@
+"""What clients say, and how it becomes tokens and text again: dialects, answers, grammars, tokenizer. No torch."""

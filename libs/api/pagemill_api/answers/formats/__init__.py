@@ -1,0 +1,1 @@
+"""One parser a format of answers; `answers.registry` lists them."""

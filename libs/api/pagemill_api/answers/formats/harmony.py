@@ -1,0 +1,74 @@
+"""Harmony, the format of gpt-oss: messages in channels, `<|channel|>analysis<|message|>...<|end|>`.
+
+Channels contain reasoning, text and calls; a call is a message to `functions.NAME`. The prompt ends with
+`<|start|>assistant`, so an answer starts with a header.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pagemill_api.answers.call_syntax import CallSyntax
+from pagemill_api.answers.markup import MarkupParser
+from pagemill_api.structural_tags import AnyText, Tag
+
+_START, _MESSAGE = "<|start|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+REASONING = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+_FINAL = "<|channel|>final<|message|>"
+SYNTAX = CallSyntax(
+    begin="<|channel|>commentary to=functions.%s <|constrain|>json<|message|>",
+    end="",
+    text=Tag(begin=_FINAL, content=AnyText(), end=""),
+    text_opening=_FINAL,
+    single=True,
+)
+
+
+class HarmonyParser(MarkupParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self._header = ""
+        self._is_empty = True
+
+    def _text(self) -> bool:
+        """Read a header. An answer without any header is text."""
+        text, marker = self._take(_MESSAGE)
+        self._header += text
+        if not marker:
+            return False
+        header, self._header = self._header, ""
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        self.in_reasoning = recipient is None and channel is not None and channel[1] == "analysis"
+        if recipient is not None:
+            self._begin(recipient[1])
+        self._is_empty = True
+        self._state = self._body
+        return True
+
+    def _body(self) -> bool:
+        text, marker = self._take(*_ENDS)
+        self._emit(text)
+        if not marker:
+            return False
+        if self._in_call and self._is_empty:
+            self._arguments("{}")
+        self._end()
+        self.in_reasoning = False
+        self._state = self._text
+        return True
+
+    def _emit(self, text: str) -> None:
+        self._is_empty = self._is_empty and not text.strip()
+        if self._in_call:
+            self._arguments(text)
+        elif self.in_reasoning:
+            self._reasoning(text)
+        else:
+            self._content(text)
+
+    def _rest(self) -> None:
+        if self._state == self._text and "<|" not in self._header:
+            self._content(self._header)

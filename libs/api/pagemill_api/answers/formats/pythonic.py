@@ -1,0 +1,167 @@
+"""Llama's pythonic format: the answer is a list of calls, `[get_weather(city="Rome", days=2), now()]`."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import re
+from typing import Any
+
+from pagemill_api.answers.call_syntax import CallSyntax, Schema
+from pagemill_api.answers.json_text import ValueScanner, json_of
+from pagemill_api.answers.markup import MarkupParser
+from pagemill_api.answers.one_by_one import CallArgument, arguments_of
+from pagemill_api.structural_tags import ConstString, Format, JsonSchema, Optional, Or, Regex, SequenceFormat
+
+_TAGS = ("<|python_start|>", "<|python_tag|>")
+_OPENING = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
+_PARTIAL_OPENING = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?\Z")
+
+
+def _keywords(schema: Schema) -> Format:
+    """Return the form `key=value, ...`, required arguments first. Values are written as JSON and read as Python."""
+    arguments = arguments_of(schema)
+    for each in arguments:
+        if not each.name.isidentifier() or keyword.iskeyword(each.name):
+            raise ValueError(f"the property {each.name[:80]!r} cannot be a keyword of a Python call; rename it")
+    required = [_keyword(each) for each in arguments if each.required]
+    others = [_keyword(each) for each in arguments if not each.required]
+    if required:
+        first, *rest = required
+        return SequenceFormat(
+            elements=[first, *map(_further, rest), *(Optional(content=_further(each)) for each in others)]
+        )
+    starts: list[Format] = [
+        SequenceFormat(elements=[each, *(Optional(content=_further(other)) for other in others[at:])])
+        for at, each in enumerate(others, start=1)
+    ]
+    return Optional(content=Or(elements=starts)) if starts else ConstString(value="")
+
+
+def _written(arguments: Any) -> str:
+    if not isinstance(arguments, dict):
+        return json_of(arguments)
+    return ", ".join(f"{name}={json_of(value)}" for name, value in arguments.items())
+
+
+def _keyword(argument: CallArgument) -> Format:
+    return SequenceFormat(elements=[ConstString(value=f"{argument.name}="), JsonSchema(json_schema=argument.schema)])
+
+
+def _further(argument: Format) -> Format:
+    return SequenceFormat(elements=[ConstString(value=", "), argument])
+
+
+SYNTAX = CallSyntax(
+    begin="%s(",
+    end=")",
+    opening="[",
+    separator=", ",
+    closing="]",
+    arguments=_keywords,
+    write=_written,
+    text=Optional(content=Regex(pattern=r"\s*[^\s\[<](.|\n)*")),
+)
+
+
+class PythonicParser(MarkupParser):
+    """Emits a call as a whole, once its parenthesis closes."""
+
+    def _text(self) -> bool:
+        """Read the start of the answer, where a list of calls may begin."""
+        if not self._skip_space():
+            return False
+        for tag in _TAGS:
+            if self._buffer.startswith(tag):
+                self._buffer = self._buffer[len(tag) :]
+                return True
+        if not self._final and (_PARTIAL_OPENING.match(self._buffer) or any(t.startswith(self._buffer) for t in _TAGS)):
+            return False
+        if _OPENING.match(self._buffer):
+            self._buffer = self._buffer[1:]
+            self._state = self._between
+        else:
+            self._state = self._words
+        return True
+
+    def _words(self) -> bool:
+        text, marker = self._take(*_TAGS)
+        self._content(text)
+        if marker:
+            self._state = self._text
+        return bool(marker)
+
+    def _between(self) -> bool:
+        self._buffer = self._buffer.lstrip(", \t\r\n")
+        if self._buffer[:1] == "]":
+            self._buffer = self._buffer[1:]
+            self._state = self._dropped
+        elif self._buffer:
+            self._scanner: ValueScanner | None = None
+            self._raw = ""
+            self._state = self._call
+        return bool(self._buffer)
+
+    def _call(self) -> bool:
+        if self._scanner is None:
+            name, bracket = self._take("(")
+            self._raw += name
+            if not bracket:
+                return False
+            self._buffer = bracket + self._buffer
+            self._scanner = ValueScanner("\"'")
+        end = self._scanner.scan(self._buffer)
+        self._raw += self._buffer[:end]
+        self._buffer = self._buffer[end:]
+        if self._scanner.done:
+            self._emit()
+        return bool(self._buffer)
+
+    def _emit(self) -> None:
+        call = _parsed(self._raw)
+        if call is None:
+            self._content(self._raw)
+            self._state = self._words
+            return
+        name, arguments = call
+        self._begin(name)
+        self._arguments(arguments)
+        self._end()
+        self._state = self._between
+
+    def _dropped(self) -> bool:
+        """Drop what follows the list, which is only an end marker."""
+        self._buffer = ""
+        return False
+
+    def _rest(self) -> None:
+        if self._state == self._call:
+            self._content(self._raw)
+
+
+def _parsed(source: str) -> tuple[str, str] | None:
+    """Return name and arguments of `name(key=literal, ...)`; None for any other source."""
+    try:
+        call = ast.parse(source.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        arguments: dict[str, Any] = {}
+        for each in call.keywords:
+            if each.arg is None:
+                return None
+            arguments[each.arg] = ast.literal_eval(_with_json_names(each.value))
+        return ast.unparse(call.func), json_of(arguments)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _with_json_names(value: ast.expr) -> ast.expr:
+    """Return the expression with `true`, `false` and `null` replaced by their values in JSON."""
+    known = {"true": True, "false": False, "null": None}
+
+    class JsonNames(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return ast.Constant(known[node.id]) if node.id in known else node
+
+    transformed: ast.expr = JsonNames().visit(value)
+    return transformed

@@ -1,0 +1,180 @@
+"""Qwen3-Coder's format: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
+Values are not quoted: a value that the tool declares as text stays text; any other is parsed as JSON where possible.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pagemill_api.answers.call_syntax import CallSyntax, Schema
+from pagemill_api.answers.json_text import json_of
+from pagemill_api.answers.markup import MarkupParser
+from pagemill_api.answers.one_by_one import CallArgument, arguments_of
+from pagemill_api.structural_tags import (
+    AnyText,
+    ConstString,
+    Format,
+    JsonSchema,
+    Optional,
+    Or,
+    Regex,
+    SequenceFormat,
+    Tag,
+)
+
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_COMMENTS = frozenset({"type", "title", "description", "default", "examples", "$defs", "definitions"})
+
+
+def _parameters_of(schema: Schema) -> Format:
+    """Return the form of the parameters in the order of the schema, with optional ones optional."""
+    arguments = arguments_of(schema)
+    for each in arguments:
+        if not re.fullmatch(r"[^<>\s]+", each.name):
+            raise ValueError(f"the property {each.name[:80]!r} cannot be written in a tag; rename it")
+    return SequenceFormat(
+        elements=[_parameter(each) if each.required else Optional(content=_parameter(each)) for each in arguments]
+    )
+
+
+def _written(arguments: Any) -> str:
+    if not isinstance(arguments, dict):
+        return json_of(arguments)
+    values = {name: value if isinstance(value, str) else json_of(value) for name, value in arguments.items()}
+    return "".join(f"{_PARAMETER}{name}>\n{value}\n{_PARAMETER_END}\n" for name, value in values.items())
+
+
+def _parameter(argument: CallArgument) -> Format:
+    value = _value(argument)
+    end = "" if isinstance(value, AnyText) else "\n"  # free text ends at the end marker that the parser searches
+    return Tag(begin=f"{_PARAMETER}{argument.name}>\n", content=value, end=f"{end}{_PARAMETER_END}\n")
+
+
+def _value(argument: CallArgument) -> Format:
+    """Return the form of a value. Text is not quoted, so its schema becomes an expression; all other values are
+    JSON."""
+    schema = argument.schema
+    if not isinstance(schema, dict) or schema.get("type") != "string":
+        return JsonSchema(json_schema=schema)
+    held = {key: value for key, value in schema.items() if key not in _COMMENTS}
+    texts = [held.pop("const")] if "const" in held else held.pop("enum", None)
+    if texts is not None and not held:
+        return Or(elements=[ConstString(value=str(each)) for each in texts])
+    least, most = held.pop("minLength", 0), held.pop("maxLength", "")
+    if texts is not None or held:
+        keys = ", ".join(held) or "enum with a length"
+        raise ValueError(f"the text {argument.name[:80]!r} is written without quotes and cannot enforce {keys}")
+    return Regex(pattern=f"[^<]{{{least},{most}}}") if least or most != "" else AnyText()
+
+
+SYNTAX = CallSyntax(
+    begin=f"\n{_FUNCTION}%s>\n",
+    end=f"{_FUNCTION_END}\n{_CALL_END}",
+    opening=_CALL,
+    separator="\n" + _CALL,
+    trigger=_CALL,
+    arguments=_parameters_of,
+    write=_written,
+)
+
+
+class Qwen3CoderParser(MarkupParser):
+    """Emits a value as a whole, once its parameter closes."""
+
+    def __init__(self, string_parameters: Mapping[str, Sequence[str]]) -> None:
+        super().__init__()
+        self._string_parameters = string_parameters
+        self._held = ""
+
+    def _text(self) -> bool:
+        text, marker = self._take(_CALL, _FUNCTION)
+        self._content(text)
+        if marker:
+            self._state = self._function if marker == _FUNCTION else self._opening
+            self._held = ""
+        return bool(marker)
+
+    def _opening(self) -> bool:
+        text, marker = self._take(_FUNCTION, _CALL_END)
+        self._held += text
+        if marker == _FUNCTION:
+            self._state = self._function
+            self._held = ""
+        elif marker:
+            self._content(_CALL + self._held + marker)
+            self._state = self._text
+        return bool(marker)
+
+    def _function(self) -> bool:
+        name = self._upto(">")
+        if name is None:
+            return False
+        self._name = name.strip()
+        self._begin(self._name)
+        self._num_parameters = 0
+        self._state = self._parameters
+        return True
+
+    def _parameters(self) -> bool:
+        _, marker = self._take(_PARAMETER, _FUNCTION_END, _CALL_END)
+        if marker == _PARAMETER:
+            self._state = self._key
+        elif marker:
+            self._arguments("}" if self._num_parameters else "{}")
+            self._end()
+            self._state = self._closing if marker == _FUNCTION_END else self._text
+        return bool(marker)
+
+    def _key(self) -> bool:
+        key = self._upto(">")
+        if key is None:
+            return False
+        self._parameter = key.strip()
+        self._state = self._value
+        return True
+
+    def _value(self) -> bool:
+        raw = self._upto(_PARAMETER_END)
+        if raw is None:
+            return False
+        is_text = self._parameter in self._string_parameters.get(self._name, ())
+        value = raw.removeprefix("\n").removesuffix("\n")
+        self._arguments(("{" if not self._num_parameters else ", ") + json_of(self._parameter) + ": ")
+        self._arguments(json_of(value) if is_text else _as_json(value))
+        self._num_parameters += 1
+        self._state = self._parameters
+        return True
+
+    def _closing(self) -> bool:
+        """Skip the end of the call after `</function>`; other text in its place is content."""
+        if not self._skip_space() or (not self._final and _CALL_END.startswith(self._buffer)):
+            return False
+        self._buffer = self._buffer.removeprefix(_CALL_END)
+        self._state = self._text
+        return True
+
+    def _upto(self, marker: str) -> str | None:
+        """Consume the text before `marker` and the marker. Returns the text, or None until the marker has arrived."""
+        text, found = self._take(marker)
+        self._held += text
+        if not found:
+            return None
+        held, self._held = self._held, ""
+        return held
+
+    def _rest(self) -> None:
+        if self._state == self._opening:
+            self._content(_CALL + self._held)
+
+
+def _as_json(value: str) -> str:
+    try:
+        return json_of(json.loads(value))
+    except (ValueError, RecursionError):
+        return json_of(value)

@@ -1,0 +1,135 @@
+"""The answer formats by name, and the detection of a model's formats from its chat template.
+
+A deployment's `model.toolCallParser` and `model.reasoningParser` override what is detected. Installed packages add
+formats of tool calls with entry points in the group `pagemill.tool_parsers`, whose objects are `ToolFormat`s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from importlib.metadata import entry_points
+from typing import NamedTuple
+
+from pagemill_api.answers.call_syntax import CallSyntax
+from pagemill_api.answers.events import Parser
+from pagemill_api.answers.formats import deepseek, harmony, hermes, llama3_json, mistral, pythonic, qwen3_coder
+from pagemill_api.answers.formats.deepseek import DeepSeekParser
+from pagemill_api.answers.formats.harmony import HarmonyParser
+from pagemill_api.answers.formats.hermes import HermesParser
+from pagemill_api.answers.formats.llama3_json import Llama3JsonParser
+from pagemill_api.answers.formats.mistral import MistralParser
+from pagemill_api.answers.formats.pythonic import PythonicParser
+from pagemill_api.answers.formats.qwen3_coder import Qwen3CoderParser
+from pagemill_api.answers.formats.think import ThinkParser
+from pagemill_protocol.request.answer_format import AnswerFormat
+from pagemill_protocol.source_errors import SourceError
+
+GROUP = "pagemill.tool_parsers"
+AUTO, NONE = "auto", "none"
+HERMES, HARMONY = "hermes", "harmony"
+StringParameters = Mapping[str, Sequence[str]]
+
+
+class ParserSettings(NamedTuple):
+    """The settings of a deployment: names of parsers, `auto` (detect from the chat template) or `none`."""
+
+    tools: str = AUTO
+    reasoning: str = AUTO
+
+
+class ToolFormat(NamedTuple):
+    name: str
+    make: Callable[[StringParameters], Parser]
+    sign: str
+    """Regular expression that matches the chat templates of models with this format."""
+    syntax: Callable[[str], CallSyntax] | None = None
+    """Returns the call syntax of a model with this chat template; `None`: calls can be neither forced nor
+    constrained."""
+
+
+BUILT_IN = (
+    ToolFormat(HARMONY, lambda _: HarmonyParser(), r"<\|channel\|>", lambda _: harmony.SYNTAX),
+    ToolFormat("deepseek", lambda _: DeepSeekParser(), re.escape(deepseek.BEGIN), deepseek.syntax),
+    ToolFormat("qwen3-coder", Qwen3CoderParser, r"<function=[\s\S]*<parameter=", lambda _: qwen3_coder.SYNTAX),
+    ToolFormat(HERMES, lambda _: HermesParser(), r"<tool_call>(?![\s\S]*<arg_key>)", lambda _: hermes.SYNTAX),
+    ToolFormat("mistral", lambda _: MistralParser(), r"\[TOOL_CALLS\]", mistral.syntax),
+    ToolFormat("pythonic", lambda _: PythonicParser(), r"\[\w+\(\w+=", lambda _: pythonic.SYNTAX),
+    ToolFormat(
+        "llama3-json",
+        lambda _: Llama3JsonParser(),
+        r'<\|python_tag\|>|"name": function name',
+        lambda _: llama3_json.SYNTAX,
+    ),
+)
+"""In the order of detection."""
+MARKERS = {"think": ("<think>", "</think>"), "magistral": ("[THINK]", "[/THINK]")}
+REASONING_ENDS = {**MARKERS, HARMONY: harmony.REASONING}
+"""The markers before and after reasoning."""
+
+
+@cache
+def tool_formats() -> Mapping[str, ToolFormat]:
+    added: list[ToolFormat] = [entry.load() for entry in entry_points(group=GROUP)]
+    return {each.name: each for each in (*BUILT_IN, *added)}
+
+
+def tool_parser_names() -> list[str]:
+    return [AUTO, NONE, *tool_formats()]
+
+
+def reasoning_parser_names() -> list[str]:
+    return [AUTO, NONE, *MARKERS, HARMONY]
+
+
+def tool_parser(name: str, string_parameters: StringParameters) -> Parser:
+    return tool_formats()[name].make(string_parameters)
+
+
+def call_syntax(name: str, template: str) -> CallSyntax | None:
+    """Return the call syntax of a model with this chat template, or None where the format declares none."""
+    declared = tool_formats()[name].syntax if name else None
+    return None if declared is None else declared(template)
+
+
+def reasoning_parser(answer_format: AnswerFormat) -> Parser:
+    """Return the reasoning parser of a format other than harmony."""
+    begin, end = MARKERS[answer_format.reasoning]
+    return ThinkParser(begin, end, answer_format.starts_in_reasoning)
+
+
+def check_parsers(settings: ParserSettings) -> None:
+    """Raise `SourceError` for a parser that is not installed here."""
+    detect_tools("", settings.tools)
+    detect_reasoning("", settings.reasoning)
+
+
+def hides_markers(answer_format: AnswerFormat) -> bool:
+    """Whether the text contains the format's markers only if special tokens are included."""
+    return bool(answer_format.tools) or answer_format.reasoning in ("magistral", HARMONY)
+
+
+@lru_cache(maxsize=256)
+def detect_tools(template: str, setting: str = AUTO) -> str:
+    """Return the name of the tool-call parser for a model with this chat template; "" if there is none."""
+    if setting != AUTO:
+        return "" if setting == NONE else _known(setting, tool_parser_names(), "model.toolCallParser")
+    return next((each.name for each in tool_formats().values() if re.search(each.sign, template)), "")
+
+
+@lru_cache(maxsize=256)
+def detect_reasoning(template: str, setting: str = AUTO) -> str:
+    """Return the name of the reasoning parser for a model with this chat template; "" if there is none."""
+    if setting != AUTO:
+        return "" if setting == NONE else _known(setting, reasoning_parser_names(), "model.reasoningParser")
+    if "<|channel|>" in template:
+        return HARMONY
+    return next((name for name, (_, end) in MARKERS.items() if end in template), "")
+
+
+def _known(name: str, names: Sequence[str], field: str) -> str:
+    if name in names:
+        return name
+    message = f"there is no parser {name[:40]!r}. Use one of: {', '.join(names)}."
+    raise SourceError(field, message, reason="UnknownParser")

@@ -1,0 +1,231 @@
+"""The interface of dialects: from a client's body to engine requests, and from tokens and text to the client's bytes.
+
+`registry` lists the implementations. They neither open sockets nor sample tokens; `pagemill_engine.output` decides on
+the order of events (which chunk when), the routes transport the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from pagemill_api.answers.events import Event
+from pagemill_api.answers.registry import ParserSettings
+from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo, Transport
+from pagemill_api.openai.logprobs import CollectedLogprobs, PositionLogprobs
+from pagemill_api.openai.schemas import SamplingFields
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.json_pieces import JsonRows
+from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
+from pagemill_protocol.request.pooling import check_task
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_api.text.tokenizer import Tokenizer
+
+
+class PromptReport(NamedTuple):
+    """The report on the prompt that the client asked for: once per choice, in a stream with its first piece."""
+
+    token_ids: Sequence[int] | None = None
+    """`None`: not asked for."""
+    logprobs: JsonRows | None = None
+    """`prompt_logprobs`: by token id for each token, null for the first; `None`: not asked for."""
+    echoed: CollectedLogprobs | None = None
+    """Log probabilities of the echoed prompt, in the dialect's shape; `None`: not asked for."""
+
+
+class Piece(NamedTuple):
+    """The part of one choice of a streamed answer that one engine output adds."""
+
+    choice: int
+    """The client's index of the choice."""
+    text: str
+    is_first: bool
+    """Whether this is the first piece of its choice."""
+    finish_reason: FinishReason | None
+    positions: Sequence[PositionLogprobs] | None
+    """Log probabilities of the piece's tokens; `None` if the client did not ask for them."""
+    num_chars_before: int
+    """Characters of the choice's text before `positions`, including an echoed prompt."""
+    usage: Usage | None
+    """Tokens so far, for clients that ask for usage in every chunk."""
+    events: Sequence[Event] | None = None
+    """Reasoning, content and calls that `text` adds; `None`: the request has no answer format."""
+    num_calls: int = 0
+    """Tool calls that the choice has begun so far."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended the choice, or None."""
+    token_ids: Sequence[int] | None = None
+    """Tokens that no earlier piece had; `None` if the client did not ask for them."""
+    prompt: PromptReport = PromptReport()
+
+
+class FinishedChoice(NamedTuple):
+    """One choice of an answer that is not streamed. Fields as in `Piece`; `text` is the whole text."""
+
+    choice: int
+    text: str
+    finish_reason: FinishReason
+    logprobs: CollectedLogprobs | None = None
+    """Log probabilities of its tokens, from `collector`; `None` if the client did not ask for them."""
+    events: Sequence[Event] | None = None
+    stop_reason: str | int | None = None
+    token_ids: Sequence[int] | None = None
+    prompt: PromptReport = PromptReport()
+    first_token_s: float = 0.0
+    """Seconds from the request's arrival in the engine to its first output."""
+    pooled: bytes = b""
+    """In place of text: the vector or score of the prompt, float32, little-endian."""
+
+
+class ChoiceEnd(NamedTuple):
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    """As `Piece.stop_reason`."""
+
+
+class AnswerRenderer(Protocol):
+    """Renders one answer. Chunks are complete events, as `Dialect.transport` defines them."""
+
+    def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
+        """Restore the state of a choice whose stream another engine began and of which it delivered `events`.
+
+        Called before any other method. `end`: how the choice ended, if it has.
+        """
+        ...
+
+    def chunk(self, piece: Piece) -> bytes: ...
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the bytes after the last chunk of all choices."""
+        ...
+
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes | list[bytes]:
+        """Return the body of an answer that is not streamed, or its pieces, of which one may occur several times."""
+        ...
+
+
+def collector(renderer: AnswerRenderer, text_offset: int, *, of_prompt: bool = False) -> CollectedLogprobs | None:
+    """Return what collects the log probabilities of one choice of a body, or of the echoed prompt.
+
+    `text_offset`: characters of the text before them. Renderers of dialects with log probabilities have a method
+    `collected_logprobs`; for others this returns None.
+    """
+    make: Callable[[int, bool], CollectedLogprobs] | None = getattr(renderer, "collected_logprobs", None)
+    return None if make is None else make(text_offset, of_prompt)
+
+
+class Preparation(NamedTuple):
+    """Values that the server adds to a client's body."""
+
+    max_model_len: int
+    """0: not known; the engine checks the length."""
+    request_id: str
+    created_unix_s: int
+    cache_salt: str = ""
+    parsers: ParserSettings = ParserSettings()
+    """The deployment's parsers of answers."""
+    max_answer_values: int = MAX_ANSWER_VALUES
+    """Most values of an answer that is not streamed (`generate.check_answer`)."""
+
+
+class ParsedBody(Protocol):
+    """A checked body, ready for `sampling`, then `prepare`."""
+
+    @property
+    def fields(self) -> SamplingFields:
+        """The fields that all generating dialects share: model, priority, stream and sampling."""
+        ...
+
+    @property
+    def renders(self) -> bool:
+        """Whether `prepare` runs a chat template: then `render_inline` may render it without a thread."""
+        ...
+
+    def prompt_texts(self, max_chars: int) -> list[str]:
+        """Return the beginning of each prompt, for routing by prompt."""
+        ...
+
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        """Return the sampling parameters, checked as far as possible without a model. Raises `PagemillError` 400.
+
+        `defaults`: those of the model (`TokenizerBundle.sampling_defaults`), once it is known.
+        """
+        ...
+
+    def check_form(self) -> None:
+        """Refuse a form of answers that cannot be compiled. Blocks while it is compiled. Raises `PagemillError` 400."""
+        ...
+
+    async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+        """Render the prompt of a short body on the event loop, or return None: then `prepare` renders it."""
+        ...
+
+    def prepare(
+        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
+    ) -> list[GenerateRequest]:
+        """Return one request per prompt, in order. Raises `PagemillError` 400.
+
+        `sampling` and `text`: results of the methods above.
+        """
+        ...
+
+
+def check_kind(body: ParsedBody, tokenizer: Tokenizer) -> None:
+    """Refuse a body for text at a model that pools, and the reverse. Raises `PagemillError` 400.
+
+    Bodies for vectors have a method `pooling_params`, which other bodies do not have.
+    """
+    wanted, model = getattr(body, "pooling_params", None), tokenizer.bundle.pooling
+    check_task(None if wanted is None else wanted(model), model)
+
+
+def unread_fields(body: ParsedBody, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
+    """Return the client's names of fields that only chat templates read, and the model's does not.
+
+    Bodies that become chats have a method of this name, which other bodies do not have. It may render the chat again,
+    so call it where `prepare` is called.
+    """
+    find: Callable[[Tokenizer, ParserSettings], list[str]] | None = getattr(body, "unread_fields", None)
+    return [] if find is None else find(tokenizer, parsers)
+
+
+class Dialect(Protocol):
+    name: str
+    """Value of `GenerateRequest.dialect`."""
+    path: str
+    """The route, for example `/v1/chat/completions`; may have parameters, written as in Starlette. Further routes are
+    in the attribute `alias_paths`, which most dialects do not have."""
+    transport: Transport
+    operation: str
+    """`gen_ai.operation.name` of traces (OpenTelemetry semantic conventions)."""
+    prompt_field: str
+    """The field that errors about the prompt name."""
+
+    def new_request_id(self) -> str: ...
+
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ParsedBody:
+        """Parse and check a body. Raises `PagemillError` 400."""
+        ...
+
+    def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> AnswerRenderer: ...
+
+    def error_body(self, error: PagemillError) -> bytes: ...
+
+    def error_event(self, error: PagemillError) -> bytes:
+        """Return the event that ends a broken stream."""
+        ...
+
+    def merged_end(self, request: GenerateRequest, usage: Usage) -> bytes:
+        """Return the end of a stream that merges the answers of several prompts; `request`: the first of them."""
+        ...
+
+    def merge_bodies(self, bodies: Sequence[bytes]) -> bytes | Iterator[bytes]:
+        """Return one body made of the bodies of several prompts, which need not be in order, or an iterator over its
+        pieces. Each piece takes little time, so that an event loop can do other work between two of them.
+        """
+        ...
+
+
+Factory = Callable[[], Dialect]

@@ -1,0 +1,1 @@
+"""Bodies and answers of Ollama's API; `pagemill_api.dialects.ollama.ollama` makes dialects of them."""

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: parsed bodies and rendered answers. `responses` makes a dialect of them."""

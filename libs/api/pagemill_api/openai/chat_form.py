@@ -1,0 +1,135 @@
+"""The form of a chat's answer: the client's form, and forced or strict tool calls, after optional reasoning.
+
+Schemas are checked before a model is known (`check_schemas`); the syntax of calls and reasoning follows from the
+model's formats (`prescribed`). The engine compiles the form and masks tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pagemill_api.answers.call_syntax import (
+    CallSyntax,
+    Function,
+    Schema,
+    after_reasoning,
+    calls_only,
+    text_and_calls,
+    with_opening,
+)
+from pagemill_api.answers.registry import REASONING_ENDS
+from pagemill_api.openai.schemas import ChatCompletionRequest
+from pagemill_api.structural_tags import Format, JsonSchema, Or, element_of, write_tag
+from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.request.structured_outputs import StructuredOutputs
+
+_NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class _Tool(NamedTuple):
+    field: str
+    """Path of its schema in the request."""
+    name: str
+    schema: Schema
+    held: bool
+    """Whether calls are constrained to the schema; other calls may have any arguments."""
+
+
+def check_schemas(req: ChatCompletionRequest) -> None:
+    """Refuse tools whose schemas cannot be enforced. Blocks while they are compiled. Raises `PagemillError` 400."""
+    from pagemill_api.grammars.check import CHECKS  # imported late, since few requests need it
+
+    held = [each for each in _tools(req) if each.held]
+    for tool in held:
+        if tool.schema.get("type", "object") != "object":
+            raise invalid_field(
+                f"{tool.field}.type", f'The `type` of `{tool.field}` must be "object" to constrain calls to it.'
+            )
+    if not held:
+        return
+    together = Or(elements=[JsonSchema(json_schema=dict(each.schema)) for each in held])
+    fields = [each.field for each in held]
+    CHECKS.check(StructuredOutputs(structural_tag=write_tag(together)), "tools", fields)
+
+
+def prescribed(
+    req: ChatCompletionRequest, syntax: CallSyntax | None, reasoning: str, prompt: str
+) -> StructuredOutputs | None:
+    """Return the form of the answer to the rendered `prompt`, or None. Raises `PagemillError` 400.
+
+    `syntax` and `reasoning`: the model's call syntax and the name of its reasoning parser.
+    """
+    text = req.form[1] if req.form is not None else None
+    if text is None and not req.constrains_calls:
+        return None
+    begin, end = REASONING_ENDS.get(reasoning, ("", ""))
+    shown = prompt.rstrip()
+    has_tools = bool(req.prompt_tools) and (syntax is not None or req.constrains_calls)
+    reasons = bool(end) and not shown.endswith(end)
+    if not has_tools and not reasons and (syntax is None or not syntax.text_opening):
+        return text
+    form = with_opening(syntax, element_of(text)) if text is not None else None
+    if has_tools:
+        form = _with_calls(req, syntax, form)
+    assert form is not None  # there are calls, or a form of the text
+    if reasons:
+        form = after_reasoning(begin, end, form, is_open=shown.endswith(begin))
+    outputs = StructuredOutputs(structural_tag=write_tag(form))
+    outputs.validate("tools" if has_tools else "response_format")
+    return outputs
+
+
+def _with_calls(req: ChatCompletionRequest, syntax: CallSyntax | None, text: Format | None) -> Format:
+    if syntax is None:
+        raise PagemillError(
+            "The parser of this model's tool calls declares no syntax, so calls cannot be forced or constrained "
+            'to a schema. Send `tool_choice` "auto" and tools without `strict`.',
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    functions = [Function(each.name, _arguments(each, syntax)) for each in _tools(req)]
+    parallel = req.parallel_tool_calls and not req.names_function
+    if req.forces_calls:
+        return calls_only(syntax, functions, parallel=parallel)
+    if text is not None:
+        return Or(elements=[calls_only(syntax, functions, parallel=parallel), text])
+    return text_and_calls(syntax, functions, parallel=parallel)
+
+
+def _arguments(tool: _Tool, syntax: CallSyntax) -> Format:
+    try:
+        return syntax.arguments(tool.schema)
+    except ValueError as error:
+        raise invalid_field(tool.field, f"`{tool.field}` cannot be enforced: {error}.") from None
+
+
+def _tools(req: ChatCompletionRequest) -> Iterator[_Tool]:
+    """Yield the tools that may be called."""
+    names = {req.names_function} if req.names_function else {each["function"]["name"] for each in req.prompt_tools}
+    for index, tool in enumerate(req.tools):
+        function = tool["function"]
+        if function["name"] not in names:
+            continue
+        held = req.forces_calls or bool(function.get("strict"))
+        parameters = function.get("parameters")
+        schema = {"type": "object", **parameters} if parameters else _NO_ARGUMENTS
+        yield _Tool(
+            f"tools[{index}].function.parameters", function["name"], schema if held else _loose(parameters), held
+        )
+
+
+def _loose(parameters: Mapping[str, Any] | None) -> Schema:
+    """Return a schema for any arguments, which only declares those of type string: some formats write these
+    differently."""
+    properties = (parameters or {}).get("properties")
+    if not isinstance(properties, dict):
+        return {"type": "object"}
+    texts: Schema = {"type": "string"}
+    return {
+        "type": "object",
+        "properties": {
+            name: texts if isinstance(each, dict) and each.get("type") == "string" else {}
+            for name, each in properties.items()
+        },
+    }

@@ -1,0 +1,296 @@
+"""Building blocks of the request schemas: the strict base class and the fields with several shapes.
+
+Every refusal is a pydantic error whose context may carry `field`, a path relative to pydantic's own location; `parse`
+turns it into the client's error. Shapes are normalized here, so that `schemas` has one type per field: a list of stop
+strings, a list of prompts, a message's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from pagemill_api.openai.unsupported import Unsupported
+from pagemill_protocol.request.sampling import MAX_LOGIT_BIAS
+
+MAX_TEXT_CHARS = 8 * 1024 * 1024
+MAX_NAME_CHARS = 512
+MAX_CONTENT_PARTS = 1024
+MAX_PROMPTS = 1024
+MAX_PROMPT_TOKENS = 4 * 1024 * 1024
+MAX_TEMPLATE_KWARG_CHARS = 1024
+TEMPLATE_KWARGS = frozenset(
+    {"enable_thinking", "thinking", "thinking_budget", "preserve_thinking", "reasoning_effort", "date_string"}
+)
+"""Variables that clients may pass to a chat template. Others could override the renderer's own arguments."""
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS)]
+RequestId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
+
+
+def refusal(field: str, message: str, code: str = "invalid_value") -> PydanticCustomError:
+    """Return a validation error at `field`, relative to where it is raised; `message` names value and remedy."""
+    return PydanticCustomError("refusal", "{message}", {"field": field, "message": message, "code": code})
+
+
+class RequestModel(BaseModel):
+    """Base class: strict types, unknown fields ignored, null means default, known but unsupported fields refused."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, defer_build=True)
+    UNSUPPORTED: ClassVar[Mapping[str, Unsupported]] = {}
+    IGNORED: ClassVar[Mapping[str, str]] = {}
+    """Fields that clients send and that are accepted without effect, with the reason. They change no answer."""
+
+    @classmethod
+    def parts(cls, path: str = "") -> Iterator[tuple[str, type[RequestModel]]]:
+        """Yield this schema and those of its fields, each with the path before its fields' names."""
+        yield path, cls
+        for name, field in cls.model_fields.items():
+            if (part := _schema_in(field.annotation)) is not None:
+                yield from part.parts(f"{path}{field.alias or name}.")
+
+    @classmethod
+    def leaves(cls) -> Iterator[str]:
+        """Yield the paths of all fields that have no schema of their own."""
+        for path, part in cls.parts():
+            for name, field in part.model_fields.items():
+                if _schema_in(field.annotation) is None:
+                    yield f"{path}{field.alias or name}"
+
+    @classmethod
+    def ignored(cls) -> dict[str, str]:
+        """Return `IGNORED` of all parts, by path."""
+        return {f"{path}{name}": reason for path, part in cls.parts() for name, reason in part.IGNORED.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        for name in given.keys() & cls.UNSUPPORTED.keys():
+            rule = cls.UNSUPPORTED[name]
+            if rule.refuses(given[name]):
+                raise refusal(name, f"`{name}` is not supported. {rule.remedy}", "unsupported_parameter")
+        return given
+
+
+def _schema_in(kind: Any) -> type[RequestModel] | None:
+    """Return the schema in an annotation, such as that of a list's items."""
+    if isinstance(kind, type) and issubclass(kind, RequestModel):
+        return kind
+    return next((found for each in get_args(kind) if (found := _schema_in(each)) is not None), None)
+
+
+def _stop_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise refusal("", f"`stop` must be a string or a list of strings, got {shorten(value)}.")
+    return value
+
+
+def _content_text(value: Any) -> Any:
+    """Return a message's content as text: a string, or its text parts joined by line breaks."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise refusal("", f"`content` must be a string or a list of text parts, got {shorten(value)}.")
+    if len(value) > MAX_CONTENT_PARTS:
+        raise refusal("", f"The message has {len(value)} content parts; at most {MAX_CONTENT_PARTS} are allowed.")
+    return "\n".join(_part_text(index, part) for index, part in enumerate(value))
+
+
+def _part_text(index: int, part: Any) -> str:
+    if not isinstance(part, dict):
+        raise refusal(f"[{index}]", 'Each content part must be an object such as {"type": "text", "text": "..."}.')
+    kind = part.get("type")
+    if kind != "text":
+        raise refusal(
+            f"[{index}].type",
+            f'Content parts of type {shorten(kind)} are not supported. Send parts of type "text".',
+            "unsupported_parameter",
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise refusal(f"[{index}].text", f"The text of a content part must be a string, got {shorten(text)}.")
+    return text
+
+
+def prompts_of(value: Any, name: str = "prompt") -> list[str | list[int]]:
+    """Return all shapes of a completions prompt as a list of texts or token ids. `name`: name of the field."""
+    if isinstance(value, str):
+        prompts: list[Any] = [value]
+    elif not isinstance(value, list):
+        raise refusal(
+            "", f"`{name}` must be a string, a list of strings, token ids or lists of them, got {shorten(value)}."
+        )
+    elif value and type(value[0]) is int:
+        prompts = [value]
+    else:
+        prompts = value
+    if not prompts:
+        raise refusal("", f"`{name}` is empty. Send at least one {name}.")
+    if len(prompts) > MAX_PROMPTS:
+        raise refusal("", f"`{name}` has {len(prompts)} entries; at most {MAX_PROMPTS} are allowed in one request.")
+    for index, prompt in enumerate(prompts):
+        _check_prompt(prompt, "" if len(prompts) == 1 else f"[{index}]")
+    return prompts
+
+
+def _check_prompt(prompt: Any, field: str) -> None:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise refusal(field, "The prompt is empty. Send at least one character.")
+        if len(prompt) > MAX_TEXT_CHARS:
+            raise refusal(field, f"The prompt has {len(prompt)} characters; at most {MAX_TEXT_CHARS} are allowed.")
+        return
+    if not isinstance(prompt, list):
+        raise refusal(field, f"A prompt must be a string or a list of token ids, got {shorten(prompt)}.")
+    check_token_ids(prompt, field)
+
+
+def check_token_ids(token_ids: list[Any], field: str) -> None:
+    """Refuse anything but 1 to `MAX_PROMPT_TOKENS` non-negative int32 ids."""
+    if not token_ids:
+        raise refusal(field, "The list of token ids is empty. Send at least one.")
+    if len(token_ids) > MAX_PROMPT_TOKENS:
+        raise refusal(field, f"The prompt has {len(token_ids)} token ids; at most {MAX_PROMPT_TOKENS} are allowed.")
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < 2**31:
+        return
+    for index, token_id in enumerate(token_ids):
+        if type(token_id) is not int or not 0 <= token_id < 2**31:
+            raise refusal(f"{field}[{index}]", f"A token id must be an integer from 0 up, got {shorten(token_id)}.")
+
+
+def _token_ids(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise refusal("", f"`tokens` must be a list of token ids, got {shorten(value)}.")
+    check_token_ids(value, "")
+    return value
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise refusal("", f"`logit_bias` must be an object from token id to bias, got {shorten(value)}.")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise refusal("", f"`logit_bias` has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed.")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (isinstance(key, int) or (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11)):
+            raise refusal("", f'The keys of `logit_bias` must be token ids such as "42", got {shorten(key)}.')
+        biases[int(key)] = bias
+    return biases
+
+
+def _early_stopping(value: Any) -> bool | Literal["never"]:
+    if isinstance(value, bool):
+        return value
+    if value == "never":
+        return "never"
+    raise refusal("", f'`early_stopping` must be true, false or "never", got {shorten(value)}.')
+
+
+def _template_kwargs(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise refusal("", f"`chat_template_kwargs` must be an object, got {shorten(value)}.")
+    for key, entry in value.items():
+        if key not in TEMPLATE_KWARGS:
+            allowed = ", ".join(sorted(TEMPLATE_KWARGS))
+            raise refusal("", f"`chat_template_kwargs` may not set {shorten(key)}. Allowed are: {allowed}.")
+        if not isinstance(entry, str | int | float | None) or len(str(entry)[:2000]) > MAX_TEMPLATE_KWARG_CHARS:
+            raise refusal(
+                f".{key}", f"Send text of at most {MAX_TEMPLATE_KWARG_CHARS} characters, a number or a boolean."
+            )
+    return value
+
+
+def shorten(value: Any) -> str:
+    """Return a client's value for an error message: JSON-like and at most about 40 characters."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "an object"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return f'"{value[:40]}"' + ("..." if len(value) > 40 else "")
+    return str(value)[:40]
+
+
+_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_PROMPT_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT_CHARS}
+_PROMPT_TOKENS = {"type": "array", "items": _TOKEN_ID, "minItems": 1, "maxItems": MAX_PROMPT_TOKENS}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_KWARG = {"type": ["string", "number", "boolean", "null"], "maxLength": MAX_TEMPLATE_KWARG_CHARS}
+
+# Each field declares its shapes for the OpenAPI document, which cannot be derived from a validator's code.
+StopList = Annotated[list[str], BeforeValidator(_stop_list, json_schema_input_type=str | list[str])]
+ContentText = Annotated[
+    Text,
+    BeforeValidator(_content_text),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "maxLength": MAX_TEXT_CHARS},
+                {"type": "array", "items": _PART, "maxItems": MAX_CONTENT_PARTS},
+            ]
+        }
+    ),
+]
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(prompts_of),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _PROMPT_TEXT,
+                _PROMPT_TOKENS,
+                {"type": "array", "items": {"anyOf": [_PROMPT_TEXT, _PROMPT_TOKENS]}, "minItems": 1}
+                | {"maxItems": MAX_PROMPTS},
+            ]
+        }
+    ),
+]
+TokenIds = Annotated[list[int], PlainValidator(_token_ids), WithJsonSchema(_PROMPT_TOKENS)]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
+EarlyStopping = Annotated[
+    bool | Literal["never"], PlainValidator(_early_stopping), WithJsonSchema({"enum": [True, False, "never"]})
+]
+TemplateKwargs = Annotated[
+    dict[str, Any],
+    PlainValidator(_template_kwargs),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": dict.fromkeys(sorted(TEMPLATE_KWARGS), _KWARG),
+            "additionalProperties": False,
+        }
+    ),
+]

@@ -1,0 +1,209 @@
+"""The tools of a chat request and the calls in its history: checked plain objects, as templates take them.
+
+`pagemill_api.answers` defines how models write calls, `chat_format` how tools get into the prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from pagemill_api.openai.fields import MAX_NAME_CHARS, refusal, shorten
+from pagemill_protocol import nesting
+
+MAX_TOOLS = 512
+MAX_CALLS = 1024
+NAME_PATTERN = "^[A-Za-z0-9_.-]{1,128}$"
+_NAME = re.compile(NAME_PATTERN[:-1] + r"\Z")
+_NAME_REMEDY = "Use 1 to 128 letters, digits, underscores, hyphens and dots."
+CHOICES = ("none", "auto", "required")
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise refusal("", f"`tools` must be a list of functions, got {shorten(value)}.")
+    if len(value) > MAX_TOOLS:
+        raise refusal("", f"`tools` has {len(value)} entries; at most {MAX_TOOLS} are allowed. Send fewer.")
+    seen: set[str] = set()
+    for index, tool in enumerate(value):
+        function = _function(tool, f"[{index}]")
+        _check_tool(function, f"[{index}].function")
+        if function["name"] in seen:
+            raise refusal(
+                f"[{index}].function.name",
+                f"Two tools have the name {shorten(function['name'])}. Give each a name of its own.",
+            )
+        seen.add(function["name"])
+    return value
+
+
+def _function(value: Any, field: str) -> dict[str, Any]:
+    """Return the `function` of a tool or of a call."""
+    if not isinstance(value, dict):
+        raise refusal(field, f'`{field}` must be an object of type "function", got {shorten(value)}.')
+    kind = value.get("type", "function")
+    if kind != "function":
+        raise refusal(
+            f"{field}.type", f'The type {shorten(kind)} is not supported. Send "function".', "unsupported_parameter"
+        )
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise refusal(f"{field}.function", f"`function` must be an object with a `name`, got {shorten(function)}.")
+    _check_name(function.get("name"), f"{field}.function.name")
+    return function
+
+
+def _check_name(name: Any, field: str) -> None:
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise refusal(field, f"The name of a function is {shorten(name)}. {_NAME_REMEDY}")
+
+
+def _check_tool(function: Mapping[str, Any], field: str) -> None:
+    for key, kind, words in (
+        ("description", str, "text"),
+        ("parameters", dict, "a JSON schema (an object)"),
+        ("strict", bool, "true or false"),
+    ):
+        given = function.get(key)
+        if given is not None and not isinstance(given, kind):
+            raise refusal(f"{field}.{key}", f"`{key}` must be {words}, got {shorten(given)}.")
+
+
+def _tool_choice(value: Any) -> str | dict[str, Any]:
+    if isinstance(value, str) and value in CHOICES:
+        return value
+    if isinstance(value, dict) and value.get("type") == "function":
+        return {"type": "function", "function": {"name": _function(value, "")["name"]}}
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return _allowed_tools(value.get("allowed_tools"))
+    raise refusal(
+        "",
+        f'`tool_choice` is {shorten(value)}. Send "none", "auto", "required", '
+        '{"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", "allowed_tools": {...}}.',
+    )
+
+
+def _allowed_tools(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or value.get("mode") not in ("auto", "required"):
+        raise refusal(
+            "allowed_tools.mode", f'`allowed_tools` needs a `mode`, "auto" or "required", got {shorten(value)}.'
+        )
+    tools = value.get("tools")
+    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
+        raise refusal("allowed_tools.tools", f"`tools` must be a list of 1 to {MAX_TOOLS} tools, got {shorten(tools)}.")
+    names = [_function(tool, f"allowed_tools.tools[{index}]")["name"] for index, tool in enumerate(tools)]
+    return {"type": "allowed_tools", "mode": value["mode"], "names": names}
+
+
+def _tool_calls(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or len(value) > MAX_CALLS:
+        raise refusal("", f"`tool_calls` must be a list of at most {MAX_CALLS} calls, got {shorten(value)}.")
+    for index, call in enumerate(value):
+        function = _function(call, f"[{index}]")
+        if not isinstance(call.get("id"), str) or not 0 < len(call["id"]) <= MAX_NAME_CHARS:
+            raise refusal(f"[{index}].id", f"The id of a call must be text, got {shorten(call.get('id'))}.")
+        arguments = function.get("arguments", "")
+        if not isinstance(arguments, str):
+            raise refusal(
+                f"[{index}].function.arguments",
+                f"`arguments` must be JSON as text, got {shorten(arguments)}. Encode them.",
+            )
+        if nesting.text_exceeds(arguments):
+            raise refusal(
+                f"[{index}].function.arguments",
+                f"`arguments` are nested more than {nesting.MAX_LEVELS} levels deep. Use fewer levels.",
+                nesting.CODE,
+            )
+    return value
+
+
+def choice_error(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> PydanticCustomError | None:
+    """Return the error of a `tool_choice` that does not match the tools, or None."""
+    if choice in ("none", "auto"):
+        return None
+    if not tools:
+        return refusal("tool_choice", f"`tool_choice` is {shorten(choice)} and there are no `tools`. Send some.")
+    if isinstance(choice, str):
+        return None
+    allows = choice["type"] == "allowed_tools"
+    names = choice["names"] if allows else [choice["function"]["name"]]
+    absent = set(names) - {tool["function"]["name"] for tool in tools}
+    if not absent:
+        return None
+    field = "tool_choice.allowed_tools.tools" if allows else "tool_choice.function.name"
+    return refusal(field, f"`tool_choice` names {shorten(min(absent))}, which is not among `tools`. Add it there.")
+
+
+_FUNCTION_NAME = {"type": "string", "pattern": NAME_PATTERN}
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": _FUNCTION_NAME,
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"type": "boolean"},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+_CHOSEN = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": _FUNCTION_NAME}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+_ALLOWED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "items": _CHOSEN, "minItems": 1, "maxItems": MAX_TOOLS},
+            },
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
+_CALL = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": _FUNCTION_NAME, "arguments": {"type": "string"}},
+            "required": ["name"],
+        },
+    },
+    "required": ["id", "function"],
+}
+Tools = Annotated[
+    list[dict[str, Any]],
+    PlainValidator(_tools),
+    WithJsonSchema({"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS}),
+]
+ToolChoice = Annotated[
+    str | dict[str, Any],
+    PlainValidator(_tool_choice),
+    WithJsonSchema({"anyOf": [{"enum": list(CHOICES)}, _CHOSEN, _ALLOWED]}),
+]
+ToolCalls = Annotated[
+    list[dict[str, Any]],
+    PlainValidator(_tool_calls),
+    WithJsonSchema({"type": "array", "items": _CALL, "maxItems": MAX_CALLS}),
+]

@@ -1,0 +1,115 @@
+"""Encode a chat by the segments between its special tokens, and cache earlier segments.
+
+A tokenizer splits a text at its special tokens first and encodes each segment between them by itself. So a system
+prompt, and each earlier message of a conversation, are tokenized once: their tokens do not depend on what follows. This
+is not valid for every tokenizer; `SegmentEncoder.of` decides. `fitting` bounds the length of a text; `tokenizer` calls
+this module.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pagemill_api.text.fitting import check_pieces
+from pagemill_protocol.errors import context_length_exceeded
+
+MAX_KEPT_TOKENS = 1024 * 1024
+"""Maximum tokens of all cached segments: some 10 MiB with their texts."""
+MAX_SEGMENT_TOKENS = MAX_KEPT_TOKENS // 8
+"""A longer segment is not cached: it would displace too many others."""
+LONG_SEGMENT_CHARS = 64 * 1024
+"""Pieces of a longer, unknown segment are counted before it is tokenized."""
+
+_Key = tuple[str, str]
+
+
+class SegmentEncoder:
+    """Encoder with a cache of segments. Thread-safe."""
+
+    def __init__(self, special_ids: Mapping[str, int], longest_entry_bytes: int) -> None:
+        """Make an encoder. `special_ids`: ids by text of the tokens that split a text."""
+        longest_first = sorted(special_ids, key=len, reverse=True)
+        self._special_ids = dict(special_ids)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self._longest_entry_bytes = longest_entry_bytes
+        self._kept: OrderedDict[_Key, array[int]] = OrderedDict()
+        self._num_kept_tokens = 0
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, tokenizer_json: Mapping[str, Any], longest_entry_bytes: int) -> SegmentEncoder | None:
+        """Return an encoder, or None where a segment's tokens depend on its surroundings or nothing splits texts."""
+        added = [token for token in tokenizer_json.get("added_tokens") or [] if not token.get("normalized")]
+        special_ids = {token["content"]: token["id"] for token in added if token["content"]}
+        looks_around = any(token.get(rule) for token in added for rule in ("lstrip", "rstrip", "single_word"))
+        is_random = bool((tokenizer_json.get("model") or {}).get("dropout"))
+        if not special_ids or looks_around or is_random or _depends_on_text_start(tokenizer_json):
+            return None
+        return cls(special_ids, longest_entry_bytes)
+
+    @property
+    def num_kept_tokens(self) -> int:
+        return self._num_kept_tokens
+
+    def encode(
+        self, text: str, max_tokens: int, encode: Callable[[str], list[int]], param: str, scope: str
+    ) -> list[int]:
+        """Return the tokens of `text`, without those that a tokenizer adds around it.
+
+        Raises `PagemillError` 400 for more than `max_tokens`, as soon as that is known. `encode`: encodes one segment.
+        `scope`: requests of another scope cannot learn from timing what was encoded in this one. `param`: the request's
+        field of the text.
+        """
+        ids: list[int] = []
+        start = 0
+        for special in self._pattern.finditer(text):
+            if special.start() > start:
+                ids.extend(self._segment(text[start : special.start()], max_tokens, encode, param, scope))
+            ids.append(self._special_ids[special.group()])
+            start = special.end()
+            if len(ids) > max_tokens:
+                raise context_length_exceeded(f"at least {len(ids)}", max_tokens, param)
+        if start < len(text):
+            ids.extend(self._segment(text[start:], max_tokens, encode, param, scope))
+        if len(ids) > max_tokens:
+            raise context_length_exceeded(len(ids), max_tokens, param)
+        return ids
+
+    def _segment(
+        self, text: str, max_tokens: int, encode: Callable[[str], list[int]], param: str, scope: str
+    ) -> Sequence[int]:
+        key = scope, text
+        with self._lock:
+            known = self._kept.get(key)
+            if known is not None:
+                self._kept.move_to_end(key)
+                return known
+        if len(text) > max(max_tokens, LONG_SEGMENT_CHARS):
+            check_pieces(text, max_tokens, self._longest_entry_bytes, lambda piece: len(encode(piece)), param)
+        ids = encode(text)
+        if len(ids) <= MAX_SEGMENT_TOKENS:
+            self._keep(key, array("I", ids))
+        return ids  # int objects may be shared with other texts (`words`), unlike those of an array
+
+    def _keep(self, key: _Key, ids: array[int]) -> None:
+        with self._lock:
+            if key in self._kept:
+                return
+            self._kept[key] = ids
+            self._num_kept_tokens += len(ids)
+            while self._num_kept_tokens > MAX_KEPT_TOKENS:
+                _, oldest = self._kept.popitem(last=False)
+                self._num_kept_tokens -= len(oldest)
+
+
+def _depends_on_text_start(step: Any) -> bool:
+    """Whether a step of the tokenizer treats the beginning of a whole text differently from that of a segment."""
+    if isinstance(step, Mapping):
+        parts = (value for key, value in step.items() if key not in ("vocab", "merges", "added_tokens"))
+        return step.get("prepend_scheme") == "first" or any(map(_depends_on_text_start, parts))
+    return isinstance(step, list) and any(map(_depends_on_text_start, step))

@@ -1,0 +1,1 @@
+"""Chat templates: as plain programs where possible, by jinja2 in a sandbox otherwise."""

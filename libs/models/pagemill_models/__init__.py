@@ -1,0 +1,1 @@
+"""What a model is and where it comes from: families, spec, files, sources. No torch."""

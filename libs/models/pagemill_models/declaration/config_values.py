@@ -1,0 +1,254 @@
+"""The values of a Hugging Face `config.json` for a family: each is checked, and errors name the key.
+
+The module knows the keys that all families share (`rope_parameters`, `hidden_act`, `layer_types`); a family names its
+own. It accepts the old keys (`rope_theta`, `rope_scaling`) and those of transformers 5 (`rope_parameters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pagemill_models.declaration.declaration import Activation, RopeSpec
+from pagemill_models.declaration.errors import UnsupportedModelArchitecture
+from pagemill_models.declaration.known import rope_errors, unsupported
+from pagemill_models.declaration.limits import check_fraction, check_positive, check_size
+from pagemill_models.declaration.rope_scaling import LongRopeScaling, RopeError, UnsupportedRopeError, wrong
+from pagemill_models.declaration.rope_settings import read_scaling, rope_theta, settings_of
+from pagemill_protocol.source_errors import SourceError, UnreadableModelError
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "gelu_quick",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+CONFIG_FILE = "config.json"
+AUTO_GPTQ_FILE = "quantize_config.json"
+"""AutoGPTQ's settings of packed weights, which early versions did not also write into `config.json`."""
+READ_QUANTIZATIONS = ("awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
+"""Methods whose checkpoints the engine reads, as named by `quantization_config.quant_method`."""
+
+
+def quantization_of(values: dict[str, Any]) -> str | None:
+    """Return the quantization method that a config.json declares, or None for floats."""
+    value = values.get("quantization_config")
+    return str(value.get("quant_method", "unknown")) if isinstance(value, dict) else None
+
+
+def check_quantization(method: str | None, where: str) -> None:
+    """Raise `SourceError` for a method that the engine does not read. `where`: name of the model in the message."""
+    if method in (None, *READ_QUANTIZATIONS):
+        return
+    raise SourceError(
+        "model.source",
+        f"{where}: its weights are quantized by `{method}` (`quantization_config`), which is not supported; "
+        f"{', '.join(READ_QUANTIZATIONS)} are. Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file "
+        "of it.",
+        reason="UnsupportedQuantization",
+    )
+
+
+def quantization_bits(values: dict[str, Any]) -> int | None:
+    """Return the bits of a quantized weight if `config.json` declares one number for all matrices, else None."""
+    settings = values.get("quantization_config")
+    if not isinstance(settings, dict):
+        return None
+    groups = settings.get("config_groups")
+    parts = [each.get("weights") for each in groups.values()] if isinstance(groups, dict) else []
+    found = {part.get("num_bits") for part in parts if isinstance(part, dict)}
+    found |= {settings.get("bits"), settings.get("w_bit")}
+    bits = [each for each in found if isinstance(each, int)]
+    return bits[0] if len(bits) == 1 else None
+
+
+class ConfigValues:
+    """The values of one file. `architecture`: canonical name of the one that `config.json` declares."""
+
+    def __init__(self, path: Path, values: dict[str, Any], architecture: str) -> None:
+        self.path = path
+        self.architecture = architecture
+        self._values = values
+
+    def size(self, field: str, *keys: str, default: int | None = None) -> int:
+        """Return a positive number under the first of `keys` that is present; `field` selects its limit."""
+        return check_size(self.path.parent, field, self.integer(*(keys or (field,)), default=default))
+
+    def integer(self, *keys: str, default: int | None = None) -> int:
+        key, value = self._first(keys, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(key, value, "an integer")
+        return value
+
+    def optional_integer(self, key: str, default: int | None) -> int | None:
+        """Return None where the key is present and null, whatever the default."""
+        absent = self._values.get(key) is None and (key in self._values or default is None)
+        return None if absent else self.integer(key, default=default)
+
+    def integers(self, key: str) -> list[int]:
+        """Return a list that may be missing."""
+        values = self._values.get(key) or []
+        if not isinstance(values, list) or any(type(value) is not int for value in values):
+            raise self.wrong(key, values, "a list of integers")
+        return values
+
+    def has(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def in_use(self, key: str) -> bool:
+        """Whether the value is neither missing nor null nor false."""
+        return self._values.get(key) not in (None, False)
+
+    def object(self, key: str) -> dict[str, Any]:
+        """Return an object that may be missing."""
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(key, value, "an object")
+        return value or {}
+
+    def number(self, *keys: str, default: float | None = None) -> float:
+        key, value = self._first(keys, default)
+        return self._number(key, value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self._values.get(key) is None else check_positive(self.path.parent, key, self.number(key))
+
+    def epsilon(self, *keys: str, default: float) -> float:
+        key, value = self._first(keys, default)
+        return check_fraction(self.path.parent, key, self._number(key, value))
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
+        raise self.wrong(key, value, "true or false")
+
+    def activation(self, *keys: str, default: str) -> Activation:
+        key, value = self._first(keys, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, value, "the name of an activation")
+        if value not in _ACTIVATIONS:
+            raise self.unsupported(f"the activation `{value}`")
+        return _ACTIVATIONS[value]
+
+    def choice(self, key: str, options: tuple[str, ...]) -> str:
+        """Return one of `options`: the first where the key is missing."""
+        value = self._values.get(key) or options[0]
+        if value not in options:
+            raise self.wrong(key, value, f"one of {', '.join(options)}")
+        return str(value)
+
+    def text(self, key: str, default: str) -> str:
+        return str(self._values.get(key) or default)
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the files have a classifier in place of a head."""
+        names = self._values.get("architectures")
+        return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+
+    @property
+    def num_labels(self) -> int:
+        """Number of labels of the classifier."""
+        labels = self.object("id2label")
+        return len(labels) if labels else self.size("num_labels", default=2)
+
+    def quantization(self) -> str | None:
+        """Return the quantization method of the weights, or None."""
+        return quantization_of(self._values)
+
+    def layer_types(self, num_layers: int) -> list[str] | None:
+        """Return the kind of attention of each layer, or None where the file lists none."""
+        kinds = self._values.get("layer_types")
+        if not isinstance(kinds, list):
+            return None
+        if len(kinds) != num_layers or not all(isinstance(kind, str) for kind in kinds):
+            raise self.wrong("layer_types", kinds, f"a list of {num_layers} names")
+        return kinds
+
+    def window(self, key: str = "sliding_window", default: int | None = 4096) -> int | None:
+        window = self.optional_integer(key, default)
+        if window is not None and window < 1:
+            raise UnreadableModelError(f"`{self.path.parent}` declares {key} = {window}; it must be positive.")
+        return window
+
+    def rope(
+        self, head_dim: int, context: int, *, partial: tuple[str, float] | None = None, kind: str | None = None
+    ) -> RopeSpec:
+        """Return the rope settings.
+
+        `partial`: key of the share of a head that is rotated, and its default; None: the whole head is rotated. `kind`:
+        kind of layer, where `rope_parameters` has entries by kind.
+        """
+        with rope_errors(self.architecture, self.path):
+            where, values = self._rope_settings(kind)
+            theta = rope_theta(self._values, where, values, "rotary_emb_base")
+            share = self._rotary_share(values.get("partial_rotary_factor"), partial)
+            scaling = read_scaling(where, self._with_original(values), theta, context)
+        rotary_dim = int(head_dim * share)
+        if isinstance(scaling, LongRopeScaling) and len(scaling.short_factor) != rotary_dim // 2:
+            raise self.wrong(
+                f"{where}.short_factor", list(scaling.short_factor), f"a list of {rotary_dim // 2} numbers"
+            )
+        return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
+
+    def _with_original(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings with the original context length, which Phi-3's files store beside them."""
+        name = "original_max_position_embeddings"
+        is_beside = self.has(name) and {values.get("rope_type"), values.get("type")} & {"longrope", "su"}
+        return {name: self._values[name], **values} if is_beside else values
+
+    def _rope_settings(self, kind: str | None) -> tuple[str, Mapping[str, Any]]:
+        """Return the key and the settings under it, for one kind of layer where there are several."""
+        where, values = settings_of(self._values)
+        nested = [name for name, value in values.items() if isinstance(value, dict) or name.endswith("_attention")]
+        if not nested:
+            return where, values
+        if kind is None:
+            raise UnsupportedRopeError(f"rope settings per attention type (`{where}.{nested[0]}`)")
+        if not isinstance(values.get(kind), dict):
+            raise RopeError(wrong(f"{where}.{kind}", values.get(kind), "an object"))
+        return f"{where}.{kind}", values[kind]
+
+    def _rotary_share(self, found: Any, partial: tuple[str, float] | None) -> float:
+        if partial is None:
+            for name, value in (("partial_rotary_factor", self._values.get("partial_rotary_factor")), ("rope", found)):
+                if value not in (None, 1):
+                    raise self.unsupported(f"a partial rotary embedding (`{name}`)")
+            return 1.0
+        key, default = partial
+        share = self.number(key, "partial_rotary_factor", default=default) if found is None else found
+        share = self._number("rope_parameters.partial_rotary_factor", share)
+        if not 0 < share <= 1:
+            raise self.wrong(key, share, "a share from 0 to 1")
+        return share
+
+    def unsupported(self, feature: str) -> UnsupportedModelArchitecture:
+        """Return the error for an unsupported variant of a known architecture."""
+        return unsupported(self.architecture, self.path.parent, f" with {feature}")
+
+    def wrong(self, key: str, value: Any, wanted: str) -> UnreadableModelError:
+        problem = "is missing" if value is None else f"is {str(value)[:80]!r}"
+        return UnreadableModelError(f"`{self.path}`: `{key}` {problem}; it must be {wanted}.")
+
+    def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        """Return the first present key and its value, or the first key and the default."""
+        for key in keys:
+            if self._values.get(key) is not None:
+                return key, self._values[key]
+        return keys[0], default
+
+    def _number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e300:
+            raise self.wrong(key, value, "a number")
+        return float(value)

@@ -1,0 +1,533 @@
+"""The declaration of a model, as data: its layers, their parts, and names and storage of their tensors.
+
+A family (`llama.py`, `gpt2.py`) declares; the engine's `decoders` run the declaration. Nothing here
+computes or reads files. Matrices are [outputs, inputs]; tensors have the names of Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import ClassVar, Literal, Protocol
+
+import msgspec
+
+from pagemill_models.declaration.rope_scaling import RopeScaling
+from pagemill_protocol.request.pooling import PoolingMethod
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"]
+"""`gelu`: with erf; `gelu_tanh`: its approximation by tanh (`gelu_new`, `gelu_pytorch_tanh`); `gelu_quick`:
+x * sigmoid(1.702 x); `relu2`: the square of ReLU."""
+
+
+class RowGroups(msgspec.Struct, frozen=True):
+    """An order of rows: `count` consecutive groups, each of `sizes[0]` rows, then `sizes[1]` rows, and so on.
+
+    An executor needs all rows of the first size, then all of the second. GPT-NeoX's `query_key_value` has a group for
+    each head, of head_dim queries, keys and values.
+    """
+
+    count: int
+    sizes: tuple[int, ...]
+
+
+class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored matrix `name`.weight [rows, inputs], with or without `name`.bias [rows]."""
+
+    name: str
+    rows: int
+    bias: bool = False
+    transposed: bool = False
+    """Whether it is stored as [inputs, rows], as GPT-2's Conv1D."""
+    groups: RowGroups | None = None
+    """The stored order of its rows, if it differs from the required order."""
+
+
+class LinearSpec(msgspec.Struct, frozen=True):
+    """y = x W^T + b, where W consists of stacked `parts`."""
+
+    in_features: int
+    parts: tuple[MatrixSpec, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    def weight_shapes(self) -> Shapes:
+        return {f"{part.name}.weight": (part.rows, self.in_features) for part in self.parts}
+
+    def shapes(self) -> Shapes:
+        biases: Shapes = {f"{part.name}.bias": (part.rows,) for part in self.parts if part.bias}
+        return self.weight_shapes() | biases
+
+
+class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """RMS norm or layer norm over `size` values, with `name`.weight and perhaps `name`.bias."""
+
+    name: str
+    size: int
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    bias: bool = False
+    weight_offset: float = 0.0
+    """Number added to the stored weight: 1 in Gemma."""
+
+    def shapes(self) -> Shapes:
+        biases: Shapes = {f"{self.name}.bias": (self.size,)} if self.bias else {}
+        return {f"{self.name}.weight": (self.size,)} | biases
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding (arXiv 2104.09864) of the first `rotary_dim` values of each query and key head."""
+
+    theta: float
+    rotary_dim: int
+    scaling: RopeScaling | None = None
+    """`None`: plain rotary embedding."""
+    interleaved: bool = False
+    """Whether neighbouring values form a pair, as in GPT-J; otherwise value i is paired with value i + rotary_dim
+    / 2."""
+    divisors: str | None = None
+    """Name of a stored tensor [rotary_dim / 2] that divides the frequencies, in place of `scaling`."""
+
+    def shapes(self) -> Shapes:
+        return {} if self.divisors is None else {self.divisors: (self.rotary_dim // 2,)}
+
+
+class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
+    """Attention over the paged cache; query head h reads key/value head h // (num_heads / num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv: LinearSpec
+    """Rows: all query heads, all key heads, all value heads."""
+    output: LinearSpec
+    scale: float
+    """Factor on the scores."""
+    rope: RopeSpec | None = None
+    query_norm: NormSpec | None = None
+    """Applied before the rotation: per head where its size is `head_dim`, over all heads where it is their total
+    size."""
+    key_norm: NormSpec | None = None
+    window: int | None = None
+    """Number of tokens that a token attends to, including itself; `None`: all previous ones."""
+    causal: bool = True
+    """If false, a token attends as far ahead as back, and keys and values are not cached: prompts are computed as a
+    whole."""
+    soft_cap: float | None = None
+    """Scores become cap * tanh(score / cap)."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """Slope of each query head (arXiv 2108.12409): the score of a key n tokens back is reduced by slope * n."""
+    sinks: str | None = None
+    """Name of a stored tensor [num_heads]: scores of keys without values, which take part in the softmax."""
+
+    @property
+    def cache_heads(self) -> int:
+        """Vectors of `head_dim` values that the cache stores per token: keys, then values."""
+        return 2 * self.num_kv_heads if self.causal else 0
+
+    @property
+    def rotary_table_dim(self) -> int:
+        """Number of values in a rotary table; a partial rotary embedding leaves the last of them unrotated."""
+        return self.head_dim
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.qkv, self.output)
+
+    def shapes(self) -> Shapes:
+        norms = [norm for norm in (self.query_norm, self.key_norm) if norm is not None]
+        sinks: Shapes = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
+        return _merged(self.qkv, self.output, *norms) | sinks
+
+
+class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent_attention"):
+    """Multi-head latent attention (MLA, arXiv 2405.04434): the cache stores one vector per token.
+
+    Keys and values of all heads are products of its first `latent_size` values; the rest is a rotated key that all
+    heads share. An executor multiplies `up` into queries and outputs instead, and attends to the vectors themselves.
+    """
+
+    num_heads: int
+    latent_size: int
+    key_dim: int
+    """Values of a head's key that come from the latent."""
+    value_dim: int
+    rope: RopeSpec
+    """Rotation of the last `rotary_dim` values of queries, and of the whole shared key."""
+    query: LinearSpec
+    """Rows: for each head `key_dim` values, then the rotated ones."""
+    down: LinearSpec
+    """Rows: the latent, then the shared key."""
+    latent_norm: NormSpec
+    up: LinearSpec
+    """Applied to the latent; rows: for each head its key, then its value."""
+    output: LinearSpec
+    scale: float
+    query_down: LinearSpec | None = None
+    """Applied before `query_norm` and `query`, where queries are compressed as well."""
+    query_norm: NormSpec | None = None
+
+    window: ClassVar[None] = None
+    causal: ClassVar[bool] = True
+    num_kv_heads: ClassVar[int] = 1
+    cache_heads: ClassVar[int] = 1
+
+    @property
+    def head_dim(self) -> int:
+        """Size of cached vectors, and of queries once `up` is multiplied into them."""
+        return self.latent_size + self.rope.rotary_dim
+
+    @property
+    def rotary_table_dim(self) -> int:
+        return self.rope.rotary_dim
+
+    def linears(self) -> Iterator[LinearSpec]:
+        every = (self.query_down, self.query, self.down, self.up, self.output)
+        yield from (each for each in every if each is not None)
+
+    def shapes(self) -> Shapes:
+        norms = [norm for norm in (self.query_norm, self.latent_norm) if norm is not None]
+        return _merged(*self.linears(), *norms)
+
+
+class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x))."""
+
+    up: LinearSpec
+    """With a gate, its rows are the gate's, then the up projection's."""
+    down: LinearSpec
+    activation: Activation
+    gated: bool
+    limit: float | None = None
+    """gpt-oss: upper bound of the gate; the up projection is clamped to its negative and positive, then increased
+    by 1."""
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down.in_features
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.up, self.down)
+
+    def shapes(self) -> Shapes:
+        return _merged(self.up, self.down)
+
+
+class SharedExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """An MLP that computes every token, times sigmoid(gate(x)) where there is a gate."""
+
+    mlp: MLPSpec
+    gate: LinearSpec | None = None
+
+    def shapes(self) -> Shapes:
+        return _merged(self.mlp, *(() if self.gate is None else (self.gate,)))
+
+
+class GatingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Routing of DeepSeek: each token is routed to its `top_groups` best groups, then to the best experts of these."""
+
+    scores: Literal["softmax", "sigmoid"]
+    num_groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 1
+    """Number of best experts whose scores are summed as a group's score."""
+    bias: str | None = None
+    """Name of a stored tensor [experts] that is added to the scores for the choice, not for the weights."""
+    scale: float = 1.0
+    """Factor on the weights."""
+
+
+class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
+    """A mixture of experts: each token is computed by the `top_k` experts with the largest router logits.
+
+    Their outputs are summed, weighted by the softmax of the logits.
+    """
+
+    router: LinearSpec
+    """One row per expert."""
+    experts: tuple[MLPSpec, ...]
+    """All experts have the same shape."""
+    top_k: int
+    renormalized: bool
+    """Whether the softmax is over the chosen logits, so that the weights sum to 1, instead of over all."""
+    shared: SharedExpertSpec | None = None
+    gating: GatingSpec | None = None
+    """Routing in place of the softmax; `renormalized` weights are then divided by their sum."""
+
+    @property
+    def intermediate_size(self) -> int:
+        """Total size of the experts that compute one token."""
+        shared = 0 if self.shared is None else self.shared.mlp.intermediate_size
+        return self.top_k * self.experts[0].intermediate_size + shared
+
+    def num_unread_parameters(self, num_tokens: int) -> float:
+        """Return the expected parameters of experts that compute none of `num_tokens` tokens, if all are equally
+        likely."""
+        of_one = sum(math.prod(shape) for shape in self.experts[0].shapes().values())
+        num_experts = len(self.experts)
+        return num_experts * of_one * (1 - self.top_k / num_experts) ** num_tokens
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield self.router
+        mlps = self.experts if self.shared is None else (*self.experts, self.shared.mlp)
+        for mlp in mlps:
+            yield from (mlp.up, mlp.down)
+        if self.shared is not None and self.shared.gate is not None:
+            yield self.shared.gate
+
+    def gate_names(self) -> set[str]:
+        """Return the names of the matrices that choose and weight experts."""
+        gate = None if self.shared is None else self.shared.gate
+        return {name for each in (self.router, gate) if each is not None for name in each.weight_shapes()}
+
+    def shapes(self) -> Shapes:
+        bias = None if self.gating is None else self.gating.bias
+        return _merged(*self.linears()) | ({} if bias is None else {bias: (len(self.experts),)})
+
+
+AnyAttentionSpec = AttentionSpec | LatentAttentionSpec
+BlockSpec = AnyAttentionSpec | MLPSpec | MoESpec
+"""The parts of a layer that compute. Recurrent blocks would be further members."""
+
+
+class BranchSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """scale * output_norm(block(norm(x)))."""
+
+    block: BlockSpec
+    norm: NormSpec | None = None
+    output_norm: NormSpec | None = None
+    scale: float = 1.0
+
+
+class ResidualSpec(msgspec.Struct, frozen=True):
+    """x becomes norm(x + the sum of its branches); all branches read the same x."""
+
+    branches: tuple[BranchSpec, ...]
+    norm: NormSpec | None = None
+
+
+class LayerSpec(msgspec.Struct, frozen=True):
+    """A sequence of residuals: attention, then MLP, with one branch each; or both as two branches of one residual."""
+
+    name: str
+    """Prefix of the names of its tensors, such as `model.layers.7`."""
+    residuals: tuple[ResidualSpec, ...]
+
+    def blocks(self) -> Iterator[BlockSpec]:
+        for residual in self.residuals:
+            for branch in residual.branches:
+                yield branch.block
+
+    def with_branches(self, change: Callable[[BranchSpec], BranchSpec]) -> LayerSpec:
+        """Return the layer with each of its branches changed."""
+        residuals = [
+            msgspec.structs.replace(residual, branches=tuple(map(change, residual.branches)))
+            for residual in self.residuals
+        ]
+        return LayerSpec(self.name, tuple(residuals))
+
+    def norms(self) -> Iterator[NormSpec]:
+        """Yield all norms except those of blocks; a norm that branches share is yielded once for each."""
+        for residual in self.residuals:
+            for branch in residual.branches:
+                yield from (norm for norm in (branch.norm, branch.output_norm) if norm is not None)
+            if residual.norm is not None:
+                yield residual.norm
+
+    def shapes(self) -> Shapes:
+        return _merged(*self.blocks(), *self.norms())
+
+
+class PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A learned vector per position, added to the embedding: row position + offset of `name`.weight."""
+
+    name: str
+    num_rows: int
+    offset: int = 0
+
+
+class TokenTypesSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A learned vector per text of a pair, added to the embedding: row 0 or 1 of `name`.weight."""
+
+    name: str
+    num_rows: int
+
+
+class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """norm(projection(scale * row of the token) + positions + token types)."""
+
+    name: str
+    num_rows: int
+    size: int
+    scale: float = 1.0
+    projection: LinearSpec | None = None
+    """Projection from the embedding's size to the model's, as in OPT-350m."""
+    positions: PositionsSpec | None = None
+    token_types: TokenTypesSpec | None = None
+    norm: NormSpec | None = None
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        shapes: Shapes = {f"{self.name}.weight": (self.num_rows, self.size)}
+        for table in (self.positions, self.token_types):
+            if table is not None:
+                shapes[f"{table.name}.weight"] = (table.num_rows, hidden_size)
+        return shapes | _merged(*(each for each in (self.projection, self.norm) if each is not None))
+
+
+class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Logits: soft_cap * tanh(scale * (W projection(x) + b) / soft_cap)."""
+
+    name: str
+    tied: bool
+    """W is the embedding's matrix, even if a file has a copy under this name."""
+    normalized: bool = False
+    """Each row of W is divided by its length; only for a head that is not tied."""
+    bias: bool = False
+    scale: float = 1.0
+    soft_cap: float | None = None
+    projection: LinearSpec | None = None
+    """Projection from the model's size to the embedding's."""
+
+
+class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """norm(activation(linear(x)))."""
+
+    linear: LinearSpec
+    activation: Activation | Literal["tanh"] | None = None
+    norm: NormSpec | None = None
+
+    def shapes(self) -> Shapes:
+        return _merged(self.linear, *(() if self.norm is None else (self.norm,)))
+
+
+class ClassifierSpec(msgspec.Struct, frozen=True):
+    """A classifier of the pooled hidden state of a prompt, with one number per label."""
+
+    layers: tuple[DenseSpec, ...]
+    pooling: PoolingMethod
+
+    @property
+    def num_labels(self) -> int:
+        return self.layers[-1].linear.out_features
+
+    def shapes(self) -> Shapes:
+        return _merged(*self.layers)
+
+
+class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole decoder, or an encoder, which has neither a head nor a cache."""
+
+    architecture: str
+    """Hugging Face class name, for example `LlamaForCausalLM`."""
+    hidden_size: int
+    vocab_size: int
+    """Number of rows of the embedding and of the logits."""
+    max_position_embeddings: int
+    """Context length in tokens that the model was made for."""
+    embedding: EmbeddingSpec
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec | None
+    """Norm before the head."""
+    head: HeadSpec | None
+    """`None`: the model's hidden states are pooled."""
+    classifier: ClassifierSpec | None = None
+    """Classifier of the pooled hidden states."""
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    """Suffixes of unused tensors that files may contain: constants that old checkpoints store."""
+    ignored_layers: tuple[str, ...] = ()
+    """Prefixes of unused layers that files may contain: layers that draft further tokens."""
+    optional_prefix: str = ""
+    """Prefix of names, such as `transformer.`, that some files leave out."""
+    stacked: dict[str, str] = {}
+    """Suffixes of tensors that files store for all experts at once, with the suffixes of each expert's own, where `*`
+    is its number: `.experts.gate_up_proj` and `.experts.*.gate_up_proj.weight`."""
+
+    by_transformers: bool = False
+    """The declaration has only sizes: a class of the installed `transformers` computes the model and knows its
+    tensors."""
+
+    def attentions(self) -> Iterator[AnyAttentionSpec]:
+        for layer in self.layers:
+            yield from (block for block in layer.blocks() if isinstance(block, AnyAttentionSpec))
+
+    def mlps(self) -> Iterator[MLPSpec | MoESpec]:
+        for layer in self.layers:
+            yield from (block for block in layer.blocks() if not isinstance(block, AnyAttentionSpec))
+
+    def mixtures(self) -> Iterator[MoESpec]:
+        yield from (block for block in self.mlps() if isinstance(block, MoESpec))
+
+    def ropes(self) -> list[RopeSpec]:
+        """Return the distinct rotary embeddings, in the order of their first layers."""
+        found: list[RopeSpec] = []
+        for attention in self.attentions():
+            if attention.rope is not None and attention.rope not in found:
+                found.append(attention.rope)
+        return found
+
+    def windows(self) -> set[int | None]:
+        return {attention.window for attention in self.attentions()}
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token attends to later ones, so that its keys and values can be cached."""
+        return all(attention.causal for attention in self.attentions())
+
+    def head_linear(self) -> LinearSpec | None:
+        """Return the head's matmul, with the embedding's matrix if it is tied, or None without a head."""
+        head = self.head
+        if head is None:
+            return None
+        name = self.embedding.name if head.tied else head.name
+        return LinearSpec(self.embedding.size, (MatrixSpec(name=name, rows=self.vocab_size, bias=head.bias),))
+
+    def untied_head(self) -> LinearSpec | None:
+        """Return the head's matmul if the head has its own matrix, else None."""
+        return None if self.head is None or self.head.tied else self.head_linear()
+
+    def float_matrices(self) -> set[str]:
+        """Return the names of matrices that are never quantized.
+
+        These are small ones, which choose and weight experts or belong to a classifier, and those that are multiplied
+        into others.
+        """
+        names = {name for mixture in self.mixtures() for name in mixture.gate_names()}
+        dense = () if self.classifier is None else self.classifier.layers
+        names |= {name for layer in dense for name in layer.linear.weight_shapes()}
+        latent = (each for each in self.attentions() if isinstance(each, LatentAttentionSpec))
+        return names | {name for attention in latent for name in attention.up.weight_shapes()}
+
+    def linears(self) -> Iterator[LinearSpec]:
+        """Yield all matmuls except that of a tied head."""
+        for block in (block for layer in self.layers for block in layer.blocks()):
+            yield from block.linears()
+        projection = None if self.head is None else self.head.projection
+        yield from (each for each in (self.embedding.projection, projection, self.untied_head()) if each is not None)
+        yield from (layer.linear for layer in (() if self.classifier is None else self.classifier.layers))
+
+    def shapes(self) -> Shapes:
+        """Return the required shape of every tensor; a transposed matrix is stored the other way round."""
+        projection = None if self.head is None else self.head.projection
+        around = [part for part in (self.norm, projection, self.untied_head(), self.classifier) if part is not None]
+        return self.embedding.shapes(self.hidden_size) | _merged(*self.layers, *self.ropes(), *around)
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a tensor may be stored and is not used."""
+        if name.endswith(self.ignored) or name.startswith(self.ignored_layers):
+            return True
+        return self.head is not None and self.head.tied and name == f"{self.head.name}.weight"
+
+
+class _HasShapes(Protocol):
+    def shapes(self) -> Shapes: ...
+
+
+def _merged(*parts: _HasShapes) -> Shapes:
+    shapes: Shapes = {}
+    for part in parts:
+        shapes |= part.shapes()
+    return shapes

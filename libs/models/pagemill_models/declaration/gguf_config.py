@@ -1,0 +1,65 @@
+"""The metadata of a GGUF file under the keys of `config.json`, so that a family reads both headers by one function.
+
+The keys that families share are translated; a family's file adds its own (`logit_scale`, `use_parallel_residual`). The
+family interprets the keys; `GGUFValues` reads and checks the metadata.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagemill_models.declaration.config_values import ConfigValues
+from pagemill_models.declaration.declaration import RopeSpec
+from pagemill_models.declaration.gguf_values import HEAD, GGUFValues
+
+_SIZES = {
+    "num_hidden_layers": ("num_layers", "block_count"),
+    "hidden_size": ("hidden_size", "embedding_length"),
+    "intermediate_size": ("intermediate_size", "feed_forward_length"),
+    "num_attention_heads": ("num_heads", "attention.head_count"),
+    "max_position_embeddings": ("max_position_embeddings", "context_length"),
+}
+"""Name of the limit, and metadata key, of sizes that every file has."""
+_LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+
+
+class GGUFConfig(ConfigValues):
+    """The translated values. `own`: keys of `config.json` that override the translated ones; `None`: absent."""
+
+    def __init__(self, values: GGUFValues, **own: Any) -> None:
+        translated = _sizes(values, own.get("head_dim")) | _epsilons(values) | _flags(values)
+        translated["sliding_window"] = values.window()
+        super().__init__(values.file.path / "metadata", translated | own, values.architecture)
+        self._gguf = values
+
+    def rope(
+        self, head_dim: int, context: int, *, partial: tuple[str, float] | None = None, kind: str | None = None
+    ) -> RopeSpec:
+        return self._gguf.rope(head_dim, context, partial=partial is not None)
+
+
+def _sizes(values: GGUFValues, head_dim: int | None) -> dict[str, Any]:
+    """Return the sizes. `head_dim`: set where the family has read it."""
+    sizes = {name: values.size(*where) for name, where in _SIZES.items()}
+    heads = sizes["num_attention_heads"]
+    return {
+        **sizes,
+        "num_key_value_heads": values.size("num_kv_heads", "attention.head_count_kv", heads),
+        "head_dim": head_dim or values.head_dim(sizes["hidden_size"], heads),
+        "vocab_size": values.vocab_size(),
+    }
+
+
+def _epsilons(values: GGUFValues) -> dict[str, Any]:
+    eps = values.epsilon("attention.layer_norm_epsilon", 1e-5)
+    return {"rms_norm_eps": values.epsilon("attention.layer_norm_rms_epsilon", 1e-6)} | dict.fromkeys(
+        _LAYER_NORM_EPS, eps
+    )
+
+
+def _flags(values: GGUFValues) -> dict[str, Any]:
+    return {
+        "tie_word_embeddings": not values.has(HEAD),
+        "attention_bias": values.has("blk.0.attn_q.bias") or values.has("blk.0.attn_qkv.bias"),
+        "mlp_bias": values.has("blk.0.ffn_up.bias"),
+    }

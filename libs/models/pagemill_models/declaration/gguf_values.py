@@ -1,0 +1,147 @@
+"""The metadata of a GGUF file for a family: each value is checked, and errors name the key.
+
+Key names: docs/gguf.md of github.com/ggml-org/ggml. All but `general.*` begin with the architecture, which is left out
+here.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from pagemill_models.declaration.declaration import RopeSpec
+from pagemill_models.declaration.errors import UnsupportedModelArchitecture
+from pagemill_models.declaration.known import rope_errors, unsupported
+from pagemill_models.declaration.limits import check_fraction, check_positive, check_size
+from pagemill_models.declaration.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
+from pagemill_models.declaration.rope_settings import DEFAULT_THETA, read_gguf_scaling
+from pagemill_models.files.gguf_file import GGMLType, GGUFError, GGUFFile
+
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
+ROPE_DIVISORS = "rope_freq_divisors"
+"""Name of `ROPE_FACTORS` among Hugging Face names, where it has no counterpart."""
+_FLOAT32 = struct.Struct("<f")
+_FLOAT32_DIGITS = 9
+"""Number of decimal digits that distinguishes all float32 values."""
+
+
+class GGUFValues:
+    """The values of one file. `architecture`: canonical name of the one that the file declares."""
+
+    def __init__(self, file: GGUFFile, prefix: str, architecture: str) -> None:
+        self.file = file
+        self.architecture = architecture
+        self._prefix = prefix
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.file.tensors
+
+    def size(self, field: str, key: str, default: int | None = None) -> int:
+        """Return a positive number; a list of equal numbers (one per layer) counts as one. `field` selects its
+        limit."""
+        return check_size(self.file.path, field, self.integer(key, default))
+
+    def has_key(self, key: str) -> bool:
+        return f"{self._prefix}.{key}" in self.file.metadata
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.file.get(f"{self._prefix}.{key}", bool, default))
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        full_key = f"{self._prefix}.{key}"
+        value = self.file.get(full_key, (int, list), default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise self.unsupported(f"layers of different `{key}`")
+            value = value[0]
+        if value is None or isinstance(value, bool) or not isinstance(value, int):
+            raise GGUFError(f"`{self.file.path}` has no usable `{full_key}`. Convert the model again.")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        return float(self.file.get(f"{self._prefix}.{key}", (int, float), default))
+
+    def epsilon(self, key: str, default: float) -> float:
+        return check_fraction(self.file.path, f"{self._prefix}.{key}", _shortest(self.number(key, default)))
+
+    def head_dim(self, hidden_size: int, num_heads: int) -> int:
+        head_dim = self.size("head_dim", "attention.key_length", hidden_size // num_heads)
+        if self.integer("attention.value_length", head_dim) != head_dim:
+            raise self.unsupported("keys and values of different lengths")
+        return head_dim
+
+    def vocab_size(self) -> int:
+        embedding = self.file.tensors.get(EMBEDDING)
+        if embedding is None:
+            raise GGUFError(f"`{self.file.path}` has no tensor `{EMBEDDING}`. It is not a complete model.")
+        return check_size(self.file.path, "vocab_size", embedding.shape[0])
+
+    def window(self) -> int | None:
+        return int(self.number("attention.sliding_window", 0)) or None
+
+    def rope(self, head_dim: int, context: int, *, partial: bool = False) -> RopeSpec:
+        rotary_dim = self.size("rotary_dim", "rope.dimension_count", head_dim)
+        if rotary_dim != head_dim and not partial:
+            raise self.unsupported("a partial rotary embedding")
+        theta = check_positive(
+            self.file.path, "rope.freq_base", _shortest(self.number("rope.freq_base", default=DEFAULT_THETA))
+        )
+        with rope_errors(self._prefix, self.file.path):
+            scaling = read_gguf_scaling(self.file.metadata, self._prefix, theta, context, self._long_rope())
+            self._check_divisors(rotary_dim, scaling)
+        divisors = ROPE_DIVISORS if self.has(ROPE_FACTORS) else None
+        return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=scaling, divisors=divisors)
+
+    def _check_divisors(self, rotary_dim: int, scaling: RopeScaling | None) -> None:
+        """Check the frequencies' divisors, which some converters write as a tensor in place of `llama3` scaling."""
+        tensor = self.file.tensors.get(ROPE_FACTORS)
+        if tensor is None:
+            return
+        if scaling is not None:
+            raise UnsupportedRopeError(f"`{self._prefix}.rope.scaling.type` beside the tensor `{ROPE_FACTORS}`")
+        if tensor.shape != (rotary_dim // 2,) or tensor.ggml_type is not GGMLType.F32:
+            shape = " x ".join(map(str, tensor.shape))
+            raise RopeError(f"`{ROPE_FACTORS}` is {shape} {tensor.ggml_type.name}; it must be {rotary_dim // 2} F32.")
+        import numpy as np
+
+        divisors = self.file.data(ROPE_FACTORS).view(np.float32)
+        if not (np.isfinite(divisors) & (divisors > 0)).all():
+            raise RopeError(f"`{ROPE_FACTORS}` holds {divisors.min()}; its values must be numbers greater than 0.")
+
+    def _long_rope(self) -> dict[str, list[float]]:
+        """Return the lists of LongRoPE, which converters write as tensors; empty where the file has none."""
+        found = [name for name in LONG_ROPE if self.has(name)]
+        if len(found) == 1:
+            raise UnsupportedRopeError(f"the rope scaling `longrope` of one list (tensor `{found[0]}`)")
+        if not found:
+            return {}
+        import numpy as np
+
+        lists = {}
+        for field, name in zip(("long_factor", "short_factor"), LONG_ROPE, strict=True):
+            if self.file.tensors[name].ggml_type is not GGMLType.F32:
+                raise RopeError(f"`{name}` is stored as {self.file.tensors[name].ggml_type.name}; it must be F32.")
+            lists[field] = [_shortest(value) for value in self.file.data(name).view(np.float32).tolist()]
+        return lists
+
+    def unsupported(self, feature: str) -> UnsupportedModelArchitecture:
+        """Return the error for an unsupported variant of a known architecture."""
+        return unsupported(self._prefix, self.file.path, f" with {feature}")
+
+
+def _shortest(value: float) -> float:
+    """Return the shortest decimal that is the same float32: 1e-05 for the file's 9.9999997e-06."""
+    try:
+        stored = _FLOAT32.pack(value)
+    except OverflowError:  # a float64 outside the range of float32
+        return math.copysign(math.inf, value)
+    decimals = (float(f"{value:.{digits}g}") for digits in range(1, _FLOAT32_DIGITS + 1))
+    return next((decimal for decimal in decimals if _packs_to(stored, decimal)), value)
+
+
+def _packs_to(stored: bytes, decimal: float) -> bool:
+    try:
+        return _FLOAT32.pack(decimal) == stored
+    except OverflowError:  # rounded up beyond the largest float32
+        return False

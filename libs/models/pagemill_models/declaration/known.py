@@ -1,0 +1,120 @@
+"""The supported model families, with the names that files use for them, and the errors for unsupported ones.
+
+External packages add families by entry points of the groups below, named as the files name the architecture; `registry`
+finds and imports them. Planner, loader, error messages and the reference page read this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import NamedTuple
+
+from pagemill_models.declaration.errors import UnsupportedModelArchitecture
+from pagemill_models.declaration.rope_scaling import RopeError, UnsupportedRopeError
+from pagemill_protocol.source_errors import UnreadableModelError
+
+GROUP = "pagemill.models"
+"""Group of entry points named as in `architectures` of config.json, or as its `model_type`."""
+GGUF_GROUP = "pagemill.models.gguf"
+"""Group of entry points named as `general.architecture`."""
+
+
+class Names(NamedTuple):
+    """The names that files use for a family."""
+
+    architectures: tuple[str, ...]
+    """Names in `architectures` of config.json; the first is the canonical one, the others are old spellings."""
+    model_type: str
+    """Value of `model_type` in config.json, used where it names no architecture."""
+    gguf: tuple[str, ...] = ()
+    """Values of `general.architecture`."""
+
+
+BUILT_IN: dict[str, Names] = {
+    "aquila": Names(("AquilaForCausalLM", "AquilaModel"), "aquila"),
+    "baichuan": Names(("BaichuanForCausalLM", "BaiChuanForCausalLM"), "baichuan", ("baichuan",)),
+    "bert": Names(("BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"), "bert"),
+    "bloom": Names(("BloomForCausalLM",), "bloom", ("bloom",)),
+    "cohere": Names(("CohereForCausalLM",), "cohere", ("command-r",)),
+    "deepseek_v2": Names(("DeepseekV2ForCausalLM",), "deepseek_v2"),
+    "deepseek_v3": Names(("DeepseekV3ForCausalLM",), "deepseek_v3", ("deepseek2",)),
+    "falcon": Names(("FalconForCausalLM", "RWForCausalLM"), "falcon", ("falcon",)),
+    "gemma": Names(("GemmaForCausalLM",), "gemma", ("gemma",)),
+    "gemma2": Names(("Gemma2ForCausalLM",), "gemma2", ("gemma2",)),
+    "gemma3": Names(("Gemma3ForCausalLM",), "gemma3_text", ("gemma3",)),
+    "gpt2": Names(("GPT2LMHeadModel",), "gpt2", ("gpt2",)),
+    "gpt_bigcode": Names(("GPTBigCodeForCausalLM",), "gpt_bigcode", ("starcoder",)),
+    "gpt_neox": Names(("GPTNeoXForCausalLM",), "gpt_neox", ("gptneox",)),
+    "gptj": Names(("GPTJForCausalLM",), "gptj", ("gptj",)),
+    "gpt_oss": Names(("GptOssForCausalLM",), "gpt_oss", ("gpt-oss",)),
+    "granite": Names(("GraniteForCausalLM",), "granite", ("granite",)),
+    "internlm": Names(("InternLMForCausalLM",), "internlm"),
+    "internlm2": Names(("InternLM2ForCausalLM",), "internlm2", ("internlm2",)),
+    "internlm3": Names(("InternLM3ForCausalLM",), "internlm3"),
+    "llama": Names(("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ("llama",)),
+    "mistral": Names(("MistralForCausalLM",), "mistral"),
+    "mixtral": Names(("MixtralForCausalLM",), "mixtral"),
+    "modernbert": Names(
+        ("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"), "modernbert"
+    ),
+    "mpt": Names(("MptForCausalLM", "MPTForCausalLM"), "mpt", ("mpt",)),
+    "nemotron": Names(("NemotronForCausalLM",), "nemotron", ("nemotron",)),
+    "olmo2": Names(("Olmo2ForCausalLM",), "olmo2", ("olmo2",)),
+    "olmoe": Names(("OlmoeForCausalLM",), "olmoe", ("olmoe",)),
+    "opt": Names(("OPTForCausalLM",), "opt"),
+    "phi": Names(("PhiForCausalLM",), "phi", ("phi2",)),
+    "phi3": Names(("Phi3ForCausalLM",), "phi3", ("phi3",)),
+    "qwen": Names(("QWenLMHeadModel",), "qwen", ("qwen",)),
+    "qwen2": Names(("Qwen2ForCausalLM",), "qwen2", ("qwen2",)),
+    "qwen2_moe": Names(("Qwen2MoeForCausalLM",), "qwen2_moe", ("qwen2moe",)),
+    "qwen3": Names(("Qwen3ForCausalLM",), "qwen3", ("qwen3",)),
+    "qwen3_moe": Names(("Qwen3MoeForCausalLM",), "qwen3_moe", ("qwen3moe",)),
+    "roberta": Names(("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification"), "roberta"),
+    "smollm3": Names(("SmolLM3ForCausalLM",), "smollm3", ("smollm3",)),
+    "stablelm": Names(("StableLmForCausalLM", "StableLMEpochForCausalLM"), "stablelm", ("stablelm",)),
+    "starcoder2": Names(("Starcoder2ForCausalLM",), "starcoder2", ("starcoder2",)),
+    "xlm_roberta": Names(
+        ("XLMRobertaModel", "XLMRobertaForMaskedLM", "XLMRobertaForSequenceClassification"), "xlm-roberta"
+    ),
+}
+"""Names by module of this package."""
+
+RECURRENT = "layers with a recurrent state in addition to the KV cache"
+"""Feature of unsupported hybrid models: docs/adr/0053."""
+RECURRENT_GGUF = (
+    "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe",
+    "nemotron_h", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next",
+)  # fmt: skip
+"""Their values of `general.architecture`."""
+
+
+def known_architectures() -> list[str]:
+    """Return all canonical names, including those of external packages, without importing a family."""
+    return sorted({known.architectures[0] for known in BUILT_IN.values()} | entry_points_of(GROUP).keys())
+
+
+def unsupported(architecture: str, path: Path, feature: str = "") -> UnsupportedModelArchitecture:
+    """Return the error for a model without a family; it names the architecture and the supported ones."""
+    return UnsupportedModelArchitecture(
+        f"`{path}` has the architecture `{architecture}`{feature}, which is not supported. "
+        f"Supported: {', '.join(known_architectures())}."
+    )
+
+
+@contextmanager
+def rope_errors(architecture: str, path: Path) -> Iterator[None]:
+    """Convert errors of rope settings to errors of the model at `path`."""
+    try:
+        yield
+    except UnsupportedRopeError as error:
+        raise unsupported(architecture, path, f" with {error}") from None
+    except RopeError as error:
+        raise UnreadableModelError(f"`{path}`: {error}") from None
+
+
+def entry_points_of(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of installed packages by name."""
+    return {point.name: point for point in entry_points(group=group)}

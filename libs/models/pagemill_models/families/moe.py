@@ -1,0 +1,100 @@
+"""Mixtures of experts: their numbers, and decoders with experts in place of Llama's MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from pagemill_models.declaration.config_values import ConfigValues
+from pagemill_models.declaration.declaration import Activation, BlockSpec, DecoderSpec, LayerSpec, MLPSpec, MoESpec
+from pagemill_models.declaration.gguf_values import GGUFValues
+from pagemill_models.declaration.parts import linear, sequential
+
+GGUF_IN_LAYER = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+"""Added to those of `llama_like.gguf_names`."""
+
+
+class Mixture(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of a layer's experts."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    renormalized: bool
+    activation: Activation = "silu"
+
+
+def mixture_from_config(config: ConfigValues, *, size_key: str, renormalized: bool) -> Mixture:
+    """Read the numbers. Raises `UnreadableModelError` for impossible ones."""
+    num_experts = config.size("num_experts", "num_experts", "num_local_experts", "n_routed_experts")
+    top_k = config.size("num_experts_per_tok")
+    if top_k > num_experts:
+        raise config.wrong("num_experts_per_tok", top_k, f"at most the {num_experts} experts of a layer")
+    return Mixture(
+        hidden_size=config.size("hidden_size"),
+        intermediate_size=config.size(size_key),
+        num_experts=num_experts,
+        top_k=top_k,
+        renormalized=renormalized,
+        activation=config.activation("hidden_act", default="silu"),
+    )
+
+
+def mixture_from_gguf(values: GGUFValues, *, size_key: str, renormalized: bool) -> Mixture:
+    num_experts, top_k = values.size("num_experts", "expert_count"), values.size("top_k", "expert_used_count")
+    if top_k > num_experts:
+        raise values.unsupported(f"{top_k} of {num_experts} experts for each token")
+    return Mixture(
+        hidden_size=values.size("hidden_size", "embedding_length"),
+        intermediate_size=values.size("intermediate_size", size_key),
+        num_experts=num_experts,
+        top_k=top_k,
+        renormalized=renormalized,
+    )
+
+
+def mixture(numbers: Mixture, name: str, parts: tuple[str, str, str]) -> MoESpec:
+    """Declare a mixture. `name`: prefix of the block. `parts`: names of an expert's gate, up and down projection."""
+    experts = (f"{name}.experts.{index}" for index in range(numbers.num_experts))
+    size, inner = numbers.hidden_size, numbers.intermediate_size
+    return MoESpec(
+        router=linear(size, (f"{name}.gate", numbers.num_experts)),
+        experts=tuple(gated_mlp(expert, size, inner, numbers.activation, parts) for expert in experts),
+        top_k=numbers.top_k,
+        renormalized=numbers.renormalized,
+    )
+
+
+def gated_mlp(name: str, size: int, inner: int, activation: Activation, parts: tuple[str, str, str]) -> MLPSpec:
+    gate, up, down = (f"{name}.{part}" for part in parts)
+    return MLPSpec(
+        up=linear(size, (gate, inner), (up, inner)),
+        down=linear(inner, (down, size)),
+        activation=activation,
+        gated=True,
+    )
+
+
+def with_experts(plain: DecoderSpec, block_of: Callable[[int, LayerSpec], BlockSpec | None]) -> DecoderSpec:
+    """Return `plain`, a decoder like Llama, with `block_of(index, layer)` in place of an MLP unless it is None."""
+    layers = (_replaced(layer, block_of(index, layer)) for index, layer in enumerate(plain.layers))
+    return msgspec.structs.replace(plain, layers=tuple(layers))
+
+
+def _replaced(layer: LayerSpec, block: BlockSpec | None) -> LayerSpec:
+    if block is None:
+        return layer
+    attention, _ = layer.blocks()
+    first, second = layer.norms()
+    return sequential(layer.name, (first, attention), (second, block))

@@ -1,0 +1,60 @@
+"""OLMo 2 (arXiv 2501.00656): norms only after the blocks, and over all queries and all keys at once."""
+
+from __future__ import annotations
+
+from pagemill_models.declaration.changes import replace, with_attention
+from pagemill_models.declaration.config_values import ConfigValues
+from pagemill_models.declaration.declaration import (
+    AttentionSpec,
+    BranchSpec,
+    DecoderSpec,
+    LayerSpec,
+    NormSpec,
+    ResidualSpec,
+)
+from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
+from pagemill_models.families.llama_like import Numbers, decoder, gguf_names, numbers_from_config
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    numbers = numbers_from_config(config, default_context=2048, epsilon=("rms_norm_eps", 1e-5))
+    biased = config.flag("attention_bias", False)
+    plain = decoder(replace(numbers, attention_bias=biased, attention_output_bias=biased))
+    layers = tuple(_layer(layer, numbers) for layer in plain.layers)
+    return with_attention(replace(plain, layers=layers), lambda index, spec: _attention(spec, layers[index], numbers))
+
+
+def _layer(plain: LayerSpec, numbers: Numbers) -> LayerSpec:
+    attention, mlp = plain.blocks()
+    behind = (("post_attention", attention), ("post_feedforward", mlp))
+    branches = [
+        BranchSpec(block=block, output_norm=_norm(f"{plain.name}.{name}_layernorm", numbers.hidden_size, numbers))
+        for name, block in behind
+    ]
+    return LayerSpec(plain.name, tuple(ResidualSpec((branch,)) for branch in branches))
+
+
+def _attention(plain: AttentionSpec, layer: LayerSpec, numbers: Numbers) -> AttentionSpec:
+    name, head_dim = f"{layer.name}.self_attn", plain.head_dim
+    return replace(
+        plain,
+        query_norm=_norm(f"{name}.q_norm", plain.num_heads * head_dim, numbers),
+        key_norm=_norm(f"{name}.k_norm", plain.num_kv_heads * head_dim, numbers),
+    )
+
+
+def _norm(name: str, size: int, numbers: Numbers) -> NormSpec:
+    return NormSpec(name=name, size=size, eps=numbers.rms_norm_eps)
+
+
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    if values.window() is not None:
+        raise values.unsupported("a sliding window (OLMo 3)")
+    return read_config(GGUFConfig(values))
+
+
+_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_NAMES = gguf_names(interleaved=False)
+FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | _BEHIND))

@@ -1,0 +1,199 @@
+"""Read names, types, sizes and offsets of the tensors in safetensors files, from their headers only.
+
+Format: huggingface.co/docs/safetensors. The engine's loader reads the data.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from pagemill_models.files.json_file import read_object
+from pagemill_models.files.partial_download import awaited_bytes
+from pagemill_protocol.source_errors import UnreadableModelError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_DTYPE_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+
+
+class WeightIndex(NamedTuple):
+    """The contents of a weight index, whose weights may be absent."""
+
+    names: frozenset[str]
+    """Names of the stored tensors."""
+    num_bytes: int
+    """Total size of the tensors; 0: not in the index."""
+
+
+class TensorHeader(NamedTuple):
+    name: str
+    dtype: str
+    """Name of the type in the format, for example `BF16`."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the file."""
+    num_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_folder_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Return the tensors of all shards by name. Raises `UnreadableModelError`."""
+    tensors: dict[str, TensorHeader] = {}
+    for shard in shard_paths(folder):
+        for tensor in read_header(shard):
+            if tensor.name in tensors:
+                raise UnreadableModelError(f"`{folder}`: the tensor `{tensor.name}` is in two files.")
+            tensors[tensor.name] = tensor
+    return tensors
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """Return the weight files of a folder: the single file if there is one, otherwise those of the index, as
+    transformers.
+
+    Raises `UnreadableModelError`.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    if (folder / INDEX_FILE).is_file():
+        return [folder / name for name in sorted(set(weight_map(folder).values()))]
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled:
+        raise UnreadableModelError(
+            f"`{folder}` holds pickled weights ({pickled[0]}), which may run code and are not read. "
+            "Convert them with `save_pretrained(..., safe_serialization=True)`."
+        )
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    remedy = f" Rename `{others[0]}` to `{SINGLE_FILE}`." if len(others) == 1 else " Fetch them."
+    raise UnreadableModelError(f"`{folder}` holds no weights: neither `{SINGLE_FILE}` nor `{INDEX_FILE}`.{remedy}")
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return tensor name -> file from the folder's index; empty if the index is not used."""
+    if (folder / SINGLE_FILE).is_file() or not (folder / INDEX_FILE).is_file():
+        return {}
+    files = _entries(folder)
+    for name in sorted(set(files.values())):
+        if Path(name).name != name:
+            raise UnreadableModelError(f"`{folder / INDEX_FILE}` names the file `{name}`, which is outside the folder.")
+        if not (folder / name).is_file():
+            raise UnreadableModelError(f"`{folder}` lacks the weight file `{name}` that its index names. Fetch it.")
+    return files
+
+
+def lacks_weights(folder: Path) -> bool:
+    """Whether the folder has an index and lacks files that it names, or has Git LFS pointers in their place."""
+    if (folder / SINGLE_FILE).is_file() and not _is_pointer(folder / SINGLE_FILE):
+        return False
+    if not (folder / INDEX_FILE).is_file():
+        return False
+    shards = (folder / name for name in set(_entries(folder).values()))
+    return any(not shard.is_file() or _is_pointer(shard) for shard in shards)
+
+
+def read_index(folder: Path) -> WeightIndex:
+    """Read the folder's index. Raises `UnreadableModelError`."""
+    metadata = read_object(folder / INDEX_FILE).get("metadata")
+    num_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
+    is_size = type(num_bytes) in (int, float) and num_bytes is not None and num_bytes > 0
+    return WeightIndex(frozenset(_entries(folder)), int(num_bytes) if is_size and num_bytes else 0)
+
+
+def index_of_header(raw: bytes, where: str) -> dict[str, Any]:
+    """Return an index with the contents of a single file's header. Raises `UnreadableModelError`."""
+    try:
+        header = orjson.loads(raw)
+        tensors = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+        num_bytes = sum(int(end) - int(start) for start, end in tensors.values())
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnreadableModelError(f"{where} has a header that cannot be read ({error}).") from None
+    return {"metadata": {"total_size": num_bytes}, "weight_map": dict.fromkeys(tensors, SINGLE_FILE)}
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether the file is a Git LFS pointer, which stands for a large file that was not fetched."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
+
+
+def _entries(folder: Path) -> dict[str, str]:
+    entries = read_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise UnreadableModelError(f"`{folder / INDEX_FILE}` has no `weight_map`.")
+    return {tensor: str(name) for tensor, name in entries.items()}
+
+
+def header_end(start: bytes) -> int:
+    """Return the offset at which a file's header ends. `start`: the first 8 bytes or more."""
+    return 8 + int.from_bytes(start[:8], "little")
+
+
+def read_header(path: Path, file_bytes: int | None = None) -> list[TensorHeader]:
+    """Return the tensors of one file, in file order, checked against the file's size. Raises `UnreadableModelError`.
+
+    `file_bytes`: final size of the file; `None`: that of `partial_download` while the file arrives, else its current
+    size.
+    """
+    try:
+        file_bytes = file_bytes or awaited_bytes(path) or path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise _damaged(path, f"its header claims {header_bytes} bytes, the file has {file_bytes}")
+            raw = file.read(header_bytes)
+    except OSError as error:
+        raise UnreadableModelError(f"`{path}` cannot be read: {error.strerror}.") from error
+    try:
+        header = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise _damaged(path, f"its header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is not an object")
+    data_start = 8 + header_bytes
+    entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
+    return [_tensor(path, name, entry, data_start, file_bytes - data_start) for name, entry in entries]
+
+
+def _tensor(path: Path, name: str, entry: Any, data_start: int, data_bytes: int) -> TensorHeader:
+    fields = entry if isinstance(entry, dict) else {}
+    dtype = fields.get("dtype")
+    shape, offsets = _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2 or dtype not in _DTYPE_BITS:
+        raise _damaged(path, f"tensor `{name}` has no valid dtype, shape and data_offsets")
+    start, end = offsets
+    if not start <= end <= data_bytes:
+        raise _damaged(path, f"tensor `{name}` ends at byte {end} of {data_bytes} bytes of data")
+    if math.prod(shape) * _DTYPE_BITS[dtype] != (end - start) * 8:
+        raise _damaged(path, f"tensor `{name}` of shape {shape} and type {dtype} does not have {end - start} bytes")
+    return TensorHeader(name, dtype, tuple(shape), data_start + start, end - start)
+
+
+def _sizes(value: Any) -> list[int] | None:
+    valid = isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value)
+    return value if valid else None
+
+
+def _damaged(path: Path, problem: str) -> UnreadableModelError:
+    return UnreadableModelError(
+        f"`{path}` cannot be read as safetensors: {problem}. Fetch it again and compare its size with the publisher's."
+    )

@@ -1,0 +1,1 @@
+"""From a model's files to its declaration and sizes, without its weights."""

@@ -1,0 +1,64 @@
+"""Return the declaration for a config.json, by its family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pagemill_models.declaration.config_values import ConfigValues
+from pagemill_models.declaration.declaration import DecoderSpec
+from pagemill_models.declaration.errors import UnsupportedModelArchitecture
+from pagemill_models.declaration.known import BUILT_IN, GROUP, RECURRENT, unsupported
+from pagemill_models.declaration.registry import FoundFamily, find_family
+from pagemill_models.spec import by_transformers
+from pagemill_models.spec.by_transformers import class_is_installed, recurrent_key
+from pagemill_models.spec.pooled import CLASSIFIER, pools, without_head
+from pagemill_protocol.source_errors import UnreadableModelError
+
+
+def decoder_from_config(values: dict[str, Any], path: Path) -> DecoderSpec:
+    """Return the declaration. Raises `SourceError`. `values`: the contents of `path`, a config.json."""
+    names = architectures_of(values)
+    found = _find_family(names, values, path)
+    config = ConfigValues(path, values, found.architecture)
+    decoder = found.family.read_config(config)
+    if decoder.head is None or not (_is_headless(names, found) or pools(names, path.parent)):
+        return decoder
+    if decoder.by_transformers:
+        raise config.unsupported("pooling in place of a head (by its class in transformers)")
+    return without_head(decoder, config.num_labels if config.is_classifier else None)
+
+
+def architectures_of(values: dict[str, Any]) -> list[str]:
+    declared = values.get("architectures")
+    return [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
+
+
+def _is_headless(names: list[str], found: FoundFamily) -> bool:
+    """Whether the files name a family's class without its head, such as `Qwen3Model`, and not an old spelling of it."""
+    spellings = {spelling for known in BUILT_IN.values() for spelling in known.architectures}
+    headless = found.architecture.partition("For")[0] + "Model"
+    return headless in names and headless not in spellings
+
+
+def _find_family(architectures: list[str], values: dict[str, Any], path: Path) -> FoundFamily:
+    model_type, names = values.get("model_type"), list(architectures)
+    may_be_headless = any(name.endswith((CLASSIFIER, "Model")) for name in names)
+    if isinstance(model_type, str) and (may_be_headless or not names):
+        names.append(model_type)
+    if not names:
+        raise UnreadableModelError(f"`{path}` names neither `architectures` nor `model_type`.")
+    try:
+        return find_family(names, path.parent)
+    except UnsupportedModelArchitecture as error:
+        key = recurrent_key(values)
+        if key is not None:
+            raise unsupported(names[0], path.parent, f" with {RECURRENT} (`{key}`)") from error
+        if class_is_installed(model_type, names[0] if "auto_map" in values else None):
+            return FoundFamily(names[0], by_transformers.FAMILY)
+        if "auto_map" not in values:
+            raise
+        raise UnsupportedModelArchitecture(
+            f"{error.message} Its `auto_map` names code in the model's own files, which is never run; a package that "
+            f"you install may add the architecture (entry points `{GROUP}`)."
+        ) from None

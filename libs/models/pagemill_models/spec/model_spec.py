@@ -1,0 +1,149 @@
+"""ModelSpec: the facts in a model's files, read from their headers in milliseconds, before any weight is loaded.
+
+The plan sizes pods with it; the engine builds the model and the KV cache from it. The computation is its `decoder`,
+declared by its family (`families`); sizes here follow from the declaration. `spec_from_config` fills it from a Hugging
+Face folder, `spec_from_gguf` from a GGUF file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pagemill_models.declaration.declaration import AnyAttentionSpec, AttentionSpec, DecoderSpec
+from pagemill_models.declaration.errors import UnsupportedModelArchitecture as UnsupportedModelArchitecture
+from pagemill_protocol.request.pooling import PoolingSpec
+from pagemill_protocol.source_errors import UnreadableModelError
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    decoder: DecoderSpec
+    dtype: str | None = None
+    """Type of the stored weights, such as `bfloat16`; None where the files declare none."""
+    quantization: str | None = None
+    """Quantization method or main GGUF storage type; `None`: floats."""
+    quantization_bits: int | None = None
+    """Bits per quantized weight in a Hugging Face folder, where all weights have the same number."""
+    weights_format: Literal["safetensors", "gguf"] = "safetensors"
+    weight_bytes: int = 0
+    """Stored size of all tensors that the decoder uses."""
+    num_parameters: int = 0
+    """Number of parameters; tied embeddings count once."""
+    pooling: PoolingSpec | None = None
+    """`None`: the model generates text."""
+
+    @property
+    def architecture(self) -> str:
+        return self.decoder.architecture
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder.hidden_size
+
+    @property
+    def intermediate_size(self) -> int:
+        """Size of the widest layer; for mixtures of experts, the sum of the experts that compute one token."""
+        return max((mlp.intermediate_size for mlp in self.decoder.mlps()), default=0)
+
+    @property
+    def num_heads(self) -> int:
+        return self._attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._attention.num_kv_heads
+
+    @property
+    def cache_heads(self) -> int:
+        """Vectors of `head_dim` values that one layer's cache stores for each token."""
+        return self._attention.cache_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self._attention.head_dim
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.decoder.max_position_embeddings
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        return self.decoder.head is not None and self.decoder.head.tied
+
+    def num_read_parameters(self, num_tokens: int = 1) -> int:
+        """Return the expected number of parameters that a step of `num_tokens` tokens reads.
+
+        Experts to which no token is routed are not read. With 1 token: the active parameters.
+        """
+        unread = sum(each.num_unread_parameters(num_tokens) for each in self.decoder.mixtures())
+        return self.num_parameters - round(unread)
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Return the bytes of keys and values, or latents, that one token takes over all layers."""
+        return sum(each.cache_heads * each.head_dim * dtype_bytes for each in self.decoder.attentions())
+
+    @property
+    def _attention(self) -> AnyAttentionSpec:
+        """Attention of the first layer; `checked` refuses models whose layers cache keys and values of different
+        shapes."""
+        return next(self.decoder.attentions())
+
+
+def checked(spec: ModelSpec, path: Path) -> ModelSpec:
+    """Return `spec`. Raises an error that names the numbers that do not fit together."""
+    attentions = list(spec.decoder.attentions())
+    if not attentions:
+        raise UnsupportedModelArchitecture(f"`{path}` has no attention layer; such models are not supported.")
+    for attention in {(each.num_heads, each.num_kv_heads, each.head_dim): each for each in attentions}.values():
+        if isinstance(attention, AttentionSpec):
+            _check_heads(attention, path)
+        _check_rotation(attention, path)
+    if len({(each.cache_heads, each.head_dim) for each in attentions}) > 1:
+        raise UnsupportedModelArchitecture(
+            f"`{path}` has layers with keys and values of different shapes, which one KV cache does not support yet."
+        )
+    positions = spec.decoder.embedding.positions
+    if positions is not None and positions.num_rows - positions.offset < spec.max_position_embeddings:
+        raise UnreadableModelError(
+            f"`{path}` declares {spec.max_position_embeddings} tokens of context, but its table of positions has "
+            f"{positions.num_rows} rows."
+        )
+    return spec
+
+
+def _check_heads(attention: AttentionSpec, path: Path) -> None:
+    if attention.num_heads % attention.num_kv_heads:
+        raise UnreadableModelError(
+            f"`{path}` declares {attention.num_heads} attention heads, not a multiple of its "
+            f"{attention.num_kv_heads} KV heads."
+        )
+    num_rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    if (attention.qkv.out_features, attention.output.in_features) != (
+        num_rows,
+        attention.num_heads * attention.head_dim,
+    ):
+        raise UnreadableModelError(
+            f"`{path}` declares {attention.num_heads} attention heads, which do not divide its hidden_size."
+        )
+
+
+def _check_rotation(attention: AnyAttentionSpec, path: Path) -> None:
+    rope, size = attention.rope, attention.rotary_table_dim
+    if rope is None:
+        return
+    if size % 2:
+        raise UnreadableModelError(f"`{path}` declares head_dim = {size}; rotary embedding needs an even one.")
+    if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= size:
+        raise UnreadableModelError(
+            f"`{path}` rotates {rope.rotary_dim} of {size} values of a head; an even number of them is rotated."
+        )

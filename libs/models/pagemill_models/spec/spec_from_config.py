@@ -1,0 +1,81 @@
+"""Make the ModelSpec of a Hugging Face folder: config.json for the decoder, safetensors headers for the sizes.
+
+The model's family interprets the keys of config.json; type and quantization of the weights are read here.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagemill_models.declaration.config_values import (
+    AUTO_GPTQ_FILE,
+    CONFIG_FILE,
+    check_quantization,
+    quantization_bits,
+    quantization_of,
+)
+from pagemill_models.files.json_file import read_object, read_optional
+from pagemill_models.files.safetensors_header import read_folder_headers, read_index
+from pagemill_models.spec.decoders import decoder_from_config
+from pagemill_models.spec.model_spec import ModelSpec, checked
+from pagemill_models.spec.pooling_files import most_tokens, read_pooling
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the values of a folder's `config.json`, with those of `AUTO_GPTQ_FILE` as `quantization_config` if it has
+    none. Raises `UnreadableModelError`."""
+    values = read_object(folder / CONFIG_FILE)
+    if values.get("quantization_config") is None and (settings := read_optional(folder / AUTO_GPTQ_FILE)):
+        return {**values, "quantization_config": {"quant_method": "gptq", **settings}}
+    return values
+
+
+def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
+    """Return the folder's spec, whose numbers are not yet checked against each other. Raises `SourceError`.
+
+    `by_index`: the weights are absent, and their index is read instead.
+    """
+    path, values = folder / CONFIG_FILE, read_config(folder)
+    decoder = decoder_from_config(values, path)
+    pooling = None
+    if decoder.head is None:
+        pooling = read_pooling(folder, values, decoder)
+        decoder = msgspec.structs.replace(decoder, max_position_embeddings=most_tokens(folder, decoder))
+    quantization = quantization_of(values)
+    if by_index:
+        counted, weight_bytes = None, read_index(folder).num_bytes
+    else:
+        tensors = read_folder_headers(folder).values()
+        counted = [tensor for tensor in tensors if not decoder.is_ignored(tensor.name)]
+        weight_bytes = sum(tensor.num_bytes for tensor in counted)
+    if counted is None or quantization is not None:
+        # An index has no shapes, and one stored element may hold several quantized weights.
+        num_parameters = sum(math.prod(shape) for shape in decoder.shapes().values())
+    else:
+        num_parameters = sum(tensor.num_elements for tensor in counted)
+    return ModelSpec(
+        decoder=decoder,
+        dtype=_dtype(values),
+        quantization=quantization,
+        quantization_bits=quantization_bits(values),
+        weights_format="safetensors",
+        weight_bytes=weight_bytes,
+        num_parameters=num_parameters,
+        pooling=pooling,
+    )
+
+
+def check_config(folder: Path) -> None:
+    """Check `config.json` before the weights have arrived. Raises `SourceError`."""
+    path, values = folder / CONFIG_FILE, read_config(folder)
+    checked(ModelSpec(decoder=decoder_from_config(values, path)), folder)
+    check_quantization(quantization_of(values), f"`{folder}`")
+
+
+def _dtype(values: dict[str, Any]) -> str | None:
+    value = values.get("dtype") or values.get("torch_dtype")
+    return value.removeprefix("torch.") if isinstance(value, str) else None

@@ -1,0 +1,203 @@
+"""Errors as clients see them: one exception type, rendered in OpenAI's body shape.
+
+Every component raises `PagemillError`, directly or through a function below; the HTTP middleware renders it as
+`{"error": {"message", "type", "param", "code"}}` with its status. It never carries text of other requests, memory
+addresses or stack traces. The shape and the status codes follow the OpenAI API reference; 499 is nginx's code for a
+client that left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+ENGINE_CRASHED = "engine_crashed"
+"""Code of an engine's last message when its own computation brought it down: one of its requests may be the cause."""
+ENGINE_FAILED = "engine_failed"
+"""Code of an engine's last message when it was killed or its server failed: none of its requests is the cause."""
+
+RENDERING_FAILED = "rendering_failed"
+"""Code of an answer that was generated and cannot be rendered. Every engine would fail in the same way."""
+
+
+class PagemillError(Exception):
+    """A refusal or failure, with the data that a client needs to react to it.
+
+    `status`: HTTP status. `param`: dotted name of the wrong request field. `code`: machine-readable cause.
+    `retry_after_s`: seconds, sent as `Retry-After`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """Return the response body in OpenAI's error shape."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.status != 401 else {"WWW-Authenticate": 'Bearer realm="pagemill"'}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+        return headers
+
+
+ErrorBody = Callable[[PagemillError], bytes]
+"""Renders an error as the body of a response, in the shape of one API."""
+
+
+def error_body(error: PagemillError) -> bytes:
+    """Return the body in OpenAI's shape."""
+    return orjson.dumps(error.body())
+
+
+def invalid_field(param: str, message: str, *, code: str = "invalid_value") -> PagemillError:
+    """Return a 400 error about one request field; `message` names the value and the remedy."""
+    return PagemillError(message, param=param, code=code)
+
+
+def show(value: object) -> str:
+    """Return a value's representation for messages, shortened."""
+    # Python refuses to convert integers of thousands of digits to text.
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)[:40]
+
+
+def beyond_context(max_model_len: int, details: str, param: str) -> PagemillError:
+    """Return a 400 error. The first sentence is OpenAI's; clients search messages of this kind for it."""
+    return PagemillError(
+        f"This model's maximum context length is {max_model_len} tokens. {details}",
+        param=param,
+        code=CONTEXT_LENGTH_EXCEEDED,
+    )
+
+
+def context_length_exceeded(num_prompt_tokens: int | str, max_model_len: int, param: str = "messages") -> PagemillError:
+    return beyond_context(
+        max_model_len,
+        f"The prompt has {num_prompt_tokens} tokens, which leaves none for the answer. Shorten the prompt. The "
+        "deployment's maxModelLen sets this length.",
+        param,
+    )
+
+
+def unauthorized(message: str = "Send a valid API key in the header `Authorization: Bearer KEY`.") -> PagemillError:
+    return PagemillError(message, status=401, type="authentication_error", code="invalid_api_key")
+
+
+def model_not_found(name: str, known: list[str]) -> PagemillError:
+    listing = ", ".join(sorted(known)[:20]) or "none"
+    return PagemillError(
+        f"The model `{name[:200]}` does not exist here. Models served: {listing}.",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def not_found(path: str) -> PagemillError:
+    return PagemillError(f"No route `{path[:200]}` here.", status=404, code="not_found")
+
+
+def request_timeout() -> PagemillError:
+    return PagemillError("The request body did not arrive in time.", status=408, type="timeout_error", code="timeout")
+
+
+def client_too_slow() -> PagemillError:
+    return PagemillError(
+        "The answer was not read as fast as it was generated and became too large to buffer. Read faster, or request "
+        "less: fewer choices, fewer log probabilities.",
+        status=408,
+        type="timeout_error",
+        code="client_too_slow",
+    )
+
+
+def answer_too_large(limit_bytes: int) -> PagemillError:
+    return PagemillError(
+        f"The answer has more than {limit_bytes} bytes, too many for one that is not streamed. Send `stream: true`, or "
+        "lower `n`, `max_tokens` or the number of log probabilities.",
+        code="answer_too_large",
+    )
+
+
+def answers_too_large(num_bytes: int) -> PagemillError:
+    return unavailable(
+        f"The answers that are being generated take {num_bytes} bytes, more than this engine has for them, and this "
+        "one takes the most. Try again shortly, send `stream: true`, or request less: fewer choices, fewer log "
+        "probabilities.",
+        retry_after_s=5,
+    )
+
+
+def body_too_large(limit_bytes: int) -> PagemillError:
+    return PagemillError(
+        f"The request body is larger than {limit_bytes} bytes. Send less text in one request.",
+        status=413,
+        code="request_too_large",
+    )
+
+
+def headers_too_large(limit_bytes: int) -> PagemillError:
+    return PagemillError(
+        f"The request's headers are larger than {limit_bytes} bytes.", status=431, code="headers_too_large"
+    )
+
+
+def client_closed_request() -> PagemillError:
+    return PagemillError("The client closed the request.", status=499, type="client_error", code="client_closed")
+
+
+def internal_error(message: str = "The server failed to process this request.") -> PagemillError:
+    return PagemillError(message, status=500, type="server_error", code="internal_error")
+
+
+def rendering_failed() -> PagemillError:
+    return PagemillError(
+        "The answer was generated but could not be rendered. It is not tried again. The engine's log has the details.",
+        status=500,
+        type="server_error",
+        code=RENDERING_FAILED,
+    )
+
+
+def bad_upstream(message: str) -> PagemillError:
+    return PagemillError(message, status=502, type="server_error", code="bad_upstream", retry_after_s=1)
+
+
+def request_crashed_engine() -> PagemillError:
+    return PagemillError(
+        "Engines failed whenever they computed this request, the last one while it was computed alone. No other "
+        "request can be the cause. It is not tried again. The engines' logs have the details.",
+        status=500,
+        type="server_error",
+        code="request_crashed_engine",
+    )
+
+
+def unavailable(message: str, retry_after_s: float = 5, code: str = "server_is_overloaded") -> PagemillError:
+    return PagemillError(message, status=503, type="server_error", code=code, retry_after_s=min(retry_after_s, 120))
+
+
+def deadline_exceeded() -> PagemillError:
+    return PagemillError(
+        "The request did not finish before its deadline.", status=504, type="timeout_error", code="deadline_exceeded"
+    )

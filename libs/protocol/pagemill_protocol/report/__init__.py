@@ -1,0 +1,1 @@
+"""What engines and gateways report: state, load, step times."""

@@ -1,0 +1,25 @@
+"""How an engine parses the answer of one request: part of `GenerateRequest`. The parsers are `pagemill_api.answers`."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to parse one request's answer."""
+
+    tools: str = ""
+    """Name of the parser of tool calls; empty: the request has no tools."""
+    reasoning: str = ""
+    """Name of the parser of reasoning; empty: reasoning is not separated from text."""
+    starts_in_reasoning: bool = False
+    """The prompt ends with the marker that opens the reasoning."""
+    shows_reasoning: bool = True
+    reasoning_budget: int | None = None
+    """Maximum tokens between the markers; the engine then forces the end marker. `None`: no limit."""
+    parallel: bool = True
+    """If false, the client gets the first call only."""
+    named: bool = False
+    """The client named the function to call: the answer then ends with `stop`, as in OpenAI's API."""
+    string_parameters: dict[str, list[str]] = {}
+    """For each tool, the parameters whose values are text, for formats that do not quote text."""

@@ -1,0 +1,39 @@
+"""Errors of models that cannot be found, fetched or read: one exception for sources and for the files in them.
+
+`pagemill_models.sources` and all readers of a model's files raise them; processes write the error as their termination
+message.
+"""
+
+from __future__ import annotations
+
+
+class SourceError(Exception):
+    """A model source that cannot be used.
+
+    `field`: the wrong setting, as the user wrote it (`model.source`). `reason`: CamelCase cause for conditions and
+    termination messages. `message` names the value and the remedy.
+    """
+
+    def __init__(self, field: str, message: str, *, reason: str = "ModelNotFound") -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+        self.reason = reason
+
+
+class UnreadableModelError(SourceError):
+    """The files exist and are truncated, corrupt or incomplete."""
+
+    def __init__(self, message: str, field: str = "model.source") -> None:
+        super().__init__(field, message, reason="ModelUnreadable")
+
+
+class FetchError(SourceError):
+    """A source that cannot be fetched.
+
+    Reasons: ModelNotFound, Unauthorized, DiskFull, HubUnreachable, SourceUnreachable, SourceUnavailable,
+    SourceUnsupported, SourceChanged, ModelUnreadable, ModelCorrupt, VolumeUnusable.
+    """
+
+    def __init__(self, reason: str, message: str, field: str = "model.source") -> None:
+        super().__init__(field, message, reason=reason)

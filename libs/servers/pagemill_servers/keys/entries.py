@@ -1,0 +1,93 @@
+"""The entry of one key: `SHA256 [tenant=NAME] [models=A,B] [LIMIT=NUMBER ...] [priority=CLASS]`.
+
+The settings, a file of keys, a Secret and Redis use the same line. A bare hash is a key without limits. A message about
+a wrong line never quotes it: it may contain a key in place of its hash.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pagemill_servers.keys.caller import PRIORITY_CLASSES, Caller, Limits
+
+_SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+HASH_REMEDY = "Write the hash of each key, never the key itself: printf %s KEY | sha256sum"
+MAX_LIMIT = 10**12
+"""Sums of some thousands of such numbers are still exact as doubles, such as in Redis's scripts."""
+FIELDS = ("tenant", "models", *Limits._fields, "priority")
+
+
+class EntryError(ValueError):
+    """The line cannot be used; the message names the field and the remedy, and shows no secret."""
+
+
+def parse_entry(line: str) -> Caller:
+    """Parse an entry. Raises `EntryError`."""
+    key_hash, *words = line.split() or [""]
+    if _SHA256_HEX.fullmatch(key_hash) is None:
+        raise EntryError(f"does not begin with a SHA-256 in hex (64 characters). {HASH_REMEDY}")
+    fields: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in FIELDS:
+            shown = f"`{name}`" if name.isidentifier() and len(name) < 32 else "something"
+            raise EntryError(f"has {shown}, which is none of {', '.join(FIELDS)}. Write FIELD=VALUE after the hash.")
+        if name in fields:
+            raise EntryError(f"has `{name}` twice. Keep one.")
+        fields[name] = value
+    return Caller(
+        key_hash=key_hash.lower(),
+        tenant=_tenant(fields),
+        models=_models(fields),
+        limits=Limits(**{name: _limit(name, fields[name]) for name in Limits._fields if name in fields}),
+        priority_class=_priority(fields),
+    )
+
+
+def fault_of(line: str) -> str | None:
+    """Return what is wrong with a line, or None."""
+    try:
+        parse_entry(line)
+    except EntryError as error:
+        return str(error)
+    return None
+
+
+def _tenant(fields: dict[str, str]) -> str:
+    name = fields.get("tenant")
+    if name is None:
+        return ""
+    if _TENANT.fullmatch(name) is None:
+        raise EntryError(
+            f"has tenant={name[:80]!r}. Use up to 63 letters, digits, dots, dashes and underscores, a letter or digit "
+            "first."
+        )
+    return name
+
+
+def _models(fields: dict[str, str]) -> frozenset[str] | None:
+    text = fields.get("models")
+    if text is None:
+        return None
+    names = frozenset(text.split(","))
+    if "" in names:
+        raise EntryError("has an empty name in `models`. Write models=NAME,NAME without blanks, or leave it out.")
+    return names
+
+
+def _limit(name: str, text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= 13 else 0
+    if not 1 <= number <= MAX_LIMIT:
+        raise EntryError(
+            f"has {name}={text[:20]!r}. Use a whole number from 1 to {MAX_LIMIT}, or leave it out for no limit."
+        )
+    return number
+
+
+def _priority(fields: dict[str, str]) -> Any:
+    name = fields.get("priority", "normal")
+    if name not in PRIORITY_CLASSES:
+        raise EntryError(f"has priority={name[:20]!r}. Use one of {', '.join(PRIORITY_CLASSES)}.")
+    return name

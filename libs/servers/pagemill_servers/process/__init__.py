@@ -1,0 +1,1 @@
+"""What every process sets up for itself: logs, settings files, limits of the machine, the heap."""

@@ -1,0 +1,1 @@
+"""Secrets that processes read from files and notice when they change."""

@@ -1,0 +1,1 @@
+"""What the controller reports: events, status, metrics, health."""

@@ -1,0 +1,1 @@
+"""The controller's turns of scaling and of standby, and their records."""

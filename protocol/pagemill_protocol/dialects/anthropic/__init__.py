@@ -1,1 +1,0 @@
-"""Anthropic's Messages API: parsed bodies and rendered answers. `dialects.messages` makes a dialect of them."""

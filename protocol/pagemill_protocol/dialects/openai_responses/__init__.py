@@ -1,1 +1,0 @@
-"""OpenAI's Responses API: parsed bodies and rendered answers. `dialects.responses` makes a dialect of them."""

@@ -1,1 +1,0 @@
-"""Bodies and answers of TGI's API; `pagemill_protocol.dialects.tgi` is the dialect."""

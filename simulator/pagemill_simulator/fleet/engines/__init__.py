@@ -1,0 +1,1 @@
+"""Simulated engines: exact ones, which run the real scheduler, and fast ones."""
