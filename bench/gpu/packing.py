@@ -217,8 +217,9 @@ def rehearse(python: str) -> None:
     shutil.rmtree(site, ignore_errors=True)
     unpack = [python, str(HERE / "unpacking.py"), "--into", str(site), *_parts()]
     subprocess.run(unpack, check=True)
-    folders = [site / "site", *(ROOT / name for name in ("kernels", "protocol", "engine", "crds", "cli"))]
-    folders += [ROOT / name for name in ("gateway", "operator", "simulator")]
+    libraries = ("libs/protocol", "libs/models", "libs/servers", "libs/api", "libs/kube")
+    ours = ("kernels", *libraries, "engine", "crds", "gateway", "operator", "simulator", "cli")
+    folders = [site / "site", *(ROOT / name for name in ours)]
     there = MODULES if (site / "site" / "vllm").exists() else MODULES[:1]
     for modules in there:
         code = f"import sys; sys.path[:0] = {list(map(str, folders))!r}; import {modules}"
