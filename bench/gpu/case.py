@@ -99,7 +99,7 @@ def _peer(device: Device, section: Section, case: Case, who: str, run: Run) -> N
 
 def _checked(device: Device, case: Case, run: Run) -> tuple[float, float]:
     """Return the seconds of a run and its difference from the reference; without a device nothing is computed."""
-    if device.rehearses:
+    if device.is_dry_run:
         case.reference()
         run()
         return 1e-6, 0.0

@@ -90,7 +90,7 @@ def main() -> int:
             raise SystemExit(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} travel at once")
     if options.python is not None:
         with step("assemble and import", PARTS):
-            rehearse(options.python)
+            assemble(options.python)
     return 0
 
 
@@ -211,9 +211,9 @@ def packed(path: Path, suffix: str) -> Any:
     return zstandard.open(path, "wb", cctx=zstandard.ZstdCompressor(compression_params=parameters))
 
 
-def rehearse(python: str) -> None:
+def assemble(python: str) -> None:
     """Assemble the parts under that Python and import what they hold."""
-    site = BUILT / "rehearsed"
+    site = BUILT / "assembled"
     shutil.rmtree(site, ignore_errors=True)
     unpack = [python, str(HERE / "unpacking.py"), "--into", str(site), *_parts()]
     subprocess.run(unpack, check=True)
