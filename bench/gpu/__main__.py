@@ -35,12 +35,12 @@ OUT = paths.STATE / "rows"
 
 def main() -> int:
     options = _options()
-    rehearses = options.sizes == "none"
-    if rehearses:
-        import rehearsal
+    is_dry_run = options.sizes == "none"
+    if is_dry_run:
+        import dry_run
 
-        rehearsal.compute_nothing()
-    device = Device(options.sizes != "full", rehearses=rehearses)
+        dry_run.compute_nothing()
+    device = Device(options.sizes != "full", is_dry_run=is_dry_run)
     machine = about(device, options.commit)
     if options.alone:
         return 0 if run(device, machine, options.sections[0], options.out, options.again) else 1

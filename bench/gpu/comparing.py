@@ -98,7 +98,7 @@ def _each_engine(device: Device, section: Section, works: list[Work], run: Calla
     if all(section.has(work.shape, work.unit, PEER) for work in works):
         return
     try:
-        if not device.rehearses and importlib.util.find_spec("vllm") is None:
+        if not device.is_dry_run and importlib.util.find_spec("vllm") is None:
             raise PeerFailed("it is not importable: carry its parts (make bench-gpu-parts)")
         run(PEER)
     except Exception as problem:
@@ -200,9 +200,9 @@ def _limit(device: Device, name: str, work: Work) -> float | None:
 
 def _environment(device: Device, who: str) -> dict[str, str]:
     folders = [folder for folder in sys.path if folder not in ("", str(HERE))]
-    folders += [str(ROOT / name) for name in ("crds", "gateway", "operator", "simulator", "cli")]
-    if device.rehearses and who == PEER:
-        folders.insert(0, str(HERE / "stand_ins" / "rehearsal"))
+    folders += [str(ROOT / name) for name in ("libs/kube", "crds", "gateway", "operator", "simulator", "cli")]
+    if device.is_dry_run and who == PEER:
+        folders.insert(0, str(HERE / "stand_ins" / "dry_run"))
     return {"PYTHONPATH": os.pathsep.join(folders), **PEERS_SETTINGS}
 
 

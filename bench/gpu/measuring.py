@@ -24,15 +24,15 @@ is measured and not the host's.
 class Device:
     """The device. With `tiny`, shapes are small enough for the interpreter, and the figures mean nothing.
 
-    With `rehearses`, launches compute nothing either: what is compared or timed otherwise is only run.
+    With `is_dry_run`, launches compute nothing either: what is compared or timed otherwise is only run.
     """
 
-    def __init__(self, tiny: bool, dtype: torch.dtype | None = None, *, rehearses: bool = False) -> None:
+    def __init__(self, tiny: bool, dtype: torch.dtype | None = None, *, is_dry_run: bool = False) -> None:
         """`dtype` is the type of floats; None: bfloat16, or float32 in the interpreter."""
         absent = launch.unavailable_reason()
         if absent is not None:
             raise SystemExit(f"bench/gpu: {absent}; TRITON_INTERPRET=1 with --sizes tiny runs it without a device")
-        self.tiny, self.rehearses = tiny, rehearses
+        self.tiny, self.is_dry_run = tiny, is_dry_run
         self.device = launch.device()
         self.on_gpu = self.device.type == "cuda"
         if not (tiny or self.on_gpu):

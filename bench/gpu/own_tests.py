@@ -48,7 +48,7 @@ AT_ONCE = 4
 WORKERS = 4
 """Processes of each of them."""
 COLLECTING_S = 280.0
-"""Limit of a rehearsal, in which pytest only finds the tests of one file."""
+"""Limit of a dry run, in which pytest only finds the tests of one file."""
 SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|error|errors|deselected)")
 
 
@@ -56,7 +56,7 @@ def run_tests(files: dict[str, str], limit_s: float, device: Device, section: Se
     absent = [name for name in (*PLUGINS, *ENGINE_LIBRARIES) if not is_installed(name)]
     if absent:
         raise AssertionError(f"no {', '.join(absent)}: build the travelling folder (make bench-gpu-parts)")
-    if device.rehearses:
+    if device.is_dry_run:
         collect(section, next(iter(files)), COLLECTING_S)
         return
     ends_s = time.monotonic() + limit_s

@@ -90,7 +90,7 @@ def main() -> int:
             raise SystemExit(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} travel at once")
     if options.python is not None:
         with step("assemble and import", PARTS):
-            rehearse(options.python)
+            assemble(options.python)
     return 0
 
 
@@ -211,14 +211,15 @@ def packed(path: Path, suffix: str) -> Any:
     return zstandard.open(path, "wb", cctx=zstandard.ZstdCompressor(compression_params=parameters))
 
 
-def rehearse(python: str) -> None:
+def assemble(python: str) -> None:
     """Assemble the parts under that Python and import what they hold."""
-    site = BUILT / "rehearsed"
+    site = BUILT / "assembled"
     shutil.rmtree(site, ignore_errors=True)
     unpack = [python, str(HERE / "unpacking.py"), "--into", str(site), *_parts()]
     subprocess.run(unpack, check=True)
-    folders = [site / "site", *(ROOT / name for name in ("kernels", "protocol", "engine", "crds", "cli"))]
-    folders += [ROOT / name for name in ("gateway", "operator", "simulator")]
+    libraries = ("libs/protocol", "libs/models", "libs/servers", "libs/api", "libs/kube")
+    ours = ("kernels", *libraries, "engine", "crds", "gateway", "operator", "simulator", "cli")
+    folders = [site / "site", *(ROOT / name for name in ours)]
     there = MODULES if (site / "site" / "vllm").exists() else MODULES[:1]
     for modules in there:
         code = f"import sys; sys.path[:0] = {list(map(str, folders))!r}; import {modules}"

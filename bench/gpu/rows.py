@@ -126,7 +126,7 @@ class Section:
         names = {"section": self.name, "shape": shape, "unit": unit, "peer_name": peer_name}
         row = Row.from_json({**about, "code": self.code, **names, **figures, "error": error})
         self.rows.append(row)
-        print(told(row), flush=True)
+        print(text_of(row), flush=True)
         if self.folder is not None:
             append(self.folder, row)
 
@@ -141,7 +141,7 @@ class Section:
         return next((row.ours for row in reversed(found) if row.section == self.name and row.ours), None)
 
 
-def told(row: Row) -> str:
+def text_of(row: Row) -> str:
     parts = [f"{row.section}: {row.shape}: {'-' if row.ours is None else f'{row.ours:,.4g}'} {row.unit}"]
     if row.share is not None:
         parts.append(f"{100 * row.share:.0f} % of the limit")

@@ -45,12 +45,12 @@ FILLED = 0.8
 def smoke(device: Device, section: Section) -> None:
     """Check in a minute: device limits, each kernel on a tiny shape, a tiny model from prompt to tokens, the server."""
     limits(device, section)
-    small = Device(tiny=True, rehearses=device.rehearses)
+    small = Device(tiny=True, is_dry_run=device.is_dry_run)
     parts: list[Callable[[], None]] = [
         lambda: measure(small, section, _alone(attention_cases.cases(small))),
         lambda: measure(small, section, _alone(kernel_cases.cases(small))),
         # Both sides use float32: with fewer bits, the references themselves would answer differently on a device.
-        lambda: answers(Device(tiny=True, dtype=torch.float32, rehearses=device.rehearses), section),
+        lambda: answers(Device(tiny=True, dtype=torch.float32, is_dry_run=device.is_dry_run), section),
     ]
     if is_installed("uvicorn") and is_installed("zmq"):
         parts.append(lambda: serving(device, section))
@@ -71,7 +71,7 @@ def answers(device: Device, section: Section) -> None:
     different = 0
     for temperature in (0.0, 0.8):
         pairs = list(zip(ours.answers(jobs, temperature), formulas.answers(jobs, temperature), strict=True))
-        alike = sum(answer == expected or device.rehearses for answer, expected in pairs)
+        alike = sum(answer == expected or device.is_dry_run for answer, expected in pairs)
         section.add(f"a tiny model at temperature {temperature}", "answers alike", alike, limit=len(jobs))
         different += len(jobs) - alike
     if different:

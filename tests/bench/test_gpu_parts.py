@@ -162,7 +162,7 @@ def test_rows_of_other_commits_stay_and_are_marked_by_age(tmp_path: Path) -> Non
     assert "| x | us | 1 |  |  |  |  |  | bbb |" in text
 
 
-def test_our_figure_alone_gives_way_to_the_one_beside_a_peer() -> None:
+def test_our_figure_alone_is_replaced_by_the_one_beside_a_peer() -> None:
     import rows
 
     beside = row(peer_name="torch", peer=3.0)

@@ -37,7 +37,6 @@ SEAMS = (
 ALONE = {
     "pagemill_engine.fetching.load": "imported after the process has set variables that its libraries read at import",
     "pagemill_engine.starting.load_encoder": "its imports need torch, which its user `load_cpu` does without",
-    "pagemill_engine.output.pooled": "the second implementation of `output.processor.Processor`, which has 380 lines",
     "pagemill_engine.settings": "only settings modules read environment variables",
     "pagemill_kube.config": "only settings modules read environment variables",
     "pagemill_simulator.scaling.rivals": "the registry of the rivals' policies",

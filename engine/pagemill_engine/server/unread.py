@@ -13,7 +13,7 @@ from weakref import WeakSet
 MAX_UNREAD_BYTES_IN_ALL = 256 * 1024 * 1024
 """Default of the setting `max_unread_bytes`."""
 SLOW_S = 1.0
-"""Seconds without reading after which a reader is slow. A pause of this process itself makes nobody slow."""
+"""Seconds without reading after which a reader is slow. A pause of this process itself makes no reader slow."""
 SHARE_AFTER = 7 / 8
 """Share of the limit that is in use after answers were ended, so that the next output does not end another one."""
 

@@ -100,7 +100,8 @@ class _BoundedProtocol(HttpToolsProtocol):
     _body_left = 0
     """Bytes that the body of the request being read still has, or `CHUNKED`."""
     _held = b""
-    """Bytes behind a request that is being answered."""
+    """Bytes behind a request that is being answered, from `_held_from` on."""
+    _held_from = 0
     _fault: PagemillError | None = None
     """Why a request is refused that is valid HTTP."""
 
@@ -156,7 +157,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._client.discarded(len(data))
             return
         self._unset_keepalive_if_required()
-        self._read(self._held + data if self._held else data)
+        self._read(self._held[self._held_from :] + data if self._held else data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -226,19 +227,19 @@ class _BoundedProtocol(HttpToolsProtocol):
         answering: Any = _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app
         self.turns.begin(partial(super()._start_asgi_task, cycle, answering), self.loop)
 
-    def _read(self, data: bytes) -> None:
-        """Parse at most one request of `data`, and hold what is behind it."""
+    def _read(self, data: bytes, start: int = 0) -> None:
+        """Parse at most one request of `data` from `start` on, and hold what is behind it."""
         self._held = b""
         try:
-            num_parsed = self._parse(data)
+            end = self._parse(data, start)
         except httptools.HttpParserError:
             fault, self._fault = self._fault, None
             self._refuse(fault or PagemillError("The request is not valid HTTP.", code="invalid_http"))
             return
         if self._client.is_closing() or self.parser is None:
             return
-        if num_parsed < len(data):
-            self._hold(data[num_parsed:])
+        if end < len(data):
+            self._hold(data, end)
         elif self._unparsed_bytes > self.max_header_bytes:
             self._refuse(headers_too_large(self.max_header_bytes))
         elif self._unparsed_bytes and not self._holds(self._unparsed_bytes):
@@ -253,7 +254,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._reading.go_on()
         return True
 
-    def _hold(self, data: bytes) -> None:
+    def _hold(self, data: bytes, start: int) -> None:
         """Keep the bytes behind a request until it is answered. Without memory for them, close after the answer."""
         if not self._holds(len(data)):
             if not self._answering:
@@ -261,8 +262,8 @@ class _BoundedProtocol(HttpToolsProtocol):
                 return
             self.cycle.keep_alive = False
             data = b""
-        self._held = data
-        if len(data) > MAX_READ_AHEAD_BYTES:
+        self._held, self._held_from = data, start
+        if len(data) - start > MAX_READ_AHEAD_BYTES:
             self._reading.stop()
 
     def _read_held(self) -> None:
@@ -271,7 +272,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         self._reading.go_on()
-        self._read(self._held)
+        self._read(self._held, self._held_from)
 
     @property
     def _must_wait(self) -> bool:
@@ -317,9 +318,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._fault = error
         return httptools.HttpParserError(error.message)
 
-    def _parse(self, data: bytes) -> int:
-        """Parse `data` up to the end of a request whose answer is to come first. Return the number of parsed bytes."""
-        start = 0
+    def _parse(self, data: bytes, start: int) -> int:
+        """Parse `data` from `start` to the end of a request whose answer is to come first. Return where that is."""
         while start < len(data) and not self._must_wait:
             end = self._end_of_piece(data, start)
             self._unparsed_bytes += end - start

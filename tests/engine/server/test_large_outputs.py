@@ -165,7 +165,7 @@ async def test_the_slowest_readers_end_first_when_all_answers_together_hold_too_
     assert inside.client.unread.num_bytes <= MOST_IN_ALL
 
 
-async def test_a_finished_answer_that_nobody_reads_makes_room_for_others(
+async def test_a_finished_answer_that_is_not_read_makes_room_for_others(
     inside: Inside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)

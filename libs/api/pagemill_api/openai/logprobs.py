@@ -103,7 +103,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of a completions body, or its beginning that tells of the echoed prompt."""
+    """`choices[].logprobs` of a completions body, or its beginning that reports the echoed prompt."""
 
     def __init__(self, text_offset: int) -> None:
         """`text_offset`: as that of `completions`."""

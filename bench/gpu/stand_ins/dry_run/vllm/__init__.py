@@ -1,11 +1,11 @@
-"""In place of vLLM in a rehearsal: the same calls, and tokens at once."""
+"""In place of vLLM in a dry run: the same calls, and tokens at once."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-__version__ = "rehearsal"
+__version__ = "dry_run"
 
 
 class SamplingParams:

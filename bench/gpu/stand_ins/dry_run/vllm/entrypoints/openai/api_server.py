@@ -1,4 +1,4 @@
-"""In place of vLLM's server in a rehearsal: as many tokens as are asked for, streamed at once."""
+"""In place of vLLM's server in a dry run: as many tokens as are asked for, streamed at once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A run that computes nothing: Triton's interpreter starts no program of a kernel, so that other code runs in seconds.
 
-Results are then whatever their memory held; `Device.rehearses` says that nothing compares or times them.
+Results are then whatever their memory held; `Device.is_dry_run` says that nothing compares or times them.
 """
 
 from __future__ import annotations
