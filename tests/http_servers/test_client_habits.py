@@ -64,7 +64,9 @@ def test_a_large_answer_is_compressed_only_for_clients_that_accept_it(http_serve
     with http_server.client.stream("GET", "/openapi.json", headers={"Accept-Encoding": "br, gzip"}) as packed:
         data = b"".join(packed.iter_raw())
     assert packed.headers["content-encoding"] == "gzip"
-    assert int(packed.headers["content-length"]) == len(data)
+    # A gateway sends a large answer in parts, each compressed as it passes, so that its length is not known before.
+    length = packed.headers.get("content-length")
+    assert packed.headers["transfer-encoding"] == "chunked" if length is None else int(length) == len(data)
     plain = http_server.get("/openapi.json", headers={"Accept-Encoding": "gzip;q=0"})
     assert "content-encoding" not in plain.headers
     assert gzip.decompress(data) == plain.body
