@@ -20,7 +20,7 @@ from routers.budget import ACCEPT, BENCH, END, FIRST_FRAME, PARTS, RELAYS, REST,
 BOUNDS = {
     ACCEPT: Count(40, 24, 0),
     "head": Count(50, 38, 1),
-    "body": Count(19, 12, 0),
+    "body": Count(27, 21, 0),
     "key": Count(15, 17, 0),
     "schema": Count(97, 155, 0),
     "render": Count(86, 48, 0),
@@ -39,7 +39,7 @@ BOUNDS = {
 """Calls of Python functions, of built-in ones, and reads and writes: the current numbers plus a few percent."""
 MAX_ALLOCATIONS = {REST: 2200, FIRST_FRAME: 180, RELAYS: 990, END: 360}
 """Limits until the request is with its engine, for its first frame, for later frames, and for its end."""
-MAX_BLOCKS_HELD = 745
+MAX_BLOCKS_HELD = 775
 """The memory blocks of one stream from its first frame on."""
 
 

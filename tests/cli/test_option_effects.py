@@ -64,7 +64,6 @@ _GENERATED = {
     "drain-timeout": "3",
     "allowed-origin": "https://a.example",
     "allowed-host": "a.example",
-    "trusted-proxy": "10.0.0.0/8",
     "control-allowed-host": "a.example",
     "chat-template": "template.jinja",
     "api-keys-file": "keys",

@@ -77,7 +77,7 @@ async def kill_in_mid_stream(gateway, engines, fake, stream):
     reply = asyncio.create_task(stream())
     await fake.until(lambda: sum(num_requests(engines)) == 1)
     begun = next(engine for engine in engines if engine.requests)
-    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens == 1)
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens >= 1)
     await begun.kill()
     return begun, reply
 
@@ -312,7 +312,7 @@ async def test_an_engine_that_reports_but_makes_no_step_is_abandoned(engines, ga
         engine.behaviours.append(fake.says("a", "b", gate=asyncio.Event()))
         engine.behaviour = fake.says("a", "b")
     task = asyncio.create_task(gateway.chat(stream=True))
-    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens == 1)
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens >= 1)
     stuck, other = sorted(engines[:2], key=lambda engine: not engine.requests)
     other.behaviours.clear()
     await stuck.push_state(silent_s=4.0)
@@ -328,7 +328,7 @@ async def test_an_engine_whose_process_is_suspended_is_abandoned(engines, gatewa
         engine.behaviours.append(fake.says("a", "b", gate=asyncio.Event()))
         engine.behaviour = fake.says("a", "b")
     task = asyncio.create_task(gateway.chat(stream=True))
-    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens == 1)
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens >= 1)
     stopped, other = sorted(engines[:2], key=lambda engine: not engine.requests)
     other.behaviours.clear()
     await stopped.push_state(silent_s=3.0, frozen_s=3.0)

@@ -25,6 +25,7 @@ from pagemill_gateway.processes import __main__ as process_main
 from pagemill_gateway.processes.child import Role, Setup
 from pagemill_gateway.processes.server import _server, serve
 from pagemill_servers.auth import is_loopback_address
+from pagemill_servers.connection_limits import ConnectionLimits
 
 TOKEN = "t0ken"
 CONTROL = {"Authorization": f"Bearer {TOKEN}"}
@@ -349,7 +350,7 @@ def test_single_process_brain_and_worker_all_run_on_uvloop(monkeypatch: pytest.M
 
 def test_httptools_parses_client_requests() -> None:
     """`test_engine_connection` covers the answers of engines."""
-    protocol = _server(no_application, GatewayConfig()).config.http
+    protocol = _server(no_application, GatewayConfig(), ConnectionLimits(1)).config.http
     assert isinstance(protocol, type)
     assert issubclass(protocol, HttpToolsProtocol)
     assert protocol.max_header_bytes == GatewayConfig().max_header_bytes

@@ -131,7 +131,7 @@ def test_whatever_the_responses_api_accepts_can_be_rendered() -> None:
     tools = [{"type": "function", "name": "f", "parameters": parameters}]
     given_body = parse_body(orjson.dumps({"model": "m", "input": "hi", "tools": tools}), ResponsesRequest)
     renderer = ResponsesDialect().renderer(request_with(json.dumps(given_body.shown())), None)
-    body = orjson.loads(renderer.body([FinishedChoice(0, "hi", "stop", None, 0)], Usage(1, 1)))
+    body = orjson.loads(renderer.body([FinishedChoice(0, "hi", "stop")], Usage(1, 1)))
     assert body["tools"][0]["parameters"] == parameters
 
 
