@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 from starlette.types import Message, Receive, Scope
 
-from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
+from pagemill_protocol.errors import invalid_field, unavailable
 from pagemill_protocol.request.generate import GenerateRequest
-from pagemill_protocol.shares import SharedLimit
+from pagemill_protocol.shares import RETRY_S, SharedLimit, share_exceeded
 from pagemill_servers.request_middleware import header, read_body
 
 MAX_REQUEST_BYTES = 128 * 1024 * 1024
@@ -23,7 +23,6 @@ TOKEN_BYTES = 72
 """Memory of a token of a prompt: an integer in a list, in each of the two processes."""
 SEQUENCE_TOKEN_BYTES = 8
 """Memory of a token of a prompt in the list of each sequence, in the engine process."""
-RETRY_S = 1
 
 
 class RequestMemory:
@@ -40,13 +39,9 @@ class RequestMemory:
             return
         used, limit, own = self._shared.used, self._shared.limit, self._shared.used_by(tenant)
         if tenant and used + num_bytes <= limit:
-            raise PagemillError(
+            raise share_exceeded(
                 f"Your requests hold {own} bytes of the engine's memory, and the rest of {limit} is for others. Wait "
-                "until some of them have ended.",
-                status=429,
-                type="rate_limit_error",
-                code="tenant_share_exceeded",
-                retry_after_s=RETRY_S,
+                "until some of them have ended."
             )
         raise unavailable(
             f"The requests here hold {used} bytes with their prompts, and the limit is {limit} (the setting "

@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from pagemill_protocol.errors import PagemillError, deadline_exceeded, unavailable
-from pagemill_protocol.shares import SharedLimit
-
-RETRY_S = 1
+from pagemill_protocol.shares import RETRY_S, SharedLimit, share_exceeded
 
 
 class InFlightLimit:
@@ -101,7 +99,7 @@ class InFlightLimit:
     def over_capacity(self, tenant: str, num_bytes: int) -> PagemillError:
         used, limit, own = self._bytes.used, self._bytes.limit, self._bytes.used_by(tenant)
         if _is_own_doing(self._bytes, tenant, num_bytes):
-            return _own_share(
+            return share_exceeded(
                 f"Your running requests hold {own} bytes of the gateway's memory, with their bodies and unread "
                 "answers, and the rest is for others. Try again shortly, send less text at once, or read answers "
                 "faster."
@@ -115,7 +113,7 @@ class InFlightLimit:
     def _no_slot(self, tenant: str) -> PagemillError:
         used, limit, own = self._requests.used, self._requests.limit, self._requests.used_by(tenant)
         if _is_own_doing(self._requests, tenant, 1):
-            return _own_share(
+            return share_exceeded(
                 f"You have {own} requests in the gateway, and the rest of its {limit} is for others. Wait until some "
                 "of them have ended."
             )
@@ -128,12 +126,6 @@ class InFlightLimit:
 def _is_own_doing(shared: SharedLimit, tenant: str, amount: int) -> bool:
     """Whether a refusal is for the tenant's share, or the tenant has at least half of what is used."""
     return bool(tenant) and (shared.used + amount <= shared.limit or 2 * shared.used_by(tenant) >= shared.used)
-
-
-def _own_share(message: str) -> PagemillError:
-    return PagemillError(
-        message, status=429, type="rate_limit_error", code="tenant_share_exceeded", retry_after_s=RETRY_S
-    )
 
 
 class InFlightSlot:

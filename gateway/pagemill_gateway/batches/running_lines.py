@@ -1,6 +1,6 @@
 """Records which lines of a batch are running, so that a line that ends its gateway is found and not run for ever.
 
-A line is in the record before its request begins. Whoever continues the batch of a process that died finds there the
+A line is in the record before its request begins. A process that continues the batch of one that died finds there the
 lines that were running: each of them may be the cause. They run again one at a time (`job`), and a line that was
 running in `MAX_DEATHS` deaths is not run any more.
 """

@@ -5,13 +5,24 @@ nearly half each, and something is left for a tenant that comes later, however m
 switches use for shared buffers). Without tenants, as in a gateway that requires no keys, only the limit in all applies.
 
 Pure bookkeeping. Gateways (`admission.in_flight_limit`, `relay.journal`) and engines (`server.request_memory`) use it,
-and word the errors.
+and word the messages of the errors.
 """
 
 from __future__ import annotations
 
+from pagemill_protocol.errors import PagemillError
+
 TIMES_FREE = 9
 """How many times what is free a tenant may have."""
+RETRY_S = 1
+"""The delay that a refusal for want of room names. Room comes back as requests end."""
+
+
+def share_exceeded(message: str) -> PagemillError:
+    """Return a 429 error about a tenant's own share; `message` states what the tenant holds and the remedy."""
+    return PagemillError(
+        message, status=429, type="rate_limit_error", code="tenant_share_exceeded", retry_after_s=RETRY_S
+    )
 
 
 class SharedLimit:
