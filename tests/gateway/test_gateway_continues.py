@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from pagemill_api.openai import render
+from pagemill_gateway.relay.journal import ROOM_TOKENS
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.request.generate import FrameMeta
@@ -416,7 +417,7 @@ async def test_a_killed_stream_waits_for_capacity_on_another_engine_and_continue
         engine.behaviours.append(fake.says("a", "b", "c", gate=gate))
         engine.behaviour = fake.says("a", "b", "c")
     streams = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(2)]
-    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens == 2)
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens == 2 * ROOM_TOKENS)
     waiting = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(3)]
     await fake.until(lambda: gateway.gateway.control.brain.queues.state("default/d").num_requests == 3)
     with caplog.at_level("INFO", logger="pagemill.gateway.access"):

@@ -427,7 +427,7 @@ class LocalBrain:
         def fits(record: EndpointRecord, num_cached_tokens: int) -> bool:
             return has_capacity(record, need.with_cached(num_cached_tokens), now)
 
-        pool = self._eligible.best(self._eligible.with_capability(usable, to_place, now), to_place.tried, now)
+        pool = self._eligible.pool(usable, to_place, now)
         if to_place.charged_tokens is not None:
             # A waiting request is tried with every report, usually in vain, so full engines are left out first.
             pool = [record for record in pool if fits(record, need.num_prompt_tokens)]

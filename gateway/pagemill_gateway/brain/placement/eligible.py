@@ -79,11 +79,10 @@ class Eligible:
             return deployment, usable
         return deployment, [each for each in self._departing(deployment) if each.bundle_digest == target.bundle_digest]
 
-    def with_capability(
-        self, records: list[EndpointRecord], to_place: PlacementRequest, now: float
-    ) -> list[EndpointRecord]:
+    def pool(self, records: list[EndpointRecord], to_place: PlacementRequest, now: float) -> list[EndpointRecord]:
         """Return the records that may take the request or its continuation now.
 
+        A probe waits for a healthy endpoint: on one that was tried or is ejected, its failure would be no evidence.
         Raises `PagemillError` if the request needs an adapter and none serves adapters, and with code `OTHER_WEIGHTS`
         if no engine has the weights that the answer was begun with.
         """
@@ -100,9 +99,9 @@ class Eligible:
                     retry_after_s=1,
                     code=OTHER_WEIGHTS,
                 )
-        return self._poison_detection.allowed(records, to_place.probe, now)
+        return self._poison_detection.allowed(self._best(records, to_place.tried, now), to_place.probe, now)
 
-    def best(self, records: list[EndpointRecord], tried: frozenset[str], now: float) -> list[EndpointRecord]:
+    def _best(self, records: list[EndpointRecord], tried: frozenset[str], now: float) -> list[EndpointRecord]:
         """Return the healthy and untried endpoints; if there are none, the untried ones; if there are none, all."""
         out = self._recovery.out(records, now)
         if not out and not tried:
