@@ -156,7 +156,7 @@ class Journal:
         self._num_spare -= num_tokens
         if self._num_spare >= 0:
             return True
-        for wanted in (ROOM_TOKENS - self._num_spare, -self._num_spare):
+        for wanted in (max(ROOM_TOKENS, -self._num_spare), -self._num_spare):
             if self._capacity.take(self._tenant, wanted):
                 self._num_taken += wanted
                 self._num_spare += wanted
