@@ -7,7 +7,8 @@ requests, depending on its kind:
 - `lost` (the connections ended, because a pod was killed, its node failed, or its server died): little evidence. Only
   the second loss in a row, without a token in between, leads to a probe.
 - `stalled` (the engine fell silent in the middle of its work, on the request's stream and on that of its state, or
-  completes no step): evidence like a crash, but a frozen node looks the same. All are probed.
+  completes no step): evidence like a crash, but a frozen node looks the same. All without a token are probed; the
+  others continue at once, because probes run one after another.
 - `crashed` (the server reports that the engine's own work failed): one of its requests is the cause. All are probed.
 
 A poison request brings down its engine whenever it is computed, before its next token. So a token clears a request, and
@@ -42,7 +43,7 @@ from pagemill_protocol.errors import request_crashed_engine
 TOLERATED_LOSSES = 2
 """The number of losses in a row that leads to a probe."""
 SUSPICIOUS: frozenset[EngineFailureKind] = frozenset({"crashed", "stalled"})
-"""The failures of which one leads to a probe."""
+"""The failures whose probe may be shared with other requests, and is evidence all the same."""
 HOLD_S = 1.0
 """How long an engine takes no new requests before a probe `alone`; extended while the request waits."""
 ALONE_S = 15.0
@@ -81,7 +82,9 @@ class PoisonDetection:
         relevant = [failure for failure in recent if failure.kind != "killed"]
         if any(failure.probe != "none" and not failure.progressed for failure in relevant):
             return "alone"
-        suspicious = len(relevant) >= TOLERATED_LOSSES or any(failure.kind in SUSPICIOUS for failure in relevant)
+        suspicious = len(relevant) >= TOLERATED_LOSSES or any(
+            failure.kind == "crashed" or (failure.kind == "stalled" and not failure.progressed) for failure in relevant
+        )
         return "shared" if suspicious else "none"
 
     # Which endpoints a probe may use.
