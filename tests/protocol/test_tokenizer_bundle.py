@@ -448,7 +448,7 @@ def test_a_broken_folder_is_refused_by_file(folder, name, content, message):
 
 @pytest.mark.parametrize(
     ("tokenizer_json", "message"),
-    [("{}", "cannot be loaded"), ("nonsense", "cannot be loaded")],
+    [("{}", "`model` is missing"), ("nonsense", "cannot be loaded")],
 )
 def test_a_bundle_that_the_library_refuses_is_an_unreadable_model(tokenizer_json, message):
     with pytest.raises(UnreadableModelError, match=message):
