@@ -252,7 +252,7 @@ class OutputProcessor:
                 num_chars_before,
                 usage,
                 delta.events,
-                choice.output.parser.num_calls if choice.output.parser is not None else 0,
+                choice.output.parser is not None and choice.output.parser.has_complete_calls,
                 choice.output.stop_reason,
                 self._take_token_ids(choice),
                 self._prompt.report() if first else PromptReport(),

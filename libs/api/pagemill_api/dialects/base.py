@@ -52,8 +52,8 @@ class Piece(NamedTuple):
     """Tokens so far, for clients that ask for usage in every chunk."""
     events: Sequence[Event] | None = None
     """Reasoning, content and calls that `text` adds; `None`: the request has no answer format."""
-    num_calls: int = 0
-    """Tool calls that the choice has begun so far."""
+    calls_are_complete: bool = False
+    """Whether the choice has tool calls so far, and all of them have ended."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended the choice, or None."""
     token_ids: Sequence[int] | None = None
