@@ -129,10 +129,10 @@ class ChoiceOutput:
         return self._scan(self._detokenizer.push([token_id]))
 
     def _scan(self, text: str) -> str:
-        """Return the text that is safe to deliver. Stop strings count only after `min_tokens` tokens."""
-        if not text or self.num_tokens <= self._sampling.min_tokens:
+        """Return the text that is safe to deliver. Stop strings may end only after `min_tokens` tokens."""
+        if not text:
             return text
-        scanned = self._matcher.push(text)
+        scanned = self._matcher.push(text, counts=self.num_tokens > self._sampling.min_tokens)
         if scanned.stop is not None:
             self.finish_reason = "stop"
             self.stop_reason = scanned.stop
