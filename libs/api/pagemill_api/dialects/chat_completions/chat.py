@@ -118,7 +118,7 @@ class ChatRenderer:
     def end(self, usage: Usage) -> bytes:
         return stream_end(self._head, ChatDialect.chunk_object, usage if self._include_usage else None)
 
-    def collected_logprobs(self, text_offset: int, of_prompt: bool) -> logprobs.ChatLogprobs:
+    def collected_logprobs(self, of_prompt: bool) -> logprobs.ChatLogprobs:
         return logprobs.ChatLogprobs()
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
