@@ -207,6 +207,44 @@ async def test_heartbeats_continue_during_a_long_step_with_its_predicted_time() 
         assert message.expected_step_ms == 0.0
 
 
+async def until_it_waits(process: psutil.Process) -> None:
+    """Wait until the engine process uses no more CPU time for steps."""
+
+    async def used_s() -> float:
+        before = process.cpu_times()
+        await asyncio.sleep(0.3)
+        after = process.cpu_times()
+        return after.user + after.system - before.user - before.system
+
+    limit_s = time.monotonic() + WAIT_LIMIT_S
+    while await used_s() > 0.02:
+        assert time.monotonic() < limit_s, "the engine must wait for its reader"
+
+
+async def test_an_engine_waits_for_its_reader_and_loses_nothing() -> None:
+    async with started() as channel:
+        await until_ready(channel)
+        channel.send(request("a", n=4, max_tokens=4000, logprobs=20))
+        await until_it_waits(psutil.Process(channel.pid))
+        assert channel._inbox.qsize() == channels.MAX_WAITING
+        channel.send(Abort("a"))
+        outputs = await outputs_of(channel, 4)
+        assert {out.finish_reason for out in outputs if out.finish_reason is not None} == {"abort"}
+        positions = [sum(len(out.token_ids) for out in outputs if out.choice == choice) for choice in range(4)]
+        assert 0 < max(positions) < 1000, "outputs must not be computed faster than they are read"
+
+
+async def test_an_engine_that_waits_for_its_reader_stops_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "STOP_TIMEOUT_S", 3600)
+    async with started() as channel:
+        await until_ready(channel)
+        channel.send(request("a", n=4, max_tokens=4000, logprobs=20))
+        process = psutil.Process(channel.pid)
+        await until_it_waits(process)
+        await asyncio.wait_for(channel.close(), WAIT_LIMIT_S)
+        assert not process.is_running()
+
+
 async def test_the_death_of_the_engine_is_noticed_at_once() -> None:
     async with started() as channel:
         await until_ready(channel)

@@ -193,6 +193,17 @@ def test_a_second_prompt_has_its_own_choice_indices() -> None:
     assert set(finish_reasons(outputs)) == {("a", choice) for choice in range(4)}
 
 
+def test_a_second_prompt_is_sampled_with_the_noise_that_it_would_have_alone() -> None:
+    scheduler = make_scheduler()
+    first = request("a", 5, n=2, seed=3)
+    for index in range(2):
+        scheduler.add(msgspec.structs.replace(first, prompt_index=index))
+    rows = run(scheduler).admitted + run(scheduler).admitted
+    assert {(row.request_id, row.choice, row.seed) for row in rows} == {
+        (f"a/{number}", number % 2, 3) for number in range(4)
+    }
+
+
 def test_rows_contain_what_the_sampler_needs() -> None:
     scheduler = make_scheduler(eos_token_ids=[2])
     scheduler.add(request("a", 5, seed=11, min_tokens=2, ignore_eos=False))

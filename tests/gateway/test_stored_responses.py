@@ -34,7 +34,7 @@ def answers(text: str) -> Any:
         meta = FrameMeta(token_ids=[1], position=1, num_text_chars=len(text), finish_reason="stop")
         last = FrameMeta(last=True, usage=usage, finish_reason="stop")
         if request.stream:
-            piece = Piece(0, text, True, "stop", None, 0, None, [Content(text)])
+            piece = Piece(0, text, True, "stop", None, None, [Content(text)])
             await response.write(encode_frame(meta, renderer.chunk(piece)))
             await response.write(encode_frame(last, renderer.end(usage)))
         else:

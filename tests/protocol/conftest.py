@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import gguf
-import msgspec
 import numpy as np
 import pytest
+from special_tokens import with_special_tokens
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -42,14 +42,7 @@ def byte_tokenizer() -> Tokenizer:
 def with_tokens(byte_tokenizer: Tokenizer) -> Callable[[Sequence[str]], Tokenizer]:
     """Return a function that adds special tokens to `byte_tokenizer`; their ids begin at 256."""
 
-    def make(texts: Sequence[str]) -> Tokenizer:
-        parsed = json.loads(byte_tokenizer.bundle.tokenizer_json)
-        kind = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        parsed["added_tokens"] = [{"id": 256 + place, "content": text, **kind} for place, text in enumerate(texts)]
-        sizes = {"tokenizer_json": json.dumps(parsed), "vocab_size": 256 + len(texts)}
-        return Tokenizer(msgspec.structs.replace(byte_tokenizer.bundle, **sizes))
-
-    return make
+    return partial(with_special_tokens, byte_tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ def streamed(events: list[Event], finish_reason: FinishReason = "stop") -> list[
     for at, event in enumerate([*events, None]):
         ends = event is None
         found = [] if event is None else [event]
-        piece = Piece(0, "", at == 0, finish_reason if ends else None, None, 0, None, found)
+        piece = Piece(0, "", at == 0, finish_reason if ends else None, None, None, found)
         raw += renderer.chunk(piece)
     return events_of(raw + renderer.end(Usage(3, 5, 1)))
 

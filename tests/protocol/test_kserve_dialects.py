@@ -160,7 +160,7 @@ def test_a_stream_in_any_chunks_has_the_text_of_the_whole_answer(text: str, size
     renderer = GENERATE.renderer(request(), None)
     raw, rest = b"", text
     for at, size in enumerate([*sizes, len(text)]):
-        raw += renderer.chunk(Piece(0, rest[:size], at == 0, None, None, 0, None))
+        raw += renderer.chunk(Piece(0, rest[:size], at == 0, None, None, None))
         rest = rest[size:]
     raw += renderer.end(Usage(1, 2))
     events = [json.loads(event.removeprefix(b"data: ")) for event in raw.split(b"\n\n")[:-1]]

@@ -161,13 +161,13 @@ def test_a_stream_in_any_chunks_has_the_content_of_the_whole_answer(
     events = numbered(drawn)
     begun = min(begun, len(events))
     first, renderer = CHAT.renderer(request(), None), CHAT.renderer(request(), None)
-    raw = b"".join(first.chunk(Piece(0, "", False, None, None, 0, None, [event])) for event in events[:begun])
+    raw = b"".join(first.chunk(Piece(0, "", False, None, None, None, [event])) for event in events[:begun])
     renderer.resume(0, events[:begun], None)
     rest = events[begun:]
     for size in [*sizes, len(rest)]:
-        raw += renderer.chunk(Piece(0, "", False, None, None, 0, None, rest[:size]))
+        raw += renderer.chunk(Piece(0, "", False, None, None, None, rest[:size]))
         rest = rest[size:]
-    raw += renderer.chunk(Piece(0, "", False, "length", None, 0, None, []))
+    raw += renderer.chunk(Piece(0, "", False, "length", None, None, []))
     *lines, last = lines_of(raw + renderer.end(Usage(2, 5)))
     choice = FinishedChoice(0, "", "length", None, events)
     whole = json.loads(CHAT.renderer(request(), None).body([choice], Usage(2, 5)))
@@ -184,7 +184,7 @@ def test_a_stream_in_any_chunks_has_the_content_of_the_whole_answer(
 
 def test_the_last_line_has_counts_and_durations() -> None:
     renderer = GENERATE.renderer(request(), None)
-    first, last = lines_of(renderer.chunk(Piece(0, "hm", True, "stop", None, 0, None)) + renderer.end(Usage(2, 5)))
+    first, last = lines_of(renderer.chunk(Piece(0, "hm", True, "stop", None, None)) + renderer.end(Usage(2, 5)))
     head = {"model": "m:latest", "created_at": "1970-01-01T00:00:01Z"}
     assert first == {**head, "response": "hm", "done": False}
     assert (last["response"], last["done"], last["done_reason"]) == ("", True, "stop")
@@ -195,9 +195,9 @@ def test_the_last_line_has_counts_and_durations() -> None:
 def test_a_call_is_one_line_with_its_arguments_as_an_object() -> None:
     renderer = CHAT.renderer(request(), None)
     events: list[Event] = [CallBegin("f", 0), CallArguments('{"a":', 0)]
-    assert renderer.chunk(Piece(0, "", True, None, None, 0, None, events)) == b""
+    assert renderer.chunk(Piece(0, "", True, None, None, None, events)) == b""
     events = [CallArguments("1}", 0), CallEnd()]
-    (line,) = lines_of(renderer.chunk(Piece(0, "", False, None, None, 0, None, events)))
+    (line,) = lines_of(renderer.chunk(Piece(0, "", False, None, None, None, events)))
     (call,) = line["message"]["tool_calls"]
     assert call["function"] == {"index": 0, "name": "f", "arguments": {"a": 1}}
 

@@ -82,7 +82,7 @@ def test_a_chat_body_has_the_clients_type(byte_tokenizer: Tokenizer) -> None:
 
 
 def test_a_completion_body_and_chunk_have_the_clients_types(byte_tokenizer: Tokenizer) -> None:
-    values = logprobs.completions([position(byte_tokenizer), position(byte_tokenizer)], text_offset=10)
+    values = logprobs.completions([position(byte_tokenizer)._replace(text_offset=each) for each in (10, 11)])
     body = orjson.loads(render.completion_body(HEAD, [render.Choice(0, "aa", "stop", values)], USAGE))
     parsed = Completion.model_validate(body)
     assert parsed.object == "text_completion"

@@ -67,7 +67,7 @@ def streamed(events: list[Event], finish_reason: FinishReason = "stop") -> list[
     for at, event in enumerate([*events, None]):
         ends = event is None
         found = [] if event is None else [event]
-        piece = Piece(0, "", at == 0, finish_reason if ends else None, None, 0, None, found)
+        piece = Piece(0, "", at == 0, finish_reason if ends else None, None, None, found)
         raw += renderer.chunk(piece)
     return events_of(raw + renderer.end(Usage(3, 5, 1)))
 
@@ -241,7 +241,7 @@ def test_responses_and_events_have_the_fields_that_open_responses_requires(field
     given = msgspec.structs.replace(request(), client_fields=json.dumps(body.shown()))
     events = numbered([Reasoning("r"), Content("t"), ["{}"]])
     renderer = DIALECT.renderer(given, None)
-    raw = renderer.chunk(Piece(0, "", True, "stop", None, 0, None, events)) + renderer.end(Usage(3, 5, 1))
+    raw = renderer.chunk(Piece(0, "", True, "stop", None, None, events)) + renderer.end(Usage(3, 5, 1))
     for event in events_of(raw):
         assert event.keys() >= EVENT_FIELDS[event["type"]], event
         if "item" in event:

@@ -60,7 +60,7 @@ def position(text: str, token_id: int = 9) -> PositionLogprobs:
 def piece(texts: Sequence[str], text: str, number: int, reason: FinishReason | None, stop: str | None = None) -> Piece:
     """Return a piece of an answer; `number` is the number of tokens so far."""
     positions = [position(each, token_id) for token_id, each in enumerate(texts, number - len(texts))]
-    return Piece(0, text, number == 1, reason, positions, 0, Usage(2, number), stop_reason=stop)
+    return Piece(0, text, number == 1, reason, positions, Usage(2, number), stop_reason=stop)
 
 
 def events_of(raw: bytes) -> list[dict[str, Any]]:

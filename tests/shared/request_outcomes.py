@@ -78,13 +78,13 @@ def _answer(dialect: Dialect, request: GenerateRequest) -> bytes:
     positions, token_ids = _positions(request), [5, 6] if request.return_token_ids else None
     prompt = PromptReport(request.prompt_token_ids if request.return_token_ids else None)
     if request.stream:
-        piece = Piece(0, " text", True, "length", positions, 0, USAGE, events, token_ids=token_ids, prompt=prompt)
+        piece = Piece(0, " text", True, "length", positions, USAGE, events, token_ids=token_ids, prompt=prompt)
         return renderer.chunk(piece) + renderer.end(USAGE)
     pooled = np.arange(request.prompt_index, request.prompt_index + 4, dtype="<f4").tobytes()
     choice = FinishedChoice(0, " text", "length", None, events, None, token_ids, prompt, pooled=pooled)
     if positions is not None:
         num_echoed = 0 if request.prompt_text is None else len(request.prompt_token_ids)
-        own, echoed = collector(renderer, 0), collector(renderer, 0, of_prompt=True)
+        own, echoed = collector(renderer), collector(renderer, of_prompt=True)
         assert own is not None
         assert echoed is not None
         echoed.add(positions[:num_echoed])

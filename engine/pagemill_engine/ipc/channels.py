@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.ipc.folder import FROM_ENGINE, TO_ENGINE, address
+from pagemill_engine.ipc.folder import FROM_ENGINE, MAX_QUEUED, TO_ENGINE, address
 from pagemill_engine.ipc.link import read_fatal
 from pagemill_engine.ipc.messages import FromEngine, Shutdown, ToEngine
 from pagemill_engine.ipc.process import EngineProcess
@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 CONNECTING_S = 0.002
 """Interval of checks whether the engine process has connected."""
+MAX_WAITING = 16
+"""Maximum number of decoded messages that wait for `recv`. Decoded outputs take several times the memory of encoded
+ones, so the others wait encoded, at the sockets.
+"""
 STOP_TIMEOUT_S = 5.0
 """Time between `Shutdown` and killing the engine process."""
 
@@ -58,6 +62,10 @@ class EngineChannel:
         self._descriptor: int | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._died: EngineDied | None = None
+        self._is_paused = False
+        """Whether the socket is not read, because `MAX_WAITING` messages wait."""
+        self._reads_all = False
+        """Whether every message is read at once: the engine process stops, and must not wait for a reader."""
         self._unsent: deque[bytes] = deque()
         """Encoded messages from before the engine process has connected."""
 
@@ -113,6 +121,8 @@ class EngineChannel:
         if self._died is not None and self._inbox.empty():
             raise self._died
         message = await self._inbox.get()
+        if self._is_paused and self._inbox.qsize() <= MAX_WAITING // 2:
+            self._resume()
         if isinstance(message, EngineDied):
             raise message
         return message
@@ -138,6 +148,8 @@ class EngineChannel:
         if self._watcher is None:
             self._process.discard()
             return
+        self._reads_all = True
+        self._resume()
         try:
             if self._died is None:
                 self._outbox.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
@@ -158,7 +170,7 @@ class EngineChannel:
         self._outbox.setsockopt(zmq.LINGER, 0)
         self._outbox.bind(address(folder, TO_ENGINE))
         self._source = self._context.socket(zmq.PULL)
-        self._source.setsockopt(zmq.RCVHWM, 0)
+        self._source.setsockopt(zmq.RCVHWM, MAX_QUEUED)
         self._source.bind(address(folder, FROM_ENGINE))
         self._descriptor = int(self._source.getsockopt(zmq.FD))
         asyncio.get_running_loop().add_reader(self._descriptor, self._drain)
@@ -174,16 +186,26 @@ class EngineChannel:
         self._process.discard()
 
     def _drain(self) -> None:
-        """Read all messages. The socket's descriptor signals changes, not messages."""
-        while True:
+        """Read all messages, up to `MAX_WAITING`. The socket's descriptor signals changes, not messages."""
+        while self._reads_all or self._inbox.qsize() < MAX_WAITING:
             try:
                 data = self._source.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._inbox.put_nowait(self._decoder.decode(data))
+        if not self._is_paused and self._descriptor is not None:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            self._is_paused = True
+
+    def _resume(self) -> None:
+        if self._is_paused and not self._source.closed and self._descriptor is not None:
+            self._is_paused = False
+            asyncio.get_running_loop().add_reader(self._descriptor, self._drain)
+            self._drain()
 
     async def _watch(self) -> None:
         returncode = await self._end()
+        self._reads_all = True
         if not self._source.closed:
             self._drain()
         fatal = read_fatal(self._process.folder)

@@ -13,6 +13,10 @@ CONFIGURED = b"."
 FATAL_FILE = "fatal"
 TO_ENGINE = "in"
 FROM_ENGINE = "out"
+MAX_QUEUED = 32
+"""Maximum number of messages from the engine process that wait at each of the two sockets. Then the engine process
+waits, so that outputs are not computed faster than they are delivered.
+"""
 
 
 def address(folder: Path, name: str) -> str:

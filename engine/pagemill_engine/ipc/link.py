@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.ipc.folder import FATAL_FILE, FROM_ENGINE, SETTINGS_FILE, TO_ENGINE, address
+from pagemill_engine.ipc.folder import FATAL_FILE, FROM_ENGINE, MAX_QUEUED, SETTINGS_FILE, TO_ENGINE, address
 from pagemill_engine.ipc.messages import Fatal, FromEngine, Heartbeat, ToEngine
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,9 @@ class ParentLink:
         return _settings_decoder.decode((self._folder / SETTINGS_FILE).read_bytes())
 
     def send(self, message: FromEngine) -> None:
-        """Send a message; never blocks. Call this only on the thread that created the link."""
+        """Send a message; wait while the parent has `MAX_QUEUED` unread ones. Call this only on the thread that created
+        the link.
+        """
         self._outbox.send(self._encoder.encode(message))
 
     def receive(self, timeout_s: float | None) -> ToEngine | None:
@@ -96,7 +98,7 @@ class ParentLink:
     def _connect_outbox(self, linger_ms: int) -> zmq.Socket[bytes]:
         """Return a new socket to the parent. Each thread needs its own."""
         outbox = self._context.socket(zmq.PUSH)
-        outbox.setsockopt(zmq.SNDHWM, 0)
+        outbox.setsockopt(zmq.SNDHWM, MAX_QUEUED)
         outbox.setsockopt(zmq.LINGER, linger_ms)
         outbox.connect(address(self._folder, FROM_ENGINE))
         return outbox
@@ -104,7 +106,8 @@ class ParentLink:
     def _send_heartbeats(self, expected_step_ms: Callable[[], float]) -> None:
         outbox, encoder = self._connect_outbox(0), msgspec.msgpack.Encoder()
         while True:
-            outbox.send(encoder.encode(Heartbeat(expected_step_ms())))
+            with contextlib.suppress(zmq.Again):  # heartbeats wait already, and one of them is enough
+                outbox.send(encoder.encode(Heartbeat(expected_step_ms())), zmq.NOBLOCK)
             time.sleep(HEARTBEAT_S)
 
     def _watch_parent(self) -> None:

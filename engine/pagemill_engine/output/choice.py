@@ -28,6 +28,8 @@ class ChoiceDelta(NamedTuple):
     """Tokens that count, in order; overshoot is left out."""
     logprobs: Sequence[LogprobsOut] = ()
     """One entry per token of `token_ids`, or none at all."""
+    offsets: Sequence[int] = ()
+    """For each token of `token_ids` the number of characters of the choice's text before it."""
     finish_reason: FinishReason | None = None
     events: Sequence[Event] | None = None
     """The parsed events of `text`; None without an answer format."""
@@ -60,6 +62,7 @@ class ChoiceOutput:
         self._backlog = ""
         self.parser = AnswerParser(answer_format) if answer_format is not None else None
         self.num_reasoning_tokens = 0
+        self._offsets: list[int] = []
         self._events: list[Event] = []
         self.delivered: list[Event] = []
         """Events that the client received before a resume."""
@@ -90,7 +93,10 @@ class ChoiceOutput:
         text = "".join(pieces)
         self.num_text_chars += len(text)
         self._end_events()
-        return ChoiceDelta(text, token_ids[:taken], (logprobs or ())[:taken], self.finish_reason, self.take_events())
+        offsets, self._offsets = self._offsets, []
+        return ChoiceDelta(
+            text, token_ids[:taken], (logprobs or ())[:taken], offsets, self.finish_reason, self.take_events()
+        )
 
     def take_events(self) -> list[Event] | None:
         """Return the events since the last call; None without an answer format."""
@@ -101,6 +107,7 @@ class ChoiceOutput:
 
     def _take(self, token_id: int, is_stop_token: bool) -> str:
         self.num_tokens += 1
+        self._offsets.append(self._detokenizer.start_of(token_id))
         reasons = self.parser is not None and self.parser.in_reasoning
         text = self._take_stop_token(token_id) if is_stop_token else self._scan(self._detokenizer.push([token_id]))
         self._read(text)
@@ -129,10 +136,10 @@ class ChoiceOutput:
         return self._scan(self._detokenizer.push([token_id]))
 
     def _scan(self, text: str) -> str:
-        """Return the text that is safe to deliver. Stop strings count only after `min_tokens` tokens."""
-        if not text or self.num_tokens <= self._sampling.min_tokens:
+        """Return the text that is safe to deliver. Stop strings may end only after `min_tokens` tokens."""
+        if not text:
             return text
-        scanned = self._matcher.push(text)
+        scanned = self._matcher.push(text, counts=self.num_tokens > self._sampling.min_tokens)
         if scanned.stop is not None:
             self.finish_reason = "stop"
             self.stop_reason = scanned.stop
@@ -168,6 +175,7 @@ class ChoiceOutput:
                 self.delivered += self.take_events() or ()
         else:
             self.finish_reason = None
+        self._offsets = []
         self._backlog = text[resume.num_text_chars :]
         if self.parser is None and resume.num_text_chars:
             self.delivered = [Content(text[: resume.num_text_chars])]

@@ -110,9 +110,10 @@ class ReportedPrompt:
             self._entries = JsonRows()
             self._entries.add(b"null")
         if request.prompt_text is not None and request.sampling.num_alternatives is not None:
-            num_chars = sum(len(tokenizer.token_text(token_id)) for token_id in request.prompt_token_ids)
-            self._echoed = collector(renderer, len(request.prompt_text) - num_chars, of_prompt=True)
+            self._echoed = collector(renderer, of_prompt=True)
+            self._offsets = logprobs.PromptOffsets(tokenizer, request.prompt_text)
             if self._echoed is not None:
+                self._offsets.next(request.prompt_token_ids[0])
                 self._echoed.add([logprobs.first_of_prompt(tokenizer, request.prompt_token_ids[0])])
 
     @property
@@ -131,7 +132,8 @@ class ReportedPrompt:
         if self._echoed is not None:
             num_top = sampling.logprobs or 0
             for each in entries:
-                self._echoed.add([logprobs.position(tokenizer, each.token_ids, each.logprobs, num_top)])
+                offset = self._offsets.next(each.token_ids[0])
+                self._echoed.add([logprobs.position(tokenizer, each.token_ids, each.logprobs, num_top, offset)])
         return self._num_bytes - before
 
     def report(self) -> PromptReport:

@@ -93,8 +93,6 @@ class _Choice:
     """Text and log probabilities of the whole choice; None when streaming."""
     positions: list[logprobs.PositionLogprobs] = field(default_factory=list)
     """Log probabilities that are not rendered yet; only when streaming."""
-    logprob_chars: int = 0
-    """Number of characters of the choice's text before `positions`."""
     likelihood: MeanLogprob = field(default_factory=MeanLogprob)
     """Computed only if the client gets the best of several candidates."""
     unreported: list[int] = field(default_factory=list)
@@ -185,7 +183,9 @@ class OutputProcessor:
         return Frame(failure_meta(error, self.usage), payload)
 
     def _deliver(self, choice: _Choice, delta: ChoiceDelta, progress: Progress) -> None:
-        positions = [self._position(entry) for entry in delta.logprobs] if self._reports_logprobs else []
+        positions: list[logprobs.PositionLogprobs] = []
+        if self._reports_logprobs:
+            positions = [self._position(*each) for each in zip(delta.logprobs, delta.offsets, strict=False)]
         if self._chooses:
             choice.likelihood.add(delta.logprobs)
         if choice.kept is not None:
@@ -239,7 +239,6 @@ class OutputProcessor:
 
     def _chunk(self, choice: _Choice, delta: ChoiceDelta) -> bytes:
         first = not choice.started
-        positions, num_chars_before = self._take_positions(choice)
         choice.started = True
         usage = self._usage_so_far(choice)
         return self._renderer.chunk(
@@ -248,11 +247,10 @@ class OutputProcessor:
                 delta.text,
                 first,
                 delta.finish_reason,
-                positions,
-                num_chars_before,
+                self._take_positions(choice),
                 usage,
                 delta.events,
-                choice.output.parser.num_calls if choice.output.parser is not None else 0,
+                choice.output.parser is not None and choice.output.parser.has_complete_calls,
                 choice.output.stop_reason,
                 self._take_token_ids(choice),
                 self._prompt.report() if first else PromptReport(),
@@ -307,18 +305,17 @@ class OutputProcessor:
             return choices
         return [choices[at] for at in best([choice.likelihood for choice in choices], self.request.sampling.n)]
 
-    def _take_positions(self, choice: _Choice) -> tuple[list[logprobs.PositionLogprobs] | None, int]:
-        """Return the log probabilities to render now, and the number of characters of the text before them."""
+    def _take_positions(self, choice: _Choice) -> list[logprobs.PositionLogprobs] | None:
+        """Return the log probabilities to render now."""
         if not self._reports_logprobs:
-            return None, 0
+            return None
         positions, choice.positions = choice.positions, []
-        num_chars_before = choice.logprob_chars
-        choice.logprob_chars += sum(len(at.chosen.token) for at in positions)
-        return positions, num_chars_before
+        return positions
 
-    def _position(self, entry: LogprobsOut) -> logprobs.PositionLogprobs:
+    def _position(self, entry: LogprobsOut, offset: int) -> logprobs.PositionLogprobs:
         num_top = self.request.sampling.num_alternatives or 0
-        return logprobs.position(self._tokenizer, entry.token_ids, entry.logprobs, num_top)
+        offset += len(self.request.prompt_text or "")
+        return logprobs.position(self._tokenizer, entry.token_ids, entry.logprobs, num_top, offset)
 
     def _take_token_ids(self, choice: _Choice) -> list[int] | None:
         if not self.request.return_token_ids:
@@ -332,9 +329,9 @@ class OutputProcessor:
         output = ChoiceOutput(
             self._tokenizer, request.prompt_token_ids, request.sampling, resume, request.answer_format
         )
-        choice = _Choice(output, index, started=False, logprob_chars=len(request.prompt_text or ""))
+        choice = _Choice(output, index, started=False)
         if not request.stream:
-            choice.kept = KeptChoice(collector(self._renderer, choice.logprob_chars), request.return_token_ids)
+            choice.kept = KeptChoice(collector(self._renderer), request.return_token_ids)
         if resume is None:
             return choice
         if request.stream:
@@ -345,8 +342,6 @@ class OutputProcessor:
         elif choice.kept is not None:
             ended = (output.take_backlog(), output.take_events()) if resume.finished else ("", None)
             choice.kept.add(*ended, (), resume.token_ids)
-        if request.sampling.num_alternatives is not None:
-            choice.logprob_chars += sum(len(self._tokenizer.token_text(token_id)) for token_id in resume.token_ids)
         return choice
 
 

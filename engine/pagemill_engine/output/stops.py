@@ -33,19 +33,22 @@ class StopMatcher:
         """Text that is held back because a stop string may have begun in it."""
         return self._held
 
-    def push(self, text: str) -> Scanned:
-        """Process the next piece of text. After a match the matcher must not be used again."""
+    def push(self, text: str, *, counts: bool = True) -> Scanned:
+        """Process the next piece of text. After a match the matcher must not be used again.
+
+        `counts`: whether a stop string may end in it; if not, one may only begin.
+        """
         if not self._automata:
             return Scanned(text, None)
         pending = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             matched = self._advance(char)
-            if matched is None:
+            if matched is None or not counts:
                 continue
             self._held = ""
             cut = end if self._include_stop else end - len(matched)
             return Scanned(pending[:cut], matched)
-        keep = len(pending) - max(automaton.state for automaton in self._automata)
+        keep = len(pending) - max(automaton.pending for automaton in self._automata)
         self._held = pending[keep:]
         return Scanned(pending[:keep], None)
 
@@ -77,8 +80,13 @@ class _Automaton:
         self.state = 0
         self._fallback = _fallback_table(pattern)
 
+    @property
+    def pending(self) -> int:
+        """Length of the text that may still become a match: one that was complete, and did not count, may not."""
+        return self._fallback[-1] if self.state == len(self.pattern) else self.state
+
     def step(self, char: str) -> bool:
-        state = self.state
+        state = self.pending
         while state and self.pattern[state] != char:
             state = self._fallback[state - 1]
         if self.pattern[state] == char:

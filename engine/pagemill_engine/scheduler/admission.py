@@ -120,6 +120,7 @@ class Admission:
             max_total_tokens=self._max_total_tokens(request),
             stop_ids=stop_ids,
             eos_token_ids=eos_token_ids,
+            noise=choice % sampling.num_sequences,
             cache_root=self._cache_root(request.cache_salt, request.adapter_digest),
             num_resumed_tokens=len(resumed),
             pooling=request.pooling,

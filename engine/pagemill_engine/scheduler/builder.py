@@ -59,7 +59,7 @@ class StepBuilder:
                 num_computed_tokens=sequence.num_computed_tokens,
                 block_ids=block_ids,
                 sampling=sequence.sampling,
-                choice=sequence.choice,
+                choice=sequence.noise,
                 seed=sequence.seed,
                 pooling=sequence.pooling,
                 eos_token_ids=sequence.eos_token_ids,

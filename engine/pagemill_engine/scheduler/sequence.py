@@ -54,6 +54,9 @@ class Sequence:
     eos_token_ids: list[int]
     """End-of-sequence tokens, unless ignored."""
     cache_root: bytes
+    noise: int = 0
+    """Index among the choices of its own prompt, which is part of the random counter: a prompt is answered as it would
+    be alone, whatever other prompts its request has."""
     num_resumed_tokens: int = 0
     """Number of output tokens that another engine generated."""
     num_computed_tokens: int = 0

@@ -34,7 +34,7 @@ class AdmittedSequence:
     """Blocks for all tokens up to and including this step's."""
     sampling: SamplingParams
     choice: int
-    """Index among the n choices of its client request; it is part of the random counter."""
+    """Index among the n choices of its prompt; it is part of the random counter."""
     seed: int
     pooling: PoolingParams | None = None
     """Set if the prompt is pooled into a vector or a score; the sequence then samples nothing."""

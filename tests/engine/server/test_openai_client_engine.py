@@ -126,6 +126,32 @@ def test_completion_logprobs_have_offsets_into_the_text(client: openai.OpenAI) -
         assert text[offset:].startswith(token)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "added"), [("Hi 🫠 there", {"echo": True}), ([14605, 11], {"extra_body": {"min_p": 1}})]
+)
+def test_offsets_are_right_beside_characters_of_several_tokens_and_special_tokens(
+    client: openai.OpenAI, prompt: str | list[int], added: dict[str, Any]
+) -> None:
+    answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=9, seed=1, logprobs=1, **added)
+    logprobs, text = answer.choices[0].logprobs, answer.choices[0].text
+    assert logprobs is not None
+    found = list(zip(logprobs.tokens or [], logprobs.text_offset or [], strict=True))
+    whole = [(token, offset) for token, offset in found if "�" not in token and not token.startswith("<|")]
+    assert len(whole) < len(found), "the text has no token of this kind"
+    for token, offset in whole:
+        assert text[offset:].startswith(token)
+
+
+def test_prompts_of_one_request_are_answered_as_they_would_be_alone(client: openai.OpenAI) -> None:
+    def texts(prompt: str | list[str]) -> list[str]:
+        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=4, seed=7, n=2, temperature=1)
+        return [choice.text for choice in answer.choices]
+
+    alone = texts("Hi")
+    assert alone[0] != alone[1]
+    assert texts(["Hi", "Rome is", "Hi"]) == alone + texts("Rome is") + alone
+
+
 def test_an_echo_with_logprobs_scores_the_prompt_like_prompt_logprobs(client: openai.OpenAI) -> None:
     prompt = "The capital of France is Paris"
     extra = {"prompt_logprobs": 1, "return_token_ids": True}

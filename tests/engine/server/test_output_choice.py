@@ -99,6 +99,9 @@ def test_stop_strings_count_only_after_min_tokens(byte_tokenizer: Tokenizer) -> 
     choice = ChoiceOutput(byte_tokenizer, [], params(["ab"], min_tokens=4))
     assert choice.push(byte_tokenizer.encode("ababxab")).text == "ababx"
     assert choice.num_tokens == 7
+    begun_before = ChoiceOutput(byte_tokenizer, [], params(["abc"], min_tokens=2))
+    assert [begun_before.push(byte_tokenizer.encode(each)).text for each in "xabc"] == ["x", "", "", ""]
+    assert (begun_before.finish_reason, begun_before.stop_reason) == ("stop", "abc")
 
 
 def test_a_stop_token_is_counted_and_named_but_not_shown(byte_tokenizer: Tokenizer) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
+from special_tokens import with_special_tokens
 
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
@@ -302,24 +304,47 @@ def test_an_echo_with_logprobs_starts_with_the_prompts_tokens(byte_tokenizer: To
     assert not any("prompt_logprobs" in choice for choice in choices), "prompt_logprobs was not requested by name"
 
 
-def test_offsets_point_into_the_text_if_the_prompt_starts_with_a_token_without_text(
-    byte_tokenizer: Tokenizer,
-) -> None:
+def offsets_of(tokenizer: Tokenizer, prompt: str | None, prompt_ids: list[int], token_ids: list[int]) -> list[Any]:
+    """Return tokens, offsets and text of a completion, each token in its own chunk. `prompt`: its echo, or None."""
     sampling = SamplingParams(max_tokens=None, logprobs=0)
-    prompt = byte_tokenizer.encode("#ab")
-    request = make_request(sampling, dialect="completions", stream=False, prompt_text="ab", prompt_token_ids=prompt)
-    processor = OutputProcessor(request, byte_tokenizer)
-    (c,) = byte_tokenizer.encode("c")
-    pushed = out(
-        byte_tokenizer,
-        "c",
-        finish="length",
-        logprobs=[LogprobsOut([c], [-0.5], 1)],
-        prompt_logprobs=of_prompt(byte_tokenizer, "#ab"),
+    request = make_request(sampling, dialect="completions", prompt_text=prompt, prompt_token_ids=prompt_ids)
+    processor = OutputProcessor(request, tokenizer)
+    of_prompt = [LogprobsOut([each], [-0.5], 1) for each in prompt_ids[1:]] if prompt is not None else []
+    frames = []
+    for at, token_id in enumerate(token_ids):
+        finish: Any = "length" if at == len(token_ids) - 1 else None
+        entries = [LogprobsOut([token_id], [-0.5], 1)]
+        pushed = TokensOut(request_id="r", token_ids=[token_id], logprobs=entries, finish_reason=finish)
+        frames += processor.push(msgspec.structs.replace(pushed, prompt_logprobs=[] if at else of_prompt)).frames
+    choices = [each["choices"][0] for each in events(frames)[:-1]]
+    return [
+        [token for choice in choices for token in choice["logprobs"]["tokens"]],
+        [offset for choice in choices for offset in choice["logprobs"]["text_offset"]],
+        "".join(choice["text"] for choice in choices),
+    ]
+
+
+def test_offsets_of_tokens_within_a_character_are_those_of_the_character(byte_tokenizer: Tokenizer) -> None:
+    prompt, answer = "Hi 🙂 a", "é!"
+    tokens, offsets, text = offsets_of(
+        byte_tokenizer, prompt, byte_tokenizer.encode(prompt), byte_tokenizer.encode(answer)
     )
-    (choice,) = json.loads(processor.push(pushed).frames[-1].payload)["choices"]
-    assert (choice["text"], choice["logprobs"]["tokens"]) == ("abc", ["#", "a", "b", "c"])
-    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+    assert text == prompt + answer
+    assert offsets == [0, 1, 2, 3, 3, 3, 3, 4, 5, 6, 6, 7]
+    assert len(tokens) == len(offsets)
+    cut = byte_tokenizer.encode("🙂")[:2] + byte_tokenizer.encode("ab")
+    assert offsets_of(byte_tokenizer, None, [1], cut)[1:] == [[0, 0, 1, 2], "\N{REPLACEMENT CHARACTER}ab"]
+
+
+def test_offsets_point_into_the_text_which_leaves_out_special_tokens(byte_tokenizer: Tokenizer) -> None:
+    tokenizer = with_special_tokens(byte_tokenizer, ["<s>", "<|x|>"])
+    encode = tokenizer.encode
+    prompt_ids, answer_ids = [256, *encode("a<|x|>b")], [*encode("c"), 257, *encode("d"), 256, *encode("e")]
+    assert offsets_of(tokenizer, "a<|x|>b", prompt_ids, answer_ids) == [
+        ["<s>", "a", "<|x|>", "b", "c", "<|x|>", "d", "<s>", "e"],
+        [0, 0, 1, 6, 7, 8, 8, 9, 9],
+        "a<|x|>bcde",
+    ]
 
 
 @pytest.mark.parametrize("stream", [True, False])

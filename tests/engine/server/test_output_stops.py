@@ -82,3 +82,19 @@ def test_a_long_stop_string_causes_no_quadratic_search() -> None:
     released = "".join(matcher.push("a").text for _ in range(3000))
     assert len(released) + len(matcher.held) == 3000
     assert len(matcher.held) == 1023
+
+
+@given(TEXT, STOPS, st.integers(0, 12))
+def test_a_stop_string_may_begin_where_none_may_end(text: str, stops: list[str], least: int) -> None:
+    matcher = StopMatcher(stops)
+    shown = ""
+    for number, char in enumerate(text, start=1):
+        scanned = matcher.push(char, counts=number > least)
+        shown += scanned.text
+        if scanned.stop is not None:
+            break
+    else:
+        shown += matcher.flush()
+    ends = [end for end in range(least + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    longest = max((stop for stop in stops if ends and text[: ends[0]].endswith(stop)), key=len, default="")
+    assert shown == text[: ends[0] - len(longest) if ends else None]

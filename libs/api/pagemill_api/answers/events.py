@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 
@@ -34,13 +35,23 @@ Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
 """Events in the order of the text; arguments and end belong to the call that began last."""
 
 
+def calls_are_complete(events: Iterable[Event]) -> bool:
+    """Return whether there are calls, and all of them end."""
+    kinds = [type(event) for event in events]
+    return 0 < kinds.count(CallBegin) <= kinds.count(CallEnd)
+
+
 class Parser(Protocol):
     """A parser of one answer. Events depend on the text so far, never on how it was split into pieces."""
 
     def push(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]:
-        """Return the remaining events after the last text: text held back, and the end of a call that is still open."""
+        """Return the remaining events after the last text.
+
+        Text that was held back and is no part of a call is content. A call whose arguments are incomplete has no
+        `CallEnd`, and one whose name is incomplete has no event.
+        """
         ...
 
     @property

@@ -82,6 +82,11 @@ class CallObject:
         self._arguments: str | None = None
         """Arguments that were read before the name; "" once they were returned."""
 
+    @property
+    def has_arguments(self) -> bool:
+        """Whether the call's name and arguments are complete; the object itself may not be."""
+        return self.begun and self._arguments is not None and not (self._next == "rest" and self._key in _ARGUMENT_KEYS)
+
     def feed(self, text: str) -> tuple[list[Event], int]:
         """Return events, and the number of characters of `text` that belong to the object."""
         at = 0

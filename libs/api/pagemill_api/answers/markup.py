@@ -5,12 +5,14 @@ A state reads `_buffer`, appends to `_events` and returns True when it consumed 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 
 
 class MarkupParser:
+    call_markers: Sequence[str] = ()
+    """Texts that begin calls wherever they are."""
     in_reasoning = False
 
     def __init__(self) -> None:
@@ -20,6 +22,9 @@ class MarkupParser:
         self._final = False
         """No text follows: nothing has to be held back."""
         self._in_call = False
+        self._follows_call = False
+        """Only white space was read since the last call: the beginning of a marker at the end of the text is dropped,
+        while after words it is text."""
 
     def push(self, text: str) -> list[Event]:
         self._buffer += text
@@ -30,10 +35,10 @@ class MarkupParser:
 
     def finish(self) -> list[Event]:
         self._final = True
-        self._events += self.push("")
+        events = self.push("")
         self._rest()
-        self._end()
-        events, self._events = self._events, []
+        events += self._events
+        self._events = []
         return events
 
     def _text(self) -> bool:
@@ -41,7 +46,7 @@ class MarkupParser:
         raise NotImplementedError
 
     def _rest(self) -> None:
-        """Emit the text that the current state held back, after the end of the text."""
+        """Emit what the current state held back, after the end of the text, except parts of incomplete calls."""
 
     def _take(self, *markers: str) -> tuple[str, str]:
         """Consume the text before the first of `markers`, and that marker, which is "" if there is none yet."""
@@ -50,7 +55,9 @@ class MarkupParser:
             at, marker = min(found)
             text, self._buffer = self._buffer[:at], self._buffer[at + len(marker) :]
             return text, marker
-        at = len(self._buffer) if self._final else _held_from(self._buffer, markers)
+        at = _held_from(self._buffer, markers)
+        if self._final and not (self._follows_call and not self._buffer[:at].strip()):
+            at = len(self._buffer)
         text, self._buffer = self._buffer[:at], self._buffer[at:]
         return text, ""
 
@@ -62,6 +69,7 @@ class MarkupParser:
     def _content(self, text: str) -> None:
         if text:
             self._events.append(Content(text))
+            self._follows_call &= text.isspace()
 
     def _reasoning(self, text: str) -> None:
         if text:
@@ -79,6 +87,7 @@ class MarkupParser:
     def _end(self) -> None:
         if self._in_call:
             self._in_call = False
+            self._follows_call = True
             self._events.append(CallEnd())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pagemill_api.answers.events import (
     CallArguments,
     CallBegin,
+    CallEnd,
     Content,
     Event,
     Parser,
@@ -26,6 +27,7 @@ class AnswerParser:
         if is_harmony or answer_format.tools:
             self._tools = tool_parser(HARMONY if is_harmony else answer_format.tools, answer_format.string_parameters)
         self.num_calls = 0
+        self._num_ended = 0
         self._space = ""
         """White space that has been read and may be dropped."""
         self._at_start: type[Event] | None = None
@@ -36,6 +38,12 @@ class AnswerParser:
     def in_reasoning(self) -> bool:
         return any(each is not None and each.in_reasoning for each in (self._reasoning, self._tools))
 
+    @property
+    def has_complete_calls(self) -> bool:
+        """Whether the answer has calls, of which those that the client gets are complete."""
+        num_shown = self.num_calls if self._format.parallel else min(1, self.num_calls)
+        return 0 < num_shown <= self._num_ended
+
     def push(self, text: str) -> list[Event]:
         events: list[Event] = [Content(text)] if self._reasoning is None else self._reasoning.push(text)
         return self._cleaned(self._with_calls(events))
@@ -43,6 +51,8 @@ class AnswerParser:
     def finish(self) -> list[Event]:
         events = self._with_calls(self._reasoning.finish() if self._reasoning is not None else [])
         events += self._tools.finish() if self._tools is not None else []
+        if self._format.forced:
+            events = [event for event in events if not isinstance(event, Content)]
         cleaned = self._cleaned(events)
         if self._space and self._last is Content and not self.num_calls:
             cleaned.append(Content(self._space))
@@ -65,6 +75,7 @@ class AnswerParser:
             if isinstance(event, CallBegin):
                 self.num_calls += 1
                 self._space, self._last = "", CallBegin
+            self._num_ended += isinstance(event, CallEnd)
             if isinstance(event, CallBegin | CallArguments):
                 event = event._replace(call=self.num_calls - 1)
             if self.num_calls == 1 or self._format.parallel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.metadata import entry_points
 from typing import NamedTuple
 
@@ -96,7 +96,11 @@ def call_syntax(name: str, template: str) -> CallSyntax | None:
 def reasoning_parser(answer_format: AnswerFormat) -> Parser:
     """Return the reasoning parser of a format other than harmony."""
     begin, end = MARKERS[answer_format.reasoning]
-    return ThinkParser(begin, end, answer_format.starts_in_reasoning)
+    if not answer_format.tools:
+        return ThinkParser(begin, end, answer_format.starts_in_reasoning)
+    make_tools = partial(tool_parser, answer_format.tools, answer_format.string_parameters)
+    call_markers: Sequence[str] = getattr(make_tools(), "call_markers", ())
+    return ThinkParser(begin, end, answer_format.starts_in_reasoning, call_markers, make_tools)
 
 
 def check_parsers(settings: ParserSettings) -> None:

@@ -46,14 +46,12 @@ class Piece(NamedTuple):
     finish_reason: FinishReason | None
     positions: Sequence[PositionLogprobs] | None
     """Log probabilities of the piece's tokens; `None` if the client did not ask for them."""
-    num_chars_before: int
-    """Characters of the choice's text before `positions`, including an echoed prompt."""
     usage: Usage | None
     """Tokens so far, for clients that ask for usage in every chunk."""
     events: Sequence[Event] | None = None
     """Reasoning, content and calls that `text` adds; `None`: the request has no answer format."""
-    num_calls: int = 0
-    """Tool calls that the choice has begun so far."""
+    calls_are_complete: bool = False
+    """Whether the choice has tool calls so far, and all of them have ended."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended the choice, or None."""
     token_ids: Sequence[int] | None = None
@@ -106,14 +104,13 @@ class AnswerRenderer(Protocol):
         ...
 
 
-def collector(renderer: AnswerRenderer, text_offset: int, *, of_prompt: bool = False) -> CollectedLogprobs | None:
+def collector(renderer: AnswerRenderer, *, of_prompt: bool = False) -> CollectedLogprobs | None:
     """Return what collects the log probabilities of one choice of a body, or of the echoed prompt.
 
-    `text_offset`: characters of the text before them. Renderers of dialects with log probabilities have a method
-    `collected_logprobs`; for others this returns None.
+    Renderers of dialects with log probabilities have a method `collected_logprobs`; for others this returns None.
     """
-    make: Callable[[int, bool], CollectedLogprobs] | None = getattr(renderer, "collected_logprobs", None)
-    return None if make is None else make(text_offset, of_prompt)
+    make: Callable[[bool], CollectedLogprobs] | None = getattr(renderer, "collected_logprobs", None)
+    return None if make is None else make(of_prompt)
 
 
 class Preparation(NamedTuple):

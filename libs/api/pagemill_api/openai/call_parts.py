@@ -6,6 +6,7 @@ Ids of calls follow from the response's id and the call's position, so an engine
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from pagemill_api.answers.events import CallArguments, CallBegin, Content, Event
 from pagemill_api.openai.render import ToolReason
 from pagemill_protocol import nesting
 from pagemill_protocol.request.generate import FinishReason
+
+_BRACKETS = {"{": "}", "[": "]"}
+_JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*(?P<quote>")?|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 
 
 def delta(event: Event, response_id: str, choice: int) -> dict[str, Any] | None:
@@ -51,9 +55,12 @@ def message(events: Sequence[Event], response_id: str, choice: int) -> dict[str,
     return rendered
 
 
-def finish_reason(reason: FinishReason | None, num_calls: int, *, named: bool) -> FinishReason | ToolReason | None:
-    """Return the finish reason. `named`: the client named the function to call."""
-    return "tool_calls" if reason == "stop" and num_calls and not named else reason
+def finish_reason(reason: FinishReason | None, has_calls: bool, *, named: bool) -> FinishReason | ToolReason | None:
+    """Return the finish reason.
+
+    `has_calls`: the answer has calls, and all are complete. `named`: the client named the function to call.
+    """
+    return "tool_calls" if reason == "stop" and has_calls and not named else reason
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
@@ -66,6 +73,33 @@ def arguments_object(arguments: str) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         value = None
     return value if isinstance(value, dict) and not nesting.exceeds(value) else {"arguments": arguments}
+
+
+def partial_object(arguments: str) -> dict[str, Any]:
+    """Return the complete values of arguments that were cut, as clients read them from a stream that ends there."""
+    kept, closing, previous = "", "", ""
+    brackets: list[str] = []
+    for found in _JSON_PARTS.finditer(arguments):
+        part = found[0]
+        is_bracket = part in _BRACKETS or part in _BRACKETS.values()
+        is_value = previous == ":" or brackets[-1:] == ["]"]
+        if part in _BRACKETS:
+            brackets.append(_BRACKETS[part])
+        elif is_bracket:
+            brackets = brackets[:-1]
+        is_complete = found["quote"] if part[0] == '"' else _is_json(part)
+        if is_bracket or (is_value and is_complete and part not in ",:"):
+            kept, closing = arguments[: found.end()], "".join(reversed(brackets))
+        previous = part
+    return arguments_object(kept + closing)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
 
 
 def _reasoning(text: str) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def _answer_format(req: ChatTemplateFields, tools: str, reasoning: str) -> Answe
         shows_reasoning=req.include_reasoning,
         reasoning_budget=req.reasoning_budget,
         parallel=req.parallel_tool_calls,
+        forced=req.forces_calls,
         named=bool(req.names_function),
         string_parameters=_string_parameters(req.prompt_tools) if tools == "qwen3-coder" else {},
     )

@@ -36,6 +36,8 @@ class PositionLogprobs(NamedTuple):
 
     chosen: TokenLogprob
     top: list[TokenLogprob]
+    text_offset: int = 0
+    """Number of characters before it in the choice's text, including an echoed prompt."""
 
 
 class CollectedLogprobs(Protocol):
@@ -47,7 +49,7 @@ class CollectedLogprobs(Protocol):
 
 
 def position(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], num_top: int
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], num_top: int, text_offset: int = 0
 ) -> PositionLogprobs:
     """Return a position from ids and values: the chosen token first, then the most likely ones, as engines send
     them."""
@@ -55,13 +57,30 @@ def position(
         TokenLogprob(tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), _finite(logprob), token_id)
         for token_id, logprob in zip(token_ids[: num_top + 1], logprobs, strict=False)
     ]
-    return PositionLogprobs(entries[0], entries[1:])
+    return PositionLogprobs(entries[0], entries[1:], text_offset)
 
 
 def first_of_prompt(tokenizer: Tokenizer, token_id: int) -> PositionLogprobs:
     """Return the position of the prompt's first token, which has no log probability."""
     chosen = TokenLogprob(tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), None, token_id)
     return PositionLogprobs(chosen, [])
+
+
+class PromptOffsets:
+    """Finds the places of a prompt's tokens in its text, which may leave out special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+
+    def next(self, token_id: int) -> int:
+        """Return the number of characters before the prompt's next token."""
+        place = min(self._detokenizer.start_of(token_id), len(self._text))
+        is_special = token_id in self._tokenizer.special_ids
+        if not is_special or self._text.startswith(self._tokenizer.token_text(token_id), place):
+            self._detokenizer.push([token_id])
+        return place
 
 
 def by_token_id(
@@ -105,9 +124,7 @@ class ChatLogprobs:
 class CompletionLogprobs:
     """`choices[].logprobs` of a completions body, or its beginning that reports the echoed prompt."""
 
-    def __init__(self, text_offset: int) -> None:
-        """`text_offset`: as that of `completions`."""
-        self.text_offset = text_offset
+    def __init__(self) -> None:
         self._has_top = False
         self._offsets, self._logprobs, self._tokens, self._tops = JsonRows(), JsonRows(), JsonRows(), JsonRows()
 
@@ -117,8 +134,7 @@ class CompletionLogprobs:
 
     def add(self, positions: Sequence[PositionLogprobs]) -> None:
         for at in positions:
-            self._offsets.add(b"%d" % max(0, self.text_offset))
-            self.text_offset += len(at.chosen.token)
+            self._offsets.add(b"%d" % at.text_offset)
             self._logprobs.add(orjson.dumps(at.chosen.logprob))
             self._tokens.add(orjson.dumps(at.chosen.token))
             self._tops.add(orjson.dumps(_top_dict(at)))
@@ -130,7 +146,7 @@ class CompletionLogprobs:
         def array(rows: JsonRows, before: JsonRows | None) -> orjson.Fragment:
             return joined_array(before, rows) if json is None else json.part(array_pieces(before, rows))
 
-        first = echoed or CompletionLogprobs(0)
+        first = echoed or CompletionLogprobs()
         has_top = self._has_top or first._has_top
         return {
             "text_offset": array(self._offsets, first._offsets),
@@ -140,20 +156,14 @@ class CompletionLogprobs:
         }
 
 
-def completions(positions: Sequence[PositionLogprobs], text_offset: int = 0) -> dict[str, Any]:
+def completions(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
     """Return `choices[].logprobs` of a completions chunk.
 
-    `text_offset`: characters of the choice's text (the echoed prompt included) before the first position; below 0 where
-    the prompt begins with tokens that are not in its text. Without alternatives, `top_logprobs` is null; otherwise each
-    entry also contains the chosen token.
+    Without alternatives, `top_logprobs` is null; otherwise each entry also contains the chosen token.
     """
-    offsets: list[int] = []
-    for at in positions:
-        offsets.append(max(0, text_offset))
-        text_offset += len(at.chosen.token)
     tops = [_top_dict(at) for at in positions] if any(at.top for at in positions) else None
     return {
-        "text_offset": offsets,
+        "text_offset": [at.text_offset for at in positions],
         "token_logprobs": [at.chosen.logprob for at in positions],
         "tokens": [at.chosen.token for at in positions],
         "top_logprobs": tops,

@@ -42,7 +42,8 @@ _SHARED_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in S
 def with_seed(request: GenerateRequest, new_seed: Callable[[], int]) -> GenerateRequest:
     """Return `request` with a seed of its own if the client sent none.
 
-    Another engine can then continue it, and equal prompts of one body get different answers.
+    Another engine can then continue it, and equal prompts of one body get different answers, which with the client's
+    seed are equal.
     """
     if request.sampling.seed is not None:
         return request

@@ -24,6 +24,8 @@ class IncrementalDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_leading_spaces = table.num_leading_spaces
         self._has_own_bytes = False
+        self.num_chars = 0
+        """Number of characters returned so far."""
         self._prime(prompt_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -32,12 +34,25 @@ class IncrementalDetokenizer:
         raw = b"".join([table[token_id] for token_id in token_ids if token_id not in skipped])
         raw = self._without_leading(raw)
         self._has_own_bytes |= bool(raw)
-        return self._decoder.decode(raw)
+        text = self._decoder.decode(raw)
+        self.num_chars += len(text)
+        return text
+
+    def start_of(self, token_id: int) -> int:
+        """Return the number of characters before those of `token_id`, which is pushed next.
+
+        A token within a character starts where the character does.
+        """
+        raw = b"" if token_id in self._skipped else self._table[token_id]
+        pending, _ = self._decoder.getstate()
+        cuts_character = bool(pending and raw) and raw[0] & 0xC0 != 0x80  # U+FFFD will be before it
+        return self.num_chars + cuts_character
 
     def flush(self) -> str:
         """Return the rest at the end, U+FFFD for an incomplete character, and reset the state."""
         text = self._decoder.decode(b"", final=True) if self._has_own_bytes else ""
         self._decoder.reset()
+        self.num_chars += len(text)
         return text
 
     def _without_leading(self, raw: bytes) -> bytes:

@@ -19,6 +19,8 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Maximum tokens between the markers; the engine then forces the end marker. `None`: no limit."""
     parallel: bool = True
     """If false, the client gets the first call only."""
+    forced: bool = False
+    """The answer must be calls after optional reasoning, so what is left of an incomplete call is no text."""
     named: bool = False
     """The client named the function to call: the answer then ends with `stop`, as in OpenAI's API."""
     string_parameters: dict[str, list[str]] = {}

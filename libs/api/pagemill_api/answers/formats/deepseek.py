@@ -27,6 +27,8 @@ def syntax(template: str) -> CallSyntax:
 
 
 class DeepSeekParser(MarkupParser):
+    call_markers = (BEGIN,)
+
     def _text(self) -> bool:
         text, marker = self._take(BEGIN)
         self._content(text)

@@ -9,13 +9,18 @@ from __future__ import annotations
 import re
 
 from pagemill_api.answers.call_syntax import CallSyntax
+from pagemill_api.answers.json_text import ValueScanner
 from pagemill_api.answers.markup import MarkupParser
 from pagemill_api.structural_tags import AnyText, Tag
 
 _START, _MESSAGE = "<|start|>", "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+_CHANNEL_BEGIN = "<|channel|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START, _CHANNEL_BEGIN)
+"""The beginning of another message ends one too."""
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_HEADER = re.compile(r"\s*to=|.*<\|(?:channel|start|constrain)\||\s*<\|", re.DOTALL)
+"""The beginning of a header, as opposed to text."""
 REASONING = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
 _FINAL = "<|channel|>final<|message|>"
 SYNTAX = CallSyntax(
@@ -31,6 +36,7 @@ class HarmonyParser(MarkupParser):
     def __init__(self) -> None:
         super().__init__()
         self._header = ""
+        self._has_header = False
         self._is_empty = True
 
     def _text(self) -> bool:
@@ -40,15 +46,18 @@ class HarmonyParser(MarkupParser):
         if not marker:
             return False
         header, self._header = self._header, ""
+        self._has_header = True
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         self.in_reasoning = recipient is None and channel is not None and channel[1] == "analysis"
-        if recipient is not None:
-            self._begin(recipient[1])
         self._is_empty = True
         self._state = self._body
+        if recipient is not None:
+            self._begin(recipient[1])
+            self._state = self._call_body
         return True
 
     def _body(self) -> bool:
+        """Read a message up to its end: text, or arguments that are no JSON object."""
         text, marker = self._take(*_ENDS)
         self._emit(text)
         if not marker:
@@ -56,9 +65,37 @@ class HarmonyParser(MarkupParser):
         if self._in_call and self._is_empty:
             self._arguments("{}")
         self._end()
+        self._next_header(marker)
+        return True
+
+    def _call_body(self) -> bool:
+        if not self._skip_space():
+            return False
+        self._scanner = ValueScanner()
+        self._state = self._object if self._buffer[0] == "{" else self._body
+        return True
+
+    def _object(self) -> bool:
+        """Read arguments, in whose texts markers have no meaning."""
+        end = self._scanner.scan(self._buffer)
+        self._arguments(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        if self._scanner.done:
+            self._end()
+            self._state = self._after_object
+        return bool(self._buffer)
+
+    def _after_object(self) -> bool:
+        _, marker = self._take(*_ENDS)
+        if marker:
+            self._next_header(marker)
+        return bool(marker)
+
+    def _next_header(self, marker: str) -> None:
         self.in_reasoning = False
         self._state = self._text
-        return True
+        if marker == _CHANNEL_BEGIN:
+            self._buffer = marker + self._buffer
 
     def _emit(self, text: str) -> None:
         self._is_empty = self._is_empty and not text.strip()
@@ -70,5 +107,5 @@ class HarmonyParser(MarkupParser):
             self._content(text)
 
     def _rest(self) -> None:
-        if self._state == self._text and "<|" not in self._header:
+        if self._state == self._text and not self._has_header and not _HEADER.match(self._header):
             self._content(self._header)

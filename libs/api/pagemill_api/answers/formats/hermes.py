@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pagemill_api.answers.call_syntax import CallSyntax
 from pagemill_api.answers.json_text import CallObject
 from pagemill_api.answers.markup import MarkupParser
@@ -17,6 +19,8 @@ SYNTAX = CallSyntax(
 
 
 class HermesParser(MarkupParser):
+    call_markers: Sequence[str] = (_BEGIN,)
+
     def _text(self) -> bool:
         text, marker = self._take(_BEGIN)
         self._content(text)
@@ -55,5 +59,5 @@ class HermesParser(MarkupParser):
         return bool(marker)
 
     def _rest(self) -> None:
-        if self._state == self._object and not self._call.begun:
-            self._content(self._raw)
+        if self._state == self._object and self._call.has_arguments:
+            self._end()

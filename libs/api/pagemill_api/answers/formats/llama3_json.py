@@ -19,11 +19,16 @@ SYNTAX = CallSyntax(
 class Llama3JsonParser(HermesParser):
     """Parses the objects of Hermes' format without markers: a call starts where the answer does, or after `_TAG`."""
 
+    call_markers = (_TAG,)
+    _is_tagged = False
+    """Whether `_TAG` or a call was read: an object that is cut is a call then, otherwise it may be any answer."""
+
     def _text(self) -> bool:
         if not self._skip_space():
             return False
         if not self._final and _TAG.startswith(self._buffer):
             return False
+        self._is_tagged |= self._buffer.startswith(_TAG)
         self._buffer = self._buffer.removeprefix(_TAG)
         if self._buffer[:1] == "{":
             self._start("")
@@ -41,12 +46,19 @@ class Llama3JsonParser(HermesParser):
         text, marker = self._take(_TAG)
         self._content(text)
         if marker:
+            self._is_tagged = True
             self._state = self._text
         return bool(marker)
 
     def _after(self) -> bool:
+        self._is_tagged = True
         self._buffer = self._buffer.lstrip(_SEPARATORS + " \t\r\n")
         if not self._buffer:
             return False
         self._state = self._text
         return True
+
+    def _rest(self) -> None:
+        super()._rest()
+        if self._state == self._object and not (self._call.begun or self._is_tagged):
+            self._content(self._raw)

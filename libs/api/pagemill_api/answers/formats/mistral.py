@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from pagemill_api.answers.call_syntax import CallSyntax
 from pagemill_api.answers.formats.hermes import HermesParser
 from pagemill_api.answers.json_text import ValueScanner
 
+_WORDS = re.compile(r"\S\s+\S")
+"""Words after the marker are text; the name of a function is one word."""
+_MAX_NAME_CHARS = 256
 _BEGIN, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _LIST = CallSyntax(
     begin='{"name": "%s", "arguments": ',
@@ -23,6 +28,8 @@ def syntax(template: str) -> CallSyntax:
 
 
 class MistralParser(HermesParser):
+    call_markers = (_BEGIN,)
+
     def _text(self) -> bool:
         text, marker = self._take(_BEGIN)
         self._content(text)
@@ -53,17 +60,16 @@ class MistralParser(HermesParser):
     def _named(self) -> bool:
         text, marker = self._take(_ID, _ARGS, "{")
         self._name += text
-        if not marker:
-            return False
-        name = self._name.strip()
-        if not name:
-            self._content(marker)
+        if len(self._name) > _MAX_NAME_CHARS or _WORDS.search(self._name):
+            self._buffer = self._name + marker + self._buffer
             self._state = self._text
             return True
-        self._begin(name)
+        if not marker:
+            return False
+        self._begin(self._name.strip())
         if marker == "{":
             self._buffer = marker + self._buffer
-        self._scanner = ValueScanner()
+        self._scanner, self._is_empty = ValueScanner(), True
         self._state = self._call_id if marker == _ID else self._value
         return True
 
@@ -74,6 +80,9 @@ class MistralParser(HermesParser):
         return bool(marker)
 
     def _value(self) -> bool:
+        if self._is_empty and not self._skip_space():
+            return False
+        self._is_empty = False
         end = self._scanner.scan(self._buffer)
         self._arguments(self._buffer[:end])
         self._buffer = self._buffer[end:]
@@ -81,8 +90,3 @@ class MistralParser(HermesParser):
             self._end()
             self._state = self._text
         return bool(self._buffer)
-
-    def _rest(self) -> None:
-        super()._rest()
-        if self._state == self._named:
-            self._content(self._name)

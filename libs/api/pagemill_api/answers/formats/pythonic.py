@@ -15,6 +15,8 @@ from pagemill_api.structural_tags import ConstString, Format, JsonSchema, Option
 
 _TAGS = ("<|python_start|>", "<|python_tag|>")
 _OPENING = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
+_PARTIAL_KEYWORD = re.compile(r"[A-Za-z_][\w.]*\s*\(\s*(?:\Z|[A-Za-z_]\w*\s*(?:\Z|=)|\))")
+"""The start of a call that may be complete later."""
 _PARTIAL_OPENING = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?\Z")
 
 
@@ -67,6 +69,14 @@ SYNTAX = CallSyntax(
 class PythonicParser(MarkupParser):
     """Emits a call as a whole, once its parenthesis closes."""
 
+    call_markers = _TAGS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_tagged = False
+        self._opening = ""
+        """What precedes the first call of a list."""
+
     def _text(self) -> bool:
         """Read the start of the answer, where a list of calls may begin."""
         if not self._skip_space():
@@ -74,12 +84,15 @@ class PythonicParser(MarkupParser):
         for tag in _TAGS:
             if self._buffer.startswith(tag):
                 self._buffer = self._buffer[len(tag) :]
+                self._is_tagged = True
                 return True
         if not self._final and (_PARTIAL_OPENING.match(self._buffer) or any(t.startswith(self._buffer) for t in _TAGS)):
             return False
         if _OPENING.match(self._buffer):
-            self._buffer = self._buffer[1:]
+            self._buffer, self._opening = self._buffer[1:], "["
             self._state = self._between
+        elif self._final and self._is_tagged and _PARTIAL_OPENING.match(self._buffer):
+            self._buffer = ""
         else:
             self._state = self._words
         return True
@@ -88,6 +101,7 @@ class PythonicParser(MarkupParser):
         text, marker = self._take(*_TAGS)
         self._content(text)
         if marker:
+            self._is_tagged = True
             self._state = self._text
         return bool(marker)
 
@@ -120,9 +134,10 @@ class PythonicParser(MarkupParser):
     def _emit(self) -> None:
         call = _parsed(self._raw)
         if call is None:
-            self._content(self._raw)
+            self._content(self._opening + self._raw)
             self._state = self._words
             return
+        self._opening = ""
         name, arguments = call
         self._begin(name)
         self._arguments(arguments)
@@ -135,8 +150,12 @@ class PythonicParser(MarkupParser):
         return False
 
     def _rest(self) -> None:
-        if self._state == self._call:
-            self._content(self._raw)
+        if self._state != self._call:
+            return
+        if _PARTIAL_KEYWORD.match(self._raw):
+            self._begin(self._raw.partition("(")[0].strip())
+        elif "(" in self._raw:
+            self._content(self._opening + self._raw)
 
 
 def _parsed(source: str) -> tuple[str, str] | None:

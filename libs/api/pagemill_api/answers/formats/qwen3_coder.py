@@ -87,6 +87,8 @@ SYNTAX = CallSyntax(
 class Qwen3CoderParser(MarkupParser):
     """Emits a value as a whole, once its parameter closes."""
 
+    call_markers = (_CALL, _FUNCTION)
+
     def __init__(self, string_parameters: Mapping[str, Sequence[str]]) -> None:
         super().__init__()
         self._string_parameters = string_parameters
@@ -103,13 +105,17 @@ class Qwen3CoderParser(MarkupParser):
     def _opening(self) -> bool:
         text, marker = self._take(_FUNCTION, _CALL_END)
         self._held += text
-        if marker == _FUNCTION:
+        held = self._held.strip()
+        if marker == _FUNCTION and not held:
             self._state = self._function
             self._held = ""
-        elif marker:
-            self._content(_CALL + self._held + marker)
+        elif marker or (held and not (self._final and _FUNCTION.startswith(held))):
+            self._content(_CALL + self._held)
+            self._buffer = marker + self._buffer
             self._state = self._text
-        return bool(marker)
+        else:
+            return False
+        return True
 
     def _function(self) -> bool:
         name = self._upto(">")
@@ -153,7 +159,7 @@ class Qwen3CoderParser(MarkupParser):
 
     def _closing(self) -> bool:
         """Skip the end of the call after `</function>`; other text in its place is content."""
-        if not self._skip_space() or (not self._final and _CALL_END.startswith(self._buffer)):
+        if not self._skip_space() or (_CALL_END.startswith(self._buffer) and self._buffer != _CALL_END):
             return False
         self._buffer = self._buffer.removeprefix(_CALL_END)
         self._state = self._text
@@ -167,10 +173,6 @@ class Qwen3CoderParser(MarkupParser):
             return None
         held, self._held = self._held, ""
         return held
-
-    def _rest(self) -> None:
-        if self._state == self._opening:
-            self._content(_CALL + self._held)
 
 
 def _as_json(value: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning, calls_are_complete
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.openai import call_parts
 from pagemill_api.openai.render import head
@@ -38,7 +38,8 @@ class MessagesRenderer:
         self._open: str | None = None
         """Type of the block that has not ended yet."""
         self._num_blocks = 0
-        self._num_calls = 0
+        self._has_calls = False
+        """Whether the answer has calls, and all of them are complete."""
         self._finish_reason: FinishReason | None = None
         self._stopped_by: str | int | None = None
 
@@ -56,15 +57,16 @@ class MessagesRenderer:
         return start + b"".join(self._rendered(events))
 
     def end(self, usage: Usage) -> bytes:
+        ended = b"" if self._open == "tool_use" else self._end_block()  # a call that is open at the end is incomplete
         last = _event("message_delta", delta=self._stop(), usage=_usage(usage))
-        return self._end_block() + last + _event("message_stop")
+        return ended + last + _event("message_stop")
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         (choice,) = choices
         self._finish_reason, self._stopped_by = choice.finish_reason, choice.stop_reason
-        events = choice.events if choice.events is not None else [Content(choice.text)]
+        events = choice.events if choice.events is not None else [Content(choice.text)] if choice.text else []
         content = _blocks(events, self._id)
-        self._num_calls = sum(block["type"] == "tool_use" for block in content)
+        self._has_calls = calls_are_complete(events)
         return orjson.dumps(
             {
                 **self._message(),
@@ -99,12 +101,13 @@ class MessagesRenderer:
                     yield self._in_block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                     yield self._delta({"type": "thinking_delta", "thinking": text})
                 case CallBegin(name, index):
-                    self._num_calls += 1
+                    self._has_calls = False
                     yield self._end_block()
                     yield self._in_block("tool_use", _tool_use(self._id, index, name, {}))
                 case CallArguments(text):
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
                 case CallEnd():
+                    self._has_calls = True
                     yield self._end_block()
 
     def _in_block(self, kind: str, block: dict[str, Any]) -> bytes:
@@ -129,7 +132,7 @@ class MessagesRenderer:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(self._stopped_by, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self._stopped_by}
-        return {"stop_reason": "tool_use" if self._num_calls else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self._has_calls else "end_turn", "stop_sequence": None}
 
 
 def error_body(error: PagemillError) -> bytes:
@@ -149,6 +152,7 @@ def _blocks(events: Sequence[Event], response_id: str) -> list[dict[str, Any]]:
     """Return the content blocks of a complete answer, in the order of the text."""
     blocks: list[dict[str, Any]] = []
     arguments: dict[int, list[str]] = {}
+    incomplete: int | None = None
     for event in events:
         last = blocks[-1] if blocks else {}
         match event:
@@ -161,12 +165,16 @@ def _blocks(events: Sequence[Event], response_id: str) -> list[dict[str, Any]]:
             case Reasoning(text):
                 blocks.append({"type": "thinking", "thinking": text, "signature": ""})
             case CallBegin(name, index):
-                arguments[len(blocks)] = []
+                incomplete = len(blocks)
+                arguments[incomplete] = []
                 blocks.append(_tool_use(response_id, index, name, {}))
             case CallArguments(text):
                 arguments[max(arguments)].append(text)
+            case CallEnd():
+                incomplete = None
     for place, pieces in arguments.items():
-        blocks[place]["input"] = call_parts.arguments_object("".join(pieces))
+        read = call_parts.partial_object if place == incomplete else call_parts.arguments_object
+        blocks[place]["input"] = read("".join(pieces))
     return blocks
 
 

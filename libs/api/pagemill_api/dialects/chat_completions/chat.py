@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pagemill_api.answers.events import Event
+from pagemill_api.answers.events import Event, calls_are_complete
 from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece, Preparation, PromptReport
 from pagemill_api.dialects.chat_completions.openai_dialect import OpenAIDialect, stream_end
@@ -101,7 +101,7 @@ class ChatRenderer:
                 piece.choice,
                 text,
                 role=role,
-                finish_reason=self._reason(piece.finish_reason, piece.num_calls) if ends else None,
+                finish_reason=self._reason(piece.finish_reason, piece.calls_are_complete) if ends else None,
                 logprobs=logprobs.chat(piece.positions) if ends and piece.positions is not None else None,
                 include_usage=self._include_usage,
                 usage=piece.usage if ends else None,
@@ -112,13 +112,13 @@ class ChatRenderer:
             )
         )
 
-    def _reason(self, reason: FinishReason | None, num_calls: int) -> FinishReason | render.ToolReason | None:
-        return call_parts.finish_reason(reason, num_calls, named=self._named)
+    def _reason(self, reason: FinishReason | None, has_calls: bool) -> FinishReason | render.ToolReason | None:
+        return call_parts.finish_reason(reason, has_calls, named=self._named)
 
     def end(self, usage: Usage) -> bytes:
         return stream_end(self._head, ChatDialect.chunk_object, usage if self._include_usage else None)
 
-    def collected_logprobs(self, text_offset: int, of_prompt: bool) -> logprobs.ChatLogprobs:
+    def collected_logprobs(self, of_prompt: bool) -> logprobs.ChatLogprobs:
         return logprobs.ChatLogprobs()
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
@@ -133,7 +133,7 @@ class ChatRenderer:
             message: dict[str, Any] = {"content": json.text(choice.text)}
             return render.Choice(choice.choice, "", choice.finish_reason, shown, choice.stop_reason, message, tokens)
         message = call_parts.message(choice.events, self._head.id, choice.choice)
-        reason = self._reason(choice.finish_reason, len(message.get("tool_calls", ())))
+        reason = self._reason(choice.finish_reason, calls_are_complete(choice.events))
         assert reason is not None  # the choice is finished
         return render.Choice(choice.choice, "", reason, shown, choice.stop_reason, message, tokens)
 

@@ -93,8 +93,8 @@ class CompletionsRenderer:
     def end(self, usage: Usage) -> bytes:
         return stream_end(self._head, CompletionsDialect.chunk_object, usage if self._include_usage else None)
 
-    def collected_logprobs(self, text_offset: int, of_prompt: bool) -> CompletionLogprobs:
-        return CompletionLogprobs(text_offset)
+    def collected_logprobs(self, of_prompt: bool) -> CompletionLogprobs:
+        return CompletionLogprobs()
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
         json = JsonPieces()
@@ -118,8 +118,8 @@ def _logprobs_of(piece: Piece) -> dict[str, Any] | None:
     if piece.positions is None:
         return None
     if not isinstance(piece.prompt.echoed, CompletionLogprobs):
-        return logprobs.completions(piece.positions, piece.num_chars_before)
-    own = CompletionLogprobs(piece.num_chars_before)
+        return logprobs.completions(piece.positions)
+    own = CompletionLogprobs()
     own.add(piece.positions)
     return own.value(None, piece.prompt.echoed)
 

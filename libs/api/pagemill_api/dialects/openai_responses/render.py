@@ -52,7 +52,7 @@ class ResponsesRenderer:
         return start + b"".join(self._rendered(events))
 
     def end(self, usage: Usage) -> bytes:
-        ended = self._end_item(cut=self._finish_reason == "length")
+        ended = self._end_last()
         response = self._response(usage)
         return ended + self._event(f"response.{response['status']}", response=response)
 
@@ -62,7 +62,7 @@ class ResponsesRenderer:
         events = choice.events if choice.events is not None else [Content(choice.text)] if choice.text else []
         for _ in self._rendered(events):
             pass
-        self._end_item(cut=self._finish_reason == "length")
+        self._end_last()
         return orjson.dumps(self._response(usage))
 
     def _begin(self) -> bytes:
@@ -107,6 +107,13 @@ class ResponsesRenderer:
         self._number += len(text) - 1
         return rendered
 
+    def _end_last(self) -> bytes:
+        """End the last item. A call that is still open is incomplete, so no event says that it is done."""
+        if self._open is None or self._open["type"] != "function_call":
+            return self._end_item(cut=self._finish_reason == "length")
+        self._open |= {"status": "incomplete", "arguments": "".join(self._text)}
+        return b""
+
     def _end_item(self, *, cut: bool = False) -> bytes:
         """End the open item. `cut`: the answer's limit ended it."""
         if self._open is None:
@@ -150,7 +157,8 @@ class ResponsesRenderer:
     def _response(self, usage: Usage | None) -> dict[str, Any]:
         """Return the response object. `usage`: usage of a complete answer, None while it is generated."""
         cut = usage is not None and self._finish_reason == "length"
-        status = "in_progress" if usage is None else "incomplete" if cut else "completed"
+        is_incomplete = cut or (self._open is not None and usage is not None)
+        status = "in_progress" if usage is None else "incomplete" if is_incomplete else "completed"
         sampling = self._request.sampling
         return {
             "id": self._id,

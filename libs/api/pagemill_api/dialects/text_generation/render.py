@@ -61,7 +61,7 @@ class TgiRenderer:
     def end(self, usage: Usage) -> bytes:
         return b""
 
-    def collected_logprobs(self, text_offset: int, of_prompt: bool) -> TgiTokens:
+    def collected_logprobs(self, of_prompt: bool) -> TgiTokens:
         return TgiTokens(of_prompt=of_prompt)
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> list[bytes]:
