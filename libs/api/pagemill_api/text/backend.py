@@ -1,7 +1,7 @@
 """The `tokenizers` library as `tokenizer` and `words` use it: its failures become errors of ours.
 
 The library raises plain exceptions, and its bugs are panics: `PanicException` of its binding is no `Exception`, so that
-it would end an event loop or a thread that nobody expects to end. One text's failure is an error of one request.
+it would end an event loop or a thread that others depend on. One text's failure is an error of one request.
 """
 
 from __future__ import annotations
