@@ -11,7 +11,7 @@ import re
 MAX_QUOTED_CHARS = 200
 """Most characters of a file that a message quotes: the file may have come from anywhere, and the message goes on."""
 MAX_MESSAGE_CHARS = 2000
-_LONG_QUOTE = re.compile(rf"(`[^`]{{{MAX_QUOTED_CHARS - 3}}})[^`]{{4,}}(?=`)")
+_QUOTE = re.compile(r"`([^`]*)`")
 
 
 class SourceError(Exception):
@@ -31,8 +31,12 @@ class SourceError(Exception):
 
 def shortened(message: str) -> str:
     """Return a message whose quotes, between backticks, have at most `MAX_QUOTED_CHARS`."""
-    message = _LONG_QUOTE.sub(r"\1...", message)
-    return message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 3] + "..."
+    message = _QUOTE.sub(lambda quote: f"`{_cut(quote[1], MAX_QUOTED_CHARS)}`", message)
+    return _cut(message, MAX_MESSAGE_CHARS)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class UnreadableModelError(SourceError):

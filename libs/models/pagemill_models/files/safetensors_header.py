@@ -215,10 +215,10 @@ def _check_places(path: Path, tensors: list[TensorHeader], data_start: int, data
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int, data_bytes: int) -> TensorHeader:
     fields = entry if isinstance(entry, dict) else {}
-    dtype = fields.get("dtype")
+    dtype = str(fields.get("dtype"))
     shape, offsets = _sizes(fields.get("shape"), MAX_DIMS), _sizes(fields.get("data_offsets"), 2)
     shown = _short(name)
-    if shape is None or offsets is None or len(offsets) != 2 or not _is_type(dtype):
+    if shape is None or offsets is None or len(offsets) != 2 or dtype not in _DTYPE_BITS:
         raise _damaged(
             path, f"tensor `{shown}` has no valid dtype, shape (of at most {MAX_DIMS} sizes) and data_offsets"
         )
@@ -235,10 +235,6 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int, data_bytes: int)
 def _sizes(value: Any, most: int) -> list[int] | None:
     valid = isinstance(value, list) and len(value) <= most
     return value if valid and all(type(entry) is int and 0 <= entry < MAX_SIZE for entry in value) else None
-
-
-def _is_type(value: Any) -> bool:
-    return isinstance(value, str) and value in _DTYPE_BITS
 
 
 def _short(name: str) -> str:

@@ -12,15 +12,14 @@ from typing import Any
 
 import msgspec
 
-from pagemill_models.declaration.config_values import (
-    AUTO_GPTQ_FILE,
-    CONFIG_FILE,
+from pagemill_models.declaration.config_values import AUTO_GPTQ_FILE, CONFIG_FILE
+from pagemill_models.declaration.limits import MAX_PARTS, Held, held_by
+from pagemill_models.declaration.quantization_settings import (
     check_quantization,
     check_settings,
     quantization_bits,
     quantization_of,
 )
-from pagemill_models.declaration.limits import MAX_PARTS, Held, held_by
 from pagemill_models.files.json_file import read_object, read_optional
 from pagemill_models.files.safetensors_header import read_folder_headers, read_index
 from pagemill_models.spec.decoders import decoder_from_config
