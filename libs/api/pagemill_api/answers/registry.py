@@ -47,6 +47,8 @@ class ToolFormat(NamedTuple):
     syntax: Callable[[str], CallSyntax] | None = None
     """Returns the call syntax of a model with this chat template; `None`: calls can be neither forced nor
     constrained."""
+    short_call_ids: bool = False
+    """Ids of calls have nine letters and digits, as the templates of these models require."""
 
 
 BUILT_IN = (
@@ -54,7 +56,7 @@ BUILT_IN = (
     ToolFormat("deepseek", lambda _: DeepSeekParser(), re.escape(deepseek.BEGIN), deepseek.syntax),
     ToolFormat("qwen3-coder", Qwen3CoderParser, r"<function=[\s\S]*<parameter=", lambda _: qwen3_coder.SYNTAX),
     ToolFormat(HERMES, lambda _: HermesParser(), r"<tool_call>(?![\s\S]*<arg_key>)", lambda _: hermes.SYNTAX),
-    ToolFormat("mistral", lambda _: MistralParser(), r"\[TOOL_CALLS\]", mistral.syntax),
+    ToolFormat("mistral", lambda _: MistralParser(), r"\[TOOL_CALLS\]", mistral.syntax, short_call_ids=True),
     ToolFormat("pythonic", lambda _: PythonicParser(), r"\[\w+\(\w+=", lambda _: pythonic.SYNTAX),
     ToolFormat(
         "llama3-json",
@@ -101,6 +103,10 @@ def reasoning_parser(answer_format: AnswerFormat) -> Parser:
     make_tools = partial(tool_parser, answer_format.tools, answer_format.string_parameters)
     call_markers: Sequence[str] = getattr(make_tools(), "call_markers", ())
     return ThinkParser(begin, end, answer_format.starts_in_reasoning, call_markers, make_tools)
+
+
+def has_short_call_ids(name: str) -> bool:
+    return bool(name) and tool_formats()[name].short_call_ids
 
 
 def check_parsers(settings: ParserSettings) -> None:

@@ -27,6 +27,7 @@ from pagemill_api.answers.registry import (
     hides_markers,
 )
 from pagemill_api.answers.tool_prompt import with_tool_prompt
+from pagemill_api.openai.call_ids import needs_short_ids, with_short_ids
 from pagemill_api.openai.schemas import ChatCompletionRequest, ChatTemplateFields, TokenizeRequest
 from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
 from pagemill_protocol.request.answer_format import AnswerFormat
@@ -75,6 +76,8 @@ def chat_format(
         reasoning = detect_reasoning(template, parsers.reasoning)
     except SourceError as error:
         raise unavailable(f"The model's answers cannot be parsed: {error}", code="model_not_ready") from error
+    if needs_short_ids(template, tool_format):
+        messages = with_short_ids(messages)
     tools: list[dict[str, Any]] | None = req.prompt_tools or None
     if tools and parsers.tools == NONE:
         raise PagemillError(
