@@ -75,7 +75,7 @@ def test_the_table_of_bounds_names_a_test_for_each_bound_and_an_attack_on_each_p
         assert len(bounds) == 3, resource
         assert any(bound != "-" for bound in bounds), resource
         assert all(bound == "-" or re.search(HELD, bound) for bound in bounds), resource
-    assert {kind for _, _, kind, *_ in rows} >= {each.kind for each in CASES} - {"none", "handshakes"}
+    assert {kind for _, _, kind, *_ in rows} >= {each.kind for each in CASES} - {"none"}
 
 
 def test_an_answer_is_parsed_only_when_it_is_whole() -> None:

@@ -72,6 +72,13 @@ def need(prompt: int = 20, output: int = 30, sequences: int = 1) -> CapacityNeed
     return CapacityNeed(prompt, prompt, output, sequences)
 
 
+def test_log_probabilities_cost_a_part_of_a_token_each() -> None:
+    asked = replace(need(prompt=20, output=30, sequences=4), num_logprobs=20)
+    assert need(prompt=20, output=30, sequences=4).cost_tokens == 20 + 4 * 30
+    assert asked.cost_tokens == 20 + 4 * 30 * 3
+    assert asked.with_cached(15).cost_with(10) == 5 + 10 * 3
+
+
 def test_sequence_slots_are_counted_until_none_is_free() -> None:
     engine = Engine(max_num_seqs=8)
     engine.report()

@@ -112,7 +112,7 @@ async def test_a_refusal_after_the_first_comment_is_an_error_event(engines, gate
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refusal_before_the_first_comment_has_its_own_status(engines, gateways, fake, stream) -> None:
-    gateway = await one_slot(engines, gateways, queue=limits(max_requests=1, timeout_s=0.3))
+    gateway = await one_slot(engines, gateways, queue=limits(max_requests=1, timeout_s=1.0))
     _, release = await busy(gateway, engines[0], fake)
     waiting = asyncio.create_task(gateway.chat(stream=stream))
     await fake.until(lambda: num_waiting(gateway) == 1)

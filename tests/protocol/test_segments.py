@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def encode(encoder: SegmentEncoder, text: str, by: Counted, max_tokens: int = 10
 
 @pytest.fixture
 def encoder() -> SegmentEncoder:
-    return SegmentEncoder({"<s>": 1, "<ss>": 2}, longest_entry_bytes=4)
+    return SegmentEncoder({"<s>": 1, "<ss>": 2}, re.compile("<ss>|<s>"), longest_entry_bytes=4)
 
 
 @given(text=TEXTS)

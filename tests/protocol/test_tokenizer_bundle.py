@@ -211,11 +211,17 @@ def test_a_qwen_file_without_a_pre_tokenizer_name_gets_that_of_qwen(write_gguf):
         ({"merges": ["a b"]}, "entry 0 of `tokenizer.ggml.merges` ('a b')"),
         ({"bos_token_id": 9999}, "`tokenizer.ggml.bos_token_id` is 9999"),
         ({"model": "llama"}, "`tokenizer.ggml.scores` is missing"),
+        ({"tokens": ["x" * 600_000], "token_type": [1]}, "has 600000 characters; 2048 is the most"),
+        (
+            {"tokens": [str(n) * 500 for n in range(1000, 1300)], "token_type": [1] * 300, "scores": [0.0] * 300}
+            | {"model": "llama", "merges": None},
+            "are too long for a file without `tokenizer.ggml.merges`",
+        ),
     ],
 )
 def test_a_contradictory_vocabulary_is_refused(write_gguf, changes, message):
     with pytest.raises(GGUFError) as refused:
-        load_bundle(write_gguf(byte_level_metadata(**changes)))
+        load_bundle(write_gguf({key: each for key, each in byte_level_metadata(**changes).items() if each is not None}))
     assert message in refused.value.message
 
 
@@ -448,7 +454,7 @@ def test_a_broken_folder_is_refused_by_file(folder, name, content, message):
 
 @pytest.mark.parametrize(
     ("tokenizer_json", "message"),
-    [("{}", "cannot be loaded"), ("nonsense", "cannot be loaded")],
+    [("{}", "`model` is missing"), ("nonsense", "cannot be loaded")],
 )
 def test_a_bundle_that_the_library_refuses_is_an_unreadable_model(tokenizer_json, message):
     with pytest.raises(UnreadableModelError, match=message):

@@ -59,6 +59,7 @@ from pagemill_servers.connection_limits import (
     ConnectionLimits,
     within_open_files,
 )
+from pagemill_servers.handshakes import secured
 from pagemill_servers.process.malloc import trim_heap
 from pagemill_servers.process.settings import SettingsError
 from pagemill_servers.tls import ServerTLS, TLSError
@@ -148,13 +149,11 @@ class Server:
     async def _serve(self, data_socket: socket.socket, control_socket: socket.socket) -> None:
         """Serve on bound sockets until the end."""
         context, server = self._context, self._settings.server
-        data = _HttpServer(data_app(context), server, ConnectionLimits(within_open_files(DEFAULT_MAX_CONNECTIONS)))
-        control = _HttpServer(control_app(context), server, ConnectionLimits(MAX_CONTROL_CONNECTIONS))
+        data_limits = ConnectionLimits(within_open_files(DEFAULT_MAX_CONNECTIONS))
         async with contextlib.AsyncExitStack() as stack:
-            if self._tls is not None:
-                certificate = await stack.enter_async_context(self._tls.followed())
-                data.enable_tls(certificate)
-                control.enable_tls(certificate)
+            certificate = await stack.enter_async_context(self._tls.followed()) if self._tls is not None else None
+            data = _HttpServer(data_app(context), server, data_limits, certificate)
+            control = _HttpServer(control_app(context), server, ConnectionLimits(MAX_CONTROL_CONNECTIONS), certificate)
             stack.enter_context(self._signals())
             http = [
                 asyncio.create_task(data.serve(sockets=[data_socket])),
@@ -345,11 +344,14 @@ class Server:
 class _HttpServer(uvicorn.Server):
     """uvicorn on sockets that are bound already. `Server` handles the signals."""
 
-    def __init__(self, app: ASGIApp, server: ServerConfig, limits: ConnectionLimits) -> None:
+    def __init__(
+        self, app: ASGIApp, server: ServerConfig, limits: ConnectionLimits, certificate: ssl.SSLContext | None
+    ) -> None:
+        protocol = bounded_protocol(server.max_header_bytes, upgrades=(LINK_PROTOCOL,), limits=limits)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=bounded_protocol(server.max_header_bytes, upgrades=(LINK_PROTOCOL,), limits=limits),
+                http=secured(protocol, certificate, limits),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -360,10 +362,6 @@ class _HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
             )
         )
-
-    def enable_tls(self, certificate: ssl.SSLContext) -> None:
-        self.config.load()
-        self.config.ssl = certificate
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

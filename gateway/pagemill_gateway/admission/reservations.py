@@ -13,6 +13,8 @@ REPORTS_UNTIL_COUNTED = 2
 """Reports after the acceptance until a request counts as reported; the engine may have made the first one before."""
 BASE_PAUSE_S = 0.25
 MAX_PAUSE_S = 4.0
+LOGPROBS_PER_TOKEN = 10
+"""How many log probabilities cost as much as one token: preparing and rendering one takes a tenth of a token's CPU."""
 
 
 class CapacityNeed(msgspec.Struct, frozen=True, gc=False):
@@ -26,10 +28,18 @@ class CapacityNeed(msgspec.Struct, frozen=True, gc=False):
     max_tokens: int | None = None
     is_low_priority: bool = False
     """Whether it leaves sequence slots to more urgent requests, as lines of batches do."""
+    num_logprobs: int = 0
+    """The log probabilities beside that of each output token."""
 
     @property
     def cost_tokens(self) -> int:
-        return self.num_uncached_tokens + self.num_sequences * self.num_output_tokens
+        """The cost of its turn in a queue, in tokens."""
+        return self.cost_with(self.num_sequences * self.num_output_tokens)
+
+    def cost_with(self, num_output_tokens: int) -> int:
+        """Return the cost if all sequences together have this many tokens."""
+        num_for_logprobs = num_output_tokens * self.num_logprobs // LOGPROBS_PER_TOKEN
+        return self.num_uncached_tokens + num_output_tokens + num_for_logprobs
 
     def with_cached(self, num_cached_tokens: int) -> CapacityNeed:
         """Return the need if this many prompt tokens are cached; at least one token is computed."""

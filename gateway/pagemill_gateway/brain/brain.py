@@ -451,7 +451,7 @@ class LocalBrain:
         siblings = (each for each in deployment.records if each.usable)
         self.recovery.served(record, assignment.decision, served, siblings, self._num_decisions, self._clock())
         deployment.output_tokens.ended(served.num_output_tokens / need.num_sequences, need.max_tokens)
-        surplus = need.num_uncached_tokens + served.num_output_tokens - sent.charged_tokens
+        surplus = need.cost_with(served.num_output_tokens) - sent.charged_tokens
         self.queues.settle(deployment.key, sent.key, sent.priority, surplus)
 
     def _limits(self, key: str) -> QueueLimits:

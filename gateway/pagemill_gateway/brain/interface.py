@@ -64,6 +64,8 @@ class QueueTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The refusals by engines since it last left the queue."""
     paid: bool = False
     """Whether its key has paid for its turn, because it was at an engine before."""
+    num_logprobs: int = 0
+    """The log probabilities that each token of the answer carries beside its own."""
 
     @property
     def is_low_priority(self) -> bool:

@@ -20,6 +20,8 @@ from pagemill_servers.process.malloc import trim_heap
 
 FETCH_TIMEOUT_S = 30.0
 MAX_BUNDLE_BYTES = 128 * 1024 * 1024
+MAX_REFUSED = 64
+"""Digests of unusable bundles that are kept, the latest ones: an engine that announces one is asked only once."""
 
 Source = Callable[[str], Awaitable[bytes]]
 """Returns the bundle with a digest. Raises `PagemillError`."""
@@ -50,6 +52,7 @@ class Bundles:
         self._tokenizers: dict[tuple[str, str | None], Tokenizer] = {}
         self._warm_ups: set[asyncio.Task[None]] = set()
         self._locks: dict[str, asyncio.Lock] = {}
+        self._refused: dict[str, str] = {}
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._bundles
@@ -118,8 +121,14 @@ class Bundles:
         async with self._locks.setdefault(digest, asyncio.Lock()):
             if digest in self._bundles:
                 return
+            if digest in self._refused:
+                raise BundleError(self._refused[digest])
             bundle = await asyncio.to_thread(_checked, await download(), digest)
-            tokenizer = await asyncio.to_thread(_built, bundle, None)
+            try:
+                tokenizer = await asyncio.to_thread(_built, bundle, None)
+            except BundleError as error:
+                self._refuse(digest, str(error))
+                raise
             if self._keeps_tokenizers:
                 self._tokenizers[digest, None] = tokenizer
             self._bundles[digest] = bundle
@@ -129,6 +138,12 @@ class Bundles:
             return
         self._warm_ups.add(warm_up := asyncio.create_task(asyncio.to_thread(_warm_up, tokenizer)))
         warm_up.add_done_callback(self._warm_ups.discard)
+
+    def _refuse(self, digest: str, reason: str) -> None:
+        """Keep why a bundle is unusable: its content cannot change."""
+        self._refused[digest] = reason
+        while len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     async def _download(self, control_url: str, token: str) -> bytes:
         assert self._session is not None

@@ -59,6 +59,7 @@ STREAM_FAULTS = (
 )
 READYZ_TIMEOUT_S = 1.0
 READYZ_MAX_BYTES = 64 * 1024
+MAX_DETAIL_CHARS = 300
 WRONG_TOKEN = "/internal/state answered 401: the engine does not accept the token; set engine_token to one that it does"
 
 
@@ -134,6 +135,7 @@ class StateStreams:
                 cause = "the stream ended"
             except STREAM_FAULTS as error:
                 progress.refused = isinstance(error, CannotConnect) and error.refused
+                progress.unusable = isinstance(error, BundleError)
                 reason = error.__cause__ or error if isinstance(error, CannotConnect) else error
                 cause = f"{type(reason).__name__}: {reason}"
                 if fault := tls_fault(reason, control_url):
@@ -151,7 +153,9 @@ class StateStreams:
             self._brain.stream_lost(endpoint_id)
             if progress.refused:
                 self._brain.unreachable(endpoint_id)
-            if progress.opened:
+            if progress.unusable:
+                self._brain.note_phase(endpoint_id, "unusable", cause[:MAX_DETAIL_CHARS])
+            elif progress.opened:
                 self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, cause))
             else:
                 self._brain.note_phase(endpoint_id, "unreachable", cause)
@@ -231,6 +235,8 @@ class _Progress:
     opened = False
     refused = False
     """Whether no process listens on the port."""
+    unusable = False
+    """Whether this gateway cannot use the engine's tokenizer, whatever the engine says about itself."""
 
 
 class _Readyz(msgspec.Struct):
@@ -249,7 +255,7 @@ async def fetch_phase(session: aiohttp.ClientSession, control_url: str, otherwis
             answer = msgspec.json.decode(await read_bounded(response, READYZ_MAX_BYTES), type=_Readyz)
     except (aiohttp.ClientError, TimeoutError, OSError, TooLarge, msgspec.DecodeError, UnicodeDecodeError):
         return "unreachable", otherwise
-    return answer.phase[:100] or "not ready", answer.detail[:300] or otherwise
+    return answer.phase[:100] or "not ready", answer.detail[:MAX_DETAIL_CHARS] or otherwise
 
 
 def tls_fault(error: BaseException, control_url: str) -> str:

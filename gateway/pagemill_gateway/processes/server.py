@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from pagemill_gateway.processes.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 from pagemill_servers.connection import bounded_protocol
 from pagemill_servers.connection_limits import MAX_CONTROL_CONNECTIONS, ConnectionLimits, within_open_files
+from pagemill_servers.handshakes import secured
 from pagemill_servers.tls import ServerTLS
 from pagemill_servers.tls_config import TLSConfig
 
@@ -128,11 +130,10 @@ async def serving(
 ) -> AsyncIterator[Listening]:
     """Serve an app on a port while the block runs, by default the control port's. Raises `TLSError` for an invalid
     certificate."""
-    server = _server(app, config, limits or ConnectionLimits(MAX_CONTROL_CONNECTIONS))
+    limits = limits or ConnectionLimits(MAX_CONTROL_CONNECTIONS)
     async with AsyncExitStack() as stack:
-        if tls is not None:
-            server.config.load()
-            server.config.ssl = await stack.enter_async_context(ServerTLS(tls).followed())
+        certificate = await stack.enter_async_context(ServerTLS(tls).followed()) if tls is not None else None
+        server = _server(app, config, limits, certificate)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield Listening(task, server.refuse_connections, server.cut_connections)
@@ -190,15 +191,15 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(app: ASGIApp, config: GatewayConfig, limits: ConnectionLimits) -> _Server:
+def _server(
+    app: ASGIApp, config: GatewayConfig, limits: ConnectionLimits, certificate: ssl.SSLContext | None
+) -> _Server:
+    write_timeout_s = config.slow_client_timeout_s + WRITE_TIMEOUT_MARGIN_S
+    protocol = bounded_protocol(config.max_header_bytes, limits=limits, write_timeout_s=write_timeout_s)
     return _Server(
         uvicorn.Config(
             app,
-            http=bounded_protocol(
-                config.max_header_bytes,
-                limits=limits,
-                write_timeout_s=config.slow_client_timeout_s + WRITE_TIMEOUT_MARGIN_S,
-            ),
+            http=secured(protocol, certificate, limits),
             ws="none",
             lifespan="off",
             log_config=None,

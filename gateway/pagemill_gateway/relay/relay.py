@@ -150,6 +150,7 @@ class Relay:
             waited_s=target.queued_s + attempts.queued_s,
             num_sequences=request.sampling.num_sequences,
             max_tokens=request.sampling.max_tokens,
+            num_logprobs=request.sampling.num_alternatives or 0,
             num_refusals=attempts.num_refusals,
             paid=attempts.count > 0,
         )

@@ -91,5 +91,6 @@ def make_placement_request(
         ticket.num_sequences,
         ticket.max_tokens,
         ticket.is_low_priority,
+        ticket.num_logprobs,
     )
     return PlacementRequest(target, tried, request, ticket, retry, need, probe)

@@ -24,6 +24,8 @@ SMALL_TEXT_BYTES = 64 * 1024
 """Texts up to this size are tokenized whole at once: counting pieces would cost as much again."""
 MAX_TEXT_BYTES = 4 * 1024 * 1024
 """Limit on one text. Contexts of up to a million tokens have less text in any language."""
+MAX_NORMALIZED_BYTES = 8 * 1024 * 1024
+"""Limit on what one text may become before it is split into tokens. Most tokenizers do not lengthen a text."""
 LARGEST_CONTEXT = 1024 * 1024
 """Assumed context length where a model's is not known."""
 
@@ -31,15 +33,16 @@ CountTokens = Callable[[str], int]
 Tokens = TypeVar("Tokens", bound=Sized)
 
 
-def check_size(text: bytes, max_tokens: int, coverage: Coverage | None, param: str) -> None:
+def check_size(text: bytes, max_tokens: int, coverage: Coverage | None, param: str, growth: float = 1.0) -> None:
     """Refuse a UTF-8 text that must have more than `max_tokens` tokens by its size alone.
 
-    Raises `PagemillError` 400.
+    `growth`: most bytes that a byte of it becomes before it is split into tokens. Raises `PagemillError` 400.
     """
-    num_bytes, max_bytes = len(text), MAX_TEXT_BYTES
+    most = min(MAX_TEXT_BYTES, int(MAX_NORMALIZED_BYTES / growth))
+    num_bytes, max_bytes = len(text), most
     if coverage is not None:
-        num_bytes, max_bytes = coverage.num_bytes(text), min(max_tokens * coverage.bytes_per_token, MAX_TEXT_BYTES)
-    if num_bytes > max_bytes or len(text) > MAX_TEXT_BYTES:
+        num_bytes, max_bytes = coverage.num_bytes(text), min(max_tokens * coverage.bytes_per_token, most)
+    if num_bytes > max_bytes or len(text) > most:
         raise beyond_context(
             max_tokens,
             f"The prompt has {len(text)} bytes of text and at most {max_bytes} are taken. Shorten the prompt.",
@@ -61,15 +64,22 @@ def check_pieces(text: str, max_tokens: int, longest_entry_bytes: int, count: Co
 
 
 def encoded_beginning(
-    text: str, num_tokens: int, longest_entry_bytes: int, encode: Callable[[str], Tokens], param: str
+    text: str,
+    num_tokens: int,
+    longest_entry_bytes: int,
+    encode: Callable[[str], Tokens],
+    param: str,
+    growth: float = 1.0,
 ) -> tuple[Tokens, bool]:
     """Return at least the first `num_tokens` tokens, equal to those of the whole text, and whether they are all tokens.
 
     A cut changes the tokens beside it, so the last ones of a prefix are not counted: twice the bytes of the
     vocabulary's longest entry, at least `CUT_TOKENS`. Raises `PagemillError` 400 where many characters are few tokens,
-    such as spaces.
+    such as spaces. `growth`: as in `check_size`.
     """
-    num_chars, most_chars = PIECE_CHARS, min(MAX_TEXT_BYTES, max(SPARSE_TEXT_CHARS, SPARSE_TOKEN_CHARS * num_tokens))
+    num_chars = PIECE_CHARS
+    most_chars = max(int(SPARSE_TEXT_CHARS / growth), SPARSE_TOKEN_CHARS * num_tokens)
+    most_chars = min(MAX_TEXT_BYTES, int(MAX_NORMALIZED_BYTES / growth), most_chars)
     while num_chars < len(text):
         tokens = encode(text[:num_chars])
         if len(tokens) >= num_tokens + max(CUT_TOKENS, 2 * longest_entry_bytes):

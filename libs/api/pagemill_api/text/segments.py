@@ -12,7 +12,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagemill_api.text.fitting import check_pieces
@@ -26,16 +26,21 @@ LONG_SEGMENT_CHARS = 64 * 1024
 """Pieces of a longer, unknown segment are counted before it is tokenized."""
 
 _Key = tuple[str, str]
+MAX_TRIED = 512
+"""Most alternatives that one place of a text may try."""
+MAX_DEPTH = 24
+"""Most nodes with several alternatives on one path: a nested group each."""
+_END = ""
+_Node = dict[str, Any]
 
 
 class SegmentEncoder:
     """Encoder with a cache of segments. Thread-safe."""
 
-    def __init__(self, special_ids: Mapping[str, int], longest_entry_bytes: int) -> None:
-        """Make an encoder. `special_ids`: ids by text of the tokens that split a text."""
-        longest_first = sorted(special_ids, key=len, reverse=True)
+    def __init__(self, special_ids: Mapping[str, int], pattern: re.Pattern[str], longest_entry_bytes: int) -> None:
+        """Make an encoder. `special_ids`: ids by text of the tokens that split a text, which `pattern` finds."""
         self._special_ids = dict(special_ids)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self._pattern = pattern
         self._longest_entry_bytes = longest_entry_bytes
         self._kept: OrderedDict[_Key, array[int]] = OrderedDict()
         self._num_kept_tokens = 0
@@ -50,7 +55,8 @@ class SegmentEncoder:
         is_random = bool((tokenizer_json.get("model") or {}).get("dropout"))
         if not special_ids or looks_around or is_random or _depends_on_text_start(tokenizer_json):
             return None
-        return cls(special_ids, longest_entry_bytes)
+        pattern = longest_token_pattern(special_ids)
+        return None if pattern is None else cls(special_ids, pattern, longest_entry_bytes)
 
     @property
     def num_kept_tokens(self) -> int:
@@ -113,3 +119,42 @@ def _depends_on_text_start(step: Any) -> bool:
         parts = (value for key, value in step.items() if key not in ("vocab", "merges", "added_tokens"))
         return step.get("prepend_scheme") == "first" or any(map(_depends_on_text_start, parts))
     return isinstance(step, list) and any(map(_depends_on_text_start, step))
+
+
+def longest_token_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Return a pattern that matches the longest token at a place, or None where that may take long.
+
+    Alternatives that are tried one after the other take time in proportion to their number wherever tokens begin alike:
+    with the 6,400 unused tokens of Gemma, 40 microseconds for each `<`. Here they share the nodes of a trie. `tokens`:
+    at least one, none of them empty.
+    """
+    root: _Node = {}
+    for token in tokens:
+        node = root
+        for char in token:
+            node = node.setdefault(char, {})
+        node[_END] = {}
+    try:
+        return re.compile(_source(root, MAX_TRIED, MAX_DEPTH))
+    except _TooWide:
+        return None
+
+
+class _TooWide(Exception):
+    """A place of a text may try too many alternatives."""
+
+
+def _source(node: _Node, num_left: int, depth_left: int) -> str:
+    """Return the pattern of what may follow a node."""
+    beginning = []
+    while len(node) == 1 and _END not in node:
+        ((char, node),) = node.items()
+        beginning.append(re.escape(char))
+    following = [(char, after) for char, after in node.items() if char != _END]
+    if not following:
+        return "".join(beginning)
+    if len(following) > num_left or not depth_left:
+        raise _TooWide
+    left = num_left - len(following)
+    options = [re.escape(char) + _source(after, left, depth_left - 1) for char, after in following]
+    return f"{''.join(beginning)}(?:{'|'.join(options)}){'?' if _END in node else ''}"

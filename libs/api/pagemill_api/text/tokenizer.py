@@ -1,7 +1,7 @@
 """A model's tokenizer for HTTP servers and output processing: encode, render a chat, decode, stream text.
 
-It combines the `tokenizers` library (encoding), `segments` and `words` (caches of encodings), `chat_template`
-(rendering) and `detokenizer` (decoding). Thread-safe.
+It combines the `tokenizers` library (encoding), `rules` (what a model's file may ask for), `segments` and `words`
+(caches of encodings), `chat_template` (rendering) and `detokenizer` (decoding). Thread-safe.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import orjson
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
+from pagemill_api.text.backend import encode_texts, loading, post_process
 from pagemill_api.text.coverage import coverage_of, longest_entry_bytes
 from pagemill_api.text.detokenizer import IncrementalDetokenizer
 from pagemill_api.text.fitting import (
@@ -23,6 +24,7 @@ from pagemill_api.text.fitting import (
     check_size,
     encoded_beginning,
 )
+from pagemill_api.text.rules.tokenizer_rules import MAX_JSON_BYTES, NFC_GROWTH, check_rules
 from pagemill_api.text.segments import SegmentEncoder
 from pagemill_api.text.template.chat_template import ChatTemplate
 from pagemill_api.text.token_bytes import TokenBytes
@@ -37,18 +39,15 @@ class Tokenizer:
 
     def __init__(self, bundle: TokenizerBundle, chat_template: str | None = None) -> None:
         self.bundle = bundle
-        try:
+        with loading():
+            parsed = _parsed(bundle.tokenizer_json)
+            self._growth = check_rules(parsed)
             self._backend = Backend.from_str(bundle.tokenizer_json)
-            parsed = orjson.loads(bundle.tokenizer_json)
             self._table = TokenBytes(self._backend, parsed)
             self._coverage = coverage_of(parsed)
             self._longest_entry_bytes = longest_entry_bytes(parsed)
             self._segments = SegmentEncoder.of(parsed, self._longest_entry_bytes)
             self._words = WordEncoder.of(self._backend, parsed)
-        except UnreadableModelError:
-            raise
-        except Exception as error:  # the library raises plain `Exception`
-            raise UnreadableModelError(f"the model's tokenizer cannot be loaded: {str(error)[:300]}") from None
         self._backend.no_truncation()
         self._backend.no_padding()
         self.eos_token_ids = list(bundle.eos_token_ids)
@@ -79,7 +78,7 @@ class Tokenizer:
         """
         max_tokens = max_tokens or LARGEST_CONTEXT
         if self._segments is not None and scope is not None and not add_special_tokens:
-            check_size(_as_utf8(text), max_tokens, self._coverage, param)
+            check_size(_as_utf8(text), max_tokens, self._coverage, param, self._growth)
             return self._segments.encode(text, max_tokens, self._encode_segment, param, scope)
         self._check_length(text, max_tokens, param)
         ids = self.encode(text, add_special_tokens)
@@ -96,7 +95,7 @@ class Tokenizer:
         limit = max(0, num_tokens - self._backend.num_special_tokens_to_add(False))
         encoding, _ = self._beginning(text, limit, param)
         encoding.truncate(limit)
-        ids: list[int] = self._backend.post_process(encoding, None, True).ids
+        ids: list[int] = post_process(self._backend, encoding, None).ids
         return ids
 
     def encode_pair(self, first: str, second: str, max_tokens: int, cut: int | None, *, param: str) -> Encoding:
@@ -113,7 +112,7 @@ class Tokenizer:
                 _as_utf8(text)
         limit = max(0, (max_tokens if cut is None else cut) - self._backend.num_special_tokens_to_add(True))
         if cut is None:
-            encodings = self._backend.encode_batch_fast([first, second], add_special_tokens=False)
+            encodings = encode_texts(self._backend, [first, second], add_special_tokens=False)
         else:
             begun = [self._beginning(text, limit, param) for text in (first, second)]
             encodings = [encoding for encoding, _ in begun]
@@ -124,7 +123,7 @@ class Tokenizer:
             ]
             for encoding, length in zip(encodings, _lengths_within(limit, *lengths), strict=True):
                 encoding.truncate(length)
-        joined: Encoding = self._backend.post_process(encodings[0], encodings[1], True)
+        joined = post_process(self._backend, encodings[0], encodings[1])
         if cut is None and len(joined) > max_tokens:
             raise context_length_exceeded(len(joined), max_tokens, param)
         return joined
@@ -132,14 +131,15 @@ class Tokenizer:
     def _check_length(self, text: str, max_tokens: int, param: str) -> None:
         """Raise `PagemillError` 400 for a text that cannot fit, without tokenizing all of it."""
         raw = _as_utf8(text)
-        check_size(raw, max_tokens, self._coverage, param)
-        if len(raw) > max(max_tokens, SMALL_TEXT_BYTES):  # no text has more tokens than bytes
+        check_size(raw, max_tokens, self._coverage, param, self._growth)
+        # Few texts have more tokens than bytes: pieces are counted where all tokens of one would take much memory.
+        if len(raw) > max(max_tokens / max(1.0, self._growth / NFC_GROWTH), SMALL_TEXT_BYTES):
             check_pieces(text, max_tokens, self._longest_entry_bytes, self._count, param)
 
     def _beginning(self, text: str, num_tokens: int, param: str) -> tuple[Encoding, bool]:
         """Return at least the first `num_tokens` tokens, without special ones, and whether they are all tokens."""
         encode = partial(self._encode, add_special_tokens=False)
-        return encoded_beginning(text, num_tokens, self._longest_entry_bytes, encode, param)
+        return encoded_beginning(text, num_tokens, self._longest_entry_bytes, encode, param, self._growth)
 
     def _encode_segment(self, text: str) -> list[int]:
         if self._words is not None and self._words.takes(text):
@@ -151,8 +151,7 @@ class Tokenizer:
         return len(self._encode(text, add_special_tokens=False))
 
     def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
-        # The batch call releases the interpreter's lock, which `encode` does not, and computes no offsets.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return encode_texts(self._backend, [text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
@@ -209,6 +208,15 @@ class Tokenizer:
     def close(self) -> None:
         """Stop the template process, if one runs. Also happens when the tokenizer is collected."""
         self.chat_template.close()
+
+
+def _parsed(tokenizer_json: str) -> Any:
+    if len(tokenizer_json) > MAX_JSON_BYTES:
+        raise UnreadableModelError(
+            f"the model's tokenizer cannot be used: its file has {len(tokenizer_json)} characters, more than "
+            f"{MAX_JSON_BYTES}. Use a smaller vocabulary."
+        )
+    return orjson.loads(tokenizer_json)
 
 
 def _lengths_within(limit: int, first: int, second: int) -> tuple[int, int]:

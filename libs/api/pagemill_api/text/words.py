@@ -16,6 +16,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from pagemill_api.text.backend import encode_texts
+
 MAX_TEXT_CHARS = 16 * 1024
 """Longer texts are encoded by the library: splitting blocks other threads, about 1.5 ms for this length."""
 MAX_WORDS = 32 * 1024
@@ -63,7 +65,7 @@ class WordEncoder:
             return None
 
         def encode(texts: list[str]) -> list[list[int]]:
-            return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
+            return [each.ids for each in encode_texts(backend, texts, add_special_tokens=False)]
 
         found = cls(splits, encode)
         ends = [end for _, (_, end) in backend.pre_tokenizer.pre_tokenize_str(PROBE)]

@@ -19,6 +19,9 @@ from pagemill_protocol.tokenizer_bundle import TokenizerBundle, eos_ids
 _PREFIX = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _NFC = {"type": "NFC"}
+MAX_TOKEN_CHARS = 2048
+MAX_MERGE_CHARS = 2**29
+"""Most characters of all ways to cut all pieces in two, which are tried for files without merges: a second's work."""
 _BYTE_LEVEL_DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
 
@@ -31,6 +34,9 @@ class _Builder:
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
         self._tokens = self._strings("tokens")
+        longest = max(map(len, self._tokens))
+        if longest > MAX_TOKEN_CHARS:
+            raise self._error(f"a token of `{_PREFIX}tokens` has {longest} characters; {MAX_TOKEN_CHARS} is the most")
         self._types = self._token_types()
         self._ids: dict[str, int] = {}
         for token_id, token in enumerate(self._tokens):
@@ -82,6 +88,8 @@ class _Builder:
         if scores is None or len(scores) != len(self._tokens):
             raise self._error(f"`{_PREFIX}scores` is missing or does not have one entry per token")
         has_merges = f"{_PREFIX}merges" in self._file.metadata
+        if not has_merges and sum(len(token) ** 2 for token in self._tokens) > MAX_MERGE_CHARS:
+            raise self._error(f"the tokens of `{_PREFIX}tokens` are too long for a file without `{_PREFIX}merges`")
         merges = self._merges() if has_merges else sentencepiece.merges(self._tokens, scores)
         unknown_id = self._token_id("unknown_token_id")
         prefix = bool(self._file.get(f"{_PREFIX}add_space_prefix", bool, True))
