@@ -70,6 +70,9 @@ def chat_format(
 ) -> ChatFormat:
     """Return the format. Raises `PagemillError` 400 for tools where the deployment parses none."""
     messages = [message.for_template() for message in req.messages or ()]
+    are_text, controls = parsers.control_tokens == "text", tokenizer.control_tokens
+    if are_text:
+        messages = controls.shielded_messages(messages)
     template = tokenizer.chat_template.source(has_tools=bool(req.prompt_tools))
     try:
         tool_format = detect_tools(template, parsers.tools)
@@ -79,6 +82,8 @@ def chat_format(
     if needs_short_ids(template, tool_format):
         messages = with_short_ids(messages)
     tools: list[dict[str, Any]] | None = req.prompt_tools or None
+    if tools and are_text:
+        tools = controls.shielded(tools)
     if tools and parsers.tools == NONE:
         raise PagemillError(
             "`tools` is not supported: `model.toolCallParser` of this model is none. Remove it, or have it set.",

@@ -130,14 +130,15 @@ def call_arguments(value: Any, field: str) -> str:
             f"`arguments` are nested more than {nesting.MAX_LEVELS} levels deep. Use fewer levels.",
             nesting.CODE,
         )
-    found = _decoded(value)
+    text: str = value
+    found = _decoded(text)
     if isinstance(found, str):
-        value, found = found, _decoded(found)
+        text, found = found, _decoded(found)
     if isinstance(found, dict):
-        return value
+        return text
     if found is None or found == []:
         return "{}"
-    cut = cut_object(value) if found is _BROKEN else None
+    cut = cut_object(text) if found is _BROKEN else None
     if cut is None:
         raise refusal(field, f"`arguments` must be the JSON text of an object, got {shorten(value)}. Correct them.")
     return json.dumps(cut, ensure_ascii=False)
