@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pagemill_protocol.frames import PartMeta
 from pagemill_protocol.request.continuing import can_be_continued
 from pagemill_protocol.request.generate import ChoiceResume, FinishReason, FrameMeta, GenerateRequest
 from pagemill_protocol.shares import SharedLimit
@@ -98,10 +99,13 @@ class Journal:
             self._cached_tokens = meta.cached_tokens
 
     def check(self, metas: list[FrameMeta]) -> None:
-        """Raise `JournalGap` unless these frames follow the noted ones. Positions of 0 are not checked."""
+        """Raise `JournalGap` unless these frames follow the noted ones. Positions of 0 are not checked.
+
+        Parts of a large payload carry nothing before their end, which has the fields of the frame.
+        """
         positions: dict[int, int] = {}
         for meta in metas:
-            if not meta.last:
+            if not meta.last and (not isinstance(meta, PartMeta) or meta.is_end):
                 positions[meta.choice] = self.check_next(meta, positions.get(meta.choice))
 
     def check_next(self, meta: FrameMeta, known: int | None = None) -> int:
