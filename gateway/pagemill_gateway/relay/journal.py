@@ -85,7 +85,8 @@ class Journal:
         self.num_tokens += len(meta.token_ids)
         if not self._keeps:
             return
-        if not weights_digest or not self._has_room(len(meta.token_ids)):
+        self._num_spare -= len(meta.token_ids)
+        if not weights_digest or (self._num_spare < 0 and not self._take_more()):
             self.close()
             return
         choice = self._choices.get(meta.choice)
@@ -155,11 +156,8 @@ class Journal:
         self._forget()
         self._keeps = False
 
-    def _has_room(self, num_tokens: int) -> bool:
-        """Use capacity for tokens, which is taken for several frames at once. Return whether there was enough."""
-        self._num_spare -= num_tokens
-        if self._num_spare >= 0:
-            return True
+    def _take_more(self) -> bool:
+        """Take capacity for the tokens that have none, and for further frames. Return whether there was enough."""
         for wanted in (max(ROOM_TOKENS, -self._num_spare), -self._num_spare):
             if self._capacity.take(self._tenant, wanted):
                 self._num_taken += wanted

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-
 LARGE_BLOCK_BYTES = 1024 * 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of mallopt(3)."""
