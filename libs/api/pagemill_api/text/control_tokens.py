@@ -50,20 +50,20 @@ class ControlTokenMarks:
 
 
 class _Shield:
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._tokens = re.compile(any_of([*texts]) or "(?!)")
-        self._anything = re.compile("|".join([any_of([*texts, *map(_in_json, texts)]) or "(?!)", MARK]))
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._tokens = re.compile(any_of(texts) or "(?!)")
+        self._tokens_in_json = re.compile(any_of(map(_in_json, texts)) or "(?!)")
 
     def value(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._text(value) if self._anything.search(value) else value
+            return self._text(value) if MARK in value or self._tokens.search(value) else value
         if not isinstance(value, dict | list):
             return value
         try:
             whole = msgspec.json.encode(value).decode()
         except (TypeError, ValueError, RecursionError):
             return value  # rendering refuses it
-        return self._within(value) if self._anything.search(whole) else value
+        return self._within(value) if MARK in whole or self._tokens_in_json.search(whole) else value
 
     def _within(self, value: Any) -> Any:
         if isinstance(value, str):
