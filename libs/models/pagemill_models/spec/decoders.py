@@ -12,6 +12,7 @@ from pagemill_models.declaration.known import BUILT_IN, GROUP, RECURRENT, unsupp
 from pagemill_models.declaration.registry import FoundFamily, find_family
 from pagemill_models.spec import by_transformers
 from pagemill_models.spec.by_transformers import class_is_installed, recurrent_key
+from pagemill_models.spec.contexts import with_scaled_context
 from pagemill_models.spec.pooled import CLASSIFIER, pools, without_head
 from pagemill_protocol.source_errors import UnreadableModelError
 
@@ -21,7 +22,7 @@ def decoder_from_config(values: dict[str, Any], path: Path) -> DecoderSpec:
     names = architectures_of(values)
     found = _find_family(names, values, path)
     config = ConfigValues(path, values, found.architecture)
-    decoder = found.family.read_config(config)
+    decoder = with_scaled_context(found.family.read_config(config), path)
     if decoder.head is None or not (_is_headless(names, found) or pools(names, path.parent)):
         return decoder
     if decoder.by_transformers:
