@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one case for each kind and port, with shorter attacks")
     parser.add_argument("--cases", default="", help="run only the cases whose names match this expression")
-    parser.add_argument("--repeats", type=int, default=1, help="how often a case that fails may run again")
+    parser.add_argument("--repeats", type=int, default=2, help="how often a case that fails may run again")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     args = parser.parse_args()
     cases = [each for each in CASES if re.search(args.cases, each.name) and not (args.quick and each.full)]

@@ -1,7 +1,7 @@
 """Checks whether a change is slower: compares a few figures of the working tree with those of an earlier commit.
 
-The same program (`gate_figures`) measures both, in processes that stay alive and take turns, so that other work on the
-machine affects both. Figures are CPU time, which other processes disturb least. A figure's ratio is the median over all
+Each is measured by its own `gate_figures`, as the names of packages and functions may differ between them; both run in
+processes that stay alive and take turns, so that other work on the machine affects both. Figures are CPU time, which other processes disturb least. A figure's ratio is the median over all
 pairs; the command fails if it is below the limit.
 """
 
@@ -21,7 +21,6 @@ from gate_figures import FIGURES
 from peers.process import PeerProcess
 from report import ROOT, emit, median
 
-PACKAGES = ("cli", "crds", "engine", "gateway", "kernels", "operator", "protocol", "simulator")
 NATIVE_SOURCES = "kernels/pagemill_kernels/cpu/src"
 NATIVE_LIBRARIES = "kernels/pagemill_kernels/cpu/lib"
 COMPILE = """
@@ -61,8 +60,9 @@ def checked_out(revision: str) -> Iterator[Path]:
 
 
 def start(figure: str, tree: Path, log: Path) -> PeerProcess:
-    paths = os.pathsep.join([*(str(tree / package) for package in PACKAGES), str(ROOT / "bench")])
-    argv = [sys.executable, str(ROOT / "bench" / "gate_figures.py"), figure, "--packages", str(tree)]
+    packages = [path.parent for pattern in ("*", "libs/*") for path in tree.glob(f"{pattern}/pyproject.toml")]
+    paths = os.pathsep.join(map(str, [*packages, tree / "bench"]))
+    argv = [sys.executable, str(tree / "bench" / "gate_figures.py"), figure, "--packages", str(tree)]
     process = PeerProcess(argv, {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}, log)
     process.answer(START_TIMEOUT_S)
     return process

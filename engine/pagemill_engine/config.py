@@ -8,6 +8,7 @@ import msgspec
 
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig, GenerationDefaults
 from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.request.answer_format import ControlTokenMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 from pagemill_servers.tls_config import TLSConfig
 from pagemill_servers.tracing.config import TracingConfig
@@ -129,6 +130,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     with tools are refused."""
     reasoning_parser: str = "auto"
     """How reasoning is separated from text; `auto`: by the chat template's markers, `none`: it stays in the text."""
+    chat_control_tokens: ControlTokenMode = "text"
+    """What control tokens such as `<|im_end|>` are that clients write in the messages and tools of chats: `text`, or
+    the `tokens` themselves, with which a client ends its message and writes others. Prompts that are not rendered have
+    tokens."""
     null_runner: bool = False
     """Simulated device: real scheduler, KV cache and HTTP, but no model; steps wait the predicted time."""
     num_kv_blocks: int | None = None

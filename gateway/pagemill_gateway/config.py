@@ -13,6 +13,7 @@ import msgspec
 
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
+from pagemill_protocol.request.answer_format import ControlTokenMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.connection_limits import DEFAULT_MAX_CONNECTIONS, trusted_networks
@@ -230,6 +231,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Maximum number of log probabilities and token ids of an answer that is not streamed: `n` (or `best_of`) x
     `max_tokens` x those of each token, of all prompts of a body together. Larger requests get status 400; an answer
     without `max_tokens` ends where it has that many. Engines have the same setting."""
+    chat_control_tokens: ControlTokenMode = "text"
+    """What control tokens such as `<|im_end|>` are that clients write in the messages and tools of chats: `text`, or
+    the `tokens` themselves, with which a client ends its message and writes others. Prompts that are not rendered have
+    tokens. Engines have the same setting."""
     max_requests: int = 4096
     """
     Maximum number of requests inside the gateway; further ones get status 503. It limits the memory for streams. A

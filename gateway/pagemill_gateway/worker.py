@@ -86,7 +86,12 @@ class Worker:
         self._loading: set[asyncio.Task[None]] = set()
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
         self.preparation = RequestPreparation(
-            brain, self.bundles, self._keep_alive, config.remembered_prefix_chunks, config.max_answer_values
+            brain,
+            self.bundles,
+            self._keep_alive,
+            config.remembered_prefix_chunks,
+            config.max_answer_values,
+            config.chat_control_tokens,
         )
         self._upstream = Upstream(config, UPSTREAM_KEEPALIVE_S)
         self.relay = Relay(

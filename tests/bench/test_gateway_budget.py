@@ -20,7 +20,7 @@ from routers.budget import ACCEPT, BENCH, END, FIRST_FRAME, PARTS, RELAYS, REST,
 BOUNDS = {
     ACCEPT: Count(40, 24, 0),
     "head": Count(50, 38, 1),
-    "body": Count(27, 21, 0),
+    "body": Count(21, 19, 0),
     "key": Count(15, 17, 0),
     "schema": Count(97, 155, 0),
     "render": Count(86, 48, 0),
@@ -30,11 +30,11 @@ BOUNDS = {
     "decide": Count(415, 380, 0),
     "dispatch": Count(28, 17, 1),
     FIRST_FRAME: Count(79, 107, 2),
-    RELAYS: Count(485, 905, 2 * (NUM_TOKENS - 1)),
-    END: Count(111, 69, 2),
+    RELAYS: Count(450, 905, 2 * (NUM_TOKENS - 1)),
+    END: Count(109, 69, 2),
     "log": Count(36, 32, 1),
     "metrics": Count(123, 82, 0),
-    REST: Count(226, 170, 0),
+    REST: Count(222, 167, 0),
 }
 """Calls of Python functions, of built-in ones, and reads and writes: the current numbers plus a few percent."""
 MAX_ALLOCATIONS = {REST: 2200, FIRST_FRAME: 180, RELAYS: 990, END: 360}

@@ -101,6 +101,20 @@ async def stalled(sending: Sending) -> None:
 
 
 @pytest.mark.parametrize("offers_link", [True, False])
+async def test_a_large_body_follows_the_ends_of_its_choices(engines, gateways, offers_link: bool) -> None:
+    """Engines report the tokens of a plain answer, so that it can be continued, before they send its body."""
+    engines[0].offers_link = offers_link
+    gateway = await gateways(engines[0])
+    body = body_of(LARGE)
+    reported = [FrameMeta(choice=choice, token_ids=[7], position=1, finish_reason="length") for choice in range(2)]
+    engines[0].behaviour = sending = Sending(body)
+    sending.frame = b"".join(encode_frame(meta, b"") for meta in reported) + sending.frame
+    async with asking(gateway.url, n=2, max_tokens=1) as reader:
+        assert await rest_of(reader) == body
+    assert len(engines[0].requests) == 1
+
+
+@pytest.mark.parametrize("offers_link", [True, False])
 async def test_a_body_that_its_client_does_not_read_stays_at_the_engine(engines, gateways, offers_link: bool) -> None:
     engines[0].offers_link = offers_link
     gateway = await gateways(engines[0])

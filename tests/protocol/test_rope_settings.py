@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from pagemill_models.declaration.config_values import ConfigValues
-from pagemill_models.declaration.declaration import RopeSpec
+from pagemill_models.declaration.declaration import DecoderSpec, RopeSpec
 from pagemill_models.declaration.rope_scaling import LinearScaling, Llama3Scaling, RopeError, YarnScaling
 from pagemill_models.declaration.rope_settings import read_gguf_scaling
 from pagemill_models.sources import UnreadableModelError
+from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import UnsupportedModelArchitecture
 
@@ -291,3 +292,46 @@ def test_a_gguf_file_with_frequency_divisors_is_read(write_gguf):
     (rope,) = spec.decoder.ropes()
     assert rope.scaling is None
     assert rope.divisors is not None
+
+
+@pytest.mark.parametrize(
+    ("declared", "scaling", "context"),
+    [
+        (32768, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (32768, {"rope_type": "yarn", "factor": 2.0}, 65536),
+        (163840, {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}, 163840),
+        (4096, {"type": "linear", "factor": 4.0}, 16384),
+        (16384, {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        (32768, {"type": "dynamic", "factor": 2.0}, 65536),
+        (4096, {"type": "linear", "factor": 0.5}, 4096),
+        (131072, LLAMA3 | {"original_max_position_embeddings": 8192}, 131072),
+        (4096, None, 4096),
+    ],
+)
+def test_the_context_is_the_scaled_one_whichever_length_the_file_declares(
+    declared: int, scaling: dict[str, Any] | None, context: int
+) -> None:
+    assert decoder_of(max_position_embeddings=declared, rope_scaling=scaling).max_position_embeddings == context
+
+
+def test_a_file_whose_kinds_of_layers_scale_differently_declares_the_scaled_context() -> None:
+    values = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "max_position_embeddings": 131072,
+        "rope_parameters": BY_ATTENTION_TYPE,
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+    }
+    assert decoder_of(**values).max_position_embeddings == 131072
+
+
+def test_a_scaled_context_beyond_all_bounds_is_refused() -> None:
+    with pytest.raises(UnreadableModelError, match="max_position_embeddings"):
+        decoder_of(rope_scaling={"type": "linear", "factor": 1e9})
+
+
+def decoder_of(**values: Any) -> DecoderSpec:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 4, "vocab_size": 64, "max_position_embeddings": 256, "rms_norm_eps": 1e-6}
+    return decoder_from_config({"architectures": ["LlamaForCausalLM"], **sizes, **heads, **values}, Path("config.json"))

@@ -14,6 +14,7 @@ from pagemill_engine.decoders.tensors import TensorSource, read_tensor
 from pagemill_kernels.arrays import Array
 from pagemill_models.declaration.declaration import DecoderSpec, RopeSpec
 from pagemill_models.declaration.rope_scaling import (
+    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -97,6 +98,8 @@ def _scaled(
     match scaling:
         case LinearScaling():
             return frequencies / scaling.factor, 1.0
+        case DynamicScaling():
+            return 1 / _periods(head_dim, _dynamic_theta(head_dim, theta, scaling, max_positions)), 1.0
         case Llama3Scaling():
             return _llama3(frequencies, scaling), 1.0
         case YarnScaling():
@@ -105,6 +108,15 @@ def _scaled(
             is_long = max_positions > scaling.original_max_position_embeddings
             divisors = np.array(scaling.long_factor if is_long else scaling.short_factor, dtype=np.float32)
             return 1 / (divisors * periods), scaling.attention_factor
+
+
+def _dynamic_theta(head_dim: int, theta: float, scaling: DynamicScaling, max_positions: int) -> float:
+    """Return the base for contexts of up to `max_positions`."""
+    original, factor = scaling.original_max_position_embeddings, scaling.factor
+    if max_positions <= original:
+        return theta
+    growth = factor * max_positions / original - (factor - 1)
+    return float(theta * growth ** (head_dim / max(1, head_dim - 2)))
 
 
 def _llama3(frequencies: Array, scaling: Llama3Scaling) -> Array:

@@ -68,7 +68,7 @@ class ServerContext:
     @property
     def parsers(self) -> ParserSettings:
         engine = self.settings.engine
-        return ParserSettings(engine.tool_call_parser, engine.reasoning_parser)
+        return ParserSettings(engine.tool_call_parser, engine.reasoning_parser, engine.chat_control_tokens)
 
     def system_fingerprint(self) -> str:
         _, ready = self.ready_engine()

@@ -60,7 +60,7 @@ from pagemill_servers.connection_limits import (
     within_open_files,
 )
 from pagemill_servers.handshakes import secured
-from pagemill_servers.process.malloc import trim_heap
+from pagemill_servers.process.malloc import return_large_blocks, trim_heap
 from pagemill_servers.process.settings import SettingsError
 from pagemill_servers.tls import ServerTLS, TLSError
 from pagemill_servers.tracing.tracing import Tracing, open_tracing
@@ -95,6 +95,7 @@ def run_server(settings: Settings, process: EngineProcess, events: ServerEvents 
 
     `process`: already launched, so that its imports and the caller's import of this module run at the same time.
     """
+    return_large_blocks()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(Server(settings, process, events or ServerEvents()).run())
 

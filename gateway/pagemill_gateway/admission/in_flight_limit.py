@@ -20,7 +20,8 @@ from pagemill_protocol.shares import RETRY_S, SharedLimit, share_exceeded
 class InFlightLimit:
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._requests = SharedLimit(max_requests)
-        self._bytes = SharedLimit(max_bytes)
+        self.bytes = SharedLimit(max_bytes)
+        """The bytes of all requests inside, for the slots."""
         self._unread: dict[str, dict[UnreadAnswer, None]] = {}
         """The answers of each tenant whose clients do not read them now, the longest waiting first."""
         self._num_admitted = 0
@@ -35,7 +36,7 @@ class InFlightLimit:
     @property
     def num_bytes(self) -> int:
         """The bytes of all requests inside."""
-        return self._bytes.used
+        return self.bytes.used
 
     def close(self, reason: str) -> None:
         """Refuse all further requests with 503 and `reason`; requests inside stay."""
@@ -74,19 +75,6 @@ class InFlightLimit:
 
     # Calls of the slots.
 
-    @property
-    def max_bytes(self) -> int:
-        return self._bytes.limit
-
-    def has_room(self, tenant: str, num_bytes: int) -> bool:
-        return self._bytes.has_room(tenant, num_bytes)
-
-    def take(self, tenant: str, num_bytes: int) -> bool:
-        return self._bytes.take(tenant, num_bytes)
-
-    def release(self, tenant: str, num_bytes: int) -> None:
-        self._bytes.release(tenant, num_bytes)
-
     def unread_of(self, tenant: str) -> dict[UnreadAnswer, None]:
         return self._unread.setdefault(tenant, {})
 
@@ -97,8 +85,8 @@ class InFlightLimit:
             self._unread.pop(answer.tenant, None)
 
     def over_capacity(self, tenant: str, num_bytes: int) -> PagemillError:
-        used, limit, own = self._bytes.used, self._bytes.limit, self._bytes.used_by(tenant)
-        if _is_own_doing(self._bytes, tenant, num_bytes):
+        used, limit, own = self.bytes.used, self.bytes.limit, self.bytes.used_by(tenant)
+        if _is_own_doing(self.bytes, tenant, num_bytes):
             return share_exceeded(
                 f"Your running requests hold {own} bytes of the gateway's memory, with their bodies and unread "
                 "answers, and the rest is for others. Try again shortly, send less text at once, or read answers "
@@ -133,13 +121,14 @@ class InFlightSlot:
 
     def __init__(self, limit: InFlightLimit, tenant: str) -> None:
         self._limit = limit
+        self._bytes = limit.bytes
         self._tenant = tenant
         self.num_bytes = 0
 
     @property
     def max_bytes(self) -> int:
         """The limit for all requests."""
-        return self._limit.max_bytes
+        return self._bytes.limit
 
     def resize(self, num_bytes: int) -> None:
         """Count this many bytes in place of all that were counted. Raises `PagemillError` like `hold`."""
@@ -150,18 +139,18 @@ class InFlightSlot:
 
     def expect(self, num_bytes: int) -> None:
         """Raise `PagemillError` (429, 503) if this many bytes would exceed the limit. Reserves nothing."""
-        if not self._limit.has_room(self._tenant, num_bytes):
+        if not self._bytes.has_room(self._tenant, num_bytes):
             raise self._limit.over_capacity(self._tenant, num_bytes)
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes. Raises `PagemillError` (429, 503), and counts nothing, if they exceed the limit."""
-        if not self._limit.take(self._tenant, num_bytes):
+        if not self._bytes.take(self._tenant, num_bytes):
             raise self._limit.over_capacity(self._tenant, num_bytes)
         self.num_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
         """Count bytes that are held no longer."""
-        self._limit.release(self._tenant, num_bytes)
+        self._bytes.release(self._tenant, num_bytes)
         self.num_bytes -= num_bytes
 
     @contextmanager
@@ -175,7 +164,7 @@ class InFlightSlot:
         limit, waiting = self._limit, self._limit.unread_of(self._tenant)
         waiting[answer] = None
         try:
-            while not limit.take(self._tenant, num_bytes):
+            while not self._bytes.take(self._tenant, num_bytes):
                 oldest = next(iter(waiting))
                 oldest.finish(limit)
                 if oldest is answer:
@@ -201,7 +190,7 @@ class UnreadAnswer:
         self._end()
 
     def leave(self, limit: InFlightLimit) -> None:
-        limit.release(self.tenant, self.num_bytes)
+        limit.bytes.release(self.tenant, self.num_bytes)
         self.num_bytes = 0
         limit.forget_unread(self)
 

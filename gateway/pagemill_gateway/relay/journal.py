@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pagemill_protocol.frames import PartMeta
 from pagemill_protocol.request.continuing import can_be_continued
 from pagemill_protocol.request.generate import ChoiceResume, FinishReason, FrameMeta, GenerateRequest
 from pagemill_protocol.shares import SharedLimit
@@ -84,7 +85,8 @@ class Journal:
         self.num_tokens += len(meta.token_ids)
         if not self._keeps:
             return
-        if not weights_digest or not self._has_room(len(meta.token_ids)):
+        self._num_spare -= len(meta.token_ids)
+        if not weights_digest or (self._num_spare < 0 and not self._take_more()):
             self.close()
             return
         choice = self._choices.get(meta.choice)
@@ -98,10 +100,13 @@ class Journal:
             self._cached_tokens = meta.cached_tokens
 
     def check(self, metas: list[FrameMeta]) -> None:
-        """Raise `JournalGap` unless these frames follow the noted ones. Positions of 0 are not checked."""
+        """Raise `JournalGap` unless these frames follow the noted ones. Positions of 0 are not checked.
+
+        Parts of a large payload carry nothing before their end, which has the fields of the frame.
+        """
         positions: dict[int, int] = {}
         for meta in metas:
-            if not meta.last:
+            if not meta.last and (not isinstance(meta, PartMeta) or meta.is_end):
                 positions[meta.choice] = self.check_next(meta, positions.get(meta.choice))
 
     def check_next(self, meta: FrameMeta, known: int | None = None) -> int:
@@ -151,11 +156,8 @@ class Journal:
         self._forget()
         self._keeps = False
 
-    def _has_room(self, num_tokens: int) -> bool:
-        """Use capacity for tokens, which is taken for several frames at once. Return whether there was enough."""
-        self._num_spare -= num_tokens
-        if self._num_spare >= 0:
-            return True
+    def _take_more(self) -> bool:
+        """Take capacity for the tokens that have none, and for further frames. Return whether there was enough."""
         for wanted in (max(ROOM_TOKENS, -self._num_spare), -self._num_spare):
             if self._capacity.take(self._tenant, wanted):
                 self._num_taken += wanted

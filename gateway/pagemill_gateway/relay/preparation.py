@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects import base
 from pagemill_api.dialects.base import Dialect, ParsedBody
 from pagemill_api.dialects.transport import RequestInfo
@@ -28,6 +29,7 @@ from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_protocol.request.answer_format import ControlTokenMode
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 from pagemill_servers.keys.caller import Caller
@@ -100,7 +102,9 @@ class RequestPreparation:
         keep_alive: KeepAlive,
         max_prefix_chunks: int,
         max_answer_values: int = MAX_ANSWER_VALUES,
+        control_tokens: ControlTokenMode = "text",
     ) -> None:
+        self._control_tokens = control_tokens
         self._max_answer_values = max_answer_values
         self._brain = brain
         self._keep_alive = keep_alive
@@ -118,6 +122,9 @@ class RequestPreparation:
     async def in_thread(self, work: Callable[[], T], body_bytes: int) -> T:
         """Run `work` in a thread, and return its result. `body_bytes` is the size of the body that it processes."""
         return await self._threads.run(work, body_bytes)
+
+    def parsers(self, target: Target) -> ParserSettings:
+        return target.parsers._replace(control_tokens=self._control_tokens)
 
     async def tokenizer(self, target: Target) -> Tokenizer:
         try:
@@ -145,21 +152,22 @@ class RequestPreparation:
             sampling = body.sampling(defaults)
         sampling = within_vocabulary(sampling, tokenizer)
         salt = cache_salt(target.prefix_scope, target.deployment, caller)
+        parsers = self.parsers(target)
         preparation = base.Preparation(
             target.max_model_len,
             dialect.new_request_id(),
             int(time.time()),
             cache_salt=salt,
-            parsers=target.parsers,
+            parsers=parsers,
             max_answer_values=self._max_answer_values,
         )
         session = session_key(target, caller.key_hash, info.header)
-        text = await body.render_inline(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
+        text = await body.render_inline(tokenizer, parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
         def job() -> PreparedRequest:
             requests = body.prepare(tokenizer, preparation, sampling, text)
             requests = [_prioritized(with_seed(request, _new_seed), caller) for request in requests]
-            unread = base.unread_fields(body, tokenizer, target.parsers)
+            unread = base.unread_fields(body, tokenizer, parsers)
             return self._prepared(target, requests, prompt_keys(body), session, unread)
 
         if body.renders and text is None:

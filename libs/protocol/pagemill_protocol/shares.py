@@ -39,19 +39,17 @@ class SharedLimit:
 
     def has_room(self, tenant: str, amount: int) -> bool:
         """Whether `tenant` may take `amount`. An empty name means no tenant, which has no share but the limit."""
-        free = self.limit - self.used - amount
-        if free < 0:
-            return False
-        own = self._used_by.get(tenant, 0)
+        own, free = self._used_by.get(tenant, 0), self.limit - self.used - amount
         # Who has nothing may have one piece of any size: otherwise small limits would admit no request.
-        return not own or not tenant or own + amount <= TIMES_FREE * free
+        return free >= 0 and (not own or not tenant or own + amount <= TIMES_FREE * free)
 
     def take(self, tenant: str, amount: int) -> bool:
         """Take `amount` for `tenant`. Return whether there was room; otherwise nothing is taken."""
-        if not self.has_room(tenant, amount):
+        own, free = self._used_by.get(tenant, 0), self.limit - self.used - amount
+        if free < 0 or (own and tenant and own + amount > TIMES_FREE * free):
             return False
         self.used += amount
-        self._used_by[tenant] = self._used_by.get(tenant, 0) + amount
+        self._used_by[tenant] = own + amount
         return True
 
     def release(self, tenant: str, amount: int) -> None:

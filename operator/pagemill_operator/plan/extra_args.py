@@ -56,10 +56,17 @@ def _generation_config(text: str) -> str:
     return text
 
 
+def _control_tokens(text: str) -> str:
+    if text not in ("text", "tokens"):
+        raise ValueError("write text or tokens")
+    return text
+
+
 SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "policy": ("engine", _policy),
     "max_num_waiting": ("engine", _count),
     "max_answer_values": ("engine", _count),
+    "chat_control_tokens": ("engine", _control_tokens),
     "overlap": ("engine", _flag),
     "cuda_graphs": ("engine", _flag),
     "generation_config": ("engine", _generation_config),

@@ -95,6 +95,18 @@ def test_tables_equal_those_of_transformers(config: dict[str, Any]) -> None:
         assert bool(((ours - theirs[0, :, : HEAD_DIM // 2]).abs() <= allowed).all())
 
 
+@pytest.mark.parametrize("factor", [2.0, 3.5])
+def test_dynamic_tables_of_a_scaled_context_equal_those_of_transformers_for_its_length(factor: float) -> None:
+    config = {"rope_scaling": {"rope_type": "dynamic", "factor": factor}}
+    sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
+    reference = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(sizes | config))
+    length = int(factor * CONTEXT)
+    theirs = reference(torch.zeros(1), torch.arange(length)[None])
+    rope = read_rope(config)
+    for ours, expected in zip(rope_tables(HEAD_DIM, length, rope.theta, rope.scaling), theirs, strict=True):
+        assert torch.allclose(to_torch(ours), expected[0, :, : HEAD_DIM // 2], atol=1e-3)
+
+
 values = (
     st.none()
     | st.booleans()

@@ -201,7 +201,7 @@ def _tokenize(context: ServerContext, count: TokenCount, raw: bytes) -> bytes:
         context.check_model(body.model)
     tokenizer = context.loaded_tokenizer()
     _, ready = context.ready_engine()
-    token_ids = prepare.tokenize(body, tokenizer, ready.max_model_len)
+    token_ids = prepare.tokenize(body, tokenizer, ready.max_model_len, context.parsers)
     texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
     return count.body(token_ids, ready.max_model_len, texts)
 

@@ -23,7 +23,7 @@ from pagemill_api.answers.formats.mistral import MistralParser
 from pagemill_api.answers.formats.pythonic import PythonicParser
 from pagemill_api.answers.formats.qwen3_coder import Qwen3CoderParser
 from pagemill_api.answers.formats.think import ThinkParser
-from pagemill_protocol.request.answer_format import AnswerFormat
+from pagemill_protocol.request.answer_format import AnswerFormat, ControlTokenMode
 from pagemill_protocol.source_errors import SourceError
 
 GROUP = "pagemill.tool_parsers"
@@ -37,6 +37,8 @@ class ParserSettings(NamedTuple):
 
     tools: str = AUTO
     reasoning: str = AUTO
+    control_tokens: ControlTokenMode = "text"
+    """What control tokens in the texts of chats are: `text`, or the `tokens` themselves."""
 
 
 class ToolFormat(NamedTuple):
@@ -47,6 +49,8 @@ class ToolFormat(NamedTuple):
     syntax: Callable[[str], CallSyntax] | None = None
     """Returns the call syntax of a model with this chat template; `None`: calls can be neither forced nor
     constrained."""
+    short_call_ids: bool = False
+    """Ids of calls have nine letters and digits, as the templates of these models require."""
 
 
 BUILT_IN = (
@@ -54,7 +58,7 @@ BUILT_IN = (
     ToolFormat("deepseek", lambda _: DeepSeekParser(), re.escape(deepseek.BEGIN), deepseek.syntax),
     ToolFormat("qwen3-coder", Qwen3CoderParser, r"<function=[\s\S]*<parameter=", lambda _: qwen3_coder.SYNTAX),
     ToolFormat(HERMES, lambda _: HermesParser(), r"<tool_call>(?![\s\S]*<arg_key>)", lambda _: hermes.SYNTAX),
-    ToolFormat("mistral", lambda _: MistralParser(), r"\[TOOL_CALLS\]", mistral.syntax),
+    ToolFormat("mistral", lambda _: MistralParser(), r"\[TOOL_CALLS\]", mistral.syntax, short_call_ids=True),
     ToolFormat("pythonic", lambda _: PythonicParser(), r"\[\w+\(\w+=", lambda _: pythonic.SYNTAX),
     ToolFormat(
         "llama3-json",
@@ -101,6 +105,10 @@ def reasoning_parser(answer_format: AnswerFormat) -> Parser:
     make_tools = partial(tool_parser, answer_format.tools, answer_format.string_parameters)
     call_markers: Sequence[str] = getattr(make_tools(), "call_markers", ())
     return ThinkParser(begin, end, answer_format.starts_in_reasoning, call_markers, make_tools)
+
+
+def has_short_call_ids(name: str) -> bool:
+    return bool(name) and tool_formats()[name].short_call_ids
 
 
 def check_parsers(settings: ParserSettings) -> None:

@@ -1,27 +1,25 @@
 """Render events of an answer in the shapes of OpenAI's chat: deltas of a stream, and the message of a whole answer.
 
-Ids of calls follow from the response's id and the call's position, so an engine that continues a stream makes the same.
+Ids of calls (`call_ids`) follow from the response's id and the call's position, so an engine that continues a stream
+makes the same.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
+from pagemill_api.answers.cut_json import cut_object
 from pagemill_api.answers.events import CallArguments, CallBegin, Content, Event, Reasoning
+from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.render import ToolReason
 from pagemill_protocol import nesting
 from pagemill_protocol.request.generate import FinishReason
 
-_BRACKETS = {"{": "}", "[": "]"}
-_JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*(?P<quote>")?|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 
-
-def delta(event: Event, response_id: str, choice: int) -> dict[str, Any] | None:
+def delta(event: Event, ids: CallIds, choice: int) -> dict[str, Any] | None:
     """Return the delta of one event; None for the end of a call."""
     match event:
         case Content(text):
@@ -29,13 +27,13 @@ def delta(event: Event, response_id: str, choice: int) -> dict[str, Any] | None:
         case Reasoning(text):
             return _reasoning(text)
         case CallBegin(name, index):
-            return {"tool_calls": [{"index": index, **_call(response_id, choice, index, name, "")}]}
+            return {"tool_calls": [{"index": index, **_call(ids, choice, index, name, "")}]}
         case CallArguments(text, index):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
     return None
 
 
-def message(events: Sequence[Event], response_id: str, choice: int) -> dict[str, Any]:
+def message(events: Sequence[Event], ids: CallIds, choice: int) -> dict[str, Any]:
     content = "".join(event.text for event in events if isinstance(event, Content))
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
     arguments: dict[int, list[str]] = {}
@@ -43,7 +41,7 @@ def message(events: Sequence[Event], response_id: str, choice: int) -> dict[str,
         if isinstance(event, CallArguments):
             arguments.setdefault(event.call, []).append(event.text)
     calls = [
-        _call(response_id, choice, event.call, event.name, "".join(arguments.get(event.call, ())))
+        _call(ids, choice, event.call, event.name, "".join(arguments.get(event.call, ())))
         for event in events
         if isinstance(event, CallBegin)
     ]
@@ -77,29 +75,8 @@ def arguments_object(arguments: str) -> dict[str, Any]:
 
 def partial_object(arguments: str) -> dict[str, Any]:
     """Return the complete values of arguments that were cut, as clients read them from a stream that ends there."""
-    kept, closing, previous = "", "", ""
-    brackets: list[str] = []
-    for found in _JSON_PARTS.finditer(arguments):
-        part = found[0]
-        is_bracket = part in _BRACKETS or part in _BRACKETS.values()
-        is_value = previous == ":" or brackets[-1:] == ["]"]
-        if part in _BRACKETS:
-            brackets.append(_BRACKETS[part])
-        elif is_bracket:
-            brackets = brackets[:-1]
-        is_complete = found["quote"] if part[0] == '"' else _is_json(part)
-        if is_bracket or (is_value and is_complete and part not in ",:"):
-            kept, closing = arguments[: found.end()], "".join(reversed(brackets))
-        previous = part
-    return arguments_object(kept + closing)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return False
-    return True
+    found = cut_object(arguments)
+    return arguments_object(arguments) if found is None else found
 
 
 def _reasoning(text: str) -> dict[str, Any]:
@@ -107,11 +84,6 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def call_id(response_id: str, choice: int, index: int, *, prefix: str = "call") -> str:
-    digest = hashlib.blake2b(f"{response_id}/{choice}/{index}".encode(), digest_size=12).hexdigest()
-    return f"{prefix}_{digest}"
-
-
-def _call(response_id: str, choice: int, index: int, name: str, arguments: str) -> dict[str, Any]:
+def _call(ids: CallIds, choice: int, index: int, name: str, arguments: str) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
-    return {"id": call_id(response_id, choice, index), "type": "function", "function": function}
+    return {"id": ids.of(choice, index), "type": "function", "function": function}

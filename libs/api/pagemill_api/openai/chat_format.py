@@ -27,6 +27,7 @@ from pagemill_api.answers.registry import (
     hides_markers,
 )
 from pagemill_api.answers.tool_prompt import with_tool_prompt
+from pagemill_api.openai.call_ids import needs_short_ids, with_short_ids
 from pagemill_api.openai.schemas import ChatCompletionRequest, ChatTemplateFields, TokenizeRequest
 from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
 from pagemill_protocol.request.answer_format import AnswerFormat
@@ -69,13 +70,20 @@ def chat_format(
 ) -> ChatFormat:
     """Return the format. Raises `PagemillError` 400 for tools where the deployment parses none."""
     messages = [message.for_template() for message in req.messages or ()]
+    are_text, controls = parsers.control_tokens == "text", tokenizer.control_tokens
+    if are_text:
+        messages = controls.shielded_messages(messages)
     template = tokenizer.chat_template.source(has_tools=bool(req.prompt_tools))
     try:
         tool_format = detect_tools(template, parsers.tools)
         reasoning = detect_reasoning(template, parsers.reasoning)
     except SourceError as error:
         raise unavailable(f"The model's answers cannot be parsed: {error}", code="model_not_ready") from error
+    if needs_short_ids(template, tool_format):
+        messages = with_short_ids(messages)
     tools: list[dict[str, Any]] | None = req.prompt_tools or None
+    if tools and are_text:
+        tools = controls.shielded(tools)
     if tools and parsers.tools == NONE:
         raise PagemillError(
             "`tools` is not supported: `model.toolCallParser` of this model is none. Remove it, or have it set.",

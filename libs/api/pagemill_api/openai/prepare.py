@@ -117,11 +117,12 @@ def prepare_chat(
     if form.hides_markers:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     if text is None:
-        text = _render(form, req, tokenizer)
+        text = _render(form, req, tokenizer, parsers)
     outputs = prescribed(req, form.syntax, form.reasoning, text)
     if outputs is not sampling.structured_outputs:
         sampling = msgspec.structs.replace(sampling, structured_outputs=outputs)
-    token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages", sampling, cache_salt)
+    special, shielded = req.add_special_tokens, parsers.control_tokens == "text"
+    token_ids = _encode(tokenizer, text, special, max_model_len, "messages", sampling, cache_salt, shielded)
     max_tokens = _answer_budget(
         len(token_ids),
         req.requested_tokens,
@@ -207,13 +208,17 @@ def prepare_completions(
     return requests
 
 
-def tokenize(req: TokenizeRequest, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+def tokenize(
+    req: TokenizeRequest, tokenizer: Tokenizer, max_model_len: int, parsers: ParserSettings = _AUTO
+) -> list[int]:
     """Return the token ids of a prompt, or of rendered messages. Raises `PagemillError` 400 beyond the context."""
     if req.messages is None:
         assert req.prompt is not None  # the schema requires exactly one
         return tokenizer.encode_within(req.prompt, max_model_len, req.add_special_tokens is not False)
-    text = render(req, tokenizer, _AUTO)
-    return tokenizer.encode_within(text, max_model_len, bool(req.add_special_tokens), param="messages")
+    shielded = parsers.control_tokens == "text"
+    text = render(req, tokenizer, _AUTO._replace(control_tokens=parsers.control_tokens))
+    special = bool(req.add_special_tokens)
+    return tokenizer.encode_within(text, max_model_len, special, param="messages", shielded=shielded)
 
 
 def detokenize(req: DetokenizeRequest, tokenizer: Tokenizer, max_model_len: int) -> str:
@@ -231,23 +236,31 @@ async def render_inline(req: ChatCompletionRequest, tokenizer: Tokenizer, parser
     Raises `PagemillError` 400.
     """
     form = chat_format(req, tokenizer, parsers)
-    return await tokenizer.chat_template.render_inline(form.messages, tools=form.tools, **_rendering(req))
+    rendering = _rendering(req, tokenizer, parsers)
+    return await tokenizer.chat_template.render_inline(form.messages, tools=form.tools, **rendering)
 
 
 def render(req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer, parsers: ParserSettings) -> str:
     """Render the prompt of a chat. Raises `PagemillError` 400."""
-    return _render(chat_format(req, tokenizer, parsers), req, tokenizer)
+    return _render(chat_format(req, tokenizer, parsers), req, tokenizer, parsers)
 
 
-def _render(form: ChatFormat, req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:
-    return tokenizer.render_chat(form.messages, tools=form.tools, **_rendering(req))
+def _render(
+    form: ChatFormat, req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer, parsers: ParserSettings
+) -> str:
+    return tokenizer.render_chat(form.messages, tools=form.tools, **_rendering(req, tokenizer, parsers))
 
 
-def _rendering(req: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
+def _rendering(
+    req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer, parsers: ParserSettings
+) -> dict[str, Any]:
+    given = req.template_kwargs
+    if given and parsers.control_tokens == "text":
+        given = tokenizer.control_tokens.shielded(given)
     return {
         "add_generation_prompt": req.add_generation_prompt and not req.continue_final_message,
         "continue_final_message": req.continue_final_message,
-        "template_kwargs": req.template_kwargs or None,
+        "template_kwargs": given or None,
     }
 
 
@@ -268,10 +281,17 @@ def _prompt_tokens(
 
 
 def _encode(
-    tokenizer: Tokenizer, text: str, special: bool, max_model_len: int, param: str, sampling: SamplingParams, scope: str
+    tokenizer: Tokenizer,
+    text: str,
+    special: bool,
+    max_model_len: int,
+    param: str,
+    sampling: SamplingParams,
+    scope: str,
+    shielded: bool = False,
 ) -> list[int]:
     most = max_model_len if sampling.truncate_prompt_tokens is None else LARGEST_CONTEXT
-    token_ids = tokenizer.encode_within(text, most, special, param=param, scope=scope)
+    token_ids = tokenizer.encode_within(text, most, special, param=param, scope=scope, shielded=shielded)
     if not token_ids:
         raise invalid_field(param, f"`{param}` has no tokens. Send some text.")
     return sampling.truncate_prompt(token_ids, max_model_len)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from pagemill_api.answers.cut_json import cut_object
 from pagemill_api.openai.fields import MAX_NAME_CHARS, refusal, shorten
 from pagemill_protocol import nesting
 
@@ -102,23 +104,57 @@ def _allowed_tools(value: Any) -> dict[str, Any]:
 def _tool_calls(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or len(value) > MAX_CALLS:
         raise refusal("", f"`tool_calls` must be a list of at most {MAX_CALLS} calls, got {shorten(value)}.")
+    calls: list[dict[str, Any]] = []
     for index, call in enumerate(value):
         function = _function(call, f"[{index}]")
         if not isinstance(call.get("id"), str) or not 0 < len(call["id"]) <= MAX_NAME_CHARS:
             raise refusal(f"[{index}].id", f"The id of a call must be text, got {shorten(call.get('id'))}.")
-        arguments = function.get("arguments", "")
-        if not isinstance(arguments, str):
-            raise refusal(
-                f"[{index}].function.arguments",
-                f"`arguments` must be JSON as text, got {shorten(arguments)}. Encode them.",
-            )
-        if nesting.text_exceeds(arguments):
-            raise refusal(
-                f"[{index}].function.arguments",
-                f"`arguments` are nested more than {nesting.MAX_LEVELS} levels deep. Use fewer levels.",
-                nesting.CODE,
-            )
-    return value
+        arguments = call_arguments(function.get("arguments"), f"[{index}].function.arguments")
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
+
+
+def call_arguments(value: Any, field: str) -> str:
+    """Return the arguments of an earlier call as the JSON text of one object, which chat templates take.
+
+    No arguments, null and an empty list are no arguments; text that was encoded twice is decoded, and of a call that
+    was cut its complete values are kept. Raises `PydanticCustomError` for anything else.
+    """
+    if value is None:
+        return "{}"
+    if not isinstance(value, str):
+        raise refusal(field, f"`arguments` must be JSON as text, got {shorten(value)}. Encode them.")
+    if nesting.text_exceeds(value):
+        raise refusal(
+            field,
+            f"`arguments` are nested more than {nesting.MAX_LEVELS} levels deep. Use fewer levels.",
+            nesting.CODE,
+        )
+    text: str = value
+    found = _decoded(text)
+    if isinstance(found, str):
+        text, found = found, _decoded(found)
+    if isinstance(found, dict):
+        return text
+    if found is None or found == []:
+        return "{}"
+    cut = cut_object(text) if found is _BROKEN else None
+    if cut is None:
+        raise refusal(field, f"`arguments` must be the JSON text of an object, got {shorten(value)}. Correct them.")
+    return json.dumps(cut, ensure_ascii=False)
+
+
+_BROKEN = object()
+
+
+def _decoded(text: str) -> Any:
+    """Return the JSON value; None for empty text, `_BROKEN` for text that is no JSON."""
+    if not text.strip():
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _BROKEN
 
 
 def choice_error(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> PydanticCustomError | None:
@@ -186,7 +222,7 @@ _CALL = {
         "type": {"const": "function"},
         "function": {
             "type": "object",
-            "properties": {"name": _FUNCTION_NAME, "arguments": {"type": "string"}},
+            "properties": {"name": _FUNCTION_NAME, "arguments": {"type": ["string", "null"]}},
             "required": ["name"],
         },
     },

@@ -15,6 +15,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from pagemill_api.text.backend import encode_texts, loading, post_process
+from pagemill_api.text.control_tokens import MARK, ControlTokenMarks, without_marks
 from pagemill_api.text.coverage import coverage_of, longest_entry_bytes
 from pagemill_api.text.detokenizer import IncrementalDetokenizer
 from pagemill_api.text.fitting import (
@@ -24,6 +25,7 @@ from pagemill_api.text.fitting import (
     check_size,
     encoded_beginning,
 )
+from pagemill_api.text.literal_text import LiteralEncoder
 from pagemill_api.text.rules.tokenizer_rules import MAX_JSON_BYTES, NFC_GROWTH, check_rules
 from pagemill_api.text.segments import SegmentEncoder
 from pagemill_api.text.template.chat_template import ChatTemplate
@@ -48,6 +50,8 @@ class Tokenizer:
             self._longest_entry_bytes = longest_entry_bytes(parsed)
             self._segments = SegmentEncoder.of(parsed, self._longest_entry_bytes)
             self._words = WordEncoder.of(self._backend, parsed)
+            self.control_tokens = ControlTokenMarks(parsed)
+            self._literal = LiteralEncoder(self._backend, parsed, self.control_tokens)
         self._backend.no_truncation()
         self._backend.no_padding()
         self.eos_token_ids = list(bundle.eos_token_ids)
@@ -70,13 +74,16 @@ class Tokenizer:
         *,
         param: str = "prompt",
         scope: str | None = None,
+        shielded: bool = False,
     ) -> list[int]:
         """Encode as `encode`, a text of any size: raises 400 beyond `max_tokens`, without tokenizing all of it.
 
         `max_tokens` 0: not known. `param`: the request's field of the text. `scope`: segments are cached for texts of
-        the same scope; `None`: no caching.
+        the same scope; `None`: no caching. `shielded`: marked control tokens in the text are text (`control_tokens`).
         """
         max_tokens = max_tokens or LARGEST_CONTEXT
+        if shielded and MARK in text:
+            return self._encode_shielded(text, max_tokens, add_special_tokens, param, scope)
         if self._segments is not None and scope is not None and not add_special_tokens:
             check_size(_as_utf8(text), max_tokens, self._coverage, param, self._growth)
             return self._segments.encode(text, max_tokens, self._encode_segment, param, scope)
@@ -85,6 +92,31 @@ class Tokenizer:
         if len(ids) > max_tokens:
             raise context_length_exceeded(len(ids), max_tokens, param)
         return ids
+
+    def _encode_shielded(
+        self, text: str, max_tokens: int, add_special_tokens: bool, param: str, scope: str | None
+    ) -> list[int]:
+        if self._segments is not None and scope is not None:
+            check_size(_as_utf8(text), max_tokens, self._coverage, param)
+            ids = self._segments.encode(text, max_tokens, self._encode_marked_segment, param, f"{scope}{MARK}")
+        else:
+            self._check_length(without_marks(text), max_tokens, param)
+            ids = self._literal.encode(text)
+        if add_special_tokens:
+            before, after = self._added_around()
+            ids = before + ids + after
+        if len(ids) > max_tokens:
+            raise context_length_exceeded(len(ids), max_tokens, param)
+        return ids
+
+    def _encode_marked_segment(self, text: str) -> list[int]:
+        return self._literal.section(text, at_start=True) if MARK in text else self._encode_segment(text)
+
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """Return the tokens that the tokenizer adds before and after a text."""
+        plain, added = self.encode("a", add_special_tokens=False), self.encode("a")
+        at = next(at for at in range(len(added)) if added[at : at + len(plain)] == plain)
+        return added[:at], added[at + len(plain) :]
 
     def encode_cut(self, text: str, num_tokens: int, *, param: str = "prompt") -> list[int]:
         """Return the first `num_tokens` tokens of `text`, special ones included, without tokenizing much more of it.

@@ -33,6 +33,19 @@ class LinearScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_t
     """All positions are divided by `factor` (position interpolation, arXiv 2306.15595)."""
 
     factor: float
+    original_max_position_embeddings: int | None = None
+    """`None`: not in the file, whose context length then is the original one."""
+
+
+class DynamicScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="dynamic"):
+    """The base grows with the context (NTK-aware scaling) where it may exceed the original one.
+
+    An engine takes the base of its longest context for all contexts, as vLLM does, so that cached keys stay valid when
+    a context grows. transformers takes the base of each context's length.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
 
 
 class Llama3Scaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="llama3"):
@@ -78,7 +91,19 @@ class LongRopeScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope
     """Factor on cos and sin; where the file has none, it follows from the lengths of both contexts."""
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+def scaled_context(scaling: RopeScaling | None, context: int) -> int:
+    """Return the context length of a model whose file declares `context`.
+
+    Files with YaRN, linear or dynamic scaling may declare the original length, as the published recipes do, which only
+    add the scaling to the file. Those of the other kinds declare the scaled one.
+    """
+    if not isinstance(scaling, LinearScaling | DynamicScaling | YarnScaling):
+        return context
+    original = scaling.original_max_position_embeddings or context
+    return max(context, int(original * scaling.factor))
 
 
 def make_scaling(
@@ -97,11 +122,12 @@ def make_scaling(
         return None
     fields = _Fields(values, name_of)
     if kind == "linear":
-        return LinearScaling(factor=fields.positive("factor"))
+        known = fields.length(_ORIGINAL, 0) or None
+        return LinearScaling(factor=fields.positive("factor"), original_max_position_embeddings=known)
     if kind == "dynamic":
-        # It changes only contexts beyond `max_position_embeddings`, and no engine accepts these.
-        fields.positive("factor")
-        return None
+        return DynamicScaling(
+            factor=fields.positive("factor"), original_max_position_embeddings=max_position_embeddings
+        )
     original = fields.length(_ORIGINAL, max_position_embeddings)
     if kind == "llama3":
         return _llama3(fields, original)

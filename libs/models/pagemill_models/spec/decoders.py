@@ -13,6 +13,7 @@ from pagemill_models.declaration.limits import Held
 from pagemill_models.declaration.registry import FoundFamily, find_family
 from pagemill_models.spec import by_transformers
 from pagemill_models.spec.by_transformers import class_is_installed, recurrent_key
+from pagemill_models.spec.contexts import with_scaled_context
 from pagemill_models.spec.pooled import CLASSIFIER, pools, without_head
 from pagemill_protocol.source_errors import UnreadableModelError
 
@@ -26,7 +27,7 @@ def decoder_from_config(values: dict[str, Any], path: Path, held: Held | None = 
     found = _find_family(names, values, path)
     config = ConfigValues(path, values, found.architecture, held)
     with contradictions(path):
-        decoder = found.family.read_config(config)
+        decoder = with_scaled_context(found.family.read_config(config), path)
     if decoder.head is None or not (_is_headless(names, found) or pools(names, path.parent)):
         return decoder
     if decoder.by_transformers:

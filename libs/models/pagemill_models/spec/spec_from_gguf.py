@@ -9,6 +9,7 @@ from pagemill_models.declaration.gguf_values import EMBEDDING, ROPE_FACTORS, GGU
 from pagemill_models.declaration.known import unsupported
 from pagemill_models.declaration.registry import FoundFamily, find_gguf_family
 from pagemill_models.files.gguf_file import GGMLType, GGUFError, GGUFFile
+from pagemill_models.spec.contexts import with_scaled_context
 from pagemill_models.spec.model_spec import ModelSpec
 
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.F64)
@@ -21,7 +22,7 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
         raise unsupported(name, file.path, " in a GGUF file")
     tensors, values = file.tensors, GGUFValues(file, name, found.architecture)
     with contradictions(file.path):
-        decoder = found.family.read_gguf(values)
+        decoder = with_scaled_context(found.family.read_gguf(values), file.path)
     if values.number("expert_count", default=0) and not any(decoder.mixtures()):
         raise values.unsupported("experts")
     return ModelSpec(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+ControlTokenMode = Literal["text", "tokens"]
+"""What control tokens in the texts of chats are."""
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

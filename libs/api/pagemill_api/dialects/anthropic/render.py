@@ -15,6 +15,7 @@ import orjson
 from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning, calls_are_complete
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.openai import call_parts
+from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.render import head
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
@@ -181,7 +182,7 @@ def _blocks(events: Sequence[Event], response_id: str) -> list[dict[str, Any]]:
 def _tool_use(response_id: str, index: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "tool_use",
-        "id": call_parts.call_id(response_id, 0, index, prefix="toolu"),
+        "id": CallIds(response_id).of(0, index, prefix="toolu"),
         "name": name,
         "input": arguments,
     }

@@ -11,6 +11,7 @@ from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece, Prepara
 from pagemill_api.dialects.chat_completions.openai_dialect import OpenAIDialect, stream_end
 from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_api.openai import call_parts, logprobs, prepare, render, unread_fields
+from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.parse import parse_body
 from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.json_pieces import JsonPieces, array_pieces, joined_array
@@ -73,6 +74,7 @@ class ChatRenderer:
     def __init__(self, request: GenerateRequest, system_fingerprint: str | None) -> None:
         self._head = render.head(request, system_fingerprint)
         self._include_usage = request.include_usage
+        self._ids = CallIds.of_request(request)
         self._named = request.answer_format is not None and request.answer_format.named
 
     def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
@@ -81,7 +83,7 @@ class ChatRenderer:
     def chunk(self, piece: Piece) -> bytes:
         if piece.events is None:
             return self._chunk(piece, piece.text, {}, role=piece.is_first, ends=True)
-        found = (call_parts.delta(event, self._head.id, piece.choice) for event in piece.events)
+        found = (call_parts.delta(event, self._ids, piece.choice) for event in piece.events)
         deltas = [each for each in found if each is not None]
         if not deltas and not (piece.is_first or piece.positions or piece.token_ids or piece.finish_reason):
             return b""
@@ -132,7 +134,7 @@ class ChatRenderer:
         if choice.events is None:
             message: dict[str, Any] = {"content": json.text(choice.text)}
             return render.Choice(choice.choice, "", choice.finish_reason, shown, choice.stop_reason, message, tokens)
-        message = call_parts.message(choice.events, self._head.id, choice.choice)
+        message = call_parts.message(choice.events, self._ids, choice.choice)
         reason = self._reason(choice.finish_reason, calls_are_complete(choice.events))
         assert reason is not None  # the choice is finished
         return render.Choice(choice.choice, "", reason, shown, choice.stop_reason, message, tokens)

@@ -96,7 +96,8 @@ class RawPrompt(TranslatedChat):
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
-        return super().prepare(tokenizer, preparation, sampling, self._text(tokenizer))
+        parsers = preparation.parsers._replace(control_tokens="tokens")
+        return super().prepare(tokenizer, preparation._replace(parsers=parsers), sampling, self._text(tokenizer))
 
     def _text(self, tokenizer: Tokenizer) -> str:
         prompt = self.fields.messages[-1].content

@@ -13,6 +13,7 @@ import orjson
 from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.openai import call_parts
+from pagemill_api.openai.call_ids import CallIds
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
@@ -33,7 +34,7 @@ class OllamaRenderer:
         created_at = datetime.fromtimestamp(request.created_unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         self._head = {"model": request.client_fields or request.model, "created_at": created_at}
         self._is_chat = is_chat
-        self._response_id = request.response_id or request.request_id
+        self._ids = CallIds.of_request(request)
         self._begin_s = time.monotonic()
         self._first_token_s = 0.0
         self._call: tuple[int, str, list[str]] | None = None
@@ -81,7 +82,7 @@ class OllamaRenderer:
 
     def _shown(self, index: int, name: str, arguments: Sequence[str]) -> dict[str, Any]:
         function = {"index": index, "name": name, "arguments": call_parts.arguments_object("".join(arguments))}
-        return {"id": call_parts.call_id(self._response_id, 0, index), "function": function}
+        return {"id": self._ids.of(0, index), "function": function}
 
     def _line(self, part: LinePart, *, done: bool, **fields: Any) -> bytes:
         shown: dict[str, Any] = {"content" if self._is_chat else "response": part.content}

@@ -15,7 +15,7 @@ import orjson
 
 from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
-from pagemill_api.openai import call_parts
+from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.render import head
 from pagemill_protocol import nesting
 from pagemill_protocol.errors import PagemillError
@@ -28,6 +28,8 @@ class ResponsesRenderer:
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._id = head(request).id
+        self._call_ids = CallIds.of_request(request)
+        self._item_ids = CallIds(self._id)
         self._shown: dict[str, Any] = orjson.loads(request.client_fields or "{}")
         # Gateways of other versions may accept more. What cannot be rendered must be refused before it is generated.
         nesting.check_value(self._shown)
@@ -80,7 +82,7 @@ class ResponsesRenderer:
                     yield self._in_item("reasoning", {"summary": [], "content": []})
                     yield self._delta("response.reasoning_text.delta", text, content_index=0)
                 case CallBegin(name, index):
-                    call_id = call_parts.call_id(self._id, 0, index)
+                    call_id = self._call_ids.of(0, index)
                     yield self._end_item()
                     yield self._in_item("function_call", {"call_id": call_id, "name": name, "arguments": ""})
                 case CallArguments(text):
@@ -93,7 +95,7 @@ class ResponsesRenderer:
             return b""
         ended = self._end_item()
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        item_id = call_parts.call_id(self._id, 0, len(self._items), prefix=prefix)
+        item_id = self._item_ids.of(0, len(self._items), prefix=prefix)
         self._open = {"id": item_id, "type": kind, "status": "in_progress", **fields}
         self._items.append(self._open)
         added = self._item_event("response.output_item.added", item=self._open)

@@ -23,7 +23,7 @@ from pagemill_api.openai.fields import (
     shorten,
 )
 from pagemill_api.openai.schemas import MAX_MESSAGES, Effort
-from pagemill_api.openai.tools import MAX_TOOLS
+from pagemill_api.openai.tools import MAX_TOOLS, call_arguments
 from pagemill_api.openai.unsupported import IGNORED_IN_RESPONSES, NO_MODERATION, Unsupported
 
 Item = dict[str, Any]
@@ -266,7 +266,8 @@ def _message(item: Item, field: str) -> dict[str, Any]:
 
 def _add_call(messages: list[dict[str, Any]], item: Item, field: str, *, joins: bool) -> None:
     """Add a call to the previous message of the assistant, or to a new one: in this API calls are separate items."""
-    function = {"name": _string(item, "name", field), "arguments": _string(item, "arguments", field)}
+    arguments = call_arguments(item.get("arguments"), f"{field}.arguments")
+    function = {"name": _string(item, "name", field), "arguments": arguments}
     call = {"id": _string(item, "call_id", field), "type": "function", "function": function}
     if not (joins and messages and messages[-1]["role"] == "assistant"):
         messages.append({"role": "assistant", "content": ""})
