@@ -16,6 +16,7 @@ from pagemill_models.declaration.limits import check_fraction, check_positive, c
 from pagemill_models.declaration.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
 from pagemill_models.declaration.rope_settings import DEFAULT_THETA, read_gguf_scaling
 from pagemill_models.files.gguf_file import GGMLType, GGUFError, GGUFFile
+from pagemill_models.files.missing_values import warn_once
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -63,6 +64,11 @@ class GGUFValues:
         return float(self.file.get(f"{self._prefix}.{key}", (int, float), default))
 
     def epsilon(self, key: str, default: float) -> float:
+        if f"{self._prefix}.{key}" not in self.file.metadata:
+            warn_once(
+                f"`{self.file.path}` has no `{self._prefix}.{key}`, which every converter writes: {default:g} is used. "
+                "Convert the model again."
+            )
         return check_fraction(self.file.path, f"{self._prefix}.{key}", _shortest(self.number(key, default)))
 
     def head_dim(self, hidden_size: int, num_heads: int) -> int:
