@@ -275,6 +275,9 @@ def entry(**changes: Any) -> dict[str, Any]:
     return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
 
 
+JSON = json.dumps(entry()).encode()
+
+
 @pytest.mark.parametrize(
     ("header", "data_bytes", "message"),
     [
@@ -287,7 +290,15 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"w": entry(data_offsets=[0])}, 8, "no valid dtype"),
         ({"w": entry()}, 4, "ends at byte 8 of 4"),
         ({"w": entry(shape=[3])}, 8, "does not have 8 bytes"),
-        ({"w": entry(shape=[2**62, 2**62])}, 8, "does not have 8 bytes"),
+        ({"w": entry(shape=[2**62, 2**62])}, 8, "no valid dtype"),
+        ({"w": entry(shape=[2**40, 0, 0])}, 8, "which 8 bytes of data cannot hold"),
+        ({"w": entry(shape=[1] * 9)}, 8, "of at most 8 sizes"),
+        ({"w": entry(dtype=[])}, 8, "no valid dtype"),
+        ({"w": entry(), "v": entry()}, 8, "tensor `v` overlaps with `w`"),
+        ({"w": entry(data_offsets=[8, 16])}, 16, "tensor `w` leaves a hole after the header"),
+        ({"w": entry()}, 9, "its tensors end 1 bytes before the file"),
+        (b'{"w": %b, "w": %b}' % (JSON, JSON), 8, "its header has two tensors `w`"),
+        (b'{"\\u0077": %b, "w": %b}' % (JSON, JSON), 8, "its header has two tensors `w`"),
     ],
 )
 def test_damaged_weight_files_are_refused_in_under_50_ms(folder, header, data_bytes, message):

@@ -13,7 +13,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.base import Runner
 from pagemill_engine.weights.early_digest import EarlyDigest
 from pagemill_engine.weights.errors import LoadError
-from pagemill_models.declaration.config_values import check_quantization
+from pagemill_models.declaration.quantization_settings import check_quantization
 from pagemill_models.files.partial_download import wait_for_all
 from pagemill_models.sources import SourceError, resolve_source
 from pagemill_models.spec.model_files import load_model_spec

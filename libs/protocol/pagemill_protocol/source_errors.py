@@ -6,6 +6,13 @@ message.
 
 from __future__ import annotations
 
+import re
+
+MAX_QUOTED_CHARS = 200
+"""Most characters of a file that a message quotes: the file may have come from anywhere, and the message goes on."""
+MAX_MESSAGE_CHARS = 2000
+_QUOTE = re.compile(r"`([^`]*)`")
+
 
 class SourceError(Exception):
     """A model source that cannot be used.
@@ -15,10 +22,21 @@ class SourceError(Exception):
     """
 
     def __init__(self, field: str, message: str, *, reason: str = "ModelNotFound") -> None:
+        message = shortened(message)
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
         self.reason = reason
+
+
+def shortened(message: str) -> str:
+    """Return a message whose quotes, between backticks, have at most `MAX_QUOTED_CHARS`."""
+    message = _QUOTE.sub(lambda quote: f"`{_cut(quote[1], MAX_QUOTED_CHARS)}`", message)
+    return _cut(message, MAX_MESSAGE_CHARS)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class UnreadableModelError(SourceError):

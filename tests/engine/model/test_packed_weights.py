@@ -32,7 +32,7 @@ from pagemill_engine.weights.packed.formats import FORMATS
 from pagemill_engine.weights.packed.matrix import PackedMatrix
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.torch_arrays import from_torch, to_torch
-from pagemill_models.declaration.config_values import READ_QUANTIZATIONS
+from pagemill_models.declaration.quantization_settings import READ_QUANTIZATIONS
 from pagemill_models.spec.model_files import load_model_spec, load_spec_without_weights
 
 RECORDS: dict[str, Any] = json.loads((Path(__file__).parent / "packed_by_others.json").read_text())
@@ -386,7 +386,7 @@ def test_scales_and_zeros_of_the_wrong_shape_are_named(
     ("name", "settings", "message"),
     [
         ("gptq", {"bits": 3}, r"`bits` 3 \(4 or 8 is read\)"),
-        ("gptq", {"bits": "four"}, r"`bits` 'four'"),
+        ("gptq", {"bits": 16}, r"`bits` 16"),
         ("awq", {"version": "gemv"}, r"`version` 'gemv'"),
         ("compressed-tensors int8", {"format": "nvfp4-pack-quantized"}, r"`format` 'nvfp4-pack-quantized'"),
         ("fp8 tensor", {"quant_method": "gptq", "bits": 4}, r"gptq and the folder no tensor in that form"),

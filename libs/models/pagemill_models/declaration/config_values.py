@@ -13,10 +13,11 @@ from typing import Any
 from pagemill_models.declaration.declaration import Activation, RopeSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture
 from pagemill_models.declaration.known import rope_errors, unsupported
-from pagemill_models.declaration.limits import check_fraction, check_positive, check_size
+from pagemill_models.declaration.limits import Held, check_fraction, check_parts, check_positive, check_size
+from pagemill_models.declaration.quantization_settings import quantization_of
 from pagemill_models.declaration.rope_scaling import LongRopeScaling, RopeError, UnsupportedRopeError, wrong
 from pagemill_models.declaration.rope_settings import read_scaling, rope_theta, settings_of
-from pagemill_protocol.source_errors import SourceError, UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -34,53 +35,25 @@ _ACTIVATIONS: dict[str, Activation] = {
 CONFIG_FILE = "config.json"
 AUTO_GPTQ_FILE = "quantize_config.json"
 """AutoGPTQ's settings of packed weights, which early versions did not also write into `config.json`."""
-READ_QUANTIZATIONS = ("awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
-"""Methods whose checkpoints the engine reads, as named by `quantization_config.quant_method`."""
-
-
-def quantization_of(values: dict[str, Any]) -> str | None:
-    """Return the quantization method that a config.json declares, or None for floats."""
-    value = values.get("quantization_config")
-    return str(value.get("quant_method", "unknown")) if isinstance(value, dict) else None
-
-
-def check_quantization(method: str | None, where: str) -> None:
-    """Raise `SourceError` for a method that the engine does not read. `where`: name of the model in the message."""
-    if method in (None, *READ_QUANTIZATIONS):
-        return
-    raise SourceError(
-        "model.source",
-        f"{where}: its weights are quantized by `{method}` (`quantization_config`), which is not supported; "
-        f"{', '.join(READ_QUANTIZATIONS)} are. Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file "
-        "of it.",
-        reason="UnsupportedQuantization",
-    )
-
-
-def quantization_bits(values: dict[str, Any]) -> int | None:
-    """Return the bits of a quantized weight if `config.json` declares one number for all matrices, else None."""
-    settings = values.get("quantization_config")
-    if not isinstance(settings, dict):
-        return None
-    groups = settings.get("config_groups")
-    parts = [each.get("weights") for each in groups.values()] if isinstance(groups, dict) else []
-    found = {part.get("num_bits") for part in parts if isinstance(part, dict)}
-    found |= {settings.get("bits"), settings.get("w_bit")}
-    bits = [each for each in found if isinstance(each, int)]
-    return bits[0] if len(bits) == 1 else None
 
 
 class ConfigValues:
-    """The values of one file. `architecture`: canonical name of the one that `config.json` declares."""
+    """The values of one file. `architecture`: canonical name of the one that `config.json` declares. `held`: what the
+    files hold, where their headers are known."""
 
-    def __init__(self, path: Path, values: dict[str, Any], architecture: str) -> None:
+    def __init__(self, path: Path, values: dict[str, Any], architecture: str, held: Held | None = None) -> None:
         self.path = path
+        self.held = held
         self.architecture = architecture
         self._values = values
 
     def size(self, field: str, *keys: str, default: int | None = None) -> int:
         """Return a positive number under the first of `keys` that is present; `field` selects its limit."""
-        return check_size(self.path.parent, field, self.integer(*(keys or (field,)), default=default))
+        return check_size(self.path.parent, field, self.integer(*(keys or (field,)), default=default), self.held)
+
+    def check_parts(self, what: str, num_parts: int) -> None:
+        """Raise `UnreadableModelError` for more parts of layers than the files can hold. `what`: their name."""
+        check_parts(self.path.parent, what, num_parts, self.size("num_layers", "num_hidden_layers"), self.held)
 
     def integer(self, *keys: str, default: int | None = None) -> int:
         key, value = self._first(keys, default)

@@ -29,7 +29,7 @@ class GGUFConfig(ConfigValues):
     def __init__(self, values: GGUFValues, **own: Any) -> None:
         translated = _sizes(values, own.get("head_dim")) | _epsilons(values) | _flags(values)
         translated["sliding_window"] = values.window()
-        super().__init__(values.file.path / "metadata", translated | own, values.architecture)
+        super().__init__(values.file.path / "metadata", translated | own, values.architecture, values.held)
         self._gguf = values
 
     def rope(

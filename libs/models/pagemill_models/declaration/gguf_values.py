@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import math
 import struct
+from functools import cached_property
 
 from pagemill_models.declaration.declaration import RopeSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture
 from pagemill_models.declaration.known import rope_errors, unsupported
-from pagemill_models.declaration.limits import check_fraction, check_positive, check_size
+from pagemill_models.declaration.limits import (
+    Held,
+    check_fraction,
+    check_parts,
+    check_positive,
+    check_size,
+    held_by,
+)
 from pagemill_models.declaration.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
 from pagemill_models.declaration.rope_settings import DEFAULT_THETA, read_gguf_scaling
-from pagemill_models.files.gguf_file import GGMLType, GGUFError, GGUFFile
+from pagemill_models.files.gguf_file import MAX_SHOWN, GGMLType, GGUFError, GGUFFile
 from pagemill_models.files.missing_values import warn_once
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 ROPE_DIVISORS = "rope_freq_divisors"
 """Name of `ROPE_FACTORS` among Hugging Face names, where it has no counterpart."""
+MAX_WINDOW = 2**31
+MAX_NUMBER = 1e300
 _FLOAT32 = struct.Struct("<f")
 _FLOAT32_DIGITS = 9
 """Number of decimal digits that distinguishes all float32 values."""
@@ -41,7 +51,16 @@ class GGUFValues:
     def size(self, field: str, key: str, default: int | None = None) -> int:
         """Return a positive number; a list of equal numbers (one per layer) counts as one. `field` selects its
         limit."""
-        return check_size(self.file.path, field, self.integer(key, default))
+        return check_size(self.file.path, field, self.integer(key, default), self.held)
+
+    @cached_property
+    def held(self) -> Held:
+        """What the file's tensors hold."""
+        return held_by(tensor.shape for tensor in self.file.tensors.values())
+
+    def check_parts(self, what: str, num_parts: int) -> None:
+        """Raise `UnreadableModelError` for more parts of layers than the files can hold. `what`: their name."""
+        check_parts(self.file.path, what, num_parts, self.size("num_layers", "block_count"), self.held)
 
     def has_key(self, key: str) -> bool:
         return f"{self._prefix}.{key}" in self.file.metadata
@@ -61,7 +80,16 @@ class GGUFValues:
         return value
 
     def number(self, key: str, default: float) -> float:
-        return float(self.file.get(f"{self._prefix}.{key}", (int, float), default))
+        """Return a finite number."""
+        value = self.file.get(f"{self._prefix}.{key}", (int, float), default)
+        if isinstance(value, bool) or not abs(value) < MAX_NUMBER:
+            raise self.wrong(key, value, "a finite number")
+        return float(value)
+
+    def wrong(self, key: str, value: object, wanted: str) -> GGUFError:
+        """Return the error for a value of a key."""
+        found = str(value)[:MAX_SHOWN]
+        return GGUFError(f"`{self.file.path}`: `{self._prefix}.{key}` is {found}; it must be {wanted}.")
 
     def epsilon(self, key: str, default: float) -> float:
         if f"{self._prefix}.{key}" not in self.file.metadata:
@@ -84,7 +112,11 @@ class GGUFValues:
         return check_size(self.file.path, "vocab_size", embedding.shape[0])
 
     def window(self) -> int | None:
-        return int(self.number("attention.sliding_window", 0)) or None
+        """Return the tokens that a token attends to, or None where the key is missing or 0."""
+        window = self.number("attention.sliding_window", 0)
+        if not 0 <= window < MAX_WINDOW or window != int(window):
+            raise self.wrong("attention.sliding_window", window, f"a whole number from 0 to {MAX_WINDOW - 1}")
+        return int(window) or None
 
     def rope(self, head_dim: int, context: int, *, partial: bool = False) -> RopeSpec:
         rotary_dim = self.size("rotary_dim", "rope.dimension_count", head_dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from pagemill_models.declaration.declaration import (
     Activation,
@@ -16,6 +17,14 @@ from pagemill_models.declaration.declaration import (
     ResidualSpec,
     RowGroups,
 )
+from pagemill_models.declaration.errors import Contradiction
+
+
+def head_size(size: int, num_heads: int) -> int:
+    """Return the values of a head where the settings declare none. Raises `Contradiction`."""
+    if num_heads > size:
+        raise Contradiction(f"{num_heads} attention heads are more than the {size} values of its hidden_size")
+    return size // num_heads
 
 
 def linear(
@@ -53,12 +62,13 @@ def query_key_value_by_head(num_heads: int, head_dim: int) -> RowGroups:
     return RowGroups(num_heads, (head_dim, head_dim, head_dim))
 
 
-def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """Return slopes as in BLOOM and Falcon: a geometric sequence for a power of two.
+@lru_cache
+def alibi_slopes(num_heads: int, factor: float = 1.0) -> tuple[float, ...]:
+    """Return slopes as in BLOOM and Falcon, times `factor`: a geometric sequence for a power of two.
 
-    Other numbers of heads take every second slope of the next power for the rest.
+    Other numbers of heads take every second slope of the next power for the rest. All layers share the tuple.
     """
     power = 1 << int(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
     slopes += [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]
-    return tuple(slopes)
+    return tuple(slope * factor for slope in slopes)

@@ -22,6 +22,7 @@ from pagemill_models.declaration.rope_scaling import (
 )
 
 DEFAULT_THETA = 10_000.0
+MOST_OF_FLOAT32 = 3.4e38
 
 _GGUF_NAMES = {
     "rope_type": "rope.scaling.type",
@@ -103,7 +104,9 @@ def read_gguf_scaling(
     if kind in _NOT_IN_GGUF:
         raise UnsupportedRopeError(f"the rope scaling `{kind}` in a GGUF file")
     kind = "default" if kind == "none" else kind
-    return make_scaling(kind, values, theta, context_length, names.__getitem__)
+    return make_scaling(
+        kind, values, theta, context_length, lambda field: names.get(field, f"{prefix}.rope.scaling.{field}")
+    )
 
 
 def _check_without_effect(metadata: Mapping[str, Any], prefix: str, kind: object, keys: Mapping[str, float]) -> None:
@@ -132,6 +135,8 @@ def _decimal(value: Any) -> Any:
     """Return the shortest decimal that is the same float32: the number that the file's author wrote."""
     if not isinstance(value, float):
         return value
+    if not abs(value) < MOST_OF_FLOAT32:
+        return value  # the checks of each setting name it
     import numpy as np
 
     return float(str(np.float32(value)))

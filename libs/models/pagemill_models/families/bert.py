@@ -18,7 +18,7 @@ from pagemill_models.declaration.declaration import (
     TokenTypesSpec,
 )
 from pagemill_models.declaration.family import Family
-from pagemill_models.declaration.parts import layer_norm, linear, plain_mlp
+from pagemill_models.declaration.parts import head_size, layer_norm, linear, plain_mlp
 
 IGNORED = (".position_ids",)
 """Suffixes of constants that old checkpoints store."""
@@ -74,10 +74,10 @@ def _layer(config: ConfigValues, name: str, size: int, eps: float) -> LayerSpec:
     attention = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=size // num_heads,
+        head_dim=head_size(size, num_heads),
         qkv=product(size, *parts),
         output=product(size, (f"{name}.attention.output.dense", size)),
-        scale=(size // num_heads) ** -0.5,
+        scale=head_size(size, num_heads) ** -0.5,
         causal=False,
     )
     mlp = plain_mlp(

@@ -10,6 +10,7 @@ from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import HEAD, GGUFValues
 from pagemill_models.declaration.parts import (
     alibi_slopes,
+    head_size,
     layer_norm,
     linear,
     plain_mlp,
@@ -44,7 +45,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
 
 def _layer(name: str, size: int, num_heads: int, eps: float) -> LayerSpec:
-    head_dim = size // num_heads
+    head_dim = head_size(size, num_heads)
     by_head = query_key_value_by_head(num_heads, head_dim)
     attention = AttentionSpec(
         num_heads=num_heads,

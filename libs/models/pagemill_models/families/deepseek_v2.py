@@ -111,6 +111,7 @@ def _attention(config: ConfigValues, numbers: Numbers, rope: RopeSpec, name: str
     key_dim, value_dim = config.size("qk_nope_head_dim", default=128), config.size("v_head_dim", default=128)
     up = [MatrixSpec(name=f"{name}.kv_b_proj", rows=num_heads * (key_dim + value_dim))]
     if config.flag(SPLIT_UP, False):
+        config.check_parts("attention heads", num_heads)
         up = [part for head in range(num_heads) for part in _parts_of_head(name, head, key_dim, value_dim)]
     query_rows = num_heads * (key_dim + turning)
     magnitude = rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling) else 1.0

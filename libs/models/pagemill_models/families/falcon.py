@@ -19,6 +19,7 @@ from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import HEAD, GGUFValues
 from pagemill_models.declaration.parts import (
     alibi_slopes,
+    head_size,
     layer_norm,
     linear,
     parallel,
@@ -32,7 +33,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     size, vocab_size = config.size("hidden_size", default=4544), config.size("vocab_size", default=65_024)
     num_heads = config.size("num_heads", "num_attention_heads", "n_head", default=71)
     context = config.size("max_position_embeddings", default=2048)
-    rope = None if config.flag("alibi", False) else config.rope(size // num_heads, context)
+    rope = None if config.flag("alibi", False) else config.rope(head_size(size, num_heads), context)
     num_layers = config.size("num_layers", "num_hidden_layers", "n_layer", default=32)
     return DecoderSpec(
         architecture=config.architecture,
@@ -59,7 +60,7 @@ def _layer(config: ConfigValues, name: str, size: int, num_heads: int, rope: Rop
 
 
 def _attention(config: ConfigValues, name: str, size: int, num_heads: int, rope: RopeSpec | None) -> AttentionSpec:
-    head_dim, biased = size // num_heads, config.flag("bias", False)
+    head_dim, biased = head_size(size, num_heads), config.flag("bias", False)
     num_kv_heads = num_heads
     groups: RowGroups | None = query_key_value_by_head(num_heads, head_dim)
     if config.flag("new_decoder_architecture", False):
@@ -69,7 +70,7 @@ def _attention(config: ConfigValues, name: str, size: int, num_heads: int, rope:
         num_kv_heads, groups = 1, None
     rows = size + 2 * num_kv_heads * head_dim
     # Unlike BLOOM, it adds ALiBi before it scales the scores.
-    slopes = tuple(slope * head_dim**-0.5 for slope in alibi_slopes(num_heads)) if rope is None else None
+    slopes = alibi_slopes(num_heads, head_dim**-0.5) if rope is None else None
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -19,6 +19,7 @@ from pagemill_models.declaration.declaration import (
 from pagemill_models.declaration.family import Family
 from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import GGUFValues
+from pagemill_models.declaration.parts import head_size
 from pagemill_models.families.llama_like import Numbers, decoder, gguf_names, numbers_from_config
 
 WINDOWED = "sliding_attention"
@@ -99,7 +100,7 @@ def read_gguf(values: GGUFValues) -> DecoderSpec:
 def scale_of_scores(values: GGUFValues, layers_of_largest: int) -> dict[str, int]:
     size, num_heads = values.size("hidden_size", "embedding_length"), values.size("num_heads", "attention.head_count")
     is_largest = values.size("num_layers", "block_count") == layers_of_largest
-    return {"query_pre_attn_scalar": size // num_heads if is_largest else values.head_dim(size, num_heads)}
+    return {"query_pre_attn_scalar": head_size(size, num_heads) if is_largest else values.head_dim(size, num_heads)}
 
 
 _BEHIND = {

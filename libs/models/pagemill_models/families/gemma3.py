@@ -22,7 +22,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     if config.flag("use_bidirectional_attention", False):
         raise config.unsupported("attention to later tokens (`use_bidirectional_attention`)")
     num_layers = config.size("num_layers", "num_hidden_layers")
-    period = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=DEFAULT_PATTERN)
+    period = config.size("period", "sliding_window_pattern", "_sliding_window_pattern", default=DEFAULT_PATTERN)
     kinds = config.layer_types(num_layers) or [
         WINDOWED if (layer + 1) % period else FULL for layer in range(num_layers)
     ]
@@ -49,7 +49,7 @@ def _local_rope(config: ConfigValues, head_dim: int, plain: DecoderSpec) -> Rope
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
-    period = values.integer("attention.sliding_window_pattern", DEFAULT_PATTERN) if values.window() else 1
+    period = values.size("period", "attention.sliding_window_pattern", DEFAULT_PATTERN) if values.window() else 1
     config = GGUFConfig(
         values,
         sliding_window_pattern=period,

@@ -17,7 +17,7 @@ from pagemill_models.declaration.declaration import (
 )
 from pagemill_models.declaration.family import Family, GGUFNames
 from pagemill_models.declaration.gguf_values import HEAD, GGUFValues
-from pagemill_models.declaration.parts import layer_norm, linear, plain_mlp, sequential
+from pagemill_models.declaration.parts import head_size, layer_norm, linear, plain_mlp, sequential
 
 
 class GPT2Numbers(NamedTuple):
@@ -98,7 +98,7 @@ def decoder(numbers: GPT2Numbers) -> DecoderSpec:
 
 def _layer(numbers: GPT2Numbers, index: int) -> LayerSpec:
     name, size, inner = f"transformer.h.{index}", numbers.size, numbers.intermediate_size
-    head_dim = size // numbers.num_heads
+    head_dim = head_size(size, numbers.num_heads)
     product = partial(linear, bias=True, transposed=numbers.conv1d)
     scale = head_dim**-0.5 if numbers.scaled else 1.0
     attention = AttentionSpec(

@@ -16,6 +16,7 @@ from pagemill_models.declaration.family import Family, GGUFNames
 from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import HEAD, GGUFValues
 from pagemill_models.declaration.parts import (
+    head_size,
     layer_norm,
     linear,
     parallel,
@@ -29,7 +30,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     size, num_heads = config.size("hidden_size"), config.size("num_heads", "num_attention_heads")
     vocab_size, eps = config.size("vocab_size"), config.epsilon("layer_norm_eps", default=1e-5)
     context = config.size("max_position_embeddings", default=2048)
-    rope = config.rope(size // num_heads, context, partial=("rotary_pct", 0.25))
+    rope = config.rope(head_size(size, num_heads), context, partial=("rotary_pct", 0.25))
     num_layers = config.size("num_layers", "num_hidden_layers")
     return DecoderSpec(
         architecture=config.architecture,
@@ -45,7 +46,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
 
 def _layer(config: ConfigValues, index: int, size: int, num_heads: int, rope: RopeSpec, eps: float) -> LayerSpec:
-    name, head_dim, biased = f"gpt_neox.layers.{index}", size // num_heads, config.flag("attention_bias", True)
+    name, head_dim, biased = f"gpt_neox.layers.{index}", head_size(size, num_heads), config.flag("attention_bias", True)
     inner = config.size("intermediate_size", default=4 * size)
     by_head = query_key_value_by_head(num_heads, head_dim)
     attention = AttentionSpec(

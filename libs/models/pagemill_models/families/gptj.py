@@ -15,14 +15,14 @@ from pagemill_models.declaration.declaration import (
 from pagemill_models.declaration.family import Family, GGUFNames
 from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import GGUFValues
-from pagemill_models.declaration.parts import layer_norm, linear, parallel, plain_mlp
+from pagemill_models.declaration.parts import head_size, layer_norm, linear, parallel, plain_mlp
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
     size, num_heads = config.size("hidden_size", "n_embd"), config.size("num_heads", "n_head")
     vocab_size, eps = config.size("vocab_size"), config.epsilon("layer_norm_epsilon", default=1e-5)
     num_layers = config.size("num_layers", "n_layer")
-    rotary_dim = config.optional_integer("rotary_dim", default=64) or size // num_heads
+    rotary_dim = config.optional_integer("rotary_dim", default=64) or head_size(size, num_heads)
     rope = RopeSpec(theta=10_000.0, rotary_dim=rotary_dim, interleaved=True)
     return DecoderSpec(
         architecture=config.architecture,
@@ -39,7 +39,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
 
 def _layer(config: ConfigValues, index: int, size: int, num_heads: int, rope: RopeSpec, eps: float) -> LayerSpec:
-    name, head_dim = f"transformer.h.{index}", size // num_heads
+    name, head_dim = f"transformer.h.{index}", head_size(size, num_heads)
     inner = config.size("intermediate_size", "n_inner", default=4 * size)
     attention = AttentionSpec(
         num_heads=num_heads,

@@ -22,7 +22,7 @@ from pagemill_models.declaration.declaration import (
 )
 from pagemill_models.declaration.family import GGUFNames
 from pagemill_models.declaration.gguf_values import HEAD, ROPE_DIVISORS, ROPE_FACTORS, GGUFValues
-from pagemill_models.declaration.parts import linear, sequential
+from pagemill_models.declaration.parts import head_size, linear, sequential
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ def numbers_from_config(
     """
     num_heads, hidden_size = config.size("num_heads", "num_attention_heads"), config.size("hidden_size")
     context = config.size("max_position_embeddings", default=default_context)
-    head_dim = config.size("head_dim", default=default_head_dim or hidden_size // num_heads)
+    head_dim = config.size("head_dim", default=default_head_dim or head_size(hidden_size, num_heads))
     return Numbers(
         architecture=config.architecture,
         num_layers=config.size("num_layers", "num_hidden_layers"),

@@ -16,7 +16,7 @@ from pagemill_models.declaration.declaration import (
     RopeSpec,
 )
 from pagemill_models.declaration.family import Family
-from pagemill_models.declaration.parts import layer_norm, linear
+from pagemill_models.declaration.parts import head_size, layer_norm, linear
 from pagemill_protocol.request.pooling import PoolingMethod
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -56,7 +56,7 @@ def _layer(config: ConfigValues, index: int, kind: str, size: int) -> LayerSpec:
     eps, biased = config.epsilon("norm_eps", default=1e-5), config.flag("norm_bias", False)
     num_heads = config.size("num_heads", "num_attention_heads", default=12)
     inner = config.size("intermediate_size", default=1152)
-    head_dim, attention_bias = size // num_heads, config.flag("attention_bias", False)
+    head_dim, attention_bias = head_size(size, num_heads), config.flag("attention_bias", False)
     attention = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_heads,

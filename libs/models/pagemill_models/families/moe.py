@@ -38,6 +38,7 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
 def mixture_from_config(config: ConfigValues, *, size_key: str, renormalized: bool) -> Mixture:
     """Read the numbers. Raises `UnreadableModelError` for impossible ones."""
     num_experts = config.size("num_experts", "num_experts", "num_local_experts", "n_routed_experts")
+    config.check_parts("experts", num_experts)
     top_k = config.size("num_experts_per_tok")
     if top_k > num_experts:
         raise config.wrong("num_experts_per_tok", top_k, f"at most the {num_experts} experts of a layer")
@@ -53,6 +54,7 @@ def mixture_from_config(config: ConfigValues, *, size_key: str, renormalized: bo
 
 def mixture_from_gguf(values: GGUFValues, *, size_key: str, renormalized: bool) -> Mixture:
     num_experts, top_k = values.size("num_experts", "expert_count"), values.size("top_k", "expert_used_count")
+    values.check_parts("experts", num_experts)
     if top_k > num_experts:
         raise values.unsupported(f"{top_k} of {num_experts} experts for each token")
     return Mixture(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 from pagemill_models.declaration.config_values import ConfigValues
@@ -10,7 +11,7 @@ from pagemill_models.declaration.declaration import AttentionSpec, DecoderSpec, 
 from pagemill_models.declaration.family import Family, GGUFNames
 from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import HEAD, GGUFValues
-from pagemill_models.declaration.parts import layer_norm, linear, plain_mlp, sequential
+from pagemill_models.declaration.parts import head_size, layer_norm, linear, plain_mlp, sequential
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -48,10 +49,10 @@ def _layer(config: ConfigValues, name: str, size: int, eps: float) -> LayerSpec:
     attention = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=size // num_heads,
+        head_dim=head_size(size, num_heads),
         qkv=linear(size, (f"{name}.attn.Wqkv", 3 * size)),
         output=linear(size, (f"{name}.attn.out_proj", size)),
-        scale=_number(config, settings, "softmax_scale") or (size // num_heads) ** -0.5,
+        scale=_number(config, settings, "softmax_scale") or head_size(size, num_heads) ** -0.5,
         alibi_slopes=_slopes(num_heads, _number(config, settings, "alibi_bias_max") or 8.0),
     )
     mlp = plain_mlp(
@@ -68,6 +69,7 @@ def _number(config: ConfigValues, settings: dict[str, Any], key: str) -> float |
     raise config.wrong(f"attn_config.{key}", value, "a positive number")
 
 
+@lru_cache
 def _slopes(num_heads: int, most: float) -> tuple[float, ...]:
     """Return slopes as `parts.alibi_slopes`, down to 2^-`most`.
 

@@ -17,7 +17,7 @@ from pagemill_models.declaration.declaration import (
     ResidualSpec,
 )
 from pagemill_models.declaration.family import Family
-from pagemill_models.declaration.parts import layer_norm, linear, plain_mlp
+from pagemill_models.declaration.parts import head_size, layer_norm, linear, plain_mlp
 
 EPS = 1e-5
 DECODER = "model.decoder"
@@ -68,10 +68,10 @@ def _layer(config: ConfigValues, name: str, size: int, norms_first: bool) -> Lay
     attention = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=size // num_heads,
+        head_dim=head_size(size, num_heads),
         qkv=linear(size, *((f"{name}.self_attn.{part}_proj", size) for part in "qkv"), bias=biased),
         output=linear(size, (f"{name}.self_attn.out_proj", size), bias=biased),
-        scale=(size // num_heads) ** -0.5,
+        scale=head_size(size, num_heads) ** -0.5,
     )
     mlp = plain_mlp(
         linear(size, (f"{name}.fc1", inner), bias=biased),

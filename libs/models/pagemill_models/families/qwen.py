@@ -19,13 +19,13 @@ from pagemill_models.declaration.declaration import (
 from pagemill_models.declaration.family import Family, GGUFNames
 from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import HEAD, GGUFValues
-from pagemill_models.declaration.parts import linear, sequential
+from pagemill_models.declaration.parts import head_size, linear, sequential
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
     size, vocab_size = config.size("hidden_size", default=4096), config.size("vocab_size", default=151_936)
     num_heads, eps = config.size("num_heads", "num_attention_heads", default=32), _eps(config)
-    head_dim = config.size("head_dim", "kv_channels", default=size // num_heads)
+    head_dim = config.size("head_dim", "kv_channels", default=head_size(size, num_heads))
     num_layers = config.size("num_layers", "num_hidden_layers", default=32)
     context = config.size("max_position_embeddings", "seq_length", "max_position_embeddings", default=8192)
     share = config.number("rotary_pct", default=1.0)

@@ -24,7 +24,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     )
     windowed = [layer for layer, kind in enumerate(config.layer_types(num_layers) or []) if kind == WINDOWED]
     plain = decoder(numbers.with_window(config.window(default=None), windowed))
-    interval = config.integer("no_rope_layer_interval", default=4)
+    interval = config.size("interval", "no_rope_layer_interval", default=4)
     rotated = config.integers("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if len(rotated) != num_layers:
         raise config.wrong("no_rope_layers", rotated, f"a list of {num_layers} numbers, 0 or 1")

@@ -31,6 +31,11 @@ MAX_KEY_BYTES = 65_535
 MAX_ENTRIES = 65_536
 MAX_TENSORS = 1_000_000
 MAX_ARRAY_ENTRIES = 4_000_000
+MAX_NUMBERS = 8_000_000
+"""Numbers in all arrays of a header together, each of which takes up to 32 bytes here."""
+MAX_HEADER_BYTES = 256 * 1024 * 1024
+MAX_SHOWN = 120
+"""Characters of a name or value of the file that a message contains."""
 _MIN_ENTRY_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -115,7 +120,9 @@ class StringArray(Sequence[str]):
                 position = start + unpack(data, position)[0]
                 strings.append(data[start:position].decode())
         except UnicodeDecodeError:
-            raise GGUFError(f"`{self._path}`: entry {len(strings)} of `{self._key}` is not UTF-8. {_REMEDY}") from None
+            raise GGUFError(
+                f"`{self._path}`: entry {len(strings)} of `{_short(self._key)}` is not UTF-8. {_REMEDY}"
+            ) from None
         return strings
 
 
@@ -154,7 +161,7 @@ class GGUFFile:
             raise GGUFError(f"`{path}` calls itself part {header.split_number() + 1}, not {part + 1}. {_REMEDY}")
         twice = header.tensors.keys() & self.tensors.keys()
         if twice:
-            raise GGUFError(f"`{path}` repeats the tensor `{min(twice)}` of an earlier part. {_REMEDY}")
+            raise GGUFError(f"`{path}` repeats the tensor `{_short(min(twice))}` of an earlier part. {_REMEDY}")
         self.tensors |= {name: tensor._replace(part=part) for name, tensor in header.tensors.items()}
 
     def data(self, name: str) -> npt.NDArray[np.uint8]:
@@ -172,7 +179,7 @@ class GGUFFile:
         value = self.metadata.get(key, default)
         if value is default or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
             return value
-        raise GGUFError(f"`{self.path}`: `{key}` has the wrong type {type(value).__name__}. {_REMEDY}")
+        raise GGUFError(f"`{self.path}`: `{_short(key)}` has the wrong type {type(value).__name__}. {_REMEDY}")
 
 
 def check_gguf(path: Path) -> None:
@@ -231,6 +238,7 @@ class _Header:
         self.alignment = DEFAULT_ALIGNMENT
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
+        self._num_numbers = 0
 
     @property
     def end(self) -> int:
@@ -239,17 +247,26 @@ class _Header:
 
     def read(self) -> None:
         infos = self.read_table()
-        data_start = -(-self._position // self.alignment) * self.alignment
+        end = data_start = -(-self._position // self.alignment) * self.alignment
         for info in infos:
-            self._place(info, data_start)
+            tensor = self._place(info, data_start)
+            if tensor.offset != end:
+                how = "overlaps with" if tensor.offset < end else "leaves a hole after"
+                raise self._error(
+                    f"tensor `{_short(tensor.name)}` {how} the data before it: it starts at byte "
+                    f"{tensor.offset}, not {end}"
+                )
+            end = tensor.offset + -(-tensor.num_bytes // self.alignment) * self.alignment
 
     def read_table(self) -> list[tuple[str, tuple[int, ...], GGMLType, int]]:
         """Read metadata and tensor table without checking where the tensors' data lie."""
         num_tensors, num_entries = self._read_start()
         for _ in range(num_entries):
             key = self._string("a metadata key", MAX_KEY_BYTES)
+            if self._position > MAX_HEADER_BYTES:
+                raise self._error(f"its metadata takes more than the {MAX_HEADER_BYTES} bytes allowed")
             if key in self.metadata:
-                raise self._error(f"the metadata key `{key}` appears twice")
+                raise self._error(f"the metadata key `{_short(key)}` appears twice")
             self.metadata[key] = self._value(self._scalar(4, key), key)
         self._read_alignment()
         return [self._tensor_info() for _ in range(num_tensors)]
@@ -280,36 +297,45 @@ class _Header:
         if kind in _SCALARS:
             return self._scalar(kind, key)
         if kind == _STRING:
-            return self._string(f"`{key}`")
+            return self._string(f"`{_short(key)}`")
         if kind == _ARRAY:
             return self._array(key)
-        raise self._error(f"`{key}` has the unknown value type {kind}")
+        raise self._error(f"`{_short(key)}` has the unknown value type {kind}")
 
     def _array(self, key: str) -> Any:
         kind, count = self._scalar(4, key), self._scalar(10, key)
         if count > MAX_ARRAY_ENTRIES:
-            raise self._error(f"array `{key}` claims {count} entries, more than the {MAX_ARRAY_ENTRIES} allowed")
+            raise self._error(
+                f"array `{_short(key)}` claims {count} entries, more than the {MAX_ARRAY_ENTRIES} allowed"
+            )
         if kind in _SCALARS:
-            self._need(count * _SCALARS[kind].size, f"array `{key}` of {count} entries")
+            self._need(count * _SCALARS[kind].size, f"array `{_short(key)}` of {count} entries")
+            self._num_numbers += count
+            if self._num_numbers > MAX_NUMBERS:
+                raise self._error(
+                    f"with array `{_short(key)}` its arrays have more than the {MAX_NUMBERS} numbers allowed"
+                )
             layout = _SCALARS[kind].format[1:]
             values = struct.unpack_from(f"<{count}{layout}", self._data, self._position)
             self._position += count * _SCALARS[kind].size
             return list(values)
         if kind == _STRING:
             return self._string_array(key, count)
-        raise self._error(f"array `{key}` has entries of the type {kind}; numbers, booleans and strings are read")
+        raise self._error(
+            f"array `{_short(key)}` has entries of the type {kind}; numbers, booleans and strings are read"
+        )
 
     def _string_array(self, key: str, count: int) -> StringArray:
         start = self._position
-        self._need(count * 8, f"array `{key}` of {count} strings")
+        self._need(count * 8, f"array `{_short(key)}` of {count} strings")
         data, position, unpack = self._data, start, _U64.unpack_from
         last = self._size - 8
         for index in range(count):
             if position > last:
-                raise self._truncated(f"string {index} of {count} of `{key}` runs past the end")
+                raise self._truncated(f"string {index} of {count} of `{_short(key)}` runs past the end")
             position += 8 + unpack(data, position)[0]
         if position > self._size:
-            raise self._truncated(f"the last string of `{key}` runs past the end")
+            raise self._truncated(f"the last string of `{_short(key)}` runs past the end")
         self._position = position
         return StringArray(data, start, count, key, self._path)
 
@@ -339,7 +365,7 @@ class _Header:
     def _read_alignment(self) -> None:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise self._error(f"`general.alignment` is {alignment!r}, not a power of two from 8")
+            raise self._error(f"`general.alignment` is {_short(repr(alignment))}, not a power of two from 8")
         self.alignment = alignment
 
     def split_number(self) -> int:
@@ -349,35 +375,40 @@ class _Header:
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], GGMLType, int]:
         name = self._string("a tensor name", MAX_KEY_BYTES)
-        num_dims = self._scalar(4, f"tensor `{name}`")
+        num_dims = self._scalar(4, f"tensor `{_short(name)}`")
         if not 0 < num_dims <= MAX_DIMS:
-            raise self._error(f"tensor `{name}` has {num_dims} dimensions, from 1 to {MAX_DIMS} are allowed")
-        dims = tuple(self._scalar(10, f"tensor `{name}`") for _ in range(num_dims))
-        kind, offset = self._scalar(4, f"tensor `{name}`"), self._scalar(10, f"tensor `{name}`")
+            raise self._error(f"tensor `{_short(name)}` has {num_dims} dimensions, from 1 to {MAX_DIMS} are allowed")
+        dims = tuple(self._scalar(10, f"tensor `{_short(name)}`") for _ in range(num_dims))
+        kind, offset = self._scalar(4, f"tensor `{_short(name)}`"), self._scalar(10, f"tensor `{_short(name)}`")
         try:
             ggml_type = GGMLType(kind)
         except ValueError:
             raise GGUFError(
-                f"`{self._path}`: tensor `{name}` has the unknown storage type {kind}. Use another quantization."
+                f"`{self._path}`: tensor `{_short(name)}` has the unknown storage type {kind}. Use another "
+                "quantization."
             ) from None
         return name, tuple(reversed(dims)), ggml_type, offset
 
-    def _place(self, info: tuple[str, tuple[int, ...], GGMLType, int], data_start: int) -> None:
+    def _place(self, info: tuple[str, tuple[int, ...], GGMLType, int], data_start: int) -> GGUFTensor:
         name, shape, ggml_type, offset = info
         if name in self.tensors:
-            raise self._error(f"the tensor `{name}` appears twice")
+            raise self._error(f"the tensor `{_short(name)}` appears twice")
         num_elements = math.prod(shape)
         if num_elements == 0 or shape[-1] % ggml_type.block_elements:
-            raise self._error(f"tensor `{name}` has the shape {list(shape)}, impossible for type {ggml_type.name}")
+            raise self._error(
+                f"tensor `{_short(name)}` has the shape {list(shape)}, impossible for type {ggml_type.name}"
+            )
         num_bytes = num_elements // ggml_type.block_elements * ggml_type.block_bytes
         if offset % self.alignment:
-            raise self._error(f"tensor `{name}` starts at {offset}, not a multiple of {self.alignment}")
+            raise self._error(f"tensor `{_short(name)}` starts at {offset}, not a multiple of {self.alignment}")
         end = data_start + offset + num_bytes
         if end > self._size:
             raise self._error(
-                f"tensor `{name}` of shape {list(shape)} ends at byte {end}, but the file has {self._size} bytes"
+                f"tensor `{_short(name)}` of shape {list(shape)} ends at byte {end}, but the file has {self._size} "
+                "bytes"
             )
         self.tensors[name] = GGUFTensor(name, shape, ggml_type, data_start + offset, num_bytes)
+        return self.tensors[name]
 
     def _error(self, message: str) -> GGUFError:
         return GGUFError(self._why(message))
@@ -387,3 +418,7 @@ class _Header:
 
     def _why(self, message: str) -> str:
         return f"`{self._path}` cannot be read as GGUF: {message}. {_REMEDY}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

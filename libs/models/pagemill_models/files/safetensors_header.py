@@ -5,7 +5,9 @@ Format: huggingface.co/docs/safetensors. The engine's loader reads the data.
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,11 @@ from pagemill_protocol.source_errors import UnreadableModelError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMS = 8
+MAX_SIZE = 1 << 60
+"""No dimension and no offset reaches it: a file of that size does not exist."""
+MAX_SHOWN = 120
+"""Characters of a tensor's name that a message contains."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _DTYPE_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
@@ -170,27 +177,68 @@ def read_header(path: Path, file_bytes: int | None = None) -> list[TensorHeader]
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not an object")
     data_start = 8 + header_bytes
-    entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
-    return [_tensor(path, name, entry, data_start, file_bytes - data_start) for name, entry in entries]
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    if repeated := _repeated_name(raw, len(entries)):
+        raise _damaged(path, f"its header has two tensors `{_short(repeated)}`")
+    data_bytes = file_bytes - data_start
+    tensors = [_tensor(path, name, entry, data_start, data_bytes) for name, entry in entries.items()]
+    _check_places(path, tensors, data_start, data_bytes)
+    return tensors
+
+
+def _repeated_name(raw: bytes, num_entries: int) -> str | None:
+    """Return a name that a header has twice; JSON parsers keep only the last one."""
+    if raw.count(b'"data_offsets"') == num_entries and b"\\u" not in raw:
+        return None  # the usual case, decided in a fraction of the time
+    found: list[str] = []
+
+    def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(name for name, _ in pairs)
+        found.extend(name for name, count in counts.items() if count > 1)
+        return dict(pairs)
+
+    json.loads(raw, object_pairs_hook=keep)
+    return found[0] if found else None
+
+
+def _check_places(path: Path, tensors: list[TensorHeader], data_start: int, data_bytes: int) -> None:
+    """Check that the tensors follow one another and fill the data, as the format demands."""
+    end, before = data_start, "the header"
+    for tensor in sorted(tensors, key=lambda each: (each.offset, each.num_bytes)):
+        if tensor.offset != end:
+            how = "overlaps with" if tensor.offset < end else "leaves a hole after"
+            raise _damaged(path, f"tensor `{_short(tensor.name)}` {how} {before}")
+        end, before = tensor.offset + tensor.num_bytes, f"`{_short(tensor.name)}`"
+    if end != data_start + data_bytes:
+        raise _damaged(path, f"its tensors end {data_start + data_bytes - end} bytes before the file")
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int, data_bytes: int) -> TensorHeader:
     fields = entry if isinstance(entry, dict) else {}
-    dtype = fields.get("dtype")
-    shape, offsets = _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
+    dtype = str(fields.get("dtype"))
+    shape, offsets = _sizes(fields.get("shape"), MAX_DIMS), _sizes(fields.get("data_offsets"), 2)
+    shown = _short(name)
     if shape is None or offsets is None or len(offsets) != 2 or dtype not in _DTYPE_BITS:
-        raise _damaged(path, f"tensor `{name}` has no valid dtype, shape and data_offsets")
+        raise _damaged(
+            path, f"tensor `{shown}` has no valid dtype, shape (of at most {MAX_DIMS} sizes) and data_offsets"
+        )
     start, end = offsets
     if not start <= end <= data_bytes:
-        raise _damaged(path, f"tensor `{name}` ends at byte {end} of {data_bytes} bytes of data")
+        raise _damaged(path, f"tensor `{shown}` ends at byte {end} of {data_bytes} bytes of data")
+    if max(shape, default=0) > 8 * data_bytes:
+        raise _damaged(path, f"tensor `{shown}` has the shape {shape}, which {data_bytes} bytes of data cannot hold")
     if math.prod(shape) * _DTYPE_BITS[dtype] != (end - start) * 8:
-        raise _damaged(path, f"tensor `{name}` of shape {shape} and type {dtype} does not have {end - start} bytes")
+        raise _damaged(path, f"tensor `{shown}` of shape {shape} and type {dtype} does not have {end - start} bytes")
     return TensorHeader(name, dtype, tuple(shape), data_start + start, end - start)
 
 
-def _sizes(value: Any) -> list[int] | None:
-    valid = isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value)
-    return value if valid else None
+def _sizes(value: Any, most: int) -> list[int] | None:
+    valid = isinstance(value, list) and len(value) <= most
+    return value if valid and all(type(entry) is int and 0 <= entry < MAX_SIZE for entry in value) else None
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
 
 
 def _damaged(path: Path, problem: str) -> UnreadableModelError:

@@ -23,7 +23,7 @@ from pagemill_models.declaration.declaration import (
     ResidualSpec,
 )
 from pagemill_models.declaration.family import Family
-from pagemill_models.declaration.parts import linear
+from pagemill_models.declaration.parts import head_size, linear
 
 _REPLACEABLE, _STATEFUL = "_supports_attention_backend = True", "_is_stateful = True"
 """Marks of classes in transformers: replaceable attention, and a state other than a cache of keys and values."""
@@ -58,7 +58,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     _check(config)
     num_heads, size = config.size("num_heads", "num_attention_heads"), config.size("hidden_size")
     num_kv_heads = config.size("num_kv_heads", "num_key_value_heads", default=num_heads)
-    head_dim = config.size("head_dim", default=size // num_heads)
+    head_dim = config.size("head_dim", default=head_size(size, num_heads))
     num_layers, vocab_size = config.size("num_layers", "num_hidden_layers"), config.size("vocab_size")
     return DecoderSpec(
         architecture=config.architecture,

@@ -7,8 +7,9 @@ from typing import Any
 
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec
-from pagemill_models.declaration.errors import UnsupportedModelArchitecture
+from pagemill_models.declaration.errors import UnsupportedModelArchitecture, contradictions
 from pagemill_models.declaration.known import BUILT_IN, GROUP, RECURRENT, unsupported
+from pagemill_models.declaration.limits import Held
 from pagemill_models.declaration.registry import FoundFamily, find_family
 from pagemill_models.spec import by_transformers
 from pagemill_models.spec.by_transformers import class_is_installed, recurrent_key
@@ -17,12 +18,16 @@ from pagemill_models.spec.pooled import CLASSIFIER, pools, without_head
 from pagemill_protocol.source_errors import UnreadableModelError
 
 
-def decoder_from_config(values: dict[str, Any], path: Path) -> DecoderSpec:
-    """Return the declaration. Raises `SourceError`. `values`: the contents of `path`, a config.json."""
+def decoder_from_config(values: dict[str, Any], path: Path, held: Held | None = None) -> DecoderSpec:
+    """Return the declaration. Raises `SourceError`.
+
+    `values`: the contents of `path`, a config.json. `held`: what the files hold, where their headers are known.
+    """
     names = architectures_of(values)
     found = _find_family(names, values, path)
-    config = ConfigValues(path, values, found.architecture)
-    decoder = with_scaled_context(found.family.read_config(config), path)
+    config = ConfigValues(path, values, found.architecture, held)
+    with contradictions(path):
+        decoder = with_scaled_context(found.family.read_config(config), path)
     if decoder.head is None or not (_is_headless(names, found) or pools(names, path.parent)):
         return decoder
     if decoder.by_transformers:

@@ -6,15 +6,17 @@ The model's family interprets the keys of config.json; type and quantization of 
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pagemill_models.declaration.config_values import (
-    AUTO_GPTQ_FILE,
-    CONFIG_FILE,
+from pagemill_models.declaration.config_values import AUTO_GPTQ_FILE, CONFIG_FILE
+from pagemill_models.declaration.limits import MAX_PARTS, Held, held_by
+from pagemill_models.declaration.quantization_settings import (
     check_quantization,
+    check_settings,
     quantization_bits,
     quantization_of,
 )
@@ -29,6 +31,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the values of a folder's `config.json`, with those of `AUTO_GPTQ_FILE` as `quantization_config` if it has
     none. Raises `UnreadableModelError`."""
     values = read_object(folder / CONFIG_FILE)
+    check_settings(values, folder / CONFIG_FILE)
     if values.get("quantization_config") is None and (settings := read_optional(folder / AUTO_GPTQ_FILE)):
         return {**values, "quantization_config": {"quant_method": "gptq", **settings}}
     return values
@@ -40,17 +43,22 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
     `by_index`: the weights are absent, and their index is read instead.
     """
     path, values = folder / CONFIG_FILE, read_config(folder)
-    decoder = decoder_from_config(values, path)
+    index = read_index(folder) if by_index else None
+    tensors = {} if by_index else read_folder_headers(folder)
+    if index is not None:
+        held = Held(len(index.names), index.num_bytes or sys.maxsize, MAX_PARTS)
+    else:
+        held = held_by(tensor.shape for tensor in tensors.values())
+    decoder = decoder_from_config(values, path, held)
     pooling = None
     if decoder.head is None:
         pooling = read_pooling(folder, values, decoder)
         decoder = msgspec.structs.replace(decoder, max_position_embeddings=most_tokens(folder, decoder))
     quantization = quantization_of(values)
-    if by_index:
-        counted, weight_bytes = None, read_index(folder).num_bytes
+    if index is not None:
+        counted, weight_bytes = None, index.num_bytes
     else:
-        tensors = read_folder_headers(folder).values()
-        counted = [tensor for tensor in tensors if not decoder.is_ignored(tensor.name)]
+        counted = [tensor for tensor in tensors.values() if not decoder.is_ignored(tensor.name)]
         weight_bytes = sum(tensor.num_bytes for tensor in counted)
     if counted is None or quantization is not None:
         # An index has no shapes, and one stored element may hold several quantized weights.

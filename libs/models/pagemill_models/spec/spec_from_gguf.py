@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from pagemill_models.declaration.errors import contradictions
 from pagemill_models.declaration.gguf_values import EMBEDDING, ROPE_FACTORS, GGUFValues
 from pagemill_models.declaration.known import unsupported
 from pagemill_models.declaration.registry import FoundFamily, find_gguf_family
@@ -20,7 +21,8 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     if found.family.read_gguf is None:
         raise unsupported(name, file.path, " in a GGUF file")
     tensors, values = file.tensors, GGUFValues(file, name, found.architecture)
-    decoder = with_scaled_context(found.family.read_gguf(values), file.path)
+    with contradictions(file.path):
+        decoder = with_scaled_context(found.family.read_gguf(values), file.path)
     if values.number("expert_count", default=0) and not any(decoder.mixtures()):
         raise values.unsupported("experts")
     return ModelSpec(
