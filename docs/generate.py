@@ -61,8 +61,9 @@ MODELS_NOTES = """\
 - **Hybrids** with recurrent layers (Qwen3.5, Qwen3-Next, Jamba and others) are refused; the error names the key in the
   header ([ADR 54](../adr/0054-recurrent-state.md)).
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `linear`, `dynamic` and `yarn`
-  lengthen the context by their factor where the files declare the original one. Where `maxModelLen` exceeds the original
-  context, all contexts have the base of the longest one with `dynamic` and the long factors with `longrope`, as in vLLM.
+  lengthen the context by their factor where the files declare the original one. Where `maxModelLen` exceeds the
+  original context, all contexts have the base of the longest one with `dynamic` and the long factors with `longrope`,
+  as in vLLM.
 - **Tests**: tiny random checkpoints of each family produce the greedy tokens of transformers in float32: alone, in
   batches, with chunked prefill, after prefix hits and after preemption, with other head sizes, one key and value head,
   windows shorter than the prompt and all kinds of rope scaling that apply (`make test-full`; `make test` runs a

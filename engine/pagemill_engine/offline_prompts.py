@@ -15,6 +15,7 @@ from pagemill_api.grammars.check import CHECKS
 from pagemill_api.text.bad_words import with_bad_words
 from pagemill_api.text.template.chat_template import ChatTemplate
 from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_api.text.turn_end import warn_of_turn_end
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.offline import Message, Prompt, check_tokens, conversations_of, prompts_of, sampling_of
 from pagemill_models.sources import open_source
@@ -51,6 +52,7 @@ class PromptEncoder:
         )
         self.max_model_len = config.max_model_len or 0
         """Limit of a request's tokens; 0 if it is not known yet."""
+        self._has_checked_template = False
 
     def default_sampling(self) -> SamplingParams:
         return SamplingParams(**self.tokenizer.bundle.sampling_defaults)
@@ -83,6 +85,9 @@ class PromptEncoder:
         conversations = conversations_of(messages)
         samplings = sampling_of(params, len(conversations), self.default_sampling())
         template = self.tokenizer.chat_template
+        if not self._has_checked_template:
+            self._has_checked_template = True
+            warn_of_turn_end(self.tokenizer)
         if chat_template is not None:
             template = ChatTemplate(self.tokenizer.bundle, override=chat_template)
         try:

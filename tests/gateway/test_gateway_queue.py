@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from load_stream import load_frames
+from waiting import busy_factor
 
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.report.load import QueueLoad
@@ -145,8 +146,10 @@ async def test_a_client_that_leaves_the_queue_is_removed_at_once(engines, gatewa
     for stream in (False, True):
         waiting = asyncio.create_task(gateway.chat(stream=stream))
         await fake.until(lambda: num_waiting(gateway) == 1)
+        left_s = time.monotonic()
         waiting.cancel()
         await fake.until(lambda: num_waiting(gateway) == 0)
+        assert time.monotonic() - left_s < 0.1 * busy_factor()
     release.set()
     await first
     await fake.until(lambda: gateway.record(engines[0]).in_flight == 0)

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from waiting import WAIT_LIMIT_S, eventually
 
 from pagemill_protocol.errors import unauthorized
+from pagemill_servers import connection
 from pagemill_servers.connection_limits import FREE_HEAD_BYTES, ConnectionLimits
 from pagemill_servers.direct import count_for_tenant, direct_response
 from pagemill_servers.request_middleware import read_body
@@ -298,6 +299,44 @@ async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent(
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client.close()
         await eventually(lambda: app.num_left == 1)
+        app.go.set()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_client_that_leaves_is_noticed_however_much_it_has_sent_ahead(reset: bool) -> None:
+    app, limits = Held(), ConnectionLimits()
+    async with serving(inner=app, limits=limits) as port, asyncio.timeout(WAIT_LIMIT_S):
+        client = await connected(port)
+        await asyncio.get_running_loop().sock_sendall(client, GET * 20_000)
+        assert app.num_begun == 1
+        assert limits.num_head_bytes == 0, "what is dropped takes no memory"
+        if reset:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        await eventually(lambda: app.num_left == 1)
+        app.go.set()
+
+
+async def test_the_connection_closes_after_the_answer_if_too_much_was_sent_ahead() -> None:
+    app = Held()
+    async with serving(inner=app) as port, asyncio.timeout(WAIT_LIMIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET * 20_000)
+        await writer.drain()
+        app.go.set()
+        assert (await reader.read()).endswith(b"\r\n\r\nok")
+        assert app.num_begun == 1
+        writer.close()
+
+
+async def test_a_client_that_sends_ahead_without_end_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_DISCARDED_BYTES", 1_000_000)
+    app = Held()
+    async with serving(inner=app) as port, asyncio.timeout(WAIT_LIMIT_S):
+        with contextlib.closing(await connected(port)) as client, contextlib.suppress(ConnectionError):
+            while not app.num_left:
+                await asyncio.get_running_loop().sock_sendall(client, GET * 20_000)
+        assert app.num_left == 1
         app.go.set()
 
 

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 
 from pagemill_api.answers.registry import ParserSettings, check_parsers
 from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_api.text.turn_end import warn_of_turn_end
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
@@ -402,8 +403,9 @@ def _make_tokenizer(config: EngineConfig, bundle: TokenizerBundle) -> Tokenizer:
 
 
 def _warm_up(tokenizer: Tokenizer) -> None:
-    """Prepare the chat template, and release the memory that reading the vocabulary took."""
+    """Prepare and check the chat template, and release the memory that reading the vocabulary took."""
     tokenizer.warm_up()
+    warn_of_turn_end(tokenizer)
     trim_heap()
 
 

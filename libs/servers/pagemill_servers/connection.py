@@ -1,14 +1,14 @@
 """Bounds on what happens before ASGI, invisible to `request_middleware`, such as headers that never end.
 
 `bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`. A request is read only once the one before it is
-answered and the client reads its answers; the bytes behind it wait as they came. Request heads above a size, a number
-of headers or a time get 431 or 408 and the connection closes, and the heads of all connections have one budget
-(`connection_limits`, which also bounds the connections); a silent connection is closed; trailers are dropped; a
-malformed request gets a 400 in OpenAI's shape, also if its body's framing breaks before the answer has begun. When a
-connection ends, the request being answered is notified at once, whatever it has sent. Offers of other protocols
-(WebSocket, h2c) are ignored, as HTTP allows, except those of `upgrades`, for which an app may take over the connection
-(`direct`); HTTP/1.0 clients get no chunked encoding. Requests refused here get an id and a log line, since no app sees
-them. `client_transport` bounds how long an answer may remain unread.
+answered and the client reads its answers; the bytes behind it wait as they came, or are dropped if they are many.
+Request heads above a size, a number of headers or a time get 431 or 408 and the connection closes, and the heads of all
+connections have one budget (`connection_limits`, which also bounds the connections); a silent connection is closed;
+trailers are dropped; a malformed request gets a 400 in OpenAI's shape, also if its body's framing breaks before the
+answer has begun. When a connection ends, the request being answered is notified at once, whatever it has sent. Offers
+of other protocols (WebSocket, h2c) are ignored, as HTTP allows, except those of `upgrades`, for which an app may take
+over the connection (`direct`); HTTP/1.0 clients get no chunked encoding. Requests refused here get an id and a log
+line, since no app sees them. `client_transport` bounds how long an answer may remain unread.
 
 httptools does the parsing. Import this module only where uvicorn is installed.
 """
@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pagemill_protocol.errors import PagemillError, headers_too_large, request_timeout, unavailable
 from pagemill_protocol.ids import new_id
-from pagemill_servers.client_transport import ClientTransport
+from pagemill_servers.client_transport import MAX_DISCARDED_BYTES, ClientTransport
 from pagemill_servers.connection_limits import ConnectionLimits, Place, Turns
 from pagemill_servers.direct import (
     PLACE_EXTENSION,
@@ -45,7 +45,7 @@ MAX_HEADERS = 100
 HEADER_OBJECT_BYTES = 128
 """Memory of a parsed header beyond its bytes."""
 MAX_READ_AHEAD_BYTES = 64 * 1024
-"""Bytes behind an unanswered request at which reading stops."""
+"""Bytes behind a request being answered, beyond which they are dropped and the connection closes after the answer."""
 END_OF_HEAD = b"\r\n\r\n"
 CHUNKED = -1
 """In place of the number of bytes of a body: its end is an empty chunk."""
@@ -102,6 +102,8 @@ class _BoundedProtocol(HttpToolsProtocol):
     _held = b""
     """Bytes behind a request that is being answered, from `_held_from` on."""
     _held_from = 0
+    _num_dropped = 0
+    """Bytes behind the request being answered that were dropped."""
     _fault: PagemillError | None = None
     """Why a request is refused that is valid HTTP."""
 
@@ -249,22 +251,34 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _read_rest(self) -> bool:
         """Read what the client is sending of a request that will not be read. Return false if it sends none."""
-        if not self._head_open and not self._body_left:
+        if not (self._head_open or self._body_left or self._num_dropped):
             return False
         self._reading.go_on()
         return True
 
     def _hold(self, data: bytes, start: int) -> None:
-        """Keep the bytes behind a request until it is answered. Without memory for them, close after the answer."""
+        """Keep the bytes behind a request until it is answered, or drop them if they are too many."""
+        is_too_much = len(data) - start > MAX_READ_AHEAD_BYTES
+        if self._answering and (is_too_much or not self._holds(len(data))):
+            self._drop(len(data) - start)
+            return
         if not self._holds(len(data)):
-            if not self._answering:
-                self._refuse(heads_over_budget())
-                return
-            self.cycle.keep_alive = False
-            data = b""
+            self._refuse(heads_over_budget())
+            return
         self._held, self._held_from = data, start
-        if len(data) - start > MAX_READ_AHEAD_BYTES:
+        if is_too_much:
             self._reading.stop()
+
+    def _drop(self, num_bytes: int) -> None:
+        """Drop bytes behind the request being answered, after which the connection closes.
+
+        Reading goes on, because only that shows the end of the connection, whose request must not run on.
+        """
+        self.cycle.keep_alive = False
+        self._holds(0)
+        self._num_dropped += num_bytes
+        if self._num_dropped > MAX_DISCARDED_BYTES:
+            self._client.abort()
 
     def _read_held(self) -> None:
         """Read the next request if it has arrived, the answers before it are complete, and the client reads them."""

@@ -24,6 +24,7 @@ from pagemill_models.declaration.limits import (
 from pagemill_models.declaration.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
 from pagemill_models.declaration.rope_settings import DEFAULT_THETA, read_gguf_scaling
 from pagemill_models.files.gguf_file import MAX_SHOWN, GGMLType, GGUFError, GGUFFile
+from pagemill_models.files.missing_values import warn_once
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -91,6 +92,11 @@ class GGUFValues:
         return GGUFError(f"`{self.file.path}`: `{self._prefix}.{key}` is {found}; it must be {wanted}.")
 
     def epsilon(self, key: str, default: float) -> float:
+        if f"{self._prefix}.{key}" not in self.file.metadata:
+            warn_once(
+                f"`{self.file.path}` has no `{self._prefix}.{key}`, which every converter writes: {default:g} is used. "
+                "Convert the model again."
+            )
         return check_fraction(self.file.path, f"{self._prefix}.{key}", _shortest(self.number(key, default)))
 
     def head_dim(self, hidden_size: int, num_heads: int) -> int:

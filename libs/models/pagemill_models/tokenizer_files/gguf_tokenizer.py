@@ -6,18 +6,32 @@ JSON format of the `tokenizers` library, which does the encoding; nothing here r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from pagemill_models.files.gguf_file import GGUFError, GGUFFile, StringArray
+from pagemill_models.files.missing_values import warn_once
 from pagemill_models.tokenizer_files import sentencepiece
 from pagemill_models.tokenizer_files.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from pagemill_protocol.tokenizer_bundle import TokenizerBundle, eos_ids
+from pagemill_protocol.tokenizer_bundle import END_TOKENS, TokenizerBundle, eos_ids
 
 _PREFIX = "tokenizer.ggml."
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_NAMED_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "cls", "mask")
+"""The key `seperator_token_id` is written so."""
+_MARKER = re.compile(r"<\|[^|<>\s]+\|>|<(?:start|end)_of_turn>")
+_BY_ARCHITECTURE = {
+    **{name: name for name in ("falcon", "bloom", "mpt", "olmo", "refact", "codeshell", "command-r", "exaone")},
+    "gpt2": "gpt-2",
+    "gptneox": "gpt-2",
+    "phi2": "phi-2",
+    "starcoder": "starcoder",
+    "starcoder2": "starcoder",
+}
+"""Pre-tokenizers of architectures whose models all have the same one."""
 _NFC = {"type": "NFC"}
 MAX_TOKEN_CHARS = 2048
 MAX_MERGE_CHARS = 2**29
@@ -113,13 +127,25 @@ class _Builder:
         }
 
     def _pre_tokenizer(self) -> PreTokenizer:
-        architecture = self._file.get("general.architecture", str, "")
-        fallback = "qwen2" if architecture.startswith("qwen") else "gpt-2"
-        name = self._file.get(f"{_PREFIX}pre", str, fallback)
+        name = self._file.get(f"{_PREFIX}pre", str)
+        if name is None:
+            name = self._usual_pre_tokenizer()
         if name in PRE_TOKENIZERS:
             return PRE_TOKENIZERS[name]
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise self._error(f"the pre-tokenizer `{name}` (`{_PREFIX}pre`) is not supported. Supported: {known}")
+
+    def _usual_pre_tokenizer(self) -> str:
+        """Return the pre-tokenizer of a file that names none."""
+        architecture = self._file.get("general.architecture", str, "")
+        name = "qwen2" if architecture.startswith("qwen") else _BY_ARCHITECTURE.get(architecture)
+        if name is not None:
+            return name
+        warn_once(
+            f"`{self._file.path}` has no `{_PREFIX}pre`: text is split into words as for `gpt-2`, and where the model "
+            "was trained on other words its tokens are wrong. Convert the model again, or add the key."
+        )
+        return "gpt-2"
 
     def _merges(self) -> list[tuple[str, str]]:
         pairs = []
@@ -156,10 +182,23 @@ class _Builder:
     def _token_types(self) -> Sequence[int]:
         types = self._file.get(f"{_PREFIX}token_type", list)
         if types is None:
-            return [1] * len(self._tokens)
+            warn_once(
+                f"`{self._file.path}` has no `{_PREFIX}token_type`: the tokens that its metadata names and those that "
+                "look like `<|...|>` are taken as control tokens, and all others as text. Convert the model again."
+            )
+            return self._usual_types()
         if len(types) != len(self._tokens):
             raise self._error(f"`{_PREFIX}token_type` has {len(types)} entries for {len(self._tokens)} tokens")
         return list(types)
+
+    def _usual_types(self) -> list[int]:
+        """Return the types of a file without types."""
+        named = {self._token_id(f"{name}_token_id") for name in _NAMED_IDS}
+        named |= {0, 1, 2} if self._file.get(f"{_PREFIX}model", str) == "llama" else set()
+        return [
+            _CONTROL if token_id in named or token in END_TOKENS or _MARKER.fullmatch(token) else _NORMAL
+            for token_id, token in enumerate(self._tokens)
+        ]
 
     def _strings(self, name: str) -> list[str]:
         array = self._file.get(f"{_PREFIX}{name}", StringArray)
