@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
+import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from oci_registry import (
@@ -28,7 +31,7 @@ from pagemill_models.files.safetensors_header import read_index
 from pagemill_models.sources import FetchError, find_kind, resolve_source
 from pagemill_models.sources.base import ReadsRanges
 from pagemill_models.sources.headers import FIRST_BYTES, can_read_header, fetch_header
-from pagemill_models.sources.store import fetch
+from pagemill_models.sources.store import archive, fetch
 from pagemill_models.sources.store.cache import ModelCache
 
 FILES = model_files()
@@ -183,6 +186,36 @@ def test_an_artifact_that_is_no_model_is_refused(load: Load, registry: TokenRegi
 def test_a_layer_that_is_no_archive_is_refused(load: Load, registry: TokenRegistry) -> None:
     push(registry.url, "team/m", "torn", [Layer(b"no tar at all", IMAGE_LAYER)])
     assert "cannot be unpacked" in fault(load, f"oci://{registry.host}/team/m:torn").message
+
+
+@pytest.mark.parametrize("member_type", [tarfile.REGTYPE, tarfile.XHDTYPE])
+def test_a_layer_that_unpacks_to_more_than_its_limit_is_refused(
+    member_type: bytes, load: Load, registry: TokenRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only a header claims the size, which tarfile would read into memory."""
+    monkeypatch.setattr(archive, "MIN_LIMIT_BYTES", 2**20)
+    large = tarfile.TarInfo("usr/lib/large")
+    large.type, large.size = member_type, 2**32
+    packed = gzip.compress(large.tobuf() + bytes(2**24))
+    push(registry.url, "team/m", "bomb", [Layer(packed, IMAGE_LAYER)])
+    message = fault(load, f"oci://{registry.host}/team/m:bomb").message
+    assert "cannot be unpacked" in message
+    assert str(2**32) in message
+
+
+def test_a_layer_of_many_compressed_bytes_is_refused_before_they_are_written(
+    load: Load, registry: TokenRegistry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(archive, "MIN_LIMIT_BYTES", 2**20)
+    members = {f"models/part-{number}.safetensors": bytes(2**20) for number in range(4)}
+    push(registry.url, "team/m", "zeros", image(members))
+    assert "it unpacks to more than 1048576 bytes" in fault(load, f"oci://{registry.host}/team/m:zeros").message
+
+
+@pytest.mark.parametrize("layer", [5, {"size": "5"}, {"size": -1}, {"size": 1, "annotations": [1]}])
+def test_a_layer_of_another_form_is_refused(layer: Any, load: Load, registry: TokenRegistry) -> None:
+    registry.manifests["odd"] = json.dumps({"layers": [layer]}).encode()
+    assert fault(load, f"oci://{registry.host}/team/m:odd").reason == "ModelUnreadable"
 
 
 def test_an_unknown_tag_is_reported(load: Load, registry: TokenRegistry) -> None:

@@ -24,6 +24,7 @@ from pagemill_engine.weights.floats import copy_floats
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.pieces import each_piece
 from pagemill_models.files.partial_download import awaited_bytes, wait_until_complete
+from pagemill_models.files.regular_file import open_regular
 from pagemill_protocol.source_errors import UnreadableModelError
 
 PIECE_BYTES = 2 * 1024**2
@@ -40,9 +41,9 @@ class WeightFiles:
         weakref.finalize(self, _close, self._files)
         for path in paths:
             try:
-                self._files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            except OSError as error:
-                raise _unreadable(path, error.strerror) from error
+                self._files.append(open_regular(path))
+            except UnreadableModelError as error:
+                raise LoadError(error.reason, error.message) from error
         self._ahead = ReadAhead(self._files)
 
     def wait_for_all(self) -> None:

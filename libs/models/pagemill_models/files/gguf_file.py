@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from pagemill_models.files.ggml_types import GGMLType as GGMLType
 from pagemill_models.files.gguf_split import part_names
+from pagemill_models.files.regular_file import exists, open_regular
 from pagemill_protocol.source_errors import UnreadableModelError
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class GGUFFile:
             self._add(part, self.path.with_name(name))
 
     def _add(self, part: int, path: Path) -> None:
-        if not path.is_file():
+        if not exists(path):
             raise GGUFError(f"`{self.path}` is the first file of a split model, and `{path.name}` is not beside it.")
         self._parts.append(_mapped(path))
         self.paths.append(path)
@@ -202,7 +203,7 @@ def header_bytes(data: bytes, path: Path) -> int | None:
 
 def _mapped(path: Path) -> mmap.mmap:
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:
         raise GGUFError(f"`{path}` is empty. {_REMEDY}") from None

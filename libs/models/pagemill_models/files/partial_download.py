@@ -18,12 +18,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from pagemill_models.files.regular_file import exists, open_regular
 from pagemill_protocol.source_errors import UnreadableModelError
 
 SIZES = ".partial.json"
 """JSON object with the final size in bytes of each file that was not whole at first; the fetch holds a lock on it."""
 PARENT = ".partial"
 """Name of the parent folder of arriving models, beside the published ones."""
+MAX_SIZES_BYTES = 1024 * 1024
 POLL_S = 0.02
 _decoder = msgspec.json.Decoder(dict[str, int])
 
@@ -92,10 +94,16 @@ def wait_for_all(folder: Path) -> None:
 
 def _sizes(folder: Path) -> dict[str, int]:
     """Return the final sizes of arriving files; empty where nothing arrives."""
-    try:
-        return _decoder.decode((folder / SIZES).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
+    place = folder / SIZES
+    if not exists(place):
         return {}
+    try:
+        with open(open_regular(place), "rb") as file:
+            return _decoder.decode(file.read(MAX_SIZES_BYTES))
+    except FileNotFoundError:
+        return {}
+    except msgspec.DecodeError:
+        raise UnreadableModelError(f"`{place}` is not a list of sizes. Remove it.") from None
 
 
 def _has_ended(folder: Path) -> bool:

@@ -15,6 +15,7 @@ import orjson
 
 from pagemill_models.files.json_file import read_object
 from pagemill_models.files.partial_download import awaited_bytes
+from pagemill_models.files.regular_file import open_regular
 from pagemill_protocol.source_errors import UnreadableModelError
 
 SINGLE_FILE = "model.safetensors"
@@ -130,16 +131,16 @@ def index_of_header(raw: bytes, where: str) -> dict[str, Any]:
         tensors = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
         num_bytes = sum(int(end) - int(start) for start, end in tensors.values())
     except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UnreadableModelError(f"{where} has a header that cannot be read ({error}).") from None
+        raise UnreadableModelError(f"{where} has a header that cannot be read ({str(error)[:120]}).") from None
     return {"metadata": {"total_size": num_bytes}, "weight_map": dict.fromkeys(tensors, SINGLE_FILE)}
 
 
 def _is_pointer(path: Path) -> bool:
     """Whether the file is a Git LFS pointer, which stands for a large file that was not fetched."""
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             return file.read(len(_POINTER)) == _POINTER
-    except OSError:
+    except (OSError, UnreadableModelError):
         return False
 
 
@@ -163,7 +164,7 @@ def read_header(path: Path, file_bytes: int | None = None) -> list[TensorHeader]
     """
     try:
         file_bytes = file_bytes or awaited_bytes(path) or path.stat().st_size
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
                 raise _damaged(path, f"its header claims {header_bytes} bytes, the file has {file_bytes}")
@@ -173,7 +174,7 @@ def read_header(path: Path, file_bytes: int | None = None) -> list[TensorHeader]
     try:
         header = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise _damaged(path, f"its header is not JSON ({error})") from None
+        raise _damaged(path, f"its header is not JSON ({str(error)[:120]})") from None
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not an object")
     data_start = 8 + header_bytes

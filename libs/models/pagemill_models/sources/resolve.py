@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from pagemill_models.files.gguf_split import part_names, unsplit_name
+from pagemill_models.files.regular_file import check_inside
 from pagemill_models.sources.base import SourceKind
 from pagemill_models.sources.registry import find_kind, forms, in_full
 from pagemill_models.sources.settings import cache_settings
@@ -188,6 +189,7 @@ def _model_in_folder(folder: Path, source: str, field: str) -> Path:
         files = {each / part_names(path.name)[0] for each in folders for path in each.glob("*.gguf")}
         candidates = configured or sorted(files)
         if len(candidates) == 1:
+            check_inside(candidates[0], folder)
             return candidates[0]
         if candidates:
             names = ", ".join(str(path.relative_to(folder)) for path in candidates[:10])

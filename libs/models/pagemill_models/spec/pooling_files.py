@@ -15,6 +15,7 @@ import orjson
 from pagemill_models.declaration.declaration import ClassifierSpec, DecoderSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture
 from pagemill_models.files.json_file import read_optional, read_text
+from pagemill_models.files.regular_file import exists, path_inside
 from pagemill_models.spec.pooled import MODULES_FILE
 from pagemill_protocol.request.pooling import PoolingMethod, PoolingSpec
 from pagemill_protocol.source_errors import UnreadableModelError
@@ -91,7 +92,7 @@ def _has_sigmoid(folder: Path, values: dict[str, Any]) -> bool:
 def _modules(folder: Path) -> dict[str, str]:
     """Return the modules' folders by the last part of their types, in order."""
     path = folder / MODULES_FILE
-    if not path.is_file():
+    if not exists(path):
         return {"Transformer": "", "Pooling": "1_Pooling"}
     try:
         entries = orjson.loads(read_text(path))
@@ -109,8 +110,8 @@ def _modules(folder: Path) -> dict[str, str]:
 
 
 def _method(folder: Path, modules: dict[str, str]) -> PoolingMethod:
-    path = folder / modules.get("Pooling", "1_Pooling") / "config.json"
-    values = read_optional(path)
+    path = path_inside(folder, modules.get("Pooling", "1_Pooling"), MODULES_FILE) / "config.json"
+    values = read_optional(path, folder)
     if not values:
         return "mean"
     if values.get("include_prompt") is False:

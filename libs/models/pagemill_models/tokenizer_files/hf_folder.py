@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagemill_models.files.json_file import parse_object, read_optional, read_text
+from pagemill_models.files.regular_file import exists
 from pagemill_models.tokenizer_files.resolved_defaults import values_of_model
 from pagemill_protocol.source_errors import UnreadableModelError
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle, eos_ids
@@ -27,7 +28,7 @@ class _Folder:
     def __init__(self, folder: Path) -> None:
         self._path = folder
         self._tokenizer_file = folder / "tokenizer.json"
-        if not self._tokenizer_file.is_file():
+        if not exists(self._tokenizer_file):
             raise UnreadableModelError(
                 f"`{folder}` has no `tokenizer.json`. Write one with "
                 "`transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`."
@@ -71,14 +72,14 @@ class _Folder:
                 and isinstance(entry.get("template"), str)
             ):
                 templates[entry["name"]] = entry["template"]
-        if (self._path / "chat_template.jinja").is_file():
+        if exists(self._path / "chat_template.jinja"):
             templates["default"] = read_text(self._path / "chat_template.jinja")
-        elif (self._path / "chat_template.json").is_file():
+        elif exists(self._path / "chat_template.json"):
             template = read_optional(self._path / "chat_template.json").get("chat_template")
             templates |= {"default": template} if isinstance(template, str) else {}
         further = self._path / "additional_chat_templates" / "tool_use.jinja"
-        if further.is_file():
-            templates["tool_use"] = read_text(further)
+        if exists(further):
+            templates["tool_use"] = read_text(further, self._path)
         return templates.get("default"), templates.get("tool_use")
 
     def _declared_eos_ids(self, eos_token: str | None) -> list[int | None]:

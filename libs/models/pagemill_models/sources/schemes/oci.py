@@ -108,16 +108,17 @@ class OCIRepository:
         entries = [entry for entry in manifests if isinstance(entry, dict)] if isinstance(manifests, list) else []
         here = _ARCHITECTURES.get(platform.machine(), platform.machine())
         for entry in entries:
-            architecture = (entry.get("platform") or {}).get("architecture", here)
-            if architecture in (here, "", "unknown") and "vnd.docker.reference.type" not in (
-                entry.get("annotations") or {}
-            ):
+            target, notes = entry.get("platform"), entry.get("annotations")
+            architecture = target.get("architecture", here) if isinstance(target, dict) else here
+            is_described = isinstance(notes, dict) and "vnd.docker.reference.type" in notes
+            if architecture in (here, "", "unknown") and not is_described:
                 return str(entry.get("digest"))
         raise FetchError("ModelNotFound", f"{self.name} has no manifest for {here}. Push one for this architecture.")
 
 
 def _files(layers: list[Any]) -> Iterator[RemoteFile]:
     for layer in layers:
+        _check_layer(layer)
         kind, digest = str(layer.get("mediaType", "")), str(layer.get("digest", ""))
         notes: Mapping[str, str] = layer.get("annotations") or {}
         title = next((notes[name] for name in _TITLES if notes.get(name)), None)
@@ -133,7 +134,17 @@ def _files(layers: list[Any]) -> Iterator[RemoteFile]:
         if path is None and kind in _GGUF_LAYERS:
             path = "model.gguf"
         if path is not None:
-            yield RemoteFile(path, int(layer.get("size", 0)), sha256, is_archive=is_archive, address=digest)
+            yield RemoteFile(path, layer.get("size", 0), sha256, is_archive=is_archive, address=digest)
+
+
+def _check_layer(layer: Any) -> None:
+    """Raise `FetchError` for an entry of `layers` of another form than the specification of images demands."""
+    fields = layer if isinstance(layer, dict) else {"size": None}
+    size, notes = fields.get("size", 0), fields.get("annotations") or {}
+    if type(size) is not int or not 0 <= size < 1 << 60:
+        raise FetchError("ModelUnreadable", "an entry of `layers` of the manifest is no object with a `size`.")
+    if not isinstance(notes, dict) or not all(isinstance(each, str) for each in notes.values()):
+        raise FetchError("ModelUnreadable", "the `annotations` of a layer are no object of texts.")
 
 
 def _is_archive(kind: str, title: str | None, notes: Mapping[str, str]) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import orjson
-
 from pagemill_models.declaration.config_values import AUTO_GPTQ_FILE, CONFIG_FILE
 from pagemill_models.files.gguf_file import check_gguf
 from pagemill_models.files.json_file import read_object
@@ -78,8 +76,8 @@ def _check_config(folder: Path) -> None:
 def _check_index(path: Path, names: set[str], source: str) -> None:
     """Check that all files of the index can be fetched."""
     try:
-        shards = set(map(str, orjson.loads(path.read_bytes())["weight_map"].values()))
-    except (orjson.JSONDecodeError, KeyError, AttributeError, TypeError):
+        shards = set(map(str, read_object(path)["weight_map"].values()))
+    except (SourceError, KeyError, AttributeError, TypeError):
         path.unlink()
         raise FetchError("ModelUnreadable", f"{source}: `{INDEX}` has no `weight_map`. Publish it again.") from None
     if absent := sorted(shards - names):

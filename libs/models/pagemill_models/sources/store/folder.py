@@ -7,9 +7,11 @@ Loaders of the same folder wait for each other; a killed loader leaves its part 
 from __future__ import annotations
 
 import fcntl
+import gzip
 import os
 import shutil
 import tarfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -17,6 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from pagemill_models.sources.base import RemoteFile
 from pagemill_models.sources.schemes.hugging_face import MODEL_PATTERNS
+from pagemill_models.sources.store.archive import unpack
 from pagemill_models.sources.store.part import PartFile
 from pagemill_models.sources.store.record import is_intact, write_record
 from pagemill_protocol.source_errors import FetchError
@@ -106,14 +109,10 @@ class ModelFolder:
         """Unpack the model's files from an archive and delete it. Raises `FetchError`."""
         archive = self.staging / file.path
         try:
-            with tarfile.open(archive, "r:*") as members:
-                for member in members:
-                    place = _place_of(member)
-                    if place is not None:
-                        members.extract(member.replace(name=place, deep=False), self.staging, filter="data")
-        except (tarfile.TarError, EOFError) as error:
+            unpack(archive, self.staging, _place_of)
+        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError, OverflowError) as error:
             archive.unlink()
-            message = f"the layer {archive.name[:12]} cannot be unpacked ({error}). Push the image again."
+            message = f"the layer {archive.name[:12]} cannot be unpacked ({str(error)[:120]}). Push the image again."
             raise FetchError("ModelUnreadable", message) from error
         archive.unlink()
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Protocol
 
 from pagemill_models.sources.base import RemoteFile
+from pagemill_protocol.source_errors import FetchError
 
 SYNC_BYTES = 32 * 1024 * 1024
 """Unwritten bytes after which writing to disk is started."""
@@ -33,6 +34,7 @@ class PartFile(io.FileIO):
 
     def __init__(self, path: Path, file: RemoteFile) -> None:
         super().__init__(path, "ab+")
+        self._path, self._most_bytes = file.path, file.num_bytes
         self._new_digest = _digest_of(file)
         self._digest = self._new_digest()
         self._hash_from_start()
@@ -47,6 +49,8 @@ class PartFile(io.FileIO):
     def write(self, data: object, /) -> int:
         """Append all of the data, while a plain file may write less."""
         content = memoryview(data).cast("B")  # type: ignore[arg-type]
+        if self.tell() + len(content) > self._most_bytes:
+            raise FetchError("ModelCorrupt", f"`{self._path}` is longer than the {self._most_bytes} bytes announced.")
         written = 0
         while written < len(content):
             written += super().write(content[written:]) or 0
