@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 
 from pagemill_gateway.batches.store import store_failure
+from pagemill_protocol.json_lines import OneLine
 
 MEMORY_BYTES = 64 * 1024
 PIECE_BYTES = 256 * 1024
@@ -23,6 +24,7 @@ class AnswerFile:
         """`directory` is for bodies beyond `MEMORY_BYTES`; `None`: that of this machine's temporary files."""
         self._file = tempfile.SpooledTemporaryFile(MEMORY_BYTES, dir=directory)  # noqa: SIM115 - closed by __exit__
         self._max_bytes = max_bytes
+        self._line = OneLine()
         self.num_bytes = 0
         self.is_too_large = False
         """Whether the body had more than the permitted bytes. Then it is incomplete."""
@@ -37,6 +39,7 @@ class AnswerFile:
 
     async def write(self, data: bytes) -> None:
         """Append data, up to the limit. Raises `PagemillError` 503 if the disk is full."""
+        data = self._line.push(data)
         self.num_bytes += len(data)
         if self.num_bytes > self._max_bytes:
             self.is_too_large = True
@@ -50,7 +53,10 @@ class AnswerFile:
             raise store_failure(error) from error
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as one line of a file: line breaks in JSON are blanks between its values."""
+        """Yield the body as one line of a file: line breaks in JSON are blanks between its values.
+
+        A character that the body does not complete is left out: such a body is no JSON.
+        """
         self._file.seek(0)
         while piece := await self._read():
             yield piece.replace(b"\n", b" ").replace(b"\r", b" ")
@@ -59,6 +65,7 @@ class AnswerFile:
         """Forget the body, before another attempt."""
         self._file.seek(0)
         self._file.truncate()
+        self._line.flush()
         self.num_bytes, self.is_too_large = 0, False
 
     async def _read(self) -> bytes:

@@ -23,6 +23,7 @@ from pagemill_gateway.batches.lines import scan_lines
 from pagemill_gateway.batches.objects import Batch, BatchFile, LineFault
 from pagemill_gateway.batches.store import BatchStore, Lease, finished
 from pagemill_protocol.errors import unavailable
+from pagemill_protocol.json_lines import on_one_line
 
 OUTPUT, ERRORS = 0, 1
 NUM_FAULTS_AT_ONCE = 500
@@ -78,7 +79,7 @@ class ResultFiles:
         """Append the answer of one line; it goes on to its end if this task is cancelled."""
         fields = {"id": self.line_id(number), "custom_id": custom_id}
         response = {"status_code": reply.status, "request_id": self.line_id(number)}
-        head = orjson.dumps(fields)[:-1] + b',"response":' + orjson.dumps(response)[:-1] + b',"body":'
+        head = on_one_line(orjson.dumps(fields))[:-1] + b',"response":' + orjson.dumps(response)[:-1] + b',"body":'
         end, is_json = b'},"error":null}\n', reply.is_json and body.num_bytes > 0
         num_bytes = len(head) + len(end) + body.num_bytes
         if body.is_too_large or num_bytes > self.max_answer_bytes or not self._space.take(num_bytes):
@@ -103,7 +104,7 @@ class ResultFiles:
         """Append the faults of lines without answers. They are small and few, and always have space."""
         for start in range(0, len(faults), NUM_FAULTS_AT_ONCE):
             some = faults[start : start + NUM_FAULTS_AT_ONCE]
-            data = b"".join(orjson.dumps(self._fault(*each)) + b"\n" for each in some)
+            data = b"".join(on_one_line(orjson.dumps(self._fault(*each))) + b"\n" for each in some)
             await finished(self._append(ERRORS, [each[0] for each in some], _whole(data)))
 
     async def register(self) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import orjson
 
 from pagemill_protocol.errors import PagemillError, error_body
+from pagemill_protocol.json_lines import on_one_line
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
@@ -81,7 +82,7 @@ def choice_index(request: GenerateRequest, choice: int) -> int:
 
 
 def sse(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+    return b"data: " + on_one_line(data) + b"\n\n"
 
 
 def sse_error(error: PagemillError) -> bytes:

@@ -18,6 +18,7 @@ from pagemill_api.openai import call_parts
 from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.render import head
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.json_lines import on_one_line
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 ERROR_TYPES = {
@@ -200,4 +201,4 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _event(type: str, **fields: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (type.encode(), orjson.dumps({"type": type, **fields}))
+    return b"event: %s\ndata: %s\n\n" % (type.encode(), on_one_line(orjson.dumps({"type": type, **fields})))

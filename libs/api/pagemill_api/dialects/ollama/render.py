@@ -15,6 +15,7 @@ from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.openai import call_parts
 from pagemill_api.openai.call_ids import CallIds
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.json_lines import on_one_line
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 
@@ -91,7 +92,7 @@ class OllamaRenderer:
         if part.calls:
             shown["tool_calls"] = part.calls
         answer = {"message": {"role": "assistant", **shown}} if self._is_chat else shown
-        return orjson.dumps({**self._head, **answer, "done": done, **fields}) + b"\n"
+        return on_one_line(orjson.dumps({**self._head, **answer, "done": done, **fields})) + b"\n"
 
     def _end(self, usage: Usage, first_token_s: float) -> dict[str, Any]:
         """Return the fields of the last line. Durations are in nanoseconds, from the request's arrival in the
@@ -113,4 +114,4 @@ def error_body(error: PagemillError) -> bytes:
 
 
 def error_event(error: PagemillError) -> bytes:
-    return error_body(error) + b"\n"
+    return on_one_line(error_body(error)) + b"\n"

@@ -11,6 +11,7 @@ from pagemill_api.answers.events import Event
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.dialects.open_inference.tensors import packed
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.json_lines import on_one_line
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 
 VERSION = "1"
@@ -67,8 +68,8 @@ def error_body(error: PagemillError) -> bytes:
 
 
 def error_event(error: PagemillError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
+    return b"data: " + on_one_line(error_body(error)) + b"\n\n"
 
 
 def _event(fields: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(fields) + b"\n\n"
+    return b"data: " + on_one_line(orjson.dumps(fields)) + b"\n\n"

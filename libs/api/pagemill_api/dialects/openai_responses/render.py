@@ -19,6 +19,7 @@ from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.render import head
 from pagemill_protocol import nesting
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.json_lines import on_one_line
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 Item = dict[str, Any]
@@ -203,4 +204,4 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _sse(fields: dict[str, Any]) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (fields["type"].encode(), orjson.dumps(fields))
+    return b"event: %s\ndata: %s\n\n" % (fields["type"].encode(), on_one_line(orjson.dumps(fields)))

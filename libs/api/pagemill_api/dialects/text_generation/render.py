@@ -16,6 +16,7 @@ from pagemill_api.answers.events import Content, Event
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.openai.logprobs import PositionLogprobs, TokenLogprob
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.json_lines import on_one_line
 from pagemill_protocol.json_pieces import JsonPieces, JsonRows, array_pieces
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
@@ -130,7 +131,7 @@ def error_body(error: PagemillError) -> bytes:
 
 
 def error_event(error: PagemillError) -> bytes:
-    return b"data:" + error_body(error) + b"\n\n"
+    return b"data:" + on_one_line(error_body(error)) + b"\n\n"
 
 
 def _error_type(error: PagemillError) -> str:
@@ -168,4 +169,4 @@ def _input_token(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _event(fields: dict[str, Any]) -> bytes:
-    return b"data:" + orjson.dumps(fields) + b"\n\n"
+    return b"data:" + on_one_line(orjson.dumps(fields)) + b"\n\n"
