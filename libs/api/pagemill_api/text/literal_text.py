@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from pagemill_api.text.backend import encode_texts
 from pagemill_api.text.control_tokens import ControlTokenMarks, any_of, without_marks
 
 
@@ -51,7 +52,7 @@ class LiteralEncoder:
         if not text:
             return []
         backend = self._at_start if at_start else self._within
-        found = backend.encode_batch_fast([without_marks(text)], add_special_tokens=False)[0].ids
+        found: list[int] = encode_texts(backend, [without_marks(text)], add_special_tokens=False)[0].ids
         if self._renumbered:
             found = [self._renumbered.get(each, each) for each in found]
         if self._control_ids.keys().isdisjoint(found):
