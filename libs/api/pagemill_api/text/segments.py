@@ -13,6 +13,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pagemill_api.text.fitting import check_pieces
@@ -58,7 +59,7 @@ class SegmentEncoder:
         is_random = bool((tokenizer_json.get("model") or {}).get("dropout"))
         if not special_ids or looks_around or is_random or _depends_on_text_start(tokenizer_json):
             return None
-        pattern = longest_token_pattern(special_ids)
+        pattern = token_pattern(frozenset(special_ids))
         return None if pattern is None else cls(special_ids, pattern, longest_entry_bytes)
 
     @property
@@ -122,6 +123,12 @@ def _depends_on_text_start(step: Any) -> bool:
         parts = (value for key, value in step.items() if key not in ("vocab", "merges", "added_tokens"))
         return step.get("prepend_scheme") == "first" or any(map(_depends_on_text_start, parts))
     return isinstance(step, list) and any(map(_depends_on_text_start, step))
+
+
+@lru_cache(maxsize=4)
+def token_pattern(tokens: frozenset[str]) -> re.Pattern[str] | None:
+    """Return `longest_token_pattern`, which takes long to make and which a tokenizer needs several times."""
+    return longest_token_pattern(sorted(tokens))
 
 
 def longest_token_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
