@@ -1,8 +1,9 @@
 """Checks whether a change is slower: compares a few figures of the working tree with those of an earlier commit.
 
 Each is measured by its own `gate_figures`, as the names of packages and functions may differ between them; both run in
-processes that stay alive and take turns, so that other work on the machine affects both. Figures are CPU time, which other processes disturb least. A figure's ratio is the median over all
-pairs; the command fails if it is below the limit.
+processes that stay alive and take turns, so that other work on the machine affects both. Figures are CPU time, which
+other processes disturb least. A figure's ratio is the median over all pairs; the command fails if it is below the
+limit.
 """
 
 from __future__ import annotations
