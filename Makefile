@@ -88,6 +88,11 @@ older-triton: .venv/.installed | $(UV) ## Compile the hot kernels with the oldes
 attack: .venv/.installed ## Attack a gateway and its engines while an honest tenant uses them (ATTACK="--cases '^bodies'" picks some)
 	timeout --verbose 600 $(BIN)/python bench/attack.py --quick $(ATTACK)
 
+# Files that fail lie in .pagemill/fuzz.
+.PHONY: fuzz
+fuzz: .venv/.installed ## Read mutated files of models in a process of limited memory (FUZZ="--seed 7 --seconds 600" passes options)
+	PYTHONPATH=tests/shared timeout --verbose 900 $(BIN)/python tests/fuzz/fuzz_files.py $(FUZZ)
+
 .PHONY: lint
 lint: .venv/.installed ## Check style, types, import layers, house rules and generated pages
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ import msgspec
 
 from pagemill_api.grammars.check import CHECKS
 from pagemill_api.text.bad_words import with_bad_words
+from pagemill_api.text.control_tokens import without_marks
 from pagemill_api.text.template.chat_template import ChatTemplate
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_api.text.turn_end import warn_of_turn_end
@@ -83,6 +84,10 @@ class PromptEncoder:
         `rendering`: arguments of `Tokenizer.render_chat`. `chat_template`: replaces the model's template.
         """
         conversations = conversations_of(messages)
+        if self._control_tokens_are_text:
+            controls = self.tokenizer.control_tokens
+            conversations = [controls.shielded_messages([dict(each) for each in found]) for found in conversations]
+            rendering = controls.shielded(rendering)
         samplings = sampling_of(params, len(conversations), self.default_sampling())
         template = self.tokenizer.chat_template
         if not self._has_checked_template:
@@ -138,19 +143,27 @@ class PromptEncoder:
     def close(self) -> None:
         self.tokenizer.close()
 
+    @property
+    def _control_tokens_are_text(self) -> bool:
+        """Whether control tokens in messages are text."""
+        return self.config.chat_control_tokens == "text"
+
     def _encoded(
         self, prompt: str | list[int], param: str, sampling: SamplingParams, *, is_chat: bool = False
     ) -> EncodedPrompt:
+        shielded = is_chat and self._control_tokens_are_text
         text = prompt if isinstance(prompt, str) else None
         cut = sampling.truncate_prompt_tokens
         if not isinstance(prompt, str):
             token_ids = prompt
         elif cut is None:
-            token_ids = self.tokenizer.encode_within(prompt, self.max_model_len, not is_chat, param=param)
+            token_ids = self.tokenizer.encode_within(
+                prompt, self.max_model_len, not is_chat, param=param, shielded=shielded
+            )
         else:
-            token_ids = self.tokenizer.encode(prompt, not is_chat)
+            token_ids = self.tokenizer.encode_within(prompt, 0, not is_chat, param=param, shielded=shielded)
         check_tokens(token_ids, param, self.tokenizer.vocab_size)
         if cut is not None:
             sampling.validate()
             token_ids = sampling.truncate_prompt(token_ids, self.max_model_len)
-        return EncodedPrompt(text, token_ids, sampling)
+        return EncodedPrompt(without_marks(text) if text is not None and shielded else text, token_ids, sampling)

@@ -234,7 +234,7 @@ async def test_an_engine_waits_for_its_reader_and_loses_nothing() -> None:
         assert 0 < max(positions) < 1000, "outputs must not be computed faster than they are read"
 
 
-async def test_an_engine_that_waits_for_its_reader_stops_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_waits_for_its_reader_stops_when_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "STOP_TIMEOUT_S", 3600)
     async with started() as channel:
         await until_ready(channel)

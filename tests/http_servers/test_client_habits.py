@@ -33,6 +33,27 @@ def test_a_gzip_body_is_read_like_an_uncompressed_one(http_server: HttpServer) -
     assert http_server.post(gzip.compress(raw(GOOD)), headers=PACKED).status == 200
 
 
+def test_several_gzip_members_are_one_body(http_server: HttpServer) -> None:
+    whole = raw(GOOD)
+    members = b"".join(gzip.compress(whole[at : at + 20]) for at in range(0, len(whole), 20))
+    assert http_server.post(members, headers=PACKED).status == 200
+    bomb = gzip.compress(b'{"x": "') + gzip.compress(b"x" * (64 * MIB)) * 4
+    assert http_server.post(bomb, headers=PACKED).error()["code"] == "request_too_large"
+    many = gzip.compress(b"") * 10_000 + gzip.compress(whole)
+    with costing_little(http_server):
+        assert http_server.post(many, headers=PACKED).status == 400
+
+
+def test_a_deflate_body_is_read_with_and_without_its_head(http_server: HttpServer) -> None:
+    headers = {"Content-Encoding": "deflate"}
+    headless = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    for body in (zlib.compress(raw(GOOD)), headless.compress(raw(GOOD)) + headless.flush()):
+        assert http_server.post(body, headers=headers).status == 200
+    for body in (raw(GOOD), zlib.compress(raw(GOOD))[:-5], zlib.compress(raw(GOOD)) + b"more"):
+        answer = http_server.post(body, headers=headers)
+        assert (answer.status, answer.error()["param"]) == (400, "content-encoding")
+
+
 def test_a_body_that_decompresses_beyond_the_limit_gets_413_at_low_cost(http_server: HttpServer) -> None:
     bomb = gzip.compress(b'{"x": "' + b"x" * (256 * MIB))
     before = http_server.rss_bytes()
@@ -47,7 +68,7 @@ def test_a_body_that_decompresses_beyond_the_limit_gets_413_at_low_cost(http_ser
     [b"not gzip", gzip.compress(raw(GOOD))[:-5], gzip.compress(raw(GOOD)) + b"more", zlib.compress(raw(GOOD)), b""],
     ids=["text", "cut off", "followed by more", "zlib", "empty"],
 )
-def test_a_body_that_is_not_one_gzip_stream_gets_400(http_server: HttpServer, body: bytes) -> None:
+def test_a_body_that_is_no_gzip_stream_gets_400(http_server: HttpServer, body: bytes) -> None:
     answer = http_server.post(body, headers=PACKED)
     assert answer.status == 400
     if body:
@@ -58,6 +79,7 @@ def test_other_content_encodings_get_415_with_the_remedy(http_server: HttpServer
     answer = http_server.post(raw(GOOD), headers={"Content-Encoding": "br"})
     assert answer.status == 415
     assert "Send it as gzip" in answer.error()["message"]
+    assert answer.headers["accept-encoding"] == "gzip, deflate"
 
 
 def test_a_large_answer_is_compressed_only_for_clients_that_accept_it(http_server: HttpServer) -> None:

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutated_models import gguf_bytes
 
 from examples import num_examples
+from pagemill_models.files import gguf_file
 from pagemill_models.files.gguf_file import MAX_ARRAY_ENTRIES, GGMLType, GGUFError, GGUFFile
 
 REFUSAL_LIMIT_S = 0.05
@@ -192,3 +194,24 @@ def test_any_damage_gives_a_gguf_error_or_a_readable_file(tmp_path, write_gguf, 
         return
     for name, tensor in file.tensors.items():
         assert file.data(name).nbytes == tensor.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("place", "message"), [(0, "tensor `b` overlaps with the data before it"), (64, "tensor `b` leaves a hole after")]
+)
+def test_tensors_that_do_not_follow_one_another_are_refused_by_name(place, message, tmp_path):
+    raw = gguf_bytes({"general.architecture": "llama"}, {"a": (4,), "b": (4,)})
+    at = raw.index(struct.pack("<QIQ", 4, 0, 32))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(raw[:at] + struct.pack("<QIQ", 4, 0, place) + raw[at + 20 :] + bytes(64))
+    with pytest.raises(GGUFError) as refused:
+        GGUFFile(path)
+    assert message in refused.value.message
+
+
+def test_the_numbers_of_all_arrays_together_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_file, "MAX_NUMBERS", 100)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes({f"a{number}": [0.5] * 40 for number in range(3)}, {}))
+    with pytest.raises(GGUFError, match="with array `a2` its arrays have more than the 100 numbers allowed"):
+        GGUFFile(path)

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from mutated_models import gguf_bytes, gguf_metadata
 
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec, RopeSpec
 from pagemill_models.declaration.rope_scaling import LinearScaling, Llama3Scaling, RopeError, YarnScaling
 from pagemill_models.declaration.rope_settings import read_gguf_scaling
-from pagemill_models.sources import UnreadableModelError
+from pagemill_models.sources import SourceError, UnreadableModelError
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import UnsupportedModelArchitecture
@@ -335,3 +336,21 @@ def decoder_of(**values: Any) -> DecoderSpec:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 4, "vocab_size": 64, "max_position_embeddings": 256, "rms_norm_eps": 1e-6}
     return decoder_from_config({"architectures": ["LlamaForCausalLM"], **sizes, **heads, **values}, Path("config.json"))
+
+
+@pytest.mark.parametrize("num", [1, 3, 5])
+def test_a_longrope_list_of_another_length_is_refused_in_both_formats(num, tmp_path):
+    """A list of one number would be broadcast to all frequencies."""
+    settings = {"rope_type": "longrope", "short_factor": [1.0] * num, "long_factor": [1.0] * num}
+    values = ConfigValues(Path("model"), {"rope_scaling": settings}, "LlamaForCausalLM")
+    with pytest.raises(UnreadableModelError, match=r"`rope_scaling.short_factor` is .*a list of 4 numbers"):
+        values.rope(8, 256)
+    metadata = {key: value for key, value in gguf_metadata("phi3").items() if ".rope.scaling." not in key}
+    factors = {f"rope_factors_{kind}.weight": (num,) for kind in ("long", "short")}
+    raw = gguf_bytes(metadata, {"token_embd.weight": (64, 64), **factors})
+    ones = struct.pack("<f", 1.0) * num
+    end = len(raw) - 2 * 32
+    path = tmp_path / "model.gguf"
+    path.write_bytes(raw[:end] + 2 * (ones + bytes(32 - len(ones))))
+    with pytest.raises(SourceError, match=r"`rope_factors_short.weight` is .*a list of 8 numbers"):
+        load_model_spec(path)

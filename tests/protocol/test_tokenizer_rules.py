@@ -91,6 +91,11 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "stripped spaces": ("decoder", {"type": "Strip", "content": " ", "start": 1e30, "stop": 0}, "`decoder.start`"),
     "long token": ("added_tokens", [token("x" * 20_000_000)], "`added_tokens[0].content`"),
     "many tokens": ("added_tokens", [token(f"t{index}") for index in range(70_000)], "it has 70000 entries"),
+    "tokens that begin with any character": (
+        "added_tokens",
+        [token(chr(0x4E00 + index)) for index in range(2000)],
+        "more than 1024 alternatives may be tried",
+    ),
     "token without id": ("added_tokens", [token("x", id=None)], "`added_tokens[0].id` is missing"),
     "token of another kind": ("added_tokens", ["x"], "`added_tokens[0]` is `x`"),
     "long piece": ("model", unigram(vocab=[["<unk>", 0.0], ["x" * 600_000, 0.0]]), "an entry has 600000 characters"),

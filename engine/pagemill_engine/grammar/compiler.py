@@ -10,10 +10,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagemill_api.answers.registry import REASONING_ENDS
+from pagemill_api.answers.registry import MARKERS, REASONING_ENDS, reasoning_parser
 from pagemill_engine.grammar.reasoning import LimitedReasoning, ReasoningLimit
 from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.request.answer_format import AnswerFormat
@@ -109,6 +109,7 @@ class GrammarCompiler:
             reasoning.starts_in_reasoning,
             tokenizer.token_bytes,
             self._vocab_size,
+            partial(reasoning_parser, reasoning) if reasoning.tools and reasoning.reasoning in MARKERS else None,
         )
         return LimitedForm(limit, grammar)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_api.answers.events import Parser
 from pagemill_engine.grammar.token_state import TokenState
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class ReasoningLimit(NamedTuple):
     """Whether the prompt contains `begin` already."""
     token_bytes: Callable[[int], bytes]
     vocab_size: int
+    make_parser: Callable[[], Parser] | None = None
+    """Makes the parser of the reasoning, which a tool call may end too; `None`: only `end` ends it."""
 
 
 class LimitedReasoning:
@@ -42,6 +45,7 @@ class LimitedReasoning:
         """Bytes in which the markers are searched."""
         self._num_tokens = 0
         self._forced: deque[int] = deque()
+        self._parser = limit.make_parser() if limit.make_parser is not None else None
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")("replace")
         if limit.is_open:
             self._check_budget()
@@ -84,7 +88,9 @@ class LimitedReasoning:
         if self._forced:
             return self._take_forced(token_id)
         self._read += self._limit.token_bytes(token_id)
-        self._utf8_decoder.decode(self._limit.token_bytes(token_id))
+        text = self._utf8_decoder.decode(self._limit.token_bytes(token_id))
+        if self._parser is not None and self._next != self._after:
+            self._parser.push(text)
         self._next()
         return ""
 
@@ -106,7 +112,7 @@ class LimitedReasoning:
             self._next = self._after
 
     def _inside(self) -> None:
-        if self._limit.end in self._read:
+        if self._limit.end in self._read or (self._parser is not None and not self._parser.in_reasoning):
             self._next = self._after
             return
         self._read = self._read[-len(self._limit.end) :]

@@ -181,9 +181,11 @@ class EngineClient:
         Finished requests are ignored.
         """
         for engine_id in answer.engine_ids:
-            if self._forget(engine_id) is not None:
+            running = self._forget(engine_id)
+            if running is not None:
                 self._channel.send(Abort(engine_id))
                 self._metrics.request_aborted("client_left")
+                self._metrics.request_finished(running.timing, running.processor)
 
     def raise_allowance(self, request_id: str, allowance: int) -> bool:
         """Let each sequence of a request generate up to `allowance` tokens. Returns whether the request is here."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 
 from pagemill_gateway.batches.store import store_failure
-from pagemill_protocol.json_lines import OneLine
+from pagemill_protocol.json_pieces import OneLine
 
 MEMORY_BYTES = 64 * 1024
 PIECE_BYTES = 256 * 1024

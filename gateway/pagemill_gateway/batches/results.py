@@ -23,7 +23,7 @@ from pagemill_gateway.batches.lines import scan_lines
 from pagemill_gateway.batches.objects import Batch, BatchFile, LineFault
 from pagemill_gateway.batches.store import BatchStore, Lease, finished
 from pagemill_protocol.errors import unavailable
-from pagemill_protocol.json_lines import on_one_line
+from pagemill_protocol.json_pieces import on_one_line
 
 OUTPUT, ERRORS = 0, 1
 NUM_FAULTS_AT_ONCE = 500

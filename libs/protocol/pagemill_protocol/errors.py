@@ -20,6 +20,9 @@ ENGINE_FAILED = "engine_failed"
 RENDERING_FAILED = "rendering_failed"
 """Code of an answer that was generated and cannot be rendered. Every engine would fail in the same way."""
 
+BODY_CODINGS = "gzip, deflate"
+"""The codings in which servers read bodies."""
+
 
 class PagemillError(Exception):
     """A refusal or failure, with the data that a client needs to react to it.
@@ -52,6 +55,8 @@ class PagemillError(Exception):
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.status != 401 else {"WWW-Authenticate": 'Bearer realm="pagemill"'}
+        if self.status == 415 and self.param == "content-encoding":
+            headers["Accept-Encoding"] = BODY_CODINGS
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
         return headers

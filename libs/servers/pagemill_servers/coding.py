@@ -1,4 +1,4 @@
-"""gzip in both directions: compressed request bodies, and whole answers for clients that accept gzip.
+"""Compression: request bodies in gzip or deflate, and whole answers for clients that accept gzip.
 
 `request_middleware` calls it. The decompressed size is bounded while the body is read, so a small body cannot become
 large; streams are never compressed, since their events would wait for each other.
@@ -21,32 +21,61 @@ MAX_INLINE_BYTES = 256 * 1024
 """A larger answer is compressed in a thread, so that the event loop is not blocked."""
 LEVEL = 1
 _GZIP_FORMAT = 31
+_FORMATS = {"gzip": _GZIP_FORMAT, "deflate": zlib.MAX_WBITS}
+MAX_MEMBERS = 256
+"""Most gzip members of a body, each of which costs time of its own."""
 _COMPRESSIBLE = (b"application/json", b"text/html", b"text/plain")
 
 
 class Inflater:
-    """Decompresses one request body."""
+    """Decompresses one request body: one or several gzip members, or a deflate stream, with or without zlib's head."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, coding: str) -> None:
+        """`coding`: `gzip` or `deflate`."""
         self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._stream = zlib.decompressobj(wbits=_GZIP_FORMAT)
+        self._coding = coding
+        self._num_bytes = self._num_members = 0
+        self._stream = zlib.decompressobj(wbits=_FORMATS[coding])
+        self._has_begun = False
 
     def push(self, data: bytes, *, last: bool) -> bytes:
         """Return the decompressed bytes of `data`.
 
-        Raises `PagemillError`: 413 beyond the bound, 400 if the body is not one gzip stream.
+        Raises `PagemillError`: 413 beyond the bound, 400 if the body is not of its coding.
         """
+        if data and not self._has_begun:
+            self._begin(data[0])
+        text = self._decompress(data)
+        while rest := self._stream.unused_data:
+            self._num_members += 1
+            if self._coding != "gzip" or self._num_members == MAX_MEMBERS:
+                raise self._wrong()
+            self._stream = zlib.decompressobj(wbits=_FORMATS["gzip"])
+            text += self._decompress(rest)
+        if last and not self._stream.eof:
+            raise self._wrong()
+        return text
+
+    def _begin(self, first: int) -> None:
+        self._has_begun = True
+        if self._coding == "deflate" and first & 0x0F != zlib.DEFLATED:  # as some clients send it, without a head
+            self._stream = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
+
+    def _decompress(self, data: bytes) -> bytes:
         try:
             text = self._stream.decompress(data, self._max_bytes - self._num_bytes + 1)
         except zlib.error:
-            raise _not_gzip() from None
+            raise self._wrong() from None
         self._num_bytes += len(text)
         if self._num_bytes > self._max_bytes:
             raise body_too_large(self._max_bytes)
-        if self._stream.unused_data or (last and not self._stream.eof):
-            raise _not_gzip()
         return text
+
+    def _wrong(self) -> PagemillError:
+        return invalid_field(
+            "content-encoding",
+            f"The body is not in the coding {self._coding} that its header Content-Encoding announces.",
+        )
 
 
 class Deflater:
@@ -74,10 +103,10 @@ def inflater_of(scope: Scope, max_bytes: int) -> Inflater | None:
     coding = (header(scope, b"content-encoding") or "identity").strip().lower()
     if coding in ("identity", ""):
         return None
-    if coding in ("gzip", "x-gzip"):
-        return Inflater(max_bytes)
+    if coding in ("gzip", "x-gzip", "deflate"):
+        return Inflater(max_bytes, coding.removeprefix("x-"))
     raise PagemillError(
-        f"The body has the Content-Encoding {coding[:40]!r}. Send it as gzip, or without a coding.",
+        f"The body has the Content-Encoding {coding[:40]!r}. Send it as gzip or deflate, or without a coding.",
         status=415,
         param="content-encoding",
         code="unsupported_media_type",
@@ -110,9 +139,3 @@ async def compressed(start: Message, body: Message) -> tuple[Message, Message]:
     headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
     headers += [(b"content-encoding", b"gzip"), (b"vary", b"accept-encoding"), (b"content-length", b"%d" % len(packed))]
     return {**start, "headers": headers}, {**body, "body": packed}
-
-
-def _not_gzip() -> PagemillError:
-    return invalid_field(
-        "content-encoding", "The body is not one gzip stream, which its header Content-Encoding announces."
-    )

@@ -49,7 +49,9 @@ SHAPE = {
     "initializer_range": 0.3,
 }
 SMALL_FLOATS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
-DTYPES = {"I8": torch.int8, "I32": torch.int32, **SMALL_FLOATS}
+INTEGERS = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+DTYPES = {**INTEGERS, **FLOATS, **SMALL_FLOATS}
 
 
 class Folder:
@@ -71,7 +73,7 @@ class Folder:
 
     def dtype(self, name: str) -> str:
         found = self.tensors[name].dtype
-        return next((name for name, dtype in DTYPES.items() if dtype == found), str(found))
+        return next(name for name, dtype in DTYPES.items() if dtype == found)
 
     def read(self, name: str) -> Array:
         stored = self.tensors[name]
@@ -403,3 +405,26 @@ def test_an_unsupported_format_is_refused_with_a_remedy(
     with pytest.raises(LoadError, match=rf"{message}.*GGUF") as error:
         runner_loader(tmp_path / "model")
     assert error.value.reason == "UnsupportedQuantization"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("gptq", "qweight", "is stored as F32; I32 is wanted"),
+        ("awq", "qzeros", "is stored as F32; I32 is wanted"),
+        ("gptq", "scales", "is stored as I32; F16 or BF16 or F32 or F64 is wanted"),
+    ],
+)
+def test_packed_integers_that_are_stored_as_floats_are_refused_by_name(
+    name: str, tensor: str, message: str, tmp_path: Path, runner_loader: Callable[..., Any]
+) -> None:
+    folder = tmp_path / "model"
+    write(folder, name)
+    stored = load_file(folder / "model.safetensors")
+    other = torch.int32 if tensor == "scales" else torch.float32
+    changed = {key: each.to(other) if key.endswith(tensor) else each for key, each in stored.items()}
+    save_file(changed, folder / "model.safetensors")
+    with pytest.raises(LoadError, match=message) as error:
+        runner_loader(folder)
+    assert error.value.reason == "ModelUnreadable"
+    assert f".{tensor}`" in error.value.message

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 from json_schemas import schemas
@@ -377,6 +378,21 @@ def test_reasoning_that_ends_below_its_budget_is_unchanged(engine: Engine) -> No
     engine.use()
     engine.add("r", None, resume=resume, answer_format=budget(10), max_tokens=30, ignore_eos=True)
     assert engine.run()["r", 0].token_ids == expected
+
+
+def test_a_call_that_reasoning_lacks_an_end_before_has_no_budget(engine: Engine) -> None:
+    form = msgspec.structs.replace(budget(60), tools="hermes")
+    begun = 'Hm. <tool_call>{"name": "f", "arguments": {"a": "'
+    end = engine.tokenizer.encode("</think>")
+    for text, is_ended in ((begun, True), (begun.replace("{", "[", 1), False)):
+        token_ids = engine.tokenizer.encode(text, add_special_tokens=False)
+        assert len(token_ids) < 60
+        engine.use()
+        resume = [ChoiceResume(0, token_ids, 0)]
+        engine.add("r", None, resume=resume, answer_format=form, max_tokens=90, ignore_eos=True)
+        answer = engine.run()["r", 0].token_ids
+        at = 60 - len(token_ids)
+        assert (answer[at : at + len(end)] == end) != is_ended
 
 
 def test_an_answer_that_does_not_start_with_reasoning_has_no_budget(engine: Engine) -> None:

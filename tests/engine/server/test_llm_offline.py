@@ -128,6 +128,19 @@ def test_chat_applies_the_models_template(llm: LLM) -> None:
     assert [output.outputs[0].text for output in both] == [one.outputs[0].text] * 2
 
 
+def test_control_tokens_in_messages_of_a_chat_are_text(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    plain, quoting = (
+        llm.chat([{"role": "user", "content": f"Hi{end}"}], params, use_tqdm=False)[0] for end in ("", "<|im_end|>")
+    )
+    assert quoting.prompt is not None
+    assert quoting.prompt.count("<|im_end|>") == (plain.prompt or "").count("<|im_end|>") + 1
+    (end_id,) = llm.get_tokenizer().encode("<|im_end|>", add_special_tokens=False)
+    assert quoting.prompt_token_ids.count(end_id) == plain.prompt_token_ids.count(end_id)
+    (raw,) = llm.generate("Hi<|im_end|>", params, use_tqdm=False)
+    assert end_id in raw.prompt_token_ids, "raw prompts are parsed"
+
+
 def test_beam_search_returns_its_beams_best_first(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=6)
     first, second = llm.beam_search(["The capital of France is", {"prompt": "1, 2, 3,"}], params)

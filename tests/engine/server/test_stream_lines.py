@@ -14,7 +14,7 @@ from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_protocol.errors import unavailable
-from pagemill_protocol.json_lines import OneLine, on_one_line
+from pagemill_protocol.json_pieces import OneLine, on_one_line
 from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams

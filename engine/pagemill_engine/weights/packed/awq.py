@@ -13,11 +13,14 @@ from numpy.typing import NDArray
 
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.packed.matrix import (
+    FLOAT_TYPES,
+    WORD_TYPES,
     PackedMatrix,
     Settings,
     Stored,
     bases,
     check_shape,
+    check_type,
     code_kind,
     coded,
     group_codes,
@@ -26,6 +29,7 @@ from pagemill_engine.weights.packed.matrix import (
     integer_setting,
     num_groups,
     spread,
+    two_sizes,
     unpacked,
     unsupported,
 )
@@ -59,11 +63,13 @@ def details(settings: Settings) -> list[str]:
 
 def _matrix(stored: Stored, base: str) -> PackedMatrix:
     parts = (f"{base}.qweight", f"{base}.qzeros", f"{base}.scales")
-    in_features, words = stored.shape(parts[0])
-    num_groups = stored.shape(parts[2])[0] if stored.has(parts[2]) else 1
+    in_features, words = two_sizes(stored, parts[0])
+    num_groups = two_sizes(stored, parts[2])[0] if stored.has(parts[2]) else 1
     out_features = words * 8
     check_shape(stored, parts[1], (num_groups, words))
     check_shape(stored, parts[2], (num_groups, out_features))
+    for part, types in zip(parts, (WORD_TYPES, WORD_TYPES, FLOAT_TYPES), strict=True):
+        check_type(stored, part, *types)
 
     def integers() -> tuple[NDArray[np.uint8], Array, NDArray[np.uint8]]:
         values, zeros, scales = (stored.read(part) for part in parts)

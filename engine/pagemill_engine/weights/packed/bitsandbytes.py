@@ -16,14 +16,17 @@ from numpy.typing import NDArray
 
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.packed.matrix import (
+    FLOAT_TYPES,
     PackedMatrix,
     Settings,
     Stored,
     bases,
     check_shape,
+    check_type,
     code_kind,
     coded,
     group_codes,
+    two_sizes,
     unsupported,
 )
 from pagemill_kernels.arrays import widened
@@ -64,8 +67,10 @@ def details(settings: Settings) -> list[str]:
 
 def _integers(stored: Stored, base: str) -> PackedMatrix:
     name, scales_name, form = f"{base}.weight", f"{base}.SCB", f"{base}.weight_format"
-    out_features, in_features = stored.shape(name)
+    out_features, in_features = two_sizes(stored, name)
     check_shape(stored, scales_name, (out_features,))
+    check_type(stored, name, "I8")
+    check_type(stored, scales_name, *FLOAT_TYPES)
     parts = (name, scales_name, *([form] if stored.has(form) else []))
 
     def scales() -> NDArray[np.float32]:
@@ -83,15 +88,21 @@ def _integers(stored: Stored, base: str) -> PackedMatrix:
 def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
     try:
         state: dict[str, Any] = orjson.loads(stored.read(state_name).tobytes())
-        out_features, in_features = state["shape"]
-        block_size = int(state["blocksize"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise unsupported(stored, f"a quantization state `{state_name}` that is not readable ({error})") from error
+        out_features, in_features = (int(size) for size in state["shape"])
+        block_size, nested_size = int(state["blocksize"]), int(state.get("nested_blocksize", 1))
+        if min(out_features, in_features, block_size, nested_size) < 1:
+            raise ValueError("a size below 1")
+        float(state.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise unsupported(
+            stored, f"a quantization state `{state_name}` that is not readable ({str(error)[:120]})"
+        ) from error
     num_values = out_features * in_features
     num_blocks = -(-num_values // block_size)
     check_shape(stored, name, (math.ceil(num_values / 2), 1))
     check_shape(stored, f"{name}.quant_map", (16,))
     check_shape(stored, f"{name}.absmax", (num_blocks,))
+    check_type(stored, name, "U8")
     nested = [f"{name}.nested_absmax", f"{name}.nested_quant_map"]
     nested = nested if "nested_blocksize" in state else []
 

@@ -16,18 +16,22 @@ from numpy.typing import NDArray
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.packed import fp8
 from pagemill_engine.weights.packed.matrix import (
+    FLOAT_TYPES,
     WORD_BITS,
+    WORD_TYPES,
     PackedMatrix,
     Settings,
     Stored,
     bases,
     check_shape,
+    check_type,
     code_kind,
     coded,
     group_codes,
     groups_of,
     num_groups,
     spread,
+    two_sizes,
     unpacked,
     unsupported,
 )
@@ -95,8 +99,10 @@ def _packed(stored: Stored, base: str) -> PackedMatrix:
     """Return a packed matrix. Its width follows from its shapes, because groups of a folder may differ."""
     name, shape_name = f"{base}{PACKED}", f"{base}.weight_shape"
     check_shape(stored, shape_name, (2,))
+    check_type(stored, shape_name, "I64", "I32")
+    check_type(stored, name, *WORD_TYPES)
     out_features, in_features = (int(size) for size in stored.read(shape_name))
-    words = stored.shape(name)[1]
+    _, words = two_sizes(stored, name)
     bits = next((each for each in (4, 8) if -(-in_features * each // WORD_BITS) == words), None)
     if bits is None:
         raise unsupported(stored, f"integers of other than 4 or 8 bits in `{name}`")
@@ -110,7 +116,7 @@ def _packed(stored: Stored, base: str) -> PackedMatrix:
 
 def _integers(stored: Stored, base: str) -> PackedMatrix:
     name = f"{base}.weight"
-    out_features, in_features = stored.shape(name)
+    out_features, in_features = two_sizes(stored, name)
 
     def integers() -> NDArray[np.uint8]:
         return stored.read(name).view(np.uint8) ^ np.uint8(128)
@@ -130,8 +136,10 @@ def _grouped(
     num_groups = stored.shape(scale)[-1] if stored.has(scale) and len(stored.shape(scale)) == 2 else 1
     plain = ((), (1,), (out_features,), (out_features, num_groups))
     check_shape(stored, scale, *plain)
+    check_type(stored, scale, *FLOAT_TYPES)
     if stored.has(zero):
         packed = (-(-out_features * bits // WORD_BITS), num_groups)
+        check_type(stored, zero, "I32", "I8")
         check_shape(stored, zero, *([packed] if stored.dtype(zero) == "I32" else plain))
     groups = groups_of(stored, index, in_features, num_groups)
     others = [f"{base}.input_scale", f"{base}.input_zero_point", f"{base}.input_global_scale"]

@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.weights.codes import CodeKind
-from pagemill_engine.weights.packed.matrix import PackedMatrix, Settings, Stored, check_shape
+from pagemill_engine.weights.packed.matrix import (
+    FLOAT_TYPES,
+    PackedMatrix,
+    Settings,
+    Stored,
+    check_shape,
+    check_type,
+    two_sizes,
+)
 from pagemill_kernels.arrays import widened
 from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
@@ -59,12 +67,13 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
     output.
     """
     name = f"{base}.weight"
-    out_features, in_features = stored.shape(name)
+    out_features, in_features = two_sizes(stored, name)
     scale = next((base + each for each in _SCALES if stored.has(base + each)), base + _SCALES[1])
     allowed: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (out_features,), (out_features, 1))
     if block is not None:
         allowed = ((-(-out_features // block[0]), -(-in_features // block[1])),)
     check_shape(stored, scale, *allowed)
+    check_type(stored, scale, *FLOAT_TYPES, _E8M0)
 
     group = _group_size(in_features, block)
 

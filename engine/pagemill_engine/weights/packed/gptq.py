@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.packed.matrix import (
+    FLOAT_TYPES,
     WORD_BITS,
+    WORD_TYPES,
     PackedMatrix,
     Settings,
     Stored,
     bases,
     check_shape,
+    check_type,
     code_kind,
     coded,
     group_codes,
@@ -29,6 +32,7 @@ from pagemill_engine.weights.packed.matrix import (
     integer_setting,
     num_groups,
     spread,
+    two_sizes,
     unpacked,
 )
 from pagemill_kernels.arrays import Array
@@ -63,14 +67,17 @@ def _matrix(stored: Stored, base: str, bits: int, *, has_order: bool, lessened: 
     """Return a matrix. `lessened`: whether zeros are stored minus one, as by all writers before `gptq_v2`."""
     parts = (f"{base}.qweight", f"{base}.qzeros", f"{base}.scales")
     pack = WORD_BITS // bits
-    words, out_features = stored.shape(parts[0])
+    words, out_features = two_sizes(stored, parts[0])
     in_features = words * pack
-    num_groups = stored.shape(parts[2])[0] if stored.has(parts[2]) else 1
+    num_groups = two_sizes(stored, parts[2])[0] if stored.has(parts[2]) else 1
     check_shape(stored, parts[1], (num_groups, out_features // pack))
     check_shape(stored, parts[2], (num_groups, out_features))
+    for part, types in zip(parts, (WORD_TYPES, WORD_TYPES, FLOAT_TYPES), strict=True):
+        check_type(stored, part, *types)
     index = f"{base}.g_idx"
     if stored.has(index):
         check_shape(stored, index, (in_features,))
+        check_type(stored, index, "I32", "I64")
     groups = groups_of(stored, index if has_order else None, in_features, num_groups)
 
     def integers() -> tuple[NDArray[np.uint8], Array, NDArray[np.uint8]]:

@@ -158,6 +158,31 @@ def check_shape(stored: Stored, name: str, *allowed: tuple[int, ...]) -> None:
     )
 
 
+FLOAT_TYPES = ("F16", "BF16", "F32", "F64")
+WORD_TYPES = ("I32",)
+
+
+def check_type(stored: Stored, name: str, *allowed: str) -> None:
+    """Raise `LoadError` for a tensor of another type: integers that are stored as floats have other bits."""
+    found = stored.dtype(name) if stored.has(name) else allowed[0]  # `check_shape` says what is absent
+    if found not in allowed:
+        raise LoadError(
+            "ModelUnreadable",
+            f"{stored.where}: tensor `{name}` is stored as {found}; {' or '.join(allowed)} is wanted. {REMEDY}",
+        )
+
+
+def two_sizes(stored: Stored, name: str) -> tuple[int, int]:
+    """Return the sizes of a stored matrix. Raises `LoadError` for a tensor that is none, or is empty."""
+    shape = stored.shape(name)
+    if len(shape) != 2 or 0 in shape:
+        raise LoadError(
+            "ModelUnreadable",
+            f"{stored.where}: tensor `{name}` has the shape {list(shape)}; a matrix is wanted. {REMEDY}",
+        )
+    return shape[0], shape[1]
+
+
 def unsupported(stored: Stored, what: str) -> LoadError:
     return LoadError(
         "UnsupportedQuantization",

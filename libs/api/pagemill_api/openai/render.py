@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from pagemill_protocol.errors import PagemillError, error_body
-from pagemill_protocol.json_lines import on_one_line
+from pagemill_protocol.json_pieces import on_one_line
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"

@@ -9,17 +9,18 @@ rendered, are not treated here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from pagemill_api.text.segments import MAX_TRIED, token_pattern
 
 MARK = "\x7f"
 """The character DEL: templates do not trim it, and JSON does not escape it. Clients' own are doubled."""
 _MARKS = re.compile(f"{MARK}({MARK}?)")
 _LOOKS_LIKE_A_MARKER = re.compile(r"<\S+>|\[\S+\]|<\|\S+")
 _MAX_TOKEN_CHARS = 128
-_Tree = dict[str, Any]
 
 
 class ControlTokenMarks:
@@ -51,8 +52,8 @@ class ControlTokenMarks:
 
 class _Shield:
     def __init__(self, texts: Sequence[str]) -> None:
-        self._tokens = re.compile(any_of(texts) or "(?!)")
-        self._tokens_in_json = re.compile(any_of(map(_in_json, texts)) or "(?!)")
+        self._tokens = pattern_of(frozenset(texts))
+        self._tokens_in_json = pattern_of(frozenset(map(_in_json, texts)))
 
     def value(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -86,26 +87,15 @@ def without_marks(text: str) -> str:
     return _MARKS.sub(r"\1", text)
 
 
-def any_of(texts: Iterable[str]) -> str:
-    """Return an expression that matches the longest of these texts, in time that does not grow with their number."""
-    tree: _Tree = {}
-    for text in texts:
-        node = tree
-        for char in text:
-            node = node.setdefault(char, {})
-        node[""] = {}
-    return _expression(tree)
+def pattern_of(texts: frozenset[str]) -> re.Pattern[str]:
+    """Return an expression that finds the longest of these texts.
 
-
-def _expression(node: _Tree) -> str:
-    chain = ""
-    while len(node) == 1 and "" not in node:
-        ((char, node),) = node.items()
-        chain += re.escape(char)
-    branches = [re.escape(char) + _expression(child) for char, child in node.items() if char]
-    if not branches:
-        return chain
-    return f"{chain}(?:{'|'.join(branches)})" + ("?" if "" in node else "")
+    Of texts that together take long to find, which no real tokenizer has, it finds the longest `MAX_TRIED`.
+    """
+    found = token_pattern(texts) if texts else re.compile("(?!)")
+    if found is not None:
+        return found
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)[:MAX_TRIED])))
 
 
 def _can_be_marked(text: str) -> bool:

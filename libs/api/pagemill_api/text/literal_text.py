@@ -7,14 +7,14 @@ by a tokenizer without control tokens, which shares the model of the usual one a
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from pagemill_api.text.control_tokens import ControlTokenMarks, any_of, without_marks
+from pagemill_api.text.backend import encode_texts
+from pagemill_api.text.control_tokens import ControlTokenMarks, pattern_of, without_marks
 
 
 class LiteralEncoder:
@@ -24,7 +24,7 @@ class LiteralEncoder:
         added: list[Mapping[str, Any]] = tokenizer_json.get("added_tokens") or []
         split = {each["content"]: each for each in added if each["content"] and not each.get("normalized")}
         self._split = {text: each for text, each in split.items() if not each.get("single_word")}
-        self._pattern = re.compile(any_of(self._split) or "(?!)")
+        self._pattern = pattern_of(frozenset(self._split))
         others = [each for each in added if each.get("normalized") and each["content"] not in controls.texts]
         self._ids = {each["content"]: each["id"] for each in added}
         self._control_ids = {self._ids[text]: text for text in controls.texts}
@@ -51,7 +51,7 @@ class LiteralEncoder:
         if not text:
             return []
         backend = self._at_start if at_start else self._within
-        found = backend.encode_batch_fast([without_marks(text)], add_special_tokens=False)[0].ids
+        found = encode_texts(backend, [without_marks(text)], add_special_tokens=False)[0].ids
         if self._renumbered:
             found = [self._renumbered.get(each, each) for each in found]
         if self._control_ids.keys().isdisjoint(found):

@@ -13,10 +13,12 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pagemill_api.text.fitting import check_pieces
 from pagemill_protocol.errors import context_length_exceeded
+from pagemill_protocol.source_errors import UnreadableModelError
 
 MAX_KEPT_TOKENS = 1024 * 1024
 """Maximum tokens of all cached segments: some 10 MiB with their texts."""
@@ -28,6 +30,8 @@ LONG_SEGMENT_CHARS = 64 * 1024
 _Key = tuple[str, str]
 MAX_TRIED = 512
 """Most alternatives that one place of a text may try."""
+MAX_BRANCHES = 1024
+"""Most of them for any search of control tokens; `MAX_TRIED` is for caches, which are not needed."""
 MAX_DEPTH = 24
 """Most nodes with several alternatives on one path: a nested group each."""
 _END = ""
@@ -55,7 +59,7 @@ class SegmentEncoder:
         is_random = bool((tokenizer_json.get("model") or {}).get("dropout"))
         if not special_ids or looks_around or is_random or _depends_on_text_start(tokenizer_json):
             return None
-        pattern = longest_token_pattern(special_ids)
+        pattern = token_pattern(frozenset(special_ids))
         return None if pattern is None else cls(special_ids, pattern, longest_entry_bytes)
 
     @property
@@ -121,6 +125,12 @@ def _depends_on_text_start(step: Any) -> bool:
     return isinstance(step, list) and any(map(_depends_on_text_start, step))
 
 
+@lru_cache(maxsize=4)
+def token_pattern(tokens: frozenset[str]) -> re.Pattern[str] | None:
+    """Return `longest_token_pattern`, which takes long to make and which a tokenizer needs several times."""
+    return longest_token_pattern(sorted(tokens))
+
+
 def longest_token_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches the longest token at a place, or None where that may take long.
 
@@ -128,16 +138,32 @@ def longest_token_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
     with the 6,400 unused tokens of Gemma, 40 microseconds for each `<`. Here they share the nodes of a trie. `tokens`:
     at least one, none of them empty.
     """
+    try:
+        return re.compile(_source(_trie(tokens), MAX_TRIED, MAX_DEPTH))
+    except _TooWide:
+        return None
+
+
+def check_added_tokens(tokenizer_json: Mapping[str, Any]) -> None:
+    """Raise `UnreadableModelError` for added tokens that take long to be searched for at one place of a text."""
+    contents = [token["content"] for token in tokenizer_json.get("added_tokens") or [] if token["content"]]
+    try:
+        _source(_trie(contents), MAX_BRANCHES, MAX_BRANCHES)
+    except _TooWide:
+        raise UnreadableModelError(
+            f"the model's tokenizer cannot be used: `added_tokens`: more than {MAX_BRANCHES} alternatives may be tried "
+            "at one place of a text. Use the tokenizer of the model's training."
+        ) from None
+
+
+def _trie(tokens: Iterable[str]) -> _Node:
     root: _Node = {}
     for token in tokens:
         node = root
         for char in token:
             node = node.setdefault(char, {})
         node[_END] = {}
-    try:
-        return re.compile(_source(root, MAX_TRIED, MAX_DEPTH))
-    except _TooWide:
-        return None
+    return root
 
 
 class _TooWide(Exception):

@@ -27,7 +27,7 @@ from pagemill_api.text.fitting import (
 )
 from pagemill_api.text.literal_text import LiteralEncoder
 from pagemill_api.text.rules.tokenizer_rules import MAX_JSON_BYTES, NFC_GROWTH, check_rules
-from pagemill_api.text.segments import SegmentEncoder
+from pagemill_api.text.segments import SegmentEncoder, check_added_tokens
 from pagemill_api.text.template.chat_template import ChatTemplate
 from pagemill_api.text.token_bytes import TokenBytes
 from pagemill_api.text.words import WordEncoder
@@ -44,6 +44,7 @@ class Tokenizer:
         with loading():
             parsed = _parsed(bundle.tokenizer_json)
             self._growth = check_rules(parsed)
+            check_added_tokens(parsed)
             self._backend = Backend.from_str(bundle.tokenizer_json)
             self._table = TokenBytes(self._backend, parsed)
             self._coverage = coverage_of(parsed)

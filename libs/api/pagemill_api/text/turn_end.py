@@ -6,10 +6,9 @@ Such a model writes the token and goes on, usually with a message of the user. T
 from __future__ import annotations
 
 import logging
-import re
 from typing import TYPE_CHECKING
 
-from pagemill_api.text.control_tokens import any_of
+from pagemill_api.text.control_tokens import pattern_of
 from pagemill_protocol.errors import PagemillError
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def undeclared_turn_end(tokenizer: Tokenizer) -> str | None:
     except PagemillError:  # a template for other conversations
         return None
     _, _, after = text.partition(_ANSWER)
-    found = re.match(any_of(tokenizer.control_tokens.texts) or "(?!)", after.lstrip())
+    found = pattern_of(tokenizer.control_tokens.texts).match(after.lstrip())
     if found is None or tokenizer.encode(found[0], add_special_tokens=False)[-1] in tokenizer.eos_token_ids:
         return None
     return found[0]

@@ -15,7 +15,7 @@ from pagemill_models.declaration.errors import UnsupportedModelArchitecture
 from pagemill_models.declaration.known import rope_errors, unsupported
 from pagemill_models.declaration.limits import Held, check_fraction, check_parts, check_positive, check_size
 from pagemill_models.declaration.quantization_settings import quantization_of
-from pagemill_models.declaration.rope_scaling import LongRopeScaling, RopeError, UnsupportedRopeError, wrong
+from pagemill_models.declaration.rope_scaling import RopeError, UnsupportedRopeError, check_long_rope, wrong
 from pagemill_models.declaration.rope_settings import read_scaling, rope_theta, settings_of
 from pagemill_protocol.source_errors import UnreadableModelError
 
@@ -168,11 +168,8 @@ class ConfigValues:
             theta = rope_theta(self._values, where, values, "rotary_emb_base")
             share = self._rotary_share(values.get("partial_rotary_factor"), partial)
             scaling = read_scaling(where, self._with_original(values), theta, context)
-        rotary_dim = int(head_dim * share)
-        if isinstance(scaling, LongRopeScaling) and len(scaling.short_factor) != rotary_dim // 2:
-            raise self.wrong(
-                f"{where}.short_factor", list(scaling.short_factor), f"a list of {rotary_dim // 2} numbers"
-            )
+            rotary_dim = int(head_dim * share)
+            check_long_rope(scaling, rotary_dim, f"{where}.short_factor")
         return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
 
     def _with_original(self, values: Mapping[str, Any]) -> Mapping[str, Any]:

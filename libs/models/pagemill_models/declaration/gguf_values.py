@@ -21,7 +21,7 @@ from pagemill_models.declaration.limits import (
     check_size,
     held_by,
 )
-from pagemill_models.declaration.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
+from pagemill_models.declaration.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError, check_long_rope
 from pagemill_models.declaration.rope_settings import DEFAULT_THETA, read_gguf_scaling
 from pagemill_models.files.gguf_file import MAX_SHOWN, GGMLType, GGUFError, GGUFFile
 from pagemill_models.files.missing_values import warn_once
@@ -128,6 +128,7 @@ class GGUFValues:
         with rope_errors(self._prefix, self.file.path):
             scaling = read_gguf_scaling(self.file.metadata, self._prefix, theta, context, self._long_rope())
             self._check_divisors(rotary_dim, scaling)
+            check_long_rope(scaling, rotary_dim, LONG_ROPE[1])
         divisors = ROPE_DIVISORS if self.has(ROPE_FACTORS) else None
         return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=scaling, divisors=divisors)
 

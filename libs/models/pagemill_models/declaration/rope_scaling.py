@@ -193,6 +193,15 @@ def _longrope(fields: _Fields, original: int, max_position_embeddings: int) -> L
     )
 
 
+def check_long_rope(scaling: RopeScaling | None, rotary_dim: int, name: str) -> None:
+    """Raise `RopeError` for lists of LongRoPE without one number for each frequency: one alone would be broadcast.
+
+    `name`: that of the short list in the file.
+    """
+    if isinstance(scaling, LongRopeScaling) and len(scaling.short_factor) != rotary_dim // 2:
+        raise RopeError(wrong(name, list(scaling.short_factor), f"a list of {rotary_dim // 2} numbers"))
+
+
 def _yarn_magnitude(factor: float, weight: float) -> float:
     """Return the factor on attention's logits for a context that is `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -16,6 +16,7 @@ from pagemill_models.tokenizer_files.resolved_defaults import values_of_model
 from pagemill_protocol.source_errors import UnreadableModelError
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle, eos_ids
 
+MAX_STEPS = 64
 _NAMED_TOKENS = ("pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -100,10 +101,11 @@ class _Folder:
         model = self._tokenizer.get("model")
         vocab = model.get("vocab") if isinstance(model, dict) else None
         ids: dict[str, int] = {}
-        if isinstance(vocab, dict):
+        if isinstance(vocab, dict) and all(type(token_id) is int for token_id in vocab.values()):
             ids.update(vocab)
         elif isinstance(vocab, list):
-            ids.update({entry[0]: index for index, entry in enumerate(vocab) if isinstance(entry, list) and entry})
+            pieces = [entry[0] if isinstance(entry, list) and entry else None for entry in vocab]
+            ids.update({piece: index for index, piece in enumerate(pieces) if isinstance(piece, str)})
         else:
             raise UnreadableModelError(f"`{self._tokenizer_file}` has no vocabulary (`model.vocab`).")
         ids.update({token["content"]: token["id"] for token in self._added_tokens()})
@@ -114,13 +116,17 @@ class _Folder:
 
     def _added_tokens(self) -> list[dict[str, Any]]:
         tokens = self._tokenizer.get("added_tokens") or []
-        if all(isinstance(token, dict) and {"id", "content"} <= token.keys() for token in tokens):
-            return list(tokens)
+        if isinstance(tokens, list) and all(map(_is_token, tokens)):
+            return tokens
         raise UnreadableModelError(f"`{self._tokenizer_file}`: an entry of `added_tokens` has no `id` and `content`.")
 
     def _logit_rows(self) -> int:
         rows = self._config.get("vocab_size")
         return rows if isinstance(rows, int) and rows > 0 else max(self._ids.values(), default=-1) + 1
+
+
+def _is_token(entry: object) -> bool:
+    return isinstance(entry, dict) and type(entry.get("id")) is int and isinstance(entry.get("content"), str)
 
 
 def _as_ids(value: Any) -> list[int | None]:
@@ -133,9 +139,13 @@ def _adds(post_processor: Any, token_id: int) -> bool:
     if not isinstance(post_processor, dict):
         return False
     if post_processor.get("type") == "Sequence":
-        return any(_adds(step, token_id) for step in post_processor.get("processors", []))
-    if post_processor.get("type") != "TemplateProcessing":
+        steps = post_processor.get("processors")
+        return isinstance(steps, list) and len(steps) < MAX_STEPS and any(_adds(step, token_id) for step in steps)
+    pieces, special = post_processor.get("single"), post_processor.get("special_tokens")
+    if post_processor.get("type") != "TemplateProcessing" or not isinstance(pieces, list) or not pieces:
         return False
-    first = (post_processor.get("single") or [{}])[0].get("SpecialToken", {}).get("id")
-    entry = post_processor.get("special_tokens", {}).get(first, {})
-    return bool(first is not None and token_id in entry.get("ids", []))
+    first = pieces[0].get("SpecialToken") if isinstance(pieces[0], dict) else None
+    name = first.get("id") if isinstance(first, dict) else None
+    entry = special.get(name) if isinstance(special, dict) and isinstance(name, str) else None
+    ids = entry.get("ids") if isinstance(entry, dict) else None
+    return isinstance(ids, list) and token_id in ids

@@ -18,7 +18,7 @@ from pagemill_api.openai import call_parts
 from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.render import head
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.json_lines import on_one_line
+from pagemill_protocol.json_pieces import on_one_line
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 ERROR_TYPES = {

@@ -11,7 +11,7 @@ from pagemill_api.answers.events import Event
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.dialects.open_inference.tensors import packed
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.json_lines import on_one_line
+from pagemill_protocol.json_pieces import on_one_line
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 
 VERSION = "1"

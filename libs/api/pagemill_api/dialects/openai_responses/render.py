@@ -19,7 +19,7 @@ from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.render import head
 from pagemill_protocol import nesting
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.json_lines import on_one_line
+from pagemill_protocol.json_pieces import on_one_line
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 Item = dict[str, Any]

@@ -16,8 +16,7 @@ from pagemill_api.answers.events import Content, Event
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.openai.logprobs import PositionLogprobs, TokenLogprob
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.json_lines import on_one_line
-from pagemill_protocol.json_pieces import JsonPieces, JsonRows, array_pieces
+from pagemill_protocol.json_pieces import JsonPieces, JsonRows, array_pieces, on_one_line
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 NO_TOKEN = PositionLogprobs(TokenLogprob("", b"", None, 0), [])

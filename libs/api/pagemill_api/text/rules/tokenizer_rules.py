@@ -25,7 +25,7 @@ MAX_ENTRY_CHARS = 2048
 MAX_UNIGRAM_CHARS = 128
 """Unigram models look for pieces of up to this length from each place of a text; trainers make 16 characters."""
 MAX_ADDED_TOKENS = 64 * 1024
-MAX_ADDED_CHARS = 4 * 1024 * 1024
+MAX_ADDED_CHARS = 256 * 1024
 MAX_WORD_CHARS = 256
 """WordPiece takes time in proportion to the square of a word's length."""
 MAX_AFFIX_CHARS = 16
