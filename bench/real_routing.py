@@ -23,11 +23,7 @@ from workload import MODEL as SOURCE
 from pagemill_crds.sections.routing import RoutingSection
 from pagemill_simulator.conversations import Conversation, Turn
 
-POLICIES = tuple(
-    name
-    for name in get_args(RoutingSection.model_fields["policy"].annotation)
-    if name != "LeastInFlight"  # another name of LeastRequest
-)
+POLICIES = get_args(RoutingSection.model_fields["policy"].annotation)
 NUM_REPLICAS = 3
 SYSTEM_TOKENS = 64
 QUESTION_TOKENS = (16, 48)

@@ -5,11 +5,11 @@ the reference page from them; `explain` describes fields. The package uses no cl
 """
 
 GROUP = "pagemill.dev"
-SERVED_VERSIONS = ("v1beta1", "v1alpha1")
+SERVED_VERSIONS = ("v1beta1",)
 """All versions that the API server accepts and returns, newest first; they share one schema."""
 VERSION = SERVED_VERSIONS[0]
 """The version that manifests, messages and pages name."""
-STORED_VERSION = "v1alpha1"
+STORED_VERSION = "v1beta1"
 """The version that etcd stores, and that operator, gateway and command line read and write.
 
 The previous release serves it too, so that a release can be rolled back: the API server refuses a definition that lacks

@@ -98,7 +98,7 @@ class LLMDeploymentSpec(Section):
 class LLMDeployment(Section):
     """A language model served by dedicated engines behind the gateway."""
 
-    api_version: Literal["pagemill.dev/v1beta1", "pagemill.dev/v1alpha1"]
+    api_version: Literal["pagemill.dev/v1beta1"]
     kind: Literal["LLMDeployment"]
     metadata: ObjectMeta
     spec: LLMDeploymentSpec

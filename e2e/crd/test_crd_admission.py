@@ -12,7 +12,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 HF = "hf://org/name"
 PACKAGE = "package://dist/model.gguf"
-SERVED = {"pagemill.dev/v1beta1", "pagemill.dev/v1alpha1", "autoscaling/v2", "v1"}
+SERVED = {"pagemill.dev/v1beta1", "autoscaling/v2", "v1"}
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     (

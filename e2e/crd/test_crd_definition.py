@@ -19,7 +19,7 @@ def test_the_definition_is_established_and_its_schema_is_structural(kubectl: Any
     assert conditions["Established"] == ("True", "InitialNamesAccepted")
     assert conditions["NamesAccepted"] == ("True", "NoConflicts")
     assert "NonStructuralSchema" not in conditions
-    assert status["storedVersions"] == ["v1alpha1"]
+    assert status["storedVersions"] == ["v1beta1"]
 
 
 def test_applying_the_definition_again_changes_nothing(kubectl: Any, applied: object) -> None:

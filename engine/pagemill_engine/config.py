@@ -10,7 +10,7 @@ from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.answer_format import ControlTokenMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
-from pagemill_servers.tls_config import TLSConfig
+from pagemill_servers.tls.config import TLSConfig
 from pagemill_servers.tracing.config import TracingConfig
 
 PrefixScope = Literal["deployment", "tenant", "key"]

@@ -23,7 +23,7 @@ from pagemill_servers.keys.entries import fault_of
 from pagemill_servers.keys.file import KeysFileError
 from pagemill_servers.process.settings import SettingsError as SettingsError
 from pagemill_servers.secrets.secret_file import SecretFile
-from pagemill_servers.tls_config import TLSConfig
+from pagemill_servers.tls.config import TLSConfig
 from pagemill_servers.tracing.config import TracingConfig
 
 MAX_WORKERS = 64

@@ -33,7 +33,7 @@ from pagemill_protocol.metrics import Scrape
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.secrets.secret_file import CHECK_INTERVAL_S, SecretFile
 from pagemill_servers.secrets.token_file import GeneratedTokens
-from pagemill_servers.tls import EngineTrust
+from pagemill_servers.tls.certificates import EngineTrust
 
 logger = logging.getLogger("pagemill.gateway")
 keys_logger = logging.getLogger("pagemill.gateway.keys")

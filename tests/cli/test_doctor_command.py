@@ -12,7 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from pagemill.main import app
-from pagemill_crds import STORED_VERSION, VERSION
+from pagemill_crds import VERSION
 from pagemill_crds.generate import custom_resource_definition
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_protocol import metrics
@@ -244,7 +244,7 @@ def test_a_crd_of_another_version_is_reported(cluster: Any, kubeconfig: Path) ->
 
 def test_a_crd_without_the_version_of_the_manifests_is_reported(cluster: Any, kubeconfig: Path) -> None:
     older = custom_resource_definition()
-    older["spec"]["versions"] = [each for each in older["spec"]["versions"] if each["name"] == STORED_VERSION]
+    older["spec"]["versions"] = [{**each, "name": "v1alpha1"} for each in older["spec"]["versions"]]
     cluster.by_path[OUR_CRD] = older
     code, found = findings("--kubeconfig", kubeconfig)
     assert code == 1

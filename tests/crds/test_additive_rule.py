@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from additive import breaks
 
-from pagemill_crds.additive import breaks
 from pagemill_crds.schema import structural_schema
 
 Schema = dict[str, Any]

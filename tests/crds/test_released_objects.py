@@ -9,10 +9,10 @@ from typing import Any
 import miniature_api_server as server
 import pytest
 import yaml
+from additive import breaks
 from freeze import OBJECTS, RELEASED, ROOT, SCHEMA, SERVED, fields_of, used
 
 from pagemill_crds import GROUP, KIND, SERVED_VERSIONS, STORED_VERSION, VERSION
-from pagemill_crds.additive import breaks
 from pagemill_crds.generate import custom_resource_definition
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.schema import structural_schema

@@ -311,7 +311,7 @@ def catalog_of(*engines: FakeEngine, **fields: Any) -> Catalog:
 
 # -- the API server of a cluster --------------------------------------------------------------------------------------
 
-DEPLOYMENTS = "/apis/pagemill.dev/v1alpha1/llmdeployments"
+DEPLOYMENTS = "/apis/pagemill.dev/v1beta1/llmdeployments"
 SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
 SECRETS = "/api/v1/namespaces/pagemill/secrets"
 KINDS = (DEPLOYMENTS, SLICES, SECRETS)

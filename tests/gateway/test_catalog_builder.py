@@ -23,7 +23,7 @@ KEYS = EngineKeys(b"c" * 32, b"n" * 32, b"p" * 32)
 def llmd(name: str, *, created: int = 0, planned: dict[str, Any] | None = None, **spec: Any) -> WatchedDeployment:
     conditions = [{"type": "Planned", "observedGeneration": 1, "lastTransitionTime": "x", **planned}] if planned else []
     raw = {
-        "apiVersion": "pagemill.dev/v1alpha1",
+        "apiVersion": "pagemill.dev/v1beta1",
         "kind": "LLMDeployment",
         "metadata": {
             "name": name,

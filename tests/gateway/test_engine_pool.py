@@ -14,7 +14,7 @@ from waiting import WAIT_LIMIT_S, eventually
 from pagemill_gateway.engine_http.connecting import CannotConnect, Origin, origin_of
 from pagemill_gateway.engine_http.engine_connection import ConnectionBroken, EngineConnection
 from pagemill_gateway.engine_http.engine_pool import EnginePool
-from pagemill_servers.tls import EngineTrust
+from pagemill_servers.tls.certificates import EngineTrust
 
 IDLE_S = 0.2
 HEAD = b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n"

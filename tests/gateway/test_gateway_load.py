@@ -17,7 +17,7 @@ from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
-from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineStart, EngineWork
+from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineStart
 from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.sampling import LOW_PRIORITY
 
@@ -100,7 +100,6 @@ def test_the_load_of_each_engine_is_reported_by_its_id() -> None:
     load = measured(registry, 102.0)
     assert load.replicas == [EngineReport("0", one), EngineReport("1", two, 4)], "engines without reports do not count"
     assert [each.num_requests for each in load.replicas] == [3, 4], "requests that were just sent count"
-    assert load.held == [EngineWork("0", 5, 3, 1, 9), EngineWork("1", 1, 4)], "operators of the release before read it"
     assert measured(registry, 103.5).replicas == load.replicas[1:]
 
 

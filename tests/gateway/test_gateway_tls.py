@@ -17,7 +17,7 @@ import pytest
 from certificates import write_certificate as write_files
 from waiting import WAIT_LIMIT_S, eventually
 
-from pagemill_servers.tls_config import TLSConfig
+from pagemill_servers.tls.config import TLSConfig
 
 
 def write_certificate(folder: Path) -> TLSConfig:

@@ -265,7 +265,7 @@ async def test_namespaces_are_watched_individually(api, start, fake) -> None:
     gateway = await start.gateway(namespaces=["one", "two"])
     await fake.until(lambda: models(gateway) == ["one", "two"])
     paths = {watch.path for watch in gateway.discovery._watches()}
-    assert {"/apis/pagemill.dev/v1alpha1/namespaces/one/llmdeployments", fake.SECRETS} < paths
+    assert {"/apis/pagemill.dev/v1beta1/namespaces/one/llmdeployments", fake.SECRETS} < paths
     assert len(paths) == 5
 
 

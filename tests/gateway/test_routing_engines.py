@@ -294,7 +294,6 @@ async def test_a_silent_engine_is_weighed_by_own_counts_and_the_decision_shows_i
     ("asked", "policy"),
     [
         ("Auto", "PowerOfTwo"),
-        ("LeastInFlight", "LeastRequest"),
         *[(name, name) for name in ("LeastRequest", "RoundRobin", "PowerOfTwo", "PrefixHash", "Weighted322")],
     ],
 )

@@ -16,7 +16,7 @@ SETTINGS = {
     "gateway/pagemill_gateway/config.py": ("gateway", "libs"),
     "operator/pagemill_operator/config.py": ("operator",),
     "libs/servers/pagemill_servers/tracing/config.py": ("libs/servers",),
-    "libs/servers/pagemill_servers/tls_config.py": ("libs/servers",),
+    "libs/servers/pagemill_servers/tls/config.py": ("libs/servers",),
     "libs/models/pagemill_models/tokenizer_files/generation_defaults.py": ("libs/models", "operator", "engine"),
 }
 """Modules of settings -> the folders whose code reads them."""

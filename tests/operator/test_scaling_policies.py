@@ -23,7 +23,7 @@ from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.status.conditions import find_conditions
 from pagemill_operator.status.observation import Observation, ReplicaObservation
-from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineWork, Lengths, QueueLoad, work_of
+from pagemill_protocol.report.load import DeploymentLoad, EngineReport, Lengths, QueueLoad
 from pagemill_protocol.report.state import EngineLoad
 
 KEY = "default/chat"
@@ -190,15 +190,6 @@ def test_each_replica_is_reported_once_by_the_gateway_with_the_most_reports() ->
     reports = [view(EngineReport("b", busy), EngineReport("a", idle), impossible), view(EngineReport("b", idle, 9))]
     signals = merge(reports, Fleet(wanted=2), num_gateways=2, at_s=0.0, has_replicas=True)
     assert signals.replicas == (EngineReport("a", idle), EngineReport("b", busy))
-
-
-def test_gateways_of_the_previous_release_report_parts_of_the_load() -> None:
-    before = msgspec.msgpack.encode({"namespace": "a", "name": "b", "held": [["x", 7, 3, 1, 9], ["y", 4, 2]]})
-    load = msgspec.msgpack.decode(before, type=DeploymentLoad)
-    x = EngineLoad(num_blocks_total=9, num_blocks_active=7, num_requests_running=2, num_requests_waiting=1)
-    y = EngineLoad(num_blocks_active=4, num_requests_running=2)
-    assert load.engine_reports == [EngineReport("x", x), EngineReport("y", y)]
-    assert [work_of(each) for each in load.engine_reports] == [EngineWork("x", 7, 3, 1, 9), EngineWork("y", 4, 2)]
 
 
 @pytest.mark.usefixtures("foreign")

@@ -96,7 +96,7 @@ def test_a_listing_that_restarts_drops_its_first_pages(watches: Watches, listing
         ("/api/v1/pods", StreamId("Pod")),
         ("/api/v1/namespaces/team-a/pods", StreamId("Pod", "team-a")),
         ("/apis/apps/v1/deployments", StreamId("Deployment")),
-        ("/apis/pagemill.dev/v1alpha1/namespaces/x/llmdeployments", StreamId("LLMDeployment", "x")),
+        ("/apis/pagemill.dev/v1beta1/namespaces/x/llmdeployments", StreamId("LLMDeployment", "x")),
         ("/apis/apps/v1", None),
         ("/api/v1", None),
         ("/api/v1/namespaces/team-a/pods/chat-0", None),

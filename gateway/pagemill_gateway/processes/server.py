@@ -29,9 +29,9 @@ from pagemill_gateway.processes.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 from pagemill_servers.connection import bounded_protocol
 from pagemill_servers.connection_limits import MAX_CONTROL_CONNECTIONS, ConnectionLimits, within_open_files
-from pagemill_servers.handshakes import secured
-from pagemill_servers.tls import ServerTLS
-from pagemill_servers.tls_config import TLSConfig
+from pagemill_servers.tls.certificates import ServerTLS
+from pagemill_servers.tls.config import TLSConfig
+from pagemill_servers.tls.handshakes import secured
 
 logger = logging.getLogger("pagemill.gateway")
 

@@ -8,7 +8,7 @@ from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_gateway.logs import log_event
 from pagemill_protocol.errors import PagemillError
-from pagemill_servers.tls import EngineTrust, ServerTLS, TLSError
+from pagemill_servers.tls.certificates import EngineTrust, ServerTLS, TLSError
 
 
 def open_ports(config: GatewayConfig) -> tuple[socket.socket, socket.socket]:

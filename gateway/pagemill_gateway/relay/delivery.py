@@ -11,7 +11,7 @@ import msgspec
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.interface import Assignment, FailureKind, RoutingRequest, Target
 from pagemill_gateway.relay.answer_stream import AnswerStream, Frame
-from pagemill_gateway.relay.attempt_failures import DECLINES, UpstreamFailure, parse_error
+from pagemill_gateway.relay.attempt_failures import DECLINES, UpstreamFailure
 from pagemill_gateway.relay.engine_failures import EngineFailures
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalGap
@@ -209,12 +209,7 @@ async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
     """Raise the error of an engine's error frame: `UpstreamFailure` if another engine may serve the request."""
     status = meta.error_status or 500
     message = meta.error or "The engine failed this request."
-    if meta.error_type:
-        error = PagemillError(
-            message, status=status, type=meta.error_type, param=meta.error_param, code=meta.error_code
-        )
-    else:  # an engine of an earlier version, which sends OpenAI's error format
-        error = parse_error(payload.removeprefix(b"data: "), status, message)
+    error = PagemillError(message, status=status, type=meta.error_type, param=meta.error_param, code=meta.error_code)
     if status in (429, 503):
         raise UpstreamFailure(_kind_of(error), error.message)
     if status >= 500 and error.code != RENDERING_FAILED:

@@ -26,7 +26,7 @@ from pagemill_gateway.relay.engine_link import MAX_DIGEST_CHARS, LinkTimeouts
 from pagemill_gateway.relay.links import Links
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, WEIGHTS_HEADER
 from pagemill_protocol.request.generate import AllowanceRaise
-from pagemill_servers.tls import EngineTrust
+from pagemill_servers.tls.certificates import EngineTrust
 
 ERROR_BODY_TIMEOUT_S = 5.0
 ALLOWANCE_TIMEOUT_S = 2.0

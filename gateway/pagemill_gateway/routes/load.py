@@ -15,7 +15,7 @@ from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.routes.connection import wait_until_disconnected
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.report.load import DeploymentLoad, LoadFrame
-from pagemill_protocol.versions import PROTOCOL_VERSION, stream_headers
+from pagemill_protocol.versions import stream_headers
 
 INTERVAL_S = 0.5
 """Interval of measurements; changes are published with the next one."""
@@ -45,7 +45,7 @@ class LoadStream:
         while not departing.done() and not self._control.closing.is_set():
             load = self._control.brain.load()
             if loop.time() - published_at >= HEARTBEAT_S or not _same(load, published):
-                body = encode_load(LoadFrame(sequence=sequence, protocol_version=PROTOCOL_VERSION, deployments=load))
+                body = encode_load(LoadFrame(sequence=sequence, deployments=load))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 published, published_at, sequence = load, loop.time(), sequence + 1
             # The first waiting request of a deployment is published at once, because an engine may have to be started.

@@ -17,7 +17,6 @@ PolicyName = Literal["Cost", "LeastRequest", "RoundRobin", "PowerOfTwo", "Prefix
 
 _MAKERS: dict[str, Callable[[], RoutingPolicy]] = {
     "LeastRequest": LeastRequest,
-    "LeastInFlight": LeastRequest,
     "RoundRobin": RoundRobin,
     "PowerOfTwo": PowerOfTwo,
     "PrefixHash": PrefixHash,

@@ -169,7 +169,7 @@ def _slowness(ratios: Sequence[float]) -> tuple[float, ...]:
 def most_in_flight(loads: Iterable[DeploymentLoad]) -> dict[str, EngineReport]:
     """Return for each engine the report of the gateway that sees most on it, by the engine's id."""
     found: dict[str, EngineReport] = {}
-    for engine in (engine for load in loads for engine in load.engine_reports):
+    for engine in (engine for load in loads for engine in load.replicas):
         found[engine.id] = max(found.get(engine.id, engine), engine, key=weight)
     return found
 

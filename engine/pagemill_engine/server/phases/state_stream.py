@@ -25,7 +25,6 @@ from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_block
 from pagemill_protocol.link import LINK_VERSION
 from pagemill_protocol.report.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
-from pagemill_protocol.versions import PROTOCOL_VERSION
 
 MIN_INTERVAL_S = 0.05
 ARRIVALS_INTERVAL_S = 0.005
@@ -77,9 +76,7 @@ class StatePublisher:
 
         It is known long before the engine is ready, so gateways fetch it meanwhile.
         """
-        self._update(
-            digests=Digests(tokenizer_bundle=digest, hash_version=HASH_VERSION, protocol_version=PROTOCOL_VERSION)
-        )
+        self._update(digests=Digests(tokenizer_bundle=digest, hash_version=HASH_VERSION))
 
     def announce_unused(self, names: list[str]) -> None:
         """Publish the settings that have no effect with this kind of model."""

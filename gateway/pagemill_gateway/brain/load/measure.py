@@ -23,7 +23,6 @@ from pagemill_protocol.report.load import (
     EngineStart,
     PodCounts,
     QueueLoad,
-    work_of,
 )
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams, total_counts
 from pagemill_protocol.report.step_time import StepTimeModel
@@ -64,7 +63,6 @@ def _of_deployment(
         name=deployment.model.deployment,
         engines=_engines(deployment.records, now),
         pods=pods,
-        held=[work_of(each) for each in replicas],
         starts=list(_starts(deployment.records, now)),
         asleep=[record.endpoint.id for record in deployment.records if _is_asleep(record)],
         queue=QueueLoad(

@@ -29,7 +29,7 @@ from pagemill_protocol.engine_token import CURRENT, GATEWAY_CONTROL, MIN_KEY_BYT
 logger = logging.getLogger("pagemill.gateway.kubernetes")
 
 # `pagemill_crds.STORED_VERSION`, which is not installed with the gateway. A test compares the two.
-LLM_DEPLOYMENTS = Kind("LLMDeployment", "pagemill.dev", "v1alpha1", "llmdeployments")
+LLM_DEPLOYMENTS = Kind("LLMDeployment", "pagemill.dev", "v1beta1", "llmdeployments")
 ENDPOINT_SLICES = Kind("EndpointSlice", "discovery.k8s.io", "v1", "endpointslices")
 SECRETS = Kind("Secret", "", "v1", "secrets")
 SLICES = {"labelSelector": "app.kubernetes.io/name=pagemill-engine"}

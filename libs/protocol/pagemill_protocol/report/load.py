@@ -17,7 +17,6 @@ import msgspec
 
 from pagemill_protocol.report.histogram import Histogram
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
-from pagemill_protocol.versions import FIRST_VERSION
 
 ReportStatus = Literal["value", "unknown", "stale"]
 
@@ -82,34 +81,6 @@ class EngineReport(msgspec.Struct, frozen=True, omit_defaults=True):
         return max(self.load.num_requests, self.num_in_flight)
 
 
-class EngineWork(msgspec.Struct, frozen=True, array_like=True):
-    """An `EngineReport` as peers of the previous release send and read it; the next release removes it."""
-
-    id: str
-    num_blocks_active: int = 0
-    num_requests: int = 0
-    num_requests_waiting: int = 0
-    num_blocks_total: int = 0
-
-    @property
-    def report(self) -> EngineReport:
-        load = EngineLoad(
-            num_blocks_total=self.num_blocks_total,
-            num_blocks_active=self.num_blocks_active,
-            num_requests_running=max(0, self.num_requests - self.num_requests_waiting),
-            num_requests_waiting=self.num_requests_waiting,
-        )
-        return EngineReport(self.id, load)
-
-
-def work_of(report: EngineReport) -> EngineWork:
-    """Return the report in the form of the previous release."""
-    load = report.load
-    return EngineWork(
-        report.id, load.num_blocks_active, report.num_requests, load.num_requests_waiting, load.num_blocks_total
-    )
-
-
 class EngineStart(msgspec.Struct, frozen=True, array_like=True):
     """The phases of one engine's start; source: its state stream."""
 
@@ -161,8 +132,6 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     name: str
     engines: EnginesLoad = EnginesLoad()
     pods: PodCounts = PodCounts()
-    held: list[EngineWork] = []
-    """`replicas` in the form of the previous release."""
     starts: list[EngineStart] = []
     """Starts of the engines that report them."""
     asleep: list[str] = []
@@ -180,14 +149,7 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def key(self) -> str:
         return f"{self.namespace}/{self.name}"
 
-    @property
-    def engine_reports(self) -> list[EngineReport]:
-        """`replicas`, whichever release the gateway is of."""
-        return self.replicas or [each.report for each in self.held]
-
 
 class LoadFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: int
-    protocol_version: int = FIRST_VERSION
-    """Version of `pagemill_protocol.versions`, for people; peers check the header of the stream."""
     deployments: list[DeploymentLoad] = []

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pagemill_protocol.versions import FIRST_VERSION
-
 GATEWAY_HEADER = b"x-pagemill-gateway"
 """Header that identifies the gateway, in the request for the stream and in the acknowledgement of a drain."""
 
@@ -45,8 +43,6 @@ class Digests(msgspec.Struct, frozen=True, omit_defaults=True):
     """Version of the engine's block hashes (`pagemill_protocol.hashes`); `NO_HASHES`: its prefix cache is disabled."""
     kv_dtype: str = ""
     """Part of the root of the block hashes; empty: not reported."""
-    protocol_version: int = FIRST_VERSION
-    """Version of `pagemill_protocol.versions`, for people; peers check the header of the stream."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

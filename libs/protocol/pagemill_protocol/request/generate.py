@@ -229,7 +229,6 @@ class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The request failed; the payload is a complete error body, or the event that ends the stream."""
     error_status: int = 0
     error_type: str = ""
-    """The error's other fields are `error_type`, `error_param` and `error_code`. Empty: the engine is of an earlier
-    version."""
+    """The error's other fields are `error_type`, `error_param` and `error_code`."""
     error_param: str | None = None
     error_code: str | None = None

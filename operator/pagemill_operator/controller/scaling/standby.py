@@ -30,7 +30,7 @@ from pagemill_operator.load.store import LoadStore
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Observation, ReplicaObservation
 from pagemill_protocol.engine_ports import TLS_CONTROL_PORT, engine_url
-from pagemill_servers.tls import EngineTrust
+from pagemill_servers.tls.certificates import EngineTrust
 
 logger = logging.getLogger("pagemill.operator.standby")
 

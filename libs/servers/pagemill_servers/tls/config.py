@@ -1,4 +1,4 @@
-"""The settings of a server's TLS, for modules that read settings; `tls` opens the files and imports `ssl`."""
+"""The settings of a server's TLS, for modules that read settings; `certificates` opens the files and imports `ssl`."""
 
 from __future__ import annotations
 

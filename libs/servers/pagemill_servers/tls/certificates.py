@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from pagemill_servers.tls_config import TLSConfig
+from pagemill_servers.tls.config import TLSConfig
 
 logger = logging.getLogger("pagemill.tls")
 

@@ -3,7 +3,7 @@
 A server that leaves handshakes to asyncio learns of a connection when its handshake is done, while each unfinished one
 holds some 60 KB. Here a connection takes its place when it is accepted. Unfinished handshakes are limited in time and
 number; beyond the number, the oldest one ends, as an honest one takes milliseconds. `connection` serves what follows,
-`tls` has the certificate.
+`certificates` has the certificate.
 """
 
 from __future__ import annotations

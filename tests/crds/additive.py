@@ -1,7 +1,7 @@
 """The additive rule: a schema may only grow, so that every object that was accepted stays accepted and means the same.
 
 Pure functions: they compare two structural schemas and name each change that breaks the rule, with the field and the
-remedy. Tests compare the current schema with that of the last release. Neighbours: `schema` makes the schemas; the
+remedy. Tests compare the current schema with that of the last release. `pagemill_crds.schema` makes the schemas; the
 package's constants name the served versions of the resource.
 """
 
