@@ -20,8 +20,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".uv" / "previous-wheels"
-STANDS_FOR_A_RELEASE = "580476a0d71c3304e82971cae2884fa7ebeca6f5"
-"""The first commit whose packages have their present names; nothing before it was released."""
+STANDS_FOR_A_RELEASE = "caa14240aa2533c17f3635b08e834ba95e487f24"
+"""The first commit without what served earlier commits only; nothing before it was released."""
 LIBS = tuple(f"libs/{name}" for name in ("protocol", "models", "api", "servers", "kube"))
 FOLDERS = (*LIBS, "crds", "engine", "gateway", "operator", "cli")
 
