@@ -5,7 +5,7 @@ the reference page from them; `explain` describes fields. The package uses no cl
 """
 
 GROUP = "pagemill.dev"
-SERVED_VERSIONS = ("v1beta1",)
+SERVED_VERSIONS: tuple[str, ...] = ("v1beta1",)
 """All versions that the API server accepts and returns, newest first; they share one schema."""
 VERSION = SERVED_VERSIONS[0]
 """The version that manifests, messages and pages name."""

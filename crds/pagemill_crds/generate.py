@@ -136,7 +136,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-OTHERS = ", ".join(f"`{name}`" for name in SERVED_VERSIONS[1:])
+OTHERS = ", ".join(f"`{version}`" for version in SERVED_VERSIONS[1:])
 ALSO = f" Accepted too, with the same meaning: {OTHERS}." if OTHERS else ""
 PAGE_HEADER = f"""# {KIND}
 
