@@ -4,6 +4,8 @@
 the reference page from them; `explain` describes fields. The package uses no cluster and no process: the operator does.
 """
 
+from __future__ import annotations
+
 GROUP = "pagemill.dev"
 SERVED_VERSIONS: tuple[str, ...] = ("v1beta1",)
 """All versions that the API server accepts and returns, newest first; they share one schema."""
