@@ -23,7 +23,7 @@ BOUNDS = {
     "body": Count(21, 19, 0),
     "key": Count(15, 17, 0),
     "schema": Count(97, 155, 0),
-    "render": Count(86, 48, 0),
+    "render": Count(92, 51, 0),
     "tokenize": Count(42, 150, 0),
     "hash": Count(47, 41, 0),
     "limits": Count(107, 75, 0),

@@ -152,7 +152,13 @@ def runs_out_of_patience(fake, *, after: int):
             await response.write(frame)
             await asyncio.sleep(0.05)
         error = unavailable("engine says no", code="draining")
-        meta = FrameMeta(last=True, error=error.message, error_status=503)
+        meta = FrameMeta(
+            last=True,
+            error=error.message,
+            error_status=503,
+            error_type=error.type,
+            error_code=error.code,
+        )
         await response.write(encode_frame(meta, render.sse_error(error)))
         await response.write_eof()
 
@@ -178,7 +184,13 @@ def crashes(fake, *, after: int, code: str = "engine_crashed"):
         for frame in fake.answer_frames(request, ("a", "b", "c", "d"))[:after]:
             await response.write(frame)
         error = unavailable("This server failed", code=code)
-        meta = FrameMeta(last=True, error=error.message, error_status=503)
+        meta = FrameMeta(
+            last=True,
+            error=error.message,
+            error_status=503,
+            error_type=error.type,
+            error_code=error.code,
+        )
         await response.write(encode_frame(meta, render.sse_error(error)))
         await response.write_eof()
 

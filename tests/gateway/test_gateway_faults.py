@@ -186,7 +186,18 @@ def fails_with(status: int, *, after: int, stream: bool, fake):
             await asyncio.sleep(0.05)
         error = unavailable("engine says no", code="draining")
         payload = render.sse_error(error) if stream else error_body(error)
-        await response.write(encode_frame(FrameMeta(last=True, error="engine says no", error_status=status), payload))
+        await response.write(
+            encode_frame(
+                FrameMeta(
+                    last=True,
+                    error="engine says no",
+                    error_status=status,
+                    error_type=error.type,
+                    error_code=error.code,
+                ),
+                payload,
+            )
+        )
         await response.write_eof()
 
     return behave

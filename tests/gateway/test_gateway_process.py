@@ -350,7 +350,7 @@ def test_single_process_brain_and_worker_all_run_on_uvloop(monkeypatch: pytest.M
 
 def test_httptools_parses_client_requests() -> None:
     """`test_engine_connection` covers the answers of engines."""
-    protocol = _server(no_application, GatewayConfig(), ConnectionLimits(1)).config.http
+    protocol = _server(no_application, GatewayConfig(), ConnectionLimits(1), None).config.http
     assert isinstance(protocol, type)
     assert issubclass(protocol, HttpToolsProtocol)
     assert protocol.max_header_bytes == GatewayConfig().max_header_bytes

@@ -101,7 +101,13 @@ class Engine:
             task.cancel()
             if kind in WORDS:
                 error = unavailable("This server failed", code=WORDS[kind])
-                meta = FrameMeta(last=True, error=error.message, error_status=503)
+                meta = FrameMeta(
+                    last=True,
+                    error=error.message,
+                    error_status=503,
+                    error_type=error.type,
+                    error_code=error.code,
+                )
                 inbox.put_nowait(encode_frame(meta, render.sse_error(error)))
             inbox.put_nowait(ConnectionResetError())
         self._cluster.spawn(self._come_back())

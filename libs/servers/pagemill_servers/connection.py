@@ -45,7 +45,11 @@ MAX_HEADERS = 100
 HEADER_OBJECT_BYTES = 128
 """Memory of a parsed header beyond its bytes."""
 MAX_READ_AHEAD_BYTES = 64 * 1024
-"""Bytes behind a request being answered, beyond which they are dropped and the connection closes after the answer."""
+"""Bytes behind a request being answered at which reading stops."""
+READ_AHEAD_WAIT_S = 0.1
+"""How long reading stops before these bytes are dropped, to notice a client that left; pipelined requests that are
+answered faster are all served.
+"""
 END_OF_HEAD = b"\r\n\r\n"
 CHUNKED = -1
 """In place of the number of bytes of a body: its end is an empty chunk."""
@@ -102,6 +106,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     _held = b""
     """Bytes behind a request that is being answered, from `_held_from` on."""
     _held_from = 0
+    _ahead_timer: asyncio.TimerHandle | None = None
     _num_dropped = 0
     """Bytes behind the request being answered that were dropped."""
     _fault: PagemillError | None = None
@@ -130,6 +135,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._stop_ahead_timer()
         self._client.lost()
         if self._place is not None:
             self._place.release()
@@ -257,22 +263,30 @@ class _BoundedProtocol(HttpToolsProtocol):
         return True
 
     def _hold(self, data: bytes, start: int) -> None:
-        """Keep the bytes behind a request until it is answered, or drop them if they are too many."""
-        is_too_much = len(data) - start > MAX_READ_AHEAD_BYTES
-        if self._answering and (is_too_much or not self._holds(len(data))):
+        """Keep the bytes behind a request until it is answered, or drop them if there is no memory for them."""
+        if self._answering and (self._num_dropped or not self._holds(len(data))):
             self._drop(len(data) - start)
             return
         if not self._holds(len(data)):
             self._refuse(heads_over_budget())
             return
         self._held, self._held_from = data, start
-        if is_too_much:
+        if len(data) - start > MAX_READ_AHEAD_BYTES:
             self._reading.stop()
+            if self._ahead_timer is None:
+                self._ahead_timer = self.loop.call_later(READ_AHEAD_WAIT_S, self._drop_held)
+
+    def _drop_held(self) -> None:
+        self._ahead_timer = None
+        if self._answering and self._held:
+            held, self._held = self._held, b""
+            self._drop(len(held) - self._held_from)
+            self._reading.go_on()
 
     def _drop(self, num_bytes: int) -> None:
         """Drop bytes behind the request being answered, after which the connection closes.
 
-        Reading goes on, because only that shows the end of the connection, whose request must not run on.
+        Then reading goes on, because only that shows the end of the connection, whose request must not run on.
         """
         self.cycle.keep_alive = False
         self._holds(0)
@@ -285,8 +299,14 @@ class _BoundedProtocol(HttpToolsProtocol):
         if not self._held or self._must_wait or self._client.is_closing():
             return
         self._unset_keepalive_if_required()
+        self._stop_ahead_timer()
         self._reading.go_on()
         self._read(self._held, self._held_from)
+
+    def _stop_ahead_timer(self) -> None:
+        if self._ahead_timer is not None:
+            self._ahead_timer.cancel()
+            self._ahead_timer = None
 
     @property
     def _must_wait(self) -> bool:

@@ -21,10 +21,11 @@ from pagemill_models.declaration.quantization_settings import (
     quantization_of,
 )
 from pagemill_models.files.json_file import read_object, read_optional
-from pagemill_models.files.safetensors_header import read_folder_headers, read_index
+from pagemill_models.files.safetensors_header import TensorHeader, read_folder_headers, read_index
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_spec import ModelSpec, checked
 from pagemill_models.spec.pooling_files import most_tokens, read_pooling
+from pagemill_protocol.source_errors import UnreadableModelError
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
     """
     path, values = folder / CONFIG_FILE, read_config(folder)
     index = read_index(folder) if by_index else None
-    tensors = {} if by_index else read_folder_headers(folder)
+    tensors = {} if by_index else _headers_of(folder, values)
     if index is not None:
         held = Held(len(index.names), index.num_bytes or sys.maxsize, MAX_PARTS)
     else:
@@ -75,6 +76,15 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
         num_parameters=num_parameters,
         pooling=pooling,
     )
+
+
+def _headers_of(folder: Path, values: dict[str, Any]) -> dict[str, TensorHeader]:
+    """Return the headers of all weights. Raises `SourceError`, first about a model that is not supported."""
+    try:
+        return read_folder_headers(folder)
+    except UnreadableModelError:
+        decoder_from_config(values, folder / CONFIG_FILE)
+        raise
 
 
 def check_config(folder: Path) -> None:
