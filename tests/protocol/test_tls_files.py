@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from certificates import write_certificate
 
-from pagemill_servers import tls as tls_module
+from pagemill_servers.tls import certificates as tls_module
 from pagemill_servers.tls.certificates import EngineTrust, ServerTLS, TLSError
 from pagemill_servers.tls.config import TLSConfig
 
