@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from pagemill_api.answers.json_text import ValueScanner
 
 
 class MarkupParser:
@@ -60,6 +61,16 @@ class MarkupParser:
             at = len(self._buffer)
         text, self._buffer = self._buffer[:at], self._buffer[at:]
         return text, ""
+
+    def _read_arguments(self, scanner: ValueScanner, after: Callable[[], bool]) -> bool:
+        """Read the arguments of the call, one JSON value, which ends the call and sets the state `after`."""
+        end = scanner.scan(self._buffer)
+        self._arguments(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        if scanner.done:
+            self._end()
+            self._state = after
+        return bool(self._buffer)
 
     def _skip_space(self) -> bool:
         """Remove leading white space. Returns whether anything follows."""

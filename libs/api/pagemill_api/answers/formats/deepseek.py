@@ -79,10 +79,4 @@ class DeepSeekParser(MarkupParser):
         return bool(marker)
 
     def _value(self) -> bool:
-        end = self._scanner.scan(self._buffer)
-        self._arguments(self._buffer[:end])
-        self._buffer = self._buffer[end:]
-        if self._scanner.done:
-            self._end()
-            self._state = self._between
-        return bool(self._buffer)
+        return self._read_arguments(self._scanner, self._between)

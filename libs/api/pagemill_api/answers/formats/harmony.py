@@ -77,13 +77,7 @@ class HarmonyParser(MarkupParser):
 
     def _object(self) -> bool:
         """Read arguments, in whose texts markers have no meaning."""
-        end = self._scanner.scan(self._buffer)
-        self._arguments(self._buffer[:end])
-        self._buffer = self._buffer[end:]
-        if self._scanner.done:
-            self._end()
-            self._state = self._after_object
-        return bool(self._buffer)
+        return self._read_arguments(self._scanner, self._after_object)
 
     def _after_object(self) -> bool:
         _, marker = self._take(*_ENDS)

@@ -83,10 +83,4 @@ class MistralParser(HermesParser):
         if self._is_empty and not self._skip_space():
             return False
         self._is_empty = False
-        end = self._scanner.scan(self._buffer)
-        self._arguments(self._buffer[:end])
-        self._buffer = self._buffer[end:]
-        if self._scanner.done:
-            self._end()
-            self._state = self._text
-        return bool(self._buffer)
+        return self._read_arguments(self._scanner, self._text)
