@@ -1,6 +1,6 @@
 """Open the files of a model: regular files inside its folder, or inside the content-addressed store of its folder.
 
-Whoever publishes a model chooses the names in its folder and what they link to. A device or a pipe would never end, and
+The publisher of a model chooses the names in its folder and what they link to. A device or a pipe would never end, and
 a link out of the folder would show the text of other files. All readers of a model's files open them here.
 """
 
