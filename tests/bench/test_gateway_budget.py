@@ -29,7 +29,7 @@ BOUNDS = {
     "limits": Count(107, 75, 0),
     "decide": Count(415, 380, 0),
     "dispatch": Count(28, 17, 1),
-    FIRST_FRAME: Count(79, 107, 2),
+    FIRST_FRAME: Count(80, 110, 2),
     RELAYS: Count(450, 905, 2 * (NUM_TOKENS - 1)),
     END: Count(109, 69, 2),
     "log": Count(36, 32, 1),

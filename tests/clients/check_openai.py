@@ -165,7 +165,11 @@ def batches() -> None:
     assert json.loads(client.files.content(batch.error_file_id).text)["error"]["line"] == 4
     assert batch.id in [each.id for each in client.batches.list(limit=1)]
     other = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-    assert client.batches.cancel(other.id).status in ("cancelling", "cancelled")
+    other = client.batches.cancel(other.id)
+    while other.status == "cancelling":
+        time.sleep(0.2)
+        other = client.batches.retrieve(other.id)
+    assert other.status == "cancelled"
     assert client.files.delete(file.id).deleted
     assert file.id not in [each.id for each in client.files.list()]
 

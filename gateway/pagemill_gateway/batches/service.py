@@ -77,10 +77,11 @@ class Batches:
     async def delete_file(self, account: str, file_id: str) -> None:
         """Delete a file. Raises `PagemillError` 409 while a batch that is not over needs it."""
         file = await self.file(account, file_id)
-        users = [each.id for each in await self.batches(account) if self._uses(each, file_id)]
-        if users:
+        user = next((each for each in await self.batches(account) if self._uses(each, file_id)), None)
+        if user is not None:
+            remedy = "Wait for its end." if user.status == "cancelling" else "Wait for its end, or cancel it."
             raise PagemillError(
-                f"The batch {users[0]} is not over and needs the file {file_id}. Wait for its end, or cancel it.",
+                f"The batch {user.id} is {user.status} and needs the file {file_id}. {remedy}",
                 status=409,
                 code="file_in_use",
             )
