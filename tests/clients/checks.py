@@ -38,7 +38,8 @@ Berlin has 4 million people.
 Paris has 2 million people."""
 """For forms that require JSON without a schema: the model continues the examples and ends its answer."""
 DOCUMENTED_URL = "http://127.0.0.1:8080/v1"
-HOWTO = Path(__file__).parents[2] / "docs" / "how-to" / "use-your-client.md"
+HOWTOS = Path(__file__).parents[2] / "docs" / "how-to"
+HOWTO = HOWTOS / "use-your-client.md"
 
 
 class City(BaseModel):

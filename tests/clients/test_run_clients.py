@@ -50,6 +50,31 @@ def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return errors
 
 
+AGENT = """
+# /// script
+# dependencies = ["pydantic"]
+# [tool.pagemill]
+# npm = "@some/agent-code@2.1.332"
+# ///
+'''Some agent.'''
+from typing import Any
+
+ANSWERS: list[list[Any]] = [["I call.", {"name": "Bash", "arguments": {"command": "ls"}}], ["Done."]]
+"""
+
+
+def test_an_agent_of_npm_has_a_model_that_says_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "check_some_agent.py").write_text(AGENT)
+    monkeypatch.setattr(client_catalogue, "FOLDER", tmp_path)
+    (client,) = client_catalogue.clients()
+    assert (client.package, client.version, client.is_of_npm) == ("@some/agent-code", "2.1.332", True)
+    assert client.answers == (("I call.", client_catalogue.Call("Bash", '{"command": "ls"}')), ("Done.",))
+    said: list[str] = []
+    monkeypatch.setattr(run_clients, "write_scripted_model", lambda folder, answers: said.extend(answers))
+    run_clients.write_agent_folder(tmp_path, client)
+    assert said == ['I call.\n<tool_call>\n{"name": "Bash", "arguments": {"command": "ls"}}\n</tool_call>', "Done."]
+
+
 def test_a_passing_check_has_no_error(errors) -> None:
     assert errors() == {"passes": ""}
 

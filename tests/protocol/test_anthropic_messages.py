@@ -141,7 +141,7 @@ def test_a_final_assistant_message_is_continued() -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [HI, {"role": "user", "content": [{"type": "image"}]}]}, "messages[1].content[0].type"),
         ({"messages": [{"role": "user", "content": [7]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),

@@ -111,7 +111,63 @@ _MESSAGES: Cases = {
 }
 _ANTHROPIC_TOOL = {"name": "f", "input_schema": SCHEMA}
 _WITH_TOOL = {"tools": [_ANTHROPIC_TOOL]}
+_COMPUTER = {"type": "computer_20251124", "name": "computer", "display_width_px": 800, "display_height_px": 600}
+_EDITOR = {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}
+_USE = {"type": "tool_use", "id": "u", "name": "f", "input": {"a": 1}}
+_USED = [
+    *TEXT,
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, _USE]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "u", "content": "so"}]},
+]
+_NO_USES, _ONE_USE = ({"type": "tool_uses", "value": number} for number in range(2))
+
+
+def _edit(**changes: Any) -> Changes:
+    edit = {"type": "clear_tool_uses_20250919", "trigger": _NO_USES, "keep": _NO_USES}
+    return {"messages": _USED, "context_management": {"edits": [{**edit, **changes}]}}
+
+
+def _clear_thinking(**keep: Any) -> Changes:
+    return {"messages": _USED, "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}}
+
+
+def _system(**changes: Any) -> Changes:
+    return {"messages": [*TEXT, {"role": "system", "content": "now", **changes}, *TEXT]}
+
+
+_EDITS: Cases = {
+    "context_management.edits.type": (_edit(), _clear_thinking(type="thinking_turns", value=0)),
+    "context_management.edits.keep.type": (
+        _clear_thinking(type="all", value=0),
+        _clear_thinking(type="thinking_turns", value=0),
+    ),
+    "context_management.edits.keep.value": (_edit(), _edit(keep=_ONE_USE)),
+    "context_management.edits.trigger.type": (
+        _edit(trigger=_ONE_USE),
+        _edit(trigger={**_ONE_USE, "type": "input_tokens"}),
+    ),
+    "context_management.edits.trigger.value": (_edit(), _edit(trigger=_ONE_USE)),
+    "context_management.edits.clear_at_least.type": (_edit(), _edit(clear_at_least=_ONE_USE)),
+    "context_management.edits.clear_at_least.value": (
+        _edit(),
+        _edit(clear_at_least={"type": "input_tokens", "value": 999}),
+    ),
+    "context_management.edits.exclude_tools": (_edit(), _edit(exclude_tools=["f"])),
+    "context_management.edits.clear_tool_inputs": (_edit(), _edit(clear_tool_inputs=True)),
+}
 _ANTHROPIC_PROMPT: Cases = {
+    **_EDITS,
+    "messages.clear_at": (_system(), _system(clear_at="next_user_message")),
+    "messages.output_config.effort": (
+        {"messages": [*TEXT, {"role": "system", "output_config": {"effort": "low"}}]},
+        {"messages": [*TEXT, {"role": "system", "output_config": {"effort": "high"}}]},
+    ),
+    "tools.defer_loading": (_WITH_TOOL, {"tools": [{**_ANTHROPIC_TOOL, "defer_loading": True}]}),
+    "tools.max_characters": ({"tools": [_EDITOR]}, {"tools": [{**_EDITOR, "max_characters": 9}]}),
+    **{
+        f"tools.{name}": ({"tools": [_COMPUTER]}, {"tools": [{**_COMPUTER, name: value}]})
+        for name, value in {"display_width_px": 9, "display_height_px": 9, "enable_zoom": True}.items()
+    },
     "model": {"model": "other"},
     "messages.role": {"messages": [{"role": "assistant", "content": "hi"}]},
     "messages.content": {"messages": [{"role": "user", "content": "ho ho"}]},
@@ -120,7 +176,10 @@ _ANTHROPIC_PROMPT: Cases = {
     "tools.description": (_WITH_TOOL, {"tools": [{**_ANTHROPIC_TOOL, "description": "d"}]}),
     "tools.input_schema": (_WITH_TOOL, {"tools": [{"name": "f"}]}),
     "tools.strict": (_WITH_TOOL, {"tools": [{**_ANTHROPIC_TOOL, "strict": True}]}),
-    "tools.type": (_WITH_TOOL, {"tools": [{**_ANTHROPIC_TOOL, "type": "bash_20250124"}]}),
+    "tools.type": (
+        {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+        {"tools": [{"type": "memory_20250818", "name": "bash"}]},
+    ),
     "tool_choice.type": (_WITH_TOOL, {"tool_choice": {"type": "none"}}),
     "tool_choice.name": (
         {"tools": [_ANTHROPIC_TOOL, {**_ANTHROPIC_TOOL, "name": "g"}], "tool_choice": {"type": "tool", "name": "f"}},
@@ -473,7 +532,7 @@ def test_every_case_changes_the_count_or_is_refused(name: str, tokenizers: dict[
 
     def counted(given: Changes) -> Any:
         parsed = count.parse(json.dumps(given).encode())
-        return parsed.model, prepare.tokenize(parsed, tokenizers[""], 500), parsed.return_token_strs
+        return parsed.model, prepare.tokenize(parsed, tokenizers[""], 5000), parsed.return_token_strs
 
     for field, case in cases.items():
         before, after = bodies_of(body, case)

@@ -65,7 +65,7 @@ def outcome(dialect: Dialect, body: Mapping[str, Any], info: RequestInfo, tokeni
     """Return the engine requests of a body, without what only their answers need, and the answers."""
     parsed = dialect.parse(json.dumps(body).encode(), info)
     sampling = prepare.within_vocabulary(parsed.sampling(), tokenizer)
-    requests = parsed.prepare(tokenizer, Preparation(500, "id-1", 7), sampling, None)
+    requests = parsed.prepare(tokenizer, Preparation(5000, "id-1", 7), sampling, None)
     bodies = [_answer(dialect, request) for request in requests]
     answers = bodies if len(bodies) == 1 or requests[0].stream else [b"".join(pieces_of(dialect.merge_bodies(bodies)))]
     without = [msgspec.structs.replace(request, client_fields="") for request in requests]

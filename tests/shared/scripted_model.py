@@ -74,7 +74,11 @@ For each function call, write the name and the arguments as JSON within <tool_ca
 
 def call(name: str, **arguments: Any) -> str:
     """Return a call as the model writes it."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    return written_call(name, json.dumps(arguments))
+
+
+def written_call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
 
 
 def write_scripted_model(folder: Path, answers: Sequence[str], context: int = CONTEXT) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import orjson
 from pydantic.json_schema import models_json_schema
 
+from pagemill_api.dialects.anthropic.conversation import InputMessage, MessageOutput
+from pagemill_api.dialects.anthropic.edits import Amount, ContextManagement, Edit
 from pagemill_api.dialects.anthropic.request import (
     CountRequest,
-    InputMessage,
     MessagesRequest,
     Metadata,
     OutputConfig,
@@ -82,7 +83,8 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
 )
 _PARTS: tuple[type[RequestModel], ...] = (
     *(ChatMessage, StreamOptions),
-    *(InputMessage, Tool, AnthropicToolChoice, Thinking, OutputFormat, OutputConfig, Metadata),
+    *(InputMessage, MessageOutput, Tool, AnthropicToolChoice, Thinking, OutputFormat, OutputConfig, Metadata),
+    *(ContextManagement, Edit, Amount),
     *(
         TgiGrammar,
         TgiParameters,

@@ -9,7 +9,7 @@ client that left.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 ENGINE_CRASHED = "engine_crashed"
@@ -22,6 +22,16 @@ RENDERING_FAILED = "rendering_failed"
 
 BODY_CODINGS = "gzip, deflate"
 """The codings in which servers read bodies."""
+
+
+class ContextOverflow(NamedTuple):
+    """The numbers of a prompt, or of a prompt and an answer, that are too long for a model."""
+
+    num_prompt_tokens: int
+    """At least so many."""
+    num_answer_tokens: int
+    """0: the prompt alone is too long."""
+    max_model_len: int
 
 
 class PagemillError(Exception):
@@ -48,6 +58,8 @@ class PagemillError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.context: ContextOverflow | None = None
+        """Of an error about the length of the context, for dialects that have their own words for it."""
 
     def body(self) -> dict[str, Any]:
         """Return the response body in OpenAI's error shape."""
@@ -86,21 +98,33 @@ def show(value: object) -> str:
     return repr(value)[:40]
 
 
-def beyond_context(max_model_len: int, details: str, param: str) -> PagemillError:
-    """Return a 400 error. The first sentence is OpenAI's; clients search messages of this kind for it."""
-    return PagemillError(
+def beyond_context(
+    max_model_len: int, details: str, param: str, *, num_prompt_tokens: int = 0, num_answer_tokens: int = 0
+) -> PagemillError:
+    """Return a 400 error. The first sentence is OpenAI's; clients search messages of this kind for it.
+
+    `num_prompt_tokens`: at least so many; 0: not known.
+    """
+    error = PagemillError(
         f"This model's maximum context length is {max_model_len} tokens. {details}",
         param=param,
         code=CONTEXT_LENGTH_EXCEEDED,
     )
+    num_prompt_tokens = num_prompt_tokens or max_model_len + 1
+    error.context = ContextOverflow(num_prompt_tokens, num_answer_tokens, max_model_len)
+    return error
 
 
-def context_length_exceeded(num_prompt_tokens: int | str, max_model_len: int, param: str = "messages") -> PagemillError:
+def context_length_exceeded(
+    num_prompt_tokens: int, max_model_len: int, param: str = "messages", *, at_least: bool = False
+) -> PagemillError:
+    """Return a 400 error. `at_least`: the prompt was not counted to its end."""
     return beyond_context(
         max_model_len,
-        f"The prompt has {num_prompt_tokens} tokens, which leaves none for the answer. Shorten the prompt. The "
-        "deployment's maxModelLen sets this length.",
+        f"The prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens, which leaves none for the answer."
+        " Shorten the prompt. The deployment's maxModelLen sets this length.",
         param,
+        num_prompt_tokens=num_prompt_tokens,
     )
 
 

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from pagemill_api.text.tokenizer import Tokenizer
 
 Request = TypeVar("Request", bound=SamplingFields)
-Renamed = tuple[str, str]
-"""The name of a field in a request of OpenAI's API, and the client's name for it."""
+Renamed = tuple[str, str] | Callable[[str], str]
+"""The name of a field in a request of OpenAI's API, and the client's name for it; or a function that replaces them in a
+text."""
 
 
 class SamplingExtensions(RequestModel):
@@ -119,6 +120,6 @@ def with_names(error: PagemillError, renamed: Sequence[Renamed]) -> PagemillErro
 
 
 def _renamed(text: str, renamed: Sequence[Renamed]) -> str:
-    for ours, theirs in renamed:
-        text = text.replace(ours, theirs)
+    for each in renamed:
+        text = text.replace(*each) if isinstance(each, tuple) else each(text)
     return text

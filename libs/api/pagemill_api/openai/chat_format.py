@@ -73,7 +73,7 @@ def chat_format(
     are_text, controls = parsers.control_tokens == "text", tokenizer.control_tokens
     if are_text:
         messages = controls.shielded_messages(messages)
-    template = tokenizer.chat_template.source(has_tools=bool(req.prompt_tools))
+    template = tokenizer.chat_template.source(has_tools=bool(req.template_tools))
     try:
         tool_format = detect_tools(template, parsers.tools)
         reasoning = detect_reasoning(template, parsers.reasoning)
@@ -81,10 +81,10 @@ def chat_format(
         raise unavailable(f"The model's answers cannot be parsed: {error}", code="model_not_ready") from error
     if needs_short_ids(template, tool_format):
         messages = with_short_ids(messages)
-    tools: list[dict[str, Any]] | None = req.prompt_tools or None
+    tools: list[dict[str, Any]] | None = req.template_tools or None
     if tools and are_text:
         tools = controls.shielded(tools)
-    if tools and parsers.tools == NONE:
+    if req.prompt_tools and parsers.tools == NONE:
         raise PagemillError(
             "`tools` is not supported: `model.toolCallParser` of this model is none. Remove it, or have it set.",
             param="tools",

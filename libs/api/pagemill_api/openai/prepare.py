@@ -221,6 +221,16 @@ def tokenize(
     return tokenizer.encode_within(text, max_model_len, special, param="messages", shielded=shielded)
 
 
+def num_prompt_tokens(req: ChatCompletionRequest, tokenizer: Tokenizer, parsers: ParserSettings, scope: str) -> int:
+    """Return the number of tokens of a chat's prompt, whatever the context is. Raises `PagemillError` 400.
+
+    `scope`: the cache salt of the request.
+    """
+    text, shielded = render(req, tokenizer, parsers), parsers.control_tokens == "text"
+    special = req.add_special_tokens
+    return len(tokenizer.encode_within(text, 0, special, param="messages", scope=scope, shielded=shielded))
+
+
 def detokenize(req: DetokenizeRequest, tokenizer: Tokenizer, max_model_len: int) -> str:
     """Return the text of token ids, special tokens included. Raises `PagemillError` 400 for more than a context has."""
     max_tokens = max_model_len or LARGEST_CONTEXT
@@ -343,6 +353,8 @@ def _answer_budget(
             f"The prompt has {num_prompt_tokens} tokens and `{limit_param}` asks for {requested} more, together "
             f"{num_prompt_tokens + requested}. Send `{limit_param}` of at most {num_left}, or shorten the prompt.",
             limit_param,
+            num_prompt_tokens=num_prompt_tokens,
+            num_answer_tokens=requested,
         )
     return requested
 

@@ -201,6 +201,11 @@ class ChatTemplateFields(RequestModel):
         return self.tools
 
     @property
+    def template_tools(self) -> list[dict[str, Any]]:
+        """Those of them that the chat template gets."""
+        return self.prompt_tools
+
+    @property
     def template_kwargs(self) -> dict[str, Any]:
         return self.chat_template_kwargs
 

@@ -60,7 +60,7 @@ def check_pieces(text: str, max_tokens: int, longest_entry_bytes: int, count: Co
     for start in range(0, len(text), PIECE_CHARS):
         num_tokens += max(0, count(text[start : start + PIECE_CHARS]) - 2 * longest_entry_bytes)
         if num_tokens > max_tokens:
-            raise context_length_exceeded(f"at least {num_tokens}", max_tokens, param)
+            raise context_length_exceeded(num_tokens, max_tokens, param, at_least=True)
 
 
 def encoded_beginning(

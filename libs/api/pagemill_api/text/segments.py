@@ -83,7 +83,7 @@ class SegmentEncoder:
             ids.append(self._special_ids[special.group()])
             start = special.end()
             if len(ids) > max_tokens:
-                raise context_length_exceeded(f"at least {len(ids)}", max_tokens, param)
+                raise context_length_exceeded(len(ids), max_tokens, param, at_least=True)
         if start < len(text):
             ids.extend(self._segment(text[start:], max_tokens, encode, param, scope))
         if len(ids) > max_tokens:

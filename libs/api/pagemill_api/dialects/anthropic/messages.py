@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from pagemill_api.dialects.anthropic import render
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from pydantic import Field
+from pydantic_core import PydanticCustomError
+
+from pagemill_api.answers.registry import ParserSettings, detect_reasoning
+from pagemill_api.dialects.anthropic import edits, render
+from pagemill_api.dialects.anthropic.conversation import ChatMessages, without_later_system
+from pagemill_api.dialects.anthropic.edits import ContextManagement, Messages
 from pagemill_api.dialects.anthropic.request import CountRequest, MessagesRequest
-from pagemill_api.dialects.translation import TranslatedChat, TranslatedDialect, as_request
+from pagemill_api.dialects.base import Preparation
+from pagemill_api.dialects.translation import Renamed, TranslatedChat, TranslatedDialect, as_request
 from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo
-from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai import prepare
+from pagemill_api.openai.parse import from_refusal, parse_body
 from pagemill_api.openai.schemas import ChatCompletionRequest, TokenizeRequest
+from pagemill_api.text.template.chat_template import TEMPLATE_ERROR
+from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_api.text.tokenizer import Tokenizer
 
 RENAMED = (
     (".function.parameters", ".input_schema"),
+    (".function.arguments", ".input"),
+    (".tool_call_id", ".tool_use_id"),
     (".function.", "."),
     ("stop[", "stop_sequences["),
     ("thinking_token_budget", "thinking.budget_tokens"),
@@ -25,13 +46,131 @@ RENAMED = (
 """Names of fields in the chat request, with the client's names for them."""
 
 
+class MessagesChat(ChatCompletionRequest):
+    """A chat request with what only Anthropic's API has."""
+
+    deferred_tools: list[str] = Field(default_factory=list)
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]]:
+        return [tool for tool in self.prompt_tools if tool["function"]["name"] not in self.deferred_tools]
+
+
+class MessagesBody(TranslatedChat):
+    """A parsed body; edits of the context, and what the model cannot read, are decided when the model is known."""
+
+    fields: MessagesChat
+
+    def __init__(
+        self, chat: MessagesChat, dialect: str, conversation: ChatMessages, management: ContextManagement | None
+    ) -> None:
+        super().__init__(chat, dialect, _names(conversation))
+        self._management = management
+        self._unread = conversation.unread
+
+    async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+        has_edits = self._management is not None and self._management.edits
+        if has_edits or self.fields.reasoning_budget is not None:
+            return None  # `prepare` may render other messages, or without a budget
+        with self._named():
+            try:
+                return await super().render_inline(tokenizer, parsers)
+            except PagemillError as error:
+                if not self._has_other_form(error):
+                    raise
+                return None
+
+    def _has_other_form(self, error: PagemillError) -> bool:
+        return error.code == TEMPLATE_ERROR and any(each.role == "system" for each in self.fields.messages[1:])
+
+    def unread_fields(self, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
+        budget = ["thinking.budget_tokens"] if self._has_useless_budget(tokenizer, parsers) else []
+        return sorted({*super().unread_fields(tokenizer, parsers), *budget, *self._unread})
+
+    def prepare(
+        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
+    ) -> list[GenerateRequest]:
+        if self._has_useless_budget(tokenizer, preparation.parsers):
+            self.fields = self.fields.model_copy(update={"thinking_token_budget": None})
+        try:
+            return self._prepare_edited(tokenizer, preparation, sampling, text)
+        except PagemillError as error:
+            if not self._has_other_form(error):
+                raise
+        self.fields = self.fields.model_copy(update={"messages": without_later_system(self.fields.messages)})
+        return self._prepare_edited(tokenizer, preparation, sampling, None)
+
+    def _prepare_edited(
+        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
+    ) -> list[GenerateRequest]:
+        if self._management is None:
+            return super().prepare(tokenizer, preparation, sampling, text)
+
+        def count(messages: Messages) -> int:
+            fields = self.fields.model_copy(update={"messages": [*messages]})
+            return prepare.num_prompt_tokens(fields, tokenizer, preparation.parsers, preparation.cache_salt)
+
+        with self._named():
+            messages, applied = edits.apply(self._management.edits, self.fields.messages, count)
+        self.fields = self.fields.model_copy(update={"messages": [*messages]})
+        self._added["client_fields"] = orjson.dumps({"applied_edits": applied}).decode()
+        return super().prepare(tokenizer, preparation, sampling, text)
+
+    def _has_useless_budget(self, tokenizer: Tokenizer, parsers: ParserSettings) -> bool:
+        """Whether the client limits reasoning, and the model does none that is separate in its answer."""
+        if self.fields.reasoning_budget is None:
+            return False
+        template = tokenizer.chat_template.source(has_tools=bool(self.fields.template_tools))
+        return not detect_reasoning(template, parsers.reasoning)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        with super()._named():
+            try:
+                yield
+            except PagemillError as error:
+                error.message = _context_words(error)
+                raise
+
+
+def _context_words(error: PagemillError) -> str:
+    """Return the message of an error; of a prompt that is too long, in the words that Anthropic's clients look for."""
+    if error.context is None:
+        return error.message
+    num_prompt, num_answer, most = error.context
+    if not num_answer:
+        return f"prompt is too long: {num_prompt} tokens > {most} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {num_prompt} + {num_answer} > {most}, decrease input "
+        "length or `max_tokens` and try again"
+    )
+
+
+def _names(conversation: ChatMessages) -> Sequence[Renamed]:
+    return conversation.client_path, *RENAMED
+
+
+def _translated(body: MessagesRequest) -> tuple[MessagesChat, ChatMessages]:
+    """Return the chat request of a body. Raises `PagemillError` 400."""
+    try:
+        chat, conversation = body.for_chat()
+    except PydanticCustomError as error:
+        raise from_refusal(error) from None
+    return as_request(lambda: chat, _names(conversation), MessagesChat), conversation
+
+
 def read_count(raw: bytes) -> TokenizeRequest:
     """Parse the body of `POST /v1/messages/count_tokens`. Raises `PagemillError` 400."""
-    chat = as_request(parse_body(raw, CountRequest).for_chat, RENAMED, ChatCompletionRequest)
+    body = parse_body(raw, CountRequest)
+    chat, _ = _translated(body)
+    messages: Messages = chat.messages
+    for edit in body.context_management.edits if body.context_management is not None else ():
+        applied = edit.cleared(messages, len)
+        messages = messages if applied is None else applied.messages
     return TokenizeRequest(
         model=chat.model,
-        messages=chat.messages,
-        tools=chat.prompt_tools,
+        messages=[*messages],
+        tools=chat.template_tools,
         chat_template_kwargs=chat.template_kwargs,
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
@@ -48,9 +187,10 @@ class MessagesDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"msg_{new_id()}"
 
-    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedChat:
-        chat = as_request(parse_body(raw, MessagesRequest).for_chat, RENAMED, ChatCompletionRequest)
-        return TranslatedChat(chat, self.name, RENAMED)
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> MessagesBody:
+        body = parse_body(raw, MessagesRequest)
+        chat, conversation = _translated(body)
+        return MessagesBody(chat, self.name, conversation, body.context_management)
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.MessagesRenderer:
         return render.MessagesRenderer(request)

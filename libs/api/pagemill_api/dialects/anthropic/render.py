@@ -7,7 +7,7 @@ dialect's calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -31,6 +31,8 @@ ERROR_TYPES = {
     503: "overloaded_error",
     529: "overloaded_error",
 }
+DETAILS: Mapping[str | None, Mapping[str, Any]] = {"thread": {"error_code": "thread_unsupported_request"}}
+"""What clients look for in the error of a field: they repeat the request without it."""
 
 
 class MessagesRenderer:
@@ -60,7 +62,7 @@ class MessagesRenderer:
 
     def end(self, usage: Usage) -> bytes:
         ended = b"" if self._open == "tool_use" else self._end_block()  # a call that is open at the end is incomplete
-        last = _event("message_delta", delta=self._stop(), usage=_usage(usage))
+        last = _event("message_delta", delta=self._stop(), usage=_usage(usage), **self._context_management())
         return ended + last + _event("message_stop")
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
@@ -75,8 +77,14 @@ class MessagesRenderer:
                 "content": content,
                 **self._stop(),
                 "usage": _usage(usage),
+                **self._context_management(),
             }
         )
+
+    def _context_management(self) -> dict[str, Any]:
+        """Return the report on the edits of the context, if the client asked for any."""
+        fields = self._request.client_fields
+        return {"context_management": orjson.loads(fields)} if fields else {}
 
     def _message(self) -> dict[str, Any]:
         return {
@@ -147,7 +155,8 @@ def error_event(error: PagemillError) -> bytes:
 
 def _error(error: PagemillError) -> dict[str, Any]:
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {**error.body()["error"], "type": kind}}
+    details = {"details": DETAILS[error.param]} if error.param in DETAILS else {}
+    return {"type": "error", "error": {**error.body()["error"], "type": kind, **details}}
 
 
 def _blocks(events: Sequence[Event], response_id: str) -> list[dict[str, Any]]:

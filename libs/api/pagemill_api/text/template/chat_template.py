@@ -31,6 +31,8 @@ from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
 from pagemill_protocol.source_errors import SourceError
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
+TEMPLATE_ERROR = "chat_template_error"
+"""Code of the error of a template that refuses messages, or fails on them."""
 MAX_PROCESSES = 2
 """Worker processes per template: one slow render does not delay the next."""
 _CHAT, _TOOLS = "chat", "tools"
@@ -268,7 +270,8 @@ def _text_of(reply: dict[str, Any], continue_final_message: bool) -> str:
         text = str(reply["text"])
         return _cut_at_mark(text) if continue_final_message else text
     if "refusal" in reply:
-        raise invalid_field("messages", f"The chat template refuses these messages: {reply['refusal']}")
+        message = f"The chat template refuses these messages: {reply['refusal']}"
+        raise invalid_field("messages", message, code=TEMPLATE_ERROR)
     raise _template_failed(reply["error"])
 
 
@@ -285,7 +288,7 @@ def _template_failed(reason: str) -> PagemillError:
     return invalid_field(
         "messages",
         f"The model's chat template failed on these messages: {reason.rstrip('.')}.",
-        code="chat_template_error",
+        code=TEMPLATE_ERROR,
     )
 
 
