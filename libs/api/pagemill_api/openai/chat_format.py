@@ -73,7 +73,8 @@ def chat_format(
     are_text, controls = parsers.control_tokens == "text", tokenizer.control_tokens
     if are_text:
         messages = controls.shielded_messages(messages)
-    template = tokenizer.chat_template.source(has_tools=bool(req.template_tools))
+    callable_tools, tools = req.prompt_tools, req.template_tools or None
+    template = tokenizer.chat_template.source(has_tools=bool(tools))
     try:
         tool_format = detect_tools(template, parsers.tools)
         reasoning = detect_reasoning(template, parsers.reasoning)
@@ -81,10 +82,9 @@ def chat_format(
         raise unavailable(f"The model's answers cannot be parsed: {error}", code="model_not_ready") from error
     if needs_short_ids(template, tool_format):
         messages = with_short_ids(messages)
-    tools: list[dict[str, Any]] | None = req.template_tools or None
     if tools and are_text:
         tools = controls.shielded(tools)
-    if req.prompt_tools and parsers.tools == NONE:
+    if callable_tools and parsers.tools == NONE:
         raise PagemillError(
             "`tools` is not supported: `model.toolCallParser` of this model is none. Remove it, or have it set.",
             param="tools",
@@ -102,7 +102,7 @@ def chat_format(
             "`thinking_token_budget` needs a model whose reasoning is parsed; `model.reasoningParser` of this model "
             "is none, or detected none in its chat template. Remove it, or have the parser set.",
         )
-    used = tool_format if req.prompt_tools else ""
+    used = tool_format if callable_tools else ""
     reasoning = HARMONY if used == HARMONY else reasoning
     syntax = call_syntax(HARMONY if reasoning == HARMONY else used, template)
     return ChatFormat(messages, tools, _answer_format(req, used, reasoning), syntax, reasoning)
