@@ -8,7 +8,7 @@ import msgspec
 
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig, GenerationDefaults
 from pagemill_protocol.report.state import StepTimeParams
-from pagemill_protocol.request.answer_format import ControlTokenMode
+from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 from pagemill_servers.tls.config import TLSConfig
 from pagemill_servers.tracing.config import TracingConfig
@@ -134,6 +134,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What control tokens such as `<|im_end|>` are that clients write in the messages and tools of chats: `text`, or
     the `tokens` themselves, with which a client ends its message and writes others. Prompts that are not rendered have
     tokens."""
+    hosted_tools: HostedToolMode = "ignore"
+    """What is done with tools of `/v1/responses` that run at OpenAI, such as `web_search`: `ignore` leaves them out and
+    names them in the header `x-pagemill-unread-fields` and in the log, `refuse` answers with status 400."""
     null_runner: bool = False
     """Simulated device: real scheduler, KV cache and HTTP, but no model; steps wait the predicted time."""
     num_kv_blocks: int | None = None

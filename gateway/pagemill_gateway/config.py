@@ -13,7 +13,7 @@ import msgspec
 
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
-from pagemill_protocol.request.answer_format import ControlTokenMode
+from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.connection_limits import DEFAULT_MAX_CONNECTIONS, trusted_networks
@@ -235,6 +235,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What control tokens such as `<|im_end|>` are that clients write in the messages and tools of chats: `text`, or
     the `tokens` themselves, with which a client ends its message and writes others. Prompts that are not rendered have
     tokens. Engines have the same setting."""
+    hosted_tools: HostedToolMode = "ignore"
+    """What is done with tools of `/v1/responses` that run at OpenAI, such as `web_search`: `ignore` leaves them out and
+    names them in the header `x-pagemill-unread-fields` and in the log, `refuse` answers with status 400. Engines have
+    the same setting."""
     max_requests: int = 4096
     """
     Maximum number of requests inside the gateway; further ones get status 503. It limits the memory for streams. A

@@ -82,6 +82,8 @@ class RequestRecord:
     """The generated tokens that another engine computed again as part of its prompt."""
     prepare_s: float | None = None
     first_frame_at: float | None = None
+    num_events: int = 0
+    """The events that the client has got, of a stream that numbers them."""
     num_delivered: int = 0
     """The tokens that engines have delivered so far."""
     finished: bool = False
@@ -155,6 +157,7 @@ class RequestRecord:
                 self.first_frame_at = attempt.first_token_at
         attempt.engine_queue_s = meta.queue_s or attempt.engine_queue_s
         self.num_delivered += len(meta.token_ids)
+        self.num_events = meta.num_events or self.num_events
         if meta.finish_reason is not None:
             self.finish_reasons.add(meta.finish_reason)
 

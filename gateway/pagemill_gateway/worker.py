@@ -92,6 +92,7 @@ class Worker:
             config.remembered_prefix_chunks,
             config.max_answer_values,
             config.chat_control_tokens,
+            config.hosted_tools,
         )
         self._upstream = Upstream(config, UPSTREAM_KEEPALIVE_S)
         self.relay = Relay(

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import pytest
-from request_outcomes import EMBEDS, SCORES, outcome, tokenizer_of
+from request_outcomes import (
+    EMBEDS,
+    SCORES,
+    Cases,
+    Changes,
+    bodies_of,
+    check_field,
+    merged,
+    outcome,
+    tokenizer_of,
+    tried,
+)
+from responses_cases import INPUT_TOKENS, RESPONSE, RESPONSES
 
 from pagemill_api.dialects.openai_responses.responses import StoredResponsesDialect
 from pagemill_api.dialects.registry import BUILT_IN, dialects
@@ -21,9 +33,6 @@ from pagemill_api.openapi import request_schemas
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
 
-Changes = dict[str, Any]
-Cases = dict[str, Changes | tuple[Changes, Changes]]
-"""Field -> the changes that set it to another value, perhaps after changes that it needs."""
 STREAM = {"stream": True}
 BEAMS = {"use_beam_search": True, "best_of": 2}
 TEXT = [{"role": "user", "content": "hi"}]
@@ -207,39 +216,6 @@ _ANTHROPIC: Cases = {
         {"output_config": {"format": {"schema": SCHEMA}}},
     ),
 }
-_ITEMS_TOOL = {"type": "function", "name": "f", "parameters": SCHEMA}
-_ITEMS_WITH_TOOL = {"tools": [_ITEMS_TOOL]}
-_RESPONSES: Cases = {
-    **_EXTENSIONS,
-    "temperature": {"temperature": 0.5},
-    "top_p": {"top_p": 0.5},
-    "model": {"model": "other"},
-    "input": {"input": "ho"},
-    "instructions": {"instructions": "Be brief."},
-    "max_output_tokens": {"max_output_tokens": 4},
-    "stream": STREAM,
-    "tools.type": (_ITEMS_WITH_TOOL, {"tools": [{"type": "web_search"}]}),
-    "tools.name": (_ITEMS_WITH_TOOL, {"tools": [{**_ITEMS_TOOL, "name": "g"}]}),
-    "tools.description": (_ITEMS_WITH_TOOL, {"tools": [{**_ITEMS_TOOL, "description": "d"}]}),
-    "tools.parameters": (_ITEMS_WITH_TOOL, {"tools": [{"type": "function", "name": "f"}]}),
-    "tools.strict": (_ITEMS_WITH_TOOL, {"tools": [{**_ITEMS_TOOL, "strict": True}]}),
-    "tool_choice": (_ITEMS_WITH_TOOL, {"tool_choice": "none"}),
-    "parallel_tool_calls": (_ITEMS_WITH_TOOL, {"parallel_tool_calls": False}),
-    "text.format.type": {"text": {"format": {"type": "json_object"}}},
-    **{
-        f"text.format.{name}": (
-            {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
-            {"text": {"format": {name: value}}},
-        )
-        for name, value in {"name": "b", "schema": {"required": ["a"]}, "strict": True}.items()
-    },
-    "text.verbosity": {"text": {"verbosity": "low"}},
-    "reasoning.effort": {"reasoning": {"effort": "low"}},
-    "metadata": {"metadata": {"a": "b"}},
-    "previous_response_id": {"previous_response_id": "resp_1"},
-    "include": {"include": ["message.output_text.logprobs"]},
-    "store": {"store": False},
-}
 _TGI: Cases = {
     "inputs": {"inputs": "ho"},
     "stream": STREAM,
@@ -391,7 +367,7 @@ DIALECTS: dict[str, tuple[str, Changes, Cases]] = {
         },
     ),
     "MessagesRequest": ("messages", {"model": "m", "max_tokens": 9, "messages": TEXT}, _ANTHROPIC),
-    "ResponsesRequest": ("responses", {"model": "m", "input": "hi"}, _RESPONSES),
+    "ResponsesRequest": ("responses", RESPONSE, RESPONSES),
     "EmbeddingRequest": (
         "embeddings",
         {"model": "m", "input": "hi"},
@@ -447,6 +423,7 @@ COUNTS: dict[str, tuple[str, Changes, Cases]] = {
             "tool_choice.name": (_WITH_TOOL, {"tool_choice": {"type": "tool", "name": "other"}}),
         },
     ),
+    "InputTokensRequest": ("/v1/responses/input_tokens", RESPONSE, INPUT_TOKENS),
 }
 """Schema -> route, a body, and a case for each field."""
 ELSEWHERE = {
@@ -455,17 +432,6 @@ ELSEWHERE = {
     "BatchRequest": "tests/gateway/test_batches.py",
 }
 """Schemas of routes with state, or of fewer than three fields, and the tests of their effects."""
-
-
-def merged(body: Mapping[str, Any], changes: Mapping[str, Any]) -> Changes:
-    both = {**body, **changes}
-    nested = [name for name in body.keys() & changes.keys() if isinstance(body[name], dict)]
-    return both | {name: merged(body[name], changes[name]) for name in nested}
-
-
-def bodies_of(body: Changes, case: Changes | tuple[Changes, Changes]) -> tuple[Changes, Changes]:
-    before, changes = case if isinstance(case, tuple) else ({}, case)
-    return merged(body, before), merged(merged(body, before), changes)
 
 
 SCHEMAS = {schema.__name__: schema for schema in request_schemas()}
@@ -496,22 +462,6 @@ def test_every_field_has_a_case_or_is_listed_as_without_effect(name: str) -> Non
 def place_of(dialect: str) -> RequestInfo:
     """Return the place of a body whose fields decide as much as possible."""
     return RequestInfo("/" if dialect == "tgi" else "", {"model": "m"}, only_model="m")
-
-
-def tried(make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except PagemillError as error:
-        return error
-
-
-def check_field(field: str, plain: Any, changed: Any) -> None:
-    """Check that a case changed the outcome, or was refused at its field."""
-    if isinstance(changed, PagemillError):
-        place = (changed.param or "").split(".")[0].split("[")[0]
-        assert place in (field.split(".")[0], "text_input"), f"{field}: {changed} at {changed.param}"
-    else:
-        assert changed != plain, f"{field} has no effect"
 
 
 @pytest.mark.parametrize("name", DIALECTS)

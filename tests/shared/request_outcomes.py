@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from pagemill_api.dialects.transport import RequestInfo
 from pagemill_api.openai import prepare
 from pagemill_api.openai.logprobs import PositionLogprobs, TokenLogprob
 from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.json_pieces import pieces_of
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 from pagemill_protocol.request.pooling import PoolingSpec
@@ -38,6 +39,9 @@ SPECIAL = ("<s>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 EMBEDS = PoolingSpec(task="embed", method="cls", size=4, dimensions=[], prompts={"query": "query: "})
 SCORES = PoolingSpec(task="score", method="cls", size=1)
 USAGE = Usage(3, 2)
+Changes = dict[str, Any]
+Cases = dict[str, Changes | tuple[Changes, Changes]]
+"""Field -> the changes that set it to another value, perhaps after changes that it needs."""
 _TIMES = re.compile(rb'"\w+_duration":\d+')
 
 
@@ -100,3 +104,30 @@ def _positions(request: GenerateRequest) -> list[PositionLogprobs] | None:
     num_tokens = 2 if request.prompt_text is None else 2 + len(request.prompt_token_ids)
     entry = TokenLogprob("t", b"t", -0.5, 5)
     return [PositionLogprobs(entry, [entry] * request.sampling.logprobs) for _ in range(num_tokens)]
+
+
+def merged(body: Mapping[str, Any], changes: Mapping[str, Any]) -> Changes:
+    both = {**body, **changes}
+    nested = [name for name in body.keys() & changes.keys() if isinstance(body[name], dict)]
+    return both | {name: merged(body[name], changes[name]) for name in nested}
+
+
+def bodies_of(body: Changes, case: Changes | tuple[Changes, Changes]) -> tuple[Changes, Changes]:
+    before, changes = case if isinstance(case, tuple) else ({}, case)
+    return merged(body, before), merged(merged(body, before), changes)
+
+
+def tried(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except PagemillError as error:
+        return error
+
+
+def check_field(field: str, plain: Any, changed: Any) -> None:
+    """Check that a case changed the outcome, or was refused at its field."""
+    if isinstance(changed, PagemillError):
+        place = (changed.param or "").split(".")[0].split("[")[0]
+        assert place in (field.split(".")[0], "text_input"), f"{field}: {changed} at {changed.param}"
+    else:
+        assert changed != plain, f"{field} has no effect"

@@ -19,7 +19,15 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece, PromptReport, collector
+from pagemill_api.dialects.base import (
+    ChoiceEnd,
+    FinishedChoice,
+    Piece,
+    PromptReport,
+    collector,
+    error_event,
+    num_events,
+)
 from pagemill_api.dialects.registry import dialect_of
 from pagemill_api.openai import logprobs
 from pagemill_api.openai.render import choice_index
@@ -179,7 +187,10 @@ class OutputProcessor:
 
     def failure(self, error: PagemillError) -> Frame:
         """Return the frame that ends the request with `error`."""
-        payload = self._dialect.error_event(error) if self.request.stream else self._dialect.error_body(error)
+        if self.request.stream:
+            payload = error_event(self._dialect, error, num_events(self._renderer))
+        else:
+            payload = self._dialect.error_body(error)
         return Frame(failure_meta(error, self.usage), payload)
 
     def _deliver(self, choice: _Choice, delta: ChoiceDelta, progress: Progress) -> None:
@@ -204,17 +215,18 @@ class OutputProcessor:
             progress.frames += self._progress_frames(choice, delta)
 
     def _chunk_frame(self, choice: _Choice, delta: ChoiceDelta) -> Frame:
+        shows = delta.text or choice.positions or choice.token_ids or delta.finish_reason
+        payload = self._chunk(choice, delta) if shows else b""
         meta = FrameMeta(
             choice=choice.index,
             token_ids=list(delta.token_ids),
             num_text_chars=choice.output.num_text_chars,
             position=choice.output.num_tokens,
+            num_events=num_events(self._renderer),
             finish_reason=delta.finish_reason,
             cached_tokens=self._cached_tokens_once(choice),
         )
-        if not (delta.text or choice.positions or choice.token_ids or delta.finish_reason):
-            return Frame(meta, b"")
-        return Frame(meta, self._chunk(choice, delta))
+        return Frame(meta, payload)
 
     def _progress_frames(self, choice: _Choice, delta: ChoiceDelta) -> list[Frame]:
         choice.unreported += delta.token_ids

@@ -68,7 +68,9 @@ class ServerContext:
     @property
     def parsers(self) -> ParserSettings:
         engine = self.settings.engine
-        return ParserSettings(engine.tool_call_parser, engine.reasoning_parser, engine.chat_control_tokens)
+        return ParserSettings(
+            engine.tool_call_parser, engine.reasoning_parser, engine.chat_control_tokens, engine.hosted_tools
+        )
 
     def system_fingerprint(self) -> str:
         _, ready = self.ready_engine()

@@ -47,6 +47,7 @@ class JournalCapacity:
 class _ChoiceProgress:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     num_text_chars: int = 0
+    num_events: int = 0
     finish_reason: FinishReason | None = None
 
 
@@ -94,6 +95,7 @@ class Journal:
             choice = self._choices[meta.choice] = _ChoiceProgress()
         choice.token_ids.extend(meta.token_ids)
         choice.num_text_chars = meta.num_text_chars
+        choice.num_events = meta.num_events
         choice.finish_reason = meta.finish_reason
         self.weights_digest = weights_digest
         if self._cached_tokens is None and meta.choice == self._first:
@@ -140,6 +142,7 @@ class Journal:
                 choice.num_text_chars,
                 choice.finish_reason is not None,
                 choice.finish_reason,
+                choice.num_events,
             )
             for index, choice in sorted(self._choices.items())
         ]

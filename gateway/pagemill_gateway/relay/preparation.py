@@ -29,7 +29,7 @@ from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.errors import PagemillError, unavailable
-from pagemill_protocol.request.answer_format import ControlTokenMode
+from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 from pagemill_servers.keys.caller import Caller
@@ -103,8 +103,10 @@ class RequestPreparation:
         max_prefix_chunks: int,
         max_answer_values: int = MAX_ANSWER_VALUES,
         control_tokens: ControlTokenMode = "text",
+        hosted_tools: HostedToolMode = "ignore",
     ) -> None:
         self._control_tokens = control_tokens
+        self._hosted_tools = hosted_tools
         self._max_answer_values = max_answer_values
         self._brain = brain
         self._keep_alive = keep_alive
@@ -124,7 +126,7 @@ class RequestPreparation:
         return await self._threads.run(work, body_bytes)
 
     def parsers(self, target: Target) -> ParserSettings:
-        return target.parsers._replace(control_tokens=self._control_tokens)
+        return target.parsers._replace(control_tokens=self._control_tokens, hosted_tools=self._hosted_tools)
 
     async def tokenizer(self, target: Target) -> Tokenizer:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.types import Send
 
-from pagemill_api.dialects.base import Dialect
+from pagemill_api.dialects.base import Dialect, error_event
 from pagemill_api.dialects.transport import SSE
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.repeated_timeout import RepeatedTimeout
@@ -142,16 +142,17 @@ class ClientResponse:
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._start(200, [*raw, (b"content-length", b"%d" % num_bytes)])
 
-    async def fail(self, error: PagemillError) -> None:
+    async def fail(self, error: PagemillError, num_events: int = 0) -> None:
         """Send the error as the response, or as the last event of a stream that has started.
 
-        Where neither is possible, the connection is closed.
+        Where neither is possible, the connection is closed. `num_events`: the events that the client has got, of a
+        stream that numbers them.
         """
         if self._is_within:
             self.abort()
             return
         if self.started:
-            await self._send_last(self._dialect.error_event(error))
+            await self._send_last(error_event(self._dialect, error, num_events))
             return
         self.started = True
         body = self._dialect.error_body(error)

@@ -63,7 +63,7 @@ class GenerateRoute:
                 stayed = await run_while_connected(work, receive, direct)
         except PagemillError as error:
             record.failed(error)
-            await client.fail(error)
+            await client.fail(error, record.num_events)
             return
         finally:
             client.close()
@@ -98,10 +98,10 @@ class GenerateRoute:
                     await self._answer(raw, dialect, entry, info, client, record)
             except AnswerBroken as broken:
                 record.failed(broken.error)
-                await (client.end() if broken.reported else client.fail(broken.error))
+                await (client.end() if broken.reported else client.fail(broken.error, record.num_events))
             except PagemillError as error:
                 record.failed(error)
-                await client.fail(error)
+                await client.fail(error, record.num_events)
         except ClientTooSlow:
             logger.info("request %s: the client stopped reading", record.request_id)
             record.status = CLIENT_CLOSED
@@ -109,7 +109,7 @@ class GenerateRoute:
         except Exception:
             logger.exception("request %s failed", record.request_id)
             record.failed(internal_error())
-            await client.fail(internal_error())
+            await client.fail(internal_error(), record.num_events)
 
     async def _dialect_for(self, raw: bytes, entry: EnteredRequest, client: ClientResponse) -> Dialect:
         """Return the dialect of this request. Raises `PagemillError`."""

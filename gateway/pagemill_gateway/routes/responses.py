@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -31,6 +32,16 @@ from pagemill_servers.keys.caller import Caller
 logger = logging.getLogger("pagemill.gateway.responses")
 
 PATH = ResponsesDialect.path
+
+
+class _StoredId(StringConvertor):
+    """An id in a path, which is none of the routes beside it."""
+
+    regex = "(?!input_tokens$)[^/]+"
+
+
+register_url_convertor("response", _StoredId())
+BY_ID = f"{PATH}/{{id:response}}"
 LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n")
 
 

@@ -44,12 +44,13 @@ from pagemill_api.dialects.open_inference.request import (
     TensorParameters,
 )
 from pagemill_api.dialects.openai_responses.request import (
-    FunctionTool,
+    InputTokensRequest,
     ReasoningConfig,
     ResponsesRequest,
     TextConfig,
     TextFormat,
 )
+from pagemill_api.dialects.openai_responses.tools import InputFormat, ResponsesTool, ToolFields
 from pagemill_api.dialects.registry import LIVE_PATHS, READY_PATHS
 from pagemill_api.dialects.text_generation.request import TgiGrammar, TgiParameters, TgiRequest
 from pagemill_api.dialects.vectors.request import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -78,6 +79,7 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
     MessagesRequest,
     CountRequest,
     ResponsesRequest,
+    InputTokensRequest,
     BatchRequest,
     *(EmbeddingRequest, RerankRequest, ScoreRequest),
 )
@@ -97,7 +99,7 @@ _PARTS: tuple[type[RequestModel], ...] = (
         OutputTensor,
         OutputParameters,
     ),
-    *(FunctionTool, TextFormat, TextConfig, ReasoningConfig),
+    *(ResponsesTool, ToolFields, InputFormat, TextFormat, TextConfig, ReasoningConfig),
 )
 
 
@@ -181,6 +183,7 @@ def _paths() -> Schema:
         "/v1/messages": {"post": _streams(MessagesRequest, _message())},
         "/v1/messages/count_tokens": {"post": _takes(CountRequest, _answers(_object("input_tokens")))},
         "/v1/responses": {"post": _streams(ResponsesRequest, _object("id", "object", "output", "status", "usage"))},
+        "/v1/responses/input_tokens": {"post": _takes(InputTokensRequest, _answers(_object("input_tokens")))},
         "/v1/embeddings": {"post": _takes(EmbeddingRequest, _answers(_vectors()))},
         "/v1/score": {"post": _takes(ScoreRequest, _answers(_vectors()))},
         "/v1/rerank": {"post": _takes(RerankRequest, _answers(_object("id", "model", "results", "usage")))},

@@ -62,11 +62,18 @@ def _control_tokens(text: str) -> str:
     return text
 
 
+def _hosted_tools(text: str) -> str:
+    if text not in ("ignore", "refuse"):
+        raise ValueError("write ignore or refuse")
+    return text
+
+
 SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "policy": ("engine", _policy),
     "max_num_waiting": ("engine", _count),
     "max_answer_values": ("engine", _count),
     "chat_control_tokens": ("engine", _control_tokens),
+    "hosted_tools": ("engine", _hosted_tools),
     "overlap": ("engine", _flag),
     "cuda_graphs": ("engine", _flag),
     "generation_config": ("engine", _generation_config),

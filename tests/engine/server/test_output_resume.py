@@ -115,6 +115,7 @@ def continued(request: GenerateRequest, frames: list[Frame]) -> GenerateRequest:
             meta.num_text_chars,
             meta.finish_reason is not None,
             meta.finish_reason,
+            meta.num_events,
         )
         assert meta.position == len(resumes[meta.choice].token_ids)
         if cached is None and meta.choice == request.prompt_index * request.sampling.n:

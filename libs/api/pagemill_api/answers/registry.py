@@ -23,7 +23,7 @@ from pagemill_api.answers.formats.mistral import MistralParser
 from pagemill_api.answers.formats.pythonic import PythonicParser
 from pagemill_api.answers.formats.qwen3_coder import Qwen3CoderParser
 from pagemill_api.answers.formats.think import ThinkParser
-from pagemill_protocol.request.answer_format import AnswerFormat, ControlTokenMode
+from pagemill_protocol.request.answer_format import AnswerFormat, ControlTokenMode, HostedToolMode
 from pagemill_protocol.source_errors import SourceError
 
 GROUP = "pagemill.tool_parsers"
@@ -39,6 +39,8 @@ class ParserSettings(NamedTuple):
     reasoning: str = AUTO
     control_tokens: ControlTokenMode = "text"
     """What control tokens in the texts of chats are: `text`, or the `tokens` themselves."""
+    hosted_tools: HostedToolMode = "ignore"
+    """What is done with tools that run at the API's own company, such as a search of the web."""
 
 
 class ToolFormat(NamedTuple):

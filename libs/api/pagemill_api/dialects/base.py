@@ -113,6 +113,12 @@ def collector(renderer: AnswerRenderer, *, of_prompt: bool = False) -> Collected
     return None if make is None else make(of_prompt)
 
 
+def num_events(renderer: AnswerRenderer) -> int:
+    """Return the number of events of the stream so far. Renderers of dialects that number them have an attribute of
+    this name; for others this returns 0."""
+    return getattr(renderer, "num_events", 0)
+
+
 class Preparation(NamedTuple):
     """Values that the server adds to a client's body."""
 
@@ -223,6 +229,15 @@ class Dialect(Protocol):
         pieces. Each piece takes little time, so that an event loop can do other work between two of them.
         """
         ...
+
+
+def error_event(dialect: Dialect, error: PagemillError, num_events: int) -> bytes:
+    """Return the event that ends a broken stream after `num_events` events.
+
+    Dialects that number their events have a method `numbered_error_event`, which others do not have.
+    """
+    numbered: Callable[[PagemillError, int], bytes] | None = getattr(dialect, "numbered_error_event", None)
+    return dialect.error_event(error) if numbered is None else numbered(error, num_events)
 
 
 Factory = Callable[[], Dialect]

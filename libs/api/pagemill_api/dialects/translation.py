@@ -18,7 +18,7 @@ from pagemill_api.dialects.chat_completions.completions import CompletionsBody
 from pagemill_api.dialects.transport import SSE
 from pagemill_api.openai.fields import RequestModel
 from pagemill_api.openai.parse import from_refusal, from_validation
-from pagemill_api.openai.schemas import Priority, SamplingFields
+from pagemill_api.openai.schemas import Priority
 from pagemill_api.openai.unread_fields import unread_fields
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import GenerateRequest, Usage
@@ -27,7 +27,7 @@ from pagemill_protocol.request.sampling import SamplingParams
 if TYPE_CHECKING:
     from pagemill_api.text.tokenizer import Tokenizer
 
-Request = TypeVar("Request", bound=SamplingFields)
+Request = TypeVar("Request", bound=RequestModel)
 Renamed = tuple[str, str] | Callable[[str], str]
 """The name of a field in a request of OpenAI's API, and the client's name for it; or a function that replaces them in a
 text."""

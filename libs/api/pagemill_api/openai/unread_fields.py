@@ -6,6 +6,7 @@ refused: clients send the same body to many models.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 UNREAD_HEADER = "x-pagemill-unread-fields"
 """The response header with the names of the fields, separated by commas; absent if there are none."""
+MAX_NAMES, MAX_NAME_CHARS = 32, 64
+_UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.()\[\] -]")
+"""What a client's own name may contain and a header may not."""
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables that templates read as a switch for reasoning. Clients set both, and templates read one of them."""
 
@@ -43,7 +47,10 @@ def unread_fields(
 
 def unread_headers(fields: Sequence[str]) -> dict[str, str]:
     """Return the header of an answer that names these fields; none without fields."""
-    return {UNREAD_HEADER: ", ".join(fields)} if fields else {}
+    if not fields:
+        return {}
+    names = [_UNPRINTABLE.sub("?", name)[:MAX_NAME_CHARS] for name in fields[:MAX_NAMES]]
+    return {UNREAD_HEADER: ", ".join([*names, "..."] if len(fields) > MAX_NAMES else names)}
 
 
 def has_names(req: ChatCompletionRequest) -> bool:

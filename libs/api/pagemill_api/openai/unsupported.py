@@ -66,7 +66,7 @@ ONE_TIER = "there is one tier; `priority` orders requests"
 
 IGNORED: Mapping[str, str] = {
     "access_programs": "OpenAI's programs do not exist here",
-    "background_options": "it belongs to `background`, which is refused",
+    "background_options": "there are none: they belong to `background`",
     "image": "images are refused",
     "max_tool_calls": "it limits tools that run at OpenAI",
     "metadata": "chat completions are not stored; responses repeat it",

@@ -8,6 +8,8 @@ import msgspec
 
 ControlTokenMode = Literal["text", "tokens"]
 """What control tokens in the texts of chats are."""
+HostedToolMode = Literal["ignore", "refuse"]
+"""What is done with tools that do not run here: they are left out and named, or refused."""
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

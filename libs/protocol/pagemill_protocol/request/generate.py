@@ -34,6 +34,8 @@ class ChoiceResume(msgspec.Struct, frozen=True, omit_defaults=True):
     """Characters of the choice's text that were delivered; 0 if the answer is not streamed."""
     finished: bool = False
     finish_reason: FinishReason | None = None
+    num_events: int = 0
+    """Events of the stream that were delivered, for dialects that number them."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -217,6 +219,8 @@ class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Characters of text of this choice delivered so far, including this frame."""
     position: int = 0
     """Sampler position: tokens of this choice generated so far."""
+    num_events: int = 0
+    """Events of the stream so far, including this frame, for dialects that number them."""
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; on the first frame of the request's first choice."""

@@ -1,8 +1,8 @@
 """Render answers in the shapes of OpenAI's Responses API: output items, named events.
 
 The last event contains the whole answer, so a renderer stores it; where another engine began the stream, the renderer
-first receives the events that were delivered. Sequence numbers advance by one per event and one per further character
-of text, so that they grow and do not depend on how the text was split.
+first receives the events that were delivered, and the request says how many events the client has got, which depends
+on how the text was split. `answer_items` knows the kinds of items.
 """
 
 from __future__ import annotations
@@ -15,6 +15,15 @@ import orjson
 
 from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
+from pagemill_api.dialects.openai_responses.answer_items import (
+    CALLS,
+    AnswerItem,
+    MessageItem,
+    Part,
+    ReasoningItem,
+)
+from pagemill_api.dialects.openai_responses.request import ENCRYPTED_REASONING
+from pagemill_api.dialects.openai_responses.tools import ClientTool
 from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.render import head
 from pagemill_protocol import nesting
@@ -22,7 +31,8 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.json_pieces import on_one_line
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
-Item = dict[str, Any]
+CLIENT_TOOLS, INCLUDE = "client_tools", "include"
+"""Fields of `GenerateRequest.client_fields` that are not shown."""
 
 
 class ResponsesRenderer:
@@ -34,12 +44,14 @@ class ResponsesRenderer:
         self._shown: dict[str, Any] = orjson.loads(request.client_fields or "{}")
         # Gateways of other versions may accept more. What cannot be rendered must be refused before it is generated.
         nesting.check_value(self._shown)
-        self._items: list[Item] = []
-        self._open: Item | None = None
+        self._seals_reasoning = ENCRYPTED_REASONING in self._shown.pop(INCLUDE, ())
+        self._tools = {name: ClientTool(*tool) for name, tool in self._shown.pop(CLIENT_TOOLS, {}).items()}
+        """The client's tools by the names of their functions, as far as they are no functions of the same name."""
+        self._items: list[AnswerItem] = []
+        self._open: AnswerItem | None = None
         """The last item, if it has not ended yet."""
-        self._text: list[str] = []
-        """Text of the open item."""
-        self._number = 0
+        self.num_events = 0
+        """The number of the next event."""
         self._finish_reason: FinishReason | None = None
 
     def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
@@ -47,6 +59,8 @@ class ResponsesRenderer:
         for _ in self._rendered(events):
             pass
         self._finish_reason = end.finish_reason if end is not None else None
+        delivered = next((each.num_events for each in self._request.resume if each.index == choice), 0)
+        self.num_events = delivered or self.num_events
 
     def chunk(self, piece: Piece) -> bytes:
         events = piece.events if piece.events is not None else [Content(piece.text)] if piece.text else []
@@ -57,7 +71,7 @@ class ResponsesRenderer:
     def end(self, usage: Usage) -> bytes:
         ended = self._end_last()
         response = self._response(usage)
-        return ended + self._event(f"response.{response['status']}", response=response)
+        return ended + self._event(response["status"], response=response)
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         (choice,) = choices
@@ -70,92 +84,76 @@ class ResponsesRenderer:
 
     def _begin(self) -> bytes:
         response = self._response(None)
-        created = self._event("response.created", response=response)
-        return created + self._event("response.in_progress", response=response)
+        return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def _rendered(self, events: Sequence[Event]) -> Iterator[bytes]:
         for event in events:
             match event:
                 case Content(text):
-                    yield self._in_item("message", {"role": "assistant", "content": []})
-                    yield self._delta("response.output_text.delta", text, content_index=0, logprobs=[])
+                    yield self._in_item(MessageItem) + self._text(text, logprobs=[])
                 case Reasoning(text):
-                    yield self._in_item("reasoning", {"summary": [], "content": []})
-                    yield self._delta("response.reasoning_text.delta", text, content_index=0)
+                    yield self._in_item(ReasoningItem, is_sealed=self._seals_reasoning) + self._text(text)
                 case CallBegin(name, index):
-                    call_id = self._call_ids.of(0, index)
+                    tool = self._tools.get(name, ClientTool("function", name))
                     yield self._end_item()
-                    yield self._in_item("function_call", {"call_id": call_id, "name": name, "arguments": ""})
+                    yield self._begin_item(CALLS[tool.kind](tool, self._call_ids.of(0, index)))
                 case CallArguments(text):
-                    yield self._delta("response.function_call_arguments.delta", text)
+                    yield self._text(text)
                 case CallEnd():
                     yield self._end_item()
 
-    def _in_item(self, kind: str, fields: Item) -> bytes:
-        if self._open is not None and self._open["type"] == kind:
+    def _in_item(self, kind: type[AnswerItem], **settings: Any) -> bytes:
+        """Begin an item of this kind, unless one is open."""
+        if isinstance(self._open, kind):
             return b""
-        ended = self._end_item()
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        item_id = self._item_ids.of(0, len(self._items), prefix=prefix)
-        self._open = {"id": item_id, "type": kind, "status": "in_progress", **fields}
-        self._items.append(self._open)
-        added = self._item_event("response.output_item.added", item=self._open)
-        if kind == "function_call":
-            return ended + added
-        return ended + added + self._item_event("response.content_part.added", content_index=0, part=self._part(""))
+        return self._end_item() + self._begin_item(kind(**settings))
 
-    def _delta(self, kind: str, text: str, **fields: Any) -> bytes:
-        self._text.append(text)
-        rendered = self._item_event(kind, delta=text, **fields)
-        self._number += len(text) - 1
-        return rendered
+    def _begin_item(self, item: AnswerItem) -> bytes:
+        item_id = self._item_ids.of(0, len(self._items), prefix=item.prefix)
+        item.fields = {"id": item_id, "status": "in_progress", **item.fields}
+        self._items.append(item)
+        self._open = item
+        return self._item_event("output_item.added", item=item.fields) + self._parts(item.opening())
+
+    def _text(self, text: str, **fields: Any) -> bytes:
+        if self._open is None:
+            return b""
+        shown = self._open.push(text)
+        if not shown or not self._open.delta:
+            return b""
+        return self._item_event(self._open.delta, delta=shown, **self._open.place, **fields)
 
     def _end_last(self) -> bytes:
         """End the last item. A call that is still open is incomplete, so no event says that it is done."""
-        if self._open is None or self._open["type"] != "function_call":
+        if self._open is None or not self._open.is_call:
             return self._end_item(cut=self._finish_reason == "length")
-        self._open |= {"status": "incomplete", "arguments": "".join(self._text)}
+        self._open.fields["status"] = "incomplete"
+        self._open.cut()
         return b""
 
     def _end_item(self, *, cut: bool = False) -> bytes:
         """End the open item. `cut`: the answer's limit ended it."""
-        if self._open is None:
+        item = self._open
+        if item is None:
             return b""
-        item, text = self._open, "".join(self._text)
-        item["status"] = "incomplete" if cut else "completed"
-        if item["type"] == "function_call":
-            item["arguments"] = text
-            done = self._item_event("response.function_call_arguments.done", arguments=text, name=item["name"])
-        else:
-            part = self._part(text)
-            item["content"] = [part]
-            done = self._text_done(item["type"], text)
-            done += self._item_event("response.content_part.done", content_index=0, part=part)
-        ended = self._item_event("response.output_item.done", item=item)
-        self._open, self._text = None, []
-        return done + ended
+        item.fields["status"] = "incomplete" if cut else "completed"
+        done = self._parts(item.close()) + self._item_event("output_item.done", item=item.fields)
+        self._open = None
+        return done
 
-    def _text_done(self, kind: str, text: str) -> bytes:
-        if kind == "reasoning":
-            return self._item_event("response.reasoning_text.done", content_index=0, text=text)
-        return self._item_event("response.output_text.done", content_index=0, text=text, logprobs=[])
-
-    def _part(self, text: str) -> dict[str, Any]:
-        assert self._open is not None  # parts belong to the open item
-        if self._open["type"] == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _parts(self, parts: Iterator[Part]) -> bytes:
+        return b"".join(self._item_event(kind, **fields) for kind, fields in parts)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         place: dict[str, Any] = {"output_index": len(self._items) - 1}
         if "item" not in fields:
-            place["item_id"] = self._items[-1]["id"]
+            place["item_id"] = self._items[-1].fields["id"]
         return self._event(kind, **place, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        number = self._number
-        self._number += 1
-        return _sse({"type": kind, "sequence_number": number, **fields})
+        number = self.num_events
+        self.num_events += 1
+        return _sse({"type": f"response.{kind}", "sequence_number": number, **fields})
 
     def _response(self, usage: Usage | None) -> dict[str, Any]:
         """Return the response object. `usage`: usage of a complete answer, None while it is generated."""
@@ -170,7 +168,7 @@ class ResponsesRenderer:
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "model": self._request.model,
-            "output": self._items,
+            "output": [item.fields for item in self._items],
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "previous_response_id": None,
@@ -188,9 +186,10 @@ class ResponsesRenderer:
         }
 
 
-def error_event(error: PagemillError) -> bytes:
+def error_event(error: PagemillError, num_events: int = 0) -> bytes:
+    """Return the event that ends a broken stream after `num_events` events."""
     fields = {"code": error.code or error.type, "message": error.message, "param": error.param}
-    return _sse({"type": "error", "sequence_number": 0, **fields})
+    return _sse({"type": "error", "sequence_number": num_events, **fields})
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -5,19 +5,36 @@ The dialect stores nothing. A gateway that stores responses makes a `StoredRespo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import orjson
+from pydantic_core import PydanticCustomError
 
+from pagemill_api.answers.registry import ParserSettings
+from pagemill_api.dialects.base import Preparation
 from pagemill_api.dialects.openai_responses import render
-from pagemill_api.dialects.openai_responses.request import Item, ResponsesRequest
-from pagemill_api.dialects.translation import TranslatedChat, TranslatedDialect, as_request
+from pagemill_api.dialects.openai_responses.items import Item
+from pagemill_api.dialects.openai_responses.request import (
+    InputTokensRequest,
+    PromptFields,
+    ResponsesRequest,
+    Translation,
+)
+from pagemill_api.dialects.translation import Renamed, TranslatedChat, TranslatedDialect, as_request
 from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo
-from pagemill_api.openai.parse import parse_body
-from pagemill_api.openai.schemas import ChatCompletionRequest
-from pagemill_protocol.errors import error_body, invalid_field
+from pagemill_api.openai.parse import from_refusal, parse_body
+from pagemill_api.openai.schemas import ChatCompletionRequest, ChatMessage, TokenizeRequest
+from pagemill_protocol.errors import PagemillError, error_body, invalid_field
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from pagemill_api.text.tokenizer import Tokenizer
 
 RENAMED = (
     (".function.", "."),
@@ -27,6 +44,8 @@ RENAMED = (
     ("reasoning_effort", "reasoning.effort"),
     ("verbosity", "text.verbosity"),
 )
+_Attempt = Callable[[list[ChatMessage]], list[GenerateRequest] | PagemillError]
+CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
 class ResponsesDialect(TranslatedDialect):
@@ -39,7 +58,7 @@ class ResponsesDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"resp_{new_id()}"
 
-    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedChat:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ResponsesBody:
         request = parse_body(raw, ResponsesRequest)
         if request.previous_response_id is not None:
             raise invalid_field(
@@ -48,14 +67,10 @@ class ResponsesDialect(TranslatedDialect):
                 "`stored_responses` store them. Send the whole conversation as `input`.",
                 code="unsupported_parameter",
             )
-        return self._translated(request)
+        return translated(request)
 
-    def _translated(
-        self, request: ResponsesRequest, before: Sequence[Item] = (), *, stored: bool = False
-    ) -> TranslatedChat:
-        chat = as_request(lambda: request.for_chat(before), RENAMED, ItemsChat)
-        shown = orjson.dumps(request.shown(stored=stored)).decode()
-        return TranslatedChat(chat, self.name, (*RENAMED, ("messages", "input")), shown)
+    def numbered_error_event(self, error: PagemillError, num_events: int) -> bytes:
+        return render.error_event(error, num_events)
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.ResponsesRenderer:
         return render.ResponsesRenderer(request)
@@ -72,14 +87,135 @@ class StoredResponsesDialect(ResponsesDialect):
         self.input: list[Item] = []
         """All items from which the answer is generated."""
 
-    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> TranslatedChat:
+    def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ResponsesBody:
         request = parse_body(raw, ResponsesRequest)
         self.stores = request.store
         self.input = [*self._before, *request.input]
-        return self._translated(request, self._before, stored=request.store)
+        return translated(request, self._before, stored=request.store)
 
 
 class ItemsChat(ChatCompletionRequest):
     @property
     def max_tokens_field(self) -> str:
         return "max_output_tokens"
+
+
+class ResponsesBody(TranslatedChat):
+    """A body as a chat, of which `unread_fields` also names the fields, items and tools without effect."""
+
+    def __init__(self, chat: ItemsChat, request: ResponsesRequest, found: Translation, shown: str) -> None:
+        super().__init__(chat, ResponsesDialect.name, _names(found), shown)
+        self._request = request
+        self._found = found
+
+    def unread_fields(self, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
+        found = super().unread_fields(tokenizer, parsers)
+        return sorted({*found, *self._request.unread, *self._found.messages.unread}) + self._ignored_tools()
+
+    def _ignored_tools(self) -> list[str]:
+        return [f"{place} ({kind})" for place, kind in self._request.ignored_tools.items()]
+
+    def prepare(
+        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
+    ) -> list[GenerateRequest]:
+        if ignored := self._request.ignored_tools:
+            if preparation.parsers.hosted_tools == "refuse":
+                place, kind = next(iter(ignored.items()))
+                raise invalid_field(
+                    f"{place}.type",
+                    f'Tools of type "{kind}" do not run here, and the setting `hosted_tools` refuses them. Remove it.',
+                    code="unsupported_parameter",
+                )
+            logger.info(
+                "request %s: left out are tools of type %s", preparation.request_id, ", ".join(ignored.values())
+            )
+        if self._request.truncation == "disabled":
+            return super().prepare(tokenizer, preparation, sampling, text)
+        try:
+            return super().prepare(tokenizer, preparation, sampling, text)
+        except PagemillError as error:
+            if error.code != CONTEXT_EXCEEDED:
+                raise
+        return self._shortened(tokenizer, preparation, sampling)
+
+    def _shortened(
+        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams
+    ) -> list[GenerateRequest]:
+        """Prepare the chat without as few of its oldest messages as possible. Raises as for the shortest one."""
+        whole = self.fields
+
+        def attempt(messages: list[ChatMessage]) -> list[GenerateRequest] | PagemillError:
+            self.fields = whole.model_copy(update={"messages": messages})
+            try:
+                return super(ResponsesBody, self).prepare(tokenizer, preparation, sampling, None)
+            except PagemillError as error:
+                if error.code != CONTEXT_EXCEEDED:
+                    raise
+                return error
+            finally:
+                self.fields = whole
+
+        return _oldest_dropped(whole.messages, self._found.num_instructions, attempt)
+
+
+def _names(found: Translation) -> tuple[Renamed, ...]:
+    return (found.renamed, *RENAMED, ("messages", "input"))
+
+
+def _oldest_dropped(messages: Sequence[ChatMessage], num_instructions: int, attempt: _Attempt) -> list[GenerateRequest]:
+    """Return the requests for the longest end of the conversation that fits.
+
+    The first `num_instructions` messages and further ones of the system stay. An end does not begin with a tool's
+    output, whose call would be missing. `attempt` returns the error of messages that are too long; that of the shortest
+    end is raised.
+    """
+    kept = num_instructions
+    while kept < len(messages) - 1 and messages[kept].role in ("system", "developer"):
+        kept += 1
+    starts = [at for at in range(kept + 1, len(messages)) if messages[at].role != "tool"]
+    low, high = 0, len(starts) - 1
+    best: list[GenerateRequest] | None = None
+    error: PagemillError | None = None
+    while low <= high:
+        middle = (low + high) // 2
+        found = attempt([*messages[:kept], *messages[starts[middle] :]])
+        if isinstance(found, PagemillError):
+            error, low = found, middle + 1
+        else:
+            best, high = found, middle - 1
+    if best is not None:
+        return best
+    if error is None:  # there is nothing to leave out
+        found = attempt(list(messages))
+        assert isinstance(found, PagemillError)
+        error = found
+    raise error
+
+
+def translated(request: ResponsesRequest, before: Sequence[Item] = (), *, stored: bool = False) -> ResponsesBody:
+    """Return the body as a chat. Raises `PagemillError` 400."""
+    found = _translation(request, before)
+    chat = as_request(lambda: found.chat, _names(found), ItemsChat)
+    shown = request.shown(stored=stored)
+    special = {each.name: [*each.tool] for each in found.functions if not each.is_plain}
+    shown |= {
+        name: value for name, value in ((render.CLIENT_TOOLS, special), (render.INCLUDE, request.include)) if value
+    }
+    return ResponsesBody(chat, request, found, orjson.dumps(shown).decode())
+
+
+def read_count(raw: bytes) -> TokenizeRequest:
+    """Return the prompt to count of a body of `POST /v1/responses/input_tokens`. Raises `PagemillError` 400."""
+    request = parse_body(raw, InputTokensRequest)
+    found = _translation(request, ())
+    chat = as_request(lambda: found.chat, _names(found), ItemsChat)
+    given = {"model": chat.model, "messages": found.chat["messages"], "tools": chat.prompt_tools}
+    variables = {"chat_template_kwargs": chat.template_kwargs}
+    return as_request(lambda: given | variables, _names(found), TokenizeRequest)
+
+
+def _translation(request: PromptFields, before: Sequence[Item]) -> Translation:
+    try:
+        return request.translated(before)
+    except PydanticCustomError as error:
+        raise from_refusal(error) from None
