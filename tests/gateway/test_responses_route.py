@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from engine_behaviours import sends
+
 from pagemill_api.answers.events import Content
 from pagemill_api.dialects.base import FinishedChoice, Piece
 from pagemill_api.dialects.openai_responses.responses import ResponsesDialect
@@ -19,13 +21,11 @@ def numbers_of(raw: bytes) -> list[int]:
     return [json.loads(data)["sequence_number"] for data in datas]
 
 
-async def begins_and_dies(engine: Any, request: GenerateRequest, response: Any, http: Any) -> None:
+async def begins_and_breaks_off(engine: Any, request: GenerateRequest, response: Any, http: Any) -> None:
     renderer = ResponsesDialect().renderer(request, None)
     payload = renderer.chunk(Piece(0, "ab", True, None, None, None, [Content("a"), Content("b")]))
-    await response.prepare(http)
     meta = FrameMeta(token_ids=[1, 2], position=2, num_text_chars=2, num_events=renderer.num_events)
-    await response.write(encode_frame(meta, payload))
-    await engine.kill()
+    await sends(encode_frame(meta, payload))(engine, request, response, http)
 
 
 async def continues(_: Any, request: GenerateRequest, response: Any, http: Any) -> None:
@@ -53,7 +53,7 @@ async def respond(gateway: Any, **fields: Any) -> Any:
 
 async def test_the_error_that_ends_a_stream_has_the_next_number(engines, gateways) -> None:
     gateway = await gateways(engines[0])
-    engines[0].behaviour = begins_and_dies
+    engines[0].behaviour = begins_and_breaks_off
     raw = (await respond(gateway, stream=True)).raw
     assert b"event: error\n" in raw
     assert numbers_of(raw) == [*range(len(numbers_of(raw)))]
@@ -62,7 +62,7 @@ async def test_the_error_that_ends_a_stream_has_the_next_number(engines, gateway
 async def test_a_stream_that_another_engine_continues_is_numbered_without_a_gap(engines, gateways) -> None:
     gateway = await gateways(*engines[:2])
     for engine in engines[:2]:
-        engine.behaviours.append(begins_and_dies)
+        engine.behaviours.append(begins_and_breaks_off)
         engine.behaviour = continues
     raw = (await respond(gateway, stream=True)).raw
     assert b"event: response.completed\n" in raw

@@ -27,7 +27,7 @@ WITHOUT_EFFECT = sorted(
     - ResponsesRequest.model_fields.keys()
     - ResponsesRequest.UNSUPPORTED.keys()
 )
-"""Fields without effect: those that are listed, those of other APIs, and one that nobody knows."""
+"""Fields without effect: those that are listed, those of other APIs, and an unknown one."""
 SAMPLES: Changes = {
     "user": "ann",
     "max_tool_calls": 3,
