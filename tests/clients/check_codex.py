@@ -22,7 +22,7 @@ ANSWERS: list[list[Any]] = [
         "I will write the file now.",
         {"name": "exec_command", "arguments": {"cmd": "printf 'written by the agent' > result.txt"}},
     ],
-    ["Is another agent there?", {"name": "multi_agent_v1__close_agent", "arguments": {"target": "nobody-there"}}],
+    ["Is another agent there?", {"name": "multi_agent_v1__close_agent", "arguments": {"target": "another"}}],
     ["The file result.txt exists, as you asked."],
 ]
 WRITTEN, SAID = "written by the agent", ANSWERS[2][0]
