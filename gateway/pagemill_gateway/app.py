@@ -37,6 +37,7 @@ from pagemill_servers.cors import Cors
 from pagemill_servers.docs_page import DOCS_PATH
 from pagemill_servers.errors import with_errors
 from pagemill_servers.guard import ControlGuard, HostGuard
+from pagemill_servers.home_page import HOME_PATH, home
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.request_middleware import RequestMiddleware, check_json_content_type, install_error_handlers
 
@@ -80,6 +81,7 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
         *(Route(each.path, page_route(worker, each), methods=[each.method]) for each in PAGES),
         *(Route(path, health.livez) for path in LIVE_PATHS),
         *(Route(path, health.readyz) for path in READY_PATHS),
+        Route(HOME_PATH, home),
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.get),
         *(Route(each.path, tokens.count_route(each), methods=["POST"]) for each in TOKEN_COUNTS),

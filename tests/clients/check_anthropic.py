@@ -18,6 +18,13 @@ ONE = {"disable_parallel_tool_use": True}
 TOOLS: Any = [{"name": "record_city", "description": "Record a city", "input_schema": CITY_SCHEMA}]
 
 
+@check("models")
+def models() -> None:
+    listed = {model.id: model for model in client.models.list()}
+    assert listed[MODEL] == client.models.retrieve(MODEL)
+    assert listed[MODEL].max_input_tokens
+
+
 @check("messages, streamed too")
 def messages() -> None:
     assert client.messages.create(**ASK).content[0].text

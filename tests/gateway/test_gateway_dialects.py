@@ -175,7 +175,7 @@ async def test_a_stream_of_lines_has_no_comments_and_only_whole_lines() -> None:
         written.append(data)
 
     sink = StreamSink(write, NDJSON)
-    assert sink.comment is None
+    assert sink.waiting is None
     await sink.take([b"{}\n"], None)
     with pytest.raises(UpstreamFailure):
         await sink.take([b"{}"], None)

@@ -8,6 +8,7 @@ import json
 import time
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from load_stream import load_frames
@@ -78,6 +79,31 @@ async def test_a_streaming_client_gets_comments_while_it_waits(engines, gateways
     assert rest.endswith(b"data: [DONE]\n\n")
     assert b"hello" in rest
     assert (await first).streamed_text == "first"
+
+
+async def test_a_client_of_anthropics_api_gets_its_own_event_while_it_waits(engines, gateways, fake) -> None:
+    gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.02)
+    _, release = await busy(gateway, engines[0], fake)
+    body = {**BODY, "max_tokens": 9, "stream": True}
+    async with gateway.session.post(gateway.url + "/v1/messages", json=body) as response:
+        for _ in range(2):
+            assert await response.content.readline() == b"event: ping\n"
+            assert json.loads((await response.content.readline()).removeprefix(b"data: ")) == {"type": "ping"}
+            assert await response.content.readline() == b"\n"
+        release.set()
+        rest = await response.read()
+    assert b": waiting" not in rest
+    assert b"event: message_start" in rest
+    assert rest.endswith(b"\n\n")
+
+
+async def test_anthropics_client_ignores_these_events(engines, gateways, fake) -> None:
+    gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.02)
+    _, release = await busy(gateway, engines[0], fake)
+    client = anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0)
+    async with client, client.messages.stream(**BODY, max_tokens=9) as stream:
+        release.set()
+        assert "".join([text async for text in stream.text_stream]) == "hello world"
 
 
 async def test_the_openai_client_ignores_the_comments(engines, gateways, fake) -> None:

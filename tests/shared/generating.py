@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from pagemill_api.dialects.base import FinishedChoice, Piece
+from pagemill_api.dialects.registry import dialect_of
 from pagemill_api.openai import render
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.request.continuing import PROGRESS_TOKENS, can_be_continued
-from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.request.generate import FinishReason, FrameMeta, GenerateRequest, Usage
 
 CHUNK_OBJECTS = {"chat": "chat.completion.chunk", "completions": "text_completion"}
 
@@ -30,6 +32,8 @@ def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[byt
     """Return the frames of an answer in which every choice is `pieces`, continued from a `resume`."""
     head = render.head(request)
     usage = Usage(len(request.prompt_token_ids), len(pieces) * request.sampling.n)
+    if request.dialect == "messages":
+        return _messages_frames(request, pieces, usage)
     frames: list[bytes] = []
     indices = [render.choice_index(request, choice) for choice in range(request.sampling.n)]
     if not request.stream:
@@ -51,6 +55,22 @@ def answer_frames(request: GenerateRequest, pieces: tuple[str, ...]) -> list[byt
     if request.include_usage:
         closing = render.sse(render.usage_chunk(head, CHUNK_OBJECTS[request.dialect], usage)) + closing
     return [*frames, encode_frame(FrameMeta(last=True, usage=usage), closing)]
+
+
+def _messages_frames(request: GenerateRequest, pieces: tuple[str, ...], usage: Usage) -> list[bytes]:
+    renderer = dialect_of(request.dialect).renderer(request, None)
+    if not request.stream:
+        body = renderer.body([FinishedChoice(0, "".join(pieces), "stop")], usage)
+        assert isinstance(body, bytes)
+        return [encode_frame(FrameMeta(last=True, usage=usage, finish_reason="stop"), body)]
+    frames: list[bytes] = []
+    for number, piece in enumerate(pieces):
+        finish: FinishReason | None = "stop" if number == len(pieces) - 1 else None
+        chars = sum(map(len, pieces[: number + 1]))
+        meta = FrameMeta(token_ids=[1], num_text_chars=chars, position=number + 1, finish_reason=finish)
+        chunk = renderer.chunk(Piece(0, piece, number == 0, finish, None, None))
+        frames.append(encode_frame(meta, chunk))
+    return [*frames, encode_frame(FrameMeta(last=True, usage=usage), renderer.end(usage))]
 
 
 def generates(length: int = 10**6, *, gate: asyncio.Event | None = None, step_s: float = 0.0) -> Behaviour:

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pagemill_api.dialects.registry import dialect_of
 from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.limits.allowance import Allowance
+from pagemill_gateway.relay.keep_alive import Write
 from pagemill_gateway.relay.preparation import PreparedRequest
 from pagemill_gateway.relay.relay import Relay
-from pagemill_gateway.relay.sinks import BodySink, Direct, PartWriter, Sink, StreamSink, Write
+from pagemill_gateway.relay.sinks import BodySink, Direct, PartWriter, Sink, StreamSink
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.json_pieces import pieces_of
 from pagemill_protocol.request.generate import GenerateRequest, Usage

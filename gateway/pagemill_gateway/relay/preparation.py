@@ -25,7 +25,7 @@ from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.refusals import check_model, visible_to
-from pagemill_gateway.relay.keep_alive import KeepAlive, Write
+from pagemill_gateway.relay.keep_alive import Event, KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.errors import PagemillError, unavailable
@@ -139,15 +139,15 @@ class RequestPreparation:
     ) -> PreparedRequest:
         """Return the engine requests for a body. Raises `PagemillError` for a body that no engine can serve.
 
-        `write` is for comments while a streaming client waits for an engine. Sampling parameters are checked first, so
+        `write` is for events while a streaming client waits for an engine. Sampling parameters are checked first, so
         that an invalid request neither waits nor wakes an engine.
         """
         body = await self._inline_or_in_thread(partial(dialect.parse, raw, info), len(raw))
         sampling = body.sampling()
         if needs_check(body.fields):
             await self.in_thread(body.check_form, len(raw))
-        comment = write if body.fields.stream and dialect.transport.has_comments else None
-        target = await self._find(body.fields, caller, ticket, comment)
+        waits = (write if body.fields.stream else None), dialect.transport.waiting
+        target = await self._find(body.fields, caller, ticket, *waits)
         tokenizer = await self.tokenizer(target)
         base.check_kind(body, tokenizer)
         if defaults := tokenizer.bundle.sampling_defaults:
@@ -180,14 +180,16 @@ class RequestPreparation:
         """Run short work here, because a thread would take longer, and other work in a thread."""
         return work() if num_bytes <= INLINE_BODY_BYTES else await self.in_thread(work, num_bytes)
 
-    async def _find(self, body: SamplingFields, caller: Caller, ticket: QueueTicket, write: Write | None) -> Target:
+    async def _find(
+        self, body: SamplingFields, caller: Caller, ticket: QueueTicket, write: Write | None, event: Event | None
+    ) -> Target:
         """Return the target. If the caller may not use the model, raises `PagemillError` as if it did not exist."""
         check_model(caller, body.model)
         ticket = msgspec.structs.replace(ticket, priority=caller.priority(body.priority))
         expected = partial(self._brain.expected_s, body.model, ticket)
         try:
             question = self._brain.find(body.model, ticket)
-            return await self._keep_alive.during(question, write, expected)
+            return await self._keep_alive.during(question, write, expected, event)
         except PagemillError as error:
             raise visible_to(caller, error, body.model) from error
 

@@ -128,7 +128,9 @@ class Relay:
     async def _choose(self, delivery: Delivery, retry: RetryContext | None) -> Assignment:
         attempts = delivery.attempts
         if pause_s := delivery.engine_failures.take_pause_s():
-            await self._keep_alive.during(asyncio.sleep(pause_s), delivery.sink.comment)
+            await self._keep_alive.during(
+                asyncio.sleep(pause_s), delivery.sink.write_waiting, event=delivery.sink.waiting
+            )
         try:
             assignment = await self._ask_brain(delivery, retry)
         except PagemillError as error:
@@ -156,7 +158,8 @@ class Relay:
         )
         question = self._brain.choose(target, attempts.tried, delivery.routing_request, ticket=ticket, retry=retry)
         expected = partial(self._brain.expected_s, target.model, ticket)
-        assignment = await self._keep_alive.during(question, delivery.sink.comment, expected)
+        sink = delivery.sink
+        assignment = await self._keep_alive.during(question, sink.write_waiting, expected, sink.waiting)
         self._metrics.routed(target.model, assignment, time.perf_counter() - asked_at - assignment.queued_s)
         if assignment.queued_s:
             attempts.queued(assignment.queued_s)

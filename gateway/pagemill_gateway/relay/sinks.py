@@ -8,14 +8,12 @@ out; otherwise it is the whole body.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from pagemill_api.dialects.transport import SSE, Transport
 from pagemill_gateway.relay.attempt_failures import UpstreamFailure
+from pagemill_gateway.relay.keep_alive import Event, Write
 from pagemill_protocol.frames import PartMeta
-
-Write = Callable[[bytes], Awaitable[None]]
 
 
 class Direct(Protocol):
@@ -60,8 +58,13 @@ class Sink(Protocol):
         ...
 
     @property
-    def comment(self) -> Write | None:
-        """The function that writes comments to the client; None if the format has no comments."""
+    def write_waiting(self) -> Write | None:
+        """The function that writes events to the client while the request waits; None if nothing is streamed."""
+        ...
+
+    @property
+    def waiting(self) -> Event | None:
+        """Makes these events (`Transport.waiting`)."""
         ...
 
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
@@ -132,7 +135,7 @@ class StreamSink:
         self._client = client
         self._passes = passes
         self._is_complete = transport.is_complete
-        self._has_comments = transport.has_comments
+        self.waiting = transport.waiting
         self._closes = closes
         self._delivered = False
         self._parts = _Parts(client)
@@ -145,8 +148,8 @@ class StreamSink:
         return self._delivered
 
     @property
-    def comment(self) -> Write | None:
-        return self._write if self._has_comments else None
+    def write_waiting(self) -> Write | None:
+        return self._write
 
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
         events = [*payloads, closing] if closing and self._closes else payloads
@@ -197,7 +200,7 @@ def _incomplete() -> UpstreamFailure:
 class BodySink:
     """Keeps the body, which the caller sends to the client; a large one is passed on in parts if the client permits."""
 
-    comment = None
+    write_waiting = waiting = None
 
     def __init__(self, client: PartWriter | None = None, *, passes: bool = False) -> None:
         """`passes`: whether the body is the client's, so that a large one may be sent in parts."""

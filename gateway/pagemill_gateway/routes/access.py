@@ -29,7 +29,7 @@ ROUTES = {
     *generating_routes(),
     *(each.path for each in TOKEN_COUNTS),
     *(each.path for each in PAGES),
-    *("/v1/models", "/v1/files", "/v1/batches", "/detokenize", "/version", "/load", "/server_info", "/docs"),
+    *("/v1/models", "/v1/files", "/v1/batches", "/detokenize", "/version", "/load", "/server_info", "/docs", "/"),
 }
 WITH_IDS = ("/v1/models", "/v1/responses", "/v1/files", "/v1/batches")
 """Routes whose paths continue with the id of an object."""

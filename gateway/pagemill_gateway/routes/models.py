@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagemill_api.dialects.model_lists import card_body, error_body_for, list_body
 from pagemill_api.openai import render
 from pagemill_gateway.brain.interface import ServedName
 from pagemill_gateway.limits.refusals import check_model
 from pagemill_gateway.routes.health import VERSION
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import model_not_found
+from pagemill_servers.errors import with_errors
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.origin import forbidden
 
@@ -24,10 +26,17 @@ class ModelRoutes:
         self._worker = worker
 
     async def list(self, request: Request) -> Response:
-        cards = await self.cards(self._worker.keys.authenticate(request.scope))
-        return Response(render.models_body(cards), media_type="application/json")
+        return await with_errors(error_body_for(request.headers.get), self._list)(request)
 
     async def get(self, request: Request) -> Response:
+        return await with_errors(error_body_for(request.headers.get), self._get)(request)
+
+    async def _list(self, request: Request) -> Response:
+        cards = await self.cards(self._worker.keys.authenticate(request.scope))
+        body = list_body(cards, request.headers.get, request.query_params)
+        return Response(body, media_type="application/json")
+
+    async def _get(self, request: Request) -> Response:
         caller = self._worker.keys.authenticate(request.scope)
         name = request.path_params["model"]
         check_model(caller, name)
@@ -35,7 +44,7 @@ class ModelRoutes:
         if name not in names:
             raise model_not_found(name, [*names])
         card = _card(names[name], await self._started_unix_s())
-        return Response(render.model_body(card), media_type="application/json")
+        return Response(card_body(card, request.headers.get), media_type="application/json")
 
     async def server_info(self, request: Request) -> Response:
         names = await self._names(self._worker.keys.authenticate(request.scope))

@@ -231,7 +231,7 @@ def _plain_paths() -> Schema:
     inference, named = "/v2/models/{model}", {"parameters": [model]}
     text = _object("text_output", "model_name", "model_version")
     paths = {
-        "/": {"post": _streams(TgiRequest, {})},
+        "/": {"post": _streams(TgiRequest, {}), "get": _public(_shows("text/plain"))},
         "/generate": {"post": _takes(TgiRequest, _answers(_object("generated_text")))},
         "/generate_stream": {"post": _events(TgiRequest)},
         "/info": {"get": _answers(_object("model_id", "max_total_tokens"))},

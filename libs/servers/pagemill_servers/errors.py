@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from pagemill_protocol.errors import ErrorBody, PagemillError, internal_error, not_found
 from pagemill_protocol.errors import error_body as openai_error_body
@@ -84,10 +85,17 @@ async def _on_http_exception(error_body_at: Callable[[str], ErrorBody], request:
     if error.status_code == HTTPStatus.NOT_FOUND:
         return error_response(not_found(path), headers, error_body)
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(_methods(request))
         return error_response(method_not_allowed(request.method, path), headers, error_body)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     shown = PagemillError(str(error.detail)[:500], status=error.status_code, type=kind)
     return error_response(shown, headers, error_body)
+
+
+def _methods(request: Request) -> list[str]:
+    """Return the methods of all routes with the path; the framework names only those of the first one."""
+    matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
 
 
 async def _on_bug(error_body_at: Callable[[str], ErrorBody], request: Request, error: Exception) -> Response:

@@ -59,9 +59,19 @@ def test_a_token_limit_and_a_history_with_tools_are_accepted(client: anthropic.A
     assert answer.usage.output_tokens <= 4
 
 
+def test_the_models_are_listed_for_the_client(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.lifecycle) == (MODEL, "model", "active")
+    assert client.models.retrieve(MODEL).max_input_tokens == model.max_input_tokens
+    assert model.max_input_tokens
+
+
 def test_errors_have_the_clients_classes(client: anthropic.Anthropic) -> None:
     import anthropic
 
+    with pytest.raises(anthropic.NotFoundError, match="does not exist") as missing:
+        client.models.retrieve("other")
+    assert missing.value.type == "not_found_error"
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**{**ASK, "model": "other"})
     image: Any = {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "https://x"}}]}

@@ -35,6 +35,7 @@ from pagemill_servers.cors import Cors
 from pagemill_servers.docs_page import DOCS_PATH, docs_page
 from pagemill_servers.errors import openai_shape, with_errors
 from pagemill_servers.guard import ControlGuard, HostGuard
+from pagemill_servers.home_page import HOME_PATH, home
 from pagemill_servers.request_middleware import RequestMiddleware, install_error_handlers
 
 MAX_SILENCE_S = 60.0
@@ -124,12 +125,13 @@ DATA_ROUTES = [
     Route("/ping", health),
     Route("/load", keyed(show_load)),
     Route("/server_info", keyed(show_server_info)),
+    Route(HOME_PATH, home),
     Route(OPENAPI_PATH, show_openapi),
     Route(DOCS_PATH, show_docs),
     *(Route(path, livez) for path in LIVE_PATHS),
     *(Route(path, readyz) for path in READY_PATHS),
-    Route("/v1/models", keyed(openai_routes.list_models)),
-    Route("/v1/models/{name:path}", keyed(openai_routes.get_model)),
+    Route("/v1/models", openai_routes.by_version(keyed(openai_routes.list_models))),
+    Route("/v1/models/{name:path}", openai_routes.by_version(keyed(openai_routes.get_model))),
     *(
         Route(path, with_errors(each.error_body, keyed(openai_routes.generate_route(each))), methods=["POST"])
         for path, each in generating_routes().items()

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill_api.dialects.base import Dialect, Preparation, check_kind, unread_fields
+from pagemill_api.dialects.model_lists import card_body, error_body_for, list_body
 from pagemill_api.dialects.pages import Page, PageRequest
 from pagemill_api.dialects.token_counts import TokenCount
 from pagemill_api.dialects.transport import RequestInfo
@@ -32,6 +33,7 @@ from pagemill_engine.server.routes.responses import JSON_CONTENT_TYPE, AnswerRes
 from pagemill_engine.server.routes.traces import TracedRequest, record_of
 from pagemill_protocol.errors import PagemillError, invalid_field, model_not_found
 from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_servers.errors import with_errors
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.keys.scope import cache_salt
 from pagemill_servers.request_middleware import TIMEOUT_HEADER, check_json_content_type, header
@@ -93,7 +95,8 @@ async def detokenize(request: Request) -> Response:
 
 async def list_models(request: Request) -> Response:
     context: ServerContext = request.app.state.context
-    return _json(render.models_body(_card(context, name) for name in context.names))
+    cards = [_card(context, name) for name in context.names]
+    return _json(list_body(cards, request.headers.get, request.query_params))
 
 
 async def get_model(request: Request) -> Response:
@@ -101,7 +104,16 @@ async def get_model(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in context.names:
         raise model_not_found(name, context.names)
-    return _json(render.model_body(_card(context, name)))
+    return _json(card_body(_card(context, name), request.headers.get))
+
+
+def by_version(route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Wrap a route of models, so that its errors have the shape of the client's API."""
+
+    async def shaped(request: Request) -> Response:
+        return await with_errors(error_body_for(request.headers.get), route)(request)
+
+    return shaped
 
 
 def submit(

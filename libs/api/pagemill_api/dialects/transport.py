@@ -34,12 +34,18 @@ def _json_headers(body: bytes) -> Mapping[str, str]:
     return {"content-type": "application/json"}
 
 
+def waiting_comment(left_s: float | None) -> bytes:
+    """Return a comment of server-sent events."""
+    return b": waiting\n\n" if left_s is None else b": waiting, about %d s\n\n" % max(1, round(left_s))
+
+
 class Transport(NamedTuple):
     stream_type: str = SSE_CONTENT_TYPE
     is_complete: Callable[[bytes], bool] = _complete_events
     """Whether the payload of a frame ends where an event does."""
-    has_comments: bool = True
-    """Whether a stream may contain comments, which clients skip."""
+    waiting: Callable[[float | None], bytes] | None = waiting_comment
+    """Returns what a stream has while its request waits, and clients skip. Its argument is the expected remaining
+    seconds, if they are known; `None`: a stream has nothing of the kind."""
     body_headers: Callable[[bytes], Mapping[str, str]] = _json_headers
     """Headers of an answer that is not streamed."""
     may_omit_model: bool = False
@@ -49,4 +55,4 @@ class Transport(NamedTuple):
 
 
 SSE = Transport()
-NDJSON = Transport("application/x-ndjson", lambda payload: payload.endswith(b"\n"), has_comments=False)
+NDJSON = Transport("application/x-ndjson", lambda payload: payload.endswith(b"\n"), waiting=None)

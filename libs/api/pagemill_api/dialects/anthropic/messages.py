@@ -17,7 +17,7 @@ from pagemill_api.dialects.anthropic.edits import ContextManagement, Messages
 from pagemill_api.dialects.anthropic.request import CountRequest, MessagesRequest
 from pagemill_api.dialects.base import Preparation
 from pagemill_api.dialects.translation import Renamed, TranslatedChat, TranslatedDialect, as_request
-from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo
+from pagemill_api.dialects.transport import NO_REQUEST, SSE, RequestInfo
 from pagemill_api.openai import prepare
 from pagemill_api.openai.parse import from_refusal, parse_body
 from pagemill_api.openai.schemas import ChatCompletionRequest, TokenizeRequest
@@ -177,8 +177,14 @@ def read_count(raw: bytes) -> TokenizeRequest:
     )
 
 
+def ping(left_s: float | None) -> bytes:
+    """Return the event that Anthropic's API sends while a request waits, which its clients skip."""
+    return b'event: ping\ndata: {"type": "ping"}\n\n'
+
+
 class MessagesDialect(TranslatedDialect):
     name = "messages"
+    transport = SSE._replace(waiting=ping)
     path = "/v1/messages"
     prompt_field = "messages"
     error_body = staticmethod(render.error_body)
