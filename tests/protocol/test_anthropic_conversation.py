@@ -212,7 +212,7 @@ def test_the_line_of_claude_code_for_accounts_is_no_part_of_the_prompt() -> None
     ("messages", "param"),
     [
         ([HI, of_user({"type": "text", "text": "a"}, IMAGE)], "messages[1].content[1].type"),
-        ([of_user(PDF)], "messages[0].content[0].source.type"),
+        ([of_user(PDF)], "messages[0].content[0].type"),
         (with_result({"type": "audio"}), "messages[2].content[0].content[0].type"),
         (with_result({"type": "tool_reference", "tool_name": "g"}), "messages[2].content[0].content[0].tool_name"),
         ([HI, {"role": "assistant", "content": [USE, {**USE, "name": "no name"}]}], "messages[1].content[1].name"),

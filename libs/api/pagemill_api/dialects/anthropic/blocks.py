@@ -112,9 +112,9 @@ def _document(block: Block, where: str) -> str:
     source, place = _source(block), f"{where}.source"
     if not _is_text(block):
         raise refusal(
-            f"{place}.type",
-            f"Documents with a source of type {shorten(source.get('type'))} cannot be read here. Send their text, with "
-            'a source of type "text".',
+            f"{where}.type",
+            f'Blocks of type "document" with a source of type {shorten(source.get("type"))} cannot be read here. Send '
+            'the text, with a source of type "text".',
             "unsupported_parameter",
         )
     match source["type"]:
