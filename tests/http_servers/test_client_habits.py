@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,11 @@ import pytest
 from server_processes import GOOD, MIB, MODEL, HttpServer, costing_little, start_http_server
 
 from pagemill_gateway.config import GatewayConfig, SettingsError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 PAGE = "https://app.example.com"
 PACKED = {"Content-Encoding": "gzip"}
@@ -42,6 +48,27 @@ def test_several_gzip_members_are_one_body(http_server: HttpServer) -> None:
     many = gzip.compress(b"") * 10_000 + gzip.compress(whole)
     with costing_little(http_server):
         assert http_server.post(many, headers=PACKED).status == 400
+
+
+def test_a_zstd_body_is_read_in_one_frame_and_in_several(http_server: HttpServer) -> None:
+    headers, whole = {"Content-Encoding": "zstd"}, raw(GOOD)
+    frames = b"".join(zstd.compress(whole[at : at + 20]) for at in range(0, len(whole), 20))
+    for body in (zstd.compress(whole), zstd.compress(whole, 19), frames):
+        assert http_server.post(body, headers=headers).status == 200
+
+
+def test_a_zstd_body_is_bounded_by_its_decompressed_size_its_frames_and_its_window(http_server: HttpServer) -> None:
+    headers = {"Content-Encoding": "zstd"}
+    bomb = zstd.compress(b'{"x": "' + b"x" * (256 * MIB))
+    assert len(bomb) < MIB
+    assert http_server.post(bomb, headers=headers).status == 413
+    many = zstd.compress(b"") * 10_000 + zstd.compress(raw(GOOD))
+    compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 27})
+    wide = compressor.compress(raw(GOOD)) + compressor.flush()
+    for body in (many, wide, b"not zstd", zstd.compress(raw(GOOD))[:-2], zstd.compress(raw(GOOD)) + b"more"):
+        answer = http_server.post(body, headers=headers)
+        assert (answer.status, answer.error()["param"]) == (400, "content-encoding"), body[:20]
+    http_server.serves()
 
 
 def test_a_deflate_body_is_read_with_and_without_its_head(http_server: HttpServer) -> None:
@@ -79,7 +106,7 @@ def test_other_content_encodings_get_415_with_the_remedy(http_server: HttpServer
     answer = http_server.post(raw(GOOD), headers={"Content-Encoding": "br"})
     assert answer.status == 415
     assert "Send it as gzip" in answer.error()["message"]
-    assert answer.headers["accept-encoding"] == "gzip, deflate"
+    assert answer.headers["accept-encoding"] == "gzip, deflate, zstd"
 
 
 def test_a_large_answer_is_compressed_only_for_clients_that_accept_it(http_server: HttpServer) -> None:

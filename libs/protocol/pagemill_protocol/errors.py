@@ -20,7 +20,7 @@ ENGINE_FAILED = "engine_failed"
 RENDERING_FAILED = "rendering_failed"
 """Code of an answer that was generated and cannot be rendered. Every engine would fail in the same way."""
 
-BODY_CODINGS = "gzip, deflate"
+BODY_CODINGS = "gzip, deflate, zstd"
 """The codings in which servers read bodies."""
 
 

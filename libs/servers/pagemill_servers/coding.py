@@ -1,4 +1,4 @@
-"""Compression: request bodies in gzip or deflate, and whole answers for clients that accept gzip.
+"""Compression: request bodies in gzip, deflate or zstd, and whole answers for clients that accept gzip.
 
 `request_middleware` calls it. The decompressed size is bounded while the body is read, so a small body cannot become
 large; streams are never compressed, since their events would wait for each other.
@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import sys
 import zlib
+from typing import Protocol
 
 from starlette.types import Message, Scope
 
 from pagemill_protocol.errors import PagemillError, body_too_large, invalid_field
 from pagemill_servers.auth import header
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 MIN_COMPRESSED_BYTES = 4096
 """Below it, compression costs more time than it saves."""
@@ -22,20 +29,40 @@ MAX_INLINE_BYTES = 256 * 1024
 LEVEL = 1
 _GZIP_FORMAT = 31
 _FORMATS = {"gzip": _GZIP_FORMAT, "deflate": zlib.MAX_WBITS}
+_ZSTD_WINDOW_LOG = 23
+"""A body in zstd whose window is larger than 8 MiB is refused: its sender decides how much memory the window takes. RFC
+8878 recommends to support this one, and compressors choose larger ones only if they are told to."""
 MAX_MEMBERS = 256
-"""Most gzip members of a body, each of which costs time of its own."""
+"""Most gzip members or zstd frames of a body, each of which costs time of its own."""
 _COMPRESSIBLE = (b"application/json", b"text/html", b"text/plain")
 
 
+class _Stream(Protocol):
+    """A decompressor of the standard library."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
+
+
+def _stream(coding: str) -> _Stream:
+    if coding != "zstd":
+        return zlib.decompressobj(wbits=_FORMATS[coding])
+    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG})
+
+
 class Inflater:
-    """Decompresses one request body: one or several gzip members, or a deflate stream, with or without zlib's head."""
+    """Decompresses one request body: one or several gzip members or zstd frames, or a deflate stream, with or without
+    zlib's head."""
 
     def __init__(self, max_bytes: int, coding: str) -> None:
-        """`coding`: `gzip` or `deflate`."""
+        """`coding`: `gzip`, `deflate` or `zstd`."""
         self._max_bytes = max_bytes
         self._coding = coding
         self._num_bytes = self._num_members = 0
-        self._stream = zlib.decompressobj(wbits=_FORMATS[coding])
+        self._stream = _stream(coding)
         self._has_begun = False
 
     def push(self, data: bytes, *, last: bool) -> bytes:
@@ -45,13 +72,14 @@ class Inflater:
         """
         if data and not self._has_begun:
             self._begin(data[0])
-        text = self._decompress(data)
-        while rest := self._stream.unused_data:
+        text, rest = (b"", data) if self._stream.eof else (self._decompress(data), self._stream.unused_data)
+        while rest:
             self._num_members += 1
-            if self._coding != "gzip" or self._num_members == MAX_MEMBERS:
+            if self._coding == "deflate" or self._num_members == MAX_MEMBERS:
                 raise self._wrong()
-            self._stream = zlib.decompressobj(wbits=_FORMATS["gzip"])
+            self._stream = _stream(self._coding)
             text += self._decompress(rest)
+            rest = self._stream.unused_data
         if last and not self._stream.eof:
             raise self._wrong()
         return text
@@ -64,7 +92,7 @@ class Inflater:
     def _decompress(self, data: bytes) -> bytes:
         try:
             text = self._stream.decompress(data, self._max_bytes - self._num_bytes + 1)
-        except zlib.error:
+        except (zlib.error, zstd.ZstdError):
             raise self._wrong() from None
         self._num_bytes += len(text)
         if self._num_bytes > self._max_bytes:
@@ -103,10 +131,10 @@ def inflater_of(scope: Scope, max_bytes: int) -> Inflater | None:
     coding = (header(scope, b"content-encoding") or "identity").strip().lower()
     if coding in ("identity", ""):
         return None
-    if coding in ("gzip", "x-gzip", "deflate"):
+    if coding in ("gzip", "x-gzip", "deflate", "zstd"):
         return Inflater(max_bytes, coding.removeprefix("x-"))
     raise PagemillError(
-        f"The body has the Content-Encoding {coding[:40]!r}. Send it as gzip or deflate, or without a coding.",
+        f"The body has the Content-Encoding {coding[:40]!r}. Send it as gzip, deflate or zstd, or without a coding.",
         status=415,
         param="content-encoding",
         code="unsupported_media_type",
