@@ -29,6 +29,8 @@ FOR_OTHERS = {
 """Declared for a package below, which imports it only where it is needed."""
 PARTS = {"pydantic_core": "pydantic", "triton": "torch"}
 """Modules of a distribution that comes with another."""
+LATER = {"compression"}
+"""Modules of later standard libraries: since Python 3.14."""
 
 
 def package_of(member: str) -> Path:
@@ -47,7 +49,7 @@ def imported(member: str) -> frozenset[str]:
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 found.add(node.module.split(".")[0])
-    return frozenset(found - {package.name, "__future__"} - sys.stdlib_module_names)
+    return frozenset(found - {package.name, "__future__"} - sys.stdlib_module_names - LATER)
 
 
 def normalized(distribution: str) -> str:

@@ -31,7 +31,7 @@ _GZIP_FORMAT = 31
 _FORMATS = {"gzip": _GZIP_FORMAT, "deflate": zlib.MAX_WBITS}
 _ZSTD_WINDOW_LOG = 23
 """A body in zstd whose window is larger than 8 MiB is refused: its sender decides how much memory the window takes. RFC
-8878 recommends to support this one, and compressors choose larger ones only if they are told to."""
+8878 recommends to support this one, and compressors choose larger ones only where a setting asks for them."""
 MAX_MEMBERS = 256
 """Most gzip members or zstd frames of a body, each of which costs time of its own."""
 _COMPRESSIBLE = (b"application/json", b"text/html", b"text/plain")
