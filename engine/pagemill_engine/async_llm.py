@@ -156,7 +156,7 @@ class AsyncLLM:
         if self._failure is not None:
             raise self._failure
         if self._encoder.max_model_len == 0 and self._client.ready_info is not None:
-            self._encoder.max_model_len = self._client.ready_info.max_model_len
+            self._encoder.max_model_len = self._client.ready_info.limits.max_model_len
 
     def _on_phase(self, phase: str, detail: str) -> None:
         if phase == "ready":

@@ -20,6 +20,28 @@ KUBERNETES_LOG = Path("/dev/termination-log")
 """Kubernetes' default file, which exists only in its containers; for failures before the settings are known."""
 
 
+PERMANENT_REASONS = frozenset(
+    {
+        "DeviceUnavailable",
+        "GraphsTooLarge",
+        "KVCacheTooLarge",
+        "KVCacheTooSmall",
+        "MaxModelLenTooLarge",
+        "ModelNotFound",
+        "ModelTooLarge",
+        "ModelUnreadable",
+        "SettingsInvalid",
+        "SettingsUnreadable",
+        "SettingsUnsupported",
+        "SourceUnavailable",
+        "StepTooLarge",
+        "UnsupportedArchitecture",
+        "UnsupportedQuantization",
+    }
+)
+"""Causes that another start with the same settings meets again."""
+
+
 class Termination(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str
     """CamelCase cause, for programs and condition reasons."""
@@ -27,6 +49,8 @@ class Termination(msgspec.Struct, frozen=True, omit_defaults=True):
     """One sentence with the remedy, for people."""
     field: str | None = None
     """The setting at fault."""
+    permanent: bool = False
+    """Whether another start with the same settings would fail as well; set when it is written, by the reason."""
 
 
 class StartupError(Exception):
@@ -45,8 +69,12 @@ def disk_full(error: Exception) -> StartupError | None:
 
 def write_termination(termination: Termination, path: str | None) -> str:
     """Return the JSON line and also write it to `path`, if given. A failure to write is ignored."""
-    message = termination.message[: MAX_TERMINATION_BYTES // 4]
-    line = msgspec.json.encode(Termination(termination.reason, message, termination.field)).decode()
+    written = msgspec.structs.replace(
+        termination,
+        message=termination.message[: MAX_TERMINATION_BYTES // 4],
+        permanent=termination.reason in PERMANENT_REASONS,
+    )
+    line = msgspec.json.encode(written).decode()
     if path:
         with contextlib.suppress(OSError):
             Path(path).write_text(line)

@@ -22,6 +22,7 @@ from pagemill_servers.keys import file as keys_file
 from pagemill_servers.keys.entries import fault_of
 from pagemill_servers.keys.file import KeysFileError
 from pagemill_servers.process.settings import SettingsError as SettingsError
+from pagemill_servers.process.settings import read_settings
 from pagemill_servers.secrets.secret_file import SecretFile
 from pagemill_servers.tls.config import TLSConfig
 from pagemill_servers.tracing.config import TracingConfig
@@ -430,16 +431,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def load_config(path: Path) -> GatewayConfig:
     """Read and check a JSON settings file. Raises `SettingsError`."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise SettingsError(f"settings: cannot read {path}: {error.strerror}.") from error
-    try:
-        return msgspec.json.decode(raw, type=GatewayConfig).checked()
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"settings: {path}: {error}.") from error
-    except msgspec.DecodeError as error:
-        raise SettingsError(f"settings: {path} is not valid JSON: {error}.") from error
+    return read_settings(path, GatewayConfig).checked()
 
 
 def open_keys_file(path: str | None, *, quiet: bool = False) -> SecretFile | None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from pagemill_kube.credentials import Credentials, in_cluster
 from pagemill_kube.errors import CredentialsError
-from pagemill_operator.config import OperatorConfig, OperatorSettingsError, load_config
+from pagemill_operator.config import OperatorConfig, load_config
 from pagemill_operator.controller.operator import Operator
 from pagemill_servers.process import logs
+from pagemill_servers.process.settings import SettingsError
 
 
 def main() -> int:
@@ -28,7 +29,7 @@ def main() -> int:
         config = load_config(arguments.settings)
         configure_logs(config.log_level)
         asyncio.run(run(config, arguments.identity, arguments.kubeconfig))
-    except OperatorSettingsError as error:
+    except SettingsError as error:
         sys.stderr.write(f"pagemill operator: {error}\n")
         return 1
     return 0
@@ -43,7 +44,7 @@ def configure_logs(level: str) -> None:
 
 
 async def run(config: OperatorConfig, identity: str, kubeconfig: Path | None) -> None:
-    """Run the operator until a signal stops it. Raise `OperatorSettingsError` if there are no credentials."""
+    """Run the operator until a signal stops it. Raise `SettingsError` if there are no credentials."""
     await Operator(config, await load_credentials(kubeconfig), identity).run()
 
 
@@ -57,9 +58,7 @@ async def load_credentials(kubeconfig: Path | None) -> Credentials:
         return (await log_in(kubeconfig)).credentials
     except CredentialsError as error:
         where = "this pod's service account" if kubeconfig is None else str(kubeconfig)
-        raise OperatorSettingsError(
-            f"no credentials for the cluster in {where}: {error}; give --kubeconfig FILE"
-        ) from None
+        raise SettingsError(f"no credentials for the cluster in {where}: {error}; give --kubeconfig FILE") from None
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from pagemill_servers.process.settings import read_settings
+
 NAME_LABEL = "app.kubernetes.io/name"
-
-
-class OperatorSettingsError(ValueError):
-    """Settings that cannot be used; the message names the field, its value and the remedy."""
 
 
 class EngineTLSSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,10 +117,5 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def load_config(path: Path) -> OperatorConfig:
-    """Read the settings file. Raise `OperatorSettingsError` if it cannot be used."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=OperatorConfig)
-    except OSError as error:
-        raise OperatorSettingsError(f"{path}: {error.strerror}; give --settings a readable JSON file") from None
-    except msgspec.DecodeError as error:
-        raise OperatorSettingsError(f"{path}: {error}; correct this field") from None
+    """Read the settings file. Raises `SettingsError` if it cannot be used."""
+    return read_settings(path, OperatorConfig)

@@ -149,7 +149,7 @@ async def outputs_of(channel: EngineChannel, num_ends: int) -> list[TokensOut]:
 async def test_the_engine_starts_answers_refuses_and_stops() -> None:
     async with started() as channel:
         ready, progress = await until_ready(channel)
-        assert ready.num_blocks == 4096
+        assert ready.limits.num_blocks == 4096
         assert [message.phase for message in progress] == ["first_token", "warming"]
         assert ready.start_s.keys() == {"load", "first_token", "warm"}
         assert sum(ready.start_s.values()) == pytest.approx(ready.load_s, abs=0.1)

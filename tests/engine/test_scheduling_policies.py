@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from examples import num_examples
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.null import NullRunner
+from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.order import POLICIES
 from pagemill_engine.scheduler.order.priority import LEVEL_S
 from pagemill_engine.scheduler.order.shortest_prefill_first import TOKEN_MS

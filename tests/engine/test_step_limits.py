@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from pagemill_engine.config import CPU_STEP, EngineConfig, StepLimits
 from pagemill_engine.executing.null import NullRunner
+from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.limits import scheduler_limits
-from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.sizing.budget import Sizes, activation_bytes, plan_memory
 from pagemill_engine.sizing.memory import MemoryState
 from pagemill_engine.sizing.step_limits import GPU_STEPS, choose_step_limits

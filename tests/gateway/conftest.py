@@ -29,13 +29,13 @@ from waiting import eventually
 
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.processes.server import Gateway, listening
-from pagemill_gateway.processes.sockets import bind, url_of
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.engine_token import derive_token
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER, encode_state
 from pagemill_protocol.link import LINK_PATH, LINK_VERSION
 from pagemill_protocol.report.state import AdapterSlots, Digests, EngineLoad, StateFrame
 from pagemill_protocol.request.generate import AllowanceRaise, GenerateRequest
+from pagemill_servers.process.listening import bind, url_of
 
 MODEL = "tiny"
 KEY = b"k" * 32

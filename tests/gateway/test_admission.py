@@ -9,6 +9,9 @@ from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.admission.attempts import MAX_CRASHES, MAX_ENDS, MAX_FAILED_ATTEMPTS, RETRY_PAUSE_MAX_S, Attempts
 from pagemill_gateway.admission.in_flight_limit import InFlightLimit, RunningRequests
+from pagemill_gateway.brain.interface import Assignment, FailureKind
+from pagemill_gateway.relay.attempt_failures import UpstreamFailure, record_failure
+from pagemill_gateway.relay.engine_failures import EngineFailures
 from pagemill_protocol.errors import PagemillError
 
 
@@ -129,6 +132,50 @@ def test_another_endpoint_is_tried_at_once_and_the_same_one_after_a_pause() -> N
     for _ in range(MAX_FAILED_ATTEMPTS):
         attempts.record_decline("not yet.")
     assert 0 < attempts.pause_s("a") <= RETRY_PAUSE_MAX_S, "the pause has an upper bound"
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_accepted", "num_counted", "num_refusals", "is_recorded"),
+    [
+        ("refused", False, 0, 1, False),
+        ("declined", False, 0, 0, False),
+        ("unreachable", False, 0, 0, False),
+        ("lost", False, 0, 0, True),
+        ("lost", True, 0, 0, True),
+        ("killed", True, 0, 0, True),
+        ("crashed", True, 0, 0, True),
+        ("stalled", False, 1, 0, False),
+        ("stalled", True, 1, 0, True),
+        ("broken", True, 1, 0, False),
+        ("request", True, 1, 0, False),
+    ],
+)
+def test_each_kind_of_failure_uses_up_what_it_should(
+    kind: FailureKind, is_accepted: bool, num_counted: int, num_refusals: int, is_recorded: bool
+) -> None:
+    attempts, engine_failures = Attempts(3), EngineFailures()
+    attempts.record_choice("a")
+    failure, assignment = UpstreamFailure(kind, "gone."), Assignment(1, "a", "", "")
+    record_failure(failure, assignment, attempts, engine_failures, progressed=False, is_accepted=is_accepted)
+    assert (attempts.num_counted, attempts.num_refusals) == (num_counted, num_refusals)
+    assert bool(engine_failures.recorded) is is_recorded
+
+
+def test_an_attempt_that_brought_tokens_forgets_earlier_failures_if_another_engine_can_continue() -> None:
+    for can_continue, tried in [(True, {"b"}), (False, {"a", "b"})]:
+        attempts = Attempts(3)
+        for endpoint in "ab":
+            attempts.record_choice(endpoint)
+            record_failure(
+                UpstreamFailure("broken", "gone."),
+                Assignment(1, endpoint, "", ""),
+                attempts,
+                EngineFailures(),
+                progressed=endpoint == "b",
+                is_accepted=True,
+                can_continue=can_continue,
+            )
+        assert attempts.tried == tried
 
 
 async def test_a_missed_deadline_is_a_504_and_the_end_of_the_drain_a_503() -> None:

@@ -62,7 +62,7 @@ def read(body: bytes, cuts: list[int]) -> tuple[Form, bytes]:
         found.append(data)
 
     scope = {"headers": [(b"content-type", b"multipart/form-data; boundary=" + BOUNDARY)]}
-    return asyncio.run(read_form(scope, receive, write)), b"".join(found)
+    return asyncio.run(read_form(scope, receive, write, asyncio.Semaphore(1))), b"".join(found)
 
 
 @given(
@@ -74,6 +74,34 @@ def test_a_file_does_not_depend_on_how_its_form_is_cut(content: bytes, cuts: lis
     if b"\r\n--" + BOUNDARY in b"\r\n" + content:
         return
     assert read(form(content, order=order), cuts) == (Form({"purpose": "batch"}, "a.jsonl"), content)
+
+
+async def test_only_some_uploads_have_a_piece_processed_at_a_time() -> None:
+    turns, pieces = asyncio.Semaphore(2), [4] * 20
+    at_once, most = 0, 0
+
+    async def upload(number: int) -> None:
+        async def receive() -> Any:
+            pieces[number] -= 1
+            begun = b"--" + BOUNDARY + b"\r\n" + b'Content-Disposition: form-data; name="file"\r\n\r\n'
+            return {"type": "http.request", "body": begun if pieces[number] == 3 else b"x", "more_body": True}
+
+        async def write(data: bytes) -> None:
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            at_once -= 1
+            if pieces[number] <= 0:
+                raise ConnectionError
+
+        scope = {"headers": [(b"content-type", b"multipart/form-data; boundary=" + BOUNDARY)]}
+        with pytest.raises(ConnectionError):
+            await read_form(scope, receive, write, turns)
+
+    await asyncio.gather(*(upload(number) for number in range(len(pieces))))
+    assert most == 2
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from waiting import START_LIMIT_S, WAIT_LIMIT_S
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig
 from pagemill_gateway.processes.server import listening, open_gateway
-from pagemill_gateway.processes.sockets import bind, url_of
 from pagemill_operator.backends.local.ports import free_port
+from pagemill_servers.process.listening import bind, url_of
 
 NAME = "tiny"
 

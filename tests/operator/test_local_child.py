@@ -16,7 +16,8 @@ import psutil
 import pytest
 from waiting import WAIT_LIMIT_S, eventually
 
-from pagemill_operator.backends.local.child import Child, explain_exit, older, tail
+from pagemill_engine.failure import Termination, write_termination
+from pagemill_operator.backends.local.child import Child, Exit, explain_exit, older, tail
 
 
 async def start(code: str, log: Path) -> Child:
@@ -40,7 +41,15 @@ async def test_the_termination_message_is_the_reason(tmp_path: Path) -> None:
         tmp_path / "log",
     )
     ended = await child.wait()
-    assert (ended.reason, ended.message) == ("ModelNotFound", "no file x")
+    assert (ended.reason, ended.message, ended.is_permanent) == ("ModelNotFound", "no file x", False)
+
+
+@pytest.mark.parametrize(("reason", "is_permanent"), [("ModelTooLarge", True), ("PortInUse", False)])
+def test_an_engine_says_whether_another_start_would_fail_as_well(
+    reason: str, is_permanent: bool, tmp_path: Path
+) -> None:
+    (log := tmp_path / "log").write_text(write_termination(Termination(reason, "The message."), None))
+    assert explain_exit(1, log) == Exit(reason, "The message.", is_permanent)
 
 
 async def test_without_a_termination_message_the_last_lines_and_the_exit_code_are_the_reason(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pagemill_operator.config import OperatorSettingsError, load_config
+from pagemill_operator.config import load_config
+from pagemill_servers.process.settings import SettingsError
 
 GOOD = {"namespace": "pagemill-system", "engine_image": "pagemill/engine:1"}
 
@@ -46,10 +47,10 @@ def test_two_fields_are_sufficient(settings: Any) -> None:
     ],
 )
 def test_an_invalid_setting_is_refused(settings: Any, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(OperatorSettingsError, match=words):
+    with pytest.raises(SettingsError, match=words):
         load_config(settings(**changes))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OperatorSettingsError, match=r"absent\.json: No such file"):
+    with pytest.raises(SettingsError, match=r"absent\.json: No such file"):
         load_config(tmp_path / "absent.json")

@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from pagemill_engine.ipc.messages import Ready
+from pagemill_engine.limits import SchedulerLimits
 from pagemill_protocol.report.state import EngineLoad
+
+LIMITS = SchedulerLimits(
+    num_blocks=64, block_size=16, max_model_len=1024, vocab_size=256, weights_digest="w", kv_dtype="float32"
+)
 
 
 def engine_ready(**changes: Any) -> Ready:
     return Ready(
         **{
-            "num_blocks": 64,
-            "block_size": 16,
-            "max_model_len": 1024,
-            "max_num_batched_tokens": 512,
-            "max_num_seqs": 64,
-            "vocab_size": 256,
-            "weights_digest": "w",
-            "kv_dtype": "float32",
+            "limits": LIMITS,
             "weight_bytes": 0,
             "kv_bytes_per_token": 1,
             "compute": "float32, native kernels",

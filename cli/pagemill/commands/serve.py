@@ -339,16 +339,16 @@ class _Screen:
 
 def budget_table(ready: Ready, memory: MemoryBudget) -> Table:
     """Return the table of the memory's parts. "Free" is the rest of the rounded parts, so that the column adds up."""
-    num_tokens = ready.num_blocks * ready.block_size
-    blocks = f"{ready.num_blocks:,} blocks of {ready.block_size} = {num_tokens:,} tokens"
-    full = f"{num_tokens / ready.max_model_len:.1f} requests of {ready.max_model_len:,} tokens"
-    step = f"{ready.max_num_batched_tokens:,} tokens, {ready.max_num_seqs:,} sequences"
+    num_tokens = ready.limits.num_blocks * ready.limits.block_size
+    blocks = f"{ready.limits.num_blocks:,} blocks of {ready.limits.block_size} = {num_tokens:,} tokens"
+    full = f"{num_tokens / ready.limits.max_model_len:.1f} requests of {ready.limits.max_model_len:,} tokens"
+    step = f"{ready.limits.max_num_batched_tokens:,} tokens, {ready.limits.max_num_seqs:,} sequences"
     parts = [
         ("Weights", memory.weight_bytes, f"loaded; {ready.compute}"),
         (
             "KV cache",
             memory.kv_bytes,
-            f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB per token ({ready.kv_dtype})",
+            f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB per token ({ready.limits.kv_dtype})",
         ),
         ("Activations", memory.activation_bytes, f"{_largest_step(memory)}: {step}"),
         ("Engine process", memory.process_bytes, "interpreter and libraries, measured before the model was loaded"),
@@ -370,7 +370,7 @@ def budget_table(ready: Ready, memory: MemoryBudget) -> Table:
     table.add_row(
         "Limit",
         f"{limit_mib:,}",
-        f"of the machine or container; the KV cache fits {full}, {ready.max_num_seqs} at most",
+        f"of the machine or container; the KV cache fits {full}, {ready.limits.max_num_seqs} at most",
     )
     return table
 

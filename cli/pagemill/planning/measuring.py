@@ -106,8 +106,9 @@ class _Rounds:
     @property
     def _most(self) -> int:
         """The number of requests that fit in the KV cache and in a step, at least 1."""
-        in_cache = self._ready.num_blocks * self._ready.block_size // (self._input_tokens + self._output_tokens)
-        return max(1, min(self._ready.max_num_seqs, in_cache))
+        limits = self._ready.limits
+        in_cache = limits.num_blocks * limits.block_size // (self._input_tokens + self._output_tokens)
+        return max(1, min(limits.max_num_seqs, in_cache))
 
     async def _round(self, at_once: int, limit_s: float) -> SingleRequestLatency:
         """Run `at_once` requests at the same time to their ends. Return the latencies of the first one."""
@@ -140,7 +141,7 @@ class _Rounds:
     def _send(self) -> str:
         self._num_requests += 1
         name = f"plan-{self._num_requests}"
-        vocab_size = self._ready.vocab_size
+        vocab_size = self._ready.limits.vocab_size
         request = GenerateRequest(
             request_id=name,
             model="",

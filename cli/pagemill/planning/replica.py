@@ -202,8 +202,8 @@ def _measured(
             "be measured with it; name an accelerator with --accelerator, or step times with --fit"
         )
     measured = asyncio.run(measure(config, input_tokens, output_tokens, options.measure_s, options.show_progress))
-    ready = measured.ready
-    num_blocks, budget = ready.num_blocks, ready.memory
+    ready, limits = measured.ready, measured.ready.limits
+    num_blocks, budget = limits.num_blocks, ready.memory
     memory_bytes = plan.groups[0].process.memory_bytes
     if memory_bytes and budget is not None:
         # The pod runs the native CPU kernels: activations are float32 and weights are not gathered.
@@ -211,8 +211,10 @@ def _measured(
         with _engines_refusals():
             num_blocks, budget = plan_memory(config, load_model_spec(path), sizes, _pod_memory(memory_bytes))
     return PlannedReplica(
-        shape=Shape(num_blocks, ready.block_size, ready.max_num_seqs, ready.max_num_batched_tokens, measured.step_time),
-        max_model_len=min(ready.max_model_len, num_blocks * ready.block_size),
+        shape=Shape(
+            num_blocks, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens, measured.step_time
+        ),
+        max_model_len=min(limits.max_model_len, num_blocks * limits.block_size),
         weight_bytes=ready.weight_bytes,
         kv_bytes_per_token=ready.kv_bytes_per_token,
         budget=budget,

@@ -31,27 +31,6 @@ logger = logging.getLogger("pagemill.up")
 
 MAX_FIRST_CRASHES = 3
 """After this many crashes of a process that was never ready, `pagemill up` gives up."""
-PERMANENT_REASONS = frozenset(
-    {
-        "DeviceUnavailable",
-        "GraphsTooLarge",
-        "ModelNotFound",
-        "ModelUnreadable",
-        "UnsupportedArchitecture",
-        "UnsupportedQuantization",
-        "KVCacheTooLarge",
-        "KVCacheTooSmall",
-        "ModelTooLarge",
-        "MaxModelLenTooLarge",
-        "SourceUnavailable",
-        "SettingsInvalid",
-        "SettingsUnreadable",
-        "SettingsUnsupported",
-        "StartFailed",
-        "StepTooLarge",
-    }
-)
-"""Reasons of a crash that a restart cannot fix."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +188,7 @@ class Session:
         for process in processes:
             if process.phase != "crashed" or process.was_ready:
                 continue
-            if process.reason in PERMANENT_REASONS or process.num_crashes >= MAX_FIRST_CRASHES:
+            if process.is_permanent or process.num_crashes >= MAX_FIRST_CRASHES:
                 raise GivenUp(f"{process.name}: {process.reason}: {process.message}")
 
     def _show_urls(self) -> None:

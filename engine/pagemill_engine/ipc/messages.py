@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
+from pagemill_engine.limits import SchedulerLimits
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest
-from pagemill_protocol.request.pooling import PoolingSpec
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -82,16 +82,8 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The model has generated a token, and the engine accepts requests."""
 
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    vocab_size: int
-    weights_digest: str
-    kv_dtype: str
-    caches_prefixes: bool = True
-    pooling: PoolingSpec | None = None
+    limits: SchedulerLimits
+    """What the scheduler admits by, so that the server refuses the same requests before they are sent."""
     weight_bytes: int
     kv_bytes_per_token: int
     compute: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagemill_engine.config import EngineConfig, StepLimits
 from pagemill_engine.executing.base import RunnerInfo
-from pagemill_engine.scheduler.limits import SchedulerLimits
+from pagemill_engine.limits import SchedulerLimits
 
 
 def step_limits(config: EngineConfig, info: RunnerInfo) -> StepLimits:

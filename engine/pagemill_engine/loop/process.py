@@ -232,16 +232,7 @@ def serve(config: EngineConfig, link: ParentLink, early_digest: EarlyDigest | No
 def _ready(core: EngineCore, load_s: float, start_s: dict[str, float]) -> Ready:
     info = core.runner.info
     return Ready(
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_model_len=info.max_model_len,
-        max_num_batched_tokens=core.scheduler.limits.max_num_batched_tokens,
-        max_num_seqs=core.scheduler.limits.max_num_seqs,
-        vocab_size=info.vocab_size,
-        weights_digest=info.weights_digest,
-        kv_dtype=info.kv_dtype,
-        caches_prefixes=core.scheduler.limits.enable_prefix_caching,
-        pooling=info.pooling,
+        limits=core.scheduler.limits,
         weight_bytes=info.weight_bytes,
         kv_bytes_per_token=info.kv_bytes_per_token,
         compute=info.compute,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.scheduler.beams import BeamSearch, most_blocks, num_candidates
-from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.prompt_report import PromptLogprobs
 from pagemill_engine.scheduler.restriction import restriction_of
 from pagemill_engine.scheduler.sequence import Sequence

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.manager import NO_NEW_BLOCKS, Allocation, KVCacheManager
+from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.scheduler.admission import Admission, already_served
 from pagemill_engine.scheduler.beam_searches import BeamSearches, clash, sequences_to_abort
 from pagemill_engine.scheduler.builder import StepBuilder, prompt_targets, reusable_blocks
 from pagemill_engine.scheduler.choices import WaitingChoices
 from pagemill_engine.scheduler.finish import finish_reason
 from pagemill_engine.scheduler.in_flight_steps import InFlightStep, InFlightSteps, can_run_ahead
-from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.order import POLICIES
 from pagemill_engine.scheduler.order.sorted_sequences import (
     LOW_PRIORITY_SERVING,

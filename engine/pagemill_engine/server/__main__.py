@@ -69,7 +69,12 @@ def _events() -> ServerEvents:
 
 
 def _say_ready(ready: Ready) -> None:
-    _say(event="ready", num_blocks=ready.num_blocks, max_model_len=ready.max_model_len, load_s=round(ready.load_s, 3))
+    _say(
+        event="ready",
+        num_blocks=ready.limits.num_blocks,
+        max_model_len=ready.limits.max_model_len,
+        load_s=round(ready.load_s, 3),
+    )
 
 
 def _say(**fields: Any) -> None:

@@ -74,7 +74,7 @@ class ServerContext:
 
     def system_fingerprint(self) -> str:
         _, ready = self.ready_engine()
-        return fingerprint(ready.weights_digest)
+        return fingerprint(ready.limits.weights_digest)
 
     def check_model(self, name: str) -> None:
         if name not in self.names:

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pagemill_engine.config import EngineConfig, StepLimits
-from pagemill_engine.executing.base import RunnerInfo
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
@@ -36,7 +35,6 @@ from pagemill_engine.ipc.messages import (
     ToEngine,
     TokensOut,
 )
-from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_engine.output.processor import Frame, Processor, is_large, parts_of
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
 from pagemill_engine.server.answer import Answer, PromptAnswer
@@ -373,14 +371,14 @@ class EngineClient:
 
     def _handle_ready(self, ready: Ready) -> None:
         self.ready_info = ready
-        self._admission = Admission(scheduler_limits(self._config, _runner_info(ready)))
+        self._admission = Admission(ready.limits)
         self._metrics.ready(ready)
         self._publisher.describe(ready)
         self._lifecycle.enter("ready", f"loaded in {ready.load_s:.1f} s")
 
     def _refuse_other_weights(self, request: GenerateRequest) -> None:
         assert self.ready_info is not None
-        mine = self.ready_info.weights_digest
+        mine = self.ready_info.limits.weights_digest
         if request.weights_digest and request.weights_digest != mine:
             raise PagemillError(
                 f"This answer was begun with weights {request.weights_digest[:12]}; this engine has {mine[:12]}. "
@@ -396,20 +394,3 @@ class EngineClient:
         if self._lifecycle.ending:
             raise unavailable("This server is shutting down.", retry_after_s=1, code="draining")
         raise unavailable(f"The model is not ready yet: {self._lifecycle.detail}.", retry_after_s=2, code="not_ready")
-
-
-def _runner_info(ready: Ready) -> RunnerInfo:
-    return RunnerInfo(
-        num_blocks=ready.num_blocks,
-        block_size=ready.block_size,
-        max_model_len=ready.max_model_len,
-        vocab_size=ready.vocab_size,
-        weights_digest=ready.weights_digest,
-        kv_dtype=ready.kv_dtype,
-        weight_bytes=ready.weight_bytes,
-        kv_bytes_per_token=ready.kv_bytes_per_token,
-        compute=ready.compute,
-        device=ready.device,
-        pooling=ready.pooling,
-        step=StepLimits(ready.max_num_seqs, ready.max_num_batched_tokens),
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import ssl
 import time
@@ -20,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
@@ -44,7 +42,6 @@ from pagemill_engine.server.request_memory import RequestMemory
 from pagemill_engine.server.routes.apps import control_app, data_app
 from pagemill_engine.server.routes.keys import internal_tokens, open_keys, with_token
 from pagemill_engine.server.settings import Settings
-from pagemill_engine.server.sockets import bind, bound_address, bound_port
 from pagemill_engine.sizing.unused_settings import UnusedSetting, unused_settings, without
 from pagemill_models.sources import Opened, SourceError, default_name, open_source
 from pagemill_models.spec.model_files import load_model_spec
@@ -60,10 +57,12 @@ from pagemill_servers.connection_limits import (
     ConnectionLimits,
     within_open_files,
 )
+from pagemill_servers.process.http_server import HttpServer
+from pagemill_servers.process.listening import ListenError, bind_both, bound_address
 from pagemill_servers.process.malloc import return_large_blocks, trim_heap
 from pagemill_servers.process.settings import SettingsError
+from pagemill_servers.process.stop_signals import Stop
 from pagemill_servers.tls.certificates import ServerTLS, TLSError
-from pagemill_servers.tls.handshakes import secured
 from pagemill_servers.tracing.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)
@@ -128,24 +127,17 @@ class Server:
         self._was_ready = False
         self._warming_up: asyncio.Task[None] | None = None
         self._opened: Opened | None = None
-        self._num_signals = 0
-        self._signalled = asyncio.Event()
-        self._second_signal = asyncio.Event()
-        """Set at the second signal, which ends the server without waiting."""
+        self._stop = Stop()
+        """The second signal ends the server without waiting."""
 
     async def run(self) -> None:
         context, server = self._context, self._settings.server
-        data_socket = bind(server.host, server.port, "port")
-        try:
-            control_socket = bind(server.control_host, server.control_port, "control_port")
-        except StartupError:
-            data_socket.close()
-            raise
+        data_socket, control_socket = _open_ports(server)
         with data_socket, control_socket, with_token(server, *bound_address(control_socket)) as guarded:
             if guarded is not server:
                 context.tokens = internal_tokens(guarded)
                 self._events.on_token(str(guarded.internal_tokens_file))
-            self._events.on_listening(bound_port(data_socket), bound_port(control_socket))
+            self._events.on_listening(bound_address(data_socket)[1], bound_address(control_socket)[1])
             await self._serve(data_socket, control_socket)
 
     async def _serve(self, data_socket: socket.socket, control_socket: socket.socket) -> None:
@@ -154,9 +146,10 @@ class Server:
         data_limits = ConnectionLimits(within_open_files(DEFAULT_MAX_CONNECTIONS))
         async with contextlib.AsyncExitStack() as stack:
             certificate = await stack.enter_async_context(self._tls.followed()) if self._tls is not None else None
-            data = _HttpServer(data_app(context), server, data_limits, certificate)
-            control = _HttpServer(control_app(context), server, ConnectionLimits(MAX_CONTROL_CONNECTIONS), certificate)
-            stack.enter_context(self._signals())
+            control_limits = ConnectionLimits(MAX_CONTROL_CONNECTIONS)
+            data = _http_server(data_app(context), server, data_limits, certificate)
+            control = _http_server(control_app(context), server, control_limits, certificate)
+            stack.enter_context(self._stop.on_signals())
             http = [
                 asyncio.create_task(data.serve(sockets=[data_socket])),
                 asyncio.create_task(control.serve(sockets=[control_socket])),
@@ -232,7 +225,7 @@ class Server:
 
     async def _until_end(self, *needed: asyncio.Task[None]) -> None:
         """Wait for a signal and its drain. Raises `StartupError` if a needed task ended by itself."""
-        signalled = asyncio.create_task(self._signalled.wait())
+        signalled = asyncio.create_task(self._stop.wait(1))
         try:
             await asyncio.wait([*needed, signalled], return_when=asyncio.FIRST_COMPLETED)
             if not any(task.done() for task in needed):
@@ -251,7 +244,7 @@ class Server:
             return
         self._events.on_drain(context.client.num_requests)
         served = asyncio.create_task(self._finish(context.client))
-        second_signal = asyncio.create_task(self._second_signal.wait())
+        second_signal = asyncio.create_task(self._stop.wait(2))
         try:
             await asyncio.wait([served, second_signal, *needed], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -283,7 +276,7 @@ class Server:
         self,
         engine: asyncio.Task[None],
         publisher: asyncio.Task[None],
-        servers: list[_HttpServer],
+        servers: list[HttpServer],
         http: list[asyncio.Task[None]],
     ) -> None:
         """End streams, flush connections and end the engine process, all at the same time."""
@@ -305,14 +298,14 @@ class Server:
         context.lifecycle.enter("stopped")
         context.close()
 
-    async def _end_at_second_signal(self, servers: list[_HttpServer]) -> None:
+    async def _end_at_second_signal(self, servers: list[HttpServer]) -> None:
         """At a second signal, stop waiting for the engine process's step and for clients that do not read."""
-        await self._second_signal.wait()
+        await self._stop.wait(2)
         if self._context.client is not None:
             self._context.client.kill()
         await asyncio.sleep(SECOND_SIGNAL_FLUSH_S)
         for server in servers:
-            server.force_exit = True
+            server.cut_connections()
 
     def _on_phase(self, phase: str, detail: str) -> None:
         self._context.metrics.phase(phase)
@@ -324,50 +317,19 @@ class Server:
             self._forget_links()
             self._events.on_ready(client.ready_info)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        handled = (signal.SIGTERM, signal.SIGINT)
-        for number in handled:
-            loop.add_signal_handler(number, self._on_signal)
-        try:
-            yield
-        finally:
-            for number in handled:
-                loop.remove_signal_handler(number)
 
-    def _on_signal(self) -> None:
-        self._num_signals += 1
-        self._signalled.set()
-        if self._num_signals > 1:
-            self._second_signal.set()
+def _open_ports(server: ServerConfig) -> tuple[socket.socket, socket.socket]:
+    try:
+        return bind_both(server.host, server.port, server.control_host, server.control_port)
+    except ListenError as error:
+        raise StartupError(error.reason, str(error), error.field) from error
 
 
-class _HttpServer(uvicorn.Server):
-    """uvicorn on sockets that are bound already. `Server` handles the signals."""
-
-    def __init__(
-        self, app: ASGIApp, server: ServerConfig, limits: ConnectionLimits, certificate: ssl.SSLContext | None
-    ) -> None:
-        protocol = bounded_protocol(server.max_header_bytes, upgrades=(LINK_PROTOCOL,), limits=limits)
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=secured(protocol, certificate, limits),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,  # no address or scheme of a client is used
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
-            )
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+def _http_server(
+    app: ASGIApp, server: ServerConfig, limits: ConnectionLimits, certificate: ssl.SSLContext | None
+) -> HttpServer:
+    protocol = bounded_protocol(server.max_header_bytes, upgrades=(LINK_PROTOCOL,), limits=limits)
+    return HttpServer(app, protocol, limits, certificate, keep_alive_s=KEEP_ALIVE_S, flush_timeout_s=FLUSH_TIMEOUT_S)
 
 
 def _open_tls(server: ServerConfig) -> ServerTLS | None:

@@ -93,20 +93,20 @@ class ServerMetrics:
     def ready(self, ready: Ready) -> None:
         self._metrics.gauge(
             names.CACHE_CONFIG_INFO,
-            block_size=str(ready.block_size),
-            num_gpu_blocks=str(ready.num_blocks),
-            cache_dtype=ready.kv_dtype,
-            enable_prefix_caching=str(self._config.enable_prefix_caching),
+            block_size=str(ready.limits.block_size),
+            num_gpu_blocks=str(ready.limits.num_blocks),
+            cache_dtype=ready.limits.kv_dtype,
+            enable_prefix_caching=str(ready.limits.enable_prefix_caching),
         ).set(1)
         self._metrics.gauge(
             names.ENGINE_INFO,
             version=VERSION,
-            weights_digest=ready.weights_digest,
-            kv_dtype=ready.kv_dtype,
+            weights_digest=ready.limits.weights_digest,
+            kv_dtype=ready.limits.kv_dtype,
             device=ready.device,
             compute=ready.compute,
         ).set(1)
-        self._metrics.gauge(names.ENGINE_MAX_NUM_SEQS).set(ready.max_num_seqs)
+        self._metrics.gauge(names.ENGINE_MAX_NUM_SEQS).set(ready.limits.max_num_seqs)
         self._load(ready.load)
 
     def step(self, step: StepOutputs) -> None:

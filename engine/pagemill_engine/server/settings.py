@@ -11,6 +11,7 @@ import msgspec
 
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.failure import StartupError
+from pagemill_servers.process.settings import SettingsError, UnreadableSettingsError, read_settings
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,8 +22,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def load_settings(path: Path) -> Settings:
     """Read a settings file. Raises `StartupError` that names the file and the field at fault."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Settings)
-    except OSError as error:
-        raise StartupError("SettingsUnreadable", f"Cannot read the settings file {path}: {error.strerror}.") from error
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise StartupError("SettingsInvalid", f"The settings file {path} is wrong: {error}.") from error
+        return read_settings(path, Settings)
+    except UnreadableSettingsError as error:
+        raise StartupError("SettingsUnreadable", str(error)) from error
+    except SettingsError as error:
+        raise StartupError("SettingsInvalid", str(error)) from error

@@ -11,11 +11,10 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from pagemill_gateway.app import control_app, data_app
@@ -25,17 +24,19 @@ from pagemill_gateway.control_token import with_control_token
 from pagemill_gateway.logs import log_event
 from pagemill_gateway.processes.garbage_collection import reduce_garbage_collection
 from pagemill_gateway.processes.sockets import log_listening, open_ports
-from pagemill_gateway.processes.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 from pagemill_servers.connection import bounded_protocol
 from pagemill_servers.connection_limits import MAX_CONTROL_CONNECTIONS, ConnectionLimits, within_open_files
+from pagemill_servers.process.http_server import HttpServer
+from pagemill_servers.process.stop_signals import Stop
 from pagemill_servers.tls.certificates import ServerTLS
 from pagemill_servers.tls.config import TLSConfig
-from pagemill_servers.tls.handshakes import secured
 
 logger = logging.getLogger("pagemill.gateway")
 
 KEEP_ALIVE_S = 75
+CLOSE_TIMEOUT_S = 5
+"""How long connections have at the end to read their last bytes."""
 WRITE_TIMEOUT_MARGIN_S = 5.0
 """Added to the time of clients that read nothing, so that a stream's own timeout ends it first."""
 FLUSH_TIMEOUT_S = 10.0
@@ -177,36 +178,9 @@ async def drain(worker: Worker, stop: Stop, data: Listening) -> None:
         hurry.cancel()
 
 
-class _Server(uvicorn.Server):
-    def refuse_connections(self) -> None:
-        for server in self.servers:
-            server.close()
-
-    def cut_connections(self) -> None:
-        self.force_exit = True
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the gateway, because uvicorn would stop listening before the drain."""
-        yield
-
-
 def _server(
     app: ASGIApp, config: GatewayConfig, limits: ConnectionLimits, certificate: ssl.SSLContext | None
-) -> _Server:
+) -> HttpServer:
     write_timeout_s = config.slow_client_timeout_s + WRITE_TIMEOUT_MARGIN_S
     protocol = bounded_protocol(config.max_header_bytes, limits=limits, write_timeout_s=write_timeout_s)
-    return _Server(
-        uvicorn.Config(
-            app,
-            http=secured(protocol, certificate, limits),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,  # the address and scheme of clients are not used
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=5,
-        )
-    )
+    return HttpServer(app, protocol, limits, certificate, keep_alive_s=KEEP_ALIVE_S, flush_timeout_s=CLOSE_TIMEOUT_S)

@@ -15,8 +15,8 @@ from pagemill_gateway.ipc.worker_connection import serving_workers
 from pagemill_gateway.processes.child import Setup, report_ready
 from pagemill_gateway.processes.garbage_collection import reduce_garbage_collection
 from pagemill_gateway.processes.server import drain, serving, serving_data, stopped
-from pagemill_gateway.processes.stop_signals import Stop
 from pagemill_gateway.worker import Worker
+from pagemill_servers.process.stop_signals import Stop
 
 
 async def serve_control(setup: Setup) -> None:

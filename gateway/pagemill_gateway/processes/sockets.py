@@ -8,6 +8,7 @@ from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_gateway.logs import log_event
 from pagemill_protocol.errors import PagemillError
+from pagemill_servers.process.listening import bind_both, url_of
 from pagemill_servers.tls.certificates import EngineTrust, ServerTLS, TLSError
 
 
@@ -23,33 +24,7 @@ def open_ports(config: GatewayConfig) -> tuple[socket.socket, socket.socket]:
         check_catalog(config.catalog)
     except PagemillError as error:
         raise SettingsError(f"catalog: {error.message}") from error
-    data_socket = bind(config.host, config.port, "port")
-    try:
-        return data_socket, bind(config.control_host, config.control_port, "control_port")
-    except SettingsError:
-        data_socket.close()
-        raise
-
-
-def bind(host: str, port: int, field: str) -> socket.socket:
-    """Return a listening socket. Raises `SettingsError`, which names the setting `field`."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise SettingsError(f"{field.replace('port', 'host')}: {host!r} is no address of this machine.") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise SettingsError(
-            f"{field}: cannot listen on {host}:{port}: {error.strerror}. Choose another port, or stop who uses it."
-        ) from error
-    return listener
+    return bind_both(config.host, config.port, config.control_host, config.control_port)
 
 
 def log_listening(config: GatewayConfig, data_socket: socket.socket, control_socket: socket.socket) -> None:
@@ -57,8 +32,3 @@ def log_listening(config: GatewayConfig, data_socket: socket.socket, control_soc
     file = {"control_token_file": config.control_token_file} if config.control_token_file is not None else {}
     scheme = "http" if config.tls is None else "https"
     log_event("listening", url=url_of(data_socket, scheme), control_url=url_of(control_socket), **file)
-
-
-def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    host, port = listener.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

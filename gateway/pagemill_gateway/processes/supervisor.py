@@ -17,7 +17,7 @@ from pagemill_gateway.control_token import with_control_token
 from pagemill_gateway.processes.child import Setup
 from pagemill_gateway.processes.child_process import ChildProcess
 from pagemill_gateway.processes.sockets import log_listening, open_ports
-from pagemill_gateway.processes.stop_signals import Stop
+from pagemill_servers.process.stop_signals import Stop
 
 DRAIN_MARGIN_S = 30.0
 """A worker whose drain takes this much longer than the settings allow is killed."""

@@ -1,10 +1,13 @@
-"""The failure of an attempt at an engine, and the meaning of an engine's refusal, over a link as over HTTP."""
+"""The failure of an attempt at an engine, the meaning of an engine's refusal, and what a failure leaves for the next
+attempt. Pure: the simulator judges its attempts by the same functions."""
 
 from __future__ import annotations
 
 import msgspec
 
-from pagemill_gateway.brain.interface import FailureKind
+from pagemill_gateway.admission.attempts import Attempts
+from pagemill_gateway.brain.interface import Assignment, FailureKind
+from pagemill_gateway.relay.engine_failures import EngineFailures
 from pagemill_protocol.errors import PagemillError
 
 MAX_ERROR_BYTES = 64 * 1024
@@ -30,6 +33,39 @@ class UpstreamFailure(Exception):
 
 def garbage(error: Exception) -> UpstreamFailure:
     return UpstreamFailure("broken", f"The engine sent garbage: {error}")
+
+
+def record_failure(
+    failure: UpstreamFailure,
+    assignment: Assignment,
+    attempts: Attempts,
+    engine_failures: EngineFailures,
+    *,
+    progressed: bool,
+    is_accepted: bool,
+    can_continue: bool = True,
+) -> None:
+    """Record a failed attempt of a request in its accounts.
+
+    `progressed`: it brought tokens. `is_accepted`: the engine had said that it has the request. `can_continue`: another
+    engine can continue behind these tokens.
+    """
+    if progressed and can_continue:
+        attempts.progressed()
+    if failure.kind == "refused":
+        attempts.refused(failure.message)
+    elif failure.kind in ("declined", "unreachable") or (failure.kind == "lost" and not is_accepted):
+        # Several engines may be gone unnoticed, which a kept connection shows only now. A request that none of them
+        # received must not use up its attempts.
+        attempts.record_decline(failure.message)
+    elif failure.kind in ("lost", "killed", "crashed"):
+        attempts.ended(failure.message, crashed=failure.kind == "crashed")
+    else:
+        attempts.record_break(
+            failure.message, at_fault=failure.kind == "request", fell_silent=failure.kind == "stalled"
+        )
+    if failure.kind != "stalled" or is_accepted:
+        engine_failures.failed(assignment, failure.kind, progressed=progressed)
 
 
 class _ErrorFields(msgspec.Struct):

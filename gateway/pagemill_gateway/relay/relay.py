@@ -30,7 +30,7 @@ from pagemill_gateway.brain.interface import (
 from pagemill_gateway.limits.allowance import Allowance
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.answer_stream import Frame
-from pagemill_gateway.relay.attempt_failures import TOO_SHORT, UpstreamFailure
+from pagemill_gateway.relay.attempt_failures import TOO_SHORT, UpstreamFailure, record_failure
 from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, forward, forward_nowait
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalCapacity
@@ -208,11 +208,16 @@ class Relay:
         """Return the context of the next attempt. Raises `PagemillError` if there must be none."""
         journal, attempts = delivery.journal, delivery.attempts
         delivery.last_failure = failure.kind
-        if got_tokens and journal.can_continue:
-            attempts.progressed()
+        record_failure(
+            failure,
+            assignment,
+            attempts,
+            delivery.engine_failures,
+            progressed=got_tokens,
+            is_accepted=delivery.is_accepted,
+            can_continue=journal.can_continue,
+        )
         self._note(failure, assignment, delivery)
-        if failure.kind != "stalled" or delivery.is_accepted:
-            delivery.engine_failures.failed(assignment, failure.kind, progressed=got_tokens)
         if delivery.sink.delivered and (delivery.sink.is_within or not journal.can_continue):
             raise bad_upstream(f"The answer broke off: {failure.message}") from failure
         if attempts.exhausted:
@@ -239,25 +244,13 @@ class Relay:
         record.num_migrated_tokens += journal.num_kept
 
     def _note(self, failure: UpstreamFailure, assignment: Assignment, delivery: Delivery) -> None:
-        attempts, record = delivery.attempts, delivery.record
+        record = delivery.record
         delivery.attempt.ended(failure.kind)
         self._metrics.attempt(record.model, assignment.endpoint_id, failure.kind)
-        if failure.kind == "refused":
-            attempts.refused(failure.message)
-        elif failure.kind in ("declined", "unreachable") or (failure.kind == "lost" and not delivery.is_accepted):
-            # Several engines may be gone unnoticed, which a kept connection shows only now. A request that none of them
-            # received must not use up its attempts.
-            attempts.record_decline(failure.message)
-        elif failure.kind in ("lost", "killed", "crashed"):
-            attempts.ended(failure.message, crashed=failure.kind == "crashed")
-        else:
-            attempts.record_break(
-                failure.message, at_fault=failure.kind == "request", fell_silent=failure.kind == "stalled"
-            )
         logger.info(
             "request %s: attempt %d at %s failed after %d tokens (%s): %s",
             record.request_id,
-            attempts.count,
+            delivery.attempts.count,
             assignment.endpoint_id,
             delivery.journal.num_tokens,
             failure.kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -21,18 +22,21 @@ from pagemill_servers.request_middleware import check_json_content_type
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 MAX_FILES_PAGE = 10_000
+UPLOADS_AT_ONCE = 2
+"""Uploads of which a piece is parsed and written at the same time."""
 
 
 class BatchRoutes:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._upload_turns = asyncio.Semaphore(UPLOADS_AT_ONCE)
 
     async def upload(self, request: Request) -> Response:
         caller, batches = self._enter(request)
         with entered(self._worker, caller, is_limited=False):
             upload = await batches.upload(caller.account)
             try:
-                form = await read_form(request.scope, request.receive, upload.append)
+                form = await read_form(request.scope, request.receive, upload.append, self._upload_turns)
                 if form.filename is None:
                     raise invalid_field("file", "The form has no field `file`.", code="missing_required_parameter")
                 if (purpose := form.fields.get("purpose")) != "batch":

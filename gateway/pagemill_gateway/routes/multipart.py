@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -25,8 +26,14 @@ class Form(NamedTuple):
     """The name of the file; `None` if there is no file."""
 
 
-async def read_form(scope: Scope, receive: Receive, write: Callable[[bytes], Awaitable[None]]) -> Form:
-    """Read a form; `write` is called with the content of the field `file`. Raises `PagemillError`."""
+async def read_form(
+    scope: Scope, receive: Receive, write: Callable[[bytes], Awaitable[None]], turns: asyncio.Semaphore
+) -> Form:
+    """Read a form; `write` is called with the content of the field `file`. Raises `PagemillError`.
+
+    A piece is parsed and written in one of the `turns` that all uploads share, so that many of them leave time for
+    other requests.
+    """
     kind, options = parse_options_header(header(scope, b"content-type") or "")
     if kind != b"multipart/form-data" or b"boundary" not in options:
         raise PagemillError(
@@ -55,9 +62,10 @@ async def read_form(scope: Scope, receive: Receive, write: Callable[[bytes], Awa
             if message["type"] != "http.request":
                 raise client_closed_request()
             more = message.get("more_body", False)
-            parser.write(message.get("body", b""))
-            if data := parts.take():
-                await write(data)
+            async with turns:
+                parser.write(message.get("body", b""))
+                if data := parts.take():
+                    await write(data)
     except FormParserError as error:
         raise invalid_field("body", f"The body is not valid multipart/form-data: {error}.") from None
     if not parts.ended:

@@ -136,7 +136,7 @@ def merge(
         num_gateways=num_gateways,
         num_reporting=len(reports),
         engines=_engines(reports, fleet),
-        queue=_queue([load.queue for load in loads]),
+        queue=merged_queue(load.queue for load in loads),
         arrivals=_arrivals([load.arrivals for load in loads]),
         latencies=_latencies([load.latencies for load in loads]),
         lengths=_lengths([load.lengths for load in loads]),
@@ -185,6 +185,19 @@ def _replicas(loads: Sequence[DeploymentLoad]) -> tuple[EngineReport, ...]:
 
 
 def _engines(reports: Sequence[GatewayReport], fleet: Fleet) -> EnginesLoad:
+    engines = reported_engines(reports)
+    # Engines that the platform calls ready may be busy although they report to no gateway.
+    if engines.truth == "value" and engines.num_reporting < fleet.ready:
+        truth = "stale" if engines.num_reporting else "unknown"
+        return msgspec.structs.replace(engines, truth=truth)
+    return engines
+
+
+def reported_engines(reports: Sequence[GatewayReport]) -> EnginesLoad:
+    """Return the load of the engines in the report that knows most of them: by truth, number and age, in this order.
+
+    Unknown without a report, and where that report has impossible numbers.
+    """
     if not reports:
         return EnginesLoad()
     order = {"unknown": 0, "stale": 1, "value": 2}
@@ -195,13 +208,7 @@ def _engines(reports: Sequence[GatewayReport], fleet: Fleet) -> EnginesLoad:
     engines = msgspec.structs.replace(
         reported, age_s=round(best.age_s + _age(best.load), 3), step_time=_readable(reported.step_time)
     )
-    if not (is_valid(engines) and math.isfinite(engines.age_s)):
-        return EnginesLoad()
-    # Engines that the platform calls ready may be busy although they report to no gateway.
-    if engines.truth == "value" and engines.num_reporting < fleet.ready:
-        truth = "stale" if engines.num_reporting else "unknown"
-        return msgspec.structs.replace(engines, truth=truth)
-    return engines
+    return engines if is_valid(engines) and math.isfinite(engines.age_s) else EnginesLoad()
 
 
 def is_valid(load: EngineLoad) -> bool:
@@ -226,7 +233,9 @@ def _age(load: DeploymentLoad) -> float:
     return age_s if math.isfinite(age_s) else 0.0
 
 
-def _queue(queues: Sequence[QueueLoad]) -> QueueLoad:
+def merged_queue(queues: Iterable[QueueLoad]) -> QueueLoad:
+    """Return the queues of all gateways as one."""
+    queues = list(queues)
     oldest = [queue.oldest_s for queue in queues if queue.oldest_s is not None and math.isfinite(queue.oldest_s)]
     return QueueLoad(
         num_requests=sum(max(0, queue.num_requests) for queue in queues),

@@ -7,12 +7,11 @@ counts, since sums would count twice. Only their queues are their own and add up
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from pagemill_operator.autoscaler.signals import GatewayReport, most_in_flight, weight
+from pagemill_operator.autoscaler.signals import GatewayReport, merged_queue, most_in_flight, reported_engines, weight
 from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineStart, LoadFrame
 from pagemill_protocol.report.state import EngineLoad
 
@@ -84,17 +83,16 @@ class LoadStore:
 
         None if no gateway knows the deployment.
         """
-        reports = self._of(key)
+        reports = self.reports(key)
         if not reports:
             return None
-        best = max(reports, key=lambda each: (each.load.engines.num_reporting > 0, each.at_s - _age(each.load)))
-        engines = best.load.engines
-        queued = sum(max(0, each.load.queue.num_requests) for each in reports)
+        engines = reported_engines(reports)
+        queue = merged_queue(report.load.queue for report in reports)
         return EngineLoad(
             num_blocks_total=engines.num_blocks_total,
             num_blocks_active=engines.num_blocks_active,
-            num_requests_running=max(0, engines.num_requests_running),
-            num_requests_waiting=max(0, engines.num_requests_waiting) + queued,
+            num_requests_running=engines.num_requests_running,
+            num_requests_waiting=engines.num_requests_waiting + queue.num_requests,
         )
 
     def _of(self, key: str) -> list[_Report]:
@@ -112,7 +110,3 @@ def emptiest_first(items: Iterable[Item], id_of: Callable[[Item], str], held: Ma
         return engine is None, weight(engine) if engine is not None else (0, 0)
 
     return sorted(items, key=order)
-
-
-def _age(load: DeploymentLoad) -> float:
-    return load.engines.age_s if math.isfinite(load.engines.age_s) else 0.0

@@ -27,6 +27,7 @@ from pagemill_gateway.brain.interface import (
     RoutingRequest,
     Target,
 )
+from pagemill_gateway.relay.attempt_failures import UpstreamFailure, record_failure
 from pagemill_gateway.relay.engine_failures import EngineFailures
 from pagemill_gateway.relay.relay import LEAST_TIMED_TOKENS
 from pagemill_protocol.errors import PagemillError
@@ -79,6 +80,8 @@ class RelayedRequest(msgspec.Struct, eq=False):
     weights_digest: str = ""
     was_accepted: bool = False
     """Whether an engine has accepted it."""
+    is_accepted: bool = False
+    """Whether the engine of the latest attempt has accepted it."""
     choice: Assignment | None = None
     """The endpoint of the latest attempt."""
     ended: asyncio.Future[FailureKind | PagemillError | None] | None = None
@@ -229,6 +232,7 @@ class SimulatedRelay:
 
     async def _attempt(self, request: RelayedRequest, choice: Assignment) -> FailureKind | PagemillError | None:
         request.choice, request.attempt_first_s, request.num_tokens_before = choice, None, len(request.output)
+        request.is_accepted = False
         request.ended, request.attempt_sent_s = self._loop.create_future(), self._events.now_s
         self._events.after(NETWORK_S, partial(self._enter, request, choice))
         return await request.ended
@@ -248,7 +252,7 @@ class SimulatedRelay:
             self._events.after(NETWORK_S, partial(self._end, request, "refused" if is_full else error))
             return
         pod_run.requests[name] = request
-        request.was_accepted = True
+        request.was_accepted = request.is_accepted = True
         request.weights_digest = request.weights_digest or pod_run.engine.weights_digest
         self._events.after(NETWORK_S, partial(self._brain.accepted, choice))
 
@@ -297,20 +301,17 @@ class SimulatedRelay:
 
     def _is_over(self, request: RelayedRequest, choice: Assignment, kind: FailureKind) -> bool:
         """Record a failure; return whether the request may not be tried again."""
-        attempts = request.attempts
-        progressed = len(request.output) > request.num_tokens_before
         if not request.output:
             request.weights_digest = ""
-        if progressed:
-            attempts.progressed()
-        if kind == "refused":
-            attempts.refused("full")
-        elif kind in ("declined", "unreachable"):
-            attempts.record_decline("gone")
-        else:
-            attempts.ended("lost", crashed=kind == "crashed")
-        request.engine_failures.failed(choice, kind, progressed=progressed)
-        return attempts.exhausted
+        record_failure(
+            UpstreamFailure(kind, "failed"),
+            choice,
+            request.attempts,
+            request.engine_failures,
+            progressed=len(request.output) > request.num_tokens_before,
+            is_accepted=request.is_accepted,
+        )
+        return request.attempts.exhausted
 
 
 def _request(name: str, request: RelayedRequest) -> GenerateRequest:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
-from engine_ready import engine_ready
+from engine_ready import LIMITS, engine_ready
 from waiting import WAIT_LIMIT_S
 
 from pagemill_engine.ipc.messages import PrefixEvents
@@ -76,7 +77,7 @@ async def test_an_engine_without_a_prefix_cache_reports_so(
     await reader.next()
     publisher.announce_bundle("bundle")
     await reader.next()
-    publisher.describe(engine_ready(caches_prefixes=caches_prefixes))
+    publisher.describe(engine_ready(limits=replace(LIMITS, enable_prefix_caching=caches_prefixes)))
     assert (await reader.next()).digests.hash_version == hash_version
 
 

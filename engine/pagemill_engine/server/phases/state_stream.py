@@ -86,20 +86,20 @@ class StatePublisher:
         """Publish the properties of the loaded engine."""
         digests = msgspec.structs.replace(
             self._next.digests,
-            weights=ready.weights_digest,
-            kv_dtype=ready.kv_dtype,
-            hash_version=HASH_VERSION if ready.caches_prefixes else NO_HASHES,
+            weights=ready.limits.weights_digest,
+            kv_dtype=ready.limits.kv_dtype,
+            hash_version=HASH_VERSION if ready.limits.enable_prefix_caching else NO_HASHES,
         )
         self._update(
             digests=digests,
-            block_size=ready.block_size,
-            max_model_len=ready.max_model_len,
-            max_num_batched_tokens=ready.max_num_batched_tokens,
-            max_num_seqs=ready.max_num_seqs,
-            prefix_chunk_blocks=prefix_chunk_blocks(ready.block_size, ready.num_blocks),
+            block_size=ready.limits.block_size,
+            max_model_len=ready.limits.max_model_len,
+            max_num_batched_tokens=ready.limits.max_num_batched_tokens,
+            max_num_seqs=ready.limits.max_num_seqs,
+            prefix_chunk_blocks=prefix_chunk_blocks(ready.limits.block_size, ready.limits.num_blocks),
             load=ready.load,
             start_s=ready.start_s,
-            pools=ready.pooling is not None,
+            pools=ready.limits.pooling is not None,
         )
 
     def arrived(self, number: int, request: GenerateRequest) -> None:

@@ -227,7 +227,7 @@ class GatewayLink(UpgradedProtocol):
             self._refuse(number, internal_error())
             return
         context.metrics.http_request(ROUTE, 200)
-        self._transport.write(encode_record(RecordKind.ACCEPTED, number, ready.weights_digest.encode()))
+        self._transport.write(encode_record(RecordKind.ACCEPTED, number, ready.limits.weights_digest.encode()))
         stream = self._streams[number] = _Stream(number, answer)
         answer.on_change = partial(self._note_change, stream)
         self._note_change(stream)

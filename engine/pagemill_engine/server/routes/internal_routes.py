@@ -48,7 +48,7 @@ async def generate(request: Request) -> FramesResponse:
         generate_request = decode_request(await body.read(request.scope, request.receive, max_bytes))
     answer = submit(context, [generate_request])
     _, ready = context.ready_engine()
-    return FramesResponse([generate_request], answer, lambda: abort(context, answer), ready.weights_digest)
+    return FramesResponse([generate_request], answer, lambda: abort(context, answer), ready.limits.weights_digest)
 
 
 async def link(request: Request) -> LinkResponse:

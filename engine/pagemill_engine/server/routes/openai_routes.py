@@ -195,7 +195,7 @@ def _prepare(
     settings = context.settings.engine
     salt = cache_salt(settings.prefix_scope, settings.model, caller)
     preparation = Preparation(
-        ready.max_model_len,
+        ready.limits.max_model_len,
         dialect.new_request_id(),
         int(time.time()),
         cache_salt=salt,
@@ -213,9 +213,9 @@ def _tokenize(context: ServerContext, count: TokenCount, raw: bytes) -> bytes:
         context.check_model(body.model)
     tokenizer = context.loaded_tokenizer()
     _, ready = context.ready_engine()
-    token_ids = prepare.tokenize(body, tokenizer, ready.max_model_len, context.parsers)
+    token_ids = prepare.tokenize(body, tokenizer, ready.limits.max_model_len, context.parsers)
     texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
-    return count.body(token_ids, ready.max_model_len, texts)
+    return count.body(token_ids, ready.limits.max_model_len, texts)
 
 
 def _detokenize(context: ServerContext, raw: bytes) -> bytes:
@@ -224,7 +224,7 @@ def _detokenize(context: ServerContext, raw: bytes) -> bytes:
         context.check_model(body.model)
     tokenizer = context.loaded_tokenizer()
     _, ready = context.ready_engine()
-    return render.detokenize_body(prepare.detokenize(body, tokenizer, ready.max_model_len))
+    return render.detokenize_body(prepare.detokenize(body, tokenizer, ready.limits.max_model_len))
 
 
 def _seed(context: ServerContext) -> int:
@@ -235,8 +235,8 @@ def _seed(context: ServerContext) -> int:
 
 def _card(context: ServerContext, name: str) -> render.ModelCard:
     ready = context.client.ready_info if context.client else None
-    max_model_len = ready.max_model_len if ready else None
-    pools = ready is not None and ready.pooling is not None
+    max_model_len = ready.limits.max_model_len if ready else None
+    pools = ready is not None and ready.limits.pooling is not None
     return render.ModelCard(
         name, context.created_unix_s, max_model_len, root=context.settings.engine.model, pools=pools
     )

@@ -1,6 +1,6 @@
-"""The settings that all components read from the environment: the folder for files that live as long as a process.
+"""Reads settings files, and the folder for files that live as long as a process.
 
-The settings modules of the components read everything else.
+Which settings there are is in the settings modules of the components.
 """
 
 from __future__ import annotations
@@ -9,10 +9,31 @@ import errno
 import os
 import tempfile
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 
 class SettingsError(ValueError):
     """The settings cannot be used; the message names the field, its value and the remedy."""
+
+
+class UnreadableSettingsError(SettingsError):
+    """The settings file cannot be read."""
+
+
+def read_settings(path: Path, form: type[T]) -> T:
+    """Return the content of a JSON settings file. Raises `SettingsError`, which names the file and the field."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=form)
+    except OSError as error:
+        message = f"Cannot read the settings file {path}: {error.strerror}. Give a readable JSON file."
+        raise UnreadableSettingsError(message) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # Also `ValidationError`, whose text names the field.
+        raise SettingsError(f"The settings file {path} is wrong: {error}. Correct it.") from error
 
 
 def full_disk_message(error: OSError) -> str | None:

@@ -36,6 +36,8 @@ class Exit:
     reason: str
     """CamelCase reason, from the child's termination message if there is one."""
     message: str
+    is_permanent: bool = False
+    """Whether the child said that another start would end the same way."""
 
 
 class Child:
@@ -114,7 +116,7 @@ def explain_exit(returncode: int, log_path: Path) -> Exit:
     for line in reversed(lines):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             message = json.loads(line)
-            return Exit(str(message["reason"]), str(message["message"]))
+            return Exit(str(message["reason"]), str(message["message"]), message.get("permanent") is True)
     last = f": {' | '.join(_log_message(line)[:MAX_LINE_CHARS] for line in lines[-NUM_LINES_QUOTED:])}" if lines else ""
     if returncode < 0:
         name = signal.Signals(-returncode).name

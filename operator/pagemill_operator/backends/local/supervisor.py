@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from pagemill_operator.backends.base import Event
-from pagemill_operator.backends.local.child import Child
+from pagemill_operator.backends.local.child import Child, Exit
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.plan.types import Probe
@@ -68,6 +68,8 @@ class Supervisor:
         self.reason = ""
         self.message = "starting"
         self.num_crashes = 0
+        self.is_permanent = False
+        """Whether the latest crash has a cause that another start would meet again."""
         self.was_ready = False
         """Whether the process has ever been ready, in any of its starts."""
         self.launch: Launch | None = None
@@ -140,20 +142,21 @@ class Supervisor:
     async def _supervise(self) -> None:
         pause_s = self._settings.backoff_first_s
         while not self._ending.is_set():
-            reason, message, ready_for_s = await self._run_once()
+            ended, ready_for_s = await self._run_once()
             if self._ending.is_set():
                 return
             self.num_crashes += 1
             if ready_for_s > self._settings.stable_after_s:
                 pause_s = self._settings.backoff_first_s
-            self._set("crashed", reason, message)
-            self.warn(f"{reason}: {message}; starting again in {pause_s:.1f} s")
+            self.is_permanent = ended.is_permanent
+            self._set("crashed", ended.reason, ended.message)
+            self.warn(f"{ended.reason}: {ended.message}; starting again in {pause_s:.1f} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause_s)
             pause_s = min(self._settings.backoff_longest_s, pause_s * 2)
 
-    async def _run_once(self) -> tuple[str, str, float]:
-        """Run the process once; return the reason and message of its end, and the seconds that it was ready."""
+    async def _run_once(self) -> tuple[Exit, float]:
+        """Run the process once; return why it ended, and the seconds that it was ready."""
         self._started_s = time.monotonic()
         self._ready_s = float("inf")
         self._unresponsive = ""
@@ -163,7 +166,7 @@ class Supervisor:
             self._child = await Child.start(launch.command, launch.environment, self._state_dir.log_path(self.name))
         except OSError as error:
             where = f": {error.filename}" if error.filename else ""
-            return "StartFailed", f"cannot start the process: {error.strerror}{where}", 0.0
+            return Exit("StartFailed", f"cannot start the process: {error.strerror}{where}", is_permanent=True), 0.0
         followers = [
             asyncio.create_task(self._follow(launch), name=f"readyz:{self.name}"),
             asyncio.create_task(self._end_when_silent(launch, self._child), name=f"livez:{self.name}"),
@@ -177,8 +180,8 @@ class Supervisor:
             self.launch = None
         ready_for_s = time.monotonic() - self._ready_s
         if self._unresponsive:
-            return "Unresponsive", self._unresponsive, ready_for_s
-        return ended.reason, ended.message, ready_for_s
+            return Exit("Unresponsive", self._unresponsive), ready_for_s
+        return ended, ready_for_s
 
     async def _follow(self, launch: Launch) -> None:
         """Poll `/readyz` until cancelled; each new answer, or a long silence, sets the phase and its reason."""

@@ -21,7 +21,7 @@ from heapq import heapify, heappop, heappush
 
 import msgspec
 
-from pagemill_engine.scheduler.limits import SchedulerLimits
+from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.scheduler.order import POLICIES
 from pagemill_engine.scheduler.order.sorted_sequences import low_priority_last
 from pagemill_protocol.report.state import EngineLoad

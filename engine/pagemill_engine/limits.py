@@ -1,4 +1,7 @@
-"""The limits of the scheduler: the device's capacity and the configured settings."""
+"""The limits of the scheduler: the device's capacity and the configured settings.
+
+The engine process computes them once (`loop.limits`) and sends them to the server in `Ready`.
+"""
 
 from __future__ import annotations
 
