@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from engine_ready import engine_ready
+from engine_ready import LIMITS, engine_ready
 
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
@@ -33,7 +34,7 @@ class Inside:
         sleeping = Sleeping(lifecycle, publisher, metrics)
         channel: Any = self
         self.client = EngineClient(config, channel, lifecycle, publisher, metrics, sleeping, max_unread_bytes)
-        self.client._handle(engine_ready())
+        self.client._handle(engine_ready(limits=replace(LIMITS, max_num_waiting=config.max_num_waiting)))
 
     def send(self, message: Any) -> None:
         self.sent.append(message)

@@ -182,7 +182,7 @@ def _run_prompts(core: EngineCore, num_prompts: int, num_tokens: int) -> StepOut
 
 def _reset_side_effects(core: EngineCore) -> None:
     core.scheduler.kv.prefix_cache.drain_events()
-    core.scheduler.num_preemptions = 0
+    core.scheduler.reset_preemptions()
     core.check_integrity()
 
 

@@ -12,36 +12,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
-from pagemill_engine.kv.manager import KVCacheManager
 from pagemill_engine.scheduler.admission import sequence_id
 from pagemill_engine.scheduler.beams import BeamSearch, Continuation
 from pagemill_engine.scheduler.order.sorted_sequences import serving_key
-from pagemill_engine.scheduler.reporting.outputs import OutputQueue
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
+from pagemill_engine.scheduler.sequences import Sequences
 from pagemill_engine.scheduler.step import TokenLogprobs
 
 
 class BeamSearches:
-    """Beam searches of one scheduler. It works on the scheduler's own collections and calls its methods `queue` and
-    `free_sequence`."""
+    """The beam searches among the sequences of one scheduler."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        outputs: OutputQueue,
-        sequences: dict[str, Sequence],
-        clients: dict[str, dict[int, Sequence]],
-        forks: dict[str, Sequence],
-        queue: Callable[[Sequence], None],
-        free_sequence: Callable[[Sequence], None],
-    ) -> None:
-        self._kv = kv
-        self._outputs = outputs
+    def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
-        self._clients = clients
-        self._forks = forks
-        self._queue = queue
-        self._free_sequence = free_sequence
 
     def take(self, sequence: Sequence, search: BeamSearch[Sequence], candidates: TokenLogprobs | None) -> None:
         """Record that a sequence has computed its tokens and left the batch.
@@ -49,10 +32,10 @@ class BeamSearches:
         The last sequence of a search to do so triggers the decision.
         """
         sequence.state = SequenceState.REPORTED
-        if self._kv.has_table(sequence):
-            self._forks[sequence.request_id] = sequence
+        if self._sequences.kv.has_table(sequence):
+            self._sequences.forks[sequence.request_id] = sequence
         if candidates is None:
-            self._fail(sequence, "The step returned no log probabilities for this beam.")
+            self._sequences.fail(sequence, "The step returned no log probabilities for this beam.")
             return
         if not search.report(sequence, candidates):
             return
@@ -60,23 +43,16 @@ class BeamSearches:
         if continuations:
             self._continue_search(search, continuations)
         elif len(search.pool) < len(search.choices):
-            self._fail(sequence, "All candidates of this beam search are stop tokens. Send fewer stop_token_ids.")
+            self._sequences.fail(
+                sequence, "All candidates of this beam search are stop tokens. Send fewer stop_token_ids."
+            )
         else:
-            self._outputs.search(sequence, search)
-            self._free_sequence(sequence)
-
-    def on_freed(self, sequence: Sequence) -> None:
-        """Record that a sequence has left. If the end of its search was reported, the search's other sequences leave
-        too."""
-        if sequence.search is None or not sequence.search.end_reported:
-            return
-        sequences, sequence.search.beams = sequence.search.sequences, []
-        for other in sequences:
-            self._free_sequence(other)
+            self._sequences.outputs.search(sequence, search)
+            self._sequences.free(sequence)
 
     def between_steps(self) -> list[Sequence]:
         """Return the beams that own blocks and are in no batch: they wait only for the next step."""
-        return [sequence for sequence in self._forks.values() if sequence.search is not None]
+        return [sequence for sequence in self._sequences.forks.values() if sequence.search is not None]
 
     def ready(self) -> list[Sequence]:
         """Return the beams of `between_steps` whose search has decided, in the order of service."""
@@ -92,12 +68,8 @@ class BeamSearches:
         """Return how many beams wait for other beams of their search."""
         return sum(
             sequence.search is not None and sequence.search.has_pending_beams(sequence)
-            for sequence in self._sequences.values()
+            for sequence in self._sequences.by_id.values()
         )
-
-    def _fail(self, sequence: Sequence, message: str) -> None:
-        self._outputs.failure(sequence, message)
-        self._free_sequence(sequence)
 
     def _continue_search(self, search: BeamSearch[Sequence], continuations: list[Continuation[Sequence]]) -> None:
         sequences: list[Sequence] = []
@@ -107,10 +79,10 @@ class BeamSearches:
             sequence.token_ids.append(continuation.token_id)
         for sequence in search.sequences:
             if sequence not in sequences:
-                self._free_sequence(sequence)
+                self._sequences.free(sequence)
         search.continue_with(continuations, sequences)
         for sequence in sequences:
-            self._queue(sequence)
+            self._sequences.queue(sequence)
 
     def _fork(self, search: BeamSearch[Sequence], parent: Sequence) -> Sequence:
         number = search.num_sequences_made
@@ -123,10 +95,9 @@ class BeamSearches:
             block_hashes=list(parent.block_hashes),
             num_computed_tokens=0,
         )
-        self._sequences[child.request_id] = self._clients[child.client_request_id][number] = child
-        if self._kv.has_table(parent):
-            self._kv.fork(parent, child, parent.num_computed_tokens)
-            self._forks[child.request_id] = child
+        self._sequences.add(child)
+        if self._sequences.kv.has_table(parent):
+            self._sequences.fork(parent, child, parent.num_computed_tokens)
         return child
 
 

@@ -27,24 +27,23 @@ from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.scheduler.admission import Admission, already_served
 from pagemill_engine.scheduler.beam_searches import BeamSearches, clash, sequences_to_abort
 from pagemill_engine.scheduler.builder import StepBuilder, prompt_targets, reusable_blocks
-from pagemill_engine.scheduler.choices import WaitingChoices
 from pagemill_engine.scheduler.finish import finish_reason
-from pagemill_engine.scheduler.in_flight_steps import InFlightStep, InFlightSteps, can_run_ahead
+from pagemill_engine.scheduler.in_flight_steps import InFlightStep, can_run_ahead
 from pagemill_engine.scheduler.order import POLICIES
 from pagemill_engine.scheduler.order.sorted_sequences import (
     LOW_PRIORITY_SERVING,
     LOW_PRIORITY_WAITING,
-    SortedSequences,
     low_priority_last,
     serving_key,
 )
-from pagemill_engine.scheduler.reporting.outputs import OutputQueue
+from pagemill_engine.scheduler.recovery import Recovery
 from pagemill_engine.scheduler.reporting.reports import QUEUED_STATES, engine_load, inconsistencies
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
+from pagemill_engine.scheduler.sequences import Sequences
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_engine.scheduler.token_masks import advance, take_forced
 from pagemill_protocol.report.state import EngineLoad
-from pagemill_protocol.request.generate import FinishReason, GenerateRequest
+from pagemill_protocol.request.generate import GenerateRequest
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenStates
@@ -58,30 +57,15 @@ class Scheduler:
         self.kv = KVCacheManager(
             limits.num_blocks, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching
         )
-        self.num_preemptions = 0
         self._clock = clock
         self._admission = Admission(limits)
         self._rank = low_priority_last(POLICIES[limits.policy])
-        self._waiting = SortedSequences(self._rank)
-        self._running = SortedSequences(serving_key)
-        self._waiting_choices = WaitingChoices()
-        self._sequences: dict[str, Sequence] = {}
-        self._clients: dict[str, dict[int, Sequence]] = {}
-        self._reporting: dict[str, Sequence] = {}
-        """Sequences of requests that report log probabilities of their prompts."""
-        self._outputs = OutputQueue()
+        self._sequences = sequences = Sequences(self.kv, self._rank)
+        self._waiting, self._running, self._choices = sequences.waiting, sequences.running, sequences.choices
+        self._in_flight = sequences.in_flight
+        self._beams = BeamSearches(sequences)
+        self._recovery = Recovery(sequences)
         self._step = 0
-        self._in_flight = InFlightSteps()
-        self._released: list[str] = []
-        self._probing: list[Sequence] = []
-        """Sequences of a step that failed as a whole. Each runs alone until it is cleared or blamed."""
-        self._forks: dict[str, Sequence] = {}
-        """Sequences that own blocks but are in no batch: forks that wait to start, beams that wait for each other."""
-        self._num_queued_tokens = 0
-        """Tokens that waiting sequences have yet to compute."""
-        self._beams = BeamSearches(
-            self.kv, self._outputs, self._sequences, self._clients, self._forks, self._queue, self._free_sequence
-        )
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -89,26 +73,22 @@ class Scheduler:
         """Queue a request, whose answers have the form of `grammar`, if given. Raises `PagemillError` if the request
         can never run or too many requests are waiting."""
         seqs = self._admission.admit(request, grammar, now_s=self._clock(), num_waiting=self.num_waiting)
-        known = self._clients.get(request.request_id, {})
-        if clash(seqs, known):
+        if clash(seqs, self._sequences.by_client.get(request.request_id, {})):
             raise already_served(request.request_id)
-        mine = self._clients.setdefault(request.request_id, known)
         for seq in seqs:  # register all before any may leave: the last one to leave removes the client's entry
-            mine[seq.choice] = self._sequences[seq.request_id] = seq
-            if seq.prompt_report is not None:
-                self._reporting[seq.request_id] = seq
+            self._sequences.add(seq)
         live = []
         for seq in seqs:
             reason = finish_reason(seq) if seq.num_resumed_tokens else None
             if reason is None:
                 live.append(seq)
             else:
-                self._finish(seq, reason)
+                self._sequences.finish(seq, reason)
         if live:
-            self._queue(live[0])
+            self._sequences.queue(live[0])
             for seq in live[1:]:
                 seq.state = SequenceState.WAITING_FOR_FORK
-            self._waiting_choices.add(live[0], live[1:])
+            self._choices.add(live[0], live[1:])
 
     def check(self, request: GenerateRequest, num_more: int = 0) -> None:
         """Raise the `PagemillError` that `add` would raise. `num_more`: sequences that will be waiting before this
@@ -117,16 +97,24 @@ class Scheduler:
 
     def abort(self, client_request_id: str, choice: int | None = None) -> None:
         """Abort a client request or one of its choices, in any state. Ids of ended requests are ignored."""
-        seqs = self._clients.get(client_request_id, {})
+        seqs = self._sequences.by_client.get(client_request_id, {})
         for seq in sequences_to_abort(seqs.values(), choice, self._in_flight.includes):
             if self._in_flight.includes(seq):
                 seq.aborted = True
             else:
-                self._finish(seq, "abort")
+                self._sequences.finish(seq, "abort")
 
     def raise_allowance(self, client_request_id: str, allowance: int) -> None:
         """Let each sequence of a request generate up to `allowance` tokens. Ids of ended requests are ignored."""
-        self._admission.raise_allowance(self._clients.get(client_request_id, {}).values(), allowance)
+        self._admission.raise_allowance(self._sequences.by_client.get(client_request_id, {}).values(), allowance)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._sequences.num_preemptions
+
+    def reset_preemptions(self) -> None:
+        """Count preemptions from 0: those of the warm-up are no client's."""
+        self._sequences.num_preemptions = 0
 
     @property
     def num_running(self) -> int:
@@ -134,11 +122,11 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._waiting_choices.num_waiting - self._beams.num_queued()
+        return len(self._waiting) + self._choices.num_waiting - self._beams.num_queued()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences) or len(self._outputs) > 0
+        return len(self._sequences) > 0 or len(self._sequences.outputs) > 0
 
     # -- schedule ------------------------------------------------------------------------------------------------
 
@@ -147,9 +135,9 @@ class Scheduler:
         read."""
         self._step += 1
         step = StepBuilder(StepPlan(self._step, {}), self.limits.max_num_batched_tokens)
-        if self._probing:
+        if probing := self._sequences.probing:
             if not self._in_flight:
-                self._schedule_alone(self._probing[0], step)
+                self._schedule_alone(probing[0], step)
         else:
             self._preempt_low_priority()
             preemptions = self.num_preemptions
@@ -157,17 +145,17 @@ class Scheduler:
             self._schedule_prefills(prefills, step, preemptions)
         plan = step.plan
         if plan.num_scheduled_tokens:
-            plan.released, self._released = self._released, []
+            plan.released = self._sequences.swap_released([])
             self._launch(plan)
         return plan
 
     def _launch(self, plan: StepPlan) -> None:
         """Count the step as run; its sampled tokens are pending from now on."""
-        if self._reporting:
-            plan.prompt_targets = prompt_targets(plan, self._reporting)
+        if self._sequences.reporting:
+            plan.prompt_targets = prompt_targets(plan, self._sequences.reporting)
         self.kv.launch(plan.num_scheduled_tokens)
         for name in plan.samples:
-            seq = self._sequences[name]
+            seq = self._sequences.by_id[name]
             seq.num_pending_tokens += 1
             if seq.token_mask is not None:
                 plan.token_masks[name] = seq.token_mask
@@ -178,7 +166,7 @@ class Scheduler:
     def _begin_masks(self, names: Iterable[str]) -> None:
         """Start computing, in a thread, the masks that the step's sampling needs. One mask alone is faster without a
         thread."""
-        states = (self._sequences[name].grammar for name in names)
+        states = (self._sequences.by_id[name].grammar for name in names)
         due = [found for state in states if state is not None and (found := state.due) is not None]
         if len(due) > 1:
             # Imports llguidance, which only requests with a form need.
@@ -189,7 +177,7 @@ class Scheduler:
     def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
         """Schedule all decodes. Returns the running sequences that are still in their prefill."""
         prefills = []
-        overlaps, held, allocate_slots = len(self._in_flight) > 0, self._waiting_choices, self.kv.allocate_slots
+        overlaps, held, allocate_slots = len(self._in_flight) > 0, self._choices, self.kv.allocate_slots
         # The hottest loop of the scheduler: attributes are looked up once and function calls avoided.
         running, scheduled, num_context_tokens = SequenceState.RUNNING, step.plan.num_scheduled_tokens, 0
         for seq in list(self._running):
@@ -269,11 +257,11 @@ class Scheduler:
 
     def _allocate(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> Allocation | None:
         """Open the sequence's KV write, preempting others until it fits. Returns None if it was itself preempted."""
-        spared = seq if self._probing else None
+        spared = seq if self._sequences.probing else None
         while (allocation := self.kv.allocate_slots(seq, num_tokens)) is None:
-            victim, fork = self._running.last_except(spared), self._last_fork()
+            victim, fork = self._running.last_except(spared), self._sequences.last_fork()
             if fork is not None and (victim is spared or serving_key(fork) > serving_key(victim)):
-                self._drop_fork(fork)
+                self._sequences.drop_fork(fork)
                 continue
             self._preempt(victim, step)
             if victim is seq:
@@ -297,11 +285,11 @@ class Scheduler:
             needed = kv.num_blocks_to_start(seq, computed_blocks, wanted_tokens)
             if needed + spare <= kv.pool.num_free:
                 break
-            fork = self._last_fork()
+            fork = self._sequences.last_fork()
             if self._running or fork is None:
                 return False
-            self._drop_fork(fork)
-        self._unqueue(seq)
+            self._sequences.drop_fork(fork)
+        self._sequences.unqueue(seq)
         if not kv.has_table(seq):
             kv.start(seq, computed_blocks)
         self._enter(seq, num_tokens, step)
@@ -326,43 +314,10 @@ class Scheduler:
         step.admit(seq, num_tokens, allocation, self.kv.block_ids(seq))
         step.reserved_blocks += self.kv.blocks_for(seq.num_tokens) - self.kv.num_table_blocks(seq)
 
-    # -- taking blocks back --------------------------------------------------------------------------------------
-
     def _preempt(self, seq: Sequence, step: StepBuilder | None = None) -> None:
-        """Return the sequence to the queue with nothing computed. Its generated tokens are kept as known tokens. The
-        token that a step in flight samples for it is kept too: that step still uses the blocks."""
         if step is not None:
             step.withdraw(seq)
-        self.kv.free(seq)
-        self._leave_batch(seq)
-        self.num_preemptions += 1
-        seq.num_preemptions += 1
-        self._queue(seq)
-
-    def _leave_batch(self, seq: Sequence) -> None:
-        self._running.remove(seq)
-        self._released.append(seq.request_id)
-
-    def _last_fork(self) -> Sequence | None:
-        """Return the sequence in `_forks` that loses its blocks first, or None."""
-        return max(self._forks.values(), key=serving_key, default=None)
-
-    def _drop_fork(self, seq: Sequence) -> None:
-        """Free the blocks of a fork, which will compute its tokens itself."""
-        del self._forks[seq.request_id]
-        self._num_queued_tokens += seq.num_computed_tokens if seq.state is SequenceState.WAITING else 0
-        self.kv.free(seq)
-
-    def _queue(self, seq: Sequence) -> None:
-        seq.state = SequenceState.WAITING
-        self._waiting.add(seq)
-        self._num_queued_tokens += seq.num_due_tokens
-
-    def _unqueue(self, seq: Sequence) -> None:
-        """Remove a sequence from the queue. Call this before its block table changes."""
-        self._waiting.remove(seq)
-        self._forks.pop(seq.request_id, None)
-        self._num_queued_tokens -= seq.num_due_tokens
+        self._sequences.preempt(seq)
 
     # -- update --------------------------------------------------------------------------------------------------
 
@@ -374,9 +329,9 @@ class Scheduler:
             for name in plan.samples - result.token_ids.keys() - result.pooled.keys() - broken.keys():
                 broken[name] = "The step returned no token for this request."
         if broken:
-            self._fail_broken(in_flight, broken)
+            self._recovery.fail_broken(in_flight, broken)
         token_ids, logprobs, discarded, samples = result.token_ids, result.logprobs, in_flight.discarded, plan.samples
-        seqs, kv, held, running = self._sequences, self.kv, self._waiting_choices, SequenceState.RUNNING
+        seqs, kv, held, running = self._sequences.by_id, self.kv, self._choices, SequenceState.RUNNING
         targets, commit, take_token = plan.prompt_targets, kv.commit, self._take_token
         # This loop runs as often as that of `_schedule_decodes`.
         for name, num_tokens in plan.num_scheduled_tokens.items():
@@ -386,11 +341,11 @@ class Scheduler:
             if seq.state is running:
                 commit(seq, num_tokens)
                 if held.num_waiting and not kv.being_written(seq):
-                    self._fork_choices(seq)
+                    self._sequences.fork_choices(seq)
             if targets and name in targets and seq.prompt_report is not None:
                 seq.prompt_report.add(targets[name], result.prompt_logprobs[name])
             if seq.aborted:
-                self._finish(seq, "abort")
+                self._sequences.finish(seq, "abort")
             elif seq.pooling is not None:
                 if name in samples:
                     self._take_pooled(seq, result.pooled[name])
@@ -399,24 +354,8 @@ class Scheduler:
         self._in_flight.complete(plan)
 
     def step_failed(self, plan: StepPlan, message: str) -> None:
-        """Handle a step that raised as a whole: blame a sequence that ran alone, probe several one by one. A step that
-        was launched behind the failed one read incomplete KV, so its sequences start over."""
-        dropped = self._in_flight.drop_all()
-        self._released = [*(name for in_flight in dropped for name in in_flight.plan.released), *self._released]
-        seqs = next(in_flight.sequences(self._sequences) for in_flight in dropped if in_flight.plan is plan)
-        for seq in self._sequences.values():
-            self._discard(seq)
-        if seqs and len(plan.num_scheduled_tokens) == 1:  # not if the only sequence was discarded since the launch
-            self.kv.invalidate(seqs[0])
-            self._fail(seqs[0], message)
-            if len(dropped) == 1:
-                return
-        for seq in list(self._running):
-            self._preempt(seq)
-        for seq in [seq for in_flight in dropped for seq in in_flight.sequences(self._sequences)]:
-            if seq.aborted and seq.state is not SequenceState.FINISHED:
-                self._finish(seq, "abort")
-        self._probing = [seq for seq in seqs if seq.state is not SequenceState.FINISHED]
+        """Handle a step that raised as a whole (`recovery`)."""
+        self._recovery.step_failed(plan, message)
 
     def abandon(self, plan: StepPlan | None, message: str) -> None:
         """Handle an `update` (or, without a plan, a `schedule`) that raised half-way.
@@ -425,56 +364,20 @@ class Scheduler:
         `find_inconsistencies`; then the scheduler cannot be trusted.
         """
         if plan is not None:
-            seqs = (self._in_flight.complete(plan) or InFlightStep(plan)).sequences(self._sequences)
+            affected = (self._in_flight.complete(plan) or InFlightStep(plan)).sequences(self._sequences.by_id)
         else:
-            starting = self._probing[:1] or [*self._beams.ready()[:1], *list(self._waiting)[:1]]
-            seqs = [*self._running, *starting]
-        for seq in seqs:
-            if self.kv.has_table(seq):
-                self.kv.invalidate(seq)
-            if self._outputs.has_end(seq):
-                self._free_sequence(seq)
-            else:
-                self._fail(seq, message)
-
-    def _fail_broken(self, in_flight: InFlightStep, broken: dict[str, str]) -> None:
-        """Fail the broken sequences. Sequences of steps in flight that read the blocks which the broken ones were
-        writing start over."""
-        failed = [seq for seq in in_flight.sequences(self._sequences) if seq.request_id in broken]
-        # If a broken sequence was preempted since, the blocks it was writing are unknown: then no reader is trusted.
-        blind = any(seq.state is not SequenceState.RUNNING for seq in failed)
-        untrusted: set[int] = set()
-        for seq in failed:
-            untrusted |= self.kv.invalidate(seq)
-        for reader in [reader for each in self._in_flight for reader in each.admitted_sequences(self._sequences)]:
-            if reader in failed or reader.state is SequenceState.FINISHED:
-                continue
-            if reader.state is SequenceState.RUNNING and not blind and not self.kv.holds_any(reader, untrusted):
-                continue
-            untrusted |= self.kv.invalidate(reader)
-            self._discard(reader)
-            if reader.aborted:
-                self._finish(reader, "abort")
-            elif reader.state is SequenceState.RUNNING:
-                self._preempt(reader)
-        for seq in failed:
-            self._fail(seq, broken[seq.request_id])
-
-    def _discard(self, seq: Sequence) -> None:
-        """Drop everything that steps in flight compute for the sequence."""
-        self._in_flight.discard(seq)
-        if seq.state is SequenceState.WAITING:
-            self._num_queued_tokens -= seq.num_pending_tokens
-        seq.num_pending_tokens = 0
+            starting = self._sequences.probing[:1] or [*self._beams.ready()[:1], *list(self._waiting)[:1]]
+            affected = [*self._running, *starting]
+        self._recovery.abandon(affected, message)
 
     def _take_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        if self._probing and seq in self._probing:
-            self._probing.remove(seq)
+        if self._sequences.probing:
+            self._sequences.clear(seq)
         if seq.search is not None:
             if seq.state is SequenceState.RUNNING:
-                self._leave_batch(seq)
+                self._sequences.leave_batch(seq)
             else:  # preempted since the step was launched
-                self._unqueue(seq)
+                self._sequences.unqueue(seq)
             seq.num_pending_tokens -= 1
             self._beams.take(seq, seq.search, logprobs)
             return
@@ -484,99 +387,54 @@ class Scheduler:
         if seq.needs_last_token:
             num_tokens = len(seq.token_ids)
             if fault := advance(seq) or self._jump(seq):
-                self._fail(seq, f"The answer was cut off: {fault}.")
+                self._sequences.fail(seq, f"The answer was cut off: {fault}.")
                 return
             taken += seq.token_ids[num_tokens:]
         reason = finish_reason(seq)
-        self._outputs.tokens(seq, taken, logprobs, reason)
+        self._sequences.outputs.tokens(seq, taken, logprobs, reason)
         if reason is not None:
-            self._free_sequence(seq)
+            self._sequences.free(seq)
 
     def _take_pooled(self, seq: Sequence, vector: bytes) -> None:
-        if self._probing and seq in self._probing:
-            self._probing.remove(seq)
+        if self._sequences.probing:
+            self._sequences.clear(seq)
         seq.num_pending_tokens -= 1
-        self._outputs.pooled(seq, vector)
-        self._free_sequence(seq)
+        self._sequences.outputs.pooled(seq, vector)
+        self._sequences.free(seq)
 
     def _jump(self, seq: Sequence) -> str:
         """Append the tokens that the form leaves no choice about; the next step computes them together. Returns the
         fault that ends the sequence, or "". Does nothing where log probabilities of each token are reported."""
         if not self.limits.jumps_forward or seq.sampling.num_alternatives is not None:
             return ""
-        if seq.state is not SequenceState.RUNNING or self._probing or self._waiting_choices.fork_is_due(seq):
+        if seq.state is not SequenceState.RUNNING or self._sequences.probing or self._choices.fork_is_due(seq):
             return ""
         num_tokens = len(seq.token_ids)
         fault = take_forced(seq)
         seq.was_jumped = len(seq.token_ids) > num_tokens
         return fault
 
-    def _fork_choices(self, leader: Sequence) -> None:
-        for child in self._waiting_choices.forkable(leader):
-            self.kv.fork(leader, child, leader.num_prompt_tokens - 1)
-            self._forks[child.request_id] = child
-            self._queue(child)
-
-    # -- ends ----------------------------------------------------------------------------------------------------
-
-    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
-        self._outputs.end(seq, reason)
-        self._free_sequence(seq)
-
-    def _fail(self, seq: Sequence, message: str) -> None:
-        self._outputs.failure(seq, message)
-        self._free_sequence(seq)
-
-    def _free_sequence(self, seq: Sequence) -> None:
-        """Release everything that the sequence owns. Every sequence ends here."""
-        if seq.state is SequenceState.FINISHED:  # ended with another beam of its search
-            return
-        if seq.state is SequenceState.RUNNING:
-            self._leave_batch(seq)
-        elif seq.state is SequenceState.WAITING_FOR_FORK:
-            self._waiting_choices.drop(seq)
-        elif seq in self._waiting:
-            self._unqueue(seq)
-        self._forks.pop(seq.request_id, None)
-        if self.kv.has_table(seq):
-            self.kv.free(seq)
-        seq.state = SequenceState.FINISHED
-        self._discard(seq)
-        if seq in self._probing:
-            self._probing.remove(seq)
-        del self._sequences[seq.request_id]
-        self._reporting.pop(seq.request_id, None)
-        mine = self._clients[seq.client_request_id]
-        del mine[seq.choice]
-        if not mine:
-            del self._clients[seq.client_request_id]
-        self._beams.on_freed(seq)
-        successor = self._waiting_choices.successor(seq)
-        if successor is not None:
-            self._queue(successor)
-
     def swap_released(self, following: list[str]) -> list[str]:
         """Return the sequences that a plan made outside `schedule` must release, and set those of the next plan."""
-        released, self._released = self._released, following
-        return released
+        return self._sequences.swap_released(following)
 
     # -- reports -------------------------------------------------------------------------------------------------
 
     def take_outputs(self) -> list[TokensOut]:
         """Return all outputs for clients since the last call."""
-        return self._outputs.take()
+        return self._sequences.outputs.take()
 
     def find_inconsistencies(self) -> list[str]:
         """Return the contradictions between sequences, queues and block tables; empty if consistent. Call this between
         two steps. O(sequences)."""
-        counts = len(self._running), len(self._waiting), self._waiting_choices.num_waiting, self._beams.num_reported()
+        counts = len(self._running), len(self._waiting), self._choices.num_waiting, self._beams.num_reported()
         places = dict(zip(QUEUED_STATES, counts, strict=True))
-        num_choices = sum(len(choices) for choices in self._clients.values())
-        queued_tokens = (sum(seq.num_due_tokens for seq in self._waiting), self._num_queued_tokens)
-        return inconsistencies(self._sequences, places, num_choices, self.kv.tables.keys(), queued_tokens)
+        num_choices = sum(len(choices) for choices in self._sequences.by_client.values())
+        queued_tokens = (sum(seq.num_due_tokens for seq in self._waiting), self._sequences.num_queued_tokens)
+        return inconsistencies(self._sequences.by_id, places, num_choices, self.kv.tables.keys(), queued_tokens)
 
     def load(self, step_ms: float = 0.0) -> EngineLoad:
         running = (*self._running, *self._beams.between_steps())
-        counts = self.num_waiting, self._num_queued_tokens + self._waiting_choices.num_waiting, self.num_preemptions
+        counts = self.num_waiting, self._sequences.num_queued_tokens + self._choices.num_waiting, self.num_preemptions
         num_low_priority = self._running.num_from(LOW_PRIORITY_SERVING) + self._waiting.num_from(LOW_PRIORITY_WAITING)
         return engine_load(self.kv.pool, running, *counts, num_low_priority, step_ms)

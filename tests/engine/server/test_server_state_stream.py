@@ -89,7 +89,7 @@ async def test_the_tokenizer_is_announced_before_the_engine_is_ready_and_kept(pu
     assert (early.digests.tokenizer_bundle, early.max_model_len) == ("bundle", 0)
     publisher.describe(READY)
     described = await reader.next()
-    assert (described.digests.tokenizer_bundle, described.digests.weights) == ("bundle", READY.weights_digest)
+    assert (described.digests.tokenizer_bundle, described.digests.weights) == ("bundle", READY.limits.weights_digest)
 
 
 async def test_changes_are_coalesced_and_numbered_without_gaps(publisher: StatePublisher) -> None:
