@@ -14,7 +14,7 @@ from pagemill_engine.scheduler.sequences import Sequences
 from pagemill_engine.scheduler.step import StepPlan
 
 
-class Recovery:
+class StepRecovery:
     def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
 

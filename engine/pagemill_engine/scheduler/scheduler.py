@@ -36,7 +36,7 @@ from pagemill_engine.scheduler.order.sorted_sequences import (
     low_priority_last,
     serving_key,
 )
-from pagemill_engine.scheduler.recovery import Recovery
+from pagemill_engine.scheduler.recovery import StepRecovery
 from pagemill_engine.scheduler.reporting.reports import QUEUED_STATES, engine_load, inconsistencies
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sequences import Sequences
@@ -64,7 +64,7 @@ class Scheduler:
         self._waiting, self._running, self._choices = sequences.waiting, sequences.running, sequences.choices
         self._in_flight = sequences.in_flight
         self._beams = BeamSearches(sequences)
-        self._recovery = Recovery(sequences)
+        self._recovery = StepRecovery(sequences)
         self._step = 0
 
     # -- requests come and go ------------------------------------------------------------------------------------
