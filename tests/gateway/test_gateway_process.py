@@ -180,7 +180,7 @@ def test_errors_in_unreadable_settings_name_their_place(tmp_path: Path, text: st
 async def test_a_port_in_use_is_named(field: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = {"port": 0, "control_port": 0, field: taken.getsockname()[1]}
-        with pytest.raises(SettingsError, match=f"^{field}: .*in use"):
+        with pytest.raises(SettingsError, match=f"^`{field}` .*in use"):
             await serve(GatewayConfig(**ports))
 
 

@@ -24,12 +24,12 @@ class StepRecovery:
         sequences, by_id = self._sequences, self._sequences.by_id
         dropped = sequences.in_flight.drop_all()
         sequences.release_again([name for in_flight in dropped for name in in_flight.plan.released])
-        suspects = next(in_flight.sequences(by_id) for in_flight in dropped if in_flight.plan is plan)
+        probed = next(in_flight.sequences(by_id) for in_flight in dropped if in_flight.plan is plan)
         for seq in by_id.values():
             sequences.discard(seq)
-        if suspects and len(plan.num_scheduled_tokens) == 1:  # not if the only one was discarded since the launch
-            sequences.kv.invalidate(suspects[0])
-            sequences.fail(suspects[0], message)
+        if probed and len(plan.num_scheduled_tokens) == 1:  # not if the only one was discarded since the launch
+            sequences.kv.invalidate(probed[0])
+            sequences.fail(probed[0], message)
             if len(dropped) == 1:
                 return
         for seq in list(sequences.running):
@@ -37,7 +37,7 @@ class StepRecovery:
         for seq in [seq for in_flight in dropped for seq in in_flight.sequences(by_id)]:
             if seq.aborted and seq.state is not SequenceState.FINISHED:
                 sequences.finish(seq, "abort")
-        sequences.probing = [seq for seq in suspects if seq.state is not SequenceState.FINISHED]
+        sequences.probing = [seq for seq in probed if seq.state is not SequenceState.FINISHED]
 
     def abandon(self, affected: Iterable[Sequence], message: str) -> None:
         """Fail sequences that may be inconsistent."""
