@@ -45,6 +45,7 @@ class PromptEncoder:
         bundle = with_defaults(bundle, config.generation_config, config.generation_defaults)
         bundle = msgspec.structs.replace(bundle, pooling=load_model_spec(path).pooling)
         self.tokenizer = Tokenizer(bundle, chat_template=config.chat_template)
+        self.tokenizer.check_limits()
         self.config = msgspec.structs.replace(
             config,
             model_folder=None if self.opened.fetched is None else str(path),

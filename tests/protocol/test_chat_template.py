@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from waiting import WAIT_LIMIT_S
 
-from pagemill_api.sandbox.process import TemplateLimits
+from pagemill_api.sandbox.process import ProcessLimits
 from pagemill_api.text.template.chat_template import ChatTemplate
 from pagemill_models.sources import SourceError
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
-LIMITS = TemplateLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
+LIMITS = ProcessLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
 HELLO = [{"role": "user", "content": "hello"}]
 
 CHATML = (
@@ -54,7 +54,7 @@ TOOLS = """
 def template() -> Iterator[Callable[..., ChatTemplate]]:
     made: list[ChatTemplate] = []
 
-    def make(source: str | None, limits: TemplateLimits = LIMITS, **fields: Any) -> ChatTemplate:
+    def make(source: str | None, limits: ProcessLimits = LIMITS, **fields: Any) -> ChatTemplate:
         fields = {"bos_token": "<s>", "eos_token": "</s>"} | fields
         bundle = TokenizerBundle(tokenizer_json="{}", chat_template=source, **fields)
         made.append(ChatTemplate(bundle, limits=limits))

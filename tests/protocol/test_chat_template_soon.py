@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from waiting import eventually
 
-from pagemill_api.sandbox.process import MAX_INLINE_WRITE_BYTES, TemplateLimits
+from pagemill_api.sandbox.process import MAX_INLINE_WRITE_BYTES, ProcessLimits
 from pagemill_api.text.template.chat_template import ChatTemplate
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
-LIMITS = TemplateLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
+LIMITS = ProcessLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LONG_WHEN_SEVERAL = "{% if messages | length > 1 %}" + ENDLESS + "{% endif %}fine"
 BY_LAST = "{% set last = messages[-1] %}{{ last.content }}"

@@ -14,7 +14,7 @@ from pagemill_api.grammars.limits import expanded_size
 from pagemill_api.openai.parse import parse_body
 from pagemill_api.openai.prepare import sampling_of
 from pagemill_api.openai.schemas import ChatCompletionRequest
-from pagemill_api.sandbox.process import TemplateLimits
+from pagemill_api.sandbox.process import ProcessLimits
 from pagemill_api.structured_params import StructuredOutputsParams
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.structured_outputs import StructuredOutputs
@@ -140,7 +140,7 @@ def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
 
 
 def test_compiling_has_a_time_limit_and_the_next_form_is_checked(checks: FormChecks) -> None:
-    slow = FormChecks(TemplateLimits(cpu_limit_s=0.1, wall_limit_s=5.0))
+    slow = FormChecks(ProcessLimits(cpu_limit_s=0.1, wall_limit_s=5.0))
     bomb = StructuredOutputs(json_schema='{"type": "integer", "multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}')
     with pytest.raises(PagemillError, match="s to compile"):
         slow.check(bomb)

@@ -17,7 +17,9 @@ from tokenizers import Tokenizer as Backend
 
 from examples import num_examples
 from pagemill_api.text import fitting
-from pagemill_api.text.coverage import NFC_SHRINKS_BY, coverage_of
+from pagemill_api.text.coverage import NFC_SHRINKS_BY, Coverage, coverage_of, longest_entry_bytes
+from pagemill_api.text.encoding.text_encoder import TextEncoder
+from pagemill_api.text.rules.tokenizer_rules import check_rules
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_models.tokenizer_files.pre_tokenizers import PRE_TOKENIZERS
 from pagemill_protocol.errors import PagemillError
@@ -62,9 +64,14 @@ BOUNDED = {
 }
 
 
+def bounds_of(tokenizer_json: dict[str, Any]) -> Coverage | None:
+    longest_chars = check_rules(tokenizer_json).longest_entry_chars
+    return coverage_of(tokenizer_json, longest_entry_bytes(tokenizer_json, longest_chars))
+
+
 @pytest.mark.parametrize("tokenizer_json", BOUNDED.values(), ids=BOUNDED.keys())
 def test_no_token_covers_more_bytes_than_the_bound(tokenizer_json: dict[str, Any]) -> None:
-    coverage, tokenizer = coverage_of(tokenizer_json), tokenizer_of(tokenizer_json)
+    coverage, tokenizer = bounds_of(tokenizer_json), tokenizer_of(tokenizer_json)
     assert coverage is not None
 
     @settings(max_examples=num_examples(300), deadline=None)
@@ -116,7 +123,7 @@ UNBOUNDED = {
 def test_a_tokenizer_that_may_drop_or_join_any_number_of_characters_has_no_bound(
     tokenizer_json: dict[str, Any],
 ) -> None:
-    assert coverage_of(tokenizer_json) is None
+    assert bounds_of(tokenizer_json) is None
 
 
 @pytest.mark.model
@@ -177,14 +184,14 @@ def test_truncating_a_text_costs_in_proportion_to_the_kept_part(
 ) -> None:
     """No number of spaces, or of characters in words that are too long, gives many tokens."""
     tokenizer, seen = tokenizer_of(word_piece()), 0
-    encode = Tokenizer._encode
+    encode = TextEncoder._encode
 
     def counted(self: Tokenizer, text: str, add_special_tokens: bool) -> Any:
         nonlocal seen
         seen += len(text)
         return encode(self, text, add_special_tokens)
 
-    monkeypatch.setattr(Tokenizer, "_encode", counted)
+    monkeypatch.setattr(TextEncoder, "_encode", counted)
     text = unit * (2_000_000 // len(unit))
     if is_refused:
         with pytest.raises(PagemillError, match="`input` has 2000000 characters, of which the first 116508 are"):
@@ -227,9 +234,11 @@ def test_of_a_text_that_cannot_fit_only_about_the_context_is_tokenized(
 ) -> None:
     text = unit * (600_000 // len(unit.encode()))
     counted: list[int] = []
-    count = smollm2._count
-    monkeypatch.setattr(smollm2, "_count", lambda piece: counted.append(len(piece)) or count(piece))
-    monkeypatch.setattr(smollm2, "encode", lambda *_: pytest.fail("the whole text was tokenized"))
+    encoder = smollm2._encoder
+    assert isinstance(encoder, TextEncoder)
+    count = encoder._count
+    monkeypatch.setattr(encoder, "_count", lambda piece: counted.append(len(piece)) or count(piece))
+    monkeypatch.setattr(encoder, "encode", lambda *_: pytest.fail("the whole text was tokenized"))
     with pytest.raises(PagemillError, match=r"maximum context length is 8192 tokens.*has at least \d+ tokens"):
         smollm2.encode_within(text, 8192)
     assert max(counted) <= fitting.PIECE_CHARS

@@ -8,21 +8,21 @@ from contextlib import contextmanager
 
 import pytest
 
-from pagemill_api.sandbox.process import TemplateLimits, TemplateProcess
+from pagemill_api.sandbox.process import LimitedProcess, ProcessLimits
 from pagemill_api.text.template import chat_template
 
 
 class KeptTemplates:
     def __init__(self) -> None:
-        self._kept: defaultdict[str, deque[TemplateProcess]] = defaultdict(deque)
-        self._kinds: dict[TemplateProcess, str] = {}
+        self._kept: defaultdict[str, deque[LimitedProcess]] = defaultdict(deque)
+        self._kinds: dict[LimitedProcess, str] = {}
         self._is_closed = False
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Reuse kept processes for templates that start rendering in the block."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chat_template, "TemplateProcess", self._take)
+            patch.setattr(chat_template, "LimitedProcess", self._take)
             patch.setattr(chat_template, "_close_all", self._keep)
             yield
 
@@ -31,7 +31,7 @@ class KeptTemplates:
         for processes in self._kept.values():
             self._keep(processes)
 
-    def _take(self, templates: dict[str, str], limits: TemplateLimits) -> TemplateProcess:
+    def _take(self, templates: dict[str, str], limits: ProcessLimits) -> LimitedProcess:
         kind = repr((templates, limits))
         kept = self._kept[kind]
         while kept:
@@ -39,11 +39,11 @@ class KeptTemplates:
             if process.is_alive:
                 return process
             self._end(process)
-        process = TemplateProcess(templates, limits)
+        process = LimitedProcess(templates, limits)
         self._kinds[process] = kind
         return process
 
-    def _keep(self, processes: deque[TemplateProcess]) -> None:
+    def _keep(self, processes: deque[LimitedProcess]) -> None:
         """Keep the idle processes of a template that is closed."""
         while processes:
             process = processes.popleft()
@@ -53,6 +53,6 @@ class KeptTemplates:
             else:
                 self._kept[kind].append(process)
 
-    def _end(self, process: TemplateProcess) -> None:
+    def _end(self, process: LimitedProcess) -> None:
         self._kinds.pop(process, None)
         process.close()

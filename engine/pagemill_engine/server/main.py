@@ -361,7 +361,11 @@ def _open_model(settings: Settings) -> tuple[Opened, TokenizerBundle, list[Unuse
 
 def _make_tokenizer(config: EngineConfig, bundle: TokenizerBundle) -> Tokenizer:
     with _source_faults(config):
-        return Tokenizer(bundle, chat_template=config.chat_template)
+        tokenizer = Tokenizer(bundle, chat_template=config.chat_template)
+        tokenizer.check_limits()
+    if tokenizer.limited_because:
+        logger.warning("the model's tokenizer runs in a limited process: %s", tokenizer.limited_because)
+    return tokenizer
 
 
 def _warm_up(tokenizer: Tokenizer) -> None:

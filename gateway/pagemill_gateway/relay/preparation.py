@@ -1,7 +1,8 @@
 """Prepares engine requests from a client's body: parses, finds the deployment, renders, tokenizes and hashes.
 
 Chat templates are rendered in another process. Long prompts are tokenized and hashed in threads; for short ones, a
-thread would take longer than the work. The request id, the time and the seed are set here.
+thread would take longer than the work. A tokenizer that runs in a limited process has a thread of its own, so that no
+other model's requests wait for it. The request id, the time and the seed are set here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -113,17 +115,26 @@ class RequestPreparation:
         self._bundles = bundles
         self.hashes = PromptHashes(max_prefix_chunks)
         self._threads = PreparationThreads(NUM_THREADS)
+        self._limited_threads: WeakKeyDictionary[Tokenizer, PreparationThreads] = WeakKeyDictionary()
 
     def close(self) -> None:
-        self._threads.close()
+        for threads in (self._threads, *self._limited_threads.values()):
+            threads.close()
 
     async def parse(self, raw: bytes, parse: Callable[[bytes], T]) -> T:
         """Return the body, parsed by `parse`. Raises `PagemillError` 400."""
         return await self._inline_or_in_thread(partial(parse, raw), len(raw))
 
-    async def in_thread(self, work: Callable[[], T], body_bytes: int) -> T:
-        """Run `work` in a thread, and return its result. `body_bytes` is the size of the body that it processes."""
-        return await self._threads.run(work, body_bytes)
+    async def in_thread(self, work: Callable[[], T], body_bytes: int, tokenizer: Tokenizer | None = None) -> T:
+        """Run `work` in a thread, and return its result. `body_bytes` is the size of the body that it processes.
+
+        `tokenizer`: the one that it uses.
+        """
+        threads = self._threads
+        if tokenizer is not None and tokenizer.limited_because:
+            threads = self._limited_threads.get(tokenizer) or PreparationThreads(1)
+            self._limited_threads[tokenizer] = threads
+        return await threads.run(work, body_bytes)
 
     def parsers(self, target: Target) -> ParserSettings:
         return target.parsers._replace(control_tokens=self._control_tokens, hosted_tools=self._hosted_tools)
@@ -152,7 +163,9 @@ class RequestPreparation:
         base.check_kind(body, tokenizer)
         if defaults := tokenizer.bundle.sampling_defaults:
             sampling = body.sampling(defaults)
-        sampling = within_vocabulary(sampling, tokenizer)
+        is_limited = bool(tokenizer.limited_because)
+        check = partial(within_vocabulary, sampling, tokenizer)
+        sampling = await self.in_thread(check, len(raw), tokenizer) if is_limited else check()
         salt = cache_salt(target.prefix_scope, target.deployment, caller)
         parsers = self.parsers(target)
         preparation = base.Preparation(
@@ -172,8 +185,8 @@ class RequestPreparation:
             unread = base.unread_fields(body, tokenizer, parsers)
             return self._prepared(target, requests, prompt_keys(body), session, unread)
 
-        if body.renders and text is None:
-            return await self.in_thread(job, len(raw))
+        if is_limited or (body.renders and text is None):
+            return await self.in_thread(job, len(raw), tokenizer)
         return await self._inline_or_in_thread(job, max(len(raw), len(text or "")))
 
     async def _inline_or_in_thread(self, work: Callable[[], T], num_bytes: int) -> T:

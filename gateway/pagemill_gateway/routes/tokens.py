@@ -95,7 +95,8 @@ class TokenRoutes:
             entry.arrival.over()
             try:
                 tokenizer = await preparation.tokenizer(target)
-                counted.num_tokens, raw = await preparation.in_thread(lambda: answer(tokenizer), entry.slot.num_bytes)
+                work = partial(answer, tokenizer)
+                counted.num_tokens, raw = await preparation.in_thread(work, entry.slot.num_bytes, tokenizer)
                 response = Response(raw, media_type="application/json")
             except PagemillError as error:
                 response = error_response(error)

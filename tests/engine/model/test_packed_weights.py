@@ -8,7 +8,7 @@ or the values that they read back.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from outlines import outline
+from packed_records import RECORDS, Folder, tensors_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,12 +31,10 @@ from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.opening import open_weights
 from pagemill_engine.weights.packed.formats import FORMATS
 from pagemill_engine.weights.packed.matrix import PackedMatrix
-from pagemill_kernels.arrays import Array
-from pagemill_kernels.torch_arrays import from_torch, to_torch
+from pagemill_kernels.torch_arrays import to_torch
 from pagemill_models.declaration.quantization_settings import READ_QUANTIZATIONS
 from pagemill_models.spec.model_files import load_model_spec, load_spec_without_weights
 
-RECORDS: dict[str, Any] = json.loads((Path(__file__).parent / "packed_by_others.json").read_text())
 NUM_TOKENS = 12
 PROMPTS: list[list[int]] = [[3 + 7 * at % 120 for at in range(length)] for length in (1, 5, 40)]
 SHAPE = {
@@ -48,36 +47,6 @@ SHAPE = {
     "max_position_embeddings": 256,
     "initializer_range": 0.3,
 }
-SMALL_FLOATS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
-INTEGERS = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
-FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-DTYPES = {**INTEGERS, **FLOATS, **SMALL_FLOATS}
-
-
-class Folder:
-    """A checkpoint whose tensors are in memory."""
-
-    where = "`folder`"
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def names(self) -> Iterable[str]:
-        return self.tensors
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def dtype(self, name: str) -> str:
-        found = self.tensors[name].dtype
-        return next(name for name, dtype in DTYPES.items() if dtype == found)
-
-    def read(self, name: str) -> Array:
-        stored = self.tensors[name]
-        return from_torch(stored.view(torch.uint8) if stored.dtype in SMALL_FLOATS.values() else stored)
 
 
 def matrix_of(settings: dict[str, Any], tensors: dict[str, Tensor]) -> PackedMatrix:
@@ -86,13 +55,6 @@ def matrix_of(settings: dict[str, Any], tensors: dict[str, Tensor]) -> PackedMat
     assert set(found) == {"m.weight"}
     assert set(found["m.weight"].parts) == set(named), "every stored tensor must be used"
     return found["m.weight"]
-
-
-def tensors_of(record: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        name: torch.tensor(each["values"], dtype=getattr(torch, each["dtype"])).view(each["shape"])
-        for name, each in record["tensors"].items()
-    }
 
 
 def values_of(record: dict[str, Any]) -> Tensor:

@@ -35,6 +35,9 @@ from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 _STATE = ".quant_state.bitsandbytes__"
 _TABLES = ("nf4", "fp4")
 _MAX_8_BITS = 127
+_MAX_BLOCK_SIZE = 4096
+"""bitsandbytes' largest. Each stored magnitude is repeated that many times."""
+_NESTED_VALUES = 256
 _BLOCK_SIZE = 64
 """transformers' block size. Settings do not contain it; a matrix's own state does."""
 
@@ -92,7 +95,10 @@ def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
         block_size, nested_size = int(state["blocksize"]), int(state.get("nested_blocksize", 1))
         if min(out_features, in_features, block_size, nested_size) < 1:
             raise ValueError("a size below 1")
-        float(state.get("nested_offset", 0.0))
+        if max(block_size, nested_size) > _MAX_BLOCK_SIZE:
+            raise ValueError(f"a block size above {_MAX_BLOCK_SIZE}")
+        is_nested = "nested_blocksize" in state
+        offset = float(state["nested_offset"]) if is_nested else 0.0
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise unsupported(
             stored, f"a quantization state `{state_name}` that is not readable ({str(error)[:120]})"
@@ -103,16 +109,19 @@ def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
     check_shape(stored, f"{name}.quant_map", (16,))
     check_shape(stored, f"{name}.absmax", (num_blocks,))
     check_type(stored, name, "U8")
-    nested = [f"{name}.nested_absmax", f"{name}.nested_quant_map"]
-    nested = nested if "nested_blocksize" in state else []
+    check_type(stored, f"{name}.quant_map", *FLOAT_TYPES)
+    check_type(stored, f"{name}.absmax", *(["U8"] if is_nested else FLOAT_TYPES))
+    nested = [f"{name}.nested_absmax", f"{name}.nested_quant_map"] if is_nested else []
+    for each, size in zip(nested, (-(-num_blocks // nested_size), _NESTED_VALUES), strict=False):
+        check_shape(stored, each, (size,))
+        check_type(stored, each, *FLOAT_TYPES)
 
     def largest() -> NDArray[np.float32]:
         stored_largest = stored.read(f"{name}.absmax")
         if not nested:
             return widened(stored_largest)
         absmax, table = (widened(stored.read(each)) for each in nested)
-        outer = absmax.repeat(int(state["nested_blocksize"]))[:num_blocks]
-        return table[stored_largest] * outer + float(state["nested_offset"])
+        return table[stored_largest] * absmax.repeat(nested_size)[:num_blocks] + offset
 
     group_size = math.gcd(block_size, in_features)
 

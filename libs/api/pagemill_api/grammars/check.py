@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill_api.sandbox.process import TemplateLimits, TemplateProcess, TimeLimitReached, WorkerDied
+from pagemill_api.sandbox.process import LimitedProcess, ProcessLimits, TimeLimitReached, WorkerDied
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field, unavailable
 from pagemill_protocol.request.structured_outputs import MAX_SOURCE_CHARS, StructuredOutputs
 
 logger = logging.getLogger(__name__)
 
-LIMITS = TemplateLimits(cpu_limit_s=0.5, wall_limit_s=5.0, memory_bytes=1024 * 1024 * 1024)
+LIMITS = ProcessLimits(cpu_limit_s=0.5, wall_limit_s=5.0, memory_bytes=1024 * 1024 * 1024)
 SMALLEST_CPU_LIMIT_S = 0.02
 """Limit for a form of a few characters; the largest form may take all of `cpu_limit_s`. Most take 1 to 2 ms."""
 MAX_PROCESSES = 2
@@ -41,10 +41,10 @@ class _Verdict(NamedTuple):
 class FormChecks:
     """Checks forms. Thread-safe; processes start with the first forms and live as long as this object."""
 
-    def __init__(self, limits: TemplateLimits = LIMITS) -> None:
+    def __init__(self, limits: ProcessLimits = LIMITS) -> None:
         self._limits = limits
         self._slots = threading.BoundedSemaphore(MAX_PROCESSES)
-        self._idle: deque[TemplateProcess] = deque()
+        self._idle: deque[LimitedProcess] = deque()
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         """Verdicts by digest of the form."""
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class FormChecks:
         limit_s = min(most_s, SMALLEST_CPU_LIMIT_S + most_s * len(form) / MAX_SOURCE_CHARS)
         process = self._borrow()
         try:
-            reply = process.render("", msgspec.json.encode({"form": msgspec.Raw(form), "cpu_limit_s": limit_s}))
+            reply = process.call("", msgspec.json.encode({"form": msgspec.Raw(form), "cpu_limit_s": limit_s}))
         except TimeLimitReached:
             self._replace()
             return _Verdict(f"it takes more than {limit_s:.2g} s to compile; send a simpler one")
@@ -100,7 +100,7 @@ class FormChecks:
         """Start another process in the background, so that the next form does not wait for it."""
         threading.Thread(target=lambda: self._idle.append(self._borrow()), daemon=True, name="form-check").start()
 
-    def _borrow(self) -> TemplateProcess:
+    def _borrow(self) -> LimitedProcess:
         while self._idle:
             try:
                 process = self._idle.pop()
@@ -110,7 +110,7 @@ class FormChecks:
                 return process
             process.close()
         try:
-            return TemplateProcess({}, self._limits, _WORKER_FILE)
+            return LimitedProcess({}, self._limits, _WORKER_FILE)
         except (TimeLimitReached, WorkerDied) as error:
             logger.error("the process that checks forms of answers does not start: %s", error)
             raise internal_error() from None
@@ -120,7 +120,7 @@ def _busy(wait_s: float) -> PagemillError:
     return unavailable(f"No form of answers could be checked within {wait_s:g} s. Retry later.")
 
 
-def _close_all(processes: deque[TemplateProcess]) -> None:
+def _close_all(processes: deque[LimitedProcess]) -> None:
     while processes:
         processes.pop().close()
 

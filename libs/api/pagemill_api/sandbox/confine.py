@@ -2,7 +2,7 @@
 
 A process gives up opening files and starting processes and limits its memory; before each piece of work it arms kernel
 timers with their default action, so that even a single C call that never returns ends the process. A frame is four
-bytes of length (big-endian) and JSON. Standard library only; `template_process` is the server's side.
+bytes of length (big-endian) and JSON. Standard library only; `process` is the server's side.
 """
 
 from __future__ import annotations

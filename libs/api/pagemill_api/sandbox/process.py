@@ -1,9 +1,9 @@
 """The server's side of `template_worker` and of other workers of its kind: starts, calls and ends them.
 
 Why a process: a template can spend unbounded time or memory inside one C call (`10 ** (10 ** 8)`, the text of a list of
-twice a list of twice a list, forty deep). Loop counters and `sys.settrace` cannot interrupt that, and signal handlers
-run in the main thread only. A process with kernel timers and a memory limit can always be ended, whichever thread waits
-for it. It costs about 0.2 ms per render and one start per model.
+twice a list of twice a list, forty deep), and so can a tokenizer's regular expression. Loop counters and `sys.settrace`
+cannot interrupt that, and signal handlers run in the main thread only. A process with kernel timers and a memory limit
+can always be ended, whichever thread waits for it. It costs about 0.2 ms per call and one start per model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_INLINE_WRITE_BYTES = 32 * 1024
 """Maximum size of a request that can be written without blocking: half of a pipe's buffer."""
 
 
-class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessLimits(msgspec.Struct, frozen=True, kw_only=True):
     cpu_limit_s: float = 1.0
     wall_limit_s: float = 10.0
     max_output_chars: int = 16 * 1024 * 1024
@@ -49,18 +49,19 @@ class WorkerDied(Exception):
 
 
 class ExchangeError(Exception):
-    """An exchange on the event loop failed; `TemplateProcess.verdict` of `cause` returns the reason."""
+    """An exchange on the event loop failed; `LimitedProcess.verdict` of `cause` returns the reason."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
         self.cause = cause
 
 
-class TemplateProcess:
+class LimitedProcess:
     """One running worker. Not thread-safe: its owner lends it to one thread at a time, or to an event loop."""
 
-    def __init__(self, templates: dict[str, str], limits: TemplateLimits, worker: Path = _WORKER_FILE) -> None:
-        """Start the worker. `worker`: a script with the protocol of `template_worker`."""
+    def __init__(self, sources: dict[str, str], limits: ProcessLimits, worker: Path = _WORKER_FILE) -> None:
+        """Start the worker. `sources`: the texts that it reads first, by name. `worker`: a script with the protocol of
+        `template_worker`."""
         self._limits = limits
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-S", str(worker)],
@@ -70,7 +71,7 @@ class TemplateProcess:
             bufsize=0,
             env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONUTF8": "1"},
         )
-        setup = msgspec.to_builtins(limits) | {"templates": templates}
+        setup = msgspec.to_builtins(limits) | {"sources": sources}
         try:
             reply = self._exchange(msgspec.json.encode(setup), _START_TIMEOUT_S)
             self.errors: dict[str, str] = reply["errors"]
@@ -80,17 +81,17 @@ class TemplateProcess:
             self.close()
             raise
 
-    def render(self, template: str, variables: bytes) -> dict[str, Any]:
-        """Return the worker's reply: `text`, `refusal` or `error`. `variables`: a JSON object.
+    def call(self, name: str, variables: bytes) -> dict[str, Any]:
+        """Return the worker's reply, a JSON object. `name`: of what it does, such as a template. `variables`: one, too.
 
         Raises `TimeLimitReached` or `WorkerDied`; the process has then ended.
         """
-        return self._exchange(_request(template, variables), self._limits.wall_limit_s + _GRACE_S)
+        return self._exchange(_request(name, variables), self._limits.wall_limit_s + _GRACE_S)
 
-    def render_inline(
-        self, template: str, variables: bytes, on_free: Callable[[], None], on_broken: Callable[[], None]
+    def call_inline(
+        self, name: str, variables: bytes, on_free: Callable[[], None], on_broken: Callable[[], None]
     ) -> asyncio.Future[dict[str, Any]]:
-        """Render as `render`, on the running event loop without a thread. `variables` has at most
+        """Call as `call`, on the running event loop without a thread. `variables` has at most
         `MAX_INLINE_WRITE_BYTES`.
 
         The future ends with the reply or with `ExchangeError`. The process is busy until then, even if the caller stops
@@ -99,7 +100,7 @@ class TemplateProcess:
         answered = asyncio.get_running_loop().create_future()
         _Reading(self, answered, on_free, on_broken).start(self._limits.wall_limit_s + _GRACE_S)
         with contextlib.suppress(OSError):  # the reader is notified
-            self._write(_framed(_request(template, variables)))
+            self._write(_framed(_request(name, variables)))
         return answered
 
     @property
@@ -183,7 +184,7 @@ class _Reading:
 
     def __init__(
         self,
-        process: TemplateProcess,
+        process: LimitedProcess,
         answered: asyncio.Future[dict[str, Any]],
         on_free: Callable[[], None],
         on_broken: Callable[[], None],
@@ -237,8 +238,8 @@ def _reply_of(frame: bytes) -> dict[str, Any]:
     return reply
 
 
-def _request(template: str, variables: bytes) -> bytes:
-    return b'{"template":%b,"variables":%b}' % (msgspec.json.encode(template), variables)
+def _request(name: str, variables: bytes) -> bytes:
+    return b'{"name":%b,"variables":%b}' % (msgspec.json.encode(name), variables)
 
 
 def _framed(request: bytes) -> bytes:

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer as Backend
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.source_errors import UnreadableModelError
 
+TOKENIZER_ERROR = "tokenizer_error"
+"""Code of errors of one text that the model's tokenizer cannot encode."""
 _SHOWN = 160
 _PANIC = "PanicException"
 """Name of the class of panics, which the binding does not export."""
@@ -56,7 +58,7 @@ def _failed(error: BaseException) -> BaseException:
     if isinstance(error, PagemillError) or not _is_failure(error):
         return error
     return invalid_field(
-        "prompt", f"The model's tokenizer failed on this text: {str(error)[:_SHOWN]}.", code="tokenizer_error"
+        "prompt", f"The model's tokenizer failed on this text: {str(error)[:_SHOWN]}.", code=TOKENIZER_ERROR
     )
 
 

@@ -29,8 +29,8 @@ class Coverage(NamedTuple):
         return len(text.translate(None, self.dropped)) if self.dropped else len(text)
 
 
-def coverage_of(tokenizer_json: Mapping[str, Any]) -> Coverage | None:
-    """Return the bounds, or None where there are none."""
+def coverage_of(tokenizer_json: Mapping[str, Any], longest_bytes: int) -> Coverage | None:
+    """Return the bounds, or None where there are none. `longest_bytes`: result of `longest_entry_bytes`."""
     shrinks_by = _normalizer_shrinks_by(tokenizer_json.get("normalizer"))
     if shrinks_by is None or not _keeps_all(tokenizer_json.get("pre_tokenizer")):
         return None
@@ -39,16 +39,15 @@ def coverage_of(tokenizer_json: Mapping[str, Any]) -> Coverage | None:
     dropped = _dropped_bytes(tokenizer_json)
     if dropped is None or (dropped and shrinks_by > 1):
         return None
-    return Coverage(shrinks_by * longest_entry_bytes(tokenizer_json), dropped)
+    return Coverage(shrinks_by * longest_bytes, dropped)
 
 
-def longest_entry_bytes(tokenizer_json: Mapping[str, Any]) -> int:
-    """Return the bytes of the longest entry of the vocabulary, at least 1."""
-    vocabulary = _vocabulary(tokenizer_json)
+def longest_entry_bytes(tokenizer_json: Mapping[str, Any], longest_chars: int) -> int:
+    """Return the bytes of the longest entry of the vocabulary, at least 1. `longest_chars`: its most characters."""
     added = (len(token["content"].encode()) for token in tokenizer_json.get("added_tokens") or [])
     if _is_byte_level(tokenizer_json):  # one character of an entry is one byte
-        return max(1, *map(len, vocabulary), *added)
-    return max(1, *(len(entry.encode()) for entry in vocabulary), *added)
+        return max(1, longest_chars, *added)
+    return max(1, *(len(entry.encode()) for entry in _vocabulary(tokenizer_json)), *added)
 
 
 def _vocabulary(tokenizer_json: Mapping[str, Any]) -> Mapping[str, Any]:

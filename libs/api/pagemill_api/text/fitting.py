@@ -33,12 +33,16 @@ CountTokens = Callable[[str], int]
 Tokens = TypeVar("Tokens", bound=Sized)
 
 
-def check_size(text: bytes, max_tokens: int, coverage: Coverage | None, param: str, growth: float = 1.0) -> None:
+def most_bytes(growth: float) -> int:
+    """Return the limit on one text. `growth`: most bytes that a byte of it becomes before it is split into tokens."""
+    return min(MAX_TEXT_BYTES, int(MAX_NORMALIZED_BYTES / growth))
+
+
+def check_size(text: bytes, max_tokens: int, coverage: Coverage | None, param: str, most: int) -> None:
     """Refuse a UTF-8 text that must have more than `max_tokens` tokens by its size alone.
 
-    `growth`: most bytes that a byte of it becomes before it is split into tokens. Raises `PagemillError` 400.
+    `most`: result of `most_bytes`. Raises `PagemillError` 400.
     """
-    most = min(MAX_TEXT_BYTES, int(MAX_NORMALIZED_BYTES / growth))
     num_bytes, max_bytes = len(text), most
     if coverage is not None:
         num_bytes, max_bytes = coverage.num_bytes(text), min(max_tokens * coverage.bytes_per_token, most)
@@ -69,17 +73,17 @@ def encoded_beginning(
     longest_entry_bytes: int,
     encode: Callable[[str], Tokens],
     param: str,
-    growth: float = 1.0,
+    growth: float,
 ) -> tuple[Tokens, bool]:
     """Return at least the first `num_tokens` tokens, equal to those of the whole text, and whether they are all tokens.
 
     A cut changes the tokens beside it, so the last ones of a prefix are not counted: twice the bytes of the
     vocabulary's longest entry, at least `CUT_TOKENS`. Raises `PagemillError` 400 where many characters are few tokens,
-    such as spaces. `growth`: as in `check_size`.
+    such as spaces. `growth`: as in `most_bytes`.
     """
     num_chars = PIECE_CHARS
     most_chars = max(int(SPARSE_TEXT_CHARS / growth), SPARSE_TOKEN_CHARS * num_tokens)
-    most_chars = min(MAX_TEXT_BYTES, int(MAX_NORMALIZED_BYTES / growth), most_chars)
+    most_chars = min(most_bytes(growth), most_chars)
     while num_chars < len(text):
         tokens = encode(text[:num_chars])
         if len(tokens) >= num_tokens + max(CUT_TOKENS, 2 * longest_entry_bytes):

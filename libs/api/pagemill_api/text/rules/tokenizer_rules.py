@@ -1,20 +1,21 @@
 """Decide from a tokenizer's JSON whether every text costs it bounded time and memory, before a library reads it.
 
-A gateway tokenizes for all models in one process, and a model's publisher writes the file. Each step must be one of the
-tables below, with bounded lengths; regular expressions must be linear (`linear_regex`). The bounds of a text itself are
-in `fitting`, which takes the growth that is returned here into account. Anything else is refused by name.
+A gateway tokenizes for all models in one process, and a model's publisher writes the file. A step is known if it is one
+of the tables below, with bounded lengths; regular expressions must be linear (`linear_regex`). The bounds of a text
+itself are in `fitting`, which takes the growth that is returned here into account. A tokenizer with any other step is
+used in a limited process (`encoding.limited_encoder`). What the server reads itself, which is the vocabulary, the added
+tokens and the decoder, is refused by name where it has no bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagemill_api.text.rules.charsmap import DamagedCharsmap, growth_of
 from pagemill_api.text.rules.linear_regex import NotLinear, least_chars
 from pagemill_protocol.source_errors import UnreadableModelError
 
-MAX_JSON_BYTES = 64 * 1024 * 1024
 MAX_GROWTH = 20.0
 """Maximum factor by which normalization may lengthen a text: BERT's may by 9, SentencePiece's NFKC by 11."""
 MAX_DECODED_GROWTH = 4.0
@@ -55,16 +56,45 @@ _PLAIN_DECODERS = ("ByteLevel", "ByteFallback", "Fuse", "WordPiece", "Metaspace"
 _PLAIN_PROCESSORS = ("ByteLevel", "BertProcessing", "RobertaProcessing")
 
 
-def check_rules(tokenizer_json: object) -> float:
-    """Return the most bytes that a byte of a text becomes before it is split into tokens, at least 1.
+class Rules(NamedTuple):
+    """What is known of a tokenizer."""
 
-    Raises `UnreadableModelError` that names a part which is not known to be bounded.
+    growth: float
+    """Most bytes that a byte of a text becomes before it is split into tokens, at least 1; 1 where it is not known."""
+    longest_entry_chars: int
+    """Characters of the longest entry of the vocabulary."""
+    unknown: str = ""
+    """The first step that is not known to take bounded time and memory, and why; empty: all are known."""
+
+
+class _NoBound(Exception):
+    """A part has no known bound, or is of another form; the message names it."""
+
+
+def check_rules(tokenizer_json: object) -> Rules:
+    """Return what is known of a tokenizer's steps.
+
+    Raises `UnreadableModelError` that names a part which no process of ours can read.
     """
-    if not isinstance(tokenizer_json, dict):
-        raise _wrong("tokenizer.json", tokenizer_json, "a JSON object")
-    _check_model(tokenizer_json.get("model"))
-    _check_added_tokens(tokenizer_json.get("added_tokens"))
-    _check_processor(tokenizer_json.get("post_processor"))
+    try:
+        if not isinstance(tokenizer_json, dict):
+            raise _wrong("tokenizer.json", tokenizer_json, "a JSON object")
+        longest = _check_model(tokenizer_json.get("model"))
+        _check_added_tokens(tokenizer_json.get("added_tokens"))
+        _check_decoder(tokenizer_json)
+    except _NoBound as problem:
+        raise UnreadableModelError(
+            f"the model's tokenizer cannot be used: {problem}. Use the tokenizer of the model's training."
+        ) from None
+    try:
+        _check_search(tokenizer_json["model"], longest)
+        _check_processor(tokenizer_json.get("post_processor"))
+        return Rules(_text_growth(tokenizer_json), longest)
+    except _NoBound as problem:
+        return Rules(1.0, longest, str(problem))
+
+
+def _check_decoder(tokenizer_json: _Step) -> None:
     decoded = 1.0
     for where, step in _steps(tokenizer_json, "decoder", "decoders"):
         decoded *= _decoded_growth(where, step)
@@ -72,12 +102,18 @@ def check_rules(tokenizer_json: object) -> float:
         raise _refused(
             "decoder", f"its steps make a token up to {decoded:.3g} times as long; {MAX_DECODED_GROWTH:g} is the most"
         )
-    growth = _growth(tokenizer_json, "normalizer", "normalizers", _normalized_growth)
-    growth *= _growth(tokenizer_json, "pre_tokenizer", "pretokenizers", _split_growth)
-    if growth > MAX_GROWTH:
-        raise _refused(
-            "normalizer", f"its steps make a text up to {growth:.3g} times as long; {MAX_GROWTH:g} is the most"
-        )
+
+
+def _text_growth(tokenizer_json: _Step) -> float:
+    growth = 1.0
+    for part, inner, of_step in (
+        ("normalizer", "normalizers", _normalized_growth),
+        ("pre_tokenizer", "pretokenizers", _split_growth),
+    ):
+        growth *= _growth(tokenizer_json, part, inner, of_step)
+        if growth > MAX_GROWTH:
+            problem = f"a text becomes up to {growth:.3g} times as long; {MAX_GROWTH:g} is the most"
+            raise _refused(part, problem)
     return growth
 
 
@@ -139,7 +175,7 @@ def _split_growth(where: str, step: _Step) -> tuple[float, bool]:
 
 
 def _least_bytes(where: str, step: _Step) -> int:
-    """Return the least bytes that a pattern matches, at least 1. Raises `UnreadableModelError` unless it is linear."""
+    """Return the least bytes that a pattern matches, at least 1. Raises `_NoBound` unless it is linear."""
     pattern: Any = step.get("pattern")
     kind, source = next(iter(pattern.items())) if isinstance(pattern, dict) and len(pattern) == 1 else (None, None)
     if kind not in ("String", "Regex") or not isinstance(source, str) or not source:
@@ -176,48 +212,64 @@ def _decoded_growth(where: str, step: _Step) -> float:
     return 1.0
 
 
-def _check_model(model: object) -> None:
+def _check_model(model: object) -> int:
+    """Check the vocabulary. Returns the characters of its longest entry."""
     if not isinstance(model, dict):
         raise _wrong("model", model, "an object")
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, list):
-        _check_pieces(model, vocabulary)
-        return
+        return _check_pieces(model, vocabulary)
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise _wrong("model.vocab", vocabulary, "an object with an id for each token")
-    _check_entries(vocabulary, MAX_ENTRY_CHARS)
-    if (
-        set(map(type, vocabulary.values())) != {int}
-        or not 0 <= min(vocabulary.values()) <= max(vocabulary.values()) < _MAX_ID
-    ):
-        raise _wrong("model.vocab", "an entry that is no id", f"a number from 0 to {_MAX_ID - 1} for each token")
+    longest = _check_entries(vocabulary)
+    _check_ids(vocabulary)
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name) is not None:
             _text("model", model, name, MAX_AFFIX_CHARS)
-    most = model.get("max_input_chars_per_word", 0)
-    if type(most) is not int or not 0 <= most <= MAX_WORD_CHARS:
-        raise _wrong("model.max_input_chars_per_word", most, f"a number from 0 to {MAX_WORD_CHARS}")
     unknown = model.get("unk_token")
     if "merges" not in model and unknown not in vocabulary:  # BPE needs it only where an unknown character can occur
         raise _wrong("model.unk_token", unknown, "a token of the vocabulary: unknown words have no other token")
+    return longest
 
 
-def _check_pieces(model: _Step, pieces: list[Any]) -> None:
-    """Check the vocabulary of a Unigram model."""
+def _check_ids(vocabulary: _Step) -> None:
+    """Check the largest id. The library refuses negative ones, and what is no number, without harm."""
+    try:
+        largest = max(vocabulary.values())
+    except TypeError:  # of different types
+        largest = None
+    if type(largest) is not int or not 0 <= largest < _MAX_ID:
+        raise _wrong("model.vocab", "an entry that is no id", f"a number from 0 to {_MAX_ID - 1} for each token")
+
+
+def _check_pieces(model: _Step, pieces: list[Any]) -> int:
+    """Check the vocabulary of a Unigram model. Returns the characters of its longest entry."""
     if not all(type(each) is list and len(each) == 2 and type(each[0]) is str for each in pieces):
         raise _wrong("model.vocab", "an entry of another form", "a list of pieces with their scores")
-    _check_entries([piece for piece, _ in pieces], MAX_UNIGRAM_CHARS)
+    longest = _check_entries([piece for piece, _ in pieces])
     unknown = model.get("unk_id")
     if type(unknown) is not int or not 0 <= unknown < len(pieces):
         raise _wrong("model.unk_id", unknown, f"the place of a piece, from 0 to {len(pieces) - 1}")
+    return longest
 
 
-def _check_entries(entries: Any, most_chars: int) -> None:
+def _check_search(model: _Step, longest: int) -> None:
+    """Check how far from each place of a text a model looks for tokens."""
+    if isinstance(model["vocab"], list) and longest > MAX_UNIGRAM_CHARS:
+        raise _refused("model.vocab", f"a piece has {longest} characters; {MAX_UNIGRAM_CHARS} is the most")
+    most = model.get("max_input_chars_per_word", 0)
+    if type(most) is not int or not 0 <= most <= MAX_WORD_CHARS:
+        raise _wrong("model.max_input_chars_per_word", most, f"a number from 0 to {MAX_WORD_CHARS}")
+
+
+def _check_entries(entries: Any) -> int:
+    """Return the characters of the longest entry."""
     if len(entries) > MAX_ENTRIES:
         raise _refused("model.vocab", f"it has {len(entries)} entries; {MAX_ENTRIES} is the most")
     longest = max(map(len, entries), default=0)
-    if longest > most_chars:
-        raise _refused("model.vocab", f"an entry has {longest} characters; {most_chars} is the most")
+    if longest > MAX_ENTRY_CHARS:
+        raise _refused("model.vocab", f"an entry has {longest} characters; {MAX_ENTRY_CHARS} is the most")
+    return longest
 
 
 def _check_added_tokens(tokens: object) -> None:
@@ -293,19 +345,17 @@ def _text(where: str, values: _Step, name: str, most_chars: int) -> str:
     return value
 
 
-def _unknown(where: str, kind: object) -> UnreadableModelError:
+def _unknown(where: str, kind: object) -> _NoBound:
     return _refused(where, f"the step {_short(kind)} is not known to take bounded time and memory")
 
 
-def _wrong(where: str, value: object, wanted: str) -> UnreadableModelError:
+def _wrong(where: str, value: object, wanted: str) -> _NoBound:
     problem = "is missing" if value is None else f"is {_short(value)}"
-    return UnreadableModelError(f"the model's tokenizer cannot be used: `{where}` {problem}; it must be {wanted}.")
+    return _NoBound(f"`{where}` {problem}; it must be {wanted}")
 
 
-def _refused(where: str, problem: str) -> UnreadableModelError:
-    return UnreadableModelError(
-        f"the model's tokenizer cannot be used: `{where}`: {problem}. Use the tokenizer of the model's training."
-    )
+def _refused(where: str, problem: str) -> _NoBound:
+    return _NoBound(f"`{where}`: {problem}")
 
 
 def _short(value: object) -> str:

@@ -1,6 +1,6 @@
 """Render a chat into the prompt that the model was trained on, with the model's own Jinja template.
 
-Messages are checked and normalized (`chat_messages`); the template runs in a confined process (`template_process`), or
+Messages are checked and normalized (`chat_messages`); the template runs in a confined process (`sandbox.process`), or
 its plain program runs here where it has one (`plain_template`); every failure becomes a 400 that names the field.
 Tokenizing is done elsewhere.
 """
@@ -20,8 +20,8 @@ import msgspec
 from pagemill_api.sandbox.process import (
     MAX_INLINE_WRITE_BYTES,
     ExchangeError,
-    TemplateLimits,
-    TemplateProcess,
+    LimitedProcess,
+    ProcessLimits,
     TimeLimitReached,
     WorkerDied,
 )
@@ -46,15 +46,15 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, bundle: TokenizerBundle, *, override: str | None = None, limits: TemplateLimits | None = None
+        self, bundle: TokenizerBundle, *, override: str | None = None, limits: ProcessLimits | None = None
     ) -> None:
         self._templates = _sources(bundle, override)
         self._constants = {**bundle.special_tokens, "bos_token": bundle.bos_token, "eos_token": bundle.eos_token}
-        self._limits = limits or TemplateLimits()
+        self._limits = limits or ProcessLimits()
         self._plain: dict[str, PlainTemplate] = {}
         """Plain programs by name; known once a process has read the templates."""
         self._slots = threading.BoundedSemaphore(MAX_PROCESSES)
-        self._idle: deque[TemplateProcess] = deque()
+        self._idle: deque[LimitedProcess] = deque()
         self._finalizer = weakref.finalize(self, _close_all, self._idle)
         if override is not None:
             self._check_compiles()
@@ -167,7 +167,7 @@ class ChatTemplate:
         finally:
             self._slots.release()
 
-    async def _run_async(self, process: TemplateProcess, name: str, variables: bytes) -> dict[str, Any] | None:
+    async def _run_async(self, process: LimitedProcess, name: str, variables: bytes) -> dict[str, Any] | None:
         """Render in a process of `_borrow_idle`, which is returned afterwards. None: the process was killed, before or
         now."""
 
@@ -175,7 +175,7 @@ class ChatTemplate:
             self._idle.append(process)
             self._slots.release()
 
-        answered = process.render_inline(name, variables, on_free, self._slots.release)
+        answered = process.call_inline(name, variables, on_free, self._slots.release)
         try:
             return await answered
         except ExchangeError as broken:
@@ -188,7 +188,7 @@ class ChatTemplate:
             raise self._too_slow()
         return None
 
-    def _borrow_idle(self, name: str) -> TemplateProcess | None:
+    def _borrow_idle(self, name: str) -> LimitedProcess | None:
         """Return a process that can begin at once, or None."""
         if not self._slots.acquire(blocking=False):
             return None
@@ -211,7 +211,7 @@ class ChatTemplate:
                 if name in process.errors:
                     self._idle.append(process)
                     raise _template_failed(f"it does not compile: {process.errors[name]}")
-                reply = process.render(name, variables)
+                reply = process.call(name, variables)
             except TimeLimitReached:
                 raise self._too_slow() from None
             except WorkerDied as death:
@@ -225,11 +225,11 @@ class ChatTemplate:
     def _too_slow(self) -> PagemillError:
         return _template_failed(f"it runs longer than {self._limits.cpu_limit_s:g} s")
 
-    def _borrow(self) -> TemplateProcess:
+    def _borrow(self) -> LimitedProcess:
         try:
             return self._idle.pop()
         except IndexError:
-            process = TemplateProcess(self._templates, self._limits)
+            process = LimitedProcess(self._templates, self._limits)
             for name, program in process.plain.items():
                 if name not in self._plain:
                     with contextlib.suppress(ValueError):
@@ -253,7 +253,7 @@ def _sources(bundle: TokenizerBundle, override: str | None) -> dict[str, str]:
     return {name: source for name, source in sources.items() if source is not None}
 
 
-def _close_all(processes: deque[TemplateProcess]) -> None:
+def _close_all(processes: deque[LimitedProcess]) -> None:
     while processes:
         processes.pop().close()
 

@@ -1,6 +1,6 @@
 """The process that runs chat templates, apart from the server because a template is a program of the model's author.
 
-`template_process` starts it as a plain script: it imports the standard library, jinja2, `sandbox` and
+`chat_template` starts it as a plain script: it imports the standard library, jinja2, `sandbox` and
 `plain_program` only. It reads a setup frame, then answers one frame with one frame until its input ends.
 
 It is confined before it runs anything, and each render is timed (`sandbox`). Templates get the environment of
@@ -132,7 +132,7 @@ class TemplateWorker:
 
     def render(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {"text": self._render(self._templates[request["template"]], _prepared(request["variables"]))}
+            return {"text": self._render(self._templates[request["name"]], _prepared(request["variables"]))}
         except TemplateRefusal as refusal:
             return {"refusal": _ADDRESS.sub("", str(refusal))[:MAX_MESSAGE_CHARS]}
         except OutputTooLong:
@@ -174,8 +174,8 @@ def main() -> None:
     _enter_sandbox(setup["memory_bytes"])
     worker = TemplateWorker(setup)
     with worker.timed():
-        errors = worker.compile(setup["templates"])
-        plain = worker.plain_programs(setup["templates"])
+        errors = worker.compile(setup["sources"])
+        plain = worker.plain_programs(setup["sources"])
     write_frame(replies, {"errors": errors, "plain": plain})
     while (request := read_frame(requests)) is not None:
         with worker.timed():
