@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from pagemill_api.dialects.chat_completions.chat import ChatBody, ChatDialect
-from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_api.text.encoding.local_encoder import LocalEncoder
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.limits.limiter import Limiter, Reservation
 from pagemill_gateway.metrics.worker import WorkerMetrics
@@ -49,7 +49,7 @@ ENTRIES: dict[str, list[tuple[Any, str]]] = {
     "key": [(KeyRing, "authenticate")],
     "schema": [(ChatDialect, "parse"), (ChatBody, "sampling"), (preparation, "within_vocabulary")],
     "render": [(ChatBody, "render_inline")],
-    "tokenize": [(Tokenizer, "encode_within")],
+    "tokenize": [(LocalEncoder, "encode_within")],
     "hash": [(preparation, "make_routing_request"), (preparation, "prompt_keys")],
     "limits": [(Limiter, "check"), (Limiter, "reserve"), (Reservation, "settle")],
     "decide": [

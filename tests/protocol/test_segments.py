@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from examples import num_examples
 from pagemill_api.text import segments
-from pagemill_api.text.encoding.text_encoder import TextEncoder
+from pagemill_api.text.encoding.local_encoder import LocalEncoder
 from pagemill_api.text.segments import SegmentEncoder
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_models.tokenizer_files.pre_tokenizers import PRE_TOKENIZERS
@@ -130,7 +130,7 @@ def encoder() -> SegmentEncoder:
 @settings(max_examples=num_examples(100))
 def test_segments_give_the_tokens_of_the_whole_text(tokenizer: Tokenizer, text: str) -> None:
     whole = tokenizer.encode(text, add_special_tokens=False)
-    assert isinstance(tokenizer._encoder, TextEncoder)
+    assert isinstance(tokenizer._encoder, LocalEncoder)
     assert tokenizer._encoder.segments is not None
     for _ in range(2):  # the second time from the cache
         assert tokenizer.encode_within(text, 0, add_special_tokens=False, scope="") == whole

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from examples import num_examples
 from pagemill_api.text import fitting
 from pagemill_api.text.coverage import NFC_SHRINKS_BY, Coverage, coverage_of, longest_entry_bytes
-from pagemill_api.text.encoding.text_encoder import TextEncoder
+from pagemill_api.text.encoding.local_encoder import LocalEncoder
 from pagemill_api.text.rules.tokenizer_rules import check_rules
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_models.tokenizer_files.pre_tokenizers import PRE_TOKENIZERS
@@ -184,14 +184,14 @@ def test_truncating_a_text_costs_in_proportion_to_the_kept_part(
 ) -> None:
     """No number of spaces, or of characters in words that are too long, gives many tokens."""
     tokenizer, seen = tokenizer_of(word_piece()), 0
-    encode = TextEncoder._encode
+    encode = LocalEncoder._encode
 
     def counted(self: Tokenizer, text: str, add_special_tokens: bool) -> Any:
         nonlocal seen
         seen += len(text)
         return encode(self, text, add_special_tokens)
 
-    monkeypatch.setattr(TextEncoder, "_encode", counted)
+    monkeypatch.setattr(LocalEncoder, "_encode", counted)
     text = unit * (2_000_000 // len(unit))
     if is_refused:
         with pytest.raises(PagemillError, match="`input` has 2000000 characters, of which the first 116508 are"):
@@ -235,7 +235,7 @@ def test_of_a_text_that_cannot_fit_only_about_the_context_is_tokenized(
     text = unit * (600_000 // len(unit.encode()))
     counted: list[int] = []
     encoder = smollm2._encoder
-    assert isinstance(encoder, TextEncoder)
+    assert isinstance(encoder, LocalEncoder)
     count = encoder._count
     monkeypatch.setattr(encoder, "_count", lambda piece: counted.append(len(piece)) or count(piece))
     monkeypatch.setattr(encoder, "encode", lambda *_: pytest.fail("the whole text was tokenized"))

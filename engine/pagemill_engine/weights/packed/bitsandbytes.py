@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -88,7 +88,19 @@ def _integers(stored: Stored, base: str) -> PackedMatrix:
     return PackedMatrix((out_features, in_features), parts, lambda: stored.read(name).astype(np.float32) * scales())
 
 
-def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
+class _State(NamedTuple):
+    """What a tensor of JSON says of a matrix."""
+
+    out_features: int
+    in_features: int
+    block_size: int
+    is_nested: bool
+    """Whether the largest magnitudes are quantized themselves."""
+    nested_size: int
+    offset: float
+
+
+def _state(stored: Stored, state_name: str) -> _State:
     try:
         state: dict[str, Any] = orjson.loads(stored.read(state_name).tobytes())
         out_features, in_features = (int(size) for size in state["shape"])
@@ -103,6 +115,11 @@ def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
         raise unsupported(
             stored, f"a quantization state `{state_name}` that is not readable ({str(error)[:120]})"
         ) from error
+    return _State(out_features, in_features, block_size, is_nested, nested_size, offset)
+
+
+def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
+    out_features, in_features, block_size, is_nested, nested_size, offset = _state(stored, state_name)
     num_values = out_features * in_features
     num_blocks = -(-num_values // block_size)
     check_shape(stored, name, (math.ceil(num_values / 2), 1))

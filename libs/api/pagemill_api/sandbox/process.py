@@ -69,7 +69,11 @@ class LimitedProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a traceback could contain text of a prompt
             bufsize=0,
-            env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONUTF8": "1"},
+            env={
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "PYTHONUTF8": "1",
+                "TOKENIZERS_PARALLELISM": "false",  # a confined process cannot start threads
+            },
         )
         setup = msgspec.to_builtins(limits) | {"sources": sources}
         try:

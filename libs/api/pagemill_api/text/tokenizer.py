@@ -17,7 +17,7 @@ from pagemill_api.text.backend import loading
 from pagemill_api.text.control_tokens import ControlTokenMarks
 from pagemill_api.text.detokenizer import IncrementalDetokenizer
 from pagemill_api.text.encoding.limited_encoder import LimitedEncoder
-from pagemill_api.text.encoding.text_encoder import EncodedPair, TextEncoder
+from pagemill_api.text.encoding.local_encoder import EncodedPair, LocalEncoder
 from pagemill_api.text.rules import tokenizer_json
 from pagemill_api.text.rules.tokenizer_rules import check_rules
 from pagemill_api.text.segments import check_added_tokens
@@ -51,7 +51,7 @@ class Tokenizer:
 
     def __init__(self, bundle: TokenizerBundle, chat_template: str | None = None) -> None:
         self.bundle = bundle
-        self._encoder: TextEncoder | LimitedEncoder
+        self._encoder: LocalEncoder | LimitedEncoder
         with loading():
             parsed = tokenizer_json.parse(bundle.tokenizer_json)
             rules = check_rules(parsed)
@@ -61,7 +61,7 @@ class Tokenizer:
                 self._encoder = LimitedEncoder(bundle.tokenizer_json, rules.unknown)
                 self._vocabulary = _vocabulary(parsed)
             else:
-                self._encoder = TextEncoder(bundle.tokenizer_json, parsed, self.control_tokens, rules)
+                self._encoder = LocalEncoder(bundle.tokenizer_json, parsed, self.control_tokens, rules)
                 self._vocabulary = self._encoder.backend
             self._table = TokenBytes(self._vocabulary, parsed)
         self.encode_within: EncodeWithin = self._encoder.encode_within

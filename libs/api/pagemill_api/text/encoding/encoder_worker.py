@@ -1,13 +1,12 @@
 """The process that encodes with a tokenizer whose steps have no known bound, apart from the server.
 
 `limited_encoder` starts it as a plain script; `sandbox.confine` limits its resources before it reads the tokenizer. It
-runs `text_encoder`: each request names a method, and its errors are returned with their fields.
+runs `local_encoder`: each request names a method, and its errors are returned with their fields.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from typing import Any
 
@@ -17,7 +16,7 @@ from tokenizers import models
 from pagemill_api.sandbox.confine import enter_sandbox, read_frame, timed, write_frame
 from pagemill_api.text.backend import encode_texts, loading
 from pagemill_api.text.control_tokens import ControlTokenMarks
-from pagemill_api.text.encoding.text_encoder import TextEncoder
+from pagemill_api.text.encoding.local_encoder import LocalEncoder
 from pagemill_api.text.rules.tokenizer_json import parse
 from pagemill_api.text.rules.tokenizer_rules import check_rules
 from pagemill_protocol.errors import PagemillError
@@ -26,17 +25,17 @@ from pagemill_protocol.source_errors import UnreadableModelError
 METHODS = ("encode", "encode_within", "encode_cut", "encode_pair")
 
 
-def read(tokenizer_json: str) -> tuple[TextEncoder | None, dict[str, str]]:
+def read(tokenizer_json: str) -> tuple[LocalEncoder | None, dict[str, str]]:
     """Return the encoder, or why the tokenizer cannot be read."""
     try:
         with loading():
             parsed = parse(tokenizer_json)
-            return TextEncoder(tokenizer_json, parsed, ControlTokenMarks(parsed), check_rules(parsed)), {}
+            return LocalEncoder(tokenizer_json, parsed, ControlTokenMarks(parsed), check_rules(parsed)), {}
     except UnreadableModelError as error:
         return None, {"tokenizer": error.message}
 
 
-def answer(encoder: TextEncoder, request: dict[str, Any]) -> dict[str, Any]:
+def answer(encoder: LocalEncoder, request: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a method, or the fields of its error."""
     assert request["name"] in METHODS
     work = request["variables"]
@@ -49,7 +48,6 @@ def answer(encoder: TextEncoder, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a confined process cannot start threads
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     setup = read_frame(requests)
     if setup is None:

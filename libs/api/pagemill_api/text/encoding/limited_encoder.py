@@ -1,6 +1,6 @@
 """Encode texts with a tokenizer in a limited process, because the time and memory of its steps have no known bound.
 
-It has the methods of `text_encoder`, each of which is one exchange with `encoder_worker`. A text that takes too much
+It has the methods of `local_encoder`, each of which is one exchange with `encoder_worker`. A text that takes too much
 time or memory ends the process: its request fails with an error that names the tokenizer's step, and the next text
 starts another process. One process at a time, so that a tokenizer takes at most one core and the memory of one.
 Decoding needs none: it reads a table of the vocabulary (`token_bytes`).
@@ -18,7 +18,7 @@ import msgspec
 
 from pagemill_api.sandbox.process import LimitedProcess, ProcessLimits, TimeLimitReached, WorkerDied
 from pagemill_api.text.backend import TOKENIZER_ERROR
-from pagemill_api.text.encoding.text_encoder import EncodedPair, as_utf8
+from pagemill_api.text.encoding.local_encoder import EncodedPair, as_utf8
 from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
 from pagemill_protocol.source_errors import UnreadableModelError
 
@@ -31,7 +31,7 @@ MEMORY_BYTES = 352 * 1024 * 1024
 MEMORY_PER_BYTE = 24
 """Additional memory for each byte of the tokenizer's file, as JSON, as Python's objects and in the library."""
 PROBE = " ".join(60 * chr(code) for code in range(33, 127)) + " \n\n  12345 é世界"
-"""Each printable character of ASCII 60 times: a tokenizer that cannot split these serves nobody."""
+"""Each printable character of ASCII 60 times: a tokenizer that cannot split these can serve no request."""
 LIMITS = ProcessLimits(cpu_limit_s=CPU_LIMIT_S, wall_limit_s=120.0, memory_bytes=MEMORY_BYTES)
 _WORKER_FILE = Path(__file__).with_name("encoder_worker.py")
 

@@ -39,7 +39,7 @@ class EncodedPair(NamedTuple):
     """For each token, which of the two texts it is of, as the tokenizer numbers them."""
 
 
-class TextEncoder:
+class LocalEncoder:
     """Encoder of one tokenizer."""
 
     def __init__(self, tokenizer_json: str, parsed: Any, controls: ControlTokenMarks, rules: Rules) -> None:
