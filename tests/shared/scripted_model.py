@@ -11,7 +11,7 @@ are added to it, without merges, so that no prompt has them.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,23 +102,24 @@ def write_scripted_model(folder: Path, answers: Sequence[str], context: int = CO
     save_file(tensors(len(vocabulary), successors), folder / "model.safetensors")
 
 
-def pieces(answer: str, taken: Collection[str]) -> Iterator[str]:
-    """Yield the answer as tokens that are not `taken`, and of which no two are equal."""
-    (letters,) = (
-        "".join(text for text, _ in pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(answer)),
-    )
-    used: set[str] = set()
-    start = 0
+def pieces(answer: str, taken: Collection[str]) -> list[str]:
+    """Return the answer as tokens that are not `taken`, and of which no two are equal."""
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters = "".join(text for text, _ in pre_tokenizer.pre_tokenize_str(answer))
+    found: list[str] = []
+    start = end = 0
     while start < len(letters):
-        end = start + PIECE_CHARS
-        while letters[start:end] in taken or letters[start:end] in used:
-            end += 1
-            if end > len(letters) + 1:
-                raise ValueError(f"The end of the answer has no tokens of its own; change it: {answer[-20:]!r}.")
-        end = end if len(letters) - end >= PIECE_CHARS else len(letters)
-        used.add(letters[start:end])
-        yield letters[start:end]
-        start = end
+        end = min(end + 1, len(letters)) if end > start else start + PIECE_CHARS
+        piece = letters[start:end]
+        if piece not in taken and piece not in found:
+            found.append(piece)
+            start = end
+        elif end >= len(letters):  # the rest is part of the token before it
+            if not found:
+                raise ValueError(f"The answer is a token of the vocabulary, or another answer; change it: {answer!r}.")
+            start -= len(found.pop())
+            end = len(letters) - 1
+    return found
 
 
 def special_token(token_id: int, text: str) -> dict[str, Any]:

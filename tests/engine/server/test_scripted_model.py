@@ -13,6 +13,8 @@ from scripted_model import call, write_scripted_model
 pytestmark = pytest.mark.model
 TEXT = "I will write the file now. I will write the file now, with “quotes” and 你好.\n"
 COMMAND = "printf '%s' 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' > a.txt"
+AGAIN = "Once more."
+"""Before the same call, so that the ends of two answers are equal."""
 LAST = "The file is written. The file is written."
 USER = {"role": "user", "content": "Write it."}
 TOOL: Any = {"type": "function", "function": {"name": "shell", "parameters": {"type": "object"}}}
@@ -21,7 +23,7 @@ TOOL: Any = {"type": "function", "function": {"name": "shell", "parameters": {"t
 @pytest.fixture
 def client(tmp_path: Path, start_server: Callable[..., Any]) -> Iterator[openai.OpenAI]:
     model = tmp_path / "model"
-    write_scripted_model(model, [TEXT + call("shell", command=COMMAND), "Once more.", LAST])
+    write_scripted_model(model, [TEXT + call("shell", command=COMMAND), AGAIN + call("shell", command=COMMAND), LAST])
     own = {"null_runner": False, "max_model_len": None, "num_kv_blocks": None}
     server = start_server(engine={"model": str(model), "served_names": ["scripted"], **own})
     server.wait_for("ready")
@@ -41,10 +43,11 @@ def test_it_calls_a_tool_and_then_says_the_next_text_at_any_temperature_in_a_con
     (call,) = first.message.tool_calls
     assert (first.finish_reason, first.message.content.strip()) == ("tool_calls", TEXT.strip())
     assert (call.function.name, COMMAND in call.function.arguments.replace('\\"', '"')) == ("shell", True)
-    for text in ("Once more.", LAST, LAST):
+    for text, reason in ((AGAIN, "tool_calls"), (LAST, "stop"), (LAST, "stop")):
         messages += [first.message, {"role": "tool", "tool_call_id": call.id, "content": TEXT}]
         last = answer(client, messages)
-        assert (last.finish_reason, last.message.content) == ("stop", text)
+        assert (last.finish_reason, last.message.content) == (reason, text)
+        assert [each.function for each in last.message.tool_calls or []] == [call.function] * (reason == "tool_calls")
     assert client.models.retrieve("scripted").model_extra["max_model_len"] == 32_768  # type: ignore[index]
     counted = client.completions.create(model="scripted", prompt="The file is written.", max_tokens=1).usage
     assert counted is not None
