@@ -10,6 +10,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pagemill_api.dialects.anthropic import render as anthropic
+from pagemill_api.dialects.anthropic.message_batches import PATH as MESSAGE_BATCHES
 from pagemill_api.dialects.error_shapes import error_body_at
 from pagemill_api.dialects.pages import Page, PageRequest
 from pagemill_api.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
@@ -20,7 +22,7 @@ from pagemill_gateway.config import BatchesConfig
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.routes import responses
 from pagemill_gateway.routes.access import AccessLog
-from pagemill_gateway.routes.batches import BATCHES, FILES, BatchRoutes
+from pagemill_gateway.routes.batches import BATCHES, FILES, BatchRoutes, MessageBatchRoutes
 from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.control import ControlRoutes
 from pagemill_gateway.routes.counted_answers import CountedAnswers
@@ -74,7 +76,7 @@ def hot_routes(worker: Worker) -> dict[str, ASGIApp]:
 def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
     """Return all routes of the data port."""
     models, tokens, stored = ModelRoutes(worker), TokenRoutes(worker), StoredResponseRoutes(worker)
-    batches = BatchRoutes(worker)
+    batches, messages = BatchRoutes(worker), MessageBatchRoutes(worker)
     health = HealthRoutes(worker.control, lambda: worker.draining)
     return [
         *(Route(path, route, methods=["POST"]) for path, route in hot.items()),
@@ -97,6 +99,17 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
         Route(BATCHES, batches.list),
         Route(f"{BATCHES}/{{id}}", batches.get),
         Route(f"{BATCHES}/{{id}}/cancel", batches.cancel, methods=["POST"]),
+        *(
+            Route(f"{MESSAGE_BATCHES}{path}", with_errors(anthropic.error_body, route), methods=[method])
+            for path, route, method in (
+                ("", messages.create, "POST"),
+                ("", messages.list, "GET"),
+                ("/{id}", messages.get, "GET"),
+                ("/{id}", messages.delete, "DELETE"),
+                ("/{id}/cancel", messages.cancel, "POST"),
+                ("/{id}/results", messages.results, "GET"),
+            )
+        ),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/health", health.readyz),
         Route("/livez", health.livez),

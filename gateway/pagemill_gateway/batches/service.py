@@ -6,11 +6,13 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from pagemill_api.openai.batches import BatchRequest
+from pagemill_gateway.batches.lines import scan_lines
 from pagemill_gateway.batches.objects import FINAL, Batch, BatchFile, is_object_id, new_object_id
 from pagemill_gateway.batches.store import BatchStore
 from pagemill_gateway.config import BatchesConfig
@@ -149,6 +151,26 @@ class Batches:
             for owner in (account, ""):
                 await self._store.remove("cancels", owner, batch_id)
         return batch
+
+    async def result_lines(self, batch: Batch, keep_bytes: int, *, only_errors: bool = False) -> AsyncIterator[bytes]:
+        """Yield the first `keep_bytes` of each line of the batch's output and error files."""
+        for file_id, is_there in ((batch.output_file_id, not only_errors), (batch.error_file_id, True)):
+            if is_there:
+                async for line in scan_lines(partial(self._store.read, file_id), keep_bytes):
+                    yield line.beginning
+
+    async def delete(self, account: str, batch: Batch) -> None:
+        """Delete a batch that is over, with its files. Raises `PagemillError` 409 for others."""
+        if batch.status not in FINAL:
+            raise PagemillError(
+                f"The batch is {batch.status}. Wait for its end, or cancel it, before you delete it.",
+                status=409,
+                code="batch_is_not_over",
+            )
+        for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+            await self._store.remove("files", account, file_id)
+            await self._store.remove_content(file_id)
+        await self._store.remove("batches", account, batch.id)
 
     async def _make_place(self, account: str) -> None:
         batches = await self.batches(account)

@@ -14,6 +14,7 @@ from functools import partial
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagemill_api.dialects.anthropic import message_batches
 from pagemill_api.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_api.dialects.token_counts import TOKEN_COUNTS
 from pagemill_api.route_names import RouteNames
@@ -30,8 +31,9 @@ ROUTES = {
     *(each.path for each in TOKEN_COUNTS),
     *(each.path for each in PAGES),
     *("/v1/models", "/v1/files", "/v1/batches", "/detokenize", "/version", "/load", "/server_info", "/docs", "/"),
+    message_batches.PATH,
 }
-WITH_IDS = ("/v1/models", "/v1/responses", "/v1/files", "/v1/batches")
+WITH_IDS = ("/v1/models", "/v1/responses", "/v1/files", "/v1/batches", message_batches.PATH)
 """Routes whose paths continue with the id of an object."""
 ROUTE_HEADER = b"x-pagemill-route"
 """The header of responses of engines, with policy, endpoint, predicted cached tokens and, for clients without a key,

@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 
 from pagemill_api.dialects.anthropic.conversation import InputMessage, MessageOutput
 from pagemill_api.dialects.anthropic.edits import Amount, ContextManagement, Edit
+from pagemill_api.dialects.anthropic.message_batches import BatchedMessage, MessageBatchRequest
 from pagemill_api.dialects.anthropic.request import (
     CountRequest,
     MessagesRequest,
@@ -81,12 +82,13 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
     ResponsesRequest,
     InputTokensRequest,
     BatchRequest,
+    MessageBatchRequest,
     *(EmbeddingRequest, RerankRequest, ScoreRequest),
 )
 _PARTS: tuple[type[RequestModel], ...] = (
     *(ChatMessage, StreamOptions),
     *(InputMessage, MessageOutput, Tool, AnthropicToolChoice, Thinking, OutputFormat, OutputConfig, Metadata),
-    *(ContextManagement, Edit, Amount),
+    *(ContextManagement, Edit, Amount, BatchedMessage),
     *(
         TgiGrammar,
         TgiParameters,
@@ -207,6 +209,7 @@ def _paths() -> Schema:
 def _stored_paths() -> Schema:
     listing, deleted = _answers(_object("object", "data", "has_more")), _answers(_object("id", "deleted"))
     file, batch, found = _answers(_object("id", "bytes")), _answers(_object("id", "status")), _answers(_object("id"))
+    page, messages = _answers(_object("data", "has_more")), _answers(_object("id", "processing_status"))
     form = {"type": "object", "required": ["file", "purpose"], "properties": {"purpose": {"const": "batch"}}}
     upload = {**file, "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
     by_id = {
@@ -216,10 +219,14 @@ def _stored_paths() -> Schema:
         "/v1/files/{id}/content": {"get": _shows("application/octet-stream")},
         "/v1/batches/{id}": {"get": batch},
         "/v1/batches/{id}/cancel": {"post": batch},
+        "/v1/messages/batches/{id}": {"get": messages, "delete": found},
+        "/v1/messages/batches/{id}/cancel": {"post": messages},
+        "/v1/messages/batches/{id}/results": {"get": _shows("application/x-jsonl")},
     }
     return {
         "/v1/files": {"get": listing, "post": upload},
         "/v1/batches": {"get": listing, "post": _takes(BatchRequest, batch)},
+        "/v1/messages/batches": {"get": page, "post": _takes(MessageBatchRequest, messages)},
         **{path: {method: _named(each) for method, each in methods.items()} for path, methods in by_id.items()},
     }
 

@@ -11,6 +11,6 @@ from pagemill_api.openai.fields import Name, RequestModel
 
 class BatchRequest(RequestModel):
     input_file_id: Name
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages"]
     completion_window: Annotated[str, Field(max_length=16)]
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
