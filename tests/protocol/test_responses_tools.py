@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from grammar_matches import matches
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refusal_of
@@ -20,6 +21,8 @@ from pagemill_api.dialects.base import FinishedChoice, Piece, Preparation, unrea
 from pagemill_api.dialects.openai_responses.answer_items import InputText
 from pagemill_api.dialects.openai_responses.items import OMITTED_PART
 from pagemill_api.dialects.openai_responses.responses import ResponsesBody, ResponsesDialect
+from pagemill_api.grammars.source import grammar_text
+from pagemill_api.openai.prepare import needs_check
 from pagemill_api.openai.unread_fields import UNREAD_HEADER, unread_headers
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
@@ -286,3 +289,40 @@ def test_reasoning_comes_back_in_the_form_that_was_asked_for(tokenizer: Tokenize
     for item in (thought, without):
         asked = [{"role": "user", "content": "hi"}, item, said]
         assert parse(input=asked).fields.messages[1].reasoning_content == "because ü"
+
+
+LETTERS = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" LF /[b"]+/\n%import common.LF'}
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [(LETTERS, 'a\nb"b', "a b"), ({"type": "grammar", "syntax": "regex", "definition": 'a/[^b]+"'}, 'a/\n"', "a/b")],
+)
+def test_the_input_of_a_custom_tool_conforms_to_its_grammar(
+    tokenizer: Tokenizer, form: dict[str, Any], good: str, bad: str
+) -> None:
+    body = parse(tools=[{**CUSTOM, "format": form}, *TOOLS[:1]])
+    assert form["definition"] in body.fields.tools[0]["function"]["description"]
+    assert needs_check(body.fields)
+    body.check_form()
+    outputs = prepared(tokenizer, body).sampling.structured_outputs
+    assert outputs is not None
+    for text, fits in ((good, True), (bad, False)):
+        call = f'Well. <tool_call>\n{{"name": "patch", "arguments": {json.dumps({"input": text})}}}\n</tool_call>'
+        assert matches(grammar_text(outputs), call) == fits
+    other = '<tool_call>\n{"name": "agents__close", "arguments": {"target": "x"}}\n</tool_call>'
+    assert matches(grammar_text(outputs), other)
+    assert matches(grammar_text(outputs), "no call")
+    assert "tools[0].format" not in unread_fields(body, tokenizer, PARSERS)
+    assert "tools[0].format" in unread_fields(body, tokenizer, PARSERS._replace(tools="qwen3-coder"))
+    assert prepared(tokenizer, body, PARSERS._replace(tools="qwen3-coder")).sampling.structured_outputs is None
+
+
+def test_a_grammar_that_cannot_be_enforced_is_refused_by_its_field() -> None:
+    assert refused(tools=[{**CUSTOM, "format": {**LETTERS, "definition": "start: %json {}"}}]).param == (
+        "tools[0].format.definition"
+    )
+    body = parse(tools=[TOOLS[-1], {**CUSTOM, "format": {**LETTERS, "definition": "start: missing"}}])
+    with pytest.raises(PagemillError) as caught:
+        body.check_form()
+    assert caught.value.param == "tools[1].format.definition"

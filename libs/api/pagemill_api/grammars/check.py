@@ -36,6 +36,8 @@ class _Verdict(NamedTuple):
     """Empty: the form compiles."""
     part: int | None = None
     """Index of the wrong option of a structural tag, if known."""
+    kind: str = "json_schema"
+    """What the wrong option is."""
 
 
 class FormChecks:
@@ -70,7 +72,7 @@ class FormChecks:
             return
         kind = outputs.kind
         if verdict.part is not None and verdict.part < len(parts):
-            param, kind = parts[verdict.part], "json_schema"
+            param, kind = parts[verdict.part], verdict.kind
         raise invalid_field(param, f"The {kind} of `{param}` cannot be used: {verdict.fault.rstrip('.')}.")
 
     def _run(self, form: bytes) -> _Verdict:
@@ -94,7 +96,7 @@ class FormChecks:
             self._replace()
             return _Verdict("it takes too much memory to compile; send a simpler one")
         self._idle.append(process)
-        return _Verdict(str(reply.get("text", "it is not valid Unicode")), reply.get("part"))
+        return _Verdict(str(reply.get("text", "it is not valid Unicode")), reply.get("part"), str(reply.get("kind")))
 
     def _replace(self) -> None:
         """Start another process in the background, so that the next form does not wait for it."""

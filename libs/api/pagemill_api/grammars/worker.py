@@ -18,7 +18,7 @@ from pagemill_api.grammars.limits import check_limits
 from pagemill_api.grammars.parser import MAX_MESSAGE_CHARS, fault_of, parser_limits
 from pagemill_api.grammars.source import grammar_text
 from pagemill_api.sandbox.confine import enter_sandbox, read_frame, timed, write_frame
-from pagemill_api.structural_tags import JsonSchema, Or, read_tag
+from pagemill_api.structural_tags import JsonSchema, Or, read_tag, write_tag
 from pagemill_protocol.request.structured_outputs import StructuredOutputs
 
 _EOS = 256
@@ -37,24 +37,31 @@ class ByteTokenizer:
 
 
 def check(form: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
-    """Return the error of a form (`text`; empty if none), and the wrong option of a structural tag (`part`)."""
+    """Return the error of a form (`text`; empty if none), and the wrong option of a structural tag (`part`) with its
+    `kind`."""
     outputs = msgspec.convert(form, StructuredOutputs)
     fault = _fault(outputs, tokenizer)
     if fault and outputs.structural_tag:
-        for part, schema in enumerate(_schemas(outputs.structural_tag)):
-            if found := _fault(StructuredOutputs(json_schema=json.dumps(schema)), tokenizer):
-                return {"text": found, "part": part}
+        for part, option in enumerate(_options(outputs.structural_tag)):
+            if found := _fault(option, tokenizer):
+                kind = "json_schema" if option.kind == "json_schema" else "grammar"
+                return {"text": found, "part": part, "kind": kind}
     return {"text": fault}
 
 
-def _schemas(tag: str) -> list[Any]:
-    """Return the schemas of a tag that is only a choice among schemas."""
+def _options(tag: str) -> list[StructuredOutputs]:
+    """Return the options of a tag that is only a choice."""
     try:
         form = read_tag(json.loads(tag))
     except (ValueError, RecursionError):
         return []
     options = form.elements if isinstance(form, Or) else []
-    return [each.json_schema for each in options if isinstance(each, JsonSchema)]
+    return [
+        StructuredOutputs(json_schema=json.dumps(each.json_schema))
+        if isinstance(each, JsonSchema)
+        else StructuredOutputs(structural_tag=write_tag(each))
+        for each in options
+    ]
 
 
 def _fault(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:

@@ -14,6 +14,7 @@ from pagemill_api.answers.call_syntax import (
     Function,
     Schema,
     after_reasoning,
+    as_json,
     calls_only,
     text_and_calls,
     with_opening,
@@ -34,6 +35,8 @@ class _Tool(NamedTuple):
     schema: Schema
     held: bool
     """Whether calls are constrained to the schema; other calls may have any arguments."""
+    form: Format | None = None
+    """The form of arguments in JSON, where it does not follow from a schema."""
 
 
 def check_schemas(req: ChatCompletionRequest) -> None:
@@ -46,10 +49,12 @@ def check_schemas(req: ChatCompletionRequest) -> None:
             raise invalid_field(
                 f"{tool.field}.type", f'The `type` of `{tool.field}` must be "object" to constrain calls to it.'
             )
-    if not held:
+    formed = [(each.field, each.form) for each in _tools(req) if each.form is not None]
+    if not held and not formed:
         return
-    together = Or(elements=[JsonSchema(json_schema=dict(each.schema)) for each in held])
-    fields = [each.field for each in held]
+    schemas: list[Format] = [JsonSchema(json_schema=dict(each.schema)) for each in held]
+    together = Or(elements=[*schemas, *(form for _, form in formed)])
+    fields = [*(each.field for each in held), *(field for field, _ in formed)]
     CHECKS.check(StructuredOutputs(structural_tag=write_tag(together)), "tools", fields)
 
 
@@ -61,11 +66,12 @@ def prescribed(
     `syntax` and `reasoning`: the model's call syntax and the name of its reasoning parser.
     """
     text = req.form[1] if req.form is not None else None
-    if text is None and not req.constrains_calls:
+    constrains = req.constrains_calls or (bool(req.call_forms) and writes_json(syntax))
+    if text is None and not constrains:
         return None
     begin, end = REASONING_ENDS.get(reasoning, ("", ""))
     shown = prompt.rstrip()
-    has_tools = bool(req.prompt_tools) and (syntax is not None or req.constrains_calls)
+    has_tools = bool(req.prompt_tools) and (syntax is not None or constrains)
     reasons = bool(end) and not shown.endswith(end)
     if not has_tools and not reasons and (syntax is None or not syntax.text_opening):
         return text
@@ -97,7 +103,14 @@ def _with_calls(req: ChatCompletionRequest, syntax: CallSyntax | None, text: For
     return text_and_calls(syntax, functions, parallel=parallel)
 
 
+def writes_json(syntax: CallSyntax | None) -> bool:
+    """Whether the format writes arguments as JSON."""
+    return syntax is not None and syntax.arguments is as_json
+
+
 def _arguments(tool: _Tool, syntax: CallSyntax) -> Format:
+    if tool.form is not None and writes_json(syntax):
+        return tool.form
     try:
         return syntax.arguments(tool.schema)
     except ValueError as error:
@@ -114,9 +127,9 @@ def _tools(req: ChatCompletionRequest) -> Iterator[_Tool]:
         held = req.forces_calls or bool(function.get("strict"))
         parameters = function.get("parameters")
         schema = {"type": "object", **parameters} if parameters else _NO_ARGUMENTS
-        yield _Tool(
-            f"tools[{index}].function.parameters", function["name"], schema if held else _loose(parameters), held
-        )
+        form = req.call_forms.get(function["name"])
+        field = f"tools[{index}].function.{'parameters' if form is None else 'format.definition'}"
+        yield _Tool(field, function["name"], schema if held else _loose(parameters), held, form)
 
 
 def _loose(parameters: Mapping[str, Any] | None) -> Schema:

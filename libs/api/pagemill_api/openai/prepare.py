@@ -76,12 +76,14 @@ def within_vocabulary(sampling: SamplingParams, tokenizer: Tokenizer) -> Samplin
 
 def needs_check(fields: SamplingFields) -> bool:
     """Whether `check_form` has anything to compile."""
-    return fields.form is not None or (isinstance(fields, ChatCompletionRequest) and fields.constrains_calls)
+    return fields.form is not None or (
+        isinstance(fields, ChatCompletionRequest) and (fields.constrains_calls or bool(fields.call_forms))
+    )
 
 
 def check_form(fields: SamplingFields) -> None:
     """Refuse a form of answers that cannot be compiled. Blocks while it is compiled. Raises `PagemillError` 400."""
-    if isinstance(fields, ChatCompletionRequest) and fields.constrains_calls:
+    if isinstance(fields, ChatCompletionRequest) and (fields.constrains_calls or fields.call_forms):
         check_schemas(fields)
     if fields.form is None:
         return

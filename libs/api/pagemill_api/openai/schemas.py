@@ -7,6 +7,7 @@ token ids. Unknown fields are ignored, known but unsupported ones refused (`unsu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
@@ -30,6 +31,7 @@ from pagemill_api.openai.fields import (
 )
 from pagemill_api.openai.form_fields import FormFields
 from pagemill_api.openai.tools import ToolCalls, ToolChoice, Tools, choice_error
+from pagemill_api.structural_tags import Format
 from pagemill_protocol.request.sampling import (
     INT32_MAX,
     MAX_ALLOWED_TOKEN_IDS,
@@ -265,6 +267,11 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     def forces_calls(self) -> bool:
         mode = self.tool_choice.get("mode") if isinstance(self.tool_choice, dict) else self.tool_choice
         return mode == "required" or bool(self.names_function)
+
+    @property
+    def call_forms(self) -> Mapping[str, Format]:
+        """Forms of arguments by function, written in JSON, beside those that follow from schemas."""
+        return {}
 
     @property
     def constrains_calls(self) -> bool:

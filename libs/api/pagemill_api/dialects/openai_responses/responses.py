@@ -6,10 +6,11 @@ The dialect stores nothing. A gateway that stores responses makes a `StoredRespo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import orjson
+from pydantic import PrivateAttr
 from pydantic_core import PydanticCustomError
 
 from pagemill_api.answers.registry import ParserSettings
@@ -24,8 +25,11 @@ from pagemill_api.dialects.openai_responses.request import (
 )
 from pagemill_api.dialects.translation import Renamed, TranslatedChat, TranslatedDialect, as_request
 from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo
+from pagemill_api.openai.chat_form import writes_json
+from pagemill_api.openai.chat_format import chat_format
 from pagemill_api.openai.parse import from_refusal, parse_body
 from pagemill_api.openai.schemas import ChatCompletionRequest, ChatMessage, TokenizeRequest
+from pagemill_api.structural_tags import Format
 from pagemill_protocol.errors import PagemillError, error_body, invalid_field
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest
@@ -95,6 +99,12 @@ class StoredResponsesDialect(ResponsesDialect):
 
 
 class ItemsChat(ChatCompletionRequest):
+    _forms: dict[str, Format] = PrivateAttr(default_factory=dict)
+
+    @property
+    def call_forms(self) -> Mapping[str, Format]:
+        return self._forms
+
     @property
     def max_tokens_field(self) -> str:
         return "max_output_tokens"
@@ -110,7 +120,14 @@ class ResponsesBody(TranslatedChat):
 
     def unread_fields(self, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
         found = super().unread_fields(tokenizer, parsers)
-        return sorted({*found, *self._request.unread, *self._found.messages.unread}) + self._ignored_tools()
+        grammars = self._grammars_without_effect(tokenizer, parsers)
+        unread = {*found, *self._request.unread, *self._found.messages.unread, *grammars}
+        return sorted(unread) + self._ignored_tools()
+
+    def _grammars_without_effect(self, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
+        """Return the grammars of custom tools, if the model does not write arguments as JSON."""
+        places = [f"{each.place}.format" for each in self._found.functions if each.arguments is not None]
+        return places if places and not writes_json(chat_format(self.fields, tokenizer, parsers).syntax) else []
 
     def _ignored_tools(self) -> list[str]:
         return [f"{place} ({kind})" for place, kind in self._request.ignored_tools.items()]
@@ -196,6 +213,7 @@ def translated(request: ResponsesRequest, before: Sequence[Item] = (), *, stored
     """Return the body as a chat. Raises `PagemillError` 400."""
     found = _translation(request, before)
     chat = as_request(lambda: found.chat, _names(found), ItemsChat)
+    chat._forms.update((each.name, form) for each in found.functions if (form := each.arguments) is not None)
     shown = request.shown(stored=stored)
     special = {each.name: [*each.tool] for each in found.functions if not each.is_plain}
     shown |= {

@@ -13,8 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 
+from pagemill_api.grammars.json_lark import inside_json
 from pagemill_api.openai.fields import Name, RequestModel, Text, refusal, shorten
 from pagemill_api.openai.tools import MAX_TOOLS
+from pagemill_api.structural_tags import ConstString, Format, Grammar, SequenceFormat
 
 ToolKind = Literal["function", "custom", "local_shell", "tool_search"]
 INPUT = "input"
@@ -87,6 +89,14 @@ class ToolFunction(NamedTuple):
         return str(self.function["name"])
 
     @property
+    def arguments(self) -> Format | None:
+        """The form of the arguments of a custom tool with a grammar. It was checked."""
+        if self.format is None or self.format.type != "grammar":
+            return None
+        text = _input_form(self.format)
+        return SequenceFormat(elements=[ConstString(value=f'{{"{INPUT}": "'), text, ConstString(value='"}')])
+
+    @property
     def is_plain(self) -> bool:
         """Whether a call of the function is a call of the client's tool as it is."""
         return self.tool == ClientTool("function", self.name)
@@ -156,6 +166,7 @@ def _function(tool: ToolFields, place: str, *, namespace: str = "", about: str |
             if form.syntax is None or form.definition is None:
                 missing = "syntax" if form.syntax is None else "definition"
                 raise refusal(f"{place}.format.{missing}", f"A grammar needs `{missing}`. Send it.")
+            _check_grammar(form, f"{place}.format.definition")
             texts.append(f"`{INPUT}` conforms to this grammar ({form.syntax}):\n{form.definition}")
     description = "\n\n".join(text for text in texts if text)
     given = {"name": flat_name(name, namespace), "description": description or None, "parameters": parameters}
@@ -164,6 +175,21 @@ def _function(tool: ToolFields, place: str, *, namespace: str = "", about: str |
     return ToolFunction(
         ClientTool(kind, name, namespace), place, function | ({"strict": True} if tool.strict else {}), form
     )
+
+
+def _check_grammar(form: InputFormat, field: str) -> None:
+    try:
+        _input_form(form)
+    except ValueError as error:
+        raise refusal(field, f"The grammar of `{field}` cannot be enforced: {error}.") from None
+
+
+def _input_form(form: InputFormat) -> Format:
+    """Return the form of the input inside a JSON string. Raises `ValueError`."""
+    definition = form.definition or ""
+    if form.syntax == "regex":
+        definition = "start: /" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", definition) + "/"
+    return Grammar(grammar=inside_json(definition))
 
 
 def _own(tool: ClientTool, place: str, description: str, parameters: Mapping[str, Any]) -> ToolFunction:
