@@ -20,7 +20,7 @@ from request_outcomes import (
     tokenizer_of,
     tried,
 )
-from responses_cases import INPUT_TOKENS, RESPONSE, RESPONSES
+from responses_cases import COMPACTED, INPUT_TOKENS, RESPONSE, RESPONSES
 
 from pagemill_api.dialects.openai_responses.responses import StoredResponsesDialect
 from pagemill_api.dialects.registry import BUILT_IN, dialects
@@ -368,6 +368,7 @@ DIALECTS: dict[str, tuple[str, Changes, Cases]] = {
     ),
     "MessagesRequest": ("messages", {"model": "m", "max_tokens": 9, "messages": TEXT}, _ANTHROPIC),
     "ResponsesRequest": ("responses", RESPONSE, RESPONSES),
+    "CompactRequest": ("responses-compact", RESPONSE, COMPACTED),
     "EmbeddingRequest": (
         "embeddings",
         {"model": "m", "input": "hi"},

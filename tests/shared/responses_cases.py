@@ -94,6 +94,12 @@ INPUT_TOKENS: Cases = {
     "tools.strict": (_ITEMS_WITH_TOOL, {"tools": [{**_ITEMS_TOOL, "strict": True}]}),
 }
 """Of `InputTokensRequest`."""
+COMPACTED: Cases = {
+    "model": {"model": "other"},
+    "input": {"input": "ho"},
+    "instructions": {"instructions": "Be brief."},
+}
+"""Of `CompactRequest`."""
 REPEATED = {
     "metadata": "it is the client's, and repeated",
     "store": "a gateway that stores responses acts on it",

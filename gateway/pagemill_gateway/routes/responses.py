@@ -37,7 +37,7 @@ PATH = ResponsesDialect.path
 class _StoredId(StringConvertor):
     """An id in a path, which is none of the routes beside it."""
 
-    regex = "(?!input_tokens$)[^/]+"
+    regex = "(?!(?:input_tokens|compact)$)[^/]+"
 
 
 register_url_convertor("response", _StoredId())

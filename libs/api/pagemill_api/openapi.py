@@ -44,6 +44,7 @@ from pagemill_api.dialects.open_inference.request import (
     Tensor,
     TensorParameters,
 )
+from pagemill_api.dialects.openai_responses.compaction import CompactRequest
 from pagemill_api.dialects.openai_responses.request import (
     InputTokensRequest,
     ReasoningConfig,
@@ -81,6 +82,7 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
     CountRequest,
     ResponsesRequest,
     InputTokensRequest,
+    CompactRequest,
     BatchRequest,
     MessageBatchRequest,
     *(EmbeddingRequest, RerankRequest, ScoreRequest),
@@ -185,6 +187,7 @@ def _paths() -> Schema:
         "/v1/messages": {"post": _streams(MessagesRequest, _message())},
         "/v1/messages/count_tokens": {"post": _takes(CountRequest, _answers(_object("input_tokens")))},
         "/v1/responses": {"post": _streams(ResponsesRequest, _object("id", "object", "output", "status", "usage"))},
+        "/v1/responses/compact": {"post": _takes(CompactRequest, _answers(_object("id", "object", "output", "usage")))},
         "/v1/responses/input_tokens": {"post": _takes(InputTokensRequest, _answers(_object("input_tokens")))},
         "/v1/embeddings": {"post": _takes(EmbeddingRequest, _answers(_vectors()))},
         "/v1/score": {"post": _takes(ScoreRequest, _answers(_vectors()))},

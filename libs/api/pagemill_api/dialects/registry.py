@@ -18,6 +18,7 @@ from pagemill_api.dialects.ollama import ollama
 from pagemill_api.dialects.ollama.ollama import OllamaChatDialect, OllamaGenerateDialect
 from pagemill_api.dialects.open_inference import kserve
 from pagemill_api.dialects.open_inference.kserve import KserveGenerateDialect, KserveInferDialect
+from pagemill_api.dialects.openai_responses.compaction import CompactDialect
 from pagemill_api.dialects.openai_responses.responses import ResponsesDialect
 from pagemill_api.dialects.pages import Page
 from pagemill_api.dialects.text_generation import tgi
@@ -37,6 +38,7 @@ BUILT_IN: tuple[Factory, ...] = (
     CompletionsDialect,
     MessagesDialect,
     ResponsesDialect,
+    CompactDialect,
     EmbeddingsDialect,
     RerankDialect,
     ScoreDialect,

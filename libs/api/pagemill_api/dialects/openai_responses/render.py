@@ -182,7 +182,7 @@ class ResponsesRenderer:
             "frequency_penalty": sampling.frequency_penalty,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "usage": None if usage is None else _usage(usage),
+            "usage": None if usage is None else usage_fields(usage),
         }
 
 
@@ -192,7 +192,7 @@ def error_event(error: PagemillError, num_events: int = 0) -> bytes:
     return _sse({"type": "error", "sequence_number": num_events, **fields})
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage_fields(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -86,15 +86,12 @@ class Translation(NamedTuple):
         return _TOOL.sub(tool, _MESSAGE.sub(message, text))
 
 
-class PromptFields(RequestModel):
-    """The fields that make the prompt."""
+class ItemFields(RequestModel):
+    """The fields of a conversation."""
 
     model: Name
     input: Annotated[list[Item], PlainValidator(input_items), WithJsonSchema(INPUT_SCHEMA)]
     instructions: Text | None = None
-    tools: list[ResponsesTool] = Field([], max_length=MAX_TOOLS)
-    tool_choice: str | dict[str, Any] = "auto"
-    reasoning: ReasoningConfig | None = None
 
     def translated(self, before: Sequence[Item] = ()) -> Translation:
         """Return the equivalent chat, after the items `before`. Raises `PydanticCustomError` for refused content."""
@@ -102,21 +99,44 @@ class PromptFields(RequestModel):
         found = ItemMessages()
         for index, item in enumerate([*before, *self.input], -len(before)):
             found.add(item, f"input[{index}]")
-        functions = functions_of(self.tools) + _found_functions(found)
+        functions = self._functions(found)
         body = {
             "model": self.model,
             "messages": [*instructions, *found.messages],
             "tools": [{"type": "function", "function": each.function} for each in functions],
-            "tool_choice": self._choice(),
-            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
             **self._more(),
         }
         chat = {name: value for name, value in body.items() if value is not None}
         return Translation(chat, functions, found, len(instructions))
 
+    @property
+    def unread(self) -> list[str]:
+        """The names of the client's fields that have no effect on the answer."""
+        given = [name for name in self.model_fields_set if getattr(self, name, None) not in (None, [], {})]
+        known = type(self).model_fields.keys() | self.UNSUPPORTED.keys()
+        return [name for name in given if name in self.IGNORED or name not in known]
+
+    def _functions(self, found: ItemMessages) -> list[ToolFunction]:
+        return []
+
     def _more(self) -> dict[str, Any]:
         """Return the further fields of the chat."""
         return {}
+
+
+class PromptFields(ItemFields):
+    """The fields that make the prompt."""
+
+    tools: list[ResponsesTool] = Field([], max_length=MAX_TOOLS)
+    tool_choice: str | dict[str, Any] = "auto"
+    reasoning: ReasoningConfig | None = None
+
+    def _functions(self, found: ItemMessages) -> list[ToolFunction]:
+        return functions_of(self.tools) + _found_functions(found)
+
+    def _more(self) -> dict[str, Any]:
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        return {"tool_choice": self._choice(), "reasoning_effort": effort}
 
     def _choice(self) -> Any:
         choice = self.tool_choice
@@ -177,6 +197,7 @@ class ResponsesRequest(PromptFields, SamplingExtensions):
 
     def _more(self) -> dict[str, Any]:
         return {
+            **super()._more(),
             "max_completion_tokens": self.max_output_tokens,
             "stream": self.stream,
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -212,10 +233,7 @@ class ResponsesRequest(PromptFields, SamplingExtensions):
 
     @property
     def unread(self) -> list[str]:
-        """The names of the fields that have no effect on the answer."""
-        given = [name for name in self.model_fields_set if getattr(self, name, None) not in (None, [], {})]
-        known = type(self).model_fields.keys() | self.UNSUPPORTED.keys()
-        names = [name for name in given if name in self.IGNORED or name not in known]
+        names = super().unread
         if any(part != ENCRYPTED_REASONING for part in self.include):
             names.append("include")
         if self.reasoning is not None and self.reasoning.summary is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from pydantic import PrivateAttr
@@ -19,7 +19,7 @@ from pagemill_api.dialects.openai_responses import render
 from pagemill_api.dialects.openai_responses.items import Item
 from pagemill_api.dialects.openai_responses.request import (
     InputTokensRequest,
-    PromptFields,
+    ItemFields,
     ResponsesRequest,
     Translation,
 )
@@ -114,7 +114,7 @@ class ResponsesBody(TranslatedChat):
     """A body as a chat, of which `unread_fields` also names the fields, items and tools without effect."""
 
     def __init__(self, chat: ItemsChat, request: ResponsesRequest, found: Translation, shown: str) -> None:
-        super().__init__(chat, ResponsesDialect.name, _names(found), shown)
+        super().__init__(chat, ResponsesDialect.name, client_names(found), shown)
         self._request = request
         self._found = found
 
@@ -175,7 +175,7 @@ class ResponsesBody(TranslatedChat):
         return _oldest_dropped(whole.messages, self._found.num_instructions, attempt)
 
 
-def _names(found: Translation) -> tuple[Renamed, ...]:
+def client_names(found: Translation) -> tuple[Renamed, ...]:
     return (found.renamed, *RENAMED, ("messages", "input"))
 
 
@@ -211,8 +211,7 @@ def _oldest_dropped(messages: Sequence[ChatMessage], num_instructions: int, atte
 
 def translated(request: ResponsesRequest, before: Sequence[Item] = (), *, stored: bool = False) -> ResponsesBody:
     """Return the body as a chat. Raises `PagemillError` 400."""
-    found = _translation(request, before)
-    chat = as_request(lambda: found.chat, _names(found), ItemsChat)
+    found, chat = chat_of(request, before)
     chat._forms.update((each.name, form) for each in found.functions if (form := each.arguments) is not None)
     shown = request.shown(stored=stored)
     special = {each.name: [*each.tool] for each in found.functions if not each.is_plain}
@@ -225,15 +224,22 @@ def translated(request: ResponsesRequest, before: Sequence[Item] = (), *, stored
 def read_count(raw: bytes) -> TokenizeRequest:
     """Return the prompt to count of a body of `POST /v1/responses/input_tokens`. Raises `PagemillError` 400."""
     request = parse_body(raw, InputTokensRequest)
-    found = _translation(request, ())
-    chat = as_request(lambda: found.chat, _names(found), ItemsChat)
+    found, chat = chat_of(request)
     given = {"model": chat.model, "messages": found.chat["messages"], "tools": chat.prompt_tools}
     variables = {"chat_template_kwargs": chat.template_kwargs}
-    return as_request(lambda: given | variables, _names(found), TokenizeRequest)
+    return as_request(lambda: given | variables, client_names(found), TokenizeRequest)
 
 
-def _translation(request: PromptFields, before: Sequence[Item]) -> Translation:
+def chat_of(
+    request: ItemFields, before: Sequence[Item] = (), asks: dict[str, Any] | None = None
+) -> tuple[Translation, ItemsChat]:
+    """Return the chat of a request, after the items `before`. `asks`: a message after all of its own.
+
+    Raises `PagemillError` 400.
+    """
     try:
-        return request.translated(before)
+        found = request.translated(before)
     except PydanticCustomError as error:
         raise from_refusal(error) from None
+    given = found.chat if asks is None else {**found.chat, "messages": [*found.chat["messages"], asks]}
+    return found, as_request(lambda: given, client_names(found), ItemsChat)
