@@ -108,8 +108,11 @@ async def show_load(request: Request) -> Response:
 async def show_server_info(request: Request) -> Response:
     context: ServerContext = request.app.state.context
     ready = None if context.client is None else context.client.ready_info
-    shown = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_dtype", "device", "compute")
-    loaded = {} if ready is None else {name: getattr(ready, name) for name in shown}
+    loaded = {}
+    if ready is not None:
+        limits = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_dtype")
+        loaded = {name: getattr(ready.limits, name) for name in limits}
+        loaded |= {"device": ready.device, "compute": ready.compute}
     return JSONResponse({"version": VERSION, "models": context.names, **loaded})
 
 
