@@ -18,12 +18,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from byte_bundle import byte_bundle
-from mutated_models import VALUES, config_of, gguf_bytes, gguf_metadata, write_folder
+from mutated_models import FAMILIES, VALUES, config_of, gguf_bytes, gguf_metadata, write_folder
 
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_models.declaration.known import BUILT_IN
@@ -53,7 +54,20 @@ TRACED = 7
 MAX_KEPT_BYTES = 1024 * 1024
 TEXTS = ("banana", "a" * 60, "Hello, 世界! \n\n  12345", "\u0301" * 50, "ﷺ½ İ", " " * 300)
 NUMBERS = (0, 1, -1, 255, 2**16, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
-PATTERNS = ("(?:a|a)*b", "a+b", "(", "[", "\\s+$", "", "a{1,999}", ".*.*b", "(?=a)", "\\p{L}+", "(a+)+")
+PATTERNS = (
+    "(?:a|a)*b",
+    "a+b",
+    "(",
+    "[",
+    "\\s+$",
+    "",
+    "a{1,999}",
+    ".*.*b",
+    "(?=a)",
+    "\\p{L}+",
+    "(a+)+",
+    "(?<=a)b|a+?|.",
+)
 STEPS: tuple[dict[str, Any], ...] = (
     {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"},
     *({"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in PATTERNS),
@@ -95,7 +109,7 @@ def changed_bytes(raw: bytes, rng: random.Random) -> bytes:
 
 def attempts(folder: Path, rng: random.Random) -> Iterator[tuple[str, Path | None, Callable[[], object]]]:
     """Yield the kind of each mutated file, its path, and what reads it."""
-    families, architectures = list(BUILT_IN), sorted({name for known in BUILT_IN.values() for name in known.gguf})
+    families, architectures = list(FAMILIES), sorted({name for known in BUILT_IN.values() for name in known.gguf})
     tokenizer = json.loads(byte_bundle().tokenizer_json) | {"added_tokens": [], "post_processor": None}
     model, file = folder / "model", folder / "model.gguf"
     model.mkdir()
@@ -144,10 +158,10 @@ VOCABULARY = {
 
 
 def tokenize(bundle: TokenizerBundle) -> None:
-    tokenizer = Tokenizer(bundle)
-    for text in TEXTS:
-        ids = tokenizer.encode_within(text, 1000)
-        tokenizer.decode(ids)
+    with closing(Tokenizer(bundle)) as tokenizer:
+        for text in TEXTS:
+            ids = tokenizer.encode_within(text, 1000)
+            tokenizer.decode(ids)
 
 
 class Lines:

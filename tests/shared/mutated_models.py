@@ -84,9 +84,17 @@ class Recorded(dict[str, Any]):
         return super().__contains__(key)
 
 
+BY_TRANSFORMERS = {"ernie4_5": "Ernie4_5ForCausalLM", "helium": "HeliumForCausalLM"}
+"""Types of models without a family, whose classes in transformers compute them."""
+FAMILIES = (*BUILT_IN, *BY_TRANSFORMERS)
+
+
 def config_of(family: str) -> dict[str, Any]:
-    names = BUILT_IN[family]
-    common = {"architectures": [names.architectures[0]], "model_type": names.model_type, "vocab_size": VOCAB_SIZE}
+    if family in BY_TRANSFORMERS:
+        architecture, model_type = BY_TRANSFORMERS[family], family
+    else:
+        architecture, model_type = BUILT_IN[family].architectures[0], BUILT_IN[family].model_type
+    common = {"architectures": [architecture], "model_type": model_type, "vocab_size": VOCAB_SIZE}
     return common | _OWN.get(family, LLAMA)
 
 
@@ -108,6 +116,8 @@ def mutations_of_config(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def write_folder(folder: Path, config: dict[str, Any]) -> None:
     """Write the headers of the model's weights, and no data: what readers of headers look at."""
+    if config["model_type"] in BY_TRANSFORMERS:  # the names of their tensors are not known
+        config = config_of("llama")
     shapes = decoder_from_config(config, folder / "config.json").shapes()
     header, end = {}, 0
     for name, shape in shapes.items():

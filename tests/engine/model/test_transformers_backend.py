@@ -6,6 +6,7 @@ Their greedy answers equal `generate()` in any batch; models with other state ar
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pagemill_engine.weights.errors import LoadError
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture
 from pagemill_models.declaration.known import known_architectures
 from pagemill_models.spec.model_files import load_model_spec
+from pagemill_protocol.source_errors import SourceError
 
 NUM_TOKENS = 16
 SHAPE: dict[str, Any] = {
@@ -160,6 +162,28 @@ def test_a_class_that_fails_at_the_first_token_is_refused_before_ready(
     write(tmp_path, "VaultGemmaForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3)
     with pytest.raises(LoadError, match="does not compute a first token"):
         runner_loader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key", ["intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters", "attention_bias", "dtype"]
+)
+def test_a_key_that_only_the_class_reads_may_have_any_value(
+    key: str, tmp_path: Path, runner_loader: Callable[..., Any]
+) -> None:
+    write(tmp_path, "HeliumForCausalLM")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for value in (None, "x", "x" * 70_000, -1, 0, 2**24, 2**31, 2**63, 0.5, [], [1], {"rope_type": "x"}):
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+        refused = ""
+        began_s = time.thread_time()
+        try:
+            runner_loader(tmp_path)
+        except (LoadError, SourceError) as error:
+            refused = str(error)
+        assert len(refused) < 1000, value
+        assert time.thread_time() - began_s < 5.0, value
+        if (key, value) == ("intermediate_size", 2**24):
+            assert "parameters by its config.json" in refused
 
 
 @pytest.mark.parametrize(("setting", "value"), [("quantization", "int8"), ("deterministic", True)])

@@ -22,6 +22,10 @@ from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.registry import Ops
 from pagemill_models.spec.model_spec import ModelSpec
 
+_MOST_MISSING = 2
+"""How many times as many parameters as the files hold a class may have: one that is tied is in the files once."""
+_MAX_SHOWN = 200
+
 
 class TransformersDecoder:
     def __init__(self, path: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype) -> None:
@@ -100,16 +104,35 @@ def _load(path: Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            _check_size(path, spec)
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=NAME, use_safetensors=True, local_files_only=True,
                 trust_remote_code=False,
             )  # fmt: skip
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _unsupported(spec, f"transformers {transformers.__version__} does not load it: {error}") from error
+    except LoadError:
+        raise
+    except Exception as error:  # a class may raise anything for a config.json of another form
+        why = f"{type(error).__name__}: {str(error)[:_MAX_SHOWN]}"
+        raise _unsupported(spec, f"transformers {transformers.__version__} does not load it: {why}") from error
     if not model._supports_attention_backend or model._is_stateful:
         raise _unsupported(spec, "its class in transformers has an attention or a state of its own")
     model.train(False)
     return model.requires_grad_(False)
+
+
+def _check_size(path: Path, spec: ModelSpec) -> None:
+    """Raise `LoadError` for a config.json that asks for many more parameters than the files hold.
+
+    transformers makes parameters that the files lack or have in another shape, whatever their size.
+    """
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        make: Any = transformers.AutoModelForCausalLM.from_config  # it has no types
+        model = make(config, trust_remote_code=False)
+    wanted = sum(each.numel() for each in model.parameters())
+    if wanted > _MOST_MISSING * spec.num_parameters:
+        what = f"{wanted} parameters by its config.json, and {spec.num_parameters} in its files"
+        raise _unsupported(spec, f"it has {what}")
 
 
 def _unsupported(spec: ModelSpec, why: str) -> LoadError:

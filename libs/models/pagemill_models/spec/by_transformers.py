@@ -37,7 +37,7 @@ def class_is_installed(model_type: Any, architecture: str | None = None) -> bool
 
     `architecture`: required name of the class, where another name would mean code in the model's own files.
     """
-    if not isinstance(model_type, str) or not re.fullmatch(r"[a-z0-9_]+", model_type):
+    if not isinstance(model_type, str) or not re.fullmatch(r"[a-z0-9_]{1,64}", model_type):
         return False
     found = importlib.util.find_spec("transformers")
     folders = [] if found is None else found.submodule_search_locations or []
