@@ -49,6 +49,7 @@ from pagemill_kernels.registry import has_torch
 from pagemill_protocol.errors import PagemillError, internal_error, unavailable
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_servers.process import logs
+from pagemill_servers.process.malloc import keep_trimmed
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +223,7 @@ def serve(config: EngineConfig, link: ParentLink, early_digest: EarlyDigest | No
         gc.enable()
     link.send(_ready(core, time.monotonic() - started_s, clock.seconds()))
     collapse_when_idle()
+    keep_trimmed()
     link.start_heartbeat(lambda: core.expected_step_ms)
     try:
         EngineLoop(core, link, calibration).run()
