@@ -45,7 +45,7 @@ async def test_the_home_page_says_that_a_server_is_there(engines, gateways) -> N
 
 
 @pytest.mark.layouts
-async def test_an_image_in_a_result_is_named_in_a_header_and_one_of_a_user_in_the_error(engines, gateways) -> None:
+async def test_what_has_no_effect_is_named_in_a_header_and_a_users_image_in_the_error(engines, gateways) -> None:
     gateway = await gateways(engines[0])
     messages = [HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]}]
     for stream in (False, True):
@@ -54,6 +54,10 @@ async def test_an_image_in_a_result_is_named_in_a_header_and_one_of_a_user_in_th
             200,
             "messages[2].content[0].content[0]",
         )
+    thinks = {"thinking": {"type": "enabled", "budget_tokens": 5}, "frequency_penalty": 1.0}
+    reply = await gateway.post("/v1/messages", {**BODY, **thinks})
+    named = reply.headers["x-pagemill-unread-fields"]
+    assert (reply.status, named) == (200, "frequency_penalty, thinking, thinking.budget_tokens")
     reply = await gateway.post("/v1/messages", {**BODY, "messages": [HI, {"role": "user", "content": [IMAGE]}]})
     assert (reply.status, reply.json["error"]["param"]) == (400, "messages[1].content[0].type")
 

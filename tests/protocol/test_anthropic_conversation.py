@@ -13,7 +13,7 @@ from refusals import refusal_of
 from request_outcomes import tokenizer_of
 
 from pagemill_api.answers.registry import ParserSettings
-from pagemill_api.dialects.anthropic.messages import MessagesBody, MessagesDialect
+from pagemill_api.dialects.anthropic.messages import MessagesBody, MessagesDialect, read_count
 from pagemill_api.dialects.base import Preparation
 from pagemill_api.openai import prepare
 from pagemill_api.text.tokenizer import Tokenizer
@@ -80,6 +80,9 @@ def test_a_template_that_takes_no_later_system_message_gets_it_with_the_users() 
     body = parsed(system="Be", messages=[HI, {"role": "system", "content": "Now"}, {"role": "user", "content": "ho"}])
     assert asyncio.run(body.render_inline(tokenizer, ParserSettings())) is None
     assert prompt_of(body, tokenizer) == "<system>Be<user>hi\nNow\nho"
+    given = {"model": "m", "system": "Be", "messages": [HI, {"role": "system", "content": "Now"}, HI]}
+    counted = prepare.tokenize(read_count(json.dumps(given).encode()), tokenizer, 500)
+    assert len(counted) == len("<system>Be<user>hi\nNow\nhi"), "counting takes the same messages"
     tokenizer.close()
 
 
@@ -138,12 +141,14 @@ def test_a_budget_for_a_model_without_reasoning_has_no_effect_and_is_named() -> 
     thinks = {"thinking": {"type": "enabled", "budget_tokens": 4000}}
     none, detected = ParserSettings(reasoning="none"), ParserSettings()
     body = parsed(**thinks)
-    assert body.unread_fields(tokenizer, none) == ["thinking.budget_tokens"]
-    assert body.unread_fields(tokenizer, detected) == []
+    assert asyncio.run(body.render_inline(tokenizer, none)) is None
     sampling = body.sampling()
     (request,) = body.prepare(tokenizer, Preparation(500, "id-1", 7, parsers=none), sampling, None)
     assert request.answer_format is None
-    (request,) = parsed(**thinks).prepare(tokenizer, Preparation(500, "id-1", 7), sampling, None)
+    assert body.unread_fields(tokenizer, none) == ["thinking.budget_tokens"]
+    body = parsed(**thinks)
+    (request,) = body.prepare(tokenizer, Preparation(500, "id-1", 7), sampling, None)
+    assert body.unread_fields(tokenizer, detected) == []
     assert request.answer_format is not None
     assert request.answer_format.reasoning_budget == 4000
     tokenizer.close()
@@ -229,6 +234,16 @@ def test_errors_name_the_clients_own_field(messages: list[Any], param: str) -> N
         error = refused(messages=messages, system=system, tools=[TOOL])
         assert error.param == param
         assert "tool_calls" not in error.message.replace("`tool_calls`", "")
+
+
+def test_a_field_of_no_api_is_named_and_one_that_is_listed_is_not() -> None:
+    tokenizer = tokenizer_of()
+    ignored = {"speed": "fast", "diagnostics": {}, "fallbacks": [], "metadata": {"user_id": "a"}}
+    body = parsed(frequency_penalty=1.0, **{"a\r\nb": 1, "x" * 65: 2}, **ignored)
+    assert body.unread_fields(tokenizer, ParserSettings()) == ["frequency_penalty"]
+    many = parsed(**{f"field_{number}": number for number in range(99)})
+    assert len(many.unread_fields(tokenizer, ParserSettings())) == 8
+    tokenizer.close()
 
 
 def test_a_thread_is_refused_with_what_the_clients_look_for() -> None:

@@ -6,14 +6,16 @@ import json
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from refusals import refusal_of
-from request_outcomes import tokenizer_of
+from request_outcomes import TEMPLATE, tokenizer_of
 
 from pagemill_api.answers.events import Content
 from pagemill_api.dialects.anthropic.edits import CLEARED
 from pagemill_api.dialects.anthropic.messages import MessagesBody, MessagesDialect, read_count
 from pagemill_api.dialects.base import FinishedChoice, Piece, Preparation
+from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 
 DIALECT = MessagesDialect()
@@ -134,6 +136,22 @@ def test_a_prompt_that_is_too_long_is_edited_before_it_is_refused() -> None:
     assert num_tokens < len(edited()[1].prompt_token_ids)
     (request,) = body.prepare(tokenizer, Preparation(num_tokens + 9, "id-1", 7), body.sampling(), None)
     assert len(request.prompt_token_ids) == num_tokens
+    tokenizer.close()
+
+
+def test_a_template_that_refuses_the_conversation_at_first_gets_it_edited() -> None:
+    strict = "{% if messages[2]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    bundle = msgspec.structs.replace(tokenizer_of().bundle, chat_template=strict)
+    tokenizer = Tokenizer(bundle)
+    messages = [*conversation()[:3], {"role": "system", "content": "Now"}]
+    messages.insert(1, {"role": "system", "content": "Then"})
+    edit = {"type": TOOLS, "trigger": tokens(1), "keep": uses(0)}
+    given = {"model": "m", "max_tokens": 9, "system": "Be", "messages": messages}
+    body = DIALECT.parse(json.dumps({**given, "context_management": {"edits": [edit]}}).encode())
+    (request,) = body.prepare(tokenizer, Preparation(100_000, "id-1", 7), body.sampling(), None)
+    prompt = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    assert ("<user>question 0\nThen" in prompt, CLEARED in prompt) == (True, True)
+    assert applied(request)[0]["cleared_tool_uses"] == 1
     tokenizer.close()
 
 

@@ -108,6 +108,20 @@ def chat_format(
     return ChatFormat(messages, tools, _answer_format(req, used, reasoning), syntax, reasoning)
 
 
+def without_later_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages for templates that take system messages only at the beginning: others become part of the user's
+    message before them, or a user's message."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "system" and found:
+            message = {**message, "role": "user"}
+        if found and message["role"] == found[-1]["role"] == "user":
+            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{message['content']}"}
+        else:
+            found.append(message)
+    return found
+
+
 def _answer_format(req: ChatTemplateFields, tools: str, reasoning: str) -> AnswerFormat | None:
     if not isinstance(req, ChatCompletionRequest) or not (tools or reasoning):
         return None

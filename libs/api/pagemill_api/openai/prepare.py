@@ -14,7 +14,7 @@ import msgspec
 
 from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.openai.chat_form import check_schemas, prescribed
-from pagemill_api.openai.chat_format import ChatFormat, chat_format
+from pagemill_api.openai.chat_format import ChatFormat, chat_format, without_later_system
 from pagemill_api.openai.schemas import (
     DEFAULT_COMPLETION_TOKENS,
     ChatCompletionRequest,
@@ -26,6 +26,7 @@ from pagemill_api.openai.schemas import (
 from pagemill_api.text.bad_words import with_bad_words
 from pagemill_api.text.fill_in_middle import fill_in_middle
 from pagemill_api.text.fitting import LARGEST_CONTEXT
+from pagemill_api.text.template.chat_template import TEMPLATE_ERROR
 from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
 from pagemill_protocol.request.generate import GenerateRequest, check_answer, most_tokens_of_values
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, SamplingParams
@@ -249,7 +250,12 @@ async def render_inline(req: ChatCompletionRequest, tokenizer: Tokenizer, parser
     """
     form = chat_format(req, tokenizer, parsers)
     rendering = _rendering(req, tokenizer, parsers)
-    return await tokenizer.chat_template.render_inline(form.messages, tools=form.tools, **rendering)
+    try:
+        return await tokenizer.chat_template.render_inline(form.messages, tools=form.tools, **rendering)
+    except PagemillError as error:
+        if not _may_move_system(error, form, req):
+            raise
+        return None
 
 
 def render(req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer, parsers: ParserSettings) -> str:
@@ -260,7 +266,22 @@ def render(req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer, p
 def _render(
     form: ChatFormat, req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer, parsers: ParserSettings
 ) -> str:
-    return tokenizer.render_chat(form.messages, tools=form.tools, **_rendering(req, tokenizer, parsers))
+    rendering = _rendering(req, tokenizer, parsers)
+    try:
+        return tokenizer.render_chat(form.messages, tools=form.tools, **rendering)
+    except PagemillError as error:
+        if not _may_move_system(error, form, req):
+            raise
+    return tokenizer.render_chat(without_later_system(form.messages), tools=form.tools, **rendering)
+
+
+def _may_move_system(error: PagemillError, form: ChatFormat, req: ChatCompletionRequest | TokenizeRequest) -> bool:
+    """Whether a template that refuses these messages may take them with all later system messages in the user's."""
+    return (
+        error.code == TEMPLATE_ERROR
+        and req.may_move_system
+        and any(message["role"] == "system" for message in form.messages[1:])
+    )
 
 
 def _rendering(

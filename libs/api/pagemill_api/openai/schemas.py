@@ -208,6 +208,11 @@ class ChatTemplateFields(RequestModel):
         return self.prompt_tools
 
     @property
+    def may_move_system(self) -> bool:
+        """Whether system messages within the conversation may become the user's, for templates that refuse them."""
+        return False
+
+    @property
     def template_kwargs(self) -> dict[str, Any]:
         return self.chat_template_kwargs
 

@@ -199,18 +199,3 @@ def _call(block: Block, where: str) -> dict[str, Any]:
         raise refusal(f"{where}.input", f"`input` of a tool use must be an object, got {shorten(arguments)}.")
     function = {"name": string_of(block, "name", where), "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": string_of(block, "id", where), "type": "function", "function": function}
-
-
-def without_later_system(messages: Sequence[Any]) -> list[Any]:
-    """Return a chat's messages for templates that take system messages only at the beginning: others become part of
-    the user's message before them, or a user's message."""
-    found: list[Any] = []
-    for message in messages:
-        if message.role == "system" and found:
-            message = message.model_copy(update={"role": "user"})
-        if found and message.role == found[-1].role == "user":
-            content = f"{found[-1].content}\n{message.content}"
-            found[-1] = found[-1].model_copy(update={"content": content})
-        else:
-            found.append(message)
-    return found

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from pagemill_api.answers.registry import ParserSettings, detect_reasoning
 from pagemill_api.dialects.anthropic import edits, render
-from pagemill_api.dialects.anthropic.conversation import ChatMessages, without_later_system
+from pagemill_api.dialects.anthropic.conversation import ChatMessages
 from pagemill_api.dialects.anthropic.edits import ContextManagement, Messages
 from pagemill_api.dialects.anthropic.request import CountRequest, MessagesRequest
 from pagemill_api.dialects.base import Preparation
@@ -21,7 +21,6 @@ from pagemill_api.dialects.transport import NO_REQUEST, SSE, RequestInfo
 from pagemill_api.openai import prepare
 from pagemill_api.openai.parse import from_refusal, parse_body
 from pagemill_api.openai.schemas import ChatCompletionRequest, TokenizeRequest
-from pagemill_api.text.template.chat_template import TEMPLATE_ERROR
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest
@@ -55,6 +54,18 @@ class MessagesChat(ChatCompletionRequest):
     def template_tools(self) -> list[dict[str, Any]]:
         return [tool for tool in self.prompt_tools if tool["function"]["name"] not in self.deferred_tools]
 
+    @property
+    def may_move_system(self) -> bool:
+        return True
+
+
+class CountedMessages(TokenizeRequest):
+    """Messages whose tokens are counted as those of a `MessagesChat`."""
+
+    @property
+    def may_move_system(self) -> bool:
+        return True
+
 
 class MessagesBody(TranslatedChat):
     """A parsed body; edits of the context, and what the model cannot read, are decided when the model is known."""
@@ -62,59 +73,46 @@ class MessagesBody(TranslatedChat):
     fields: MessagesChat
 
     def __init__(
-        self, chat: MessagesChat, dialect: str, conversation: ChatMessages, management: ContextManagement | None
+        self,
+        chat: MessagesChat,
+        dialect: str,
+        conversation: ChatMessages,
+        management: ContextManagement | None,
+        unknown: Sequence[str],
     ) -> None:
+        """`unknown`: fields of the body that this API does not have."""
         super().__init__(chat, dialect, _names(conversation))
         self._management = management
-        self._unread = conversation.unread
+        self._unread = [*conversation.unread, *unknown]
 
     async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         has_edits = self._management is not None and self._management.edits
         if has_edits or self.fields.reasoning_budget is not None:
             return None  # `prepare` may render other messages, or without a budget
-        with self._named():
-            try:
-                return await super().render_inline(tokenizer, parsers)
-            except PagemillError as error:
-                if not self._has_other_form(error):
-                    raise
-                return None
-
-    def _has_other_form(self, error: PagemillError) -> bool:
-        return error.code == TEMPLATE_ERROR and any(each.role == "system" for each in self.fields.messages[1:])
+        return await super().render_inline(tokenizer, parsers)
 
     def unread_fields(self, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
-        budget = ["thinking.budget_tokens"] if self._has_useless_budget(tokenizer, parsers) else []
-        return sorted({*super().unread_fields(tokenizer, parsers), *budget, *self._unread})
+        return sorted({*super().unread_fields(tokenizer, parsers), *self._unread})
 
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
         if self._has_useless_budget(tokenizer, preparation.parsers):
             self.fields = self.fields.model_copy(update={"thinking_token_budget": None})
-        try:
-            return self._prepare_edited(tokenizer, preparation, sampling, text)
-        except PagemillError as error:
-            if not self._has_other_form(error):
-                raise
-        self.fields = self.fields.model_copy(update={"messages": without_later_system(self.fields.messages)})
-        return self._prepare_edited(tokenizer, preparation, sampling, None)
+            self._unread.append("thinking.budget_tokens")
+        if self._management is not None:
+            self._edit(self._management, tokenizer, preparation)
+        return super().prepare(tokenizer, preparation, sampling, text)
 
-    def _prepare_edited(
-        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
-    ) -> list[GenerateRequest]:
-        if self._management is None:
-            return super().prepare(tokenizer, preparation, sampling, text)
-
+    def _edit(self, management: ContextManagement, tokenizer: Tokenizer, preparation: Preparation) -> None:
         def count(messages: Messages) -> int:
             fields = self.fields.model_copy(update={"messages": [*messages]})
             return prepare.num_prompt_tokens(fields, tokenizer, preparation.parsers, preparation.cache_salt)
 
         with self._named():
-            messages, applied = edits.apply(self._management.edits, self.fields.messages, count)
+            messages, applied = edits.apply(management.edits, self.fields.messages, count)
         self.fields = self.fields.model_copy(update={"messages": [*messages]})
         self._added["client_fields"] = orjson.dumps({"applied_edits": applied}).decode()
-        return super().prepare(tokenizer, preparation, sampling, text)
 
     def _has_useless_budget(self, tokenizer: Tokenizer, parsers: ParserSettings) -> bool:
         """Whether the client limits reasoning, and the model does none that is separate in its answer."""
@@ -167,7 +165,7 @@ def read_count(raw: bytes) -> TokenizeRequest:
     for edit in body.context_management.edits if body.context_management is not None else ():
         applied = edit.cleared(messages, len)
         messages = messages if applied is None else applied.messages
-    return TokenizeRequest(
+    return CountedMessages(
         model=chat.model,
         messages=[*messages],
         tools=chat.template_tools,
@@ -196,7 +194,7 @@ class MessagesDialect(TranslatedDialect):
     def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> MessagesBody:
         body = parse_body(raw, MessagesRequest)
         chat, conversation = _translated(body)
-        return MessagesBody(chat, self.name, conversation, body.context_management)
+        return MessagesBody(chat, self.name, conversation, body.context_management, body.unknown_fields)
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.MessagesRenderer:
         return render.MessagesRenderer(request)

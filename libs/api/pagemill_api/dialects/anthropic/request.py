@@ -6,11 +6,13 @@ names: Anthropic's Messages API, version 2023-06-01.
 
 from __future__ import annotations
 
+import re
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, FiniteFloat, PlainValidator, WithJsonSchema, model_validator
+from pydantic import ConfigDict, Field, FiniteFloat, PlainValidator, WithJsonSchema, model_validator
 
-from pagemill_api.dialects.anthropic.blocks import TEXTS_SCHEMA, blocks_of, text_of
+from pagemill_api.dialects.anthropic.blocks import MAX_NAMED, TEXTS_SCHEMA, blocks_of, text_of
 from pagemill_api.dialects.anthropic.client_tools import function_of
 from pagemill_api.dialects.anthropic.conversation import ChatMessages, InputMessage
 from pagemill_api.dialects.anthropic.edits import ContextManagement
@@ -29,6 +31,7 @@ from pagemill_protocol.request.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_S
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 _REMOVE = "Remove it."
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _BILLING = "x-anthropic-billing-header:"
 """Beginning of a block that Claude Code puts before its own system prompt, for Anthropic's accounts. It is different
 for each conversation, so with it no conversation would find the prefix of another one in the cache."""
@@ -125,7 +128,10 @@ class MessagesRequest(SamplingExtensions):
         "thread": Unsupported("Nothing is stored; send the whole conversation as `messages`."),
     }
     IGNORED: ClassVar = {
+        "billing_policy": "there are no bills",
         "cache_control": CACHED,
+        "diagnostics": "it asks why Anthropic's cache was not used; `usage` says how much this one was",
+        "fallback_credit_token": "there are no bills",
         "inference_geo": "answers are computed where the model is deployed",
         "service_tier": ONE_TIER,
         "speed": "there is one speed; `priority` orders requests",
@@ -135,6 +141,8 @@ class MessagesRequest(SamplingExtensions):
         "user_profile_id": NO_USERS,
         "workspace_id": NO_USERS,
     }
+
+    model_config = ConfigDict(extra="allow")  # to name them
 
     model: Name
     messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -151,6 +159,14 @@ class MessagesRequest(SamplingExtensions):
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
     context_management: ContextManagement | None = None
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Names of fields that are neither used, refused nor listed as without effect, as far as a header can have
+        them."""
+        listed = {*self.UNSUPPORTED, *self.IGNORED}
+        names = (name for name in self.model_extra or {} if name not in listed and _PLAIN_NAME.fullmatch(name))
+        return [*islice(names, MAX_NAMED)]
 
     def for_chat(self) -> tuple[dict[str, Any], ChatMessages]:
         """Return the body of the equivalent chat completion, and where its messages come from.
