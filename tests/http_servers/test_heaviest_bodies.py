@@ -79,6 +79,11 @@ def batch(**fields: Any) -> Body:
     return json.dumps(asked).encode()
 
 
+def message_batch(text: str) -> Body:
+    params = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
+    return json.dumps({"requests": [{"custom_id": "a", "params": params}]}).encode()
+
+
 def tools(number: int, num_chars: int) -> list[dict[str, Any]]:
     functions = ({"name": f"f{index}", "description": "d " * (num_chars // 2)} for index in range(number))
     return [{"type": "function", "function": function} for function in functions]
@@ -158,6 +163,12 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
         )
     },
     "POST /v1/batches/{id}/cancel": {"a body that is not asked for": lambda: JUNK},
+    "POST /v1/messages/batches": {"a request of 8 MB": lambda: message_batch("x" * (8 * MIB - 999))},
+    "POST /v1/messages/batches/{id}/cancel": {"a body that is not asked for": lambda: JUNK},
+    "DELETE /v1/messages/batches/{id}": {"a body that is not asked for": lambda: JUNK},
+    "POST /v1/responses/input_tokens": {
+        "a text as long as the context": lambda: json.dumps({"model": MODEL, "input": LONG}).encode()
+    },
     "DELETE /v1/files/{id}": {"a body that is not asked for": lambda: JUNK},
     "DELETE /v1/responses/{id}": {"a body that is not asked for": lambda: JUNK},
     "POST /v1/messages/count_tokens": {"a text as long as the context": lambda: messages(LONG)},
@@ -211,6 +222,7 @@ BODILESS = {
     "/load", "/server_info", "/docs", "/v1/models", "/v1/models/{}", "/info", "/api/tags", "/api/ps", "/api/version",
     "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/{}", "/v2/models/{}/ready", "/v2/models/{}/config",
     "/v1/files", "/v1/files/{id}", "/v1/files/{id}/content", "/v1/batches", "/v1/batches/{id}",
+    "/", "/v1/messages/batches", "/v1/messages/batches/{id}", "/v1/messages/batches/{id}/results",
     "/v1/responses/{id}", "/v1/responses/{id}/input_items",
     "/internal/state", "/internal/link", "/internal/bundle", "/internal/load",
     "/is_sleeping", "/status", "/debug/decisions",
@@ -257,6 +269,7 @@ def routes() -> Iterator[tuple[str, str, Route]]:
 def cases_of(server: str, port: str, route: Route) -> Iterator[Case]:
     """Yield the cases of a route, or None if it has none yet."""
     path = route.path.replace("{name:path}", "{}").replace("{model:path}", "{}").replace("{model:text}", "{}")
+    path = path.replace("{id:response}", "{id}")
     for method in sorted((route.methods or set()) - {"HEAD"}):
         if method == "GET" and path in BODILESS:
             yield Case(server, port, method, path.replace("{}", MODEL), "8 MB that are not asked for", lambda: JUNK)
@@ -382,6 +395,9 @@ def with_ids(http_server: HttpServer, path: str, body: Body) -> tuple[str, Body]
     if path.startswith("/v1/responses/"):
         made = {"model": MODEL, "input": "hello", "max_output_tokens": 16, "store": True}
         name = stored(http_server, "/v1/responses", json.dumps(made).encode())
+    elif path.startswith("/v1/messages/batches/"):
+        name = stored(http_server, "/v1/messages/batches", message_batch("hello"))
+        ended(http_server, name)
     elif path.startswith("/v1/batches/"):
         name = stored(http_server, "/v1/batches", with_ids(http_server, "", batch())[1])
     else:
@@ -393,6 +409,14 @@ def stored(http_server: HttpServer, path: str, body: Body) -> str:
     answer = httpx2.post(http_server.url + path, content=body, headers=typed(path, body), timeout=ANSWER_TIMEOUT_S)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["id"])
+
+
+def ended(http_server: HttpServer, message_batch_id: str) -> None:
+    """Wait for the end of a batch, which has results then."""
+    url, deadline_s = f"{http_server.url}/v1/messages/batches/{message_batch_id}", time.monotonic() + ANSWER_TIMEOUT_S
+    while httpx2.get(url, timeout=ANSWER_TIMEOUT_S).json()["processing_status"] != "ended":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def typed(path: str, body: Body) -> dict[str, str]:
