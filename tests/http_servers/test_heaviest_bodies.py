@@ -166,8 +166,11 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
     "POST /v1/messages/batches": {"a request of 8 MB": lambda: message_batch("x" * (8 * MIB - 999))},
     "POST /v1/messages/batches/{id}/cancel": {"a body that is not asked for": lambda: JUNK},
     "DELETE /v1/messages/batches/{id}": {"a body that is not asked for": lambda: JUNK},
-    "POST /v1/responses/input_tokens": {
-        "a text as long as the context": lambda: json.dumps({"model": MODEL, "input": LONG}).encode()
+    **{
+        f"POST /v1/responses/{name}": {
+            "a text as long as the context": lambda: json.dumps({"model": MODEL, "input": LONG}).encode()
+        }
+        for name in ("input_tokens", "compact")
     },
     "DELETE /v1/files/{id}": {"a body that is not asked for": lambda: JUNK},
     "DELETE /v1/responses/{id}": {"a body that is not asked for": lambda: JUNK},
