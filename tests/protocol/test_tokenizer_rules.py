@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -115,7 +116,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "many tokens": ("added_tokens", [token(f"t{index}") for index in range(70_000)], "it has 70000 entries"),
     "tokens that begin with any character": (
         "added_tokens",
-        [token(chr(0x4E00 + index)) for index in range(2000)],
+        [token(chr(0x4E00 + index) + "x") for index in range(2000)],
         "more than 1024 alternatives may be tried",
     ),
     "token without id": ("added_tokens", [token("x", id=None)], "`added_tokens[0].id` is missing"),
@@ -268,5 +269,19 @@ def test_the_longest_of_many_tokens_is_found_with_few_attempts_at_each_place() -
     assert pattern is not None
     text = "<unused12><unused6400><pad>x<<unend"
     assert pattern.findall(text) == ["<unused12>", "<un", "<pad>", "<", "<un", "end"]
-    assert longest_token_pattern(map(chr, range(0x4E00, 0x5E00))) is None
+    assert longest_token_pattern(chr(code) + "x" for code in range(0x4E00, 0x5E00)) is None
     assert longest_token_pattern("a" * length for length in range(1, 60)) is None
+
+
+def test_thousands_of_characters_may_be_added_tokens() -> None:
+    """As tokenizers have that were extended for another script."""
+    chars = [*map(chr, range(0x4E00, 0x5600)), "一丁", "]", "^", "-", "\\", "a", "b"]
+    pattern = longest_token_pattern(chars)
+    assert pattern is not None
+    assert pattern.findall("一丁丁x]^-\\ab一z") == ["一丁", "丁", "]", "^", "-", "\\", "a", "b", "一"]
+    began_s = time.thread_time()
+    pattern.findall("一x" * 100_000)
+    assert time.thread_time() - began_s < 1.0
+    added = [token(char, id=256 + index) for index, char in enumerate(chars)]
+    tokenizer = Tokenizer(with_part("added_tokens", added))
+    assert tokenizer.encode("一丁丁") == [256 + chars.index("一丁"), 256 + chars.index("丁")]

@@ -179,8 +179,12 @@ def _source(node: _Node, num_left: int, depth_left: int) -> str:
     following = [(char, after) for char, after in node.items() if char != _END]
     if not following:
         return "".join(beginning)
-    if len(following) > num_left or not depth_left:
+    ends = "".join(re.escape(char) for char, after in following if after.keys() == {_END})
+    longer = [(char, after) for char, after in following if after.keys() != {_END}]
+    num_options = len(longer) + bool(ends)  # a set of characters is looked up at once
+    if num_options > num_left or not depth_left:
         raise _TooWide
-    left = num_left - len(following)
-    options = [re.escape(char) + _source(after, left, depth_left - 1) for char, after in following]
+    left = num_left - num_options
+    options = [re.escape(char) + _source(after, left, depth_left - 1) for char, after in longer]
+    options += [f"[{ends}]"] if ends else []
     return f"{''.join(beginning)}(?:{'|'.join(options)}){'?' if _END in node else ''}"

@@ -128,7 +128,7 @@ class LimitedEncoder:
         raise self._named(raised) if raised.code == TOKENIZER_ERROR else raised
 
     def _failed(self, param: str, problem: str) -> PagemillError:
-        message = f"The model's tokenizer failed on this text: {problem}."
+        message = f"The model's tokenizer failed on this text: {problem}. Send a shorter text."
         return self._named(invalid_field(param, message, code=TOKENIZER_ERROR))
 
     def _named(self, error: PagemillError) -> PagemillError:
