@@ -20,7 +20,6 @@ from pagemill_api.dialects.transport import RequestInfo
 from pagemill_api.openapi import OPENAPI_PATH
 from pagemill_gateway.config import BatchesConfig
 from pagemill_gateway.control_process import ControlProcess
-from pagemill_gateway.routes import responses
 from pagemill_gateway.routes.access import AccessLog
 from pagemill_gateway.routes.batches import BATCHES, FILES, BatchRoutes, MessageBatchRoutes
 from pagemill_gateway.routes.body import read_counted
@@ -31,7 +30,9 @@ from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.health import VERSION, HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.multipart import OVERHEAD_BYTES
-from pagemill_gateway.routes.responses import ResponsesRoute, StoredResponseRoutes
+from pagemill_gateway.routes.stored import conversations, responses
+from pagemill_gateway.routes.stored.conversations import ConversationRoutes
+from pagemill_gateway.routes.stored.responses import ResponsesRoute, StoredResponseRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
 from pagemill_servers.auth import is_loopback_address
@@ -90,6 +91,7 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
         Route(responses.BY_ID, stored.get),
         Route(responses.BY_ID, stored.delete, methods=["DELETE"]),
         Route(f"{responses.BY_ID}/input_items", stored.input_items),
+        *_conversation_routes(ConversationRoutes(worker)),
         Route(FILES, batches.upload, methods=["POST"]),
         Route(FILES, batches.list_files),
         Route(f"{FILES}/{{id}}", batches.get_file),
@@ -120,6 +122,20 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
         Route("/server_info", models.server_info),
         Route(OPENAPI_PATH, health.openapi),
         Route(DOCS_PATH, health.docs),
+    ]
+
+
+def _conversation_routes(routes: ConversationRoutes) -> list[Route]:
+    by_id = f"{conversations.PATH}/{{id}}"
+    return [
+        Route(conversations.PATH, routes.create, methods=["POST"]),
+        Route(by_id, routes.get),
+        Route(by_id, routes.update, methods=["POST"]),
+        Route(by_id, routes.delete, methods=["DELETE"]),
+        Route(f"{by_id}/items", routes.list_items),
+        Route(f"{by_id}/items", routes.add_items, methods=["POST"]),
+        Route(f"{by_id}/items/{{item}}", routes.get_item),
+        Route(f"{by_id}/items/{{item}}", routes.delete_item, methods=["DELETE"]),
     ]
 
 

@@ -10,39 +10,15 @@ from typing import Any
 import aiohttp
 import pytest
 from redis_server import RedisServer, redis_server
+from response_answers import answers, prompt_of
 
-from pagemill_api.answers.events import Content
-from pagemill_api.dialects.base import FinishedChoice, Piece
-from pagemill_api.dialects.openai_responses.responses import ResponsesDialect
 from pagemill_gateway.config import GatewayConfig, RedisConfig, SettingsError, StoredResponsesConfig
 from pagemill_gateway.stored_responses.store import MemoryResponses
-from pagemill_protocol.frames import encode_frame
-from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_servers.auth import hash_key
 
 STORES: dict[str, Any] = {"stored_responses": StoredResponsesConfig()}
 ONE, TWO, OTHER = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "two", "other"))
 TENANTS = [f"{hash_key('sk-one')} tenant=a", f"{hash_key('sk-two')} tenant=a", f"{hash_key('sk-other')} tenant=b"]
-
-
-def answers(text: str) -> Any:
-    """Return a behaviour that answers with this text as an engine does."""
-
-    async def behave(_: Any, request: GenerateRequest, response: Any, http: Any) -> None:
-        renderer, usage = ResponsesDialect().renderer(request, None), Usage(3, 2, 1)
-        await response.prepare(http)
-        meta = FrameMeta(token_ids=[1], position=1, num_text_chars=len(text), finish_reason="stop")
-        last = FrameMeta(last=True, usage=usage, finish_reason="stop")
-        if request.stream:
-            piece = Piece(0, text, True, "stop", None, None, [Content(text)])
-            await response.write(encode_frame(meta, renderer.chunk(piece)))
-            await response.write(encode_frame(last, renderer.end(usage)))
-        else:
-            body = renderer.body([FinishedChoice(0, text, "stop", None, [Content(text)])], usage)
-            await response.write(encode_frame(last, body))
-        await response.write_eof()
-
-    return behave
 
 
 async def respond(gateway: Any, text: str = "hi", headers: Any = None, **fields: Any) -> Any:
@@ -52,11 +28,6 @@ async def respond(gateway: Any, text: str = "hi", headers: Any = None, **fields:
 async def fetch(gateway: Any, path: str, headers: Any = None, method: str = "GET") -> tuple[int, Any]:
     async with gateway.session.request(method, f"{gateway.url}/v1/responses/{path}", headers=headers) as reply:
         return reply.status, await reply.json()
-
-
-def prompt_of(engine: Any) -> str:
-    """Return the engine's last prompt; the tokenizer numbers printable characters."""
-    return "".join(chr(ord("!") + token_id) for token_id in engine.requests[-1].prompt_token_ids)
 
 
 @pytest.mark.layouts
@@ -145,8 +116,8 @@ async def test_without_the_setting_no_response_is_stored_and_errors_name_it(engi
         assert "`stored_responses`" in message
 
 
-@pytest.mark.parametrize("field", [{"background": True}, {"conversation": "conv_1"}])
-async def test_background_and_conversation_are_refused_by_name(engines, gateways, field) -> None:
+@pytest.mark.parametrize("field", [{"background": True}])
+async def test_background_is_refused_by_name(engines, gateways, field) -> None:
     gateway = await gateways(engines[0], **STORES)
     refused = await respond(gateway, **field)
     assert (refused.status, refused.error["code"]) == (400, "unsupported_parameter")

@@ -431,6 +431,7 @@ ELSEWHERE = {
     "DetokenizeRequest": "tests/gateway/test_gateway_tools.py",
     "ShowRequest": "tests/protocol/test_ollama_dialects.py",
     "BatchRequest": "tests/gateway/test_batches.py",
+    **dict.fromkeys(("ConversationRequest", "ItemsRequest", "MetadataRequest"), "tests/gateway/test_conversations.py"),
     "MessageBatchRequest": "tests/gateway/test_message_batches.py",
 }
 """Schemas of routes with state, or of fewer than three fields, and the tests of their effects."""

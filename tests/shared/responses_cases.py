@@ -85,6 +85,7 @@ RESPONSES: Cases = {
     },
     "text.verbosity": {"text": {"verbosity": "low"}},
     "metadata": {"metadata": {"a": "b"}},
+    "conversation": {"conversation": "conv_1"},
     "previous_response_id": {"previous_response_id": "resp_1"},
     "include": {"include": ["message.output_text.logprobs"]},
     "store": {"store": False},

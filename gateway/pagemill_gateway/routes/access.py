@@ -20,6 +20,7 @@ from pagemill_api.dialects.token_counts import TOKEN_COUNTS
 from pagemill_api.route_names import RouteNames
 from pagemill_gateway.brain.interface import RequestOutcome
 from pagemill_gateway.request_record import RequestRecord
+from pagemill_gateway.routes.stored import conversations
 from pagemill_gateway.spans import write_spans
 from pagemill_gateway.worker import Worker
 from pagemill_servers.request_middleware import request_id
@@ -30,10 +31,21 @@ ROUTES = {
     *generating_routes(),
     *(each.path for each in TOKEN_COUNTS),
     *(each.path for each in PAGES),
-    *("/v1/models", "/v1/files", "/v1/batches", "/detokenize", "/version", "/load", "/server_info", "/docs", "/"),
+    *(
+        "/v1/models",
+        "/v1/files",
+        "/v1/batches",
+        "/v1/conversations",
+        "/detokenize",
+        "/version",
+        "/load",
+        "/server_info",
+        "/docs",
+        "/",
+    ),
     message_batches.PATH,
 }
-WITH_IDS = ("/v1/models", "/v1/responses", "/v1/files", "/v1/batches", message_batches.PATH)
+WITH_IDS = ("/v1/models", "/v1/responses", conversations.PATH, "/v1/files", "/v1/batches", message_batches.PATH)
 """Routes whose paths continue with the id of an object."""
 ROUTE_HEADER = b"x-pagemill-route"
 """The header of responses of engines, with policy, endpoint, predicted cached tokens and, for clients without a key,

@@ -1,6 +1,6 @@
 """Stores responses as bytes, by account and id, in memory; `redis` stores them in Redis.
 
-The control process of a gateway has the only store. `routes.responses` defines the bytes.
+The control process of a gateway has the only store. `routes.stored` defines the bytes.
 """
 
 from __future__ import annotations

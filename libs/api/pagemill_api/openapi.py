@@ -45,6 +45,7 @@ from pagemill_api.dialects.open_inference.request import (
     TensorParameters,
 )
 from pagemill_api.dialects.openai_responses.compaction import CompactRequest
+from pagemill_api.dialects.openai_responses.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from pagemill_api.dialects.openai_responses.request import (
     InputTokensRequest,
     ReasoningConfig,
@@ -83,6 +84,7 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
     ResponsesRequest,
     InputTokensRequest,
     CompactRequest,
+    *(ConversationRequest, ItemsRequest, MetadataRequest),
     BatchRequest,
     MessageBatchRequest,
     *(EmbeddingRequest, RerankRequest, ScoreRequest),
@@ -218,6 +220,8 @@ def _stored_paths() -> Schema:
     by_id = {
         "/v1/responses/{id}": {"get": found, "delete": deleted},
         "/v1/responses/{id}/input_items": {"get": listing},
+        "/v1/conversations/{id}": {"get": found, "post": _takes(MetadataRequest, found), "delete": deleted},
+        "/v1/conversations/{id}/items": {"get": listing, "post": _takes(ItemsRequest, listing)},
         "/v1/files/{id}": {"get": file, "delete": deleted},
         "/v1/files/{id}/content": {"get": _shows("application/octet-stream")},
         "/v1/batches/{id}": {"get": batch},
@@ -226,7 +230,10 @@ def _stored_paths() -> Schema:
         "/v1/messages/batches/{id}/cancel": {"post": messages},
         "/v1/messages/batches/{id}/results": {"get": _shows("application/x-jsonl")},
     }
+    item = {"parameters": [_in_path("id"), _in_path("item")]}
     return {
+        "/v1/conversations": {"post": _takes(ConversationRequest, found)},
+        "/v1/conversations/{id}/items/{item}": {"get": {**found, **item}, "delete": {**found, **item}},
         "/v1/files": {"get": listing, "post": upload},
         "/v1/batches": {"get": listing, "post": _takes(BatchRequest, batch)},
         "/v1/messages/batches": {"get": page, "post": _takes(MessageBatchRequest, messages)},

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PlainValidator, ValidationError, WithJsonSchema
 
+from pagemill_api.dialects.openai_responses.conversations import ConversationId
 from pagemill_api.dialects.openai_responses.items import INPUT_SCHEMA, Item, ItemMessages, input_items
 from pagemill_api.dialects.openai_responses.tools import (
     ResponsesTool,
@@ -147,7 +148,6 @@ class PromptFields(ItemFields):
 
 
 _NOT_COUNTED = "it adds no token to the prompt"
-_HISTORY = Unsupported("Send `previous_response_id`, or the whole conversation as `input`.")
 
 
 class InputTokensRequest(PromptFields):
@@ -163,7 +163,6 @@ class InputTokensRequest(PromptFields):
 class ResponsesRequest(PromptFields, SamplingExtensions):
     model_config = ConfigDict(extra="allow")
     UNSUPPORTED: ClassVar = {
-        "conversation": _HISTORY,
         "background": Unsupported(
             "Wait for the answer, or stream it; for large amounts of low-priority work use batches.", (False,)
         ),
@@ -187,6 +186,7 @@ class ResponsesRequest(PromptFields, SamplingExtensions):
     user: Annotated[str, Field(max_length=1024)] | None = None
     store: bool = True
     previous_response_id: Name | None = None
+    conversation: ConversationId | None = None
     include: Annotated[list[str], AfterValidator(_check_include)] = Field([], max_length=16)
     """Parts to add to a response. Those of tools that run at OpenAI do not exist here."""
     truncation: Literal["auto", "disabled"] = "disabled"
@@ -224,6 +224,7 @@ class ResponsesRequest(PromptFields, SamplingExtensions):
         given["text"] = {**text, "format": text.get("format") or {"type": "text"}}
         given["metadata"] = given["metadata"] or {}
         given["store"] = stored
+        given["conversation"] = None if self.conversation is None else {"id": self.conversation}
         given["tools"] = [shown_tool(tool) for tool in self.tools]
         return given
 

@@ -64,13 +64,14 @@ class ResponsesDialect(TranslatedDialect):
 
     def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ResponsesBody:
         request = parse_body(raw, ResponsesRequest)
-        if request.previous_response_id is not None:
-            raise invalid_field(
-                "previous_response_id",
-                "`previous_response_id` is not supported here: responses are not stored. Gateways whose settings have "
-                "`stored_responses` store them. Send the whole conversation as `input`.",
-                code="unsupported_parameter",
-            )
+        for name in ("previous_response_id", "conversation"):
+            if getattr(request, name) is not None:
+                raise invalid_field(
+                    name,
+                    f"`{name}` is not supported here: responses are not stored. Gateways whose settings have "
+                    "`stored_responses` store them. Send the whole conversation as `input`.",
+                    code="unsupported_parameter",
+                )
         return translated(request)
 
     def numbered_error_event(self, error: PagemillError, num_events: int) -> bytes:

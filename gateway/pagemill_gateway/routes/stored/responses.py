@@ -1,5 +1,7 @@
 """The routes `/v1/responses` of a gateway that stores responses: continue, show and delete a response.
 
+`conversations` has those of conversations.
+
 A stored response has the response that the client got and all its input items. It belongs to an account, which is a
 tenant or a key without a tenant; for others it does not exist.
 """
@@ -25,8 +27,15 @@ from pagemill_gateway.routes.client import ClientResponse
 from pagemill_gateway.routes.entry import EnteredRequest, caller_of
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.listing import page_of
+from pagemill_gateway.routes.stored.conversations import (
+    PREFIX,
+    Conversation,
+    Conversations,
+    listed,
+    not_stored,
+)
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_servers.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway.responses")
@@ -53,26 +62,45 @@ class ResponsesRoute(GenerateRoute):
         self._config = config
 
     async def _dialect_for(self, raw: bytes, entry: EnteredRequest, client: ClientResponse) -> Dialect:
-        before = await self._before(raw, entry)
+        before, conversation = await self._before(raw, entry)
         dialect = StoredResponsesDialect(before)
 
         async def keep(data: bytes) -> None:
-            body = _whole_response(data) if dialect.stores else None
-            if body is not None:
+            body = _whole_response(data) if dialect.stores or conversation is not None else None
+            if body is None:
+                return
+            if dialect.stores:
                 await self._keep(entry.caller, body, dialect.input)
+            if conversation is not None:
+                new = [*dialect.input[len(before) :], *orjson.loads(body)["output"]]
+                await self._extend(entry.caller, conversation, new)
 
         client.on_answer, client.max_seen_bytes = keep, self._config.max_response_bytes
         return dialect
 
-    async def _before(self, raw: bytes, entry: EnteredRequest) -> list[dict[str, Any]]:
-        if b"previous_response_id" not in raw:
-            return []
-        previous = await self._worker.preparation.parse(raw, _previous_id)
+    async def _before(self, raw: bytes, entry: EnteredRequest) -> tuple[list[dict[str, Any]], Conversation | None]:
+        """Return the items of the previous response or of the conversation, and the conversation."""
+        if b"previous_response_id" not in raw and b"conversation" not in raw:
+            return [], None
+        previous, conversation_id = await self._worker.preparation.parse(raw, _continued)
+        if previous is not None and conversation_id is not None:
+            raise invalid_field(
+                "conversation", "`conversation` and `previous_response_id` exclude each other. Send one of them."
+            )
+        if conversation_id is not None:
+            conversations = Conversations(self._worker)
+            found = await conversations.read(entry.caller, conversation_id, entry.slot, "conversation")
+            return [*found.items], found
         if previous is None:
-            return []
+            return [], None
         kept = await stored_response(self._worker, entry.caller, previous, "previous_response_id", entry.slot)
-        items: list[dict[str, Any]] = [*kept["input"], *kept["response"]["output"]]
-        return items
+        return [*kept["input"], *kept["response"]["output"]], None
+
+    async def _extend(self, caller: Caller, conversation: Conversation, items: list[dict[str, Any]]) -> None:
+        try:
+            await Conversations(self._worker).extend(caller, conversation, items)
+        except PagemillError as error:
+            logger.warning("the conversation %s was not extended: %s", conversation.id, error)
 
     async def _keep(self, caller: Caller, body: bytes, items: list[dict[str, Any]]) -> None:
         if len(body) > self._config.max_response_bytes:
@@ -80,7 +108,7 @@ class ResponsesRoute(GenerateRoute):
             return
         response = orjson.loads(body)
         response_id: str = response["id"]
-        shown = [_shown(item, f"{response_id.removeprefix('resp_')}_{index}") for index, item in enumerate(items)]
+        shown = [listed(item, f"{response_id.removeprefix('resp_')}_{index}") for index, item in enumerate(items)]
         value = b'{"input":%s,"response":%s}' % (orjson.dumps(shown), body)
         if len(value) > self._config.max_response_bytes:
             _too_large(len(value))
@@ -102,7 +130,8 @@ class StoredResponseRoutes:
 
     async def delete(self, request: Request) -> Response:
         caller, response_id = caller_of(self._worker, request), request.path_params["id"]
-        if not await self._worker.control.forget_response(caller.account, response_id):
+        is_response = not response_id.startswith(PREFIX)
+        if not is_response or not await self._worker.control.forget_response(caller.account, response_id):
             raise _not_found(response_id, None)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -125,13 +154,9 @@ async def stored_response(
     Raises `PagemillError` 404 if the caller has none with this id, 429 or 503 beyond the limits.
     """
     if worker.config.stored_responses is None:
-        raise PagemillError(
-            "This gateway does not store responses: its setting `stored_responses` is not set.",
-            status=404,
-            param=param,
-            code="responses_not_stored",
-        )
-    value = await worker.control.kept_response(caller.account, response_id)
+        raise not_stored(param)
+    is_response = not response_id.startswith(PREFIX)
+    value = await worker.control.kept_response(caller.account, response_id) if is_response else None
     if value is None:
         raise _not_found(response_id, param)
     slot.hold(parsed_bytes(value))
@@ -148,14 +173,21 @@ def _not_found(response_id: str, param: str | None) -> PagemillError:
     return PagemillError(f"{what} with id '{response_id[:80]}' not found.", status=404, param=param, code=code)
 
 
-def _previous_id(raw: bytes) -> str | None:
-    """Return the body's `previous_response_id`; `None` if it has none or is invalid, which is reported later."""
+def _continued(raw: bytes) -> tuple[str | None, str | None]:
+    """Return the ids of the previous response and of the conversation; `None` for one that is missing or invalid, which
+    is reported later."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        return None
-    value = body.get("previous_response_id") if isinstance(body, dict) else None
-    return value if isinstance(value, str) else None
+        return None, None
+    if not isinstance(body, dict):
+        return None, None
+    conversation = body.get("conversation")
+    conversation = conversation.get("id") if isinstance(conversation, dict) else conversation
+    previous, found = (
+        each if isinstance(each, str) and each else None for each in (body.get("previous_response_id"), conversation)
+    )
+    return previous, found
 
 
 def _whole_response(data: bytes) -> bytes | None:
@@ -167,13 +199,3 @@ def _whole_response(data: bytes) -> bytes | None:
         return None
     event = orjson.loads(last.partition(b"data: ")[2])
     return orjson.dumps(event["response"])
-
-
-def _shown(item: dict[str, Any], number: str) -> dict[str, Any]:
-    """Return an input item in its listed form: with id and type, and with text as a part."""
-    kind = item.get("type", "message")
-    shown = {"id": f"msg_{number}" if kind == "message" else f"item_{number}", **item, "type": kind}
-    if kind == "message" and isinstance(content := item.get("content"), str):
-        part = "output_text" if item.get("role") == "assistant" else "input_text"
-        shown["content"] = [{"type": part, "text": content}]
-    return shown
