@@ -20,7 +20,6 @@ from pagemill_api.dialects.token_counts import TOKEN_COUNTS
 from pagemill_api.route_names import RouteNames
 from pagemill_gateway.brain.interface import RequestOutcome
 from pagemill_gateway.request_record import RequestRecord
-from pagemill_gateway.routes.stored import conversations
 from pagemill_gateway.spans import write_spans
 from pagemill_gateway.worker import Worker
 from pagemill_servers.request_middleware import request_id
@@ -45,7 +44,7 @@ ROUTES = {
     ),
     message_batches.PATH,
 }
-WITH_IDS = ("/v1/models", "/v1/responses", conversations.PATH, "/v1/files", "/v1/batches", message_batches.PATH)
+WITH_IDS = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/files", "/v1/batches", message_batches.PATH)
 """Routes whose paths continue with the id of an object."""
 ROUTE_HEADER = b"x-pagemill-route"
 """The header of responses of engines, with policy, endpoint, predicted cached tokens and, for clients without a key,
