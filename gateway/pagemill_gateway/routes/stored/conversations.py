@@ -33,7 +33,7 @@ Item = dict[str, Any]
 Body = TypeVar("Body")
 
 
-class Conversation(NamedTuple):
+class StoredConversation(NamedTuple):
     shown: dict[str, Any]
     """The conversation as clients see it."""
     items: list[Item]
@@ -43,13 +43,15 @@ class Conversation(NamedTuple):
         return str(self.shown["id"])
 
 
-class Conversations:
+class StoredConversations:
     """The conversations of all accounts."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    async def read(self, caller: Caller, conversation_id: str, slot: InFlightSlot, param: str | None) -> Conversation:
+    async def read(
+        self, caller: Caller, conversation_id: str, slot: InFlightSlot, param: str | None
+    ) -> StoredConversation:
         """Return a conversation, counted in `slot`. Raises `PagemillError` 404, 429 or 503."""
         self._config()
         value = None
@@ -58,16 +60,16 @@ class Conversations:
         if value is None:
             raise _not_found("Conversation", conversation_id, param)
         slot.hold(parsed_bytes(value))
-        return Conversation(*orjson.loads(value))
+        return StoredConversation(*orjson.loads(value))
 
-    async def keep(self, caller: Caller, conversation: Conversation) -> None:
+    async def keep(self, caller: Caller, conversation: StoredConversation) -> None:
         """Store a conversation. Raises `PagemillError` 413 for one that is too large."""
         value = orjson.dumps(list(conversation))
         if len(value) > self._config().max_response_bytes:
             raise body_too_large(self._config().max_response_bytes)
         await self._worker.control.keep_response(caller.account, conversation.id, value)
 
-    async def extend(self, caller: Caller, conversation: Conversation, items: Sequence[Item]) -> list[Item]:
+    async def extend(self, caller: Caller, conversation: StoredConversation, items: Sequence[Item]) -> list[Item]:
         """Add items to a conversation; return them as they are listed. Raises `PagemillError` 413."""
         new = [listed(item, new_id()) for item in items]
         await self.keep(caller, conversation._replace(items=[*conversation.items, *new]))
@@ -89,12 +91,12 @@ class Conversations:
 class ConversationRoutes:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._conversations = Conversations(worker)
+        self._conversations = StoredConversations(worker)
 
     async def create(self, request: Request) -> Response:
         async with self._entered(request, ConversationRequest.read) as (caller, _, body):
             shown = {"id": f"{PREFIX}{new_id()}", "object": "conversation", "created_at": int(time.time())}
-            conversation = Conversation({**shown, "metadata": body.metadata}, [])
+            conversation = StoredConversation({**shown, "metadata": body.metadata}, [])
             await self._conversations.extend(caller, conversation, body.items)
             return JSONResponse(conversation.shown)
 
@@ -136,7 +138,7 @@ class ConversationRoutes:
             return JSONResponse(conversation.shown)
 
     @asynccontextmanager
-    async def _stored(self, request: Request) -> AsyncIterator[tuple[Caller, Conversation]]:
+    async def _stored(self, request: Request) -> AsyncIterator[tuple[Caller, StoredConversation]]:
         caller = caller_of(self._worker, request)
         with self._worker.in_flight_limit.enter(caller.account) as slot:
             yield caller, await self._conversations.read(caller, request.path_params["id"], slot, None)
@@ -173,7 +175,7 @@ def not_stored(param: str | None) -> PagemillError:
     )
 
 
-def _place(conversation: Conversation, item_id: str) -> int:
+def _place(conversation: StoredConversation, item_id: str) -> int:
     for place, item in enumerate(conversation.items):
         if item["id"] == item_id:
             return place

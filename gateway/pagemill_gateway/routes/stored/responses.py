@@ -29,8 +29,8 @@ from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.listing import page_of
 from pagemill_gateway.routes.stored.conversations import (
     PREFIX,
-    Conversation,
-    Conversations,
+    StoredConversation,
+    StoredConversations,
     listed,
     not_stored,
 )
@@ -78,7 +78,9 @@ class ResponsesRoute(GenerateRoute):
         client.on_answer, client.max_seen_bytes = keep, self._config.max_response_bytes
         return dialect
 
-    async def _before(self, raw: bytes, entry: EnteredRequest) -> tuple[list[dict[str, Any]], Conversation | None]:
+    async def _before(
+        self, raw: bytes, entry: EnteredRequest
+    ) -> tuple[list[dict[str, Any]], StoredConversation | None]:
         """Return the items of the previous response or of the conversation, and the conversation."""
         if b"previous_response_id" not in raw and b"conversation" not in raw:
             return [], None
@@ -88,7 +90,7 @@ class ResponsesRoute(GenerateRoute):
                 "conversation", "`conversation` and `previous_response_id` exclude each other. Send one of them."
             )
         if conversation_id is not None:
-            conversations = Conversations(self._worker)
+            conversations = StoredConversations(self._worker)
             found = await conversations.read(entry.caller, conversation_id, entry.slot, "conversation")
             return [*found.items], found
         if previous is None:
@@ -96,9 +98,9 @@ class ResponsesRoute(GenerateRoute):
         kept = await stored_response(self._worker, entry.caller, previous, "previous_response_id", entry.slot)
         return [*kept["input"], *kept["response"]["output"]], None
 
-    async def _extend(self, caller: Caller, conversation: Conversation, items: list[dict[str, Any]]) -> None:
+    async def _extend(self, caller: Caller, conversation: StoredConversation, items: list[dict[str, Any]]) -> None:
         try:
-            await Conversations(self._worker).extend(caller, conversation, items)
+            await StoredConversations(self._worker).extend(caller, conversation, items)
         except PagemillError as error:
             logger.warning("the conversation %s was not extended: %s", conversation.id, error)
 
