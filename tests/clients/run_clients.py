@@ -120,7 +120,8 @@ def npm_folder(client: Client) -> Path:
 
 def npm(uv: Path) -> Sequence[str]:
     found = shutil.which("npm")
-    return [found] if found else [str(uv), "tool", "run", "--quiet", "--system-certs", "--from", NODE, "npm"]
+    flags = ["--quiet", "--no-python-downloads", "--system-certs", "--python", sys.executable]
+    return [found] if found else [str(uv), "tool", "run", *flags, "--from", NODE, "npm"]
 
 
 @contextlib.contextmanager
