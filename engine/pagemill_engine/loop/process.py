@@ -204,6 +204,10 @@ def start_core(
     return core, calibration
 
 
+TRIM_EVERY_S = 15.0
+"""Seconds between returns of freed memory: what a step allocates on the CPU is needed again by the next ones."""
+
+
 def serve(config: EngineConfig, link: ParentLink, early_digest: EarlyDigest | None = None) -> None:
     """Load the model, report ready, and run the loop until `Shutdown`."""
     started_s, clock = time.monotonic(), StartClock()
@@ -223,7 +227,7 @@ def serve(config: EngineConfig, link: ParentLink, early_digest: EarlyDigest | No
         gc.enable()
     link.send(_ready(core, time.monotonic() - started_s, clock.seconds()))
     collapse_when_idle()
-    keep_trimmed()
+    keep_trimmed(TRIM_EVERY_S)
     link.start_heartbeat(lambda: core.expected_step_ms)
     try:
         EngineLoop(core, link, calibration).run()

@@ -43,7 +43,7 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-TRIM_EVERY_S = 15.0
+TRIM_EVERY_S = 5.0
 LEAST_FREE_BYTES = 64 * 1024 * 1024
 """Free memory in the heap from which it is worth a trim, which takes some 0.1 ms per MiB."""
 LEAST_GROWTH_BYTES = 32 * 1024 * 1024
