@@ -85,6 +85,16 @@ def test_before_the_first_report_the_refusal_states_the_phase_of_the_engines(bra
     assert error.value.retry_after_s is not None
 
 
+def test_a_refusal_has_no_addresses_of_engines_that_cannot_be_reached(brain: LocalBrain) -> None:
+    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.note_phase("a", "unreachable", "ConnectionRefusedError: Connect call failed ('10.0.0.7', 8001)")
+    brain.note_phase("b", "ready", "ConnectionResetError: [Errno 104] Connection reset by peer")
+    with pytest.raises(PagemillError) as error:
+        brain.resolve("m")
+    assert "2 engine(s) unreachable" in error.value.message
+    assert not any(word in error.value.message for word in ("10.0.0.7", "8001", "Err"))
+
+
 def test_a_deployment_without_endpoints_is_reported(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m")]))
     with pytest.raises(PagemillError, match="no engine running"):

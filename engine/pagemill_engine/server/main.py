@@ -267,7 +267,9 @@ class Server:
         assert error is not None, "engine client and publisher only return by raising, until they are closed"
         self._context.lifecycle.enter("failed", str(error))
         if self._context.client is not None:
-            self._context.client.fail_all(unavailable(f"This server failed: {error}", 1, code=_failure_code(error)))
+            # The text of an unexpected error is for the log.
+            why = f": {error}" if isinstance(error, StartupError) else ". Send the request again."
+            self._context.client.fail_all(unavailable(f"This server failed{why}", 1, code=_failure_code(error)))
         if isinstance(error, StartupError):
             raise error
         logger.error("the server ends because of an internal error", exc_info=error)

@@ -47,6 +47,8 @@ class StreamRefused(Exception):
     """The engine, or another server at its address, refused the state stream."""
 
 
+OUR_FAULTS = (StreamRefused, FrameError, StateGap, BundleError, UnsupportedProtocol)
+"""Faults whose text is a sentence."""
 STREAM_FAULTS = (
     CannotConnect,
     StreamRefused,
@@ -137,7 +139,7 @@ class StateStreams:
                 progress.refused = isinstance(error, CannotConnect) and error.refused
                 progress.unusable = isinstance(error, BundleError)
                 reason = error.__cause__ or error if isinstance(error, CannotConnect) else error
-                cause = f"{type(reason).__name__}: {reason}"
+                cause = str(reason) if isinstance(reason, OUR_FAULTS) else f"{type(reason).__name__}: {reason}"
                 if fault := tls_fault(reason, control_url):
                     cause = fault
                     logger.warning("state stream of %s: %s", endpoint_id, fault)

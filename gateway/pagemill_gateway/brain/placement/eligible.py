@@ -165,7 +165,7 @@ def _nothing_ready(model: str, deployments: list[DeploymentRecord], now: float) 
     elif all(deployment.model.weight <= 0 for deployment in deployments):
         reason = "its routing weight is 0"
     else:
-        states = Counter(f"{record.phase}: {record.detail}".rstrip(": ") for record in records if not record.usable)
+        states = Counter(_state(record) for record in records if not record.usable)
         reason = "; ".join(f"{count} engine(s) {state}" for state, count in states.most_common(3))
     lefts_s = [left_s for each in deployments if (left_s := each.starts.left_s(now)) is not None]
     return unavailable(
@@ -173,6 +173,13 @@ def _nothing_ready(model: str, deployments: list[DeploymentRecord], now: float) 
         retry_after_s=min(lefts_s, default=LOADING_RETRY_AFTER_S),
         code=NOT_READY,
     )
+
+
+def _state(record: EndpointRecord) -> str:
+    """Return the state of an endpoint for clients. Why it cannot be reached has addresses: that is in the status."""
+    if record.phase in ("unreachable", "ready"):  # `ready`: it says so, and its state stream has just ended
+        return "unreachable"
+    return f"{record.phase}: {record.detail}".rstrip(": ")
 
 
 def common_scheme(schemes: Iterable[HashScheme]) -> HashScheme:
