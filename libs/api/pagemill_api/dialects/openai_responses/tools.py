@@ -119,9 +119,10 @@ def flat_name(name: str, namespace: str) -> str:
 
 def shown_tool(tool: ResponsesTool) -> dict[str, Any]:
     """Return a tool as a response repeats it."""
-    given = tool.model_dump(mode="json", exclude_unset=tool.type != "function", exclude={"tools", "format"})
-    more = tool.model_dump(mode="json", exclude_unset=True, include={"tools", "format"})
-    return {**given, **more}
+    if tool.type != "function":
+        return tool.model_dump(mode="json", exclude_unset=True)
+    fields = {name: getattr(tool, name) for name in ("type", "name", "description", "parameters", "strict")}
+    return {**fields, **(tool.model_extra or {})}
 
 
 def _is_hosted(tool: ToolFields) -> bool:
