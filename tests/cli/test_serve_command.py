@@ -119,6 +119,31 @@ def test_a_web_page_cannot_stop_the_server_and_the_users_programs_need_no_config
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_gateway_renders_parses_and_serves_names_as_its_engines_do(tmp_path: Path) -> None:
+    (template := tmp_path / "chat.jinja").write_text("{% for each in messages %}[{{ each.content }}]{% endfor %}")
+    control_port, runtime = free_port(), {"XDG_RUNTIME_DIR": str(tmp_path)}
+    options = ["--max-model-len", "256", "--kv-cache-memory", "64Mi", "--control-port", str(control_port)]
+    options += ["--served-name", NAME, "--served-name", "it"]
+    chats = ["--chat-template", str(template), "--tool-call-parser", "none"]
+    chat = {"model": "it", "messages": [{"role": "user", "content": "Hello"}]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    with (
+        serving(SMOLLM2, *options, *chats, **runtime) as (_, url),
+        gateway_before(url, f"http://127.0.0.1:{control_port}", **runtime) as gateway_url,
+    ):
+        assert answer(gateway_url) == " five, six"
+        counted, refused = [
+            [httpx.post(f"{each}{path}", json=body, timeout=60).json() for each in (url, gateway_url)]
+            for path, body in [("/tokenize", chat), ("/v1/chat/completions", {**chat, "tools": [tool]})]
+        ]
+        assert counted[0] == counted[1]
+        assert counted[0]["count"] < 5
+        assert refused[0] == refused[1]
+        assert refused[0]["error"]["param"] == "tools"
+        ids = [each["id"] for each in httpx.get(f"{gateway_url}/v1/models", timeout=60).json()["data"]]
+        assert ids == [NAME, "it"]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "wrong magic", "absurd shape"])
 def test_a_corrupt_file_is_refused_with_the_name_of_the_field(tmp_path: Path, damage: str) -> None:
     from pagemill_models.sources import resolve_source

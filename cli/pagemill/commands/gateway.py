@@ -170,7 +170,8 @@ def _catalog(urls: list[str], model: str, token: str) -> Catalog:
     if not model:
         raise SettingsError("model: --engine needs --model NAME, the name by which clients request the model.")
     endpoints = [_endpoint(index, url) for index, url in enumerate(urls)]
-    return Catalog(models=[CatalogModel(deployment="cli", name=model, engine_token=token, endpoints=endpoints)])
+    served = CatalogModel(deployment="cli", name=model, takes_names=True, engine_token=token, endpoints=endpoints)
+    return Catalog(models=[served])
 
 
 def _endpoint(index: int, url: str) -> Endpoint:

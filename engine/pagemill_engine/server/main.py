@@ -355,11 +355,22 @@ def _open_model(settings: Settings) -> tuple[Opened, TokenizerBundle, list[Unuse
         if spec is not None:
             check_fits(config, spec)
         bundle = with_defaults(load_bundle(path), config.generation_config, config.generation_defaults)
+        bundle = _with_chats(bundle, config)
         check_parsers(ParserSettings(config.tool_call_parser, config.reasoning_parser))
         if spec is None:
             return opened, bundle, []
         unused = unused_settings(config, spec) if settings.server.only_gateways else []
         return opened, msgspec.structs.replace(bundle, pooling=spec.pooling), unused
+
+
+def _with_chats(bundle: TokenizerBundle, config: EngineConfig) -> TokenizerBundle:
+    """Return the bundle with the settings for chats, so that gateways render and parse as this engine does."""
+    bundle = msgspec.structs.replace(
+        bundle, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+    )
+    if config.chat_template is None:
+        return bundle
+    return msgspec.structs.replace(bundle, chat_template=config.chat_template, tool_chat_template=None)
 
 
 def _make_tokenizer(config: EngineConfig, bundle: TokenizerBundle) -> Tokenizer:

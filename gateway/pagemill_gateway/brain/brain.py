@@ -140,6 +140,7 @@ class LocalBrain:
         deployment.bundle_digest = frame.digests.tokenizer_bundle or deployment.bundle_digest
         if frame.snapshot:
             deployment.starts.engine_reported(frame.start_s)
+            self.registry.take_names(deployment, frame.models)
         if frame.max_model_len > 0 and not (record.draining or frame.sleeping):  # as `record.serving`, for each frame
             deployment.last_served_at = now
             deployment.starts.served(now)

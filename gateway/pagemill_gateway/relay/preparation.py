@@ -136,8 +136,10 @@ class RequestPreparation:
             self._limited_threads[tokenizer] = threads
         return await threads.run(work, body_bytes)
 
-    def parsers(self, target: Target) -> ParserSettings:
-        return target.parsers._replace(control_tokens=self._control_tokens, hosted_tools=self._hosted_tools)
+    def parsers(self, target: Target, tokenizer: Tokenizer) -> ParserSettings:
+        """Return the parsers of the catalogue, or where it names none, those of the engines."""
+        parsers = target.parsers._replace(control_tokens=self._control_tokens, hosted_tools=self._hosted_tools)
+        return parsers.or_those_of(tokenizer.bundle)
 
     async def tokenizer(self, target: Target) -> Tokenizer:
         try:
@@ -167,7 +169,7 @@ class RequestPreparation:
         check = partial(within_vocabulary, sampling, tokenizer)
         sampling = await self.in_thread(check, len(raw), tokenizer) if is_limited else check()
         salt = cache_salt(target.prefix_scope, target.deployment, caller)
-        parsers = self.parsers(target)
+        parsers = self.parsers(target, tokenizer)
         preparation = base.Preparation(
             target.max_model_len,
             dialect.new_request_id(),

@@ -47,9 +47,8 @@ class TokenRoutes:
             body = await self._worker.preparation.parse(await self._read(request, slot), count.parse)
             target = await self._resolve(body.model, caller)
 
-            parsers = self._worker.preparation.parsers(target)
-
             def answer(tokenizer: Tokenizer) -> tuple[int, bytes]:
+                parsers = self._worker.preparation.parsers(target, tokenizer)
                 token_ids = prepare.tokenize(body, tokenizer, target.max_model_len, parsers)
                 texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
                 return len(token_ids), count.body(token_ids, target.max_model_len, texts)

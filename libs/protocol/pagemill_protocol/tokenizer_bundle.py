@@ -51,6 +51,9 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling_defaults: dict[str, Any] = {}
     """Sampling values by name of `SamplingParams` for requests that send none: those of the model's folder, or in the
     bundle that an engine serves, the resolved ones (`generation_defaults`)."""
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    """In the bundle that an engine serves, its settings, as are the templates: gateways that have none use them."""
 
     @property
     def digest(self) -> str:

@@ -17,10 +17,13 @@ class Registry:
         self.deployments: dict[str, DeploymentRecord] = {}
         self.endpoints: dict[str, EndpointRecord] = {}
         self._by_name: dict[str, list[DeploymentRecord]] = {}
+        self._reported_names: dict[str, list[str]] = {}
+        """Deployment -> the names that only its engines' reports lead to it."""
 
     def apply(self, catalog: Catalog, now: float) -> None:
         """Apply a catalogue. The records of endpoints that stay keep their counts and reports."""
-        known, known_deployments = self.endpoints, self.deployments
+        known, known_deployments, names_before = self.endpoints, self.deployments, self._reported_names
+        self._reported_names = {}
         self.deployments, self.endpoints, self._by_name = {}, {}, {}
         for model in catalog.models:
             deployment = DeploymentRecord(model)
@@ -37,6 +40,19 @@ class Registry:
                 deployment.records.append(record)
             for name in dict.fromkeys([model.name, *model.aliases, *(each.name for each in model.adapters)]):
                 self._by_name.setdefault(name, []).append(deployment)
+        for key, names in names_before.items():
+            if (kept := self.deployments.get(key)) is not None:
+                self.take_names(kept, names)
+
+    def take_names(self, deployment: DeploymentRecord, names: list[str]) -> None:
+        """Let the names that an engine of the deployment reports lead to it, where the catalogue says so."""
+        if not deployment.model.takes_names:
+            return
+        for name in self._reported_names.pop(deployment.key, []):
+            del self._by_name[name]
+        self._reported_names[deployment.key] = new = [name for name in names if name not in self._by_name]
+        for name in new:
+            self._by_name[name] = [deployment]
 
     def changed(self, record: EndpointRecord) -> None:
         """Call `DeploymentRecord.changed` of the record's deployment."""
