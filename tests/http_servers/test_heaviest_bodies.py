@@ -120,6 +120,7 @@ ONE_TOKEN = {"num_predict": 1}
 WIDE = {"n": 128, "max_tokens": 64, "ignore_eos": True}
 JUNK = b'{"x":"' + b"x" * (8 * MIB - 8) + b'"}'
 """A body for routes that need none: it is read and dropped."""
+ITEMS = [{"type": "message", "role": "user", "content": "x" * 200_000}] * 20
 HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
     "POST /v1/chat/completions": {
         "a prompt as long as the context": lambda: chat(LONG, logit_bias={str(n): 1 for n in range(1024)}),
@@ -172,6 +173,17 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
         }
         for name in ("input_tokens", "compact")
     },
+    **{
+        f"POST {path}": {"20 items of 4 MB together": lambda: json.dumps({"items": ITEMS}).encode()}
+        for path in ("/v1/conversations", "/v1/conversations/{id}/items")
+    },
+    "POST /v1/conversations/{id}": {
+        "as much metadata as there may be, and blanks": lambda: (
+            json.dumps({"metadata": {str(number): "m" * 512 for number in range(16)}}).encode() + b" " * (7 * MIB)
+        )
+    },
+    "DELETE /v1/conversations/{id}": {"a body that is not asked for": lambda: JUNK},
+    "DELETE /v1/conversations/{id}/items/{item}": {"a body that is not asked for": lambda: JUNK},
     "DELETE /v1/files/{id}": {"a body that is not asked for": lambda: JUNK},
     "DELETE /v1/responses/{id}": {"a body that is not asked for": lambda: JUNK},
     "POST /v1/messages/count_tokens": {"a text as long as the context": lambda: messages(LONG)},
@@ -227,6 +239,7 @@ BODILESS = {
     "/v1/files", "/v1/files/{id}", "/v1/files/{id}/content", "/v1/batches", "/v1/batches/{id}",
     "/", "/v1/messages/batches", "/v1/messages/batches/{id}", "/v1/messages/batches/{id}/results",
     "/v1/responses/{id}", "/v1/responses/{id}/input_items",
+    "/v1/conversations/{id}", "/v1/conversations/{id}/items", "/v1/conversations/{id}/items/{item}",
     "/internal/state", "/internal/link", "/internal/bundle", "/internal/load",
     "/is_sleeping", "/status", "/debug/decisions",
 }  # fmt: skip
@@ -398,6 +411,12 @@ def with_ids(http_server: HttpServer, path: str, body: Body) -> tuple[str, Body]
     if path.startswith("/v1/responses/"):
         made = {"model": MODEL, "input": "hello", "max_output_tokens": 16, "store": True}
         name = stored(http_server, "/v1/responses", json.dumps(made).encode())
+    elif path.startswith("/v1/conversations/"):
+        name = stored(http_server, "/v1/conversations", b"{}")
+        if "{item}" in path:
+            made = {"items": [{"type": "message", "role": "user", "content": "hello"}]}
+            added = asked_for(http_server, f"/v1/conversations/{name}/items", json.dumps(made).encode())
+            path = path.replace("{item}", added["data"][0]["id"])
     elif path.startswith("/v1/messages/batches/"):
         name = stored(http_server, "/v1/messages/batches", message_batch("hello"))
         ended(http_server, name)
@@ -409,9 +428,14 @@ def with_ids(http_server: HttpServer, path: str, body: Body) -> tuple[str, Body]
 
 
 def stored(http_server: HttpServer, path: str, body: Body) -> str:
+    return str(asked_for(http_server, path, body)["id"])
+
+
+def asked_for(http_server: HttpServer, path: str, body: Body) -> dict[str, Any]:
     answer = httpx2.post(http_server.url + path, content=body, headers=typed(path, body), timeout=ANSWER_TIMEOUT_S)
     assert answer.status_code == 200, answer.text
-    return str(answer.json()["id"])
+    answered: dict[str, Any] = answer.json()
+    return answered
 
 
 def ended(http_server: HttpServer, message_batch_id: str) -> None:

@@ -18,7 +18,6 @@ import ssl
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -140,8 +139,8 @@ class StateStreams:
                 progress.unusable = isinstance(error, BundleError)
                 reason = error.__cause__ or error if isinstance(error, CannotConnect) else error
                 cause = str(reason) if isinstance(reason, OUR_FAULTS) else f"{type(reason).__name__}: {reason}"
-                if fault := tls_fault(reason, control_url):
-                    cause = fault
+                if fault := tls_fault(reason):
+                    cause, progress.unusable = fault, True
                     logger.warning("state stream of %s: %s", endpoint_id, fault)
             except Exception as error:
                 # An unexpected error must not end this stream for good nor affect others.
@@ -238,7 +237,7 @@ class _Progress:
     refused = False
     """Whether no process listens on the port."""
     unusable = False
-    """Whether this gateway cannot use the engine's tokenizer, whatever the engine says about itself."""
+    """Whether this gateway cannot use the engine, because of its tokenizer or certificate, whatever it says itself."""
 
 
 class _Readyz(msgspec.Struct):
@@ -260,7 +259,7 @@ async def fetch_phase(session: aiohttp.ClientSession, control_url: str, otherwis
     return answer.phase[:100] or "not ready", answer.detail[:MAX_DETAIL_CHARS] or otherwise
 
 
-def tls_fault(error: BaseException, control_url: str) -> str:
+def tls_fault(error: BaseException) -> str:
     """Return the message for a TLS error, with the remedy; empty for other errors."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
@@ -268,5 +267,5 @@ def tls_fault(error: BaseException, control_url: str) -> str:
             "authority, and engine_tls.server_name to a name in it"
         )
     if isinstance(error, ssl.SSLError):
-        return f"no TLS at {urlsplit(control_url).netloc}: its URL begins with https, so set tls of the engine"
+        return "the engine has no TLS: its URL begins with https, so set tls of the engine"
     return ""
