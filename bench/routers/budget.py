@@ -49,7 +49,7 @@ ENTRIES: dict[str, list[tuple[Any, str]]] = {
     "key": [(KeyRing, "authenticate")],
     "schema": [(ChatDialect, "parse"), (ChatBody, "sampling"), (preparation, "within_vocabulary")],
     "render": [(ChatBody, "render_inline")],
-    "tokenize": [(LocalEncoder, "encode_within")],
+    "tokenize": [(LocalEncoder, "encode"), (LocalEncoder, "_encode_segment")],
     "hash": [(preparation, "make_routing_request"), (preparation, "prompt_keys")],
     "limits": [(Limiter, "check"), (Limiter, "reserve"), (Reservation, "settle")],
     "decide": [

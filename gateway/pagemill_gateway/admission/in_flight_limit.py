@@ -45,20 +45,21 @@ class InFlightLimit:
     @contextmanager
     def enter(self, tenant: str = "") -> Iterator[InFlightSlot]:
         """Hold a slot of `tenant` for the body of the `with`. Raises `PagemillError` (429, 503) if there is none."""
+        slot = self.take_slot(tenant)
+        try:
+            yield slot
+        finally:
+            slot.leave()
+
+    def take_slot(self, tenant: str) -> InFlightSlot:
+        """Return a slot, whose `leave` must be called. Raises `PagemillError` (429, 503) if there is none."""
         if self._closed_reason is not None:
             raise unavailable(self._closed_reason, retry_after_s=1, code="draining")
         if not self._requests.take(tenant, 1):
             raise self._no_slot(tenant)
         self._num_admitted += 1
         self._empty.clear()
-        slot = InFlightSlot(self, tenant)
-        try:
-            yield slot
-        finally:
-            slot.release(slot.num_bytes)
-            self._requests.release(tenant, 1)
-            if self._requests.used == 0:
-                self._empty.set()
+        return InFlightSlot(self, tenant)
 
     async def wait_empty(self) -> None:
         """Return when no request is inside."""
@@ -74,6 +75,13 @@ class InFlightLimit:
                 return
 
     # Calls of the slots.
+
+    def left(self, tenant: str, num_bytes: int) -> None:
+        if num_bytes:
+            self.bytes.release(tenant, num_bytes)
+        self._requests.release(tenant, 1)
+        if self._requests.used == 0:
+            self._empty.set()
 
     def unread_of(self, tenant: str) -> dict[UnreadAnswer, None]:
         return self._unread.setdefault(tenant, {})
@@ -123,6 +131,11 @@ class InFlightSlot:
         self._limit = limit
         self._bytes = limit.bytes
         self._tenant = tenant
+        self.num_bytes = 0
+
+    def leave(self) -> None:
+        """Give back the slot and its bytes."""
+        self._limit.left(self._tenant, self.num_bytes)
         self.num_bytes = 0
 
     @property

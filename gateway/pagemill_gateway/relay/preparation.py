@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from pagemill_api.answers.registry import ParserSettings
+from pagemill_api.answers.registry import AUTO, ParserSettings
 from pagemill_api.dialects import base
 from pagemill_api.dialects.base import Dialect, ParsedBody
 from pagemill_api.dialects.transport import RequestInfo
@@ -138,8 +138,13 @@ class RequestPreparation:
 
     def parsers(self, target: Target, tokenizer: Tokenizer) -> ParserSettings:
         """Return the parsers of the catalogue, or where it names none, those of the engines."""
-        parsers = target.parsers._replace(control_tokens=self._control_tokens, hosted_tools=self._hosted_tools)
-        return parsers.or_those_of(tokenizer.bundle)
+        named, bundle = target.parsers, tokenizer.bundle
+        return ParserSettings(
+            bundle.tool_call_parser if named.tools == AUTO else named.tools,
+            bundle.reasoning_parser if named.reasoning == AUTO else named.reasoning,
+            self._control_tokens,
+            self._hosted_tools,
+        )
 
     async def tokenizer(self, target: Target) -> Tokenizer:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -36,10 +36,14 @@ def entered(worker: Worker, caller: Caller, *, is_limited: bool = True) -> Itera
 
     `is_limited`: whether the request counts for the limits of its key.
     """
-    with ExitStack() as held:
-        if is_limited:
-            worker.limiter.check(caller)
-        arrival = worker.limiter.arrive(caller)
-        held.callback(arrival.over)
-        slot = held.enter_context(worker.in_flight_limit.enter(caller.account))
-        yield EnteredRequest(caller, slot, arrival)
+    if is_limited:
+        worker.limiter.check(caller)
+    arrival = worker.limiter.arrive(caller)
+    try:
+        slot = worker.in_flight_limit.take_slot(caller.account)
+        try:
+            yield EnteredRequest(caller, slot, arrival)
+        finally:
+            slot.leave()
+    finally:
+        arrival.over()

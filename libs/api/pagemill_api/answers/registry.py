@@ -25,7 +25,6 @@ from pagemill_api.answers.formats.qwen3_coder import Qwen3CoderParser
 from pagemill_api.answers.formats.think import ThinkParser
 from pagemill_protocol.request.answer_format import AnswerFormat, ControlTokenMode, HostedToolMode
 from pagemill_protocol.source_errors import SourceError
-from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 GROUP = "pagemill.tool_parsers"
 AUTO, NONE = "auto", "none"
@@ -42,15 +41,6 @@ class ParserSettings(NamedTuple):
     """What control tokens in the texts of chats are: `text`, or the `tokens` themselves."""
     hosted_tools: HostedToolMode = "ignore"
     """What is done with tools that run at the API's own company, such as a search of the web."""
-
-    def or_those_of(self, bundle: TokenizerBundle) -> ParserSettings:
-        """Return the settings with the parsers of the engine that made the bundle in place of `auto`."""
-        if bundle.tool_call_parser == bundle.reasoning_parser == AUTO:
-            return self
-        return self._replace(
-            tools=bundle.tool_call_parser if self.tools == AUTO else self.tools,
-            reasoning=bundle.reasoning_parser if self.reasoning == AUTO else self.reasoning,
-        )
 
 
 class ToolFormat(NamedTuple):
