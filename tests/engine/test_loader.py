@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from pagemill_engine.fetching.settings import LoaderSettings
 from pagemill_models.sources import FetchError, resolve_source
 from pagemill_models.sources.base import RemoteFile
 from pagemill_models.sources.selection import select_files
-from pagemill_models.sources.store import cache, record
+from pagemill_models.sources.store import cache, fetch, record
+from pagemill_models.sources.store.fetch import TRIES
 
 HUB = Path(__file__).resolve().parents[2] / "e2e" / "support" / "hub.py"
 REPOSITORY = "org/tiny"
@@ -64,6 +65,10 @@ hub = hub_module()
 class RecordingHandler(hub.Handler):
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers.get("Range")))
+        if self.server.busy and self.server.busy[0][0] in self.path:
+            _, status, headers = self.server.busy.pop(0)
+            self._text(status, "busy", headers, body=True)
+            return
         if "/resolve/" in self.path and self.path.endswith(self.server.slow_file):
             self.server.gate.wait(300)
         super().do_GET()
@@ -75,6 +80,12 @@ class RecordingHandler(hub.Handler):
                     entry["oid"] = self.server.git_sha1[entry["path"]]
                     del entry["lfs"]
         super()._json(value, body=body)
+
+    def _copy(self, path: Path, start: int, end: int) -> None:
+        most = self.server.cut_after_bytes
+        super()._copy(path, start, min(end, start + most) if most else end)
+        if most and start + most < end:
+            self.close_connection = True
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -89,6 +100,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server = hub.Hub(0, REPOSITORY, TOKEN, sorted(folder.iterdir()))
     server.RequestHandlerClass = RecordingHandler
     server.asked = []
+    server.busy, server.cut_after_bytes = [], 0
     server.git_sha1 = {}
     server.slow_file, server.gate = "", threading.Event()
     server.gate.set()
@@ -173,6 +185,43 @@ def test_an_interrupted_download_is_resumed(server: Any, target: Path) -> None:
     assert ranges["model.safetensors"].startswith(f"bytes={len(whole) // 2}-")
     assert "config.json" not in ranges
     assert list(target.parent.glob(".*.loading")) == []
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("route", ["/api/models/org/tiny", "/resolve/"])
+def test_a_hub_that_asks_to_wait_is_asked_again_after_that_time(
+    server: Any, target: Path, monkeypatch: pytest.MonkeyPatch, status: int, route: str
+) -> None:
+    waited_s: list[float] = []
+    monkeypatch.setattr(threading.Event, "wait", _noting(waited_s, threading.Event.wait))
+    server.busy = [(route, status, {"Retry-After": "77"})] * (TRIES + 2)
+    run(f"hf://{REPOSITORY}", target)
+    assert (target / "model.safetensors").read_bytes() == SAFETENSORS
+    assert waited_s.count(77.0) >= 1
+    assert server.busy == []
+
+
+def _noting(waited_s: list[float], wait: Callable[..., bool]) -> Callable[..., bool]:
+    """Return `Event.wait` that notes waits of more than a minute and does not wait for them."""
+
+    def noted(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout is None or timeout < 60:
+            return wait(event, timeout)
+        waited_s.append(timeout)
+        return event.is_set()
+
+    return noted
+
+
+def test_a_download_whose_connection_is_cut_again_and_again_goes_on(
+    server: Any, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "FIRST_PAUSE_S", 0.001)
+    server.cut_after_bytes = 100_000
+    run(f"hf://{REPOSITORY}", target)
+    assert (target / "model.safetensors").read_bytes() == SAFETENSORS
+    starts = [range_ for path, range_ in server.asked if path.endswith("model.safetensors")]
+    assert len(starts) >= len(SAFETENSORS) // 100_000
 
 
 def test_parts_of_another_commit_are_not_used(server: Any, target: Path) -> None:

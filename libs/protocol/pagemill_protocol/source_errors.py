@@ -53,5 +53,9 @@ class FetchError(SourceError):
     SourceUnsupported, SourceChanged, ModelUnreadable, ModelCorrupt, VolumeUnusable.
     """
 
-    def __init__(self, reason: str, message: str, field: str = "model.source") -> None:
+    def __init__(
+        self, reason: str, message: str, field: str = "model.source", *, retry_after_s: float | None = None
+    ) -> None:
+        """`retry_after_s`: the wait that the server asked for (RFC 9110, `Retry-After`)."""
         super().__init__(field, message, reason=reason)
+        self.retry_after_s = retry_after_s

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from pagemill_models.files.gguf_split import part_names
 from pagemill_models.files.safetensors_header import shard_paths, weight_map
@@ -130,12 +130,10 @@ class HubRepository:
 
     def fetch(self, file: RemoteFile, version: str, out: BinaryIO) -> None:
         with self._explained():
-            from huggingface_hub import hf_hub_url
-            from huggingface_hub.file_download import http_get
-            from huggingface_hub.utils._headers import build_hf_headers
-
-            url = hf_hub_url(self.model.repository, file.path, revision=version)
-            http_get(url, out, resume_size=out.tell(), headers=build_hf_headers(), expected_size=file.num_bytes)
+            # As it arrives: the library writes pieces of 10 MB, so that a connection which is cut before never
+            # progresses.
+            for piece in self._pieces(file, version, out.tell(), file.num_bytes):
+                out.write(piece)
 
     def read_range(self, file: RemoteFile, version: str, start: int, num_bytes: int) -> bytes:
         """Return a range, also from a server that answers with the whole file, of which no more is read than needed."""
@@ -143,26 +141,34 @@ class HubRepository:
         if num_bytes <= 0:
             return b""
         with self._explained():
-            from huggingface_hub import constants, hf_hub_url
-            from huggingface_hub.utils._headers import build_hf_headers
-            from huggingface_hub.utils._http import get_session, hf_raise_for_status
-
-            url = hf_hub_url(self.model.repository, file.path, revision=version)
-            asked = {"Range": f"bytes={start}-{start + num_bytes - 1}", "Accept-Encoding": "identity"}
-            headers = {**build_hf_headers(), **asked}
-            timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-            with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=timeout) as response:
-                hf_raise_for_status(response)
-                skipped = 0 if response.status_code == 206 else start
-                found = bytearray()
-                for chunk in response.iter_raw():
-                    found += chunk
-                    if len(found) >= skipped + num_bytes:
-                        break
-        if len(found) < skipped + num_bytes:
-            ends = f"ends after {len(found)} of {skipped + num_bytes} bytes"
+            found = b"".join(self._pieces(file, version, start, start + num_bytes))
+        if len(found) < num_bytes:
+            ends = f"ends after {start + len(found)} of {file.num_bytes} bytes"
             raise FetchError("HubUnreachable", f"{self.name}: `{file.path}` {ends}. Try again.")
-        return bytes(found[skipped : skipped + num_bytes])
+        return found
+
+    def _pieces(self, file: RemoteFile, version: str, start: int, end: int) -> Iterator[bytes]:
+        """Yield the file's bytes from `start` to `end` as they arrive."""
+        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub.utils._headers import build_hf_headers
+        from huggingface_hub.utils._http import get_session, hf_raise_for_status
+
+        url, left = hf_hub_url(self.model.repository, file.path, revision=version), end - start
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        if left <= 0:
+            return
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=timeout) as response:
+            hf_raise_for_status(response)
+            to_skip = 0 if response.status_code == 206 else start
+            for chunk in response.iter_raw():
+                piece = chunk[to_skip : to_skip + left]
+                to_skip = max(0, to_skip - len(chunk))
+                left -= len(piece)
+                if piece:
+                    yield piece
+                if left == 0:
+                    return
 
     def close(self) -> None:
         """Do nothing: the library keeps its connections."""
@@ -222,5 +228,19 @@ def explain(error: Exception, model: HubModel) -> FetchError:
     if isinstance(error, HfHubHTTPError | httpx2.HTTPError | ConnectionError | TimeoutError):
         cause = f"status {status}" if status is not None else f"{type(error).__name__}: {error}"
         message = f"{endpoint} cannot be reached or does not answer as it should ({cause[:300]})."
-        return FetchError("HubUnreachable", f"{message} Check the network, or name a mirror in HF_ENDPOINT.")
+        return FetchError(
+            "HubUnreachable",
+            f"{message} Check the network, or name a mirror in HF_ENDPOINT.",
+            retry_after_s=_retry_after_s(error.response) if isinstance(error, HfHubHTTPError) else None,
+        )
     return FetchError("HubUnreachable", f"{endpoint}: {type(error).__name__}: {str(error)[:300]}")
+
+
+def _retry_after_s(response: Any) -> float | None:
+    """Return the seconds of `Retry-After`; None for another status, and for a date, which none of the hubs sends."""
+    if response is None or response.status_code not in (429, 503):
+        return None
+    try:
+        return max(0.0, float(response.headers.get("retry-after", "")))
+    except ValueError:
+        return None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from pagemill_models.declaration.config_values import CONFIG_FILE
 from pagemill_models.files.partial_download import FileLink, PartialDownload
@@ -30,12 +30,15 @@ TRANSIENT = frozenset({"HubUnreachable", "SourceUnreachable"})
 TRIES = 4
 """Failures in a row without a byte."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+MOST_WAITS, LONGEST_WAIT_S = 20, 300.0
+"""Waits in a row that a server asks for with `Retry-After`, and the longest one."""
 PROGRESS_S = 1.0
 FIRST_BYTES = 256 * 1024
 """Bytes read first from a weight file: most headers are shorter."""
 MIN_FILES_IN_ORDER = 2
 """Weight files fetched at once while the model is loaded: one may arrive while another is written to disk."""
 
+T = TypeVar("T")
 Evict = Callable[[ModelFolder, int], None]
 OnFault = Callable[[FetchError], None]
 OnOpen = Callable[[Path], None]
@@ -90,7 +93,7 @@ class Fetch:
 
     def _run(self, repository: Repository) -> None:
         with _as_fetch_error():
-            listing = repository.list_files()
+            listing = self._patiently(repository.list_files)
             files = select_files(repository.name, self._kind.file_of(self._source), listing.files)
         self._repository, self._version = repository, listing.version
         self._folder.begin(listing.version)
@@ -205,18 +208,29 @@ class Fetch:
 
     def _until(self, done: Callable[[], bool], part: PartFile, append: Callable[[], None]) -> None:
         """Call `append` until `done`, and again after failures as long as bytes keep arriving."""
-        failures = 0
+        pauses = _Pauses()
         while not done():
             before = part.num_bytes
             try:
                 append()
             except FetchError as error:
-                failures = 0 if part.num_bytes > before else failures + 1
                 if error.reason == "SourceChanged":
                     self._folder.forget()
-                if error.reason not in TRANSIENT or failures >= TRIES:
+                if part.num_bytes > before:
+                    pauses = _Pauses()
+                pause_s = pauses.after(error)
+                if pause_s is None or self._ends.wait(pause_s):
                     raise
-                if self._ends.wait(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**failures)):
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        """Return the result of `ask`, which is called again after failures that may pass."""
+        pauses = _Pauses()
+        while True:
+            try:
+                return ask()
+            except FetchError as error:
+                pause_s = pauses.after(error)
+                if pause_s is None or self._ends.wait(pause_s):
                     raise
 
     def _append(self, file: RemoteFile, part: PartFile) -> None:
@@ -259,6 +273,28 @@ class Fetch:
         finally:
             ended.set()
             thread.join()
+
+
+class _Pauses:
+    """The pauses between failures in a row, none of which brought a byte."""
+
+    def __init__(self) -> None:
+        self._num_failures = 0
+        self._num_waits = 0
+
+    def after(self, error: FetchError) -> float | None:
+        """Return the seconds until the next try; None if there must be none."""
+        if error.reason not in TRANSIENT:
+            return None
+        if error.retry_after_s is not None:
+            self._num_waits += 1
+            return min(LONGEST_WAIT_S, error.retry_after_s) if self._num_waits <= MOST_WAITS else None
+        self._num_failures += 1
+        return _pause_s(self._num_failures) if self._num_failures < TRIES else None
+
+
+def _pause_s(num_failures: int) -> float:
+    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**num_failures))
 
 
 def _header_is_there(file: RemoteFile, part: PartFile) -> bool:
