@@ -72,15 +72,18 @@ class Reservation:
     def __init__(
         self, settle: Callable[[RequestRecord, bool], object], headers: Headers, allowances: Sequence[Allowance | None]
     ) -> None:
-        self._settle = settle
+        self._settle: Callable[[RequestRecord, bool], object] | None = settle
         self.headers = headers
         """The rate-limit headers of the response."""
         self.allowances = allowances
         """The allowance of each engine request; `None` if the caller has no token limits."""
 
     def settle(self, record: RequestRecord, *, was_cut_short: bool) -> None:
-        """End the reservation and charge the use. `was_cut_short`: the client ended the request early."""
-        self._settle(record, was_cut_short)
+        """End the reservation and charge the use. `was_cut_short`: the client ended the request early. Further calls do
+        nothing."""
+        settle, self._settle = self._settle, None
+        if settle is not None:
+            settle(record, was_cut_short)
 
 
 class Arrival:

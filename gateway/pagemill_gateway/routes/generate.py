@@ -19,6 +19,7 @@ from pagemill_api.dialects.base import Dialect
 from pagemill_api.dialects.transport import RequestInfo
 from pagemill_api.openai.unread_fields import unread_headers
 from pagemill_gateway.brain.interface import QueueTicket
+from pagemill_gateway.limits.limiter import Reservation
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.preparation import PreparedRequest
@@ -135,7 +136,7 @@ class GenerateRoute:
         was_cut_short = False
         try:
             client.add_headers(reservation.headers)
-            await self._relay(prepared, client, record, reservation.allowances)
+            await self._relay(prepared, client, record, reservation)
         except (asyncio.CancelledError, ClientTooSlow):
             was_cut_short = True
             raise
@@ -143,17 +144,20 @@ class GenerateRoute:
             reservation.settle(record, was_cut_short=was_cut_short)
 
     async def _relay(
-        self, prepared: PreparedRequest, client: ClientResponse, record: RequestRecord, allowances: answers.Allowances
+        self, prepared: PreparedRequest, client: ClientResponse, record: RequestRecord, reservation: Reservation
     ) -> None:
-        worker = self._worker
+        """Send the answer. The reservation ends before it, so that a client's next request finds its place free."""
+        worker, allowances = self._worker, reservation.allowances
         if prepared.stream:
             await answers.stream(worker.relay, prepared, client.write, record, allowances, client.direct, client)
             record.finished = True
+            reservation.settle(record, was_cut_short=False)
             await client.end()
             return
         client.is_body = True
         body = await answers.collect(worker.relay, prepared, record, allowances, client)
         record.finished = True
+        reservation.settle(record, was_cut_short=False)
         await (client.end() if body is None else client.send_body(body))
 
 

@@ -50,7 +50,7 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     aliases: list[str] = []
     takes_names: bool = False
     """Whether the other names that its engines report (`StateFrame.models`) lead to it too, unless the catalogue has
-    them. For engines that nobody else configures: an engine could take another model's name."""
+    them. For engines without an operator: an engine could take the name of another model."""
     adapters: list[CatalogAdapter] = []
     weight: int = 100
     """Share of the requests for this name among the deployments that claim it."""
