@@ -27,6 +27,7 @@ from killable_server import cut_off, serve
 from real_cluster import real, simulated, start_cluster  # noqa: F401 - fixtures
 from waiting import eventually
 
+from pagemill_gateway.batches import job as batch_job
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.processes.server import Gateway, listening
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -565,3 +566,24 @@ def fake() -> SimpleNamespace:
         KEY=KEY,
         MAX_MODEL_LEN=MAX_MODEL_LEN,
     )
+
+
+@pytest.fixture
+async def reporting_engines(engines: Any) -> AsyncIterator[None]:
+    """Make engines report often, because an engine without reports gets no lines."""
+
+    async def report() -> None:
+        while True:
+            for engine in engines:
+                await engine.push_state()
+            await asyncio.sleep(0.2)
+
+    task = asyncio.create_task(report())
+    yield
+    task.cancel()
+
+
+@pytest.fixture
+def quick_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make batches look for their next lines sooner."""
+    monkeypatch.setattr(batch_job, "TICK_S", 0.05)

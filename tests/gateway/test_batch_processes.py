@@ -22,22 +22,9 @@ from waiting import eventually
 
 from pagemill_protocol.request.generate import GenerateRequest
 
+pytestmark = pytest.mark.usefixtures("reporting_engines")
+
 NUM_LINES = 24
-
-
-@pytest.fixture(autouse=True)
-async def reporting(engines: Any) -> AsyncIterator[None]:
-    """Make engines report often, because an engine without reports gets no lines."""
-
-    async def report() -> None:
-        while True:
-            for engine in engines:
-                await engine.push_state()
-            await asyncio.sleep(0.2)
-
-    task = asyncio.create_task(report())
-    yield
-    task.cancel()
 
 
 class Gateways:

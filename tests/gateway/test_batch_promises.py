@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,9 @@ from pagemill_gateway.batches.redis import RedisBatchStore
 from pagemill_gateway.config import BatchesConfig, RedisConfig
 from pagemill_servers.auth import hash_key
 
+pytestmark = pytest.mark.usefixtures("reporting_engines")
+
 CANCELLED_WITHIN_S = 0.1
-
-
-@pytest.fixture(autouse=True)
-async def reporting(engines: Any) -> AsyncIterator[None]:
-    """Make engines report often, because an engine without reports gets no lines."""
-
-    async def report() -> None:
-        while True:
-            for engine in engines:
-                await engine.push_state()
-            await asyncio.sleep(0.2)
-
-    task = asyncio.create_task(report())
-    yield
-    task.cancel()
 
 
 @pytest.fixture(scope="module")

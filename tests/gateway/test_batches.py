@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from batch_client import CHAT, Client, client_of, kept_in, line, until
 from redis_server import RedisServer, redis_server
 from server_processes import start_http_server
 
-from pagemill_gateway.batches import job as batch_job
 from pagemill_gateway.batches.redis import RedisBatchStore
 from pagemill_gateway.batches.store import LeaseLost
 from pagemill_gateway.config import BatchesConfig, GatewayConfig, RedisConfig, SettingsError
@@ -22,28 +21,10 @@ from pagemill_gateway.limits.redis import link
 from pagemill_protocol.report.state import EngineLoad
 from pagemill_servers.auth import hash_key
 
+pytestmark = pytest.mark.usefixtures("reporting_engines", "quick_batches")
+
 ONE, OTHER = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "other"))
 TENANTS = [f"{hash_key('sk-one')} tenant=a", f"{hash_key('sk-other')} tenant=b"]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_job, "TICK_S", 0.05)
-
-
-@pytest.fixture(autouse=True)
-async def reporting(engines: Any) -> AsyncIterator[None]:
-    """Make engines report at least every second, because an engine without reports gets no lines."""
-
-    async def report() -> None:
-        while True:
-            for engine in engines:
-                await engine.push_state()
-            await asyncio.sleep(0.2)
-
-    task = asyncio.create_task(report())
-    yield
-    task.cancel()
 
 
 @pytest.mark.layouts

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
 import pytest
 from batch_client import client_of, kept_in, until
 
-from pagemill_gateway.batches import job as batch_job
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_job, "TICK_S", 0.05)
-
-
-@pytest.fixture(autouse=True)
-async def reporting(engines: Any) -> AsyncIterator[None]:
-    """Make engines report at least every second, because an engine without reports gets no lines."""
-
-    async def report() -> None:
-        while True:
-            for engine in engines:
-                await engine.push_state()
-            await asyncio.sleep(0.2)
-
-    task = asyncio.create_task(report())
-    yield
-    task.cancel()
+pytestmark = pytest.mark.usefixtures("reporting_engines", "quick_batches")
 
 
 def request(number: int, **params: Any) -> Any:

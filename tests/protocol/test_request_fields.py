@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from request_outcomes import (
     EMBEDS,
+    EXTENSIONS,
+    PENALTIES,
     SCORES,
     Cases,
     Changes,
@@ -43,23 +45,10 @@ OTHER = {"type": "function", "function": {"name": "g", "parameters": SCHEMA}}
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 CALLED = [*TEXT, {"role": "assistant", "content": "", "tool_calls": CALLS}]
 
-_EXTENSIONS: Cases = {
-    "seed": {"seed": 3},
-    "min_p": {"min_p": 0.1},
-    "repetition_penalty": {"repetition_penalty": 1.5},
-    "min_tokens": {"min_tokens": 2},
-    "ignore_eos": {"ignore_eos": True},
-    "priority": {"priority": 5},
-}
-"""Of `SamplingExtensions`."""
-_PENALTIES: Cases = {
-    "presence_penalty": {"presence_penalty": 0.5},
-    "frequency_penalty": {"frequency_penalty": 0.5},
-}
 _SHAPES: Cases = {"temperature": {"temperature": 0.5}, "top_p": {"top_p": 0.5}, "top_k": {"top_k": 5}}
 _OPENAI: Cases = {
-    **_EXTENSIONS,
-    **_PENALTIES,
+    **EXTENSIONS,
+    **PENALTIES,
     **_SHAPES,
     "model": {"model": "other"},
     "n": {"n": 2},
@@ -198,7 +187,7 @@ _ANTHROPIC_PROMPT: Cases = {
     "output_config.effort": {"output_config": {"effort": "low"}},
 }
 _ANTHROPIC: Cases = {
-    **_EXTENSIONS,
+    **EXTENSIONS,
     **_SHAPES,
     **_ANTHROPIC_PROMPT,
     "max_tokens": {"max_tokens": 4},
@@ -301,8 +290,8 @@ _OLLAMA_GENERATE: Cases = {
     "images": {"images": ["aaaa"]},
 }
 _KSERVE: Cases = {
-    **_EXTENSIONS,
-    **_PENALTIES,
+    **EXTENSIONS,
+    **PENALTIES,
     **_SHAPES,
     "max_tokens": {"max_tokens": 4},
     "random_seed": {"random_seed": 3},

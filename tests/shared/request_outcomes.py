@@ -42,6 +42,19 @@ USAGE = Usage(3, 2)
 Changes = dict[str, Any]
 Cases = dict[str, Changes | tuple[Changes, Changes]]
 """Field -> the changes that set it to another value, perhaps after changes that it needs."""
+EXTENSIONS: Cases = {
+    "seed": {"seed": 3},
+    "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "min_tokens": {"min_tokens": 2},
+    "ignore_eos": {"ignore_eos": True},
+    "priority": {"priority": 5},
+}
+"""Of `SamplingExtensions`."""
+PENALTIES: Cases = {
+    "presence_penalty": {"presence_penalty": 0.5},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+}
 _TIMES = re.compile(rb'"\w+_duration":\d+')
 
 

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from request_outcomes import Cases, Changes
+from request_outcomes import EXTENSIONS, PENALTIES, Cases, Changes
 
 RESPONSE: Changes = {"model": "m", "input": "hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 STREAM = {"stream": True}
-_EXTENSIONS: Cases = {
-    "seed": {"seed": 3},
-    "min_p": {"min_p": 0.1},
-    "repetition_penalty": {"repetition_penalty": 1.5},
-    "min_tokens": {"min_tokens": 2},
-    "ignore_eos": {"ignore_eos": True},
-    "priority": {"priority": 5},
-}
-_PENALTIES: Cases = {"presence_penalty": {"presence_penalty": 0.5}, "frequency_penalty": {"frequency_penalty": 0.5}}
 _ITEMS_TOOL = {"type": "function", "name": "f", "parameters": SCHEMA}
 _ITEMS_WITH_TOOL = {"tools": [_ITEMS_TOOL]}
 _GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
@@ -64,12 +55,12 @@ _ITEMS_PROMPT: Cases = {
 }
 """Of `PromptFields`."""
 RESPONSES: Cases = {
-    **_EXTENSIONS,
+    **EXTENSIONS,
     "temperature": {"temperature": 0.5},
     "top_p": {"top_p": 0.5},
     "max_output_tokens": {"max_output_tokens": 4},
     "stream": STREAM,
-    **_PENALTIES,
+    **PENALTIES,
     "top_k": {"top_k": 5},
     "truncation": {"truncation": "auto"},
     **_ITEMS_PROMPT,
