@@ -64,6 +64,15 @@ class LinearSpec(msgspec.Struct, frozen=True):
         return self.weight_shapes() | biases
 
 
+class NormPart(msgspec.Struct, frozen=True):
+    """A norm whose values are divided among ranks, which add their sums of squares."""
+
+    whole_size: int
+    """Number of values of all ranks."""
+    adds: bool
+    """Whether this rank's values count; of ranks with the same ones only the first adds them."""
+
+
 class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
     """RMS norm or layer norm over `size` values, with `name`.weight and perhaps `name`.bias."""
 
@@ -74,6 +83,8 @@ class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
     weight_offset: float = 0.0
     """Number added to the stored weight: 1 in Gemma."""
+    part: NormPart | None = None
+    """Set if other ranks have further values of the same norm."""
 
     def shapes(self) -> Shapes:
         biases: Shapes = {f"{self.name}.bias": (self.size,)} if self.bias else {}
@@ -446,6 +457,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Suffixes of tensors that files store for all experts at once, with the suffixes of each expert's own, where `*`
     is its number: `.experts.gate_up_proj` and `.experts.*.gate_up_proj.weight`."""
 
+    vocabulary: tuple[int, int] | None = None
+    """First row of embedding and head that this rank holds, and the one behind the last; None: all rows."""
+    embeds: bool = True
+    """Whether it computes hidden states from token ids; later stages of a pipeline receive them."""
     by_transformers: bool = False
     """The declaration has only sizes: a class of the installed `transformers` computes the model and knows its
     tensors."""
@@ -483,7 +498,12 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         if head is None:
             return None
         name = self.embedding.name if head.tied else head.name
-        return LinearSpec(self.embedding.size, (MatrixSpec(name=name, rows=self.vocab_size, bias=head.bias),))
+        return LinearSpec(self.embedding.size, (MatrixSpec(name=name, rows=self.num_head_rows, bias=head.bias),))
+
+    @property
+    def num_head_rows(self) -> int:
+        """Number of the logits that are computed here."""
+        return self.vocab_size if self.vocabulary is None else self.vocabulary[1] - self.vocabulary[0]
 
     def untied_head(self) -> LinearSpec | None:
         """Return the head's matmul if the head has its own matrix, else None."""
@@ -506,14 +526,18 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         for block in (block for layer in self.layers for block in layer.blocks()):
             yield from block.linears()
         projection = None if self.head is None else self.head.projection
-        yield from (each for each in (self.embedding.projection, projection, self.untied_head()) if each is not None)
+        entry = self.embedding.projection if self.embeds else None
+        head = self.untied_head() if self.embeds else self.head_linear()
+        yield from (each for each in (entry, projection, head) if each is not None)
         yield from (layer.linear for layer in (() if self.classifier is None else self.classifier.layers))
 
     def shapes(self) -> Shapes:
         """Return the required shape of every tensor; a transposed matrix is stored the other way round."""
         projection = None if self.head is None else self.head.projection
-        around = [part for part in (self.norm, projection, self.untied_head(), self.classifier) if part is not None]
-        return self.embedding.shapes(self.hidden_size) | _merged(*self.layers, *self.ropes(), *around)
+        head = self.untied_head() if self.embeds else self.head_linear()
+        around = [part for part in (self.norm, projection, head, self.classifier) if part is not None]
+        entry: Shapes = self.embedding.shapes(self.hidden_size) if self.embeds else {}
+        return entry | _merged(*self.layers, *self.ropes(), *around)
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor may be stored and is not used."""

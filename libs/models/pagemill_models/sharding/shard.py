@@ -1,0 +1,211 @@
+"""Divides a model among ranks (tensor parallel) and its layers among stages (pipeline), as smaller declarations.
+
+Attention is divided by heads, MLPs and experts by inner units, embedding and head by rows of the vocabulary; the rest
+is on every rank. What does not divide is dealt as evenly as it goes. Ranks add what matrices with a part of the columns
+compute, in the order of ranks; biases of these are on rank 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from pagemill_models.declaration.declaration import (
+    AttentionSpec,
+    BlockSpec,
+    DecoderSpec,
+    LatentAttentionSpec,
+    LinearSpec,
+    MLPSpec,
+    MoESpec,
+    NormPart,
+    NormSpec,
+)
+from pagemill_models.sharding.slices import (
+    Range,
+    Ranges,
+    ShardError,
+    Slices,
+    TensorSlice,
+    dealt,
+    merged,
+    scaled,
+    with_columns,
+    with_rows,
+)
+
+replace = msgspec.structs.replace
+_LARGEST_UNIT = 256
+
+
+class Shard(NamedTuple):
+    decoder: DecoderSpec
+    slices: Slices
+    """What this rank reads of the tensors of its declaration."""
+
+
+class HeadsOfRank(NamedTuple):
+    queries: Range
+    keys: Range
+    """Key and value heads."""
+    is_first: bool
+    """Whether no earlier rank has one of these key and value heads."""
+
+
+def shard(decoder: DecoderSpec, rank: int, size: int) -> Shard:
+    """Return the part of one of `size` ranks. Raises `ShardError`."""
+    if decoder.by_transformers:
+        raise ShardError(
+            f"`{decoder.architecture}` runs by its class in transformers, which cannot be divided among ranks."
+        )
+    if size == 1:
+        return Shard(decoder, {})
+    if decoder.vocab_size < size:
+        raise ShardError(f"A vocabulary of {decoder.vocab_size} tokens cannot be divided among {size} ranks.")
+    part = _Part(rank, size)
+    layers = tuple(
+        layer.with_branches(lambda branch: replace(branch, block=part.block(branch.block))) for layer in decoder.layers
+    )
+    rows = dealt(decoder.vocab_size, size)[rank]
+    entry = replace(decoder.embedding, num_rows=rows[1] - rows[0])
+    divided = replace(decoder, layers=layers, embedding=entry, vocabulary=rows)
+    names = {f"{entry.name}.weight"} | ({f"{decoder.head.name}.weight"} if decoder.head is not None else set())
+    for name in names & divided.shapes().keys():
+        part.slices[name] = TensorSlice(0, (rows,))
+    if decoder.head is not None and decoder.head.bias:
+        (matrix,) = _some(divided.head_linear()).parts
+        part.slices[f"{matrix.name}.bias"] = TensorSlice(0, (rows,))
+    return Shard(divided, part.slices)
+
+
+def stage(decoder: DecoderSpec, first: int, last: int) -> DecoderSpec:
+    """Return the layers from `first` to before `last`. The first layer's stage embeds; the last one's has the head."""
+    if not 0 <= first < last <= len(decoder.layers):
+        raise ShardError(f"Layers {first} to {last} are no stage of a model with {len(decoder.layers)} layers.")
+    ends = last == len(decoder.layers)
+    return replace(
+        decoder,
+        layers=decoder.layers[first:last],
+        embeds=decoder.embeds and first == 0,
+        norm=decoder.norm if ends else None,
+        head=decoder.head if ends else None,
+        classifier=decoder.classifier if ends else None,
+    )
+
+
+def heads_of(num_heads: int, num_kv_heads: int, size: int) -> list[HeadsOfRank]:
+    """Return each rank's heads. Where there are fewer key and value heads than ranks, several ranks have the same one.
+
+    Raises `ShardError` if a rank would have no query head.
+    """
+    per_key = num_heads // num_kv_heads
+    if num_kv_heads >= size:
+        return [HeadsOfRank(scaled(keys, per_key), keys, True) for keys in dealt(num_kv_heads, size)]
+    found = []
+    for key, (first, end) in enumerate(dealt(size, num_kv_heads)):
+        if per_key < end - first:
+            raise ShardError(f"{num_heads} attention heads cannot be divided among {size} ranks; use fewer ranks.")
+        for index, queries in enumerate(dealt(per_key, end - first)):
+            own = (key * per_key + queries[0], key * per_key + queries[1])
+            found.append(HeadsOfRank(own, (key, key + 1), index == 0))
+    return found
+
+
+def units_of(num_values: int, size: int) -> list[Range]:
+    """Return each rank's part of an MLP's inner values.
+
+    Units are as large as it goes, so that the groups of quantized matrices stay whole. Raises `ShardError`.
+    """
+    if num_values < size:
+        raise ShardError(f"An MLP of {num_values} inner values cannot be divided among {size} ranks.")
+    unit = _LARGEST_UNIT
+    while num_values % unit or num_values // unit < size:
+        unit //= 2
+    return [scaled(units, unit) for units in dealt(num_values // unit, size)]
+
+
+class _Part:
+    """Makes the blocks of one rank, and collects what it reads."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self.slices: Slices = {}
+
+    def block(self, spec: BlockSpec) -> BlockSpec:
+        if isinstance(spec, AttentionSpec):
+            return self._attention(spec)
+        if isinstance(spec, LatentAttentionSpec):
+            return self._latent_attention(spec)
+        if isinstance(spec, MoESpec):
+            return self._experts(spec)
+        return self._mlp(spec)
+
+    def _attention(self, spec: AttentionSpec) -> AttentionSpec:
+        queries, keys, _ = own = heads_of(spec.num_heads, spec.num_kv_heads, self._size)[self._rank]
+        size, firsts = spec.head_dim, (0, spec.num_heads, spec.num_heads + spec.num_kv_heads)
+        rows = merged(
+            scaled(heads, size, first * size) for heads, first in zip((queries, keys, keys), firsts, strict=True)
+        )
+        if spec.sinks is not None:
+            self.slices[spec.sinks] = TensorSlice(0, (queries,))
+        slopes = spec.alibi_slopes
+        return replace(
+            spec,
+            num_heads=queries[1] - queries[0],
+            num_kv_heads=keys[1] - keys[0],
+            qkv=self._rows(spec.qkv, rows),
+            output=self._columns(spec.output, (scaled(queries, size),)),
+            query_norm=self._norm(spec.query_norm, size, queries, adds=True),
+            key_norm=self._norm(spec.key_norm, size, keys, adds=own.is_first),
+            alibi_slopes=None if slopes is None else slopes[slice(*queries)],
+        )
+
+    def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionSpec:
+        heads = heads_of(spec.num_heads, spec.num_heads, self._size)[self._rank].queries
+        return replace(
+            spec,
+            num_heads=heads[1] - heads[0],
+            query=self._rows(spec.query, (scaled(heads, spec.key_dim + spec.rope.rotary_dim),)),
+            up=self._rows(spec.up, (scaled(heads, spec.key_dim + spec.value_dim),)),
+            output=self._columns(spec.output, (scaled(heads, spec.value_dim),)),
+        )
+
+    def _mlp(self, spec: MLPSpec) -> MLPSpec:
+        units, inner = units_of(spec.intermediate_size, self._size)[self._rank], spec.intermediate_size
+        rows = merged((units, scaled(units, 1, inner))) if spec.gated else (units,)
+        return replace(spec, up=self._rows(spec.up, rows), down=self._columns(spec.down, (units,)))
+
+    def _experts(self, spec: MoESpec) -> MoESpec:
+        shared = spec.shared
+        return replace(
+            spec,
+            experts=tuple(map(self._mlp, spec.experts)),
+            shared=None if shared is None else replace(shared, mlp=self._mlp(shared.mlp)),
+        )
+
+    def _norm(self, spec: NormSpec | None, head_dim: int, heads: Range, adds: bool) -> NormSpec | None:
+        """Return the norm of some heads; one that serves each head alone stays as it is."""
+        if spec is None or spec.size == head_dim:
+            return spec
+        if spec.kind != "rms":
+            raise ShardError(f"The layer norm `{spec.name}` over all heads cannot be divided among ranks.")
+        values = scaled(heads, head_dim)
+        self.slices[f"{spec.name}.weight"] = TensorSlice(0, (values,))
+        return replace(spec, size=values[1] - values[0], part=NormPart(spec.size, adds))
+
+    def _rows(self, spec: LinearSpec, rows: Ranges) -> LinearSpec:
+        return self._kept(with_rows(spec, rows))
+
+    def _columns(self, spec: LinearSpec, columns: Ranges) -> LinearSpec:
+        return self._kept(with_columns(spec, columns, keeps_bias=self._rank == 0))
+
+    def _kept(self, made: tuple[LinearSpec, Slices]) -> LinearSpec:
+        spec, slices = made
+        self.slices |= slices
+        return spec
+
+
+def _some(value: LinearSpec | None) -> LinearSpec:
+    assert value is not None
+    return value
