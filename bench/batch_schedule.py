@@ -88,9 +88,11 @@ class Fleet:
         config = msgspec.structs.replace(config, step_time=STEP_TIME)
         self._pods = {f"pod-{number}": self._pod(f"pod-{number}", config) for number in range(NUM_ENGINES)}
         endpoints = [Endpoint(id=name, data_url=f"http://{name}", control_url=f"http://{name}") for name in self._pods]
-        self._brain.apply_catalog(Catalog(models=[CatalogModel(deployment=MODEL, name=MODEL, endpoints=endpoints)]))
+        self._brain.observer.apply_catalog(
+            Catalog(models=[CatalogModel(deployment=MODEL, name=MODEL, endpoints=endpoints)])
+        )
         for name, running in self._pods.items():
-            self._brain.observe(name, running.pod.frame(snapshot=True))
+            self._brain.observer.observe(name, running.pod.frame(snapshot=True))
 
     def run(self, seconds: float) -> Outcome:
         if self._rate is None:
@@ -115,7 +117,7 @@ class Fleet:
             frame = msgspec.structs.replace(
                 frame, load=msgspec.structs.replace(frame.load, num_low_priority_requests=0)
             )
-        self._brain.observe(name, frame)
+        self._brain.observer.observe(name, frame)
 
     def _arrive(self) -> None:
         assert self._rate is not None

@@ -139,7 +139,7 @@ def _state_frame_ns(around: Stage) -> int:
     data = encode_state(around.pods[0].snapshot())
     started = time.thread_time_ns()
     (frame,) = StateDecoder().feed(data)
-    around.gateway.control.brain.observe("pod-0", frame)
+    around.gateway.control.brain.observer.observe("pod-0", frame)
     return time.thread_time_ns() - started
 
 

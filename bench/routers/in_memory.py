@@ -204,7 +204,7 @@ class Stage(NamedTuple):
     def observe(self) -> None:
         """Let every pod send a report."""
         for number, pod in enumerate(self.pods):
-            self.gateway.control.brain.observe(f"pod-{number}", pod.snapshot())
+            self.gateway.control.brain.observer.observe(f"pod-{number}", pod.snapshot())
 
     @staticmethod
     def request(body: bytes) -> bytes:
@@ -255,7 +255,7 @@ async def _furnish(gateway: Gateway, bundle: TokenizerBundle, num_pods: int) -> 
     urls = [f"http://127.0.0.1:{number + 1}" for number in range(num_pods)]
     endpoints = [Endpoint(id=f"pod-{n}", data_url=url, control_url=url) for n, url in enumerate(urls)]
     model = CatalogModel(deployment=MODEL, name=MODEL, engine_token=TOKEN, endpoints=endpoints)
-    gateway.control.brain.apply_catalog(Catalog(models=[model]))
+    gateway.control.brain.observer.apply_catalog(Catalog(models=[model]))
     bundles = gateway.worker.bundles
 
     async def data(_: str) -> bytes:

@@ -91,7 +91,7 @@ class ControlProcess:
             connector=aiohttp.TCPConnector(limit=0, ssl=trust), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
         )
         self.bundles = Bundles(self.session, keeps_tokenizers=keeps_tokenizers, on_change=self._publish_bundles)
-        self._streams = StateStreams(self.session, trust, self.brain, self.bundles, config)
+        self._streams = StateStreams(self.session, trust, self.brain.observer, self.bundles, config)
         self.discovery: KubernetesDiscovery | None = None
         if credentials is not None:
             self.discovery = KubernetesDiscovery(config.kubernetes, credentials, self.apply_catalog)
@@ -114,7 +114,7 @@ class ControlProcess:
         self.metrics.keys_file_valid(self._keys_watch is None or not self._keys_watch.problem)
         current = self.discovery is None or not self.discovery.detail
         samples = [each.samples for each in measures]
-        return self.metrics.scrape(self.brain, samples, ready=self.ready, current=current, accept=accept)
+        return self.metrics.scrape(self.brain.reader, samples, ready=self.ready, current=current, accept=accept)
 
     async def bundle(self, digest: str) -> bytes:
         try:
@@ -182,7 +182,7 @@ class ControlProcess:
         """Apply a catalogue. Requests in progress finish at their engines."""
         if self._catalog_file is not None and self.discovery is None:
             keep_catalog(self._catalog_file, catalog)
-        self.brain.apply_catalog(catalog)
+        self.brain.observer.apply_catalog(catalog)
         self._streams.sync()
         self._templates = frozenset(each.chat_template for each in catalog.models if each.chat_template is not None)
         self.bundles.forget_all_but(self.brain.registry.bundle_digests, self._templates)

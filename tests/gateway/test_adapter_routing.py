@@ -180,12 +180,12 @@ def test_frames_carry_the_adapters_of_an_engine() -> None:
 async def test_a_request_goes_to_the_engine_with_its_adapter_while_that_costs_less_than_a_load(
     brain: LocalBrain,
 ) -> None:
-    brain.apply_catalog(Catalog(models=[model("a", "b")]))
-    brain.observe("a", frame(slots("p")))
-    brain.observe("b", frame(slots("t"), num_requests_waiting=1, num_tokens_waiting=60))
+    brain.observer.apply_catalog(Catalog(models=[model("a", "b")]))
+    brain.observer.observe("a", frame(slots("p")))
+    brain.observer.observe("b", frame(slots("t"), num_requests_waiting=1, num_tokens_waiting=60))
     assert (await place(brain, "terse")).endpoint_id == "b"
     assert adapter_ms(brain) == {"a": 200, "b": 0}
-    brain.observe("b", frame(slots("t"), 2, num_requests_waiting=9, num_tokens_waiting=900))
+    brain.observer.observe("b", frame(slots("t"), 2, num_requests_waiting=9, num_tokens_waiting=900))
     choice = await place(brain, "terse")
     assert choice.endpoint_id == "a"
     assert choice.predicted_ttft_ms is not None
@@ -197,9 +197,9 @@ async def test_a_request_goes_to_the_engine_with_its_adapter_while_that_costs_le
 async def test_an_expected_load_counts_at_once_and_until_its_decision_is_withdrawn(
     brain: LocalBrain, clock: Clock
 ) -> None:
-    brain.apply_catalog(Catalog(models=[model("a", "b")]))
+    brain.observer.apply_catalog(Catalog(models=[model("a", "b")]))
     for name in "ab":
-        brain.observe(name, frame(slots()))
+        brain.observer.observe(name, frame(slots()))
     first = await place(brain, "pretty")
     clock.now += 0.15
     assert (await place(brain, "pretty")).endpoint_id == first.endpoint_id
@@ -213,12 +213,12 @@ async def test_an_expected_load_counts_at_once_and_until_its_decision_is_withdra
 
 
 async def test_only_engines_that_serve_adapters_get_requests_for_them(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("old", "new")]))
-    brain.observe("old", frame())
-    brain.observe("new", frame(slots(), num_requests_waiting=9, num_tokens_waiting=9000))
+    brain.observer.apply_catalog(Catalog(models=[model("old", "new")]))
+    brain.observer.observe("old", frame())
+    brain.observer.observe("new", frame(slots(), num_requests_waiting=9, num_tokens_waiting=9000))
     assert {(await place(brain, "pretty")).endpoint_id for _ in range(4)} == {"new"}
     assert (await place(brain, "m")).endpoint_id == "old"
-    brain.observe("new", frame())
+    brain.observer.observe("new", frame())
     with pytest.raises(PagemillError) as refusal:
         await place(brain, "pretty")
     assert (refusal.value.status, refusal.value.code) == (503, "adapter_not_served")
@@ -226,8 +226,8 @@ async def test_only_engines_that_serve_adapters_get_requests_for_them(brain: Loc
 
 
 async def test_an_adapters_name_resolves_to_its_deployment_and_digest(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("a", aliases=["alias"])]))
-    brain.observe("a", frame(slots()))
+    brain.observer.apply_catalog(Catalog(models=[model("a", aliases=["alias"])]))
+    brain.observer.observe("a", frame(slots()))
     for name, digest in {"pretty": "p", "terse": "t", "alias": "", "m": ""}.items():
         assert brain.resolve(name).adapter_digest == digest
         assert brain.resolve(name).model == "m"

@@ -59,7 +59,7 @@ async def place(brain: LocalBrain, name: str = "m", tried: frozenset[str] = NOTH
 
 
 def test_an_unknown_model_is_a_404_that_lists_the_known_ones(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", aliases=["alias"])]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", aliases=["alias"])]))
     with pytest.raises(PagemillError) as error:
         brain.resolve("nope")
     assert (error.value.status, error.value.code) == (404, "model_not_found")
@@ -67,17 +67,17 @@ def test_an_unknown_model_is_a_404_that_lists_the_known_ones(brain: LocalBrain) 
 
 
 def test_an_alias_leads_to_its_deployment(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", aliases=["alias"], namespace="team")]))
-    brain.observe("a", frame())
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", aliases=["alias"], namespace="team")]))
+    brain.observer.observe("a", frame())
     target = brain.resolve("alias")
     assert (target.deployment, target.model, target.max_model_len) == ("team/m", "m", 100)
 
 
 def test_before_the_first_report_the_refusal_states_the_phase_of_the_engines(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
-    brain.note_phase("a", "loading", "weights 40 %")
-    brain.observe("b", frame(length=0))
-    brain.note_phase("b", "loading", "weights 40 %")
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.observer.note_phase("a", "loading", "weights 40 %")
+    brain.observer.observe("b", frame(length=0))
+    brain.observer.note_phase("b", "loading", "weights 40 %")
     with pytest.raises(PagemillError) as error:
         brain.resolve("m")
     assert (error.value.status, error.value.code) == (503, "model_not_ready")
@@ -86,9 +86,9 @@ def test_before_the_first_report_the_refusal_states_the_phase_of_the_engines(bra
 
 
 def test_a_refusal_has_no_addresses_of_engines_that_cannot_be_reached(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
-    brain.note_phase("a", "unreachable", "ConnectionRefusedError: Connect call failed ('10.0.0.7', 8001)")
-    brain.note_phase("b", "ready", "ConnectionResetError: [Errno 104] Connection reset by peer")
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.observer.note_phase("a", "unreachable", "ConnectionRefusedError: Connect call failed ('10.0.0.7', 8001)")
+    brain.observer.note_phase("b", "ready", "ConnectionResetError: [Errno 104] Connection reset by peer")
     with pytest.raises(PagemillError) as error:
         brain.resolve("m")
     assert "2 engine(s) unreachable" in error.value.message
@@ -96,7 +96,7 @@ def test_a_refusal_has_no_addresses_of_engines_that_cannot_be_reached(brain: Loc
 
 
 def test_a_deployment_without_endpoints_is_reported(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m")]))
+    brain.observer.apply_catalog(Catalog(models=[model("m")]))
     with pytest.raises(PagemillError, match="no engine running"):
         brain.resolve("m")
 
@@ -105,20 +105,20 @@ def test_deployments_with_one_name_share_requests_by_weight(brain: LocalBrain) -
     stable, canary, off = (model(name, name, weight=weight) for name, weight in (("s", 90), ("c", 10), ("o", 0)))
     models = [CatalogModel(deployment=each.deployment, name="m", weight=each.weight, endpoints=each.endpoints)
               for each in (stable, canary, off)]  # fmt: skip
-    brain.apply_catalog(Catalog(models=models))
+    brain.observer.apply_catalog(Catalog(models=models))
     for each in "sco":
-        brain.observe(each, frame())
+        brain.observer.observe(each, frame())
     shares = Counter(brain.resolve("m").deployment for _ in range(2000))
     assert 150 < shares["default/c"] < 260
     assert shares["default/o"] == 0
-    brain.observe("s", frame(2, snapshot=False, draining=True))
+    brain.observer.observe("s", frame(2, snapshot=False, draining=True))
     assert {brain.resolve("m").deployment for _ in range(50)} == {"default/c"}
 
 
 async def test_prompts_go_only_to_engines_with_their_tokenizer(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "old", "new")]))
-    brain.observe("old", frame(digest="1", length=100))
-    brain.observe("new", frame(digest="2", length=200))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "old", "new")]))
+    brain.observer.observe("old", frame(digest="1", length=100))
+    brain.observer.observe("new", frame(digest="2", length=200))
     for _ in range(20):
         target = brain.resolve("m")
         choice = await brain.choose(target, NOTHING, RoutingRequest(1))
@@ -129,56 +129,56 @@ async def test_prompts_go_only_to_engines_with_their_tokenizer(brain: LocalBrain
 
 
 def test_a_gap_in_the_sequence_is_refused_until_the_next_snapshot(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a")]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a")]))
     with pytest.raises(StateGap):
-        brain.observe("a", frame(7, snapshot=False))
-    brain.observe("a", frame(7))
-    brain.observe("a", frame(8, snapshot=False))
+        brain.observer.observe("a", frame(7, snapshot=False))
+    brain.observer.observe("a", frame(7))
+    brain.observer.observe("a", frame(8, snapshot=False))
     with pytest.raises(StateGap):
-        brain.observe("a", frame(10, snapshot=False))
+        brain.observer.observe("a", frame(10, snapshot=False))
     with pytest.raises(StateGap):
-        brain.observe("a", frame(11, snapshot=False))
-    brain.observe("a", frame(11))
+        brain.observer.observe("a", frame(11, snapshot=False))
+    brain.observer.observe("a", frame(11))
     assert brain.registry.endpoints["a"].reports.num_gaps == 3
 
 
 async def test_load_from_other_gateways_counts_while_the_report_is_fresh(brain: LocalBrain, clock: Clock) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
-    brain.observe("a", frame(1, running=50))
-    brain.observe("b", frame(1))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.observer.observe("a", frame(1, running=50))
+    brain.observer.observe("b", frame(1))
     for _ in range(10):
         assert (await place(brain)).endpoint_id == "b"
     clock.now += 5  # the reports are stale: only this gateway's own requests count
-    assert brain.phase(brain.registry.endpoints["a"]) == "stale"
+    assert brain.reader.phase(brain.registry.endpoints["a"]) == "stale"
     assert {(await place(brain)).endpoint_id for _ in range(10)} == {"a"}
 
 
 def test_a_report_sent_before_our_own_request_finished_is_not_load_from_elsewhere(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a")]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a")]))
     record = brain.registry.endpoints["a"]
     for sequence, running in enumerate((0, 3, 0), start=1):
-        brain.observe("a", frame(sequence, snapshot=sequence == 1, running=running))
-    assert brain.load_elsewhere(record) == 0
+        brain.observer.observe("a", frame(sequence, snapshot=sequence == 1, running=running))
+    assert brain.reader.load_elsewhere(record) == 0
     for sequence in range(4, 4 + EXTERNAL_WINDOW):
-        brain.observe("a", frame(sequence, snapshot=False, running=3))
-    assert brain.load_elsewhere(record) == 3
+        brain.observer.observe("a", frame(sequence, snapshot=False, running=3))
+    assert brain.reader.load_elsewhere(record) == 3
 
 
 async def test_missing_reports_never_stop_traffic(brain: LocalBrain, clock: Clock) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
-        brain.observe(each, frame())
-        brain.stream_lost(each)
+        brain.observer.observe(each, frame())
+        brain.observer.stream_lost(each)
     clock.now += 3600
     assert {(await place(brain)).endpoint_id for _ in range(4)} == {"a", "b"}
 
 
 async def test_a_failed_endpoint_is_ejected_and_then_gets_one_probe_at_a_time(brain: LocalBrain, clock: Clock) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
-        brain.observe(each, frame())
+        brain.observer.observe(each, frame())
     brain.failed(await place(brain, tried=frozenset("b")), "broken")
-    assert brain.phase(brain.registry.endpoints["a"]) == "ejected"
+    assert brain.reader.phase(brain.registry.endpoints["a"]) == "ejected"
     assert {(await place(brain)).endpoint_id for _ in range(5)} == {"b"}
     clock.now += 1.0
     probe = await place(brain)
@@ -195,9 +195,9 @@ async def test_a_failed_endpoint_is_ejected_and_then_gets_one_probe_at_a_time(br
 
 
 async def test_after_a_probes_client_left_another_request_probes(brain: LocalBrain, clock: Clock) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
-        brain.observe(each, frame())
+        brain.observer.observe(each, frame())
     brain.failed(await place(brain, tried=frozenset("b")), "broken")
     clock.now += 1.0
     brain.finished(await place(brain))
@@ -205,48 +205,48 @@ async def test_after_a_probes_client_left_another_request_probes(brain: LocalBra
 
 
 async def test_the_last_endpoint_is_never_ejected(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
-        brain.observe(each, frame())
+        brain.observer.observe(each, frame())
     for each in "ab":
         brain.failed(await place(brain, tried=frozenset("ab") - {each}), "broken")
     assert {(await place(brain)).endpoint_id for _ in range(4)} == {"a", "b"}
 
 
 async def test_full_engines_and_single_bad_requests_cause_no_ejection(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a")]))
-    brain.observe("a", frame())
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a")]))
+    brain.observer.observe("a", frame())
     for kind in ("request", "refused"):
         brain.failed(await place(brain), kind)
-        assert brain.phase(brain.registry.endpoints["a"]) == "ready"
+        assert brain.reader.phase(brain.registry.endpoints["a"]) == "ready"
 
 
 async def test_a_state_stream_that_reconnects_allows_a_probe_at_once(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
-        brain.observe(each, frame())
+        brain.observer.observe(each, frame())
     brain.failed(await place(brain, tried=frozenset("b")), "broken")
-    brain.stream_lost("a")
+    brain.observer.stream_lost("a")
     assert (await place(brain)).endpoint_id == "b"
-    brain.observe("a", frame(1))
+    brain.observer.observe("a", frame(1))
     assert (await place(brain)).endpoint_id == "a"
 
 
 async def test_untried_endpoints_are_preferred_even_if_ejected(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
-        brain.observe(each, frame())
+        brain.observer.observe(each, frame())
     brain.failed(await place(brain, tried=frozenset("b")), "broken")
     assert (await place(brain, tried=frozenset("b"))).endpoint_id == "a"
     assert (await place(brain, tried=frozenset("ab"))).endpoint_id in "ab"
 
 
 async def test_a_new_catalogue_keeps_the_state_of_endpoints_that_remain(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a", "b")]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", "b")]))
     for each in "ab":
-        brain.observe(each, frame())
+        brain.observer.observe(each, frame())
     on_a, on_b = await place(brain), await place(brain)
-    brain.apply_catalog(Catalog(models=[model("m", "a", "c")]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a", "c")]))
     assert brain.registry.endpoints["a"].in_flight == 1
     assert "b" not in brain.registry.endpoints
     for choice in (on_a, on_b):
@@ -256,10 +256,10 @@ async def test_a_new_catalogue_keeps_the_state_of_endpoints_that_remain(brain: L
 
 
 def test_an_endpoint_with_a_new_address_starts_without_state(brain: LocalBrain) -> None:
-    brain.apply_catalog(Catalog(models=[model("m", "a")]))
-    brain.observe("a", frame())
+    brain.observer.apply_catalog(Catalog(models=[model("m", "a")]))
+    brain.observer.observe("a", frame())
     moved = Endpoint(id="a", data_url="http://elsewhere:1", control_url="http://elsewhere:2")
-    brain.apply_catalog(Catalog(models=[model("m", endpoints=[moved])]))
+    brain.observer.apply_catalog(Catalog(models=[model("m", endpoints=[moved])]))
     assert not brain.registry.endpoints["a"].usable
 
 

@@ -232,7 +232,7 @@ async def test_engines_that_refused_are_tried_by_one_request_at_a_time_until_one
 async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_missing() -> None:
     world = World(Pod("a", slots=8, blocks=1000), queue=limits(max_requests=3), outage_wait_s=30.0)
     target = world.brain.resolve("m")
-    world.brain.unreachable("a")
+    world.brain.observer.unreachable("a")
     finding = asyncio.ensure_future(world.brain.find("m", QueueTicket(num_bytes=70, arrived_at=world.clock.now)))
     placing = spawn(
         world.brain.choose(
@@ -243,11 +243,11 @@ async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_missing() -
     world.clock.now += 4
     state = world.brain.queues.state("default/d")
     assert (state.num_requests, state.num_bytes, state.oldest_age_s) == (2, 100, 4.0)
-    (load,) = world.brain.load()
+    (load,) = world.brain.reader.load()
     queue = load.queue
     assert (queue.num_requests, queue.num_bytes, queue.oldest_s, load.pods.ready) == (2, 100, 4.0, 0)
     pod = world.pods["a"]
-    world.brain.observe("a", pod.frame(snapshot=True))
+    world.brain.observer.observe("a", pod.frame(snapshot=True))
     found = await finding
     assert (found.bundle_digest, found.queued_s) == ("t", 4.0)
     assert (await placing).queued_s == 4.0
@@ -257,7 +257,7 @@ async def test_requests_wait_in_the_same_queue_while_the_only_pod_is_missing() -
 async def test_a_long_outage_ends_the_wait_of_all_requests() -> None:
     world = World(Pod("a", slots=8, blocks=1000), outage_wait_s=5.0)
     target = world.brain.resolve("m")
-    world.brain.unreachable("a")
+    world.brain.observer.unreachable("a")
     waiting = [spawn(world.brain.choose(target, frozenset(), RoutingRequest(10))) for _ in range(3)]
     await settle()
     await world.pass_time(4)
@@ -271,7 +271,7 @@ async def test_a_long_outage_ends_the_wait_of_all_requests() -> None:
 async def test_an_outage_may_last_twice_the_usual_start_time() -> None:
     world = World(Pod("a", slots=8, blocks=1000), queue=limits(timeout_s=60.0), outage_wait_s=5.0)
     for took_s, longest_s in ((4.0, 5.0), (4.9, 8.0), (7.0, 8.9), (7.0, 9.8)):
-        world.brain.unreachable("a")
+        world.brain.observer.unreachable("a")
         lost_at = world.clock.now
         waiting = spawn(world.brain.choose(world.target, frozenset(), RoutingRequest(10)))
         await settle()
@@ -279,7 +279,7 @@ async def test_an_outage_may_last_twice_the_usual_start_time() -> None:
             longest_s
         )
         await world.pass_time(took_s)
-        world.brain.observe("a", world.pods["a"].frame(snapshot=True))
+        world.brain.observer.observe("a", world.pods["a"].frame(snapshot=True))
         world.leave(await waiting)
         assert world.clock.now == lost_at + took_s
 
@@ -379,7 +379,7 @@ async def live_through(data: st.DataObject) -> None:
             world.clock.now += data.draw(st.sampled_from([0.1, 1.0, 6.0]))
             brain.queues.tick()
         elif action == "lose":
-            brain.unreachable(data.draw(st.sampled_from("ab")))
+            brain.observer.unreachable(data.draw(st.sampled_from("ab")))
         await look()
 
     while at_engines or world.num_waiting:
@@ -510,13 +510,13 @@ async def test_a_request_that_waits_for_engines_of_its_weights_blocks_no_other()
     running = [await world.ask() for _ in range(2)]
     world.pods["c"] = Pod("c", slots=1, blocks=1000, weights="new")
     endpoints = [*world.endpoints, Endpoint(id="c", data_url="http://c:1", control_url="http://c:2")]
-    world.brain.apply_catalog(Catalog(models=[msgspec.structs.replace(world.model, endpoints=endpoints)]))
+    world.brain.observer.apply_catalog(Catalog(models=[msgspec.structs.replace(world.model, endpoints=endpoints)]))
     continued = world.ask_again(world.kill(running[0], 5))
     await settle()
     fresh = world.ask()
     await settle()
     assert not continued.done()
-    world.brain.observe("c", world.pods["c"].frame())
+    world.brain.observer.observe("c", world.pods["c"].frame())
     assert (await fresh).endpoint_id == "c"
     world.leave(running[1])
     assert (await continued).endpoint_id == running[1].endpoint_id

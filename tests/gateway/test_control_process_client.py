@@ -148,8 +148,8 @@ class Place:
         config = GatewayConfig(queue=QueueLimits(max_requests=9, max_bytes=99, timeout_s=60.0))
         control = ControlProcess(config, num_before=self._num_started)
         self._num_started += 1
-        control.brain.apply_catalog(CATALOG)
-        control.brain.observe("a", FRAME)
+        control.brain.observer.apply_catalog(CATALOG)
+        control.brain.observer.observe("a", FRAME)
         try:
             async with serving_workers(control, self.path):
                 yield control

@@ -218,7 +218,7 @@ class World:
         endpoints = [
             Endpoint(id=name, data_url=f"http://{name}:1", control_url=f"http://{name}:2") for name in self.names
         ]
-        self.brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+        self.brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
         for name in self.names:
             self.report(name)
 
@@ -244,7 +244,7 @@ class World:
             **{"max_model_len": 8192, "block_size": 16, "max_num_batched_tokens": 512, **fields},
             digests=Digests(tokenizer_bundle="t"),
         )
-        self.brain.observe(name, frame)
+        self.brain.observer.observe(name, frame)
 
     def change_something(self) -> None:
         """Change a randomly chosen endpoint or request."""
@@ -257,7 +257,7 @@ class World:
             case 3:
                 self.clock.now += rng.choice([0.01, 0.5, 2.0])
             case 4:
-                brain.stream_lost(name)
+                brain.observer.stream_lost(name)
             case 5 if self.choices:
                 brain.accepted(rng.choice(self.choices))
             case 6 if self.choices:
@@ -267,7 +267,7 @@ class World:
             case 8 if self.choices and rng.random() < 0.3:
                 brain.failed(self.choices.pop(rng.randrange(len(self.choices))), rng.choice(FAILURES))
             case 9:
-                rng.choice([brain.unreachable, brain.drain])(name)
+                rng.choice([brain.observer.unreachable, brain.observer.drain])(name)
 
     def ask(self) -> RoutingRequest:
         prefix_chunks = PREFIX[: self.rng.randrange(5)]

@@ -137,13 +137,13 @@ class Fleet:
     def catalog(self, names: str) -> None:
         endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in names]
         model = CatalogModel(deployment="d", name="m", endpoints=endpoints, wakes=True)
-        self.brain.apply_catalog(Catalog(models=[model]))
+        self.brain.observer.apply_catalog(Catalog(models=[model]))
 
     def come(self, name: str, **fields: Any) -> None:
         self.catalog(name)
         digests = Digests(tokenizer_bundle="t", weights="w")
         frame = StateFrame(sequence=1, snapshot=True, max_model_len=100, max_num_seqs=1, digests=digests, **fields)
-        self.brain.observe(name, frame)
+        self.brain.observer.observe(name, frame)
 
     def ask(self, deadline_s: float = math.inf) -> asyncio.Task[Assignment]:
         self.clock.now += 0.001

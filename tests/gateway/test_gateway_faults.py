@@ -313,7 +313,7 @@ async def test_a_failed_engine_is_ejected_then_probed_then_used_again(engines, g
         await gateway.chat()
     assert len(bad.requests) == 1
     bad.behaviour = fake.says("back")
-    await fake.until(lambda: gateway.gateway.control.brain.phase(gateway.record(bad)) == "ready")
+    await fake.until(lambda: gateway.gateway.control.brain.reader.phase(gateway.record(bad)) == "ready")
     replies = [(await gateway.chat()).text for _ in range(10)]
     assert replies.count("back") == 5
 

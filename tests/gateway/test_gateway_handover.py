@@ -185,15 +185,15 @@ async def test_a_pod_that_its_platform_reports_as_ready_is_contacted_without_del
 def cluster_brain(**fields: bool) -> LocalBrain:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", **fields)]
     brain = LocalBrain(GatewayConfig(discovery="kubernetes", outage_wait_s=0.0))
-    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+    brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     return brain
 
 
 async def test_a_terminating_pod_is_the_last_resort_until_it_is_draining() -> None:
     brain = cluster_brain(terminating=True)
-    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    brain.observer.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     assert (await brain.choose(await brain.find("m"), frozenset(), RoutingRequest(1))).endpoint_id == "a"
-    brain.drain("a")
+    brain.observer.drain("a")
     with pytest.raises(PagemillError):
         await brain.find("m")
 
@@ -201,8 +201,10 @@ async def test_a_terminating_pod_is_the_last_resort_until_it_is_draining() -> No
 async def test_no_queue_for_a_deployment_without_weight() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2")]
     brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
-    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", weight=0, endpoints=endpoints)]))
-    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    brain.observer.apply_catalog(
+        Catalog(models=[CatalogModel(deployment="d", name="m", weight=0, endpoints=endpoints)])
+    )
+    brain.observer.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     async with asyncio.timeout(WAIT_LIMIT_S):
         with pytest.raises(PagemillError, match="routing weight is 0"):
             await brain.find("m")
@@ -211,10 +213,10 @@ async def test_no_queue_for_a_deployment_without_weight() -> None:
 async def test_a_request_that_waits_for_a_deleted_deployment_is_refused_at_once() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", probed_ready=True)]
     brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
-    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+    brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     waiting = asyncio.create_task(brain.find("m"))
     await asyncio.sleep(0)
-    brain.apply_catalog(Catalog())
+    brain.observer.apply_catalog(Catalog())
     async with asyncio.timeout(WAIT_LIMIT_S):
         with pytest.raises(PagemillError) as refusal:
             await waiting
@@ -223,8 +225,8 @@ async def test_a_request_that_waits_for_a_deleted_deployment_is_refused_at_once(
 
 async def test_a_terminating_pod_without_reports_is_not_used() -> None:
     brain = cluster_brain(terminating=True)
-    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
-    brain.stream_lost("a")
+    brain.observer.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    brain.observer.stream_lost("a")
     with pytest.raises(PagemillError):
         await brain.find("m")
 
@@ -247,24 +249,24 @@ async def test_a_request_whose_engine_does_not_listen_waits_for_the_next_report(
     clock = [0.0]
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2")]
     brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0), clock=lambda: clock[0])
-    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
-    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+    brain.observer.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     target = await brain.find("m")
     brain.failed(await brain.choose(target, frozenset(), RoutingRequest(1)), "unreachable")
     retry = asyncio.create_task(brain.choose(target, frozenset({"a"}), RoutingRequest(1)))
     await asyncio.sleep(0)
     assert not retry.done()
-    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    brain.observer.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     assert (await retry).endpoint_id == "a"
 
 
 async def test_requests_wait_for_an_engine_that_stopped_before_its_first_report() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", probed_ready=True)]
     brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
-    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
-    brain.unreachable("a")
+    brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+    brain.observer.unreachable("a")
     waiting = asyncio.create_task(brain.find("m"))
     await asyncio.sleep(0)
     assert not waiting.done()
-    brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
+    brain.observer.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     assert (await waiting).model == "m"

@@ -11,10 +11,10 @@ import pytest
 from load_stream import load_frames
 from waiting import WAIT_LIMIT_S
 
+from pagemill_gateway.brain.endpoints.pod_reports import read_report
 from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_gateway.brain.load.measure import measure_load
 from pagemill_gateway.brain.load.traffic import TrafficMeter
-from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineStart

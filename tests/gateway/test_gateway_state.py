@@ -53,11 +53,11 @@ async def test_a_stale_state_is_reported_and_routing_uses_own_counts(engines, ga
     engines[0].load = EngineLoad(num_requests_waiting=100)
     for _ in range(5):
         await engines[0].push_state()
-    await fake.until(lambda: gateway.gateway.control.brain.load_elsewhere(gateway.record(engines[0])) == 100)
+    await fake.until(lambda: gateway.gateway.control.brain.reader.load_elsewhere(gateway.record(engines[0])) == 100)
     await asyncio.gather(*(gateway.chat() for _ in range(4)))
     assert ids_served(engines) == [1, 5, 0], "load from other gateways counts while it is fresh"
     brain = gateway.gateway.control.brain
-    await fake.until(lambda: all(brain.phase(gateway.record(engine)) == "stale" for engine in engines[:2]))
+    await fake.until(lambda: all(brain.reader.phase(gateway.record(engine)) == "stale" for engine in engines[:2]))
     status = (await gateway.get("/status", control=True)).json
     assert [endpoint["phase"] for endpoint in status["models"][0]["endpoints"]] == ["stale", "stale"]
     assert (

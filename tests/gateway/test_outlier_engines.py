@@ -89,7 +89,7 @@ async def test_an_engine_far_slower_than_its_siblings_is_ejected_and_readmitted(
     siblings = Ends(2 * NUM_STREAMS)
     for engine in engines:
         engine.behaviour = far_slower(fake, siblings) if engine is slow else at_pace(fake, 2.0)
-    phase = gateway.gateway.control.brain.phase
+    phase = gateway.gateway.control.brain.reader.phase
     assert await asked(gateway, engines, 3 * NUM_STREAMS, siblings) == [NUM_STREAMS] * 3
     assert phase(gateway.record(slow)) == "ejected"
     assert await asked(gateway, engines, 6) == [0, 3, 3]
@@ -109,10 +109,10 @@ async def test_an_engine_whose_answers_become_garbage_is_ejected_and_readmitted(
     for engine in engines:
         engine.behaviour = garbage_in_mid_answer(fake) if engine is bad else fake.says(*PIECES)
     assert (await asked(gateway, engines, 3))[0] == 1
-    assert gateway.gateway.control.brain.phase(gateway.record(bad)) == "ejected"
+    assert gateway.gateway.control.brain.reader.phase(gateway.record(bad)) == "ejected"
     assert (await asked(gateway, engines, 6))[0] == 0
     bad.behaviour = fake.says(*PIECES)
-    await fake.until(lambda: gateway.gateway.control.brain.phase(gateway.record(bad)) != "ejected")
+    await fake.until(lambda: gateway.gateway.control.brain.reader.phase(gateway.record(bad)) != "ejected")
     while not (await asked(gateway, engines, 1))[0]:
         pass
     assert await asked(gateway, engines, 6) == [2, 2, 2]

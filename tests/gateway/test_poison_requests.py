@@ -80,7 +80,7 @@ class Engine:
             digests=Digests(tokenizer_bundle="t", weights="w"),
             load=EngineLoad(num_requests_running=len(self._answers)),
         )
-        self._cluster.brain.observe(self.name, frame)
+        self._cluster.brain.observer.observe(self.name, frame)
 
     def take(self, request: GenerateRequest) -> Any:
         if not self.up:
@@ -115,8 +115,8 @@ class Engine:
     async def _come_back(self) -> None:
         rng = self._cluster.rng
         await asyncio.sleep(rng.choice([0.0, 0.01, 0.2]))
-        self._cluster.brain.stream_lost(self.name)
-        self._cluster.brain.unreachable(self.name)
+        self._cluster.brain.observer.stream_lost(self.name)
+        self._cluster.brain.observer.unreachable(self.name)
         await asyncio.sleep(rng.uniform(1.0, self._cluster.restart_s))
         self.start()
 
@@ -169,7 +169,7 @@ class Cluster:
         self.brain = LocalBrain(CONFIG, clock=asyncio.get_running_loop().time, rng=random.Random(seed))
         self.engines = {f"e{number}": Engine(self, f"e{number}") for number in range(num_engines)}
         endpoints = [Endpoint(id=each, data_url=f"http://{each}", control_url="http://c") for each in self.engines]
-        self.brain.apply_catalog(Catalog(models=[CatalogModel(deployment="m", name="m", endpoints=endpoints)]))
+        self.brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="m", name="m", endpoints=endpoints)]))
         for engine in self.engines.values():
             engine.start()
         self._tasks: set[asyncio.Task[None]] = set()

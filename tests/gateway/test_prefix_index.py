@@ -108,7 +108,7 @@ class Pod:
 def make_brain(*names: str) -> LocalBrain:
     brain = LocalBrain(GatewayConfig(), clock=lambda: 0.0, rng=random.Random(1))
     endpoints = [Endpoint(id=name, data_url=f"http://{name}:1", control_url=f"http://{name}:2") for name in names]
-    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+    brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     return brain
 
 
@@ -141,8 +141,8 @@ def test_after_evictions_losses_and_departures_the_index_equals_the_engines_own_
         elif what == "lose":
             pod.frames()
         elif what == "leave":
-            brain.apply_catalog(Catalog())
-            brain.apply_catalog(make_brain_catalog())
+            brain.observer.apply_catalog(Catalog())
+            brain.observer.apply_catalog(make_brain_catalog())
             for each, other in pods.items():
                 feed(brain, each, other.frames(connect=True))
         elif isinstance(argument, int):
@@ -163,7 +163,7 @@ def make_brain_catalog() -> Catalog:
 def feed(brain: LocalBrain, name: str, frames: Sequence[StateFrame]) -> None:
     for frame in frames:
         try:
-            brain.observe(name, msgspec.structs.replace(frame, max_model_len=100))
+            brain.observer.observe(name, msgspec.structs.replace(frame, max_model_len=100))
         except StateGap:
             return
 
@@ -254,7 +254,9 @@ def test_only_the_requests_that_a_report_does_not_include_are_added_to_it() -> N
 async def test_a_dispatched_prefix_counts_as_cached_on_its_engine_until_the_request_fails() -> None:
     brain = make_brain(*PODS)
     for name in PODS:
-        brain.observe(name, StateFrame(sequence=1, snapshot=True, max_model_len=4096, digests=Digests(weights="w")))
+        brain.observer.observe(
+            name, StateFrame(sequence=1, snapshot=True, max_model_len=4096, digests=Digests(weights="w"))
+        )
     token_ids = list(range(640))
     prefix_chunks = tuple(hashes.block_hashes(ROOT, token_ids, 64))
     routing_request = RoutingRequest(640, prefix_chunks, 64)

@@ -41,14 +41,14 @@ def brain(clock: Clock) -> LocalBrain:
 def know(brain: LocalBrain, names: str, **weights: str) -> None:
     """Create endpoints named by the letters of `names`, all reporting."""
     endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in names]
-    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="m", name="m", endpoints=endpoints)]))
+    brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="m", name="m", endpoints=endpoints)]))
     for each in names:
         report(brain, each, weights.get(each, "w"))
 
 
 def report(brain: LocalBrain, name: str, weights: str = "w", **fields: object) -> None:
     digests = Digests(tokenizer_bundle="t", weights=weights)
-    brain.observe(name, StateFrame(sequence=1, snapshot=True, max_model_len=100, digests=digests, **fields))
+    brain.observer.observe(name, StateFrame(sequence=1, snapshot=True, max_model_len=100, digests=digests, **fields))
 
 
 async def place(brain: LocalBrain, *tried: str, retry: RetryContext | None = None) -> Assignment:
@@ -79,7 +79,7 @@ async def test_at_most_three_of_ten_reporting_endpoints_are_ejected(brain: Local
     for each in "abcde":
         brain.failed(await place_at(brain, each, names), "broken")
     assert len(await used(brain, 40)) == 7
-    brain.stream_lost("f")
+    brain.observer.stream_lost("f")
     brain.failed(await place_at(brain, "f", names), "lost")
     assert "f" not in await used(brain, 40), "an endpoint without reports counts as lost, not as ejected"
 
@@ -116,7 +116,7 @@ async def test_a_stream_that_began_before_the_ejection_does_not_end_it(brain: Lo
 async def test_a_silent_endpoint_that_failed_is_not_probed_before_it_reports(brain: LocalBrain, clock: Clock) -> None:
     know(brain, "ab")
     brain.failed(await place_at(brain, "a", "ab"), "stalled")
-    brain.stream_lost("a")
+    brain.observer.stream_lost("a")
     clock.now += 100.0
     assert await used(brain) == {"b"}
     report(brain, "a")
@@ -240,7 +240,7 @@ async def test_only_engines_of_the_same_weights_continue_an_answer(brain: LocalB
     brain.failed(lost, "unreachable")
     retry = after(lost, "lost", weights_digest="old")
     assert {(await place(brain, "a", retry=retry)).endpoint_id for _ in range(4)} == {"c"}
-    brain.unreachable("c")
+    brain.observer.unreachable("c")
     with pytest.raises(PagemillError) as error:
         await place(brain, "a", retry=retry)
     assert error.value.code == OTHER_WEIGHTS
@@ -259,8 +259,8 @@ async def end_all(brain: LocalBrain, name: str, choices: list[Assignment], kind:
     """End the engine with all its requests; the failure is known everywhere."""
     for choice in choices:
         brain.failed(choice, kind)
-    brain.stream_lost(name)
-    brain.unreachable(name)
+    brain.observer.stream_lost(name)
+    brain.observer.unreachable(name)
 
 
 async def test_a_probe_waits_until_another_one_is_cleared(brain: LocalBrain) -> None:
@@ -395,7 +395,7 @@ async def test_an_engine_without_a_step_for_long_is_stuck(brain: LocalBrain) -> 
     assert await brain.liveness("a") == "working"
     report(brain, "a", silent_s=6.1)
     assert await brain.liveness("a") == "stuck"
-    brain.stream_lost("a")
+    brain.observer.stream_lost("a")
     assert await brain.liveness("a") == "silent"
 
 

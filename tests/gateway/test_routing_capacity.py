@@ -64,9 +64,9 @@ class World:
         self.clock = Clock()
         self.brain = LocalBrain(GatewayConfig(), clock=self.clock, rng=random.Random(1))
         endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in pods]
-        self.brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+        self.brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
         for name, first in pods.items():
-            self.brain.observe(name, first)
+            self.brain.observer.observe(name, first)
 
     def choose(self, routing_request: RoutingRequest, **ticket: Any) -> asyncio.Task[Assignment]:
         wanted = QueueTicket(**{"max_tokens": 20, "arrived_at": self.clock.now} | ticket)
@@ -211,7 +211,7 @@ async def test_keys_are_charged_for_the_computed_tokens() -> None:
     for sequence in range(2, 52):
         world.brain.finished(running, CompletedRequest(20))
         # The engine has evicted the blocks without users.
-        world.brain.observe("a", frame(sequence, slots=1, prefixes_removed=list(asks["cold"].prefix_chunks)))
+        world.brain.observer.observe("a", frame(sequence, slots=1, prefixes_removed=list(asks["cold"].prefix_chunks)))
         await settle()
         ((key, running),) = (
             (key, task.result())
@@ -232,8 +232,8 @@ async def test_a_report_counts_each_sequence_of_a_request() -> None:
     await world.choose(ask_of(1, 100), num_sequences=4)
     await world.choose(ask_of(2, 100))
     record = world.record("a")
-    world.brain.observe("a", frame(2, active=1))
+    world.brain.observer.observe("a", frame(2, active=1))
     assert record.dispatches.num_unreported == 2, "one sequence of five has arrived: both requests may be on their way"
     load = EngineLoad(num_requests_running=4, num_blocks_total=60, num_blocks_free=60)
-    world.brain.observe("a", msgspec.structs.replace(frame(3), load=load))
+    world.brain.observer.observe("a", msgspec.structs.replace(frame(3), load=load))
     assert (record.dispatches.num_unreported, record.dispatches.num_unreported_tokens) == (1, 100)

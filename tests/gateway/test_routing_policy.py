@@ -28,9 +28,9 @@ def make_brain(terminating: list[bool], draining: list[bool]) -> LocalBrain:
         for index, flag in enumerate(terminating)
     ]
     brain = LocalBrain(GatewayConfig(), clock=lambda: 0.0)
-    brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
+    brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     for endpoint, flag in zip(endpoints, draining, strict=True):
-        brain.observe(endpoint.id, StateFrame(sequence=1, snapshot=True, max_model_len=100, draining=flag))
+        brain.observer.observe(endpoint.id, StateFrame(sequence=1, snapshot=True, max_model_len=100, draining=flag))
     return brain
 
 

@@ -28,7 +28,7 @@ class Front:
     def __init__(self, *names: str, wakes: bool = True) -> None:
         self.brain = LocalBrain(GatewayConfig(), clock=Clock(), rng=random.Random(1))
         endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in names]
-        self.brain.apply_catalog(
+        self.brain.observer.apply_catalog(
             Catalog(models=[CatalogModel(deployment="m", name="m", endpoints=endpoints, wakes=wakes)])
         )
         self._sequence = dict.fromkeys(names, 0)
@@ -46,7 +46,7 @@ class Front:
             load=load,
             **fields,
         )
-        self.brain.observe(name, frame)
+        self.brain.observer.observe(name, frame)
 
     def ask(self) -> asyncio.Task[Assignment]:
         async def choose() -> Assignment:
@@ -64,7 +64,7 @@ class Front:
 
     @property
     def load(self) -> DeploymentLoad:
-        (load,) = self.brain.load()
+        (load,) = self.brain.reader.load()
         return load
 
 

@@ -230,7 +230,7 @@ def metric(gateway: Any, name: str) -> Callable[[], Any]:
 
 async def until_ready(gateway: Any, fake: Any, engine: EngineProcess) -> None:
     await fake.until(
-        lambda: gateway.gateway.control.brain.phase(gateway.record(engine)) == "ready", limit_s=START_LIMIT_S
+        lambda: gateway.gateway.control.brain.reader.phase(gateway.record(engine)) == "ready", limit_s=START_LIMIT_S
     )
 
 

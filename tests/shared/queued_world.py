@@ -60,9 +60,9 @@ class World:
         self.endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2")
                           for each in self.pods]  # fmt: skip
         self.model = CatalogModel(deployment="d", name="m", endpoints=self.endpoints, queue=queue)
-        self.brain.apply_catalog(Catalog(models=[self.model]))
+        self.brain.observer.apply_catalog(Catalog(models=[self.model]))
         for pod in pods:
-            self.brain.observe(pod.name, pod.frame())
+            self.brain.observer.observe(pod.name, pod.frame())
         self.target = self.brain.resolve("m")
 
     @property
@@ -87,7 +87,7 @@ class World:
         """End the engine during an answer; return the retry context with which the relay asks for another engine."""
         self.pods[choice.endpoint_id].inside.clear()
         self.brain.failed(choice, "lost")
-        self.brain.unreachable(choice.endpoint_id)
+        self.brain.observer.unreachable(choice.endpoint_id)
         return RetryContext(
             choice.decision, choice.endpoint_id, "lost", self.pods[choice.endpoint_id].weights, num_tokens
         )
@@ -102,7 +102,7 @@ class World:
 
     def report(self) -> None:
         for pod in self.pods.values():
-            self.brain.observe(pod.name, pod.frame())
+            self.brain.observer.observe(pod.name, pod.frame())
 
     async def pass_time(self, seconds: float) -> None:
         self.clock.now += seconds

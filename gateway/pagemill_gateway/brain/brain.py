@@ -1,12 +1,12 @@
-"""The brain: gets the catalogue and the engines' reports, chooses an endpoint for each request, and counts the choice.
+"""The brain: chooses an endpoint for each request, and counts the choice.
 
-It has no HTTP: `discovery` passes reports to it, `relay` calls it through `brain.interface`, and it calls the policies
-of `routing`. Clock and random numbers are arguments, so that a simulation can replay its decisions.
+It has no HTTP. `relay` calls it through `brain.interface`, and it calls the policies of `routing`. Discovery passes the
+catalogue and the engines' reports to its `observer` (`brain.observing`); status and metrics ask its `reader`
+(`brain.reading`). Clock and random numbers are arguments, so that a simulation can replay its decisions.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import msgspec
 
 from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity, is_idle
-from pagemill_gateway.brain.endpoints.registry import ChangeNotifier, Registry
+from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_gateway.brain.interface import (
     DEFAULT_TICKET,
     MAX_REROUTES,
@@ -33,21 +33,19 @@ from pagemill_gateway.brain.interface import (
     ServedName,
     Target,
 )
-from pagemill_gateway.brain.load.measure import measure_load
 from pagemill_gateway.brain.load.traffic import TrafficMeter
+from pagemill_gateway.brain.observing import Observer
 from pagemill_gateway.brain.placement.eligible import Eligible
 from pagemill_gateway.brain.placement.placement import Placement, PlacementResult
 from pagemill_gateway.brain.placement.requests import InFlightRequest, PlacementRequest, make_placement_request
 from pagemill_gateway.brain.queue.outage import Outage, Outages
 from pagemill_gateway.brain.queue.queues import Queues
+from pagemill_gateway.brain.reading import Reader
 from pagemill_gateway.brain.resilience.poison_requests import PoisonDetection
 from pagemill_gateway.brain.resilience.recovery import Recovery
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.policies import RoutingPolicies
-from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.errors import PagemillError, unavailable
-from pagemill_protocol.report.load import DeploymentLoad
-from pagemill_protocol.report.state import StateFrame
 
 STALL_STEPS = 4
 """An engine is stuck if its step takes longer than this many times its predicted duration. On a busy machine, the worst
@@ -68,23 +66,19 @@ class LocalBrain:
     ) -> None:
         """`generated_token` returns the token that the engine at a control URL generated; empty if unknown."""
         self._clock = clock
-        self._generated_token = generated_token
         rng = rng or random.Random()
+        # A static catalogue sets `terminating` when the endpoint must get no more requests. A cluster sets it at once,
+        # when the gateway may not know the replacement yet.
+        keeps_terminating = config.discovery == "kubernetes"
         self._policies = RoutingPolicies(config.routing_policy, config.routing_session_ms)
-        self.placement = Placement(rng, config.decision_log_size)
-        self._num_decisions = first_decision
         self._open: dict[int, InFlightRequest] = {}
         self._stall_timeout_s = config.stall_timeout_s
         self._freeze_timeout_s = config.freeze_timeout_s
-        # A static catalogue sets `terminating` when the endpoint must get no more requests. A cluster sets it at once,
-        # when the gateway may not know the replacement yet.
-        self._keeps_terminating = config.discovery == "kubernetes"
-        self.changes = ChangeNotifier()
+        self.registry = Registry(stale_after_s=config.state_stale_after_s, generated_token=generated_token)
+        self.placement = Placement(rng, config.decision_log_size, first_decision)
         self.traffic = TrafficMeter(clock)
-        self.queues = Queues(clock, self._is_serving, self._start_left_s, self._waits_until)
-        self._queue_limits = config.queue
-        self.registry = Registry(stale_after_s=config.state_stale_after_s)
-        self._outages = Outages(self.registry, self._limits, config.outage_wait_s, clock)
+        self._outages = Outages(self.registry, config.queue, config.outage_wait_s, clock)
+        self.queues = Queues(clock, self._outages.is_serving, self._outages.start_left_s, self._outages.waits_until)
         self.recovery = Recovery(
             ejection_base_s=config.ejection_base_s,
             ejection_max_s=config.ejection_max_s,
@@ -93,143 +87,11 @@ class LocalBrain:
         )
         self.poison_detection = PoisonDetection()
         self._eligible = Eligible(
-            self.registry, self.recovery, self.poison_detection, rng, clock, keeps_terminating=self._keeps_terminating
+            self.registry, self.recovery, self.poison_detection, rng, clock, keeps_terminating=keeps_terminating
         )
-
-    # Calls of discovery.
-
-    def apply_catalog(self, catalog: Catalog) -> None:
-        known, before = self.registry.endpoints, set(self.registry.deployments)
-        self.registry.apply(catalog, self._clock())
-        self.recovery.keep_only(self.registry.deployments, self.registry.endpoints)
-        for endpoint_id, record in known.items():
-            if self.registry.endpoints.get(endpoint_id) is not record:
-                self.placement.forget(endpoint_id)
-        self.traffic.keep(set(self.registry.deployments))
-        self.poison_detection.keep(set(self.registry.deployments))
-        self.placement.keep(set(self.registry.deployments))
-        self._announce()
-        self.queues.forget(before - self.registry.deployments.keys())
-
-    def observe(self, endpoint_id: str, frame: StateFrame) -> None:
-        """Apply a state frame of an endpoint. Raises `StateGap`, after which the caller must reconnect."""
-        record = self.registry.endpoints.get(endpoint_id)
-        if record is None:
-            return
-        now = self._clock()
-        before = record.reports.latest
-        was_connected, was_usable = record.reports.connected, record.usable
-        num_identities = record.reports.num_identities
-        # Before `accept`, because the record changes also if the frame leaves a gap.
-        self.placement.changed(record)
-        record.reports.accept(frame, record.reserved.num_sequences, now, record.reserved.num_low_priority_sequences)
-        record.reserved.reported()
-        self.placement.observe(record, frame, now)
-        record.unreachable = False
-        record.awaiting_first_report = record.awaiting_first_report and not frame.max_model_len
-        # An engine may fall asleep and wake up between two of its frames.
-        is_new = frame.snapshot or (before is not None and (before.sleeping or frame.num_wakes > before.num_wakes))
-        if is_new and not (frame.draining or frame.sleeping):
-            record.draining = record.drain_acknowledged = False
-            record.readmitted_at = self._num_decisions
-        if not was_connected:
-            self.recovery.ejection(record).probe_now()
-        if frame.max_model_len > 0:
-            record.phase, record.detail = "sleeping" if frame.sleeping else "ready", ""
-        deployment = self.registry.deployments[record.deployment]
-        deployment.bundle_digest = frame.digests.tokenizer_bundle or deployment.bundle_digest
-        if frame.snapshot:
-            deployment.starts.engine_reported(frame.start_s)
-            self.registry.take_names(deployment, frame.models)
-        if frame.max_model_len > 0 and not (record.draining or frame.sleeping):  # as `record.serving`, for each frame
-            deployment.last_served_at = now
-            deployment.starts.served(now)
-        is_usable = record.usable
-        if is_usable != was_usable or record.reports.num_identities != num_identities:
-            deployment.changed()
-        if is_usable != was_usable:
-            self._announce()
-        else:
-            self.queues.pump(record.deployment)
-
-    def stream_lost(self, endpoint_id: str) -> None:
-        """Note that the state stream of an endpoint ended."""
-        record = self.registry.endpoints.get(endpoint_id)
-        if record is None:
-            return
-        if record.reports.connected and not (record.leaving or record.draining):
-            self.poison_detection.stream_lost(record, self._clock())
-        record.reports.disconnected()
-        self.placement.changed(record)
-
-    def unreachable(self, endpoint_id: str) -> None:
-        """Send no requests to the endpoint until it reports again, because no process listens at its address."""
-        record = self.registry.endpoints.get(endpoint_id)
-        if record is not None:
-            record.unreachable = True
-            self.registry.changed(record)
-
-    def drain(self, endpoint_id: str) -> None:
-        """Send no more requests to the endpoint, unless it restarts or wakes up."""
-        record = self.registry.endpoints.get(endpoint_id)
-        if record is not None:
-            record.draining = True
-            self.registry.changed(record)
-
-    def drain_acknowledged(self, endpoint_id: str) -> None:
-        """Note that the endpoint has received the confirmation that it gets no more requests."""
-        record = self.registry.endpoints.get(endpoint_id)
-        if record is not None:
-            record.drain_acknowledged = True
-
-    def replaceable(self, endpoint_id: str) -> bool:
-        """Whether the endpoint is not needed: another one of its deployment is usable, or the deployment is gone."""
-        record = self.registry.endpoints.get(endpoint_id)
-        deployment = self.registry.deployments.get(record.deployment) if record is not None else None
-        if record is None or deployment is None or record.draining:
-            return True
-        if record.endpoint.terminating and not self._keeps_terminating:
-            return True
-        return any(other.usable for other in deployment.records)
-
-    def awaiting_first_report(self, endpoint_id: str) -> None:
-        """Note that discovery opens an endpoint's first state stream."""
-        record = self.registry.endpoints.get(endpoint_id)
-        if record is not None:
-            record.awaiting_first_report = True
-
-    def note_phase(self, endpoint_id: str, phase: str, detail: str) -> None:
-        """Note the `/readyz` phase of an endpoint that is not ready, for status and error messages."""
-        record = self.registry.endpoints.get(endpoint_id)
-        if record is None:
-            return
-        record.phase, record.detail = phase, detail
-        if record.awaiting_first_report:
-            record.awaiting_first_report = False
-            self.queues.pump(record.deployment)
-
-    def ready(self, endpoint_id: str) -> bool:
-        """Whether the endpoint has reported what it serves."""
-        record = self.registry.endpoints.get(endpoint_id)
-        return record is not None and record.max_model_len > 0
-
-    def leaving(self, endpoint_id: str) -> bool:
-        """Whether the endpoint is terminating or draining, or gone from the catalogue."""
-        record = self.registry.endpoints.get(endpoint_id)
-        return record is None or record.leaving
-
-    def token_of(self, record: EndpointRecord) -> str:
-        """Return the bearer token for the endpoint's `/internal/*`. A catalogue or a restarted engine may change it."""
-        deployment = self.registry.deployments.get(record.deployment)
-        if deployment is None:
-            return ""
-        if deployment.model.engine_token:
-            return deployment.model.engine_token
-        if record.generated_token is None or not record.reports.connected:
-            record.generated_token = self._generated_token(record.endpoint.control_url)
-        return record.generated_token
-
-    # Calls of relays.
+        parts = (self.registry, self.placement, self.queues, self.recovery, self.poison_detection, self.traffic, clock)
+        self.observer = Observer(*parts, keeps_terminating=keeps_terminating)
+        self.reader = Reader(*parts)
 
     def resolve(self, model: str) -> Target:
         """Return the target like `look_up`, without a coroutine."""
@@ -239,7 +101,7 @@ class LocalBrain:
         return self.resolve(model)
 
     async def names(self) -> list[ServedName]:
-        return [self._served_name(name) for name in self.registry.names()]
+        return [self.registry.served(name) for name in self.registry.names()]
 
     async def find(self, model: str, ticket: QueueTicket = DEFAULT_TICKET) -> Target:
         try:
@@ -255,7 +117,7 @@ class LocalBrain:
         self.traffic.arrived(key, 0, ticket.arrived_at)
         attempt = partial(self._resolve_in_time, model, self._clock() + left_s[key])
         target, queued_s = await self.queues.wait(
-            key, self._limits(key), ticket, attempt, group=f"find {model}", cost_tokens=0, undo=_nothing
+            key, self._outages.limits(key), ticket, attempt, group=f"find {model}", cost_tokens=0, undo=_nothing
         )
         return target._replace(queued_s=queued_s)
 
@@ -289,7 +151,7 @@ class LocalBrain:
         )
         placed, queued_s = await self.queues.wait(
             key,
-            self._limits(key),
+            self._outages.limits(key),
             msgspec.structs.replace(ticket, key=to_place.queue_key),
             attempt,
             group=to_place.group,
@@ -361,7 +223,7 @@ class LocalBrain:
         elif kind == "refused":
             record.refusal_backoff.refused(record.in_flight, now)
         self.registry.changed(record)
-        self.recovery.failed(record, assignment.decision, kind, self._num_decisions, now)
+        self.recovery.failed(record, assignment.decision, kind, self.placement.num_decisions, now)
         self.queues.pump(record.deployment)
 
     def withdrawn(self, assignment: Assignment) -> None:
@@ -372,27 +234,6 @@ class LocalBrain:
     def record_outcome(self, outcome: RequestOutcome) -> None:
         self.traffic.record_outcome(outcome)
 
-    # Calls of status and metrics.
-
-    def state_age_s(self, record: EndpointRecord) -> float | None:
-        """Return the age of the latest report in seconds; None if there was none."""
-        return record.reports.age_s(self._clock())
-
-    def load_elsewhere(self, record: EndpointRecord) -> int:
-        """Return the number of requests from elsewhere at the endpoint; 0 if its report is stale."""
-        return record.load_elsewhere(self._clock())
-
-    def load(self) -> list[DeploymentLoad]:
-        """Return the load of each deployment for the load stream."""
-        return measure_load(self.registry, self.queues, self.traffic, self._clock())
-
-    def phase(self, record: EndpointRecord) -> str:
-        """Return `EndpointRecord.phase_at`; `ejected` for an ejected endpoint that is `stale` or `ready`."""
-        now = self._clock()
-        phase = record.phase_at(now)
-        is_ejected = phase in ("stale", "ready") and not self.recovery.ejection(record).allows(now)
-        return "ejected" if is_ejected else phase
-
     def _resolve_in_time(self, model: str, until: float) -> Target | None:
         """Return the target like `resolve`; None while an engine is expected within the time."""
         is_over = self._clock() >= until or max(self._outages.waits_left_s(model).values(), default=0.0) <= 0
@@ -401,15 +242,6 @@ class LocalBrain:
         self._outages.note_demand(self.registry.named(model))
         return None
 
-    def _served_name(self, name: str) -> ServedName:
-        """Return the entry of a name; with several deployments, its limits are those that all of them meet."""
-        deployments = self.registry.named(name)
-        records = [record for deployment in deployments for record in deployment.usable()]
-        max_model_len = min((record.max_model_len for record in records), default=None)
-        pools = any(record.pools for record in records)
-        first = deployments[0]
-        return ServedName(name, first.model.name, max_model_len, first.adapter_digest(name) != "", pools)
-
     def _place(self, to_place: PlacementRequest, outage: Outage) -> Assignment | None:
         """Choose an endpoint and count the choice; None if there is no capacity, or no engine but one is expected."""
         now, target, need = self._clock(), to_place.target, to_place.need
@@ -417,7 +249,7 @@ class LocalBrain:
         if deployment is None or (not usable and outage.is_over(now, self._outages.wait_left_s(deployment))):
             raise unavailable(
                 f"The engines of {target.deployment} went away. Try again.",
-                retry_after_s=self._start_left_s(target.deployment) or 1,
+                retry_after_s=self._outages.start_left_s(target.deployment) or 1,
                 code=NOT_READY,
             )
         if not usable:
@@ -434,8 +266,8 @@ class LocalBrain:
             pool = [record for record in pool if fits(record, need.num_prompt_tokens)]
         if not pool:
             return None
-        number, policy = self._num_decisions + 1, self._policies.named(deployment.model.routing_policy)
-        placed = self.placement.place(number, to_place.work, need.num_sequences, policy, deployment, pool, fits, now)
+        policy = self._policies.named(deployment.model.routing_policy)
+        placed = self.placement.place(to_place.work, need.num_sequences, policy, deployment, pool, fits, now)
         return self._account(placed, deployment, to_place, now) if placed is not None else None
 
     def _cost_of_turn(self, to_place: PlacementRequest) -> int:
@@ -450,39 +282,15 @@ class LocalBrain:
         if deployment is None:
             return
         siblings = (each for each in deployment.records if each.usable)
-        self.recovery.served(record, assignment.decision, served, siblings, self._num_decisions, self._clock())
+        self.recovery.served(record, assignment.decision, served, siblings, self.placement.num_decisions, self._clock())
         deployment.output_tokens.ended(served.num_output_tokens / need.num_sequences, need.max_tokens)
         surplus = need.cost_with(served.num_output_tokens) - sent.charged_tokens
         self.queues.settle(deployment.key, sent.key, sent.priority, surplus)
 
-    def _limits(self, key: str) -> QueueLimits:
-        deployment = self.registry.deployments.get(key)
-        return (deployment.model.queue if deployment is not None else None) or self._queue_limits
-
-    def _is_serving(self, key: str) -> bool:
-        deployment = self.registry.deployments.get(key)
-        return deployment is not None and deployment.serving
-
-    def _start_left_s(self, key: str) -> float | None:
-        """Return the expected time until the deployment has an engine again; `None` if unknown or if it has one."""
-        deployment = self.registry.deployments.get(key)
-        return deployment.starts.left_s(self._clock()) if deployment is not None and not deployment.serving else None
-
-    def _waits_until(self, key: str, arrived_at: float) -> float:
-        """Return the instant until which a start of the deployment lets a request wait; -inf without one."""
-        deployment = self.registry.deployments.get(key)
-        return deployment.starts.waits_until(arrived_at) if deployment is not None else -math.inf
-
-    def _announce(self) -> None:
-        """Try all waiting requests, because the set of usable endpoints has changed."""
-        self.changes.publish()
-        self.queues.pump_all()
-
     def _account(
         self, placed: PlacementResult, deployment: DeploymentRecord, to_place: PlacementRequest, now: float
     ) -> Assignment:
-        self._num_decisions = decision = placed.number
-        record, candidate, ticket = placed.record, placed.candidate, to_place.ticket
+        decision, record, candidate, ticket = placed.number, placed.record, placed.candidate, to_place.ticket
         need = to_place.need.with_cached(candidate.num_cached_tokens)
         charged_tokens = need.cost_tokens if to_place.charged_tokens is None else to_place.charged_tokens
         record.refusal_backoff.chosen(candidate.in_flight, now)
@@ -494,7 +302,7 @@ class LocalBrain:
             decision=decision,
             endpoint_id=record.endpoint.id,
             data_url=record.endpoint.data_url,
-            token=self.token_of(record),
+            token=self.registry.token_of(record),
             policy=placed.policy,
             believed=candidate.believed,
             predicted_cached_tokens=candidate.num_cached_tokens,

@@ -12,7 +12,7 @@ from functools import partial
 
 import aiohttp
 
-from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.observing import Observer
 
 logger = logging.getLogger("pagemill.gateway.state")
 
@@ -25,12 +25,12 @@ WRONG_TOKEN = frozenset({401, 403})
 
 class DrainAcknowledgements:
     def __init__(
-        self, session: aiohttp.ClientSession, brain: LocalBrain, timeout_s: float, gateway: dict[str, str]
+        self, session: aiohttp.ClientSession, observer: Observer, timeout_s: float, gateway: dict[str, str]
     ) -> None:
         """`gateway` has the headers with this gateway's name."""
         self._session = session
         self._gateway = gateway
-        self._brain = brain
+        self._observer = observer
         self._timeout_s = timeout_s
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
@@ -39,7 +39,7 @@ class DrainAcknowledgements:
 
         `token` is used if the catalogue has none, because the deployment was removed.
         """
-        record = self._brain.registry.endpoints.get(endpoint_id)
+        record = self._observer.registry.endpoints.get(endpoint_id)
         if endpoint_id in self._under_way or record is None or record.drain_acknowledged:
             return
         work = self._run(endpoint_id, control_url, token)
@@ -53,26 +53,26 @@ class DrainAcknowledgements:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, endpoint_id: str, control_url: str, token: str) -> None:
-        await self._brain.changes.wait_until(lambda: self._brain.replaceable(endpoint_id), self._timeout_s)
-        if not self._brain.leaving(endpoint_id):
+        await self._observer.changes.wait_until(lambda: self._observer.replaceable(endpoint_id), self._timeout_s)
+        if not self._observer.leaving(endpoint_id):
             return  # a restarted engine at the same address has reported and accepts requests
-        self._brain.drain(endpoint_id)
+        self._observer.drain(endpoint_id)
         for _ in range(NUM_TRIES):
             # The token may have been rotated since the stream was opened.
             token = self._token_now(endpoint_id) or token
             if await self._acknowledge(control_url, token):
-                self._brain.drain_acknowledged(endpoint_id)
+                self._observer.drain_acknowledged(endpoint_id)
                 return
-            await self._brain.changes.wait_until(partial(self._has_rotated, endpoint_id, token), RETRY_S)
-            if not self._brain.leaving(endpoint_id):
+            await self._observer.changes.wait_until(partial(self._has_rotated, endpoint_id, token), RETRY_S)
+            if not self._observer.leaving(endpoint_id):
                 return
 
     def _has_rotated(self, endpoint_id: str, token: str) -> bool:
         return self._token_now(endpoint_id) not in ("", token)
 
     def _token_now(self, endpoint_id: str) -> str:
-        record = self._brain.registry.endpoints.get(endpoint_id)
-        return self._brain.token_of(record) if record is not None else ""
+        record = self._observer.registry.endpoints.get(endpoint_id)
+        return self._observer.registry.token_of(record) if record is not None else ""
 
     async def _acknowledge(self, control_url: str, token: str) -> bool:
         """Send the confirmation. Return whether the engine received it or will never accept it."""

@@ -22,8 +22,8 @@ from http import HTTPStatus
 import aiohttp
 import msgspec
 
-from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.reports import StateGap
+from pagemill_gateway.brain.observing import Observer
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.handover import DrainAcknowledgements
@@ -69,7 +69,7 @@ class StateStreams:
         self,
         session: aiohttp.ClientSession,
         trust: ssl.SSLContext,
-        brain: LocalBrain,
+        observer: Observer,
         bundles: Bundles,
         config: GatewayConfig,
     ) -> None:
@@ -77,12 +77,12 @@ class StateStreams:
         self._session = session
         self._sockets = StateSockets()
         self._connector = StateConnector(config.connect_timeout_s, trust, self._sockets)
-        self._brain = brain
+        self._observer = observer
         self._bundles = bundles
         self._config = config
         self._name = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         named = {GATEWAY_HEADER.decode(): self._name, **protocol_headers()}
-        self._drain_acknowledgements = DrainAcknowledgements(session, brain, config.handover_timeout_s, named)
+        self._drain_acknowledgements = DrainAcknowledgements(session, observer, config.handover_timeout_s, named)
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._asked: set[str] = set()
         """The endpoints whose stream has had a frame or has failed."""
@@ -92,7 +92,7 @@ class StateStreams:
 
     def sync(self) -> None:
         """Open and close streams so that there is one for each endpoint that the brain knows."""
-        records = self._brain.registry.endpoints.values()
+        records = self._observer.registry.endpoints.values()
         wanted = {(record.endpoint.id, record.endpoint.control_url) for record in records}
         for gone in self._tasks.keys() - wanted:
             self._tasks.pop(gone).cancel()
@@ -100,7 +100,7 @@ class StateStreams:
         self._hint({record.endpoint.id for record in records if record.endpoint.probed_ready})
         for endpoint_id, control_url in wanted - self._tasks.keys():
             self._hints[endpoint_id] = asyncio.Event()
-            self._brain.awaiting_first_report(endpoint_id)
+            self._observer.awaiting_first_report(endpoint_id)
             follower = self._follow(endpoint_id, control_url)
             self._tasks[endpoint_id, control_url] = asyncio.create_task(follower, name=f"state:{endpoint_id}")
 
@@ -147,19 +147,19 @@ class StateStreams:
                 logger.exception("state stream of %s failed", endpoint_id)
                 cause = f"{type(error).__name__}: {error}"
             if progress.num_frames:
-                level = logging.INFO if self._brain.leaving(endpoint_id) else logging.WARNING
+                level = logging.INFO if self._observer.leaving(endpoint_id) else logging.WARNING
                 logger.log(level, "state stream of %s lost: %s", endpoint_id, cause)
                 pause_s, failing_since = self._config.reconnect_base_s, loop.time()
             self._asked.add(endpoint_id)
-            self._brain.stream_lost(endpoint_id)
+            self._observer.stream_lost(endpoint_id)
             if progress.refused:
-                self._brain.unreachable(endpoint_id)
+                self._observer.unreachable(endpoint_id)
             if progress.unusable:
-                self._brain.note_phase(endpoint_id, "unusable", cause[:MAX_DETAIL_CHARS])
+                self._observer.note_phase(endpoint_id, "unusable", cause[:MAX_DETAIL_CHARS])
             elif progress.opened:
-                self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, cause))
+                self._observer.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, cause))
             else:
-                self._brain.note_phase(endpoint_id, "unreachable", cause)
+                self._observer.note_phase(endpoint_id, "unreachable", cause)
             await self._pause(endpoint_id, pause_s * random.uniform(0.5, 1.0))
             longest_s = max(self._config.reconnect_max_s, (loop.time() - failing_since) * LONG_FAILING_SHARE)
             pause_s = min(longest_s, LONGEST_PAUSE_S, pause_s * 2)
@@ -173,8 +173,8 @@ class StateStreams:
 
     async def _read(self, endpoint_id: str, control_url: str, progress: _Progress) -> None:
         """Read one connection to its end. Raises one of `STREAM_FAULTS` unless the engine ends the stream."""
-        record = self._brain.registry.endpoints.get(endpoint_id)
-        token = self._brain.token_of(record) if record is not None else ""
+        record = self._observer.registry.endpoints.get(endpoint_id)
+        token = self._observer.registry.token_of(record) if record is not None else ""
         origin, head = self._head(control_url, token)
         apply = partial(self._apply, endpoint_id, progress)
         connection = await self._connector.connect(origin, lambda: StateConnection(apply))
@@ -185,8 +185,8 @@ class StateStreams:
                 self._observe(endpoint_id, frame, progress)
                 if frame.draining:
                     self._drain_acknowledgements.begin(endpoint_id, control_url, token)
-                if not self._brain.ready(endpoint_id):
-                    self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, "starting"))
+                if not self._observer.ready(endpoint_id):
+                    self._observer.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, "starting"))
         finally:
             connection.abort()
 
@@ -210,13 +210,13 @@ class StateStreams:
 
     def _apply(self, endpoint_id: str, progress: _Progress, frame: StateFrame) -> bool:
         """Apply the frame, unless the task must handle it. Return whether it was applied. Raises `StateGap`."""
-        if frame.draining or self._lacks_bundle(frame) or not self._brain.ready(endpoint_id):
+        if frame.draining or self._lacks_bundle(frame) or not self._observer.ready(endpoint_id):
             return False
         self._observe(endpoint_id, frame, progress)
         return True
 
     def _observe(self, endpoint_id: str, frame: StateFrame, progress: _Progress) -> None:
-        self._brain.observe(endpoint_id, frame)
+        self._observer.observe(endpoint_id, frame)
         progress.num_frames += 1
         self._asked.add(endpoint_id)
 

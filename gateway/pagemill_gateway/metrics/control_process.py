@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 
-from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.queue import queues
 from pagemill_gateway.brain.queue.queues import QueueState
+from pagemill_gateway.brain.reading import Reader
 from pagemill_gateway.brain.resilience import poison_requests
 from pagemill_protocol import metrics as specs
 
@@ -50,39 +50,39 @@ class ControlProcessMetrics:
         self._departed = specs.add_up([self._departed, _totals(samples)])
 
     def scrape(
-        self, brain: LocalBrain, workers: list[specs.Samples], *, ready: bool, current: bool, accept: str
+        self, reader: Reader, workers: list[specs.Samples], *, ready: bool, current: bool, accept: str
     ) -> specs.Scrape:
         """Return all metrics with current gauges, in the format that the header `accept` requests."""
         self._metrics.gauge(specs.GATEWAY_READY).set(int(ready))
         self._metrics.gauge(specs.GATEWAY_CATALOG_CURRENT).set(int(current))
         self._metrics.gauge(specs.GATEWAY_WORKERS).set(len(workers))
-        self._metrics.gauge(specs.GATEWAY_PREFIX_CHUNKS).set(len(brain.placement.index))
-        self._set_deployments(brain)
-        departed = _of_endpoints(self._departed, brain.registry.endpoints)
+        self._metrics.gauge(specs.GATEWAY_PREFIX_CHUNKS).set(len(reader.placement.index))
+        self._set_deployments(reader)
+        departed = _of_endpoints(self._departed, reader.registry.endpoints)
         together = specs.add_up([self._metrics.samples(), departed, *workers])
         if not self._has_redis:
             # A gauge without labels has a value from the start, and 0 would mean that Redis is unavailable.
             del together[specs.GATEWAY_REDIS_UP.name]
         return specs.scrape_samples(specs.GATEWAY_METRICS, together, accept)
 
-    def _set_deployments(self, brain: LocalBrain) -> None:
-        deployments = brain.registry.deployments.values()
+    def _set_deployments(self, reader: Reader) -> None:
+        deployments = reader.registry.deployments.values()
         self._metrics.gauge(specs.GATEWAY_CATALOG_MODELS).set(len({each.model.name for each in deployments}))
         variants = {(deployment.model.name, deployment.key) for deployment in deployments}
         phases = dict.fromkeys(product(self._variants | variants, PHASES), 0)
         self._variants = variants
-        self._set_queues(brain)
-        self._count(brain)
+        self._set_queues(reader)
+        self._count(reader)
         endpoints: set[tuple[str, str]] = set()
         for deployment in deployments:
             model = deployment.model.name
             for record in deployment.records:
-                phases[(model, deployment.key), brain.phase(record)] += 1
+                phases[(model, deployment.key), reader.phase(record)] += 1
                 endpoints.add((model, record.endpoint.id))
                 labels = {"model": model, "endpoint": record.endpoint.id}
                 self._metrics.gauge(specs.GATEWAY_ENDPOINT_IN_FLIGHT, **labels).set(record.in_flight)
                 self._metrics.gauge(specs.GATEWAY_RESERVED_BLOCKS, **labels).set(record.reserved.num_blocks)
-                age_s = brain.state_age_s(record)
+                age_s = reader.state_age_s(record)
                 if age_s is not None:
                     self._metrics.gauge(specs.GATEWAY_STATE_AGE_SECONDS, **labels).set(age_s)
         for ((model, variant), phase), count in phases.items():
@@ -90,13 +90,13 @@ class ControlProcessMetrics:
         self._forget(self._endpoints - endpoints)
         self._endpoints = endpoints
 
-    def _set_queues(self, brain: LocalBrain) -> None:
+    def _set_queues(self, reader: Reader) -> None:
         """Set the gauges of queues. Deployments with the same model name share series."""
         models = {model for model, _ in self._variants}
         waiting = {model: [QueueState()] for model in models | self._queued_models}
         self._queued_models = models
-        for deployment in brain.registry.deployments.values():
-            waiting[deployment.model.name].append(brain.queues.state(deployment.key))
+        for deployment in reader.registry.deployments.values():
+            waiting[deployment.model.name].append(reader.queues.state(deployment.key))
         for model, states in waiting.items():
             requests, sizes, _, ages = zip(*states, strict=True)
             self._metrics.gauge(specs.GATEWAY_QUEUE_REQUESTS, model=model).set(sum(requests))
@@ -105,14 +105,14 @@ class ControlProcessMetrics:
             # Workers count from the first request on, but autoscaling on this metric needs 0 without traffic.
             self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=model).set(0)
 
-    def _count(self, brain: LocalBrain) -> None:
+    def _count(self, reader: Reader) -> None:
         """Add the brain's counts since the latest scrape to the counters."""
         counted: dict[tuple[str, str, str], int] = {}
-        for deployment in brain.registry.deployments.values():
+        for deployment in reader.registry.deployments.values():
             key = deployment.key
-            ended = [(specs.GATEWAY_QUEUE_ENDED, each, brain.queues.outcomes[key, each]) for each in queues.OUTCOMES]
+            ended = [(specs.GATEWAY_QUEUE_ENDED, each, reader.queues.outcomes[key, each]) for each in queues.OUTCOMES]
             tried = [
-                (specs.GATEWAY_POISON_PROBES, each, brain.poison_detection.outcomes[key, each])
+                (specs.GATEWAY_POISON_PROBES, each, reader.poison_detection.outcomes[key, each])
                 for each in poison_requests.OUTCOMES
             ]
             for spec, outcome, total in [*ended, *tried]:

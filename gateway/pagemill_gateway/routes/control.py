@@ -58,7 +58,7 @@ class ControlRoutes:
         return Response(scrape.body, headers={"content-type": scrape.content_type})
 
     async def status(self, request: Request) -> Response:
-        deployments = self._head.brain.registry.deployments.values()
+        deployments = self._head.brain.reader.registry.deployments.values()
         measures = await self._head.measure()
         return JSONResponse(
             {
@@ -76,7 +76,7 @@ class ControlRoutes:
         text = request.query_params.get("limit", str(DEFAULT_DECISIONS))
         if not (text.isascii() and text.isdigit() and len(text) < 7):
             raise invalid_field("limit", f"limit must be a whole number of decisions, got {text[:40]!r}.")
-        return JSONResponse({"decisions": self._head.brain.placement.decisions.latest(int(text))})
+        return JSONResponse({"decisions": self._head.brain.reader.placement.decisions.latest(int(text))})
 
     def _model(self, deployment: DeploymentRecord) -> dict[str, Any]:
         model = deployment.model
@@ -87,18 +87,18 @@ class ControlRoutes:
             "aliases": model.aliases,
             "adapters": {each.name: each.digest for each in model.adapters},
             "weight": model.weight,
-            "queue": self._head.brain.queues.state(deployment.key)._asdict(),
+            "queue": self._head.brain.reader.queues.state(deployment.key)._asdict(),
             "endpoints": [self._endpoint(record) for record in deployment.records],
         }
 
     def _endpoint(self, record: EndpointRecord) -> dict[str, Any]:
-        brain = self._head.brain
+        reader = self._head.brain.reader
         state = record.reports.latest
-        age_s = brain.state_age_s(record)
+        age_s = reader.state_age_s(record)
         return {
             "id": record.endpoint.id,
             "data_url": record.endpoint.data_url,
-            "phase": brain.phase(record),
+            "phase": reader.phase(record),
             "engine_phase": record.phase,
             "detail": record.detail,
             "state_connected": record.reports.connected,
@@ -107,8 +107,8 @@ class ControlRoutes:
             "in_flight": record.in_flight,
             "unreported_requests": record.dispatches.num_unreported,
             "reserved_blocks": record.reserved.num_blocks,
-            "in_flight_elsewhere": brain.load_elsewhere(record),
-            "failures": brain.recovery.ejection(record).num_failures,
+            "in_flight_elsewhere": reader.load_elsewhere(record),
+            "failures": reader.recovery.ejection(record).num_failures,
             "max_model_len": record.max_model_len,
             "adapters_resident": state.adapters.resident if state is not None else [],
             "load": msgspec.structs.asdict(state.load) if state is not None else None,

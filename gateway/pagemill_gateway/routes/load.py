@@ -43,14 +43,14 @@ class LoadStream:
         published: list[DeploymentLoad] = []
         published_at, sequence = -HEARTBEAT_S, 0
         while not departing.done() and not self._control.closing.is_set():
-            load = self._control.brain.load()
+            load = self._control.brain.reader.load()
             if loop.time() - published_at >= HEARTBEAT_S or not _same(load, published):
                 body = encode_load(LoadFrame(sequence=sequence, deployments=load))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 published, published_at, sequence = load, loop.time(), sequence + 1
             # The first waiting request of a deployment is published at once, because an engine may have to be started.
             ending = asyncio.ensure_future(self._control.closing.wait())
-            waiter = self._control.brain.queues.first_waiter()
+            waiter = self._control.brain.reader.queues.first_waiter()
             events: list[asyncio.Future[Any]] = [departing, ending, waiter]
             await asyncio.wait(events, timeout=INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()

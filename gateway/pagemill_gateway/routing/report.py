@@ -1,4 +1,4 @@
-"""The latest report of a pod in routing's form; `brain.placement.pod_reports` makes it from an engine's frame."""
+"""The latest report of a pod in routing's form; `brain.endpoints.pod_reports` makes it from an engine's frame."""
 
 from __future__ import annotations
 

@@ -234,27 +234,27 @@ class _Fleet:
             adapters=self._adapters,
             endpoints=[_endpoint(pod) for pod in pods],
         )
-        self._brain.apply_catalog(Catalog(models=[model]))
+        self._brain.observer.apply_catalog(Catalog(models=[model]))
 
     def _observe(self, pod_run: PodRun, frame: StateFrame) -> None:
         if pod_run.engine.is_up:
-            self._brain.observe(pod_run.pod_name, frame)
+            self._brain.observer.observe(pod_run.pod_name, frame)
 
     def _cut(self, pod_run: PodRun, kind: FailureKind) -> None:
-        self._brain.stream_lost(pod_run.pod_name)
+        self._brain.observer.stream_lost(pod_run.pod_name)
         if pod_run.pod_name not in self._pod_runs:
-            self._brain.unreachable(pod_run.pod_name)
+            self._brain.observer.unreachable(pod_run.pod_name)
         self._relay.cut(pod_run, kind)
 
     async def _hand_over(self, pod_run: PodRun) -> None:
         """Drain a pod as `discovery.handover` does: nothing more goes there once another pod can take over."""
         brain, name = self._brain, pod_run.pod_name
         await asyncio.sleep(2 * NETWORK_S)
-        await brain.changes.wait_until(lambda: brain.replaceable(name), self._handover_timeout_s)
-        brain.drain(name)
+        await brain.observer.changes.wait_until(lambda: brain.observer.replaceable(name), self._handover_timeout_s)
+        brain.observer.drain(name)
         # What was sent before has arrived by then.
         await asyncio.sleep(2 * NETWORK_S)
-        brain.drain_acknowledged(name)
+        brain.observer.drain_acknowledged(name)
         pod_run.accepts_requests = False
         self._check_empty(pod_run)
 
@@ -301,7 +301,7 @@ class _Fleet:
     # Input of the policy.
 
     def _load(self) -> DeploymentLoad:
-        return self._brain.load()[0]
+        return self._brain.reader.load()[0]
 
     def _snapshot(self) -> FleetSnapshot:
         load, now = self._load(), self._events.now_s

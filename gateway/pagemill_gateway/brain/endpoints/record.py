@@ -1,4 +1,4 @@
-"""The record of one endpoint, and the checks for capacity."""
+"""The record of one endpoint: what its reports and our requests say, and the checks for capacity."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pagemill_gateway.admission.reservations import CapacityNeed, RefusalBackoff, Reservations
 from pagemill_gateway.brain.endpoints.adapters import Adapters
 from pagemill_gateway.brain.endpoints.dispatches import Dispatches
+from pagemill_gateway.brain.endpoints.pod_reports import read_report
 from pagemill_gateway.brain.endpoints.reports import EndpointReports
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Endpoint
 from pagemill_protocol.link import LINK_VERSION
-from pagemill_protocol.report.state import EngineLoad, StepTimeParams
+from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
 
 UNREPORTED_MAX_SEQS = 8
 """The assumed `max_num_seqs` of engines that do not report it."""
@@ -54,6 +55,26 @@ class EndpointRecord:
     """Whether no process listens at its address; false again with its next report."""
     awaiting_first_report: bool = False
     """Whether its first stream is being opened, so that requests may wait for its first report."""
+
+    def accept(self, frame: StateFrame, now: float, decision: int) -> None:
+        """Apply a state frame. `decision` is the number of the gateway's latest decision. Raises `StateGap`."""
+        before, ours = self.reports.latest, self.reserved
+        self.reports.accept(frame, ours.num_sequences, now, ours.num_low_priority_sequences)
+        ours.reported()
+        self.adapters.update(frame.adapters, now, new_engine=frame.snapshot)
+        reported = frame.load.num_requests_running + frame.load.num_requests_waiting
+        self.dispatches.reported(ours.num_sequences + self.reports.external - reported)
+        self.pod_report = read_report(frame, self.pod_report, self.step_time_params)
+        self.step_time_params = frame.step_time
+        self.unreachable = False
+        # An engine may fall asleep and wake up between two of its frames.
+        is_new = frame.snapshot or (before is not None and (before.sleeping or frame.num_wakes > before.num_wakes))
+        if is_new and not (frame.draining or frame.sleeping):
+            self.draining = self.drain_acknowledged = False
+            self.readmitted_at = decision
+        if frame.max_model_len > 0:
+            self.awaiting_first_report = False
+            self.phase, self.detail = "sleeping" if frame.sleeping else "ready", ""
 
     @property
     def usable(self) -> bool:

@@ -8,12 +8,16 @@ from collections.abc import Callable
 from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.endpoints.reports import EndpointReports
+from pagemill_gateway.brain.interface import ServedName
 from pagemill_protocol.catalog import Catalog, Endpoint
+from pagemill_protocol.report.state import StateFrame
 
 
 class Registry:
-    def __init__(self, *, stale_after_s: float) -> None:
+    def __init__(self, *, stale_after_s: float, generated_token: Callable[[str], str] = lambda control_url: "") -> None:
+        """`generated_token` returns the token that the engine at a control URL generated; empty if unknown."""
         self._stale_after_s = stale_after_s
+        self._generated_token = generated_token
         self.deployments: dict[str, DeploymentRecord] = {}
         self.endpoints: dict[str, EndpointRecord] = {}
         self._by_name: dict[str, list[DeploymentRecord]] = {}
@@ -54,6 +58,17 @@ class Registry:
         for name in new:
             self._by_name[name] = [deployment]
 
+    def reported(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
+        """Note what a report of the endpoint, which its record has accepted, says about its deployment."""
+        deployment = self.deployments[record.deployment]
+        deployment.bundle_digest = frame.digests.tokenizer_bundle or deployment.bundle_digest
+        if frame.snapshot:
+            deployment.starts.engine_reported(frame.start_s)
+            self.take_names(deployment, frame.models)
+        if frame.max_model_len > 0 and not (record.draining or frame.sleeping):  # as `record.serving`, for each frame
+            deployment.last_served_at = now
+            deployment.starts.served(now)
+
     def changed(self, record: EndpointRecord) -> None:
         """Call `DeploymentRecord.changed` of the record's deployment."""
         deployment = self.deployments.get(record.deployment)
@@ -71,6 +86,26 @@ class Registry:
 
     def names(self) -> list[str]:
         return list(self._by_name)
+
+    def served(self, name: str) -> ServedName:
+        """Return the entry of a name; with several deployments, its limits are those that all of them meet."""
+        deployments = self.named(name)
+        records = [record for deployment in deployments for record in deployment.usable()]
+        max_model_len = min((record.max_model_len for record in records), default=None)
+        pools = any(record.pools for record in records)
+        first = deployments[0]
+        return ServedName(name, first.model.name, max_model_len, first.adapter_digest(name) != "", pools)
+
+    def token_of(self, record: EndpointRecord) -> str:
+        """Return the bearer token for the endpoint's `/internal/*`. A catalogue or a restarted engine may change it."""
+        deployment = self.deployments.get(record.deployment)
+        if deployment is None:
+            return ""
+        if deployment.model.engine_token:
+            return deployment.model.engine_token
+        if record.generated_token is None or not record.reports.connected:
+            record.generated_token = self._generated_token(record.endpoint.control_url)
+        return record.generated_token
 
     def _record(self, known: EndpointRecord | None, endpoint: Endpoint, deployment: str) -> EndpointRecord:
         # The same id at another address is another engine, so its state starts anew.

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pagemill_gateway.brain.endpoints.pod_reports import with_own_counts
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
-from pagemill_gateway.brain.placement.pod_reports import with_own_counts
 from pagemill_gateway.routing.cost_table import CandidateList, CostTable
 from pagemill_gateway.routing.cost_terms import CostBasis, cost_basis_of
 from pagemill_gateway.routing.policy import Candidate

@@ -18,7 +18,6 @@ from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.brain.placement.candidates import PLAIN, STALE, KeptCandidates, candidate_of, with_adapter
 from pagemill_gateway.brain.placement.decisions import DecisionLog
-from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_gateway.routing.cost_table import LEAST_PODS, CandidateList
@@ -40,8 +39,10 @@ class PlacementResult(msgspec.Struct, frozen=True):
 
 
 class Placement:
-    def __init__(self, rng: random.Random, max_decisions: int) -> None:
+    def __init__(self, rng: random.Random, max_decisions: int, num_decisions: int = 0) -> None:
         self._rng = rng
+        self.num_decisions = num_decisions
+        """The number of the latest decision."""
         self._sessions = Sessions()
         self.index = PrefixIndex()
         self.predictions = Predictions()
@@ -51,7 +52,6 @@ class Placement:
 
     def place(
         self,
-        number: int,
         request: RoutingRequest,
         num_sequences: int,
         policy: RoutingPolicy,
@@ -60,7 +60,7 @@ class Placement:
         fits: Fits,
         now: float,
     ) -> PlacementResult | None:
-        """Choose one of `records`, and count decision `number` there; None if no endpoint has capacity."""
+        """Choose one of `records`, and count the decision there; None if no endpoint has capacity."""
         self.predictions.expire(now)
         candidates = self._candidates(request, deployment, records, now)
         if request.adapter_digest:
@@ -84,6 +84,7 @@ class Placement:
             decision = policy.choose(view, candidates)
             index = _place_of(decision.chosen, candidates)
         chosen = decision.chosen
+        self.num_decisions = number = self.num_decisions + 1
         self._account(number, request, num_sequences, records[index], chosen)
         if request.adapter_digest:
             records[index].adapters.expect(number, request.adapter_digest, now)
@@ -107,8 +108,8 @@ class Placement:
         """Return the largest number of cached prompt tokens on an endpoint."""
         return max(self._cached_tokens(request, records, now).values(), default=0)
 
-    def observe(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
-        """Apply the prefixes and the load of an accepted frame. The caller has called `changed`."""
+    def observe(self, record: EndpointRecord, frame: StateFrame) -> None:
+        """Apply the prefixes of an accepted frame. The caller has called `changed`."""
         endpoint_id = record.endpoint.id
         if frame.snapshot:
             self.forget(endpoint_id)
@@ -119,11 +120,6 @@ class Placement:
             bit = self.index.bit(endpoint_id)
             self.predictions.reported(bit, frame.prefixes_added)
             self.predictions.reported(bit, frame.prefixes_removed)
-        record.adapters.update(frame.adapters, now, new_engine=frame.snapshot)
-        reported = frame.load.num_requests_running + frame.load.num_requests_waiting
-        record.dispatches.reported(record.reserved.num_sequences + record.reports.external - reported)
-        record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
-        record.step_time_params = frame.step_time
 
     def forget(self, endpoint_id: str) -> None:
         """Forget the endpoint's cached prefixes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from pagemill_gateway.brain.endpoints.deployment import WAIT_FACTOR, DeploymentRecord
@@ -29,13 +30,31 @@ class Outage:
 class Outages:
     """The outages of all deployments. `wait_s` is the minimum wait for an engine that was just lost."""
 
-    def __init__(
-        self, registry: Registry, limits: Callable[[str], QueueLimits], wait_s: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, registry: Registry, limits: QueueLimits, wait_s: float, clock: Callable[[], float]) -> None:
+        """`limits` are those of deployments that have none of their own."""
         self._registry = registry
         self._limits = limits
         self._wait_s = wait_s
         self._clock = clock
+
+    def limits(self, key: str) -> QueueLimits:
+        """Return the limits of the deployment's queue."""
+        deployment = self._registry.deployments.get(key)
+        return (deployment.model.queue if deployment is not None else None) or self._limits
+
+    def is_serving(self, key: str) -> bool:
+        deployment = self._registry.deployments.get(key)
+        return deployment is not None and deployment.serving
+
+    def start_left_s(self, key: str) -> float | None:
+        """Return the expected time until the deployment has an engine again; `None` if unknown or if it has one."""
+        deployment = self._registry.deployments.get(key)
+        return deployment.starts.left_s(self._clock()) if deployment is not None and not deployment.serving else None
+
+    def waits_until(self, key: str, arrived_at: float) -> float:
+        """Return the instant until which a start of the deployment lets a request wait; -inf without one."""
+        deployment = self._registry.deployments.get(key)
+        return deployment.starts.waits_until(arrived_at) if deployment is not None else -math.inf
 
     def wanted(self, model: str) -> list[DeploymentRecord]:
         return [each for each in self._registry.named(model) if each.model.weight > 0]
@@ -48,10 +67,10 @@ class Outages:
         """Return the remaining time that requests may wait for an engine that was just lost or will report soon."""
         if deployment.model.wakes:
             now = self._clock()
-            return max(self._limits(deployment.key).timeout_s, deployment.starts.waits_until(now) - now)
+            return max(self.limits(deployment.key).timeout_s, deployment.starts.waits_until(now) - now)
         wait_s = self._wait_s
         if wait_s > 0 and (usual_s := deployment.starts.usual_s(from_zero=False)) is not None:
-            wait_s = max(wait_s, min(WAIT_FACTOR * usual_s, self._limits(deployment.key).timeout_s))
+            wait_s = max(wait_s, min(WAIT_FACTOR * usual_s, self.limits(deployment.key).timeout_s))
         if any(record.expected for record in deployment.records):
             return wait_s
         if deployment.last_served_at is None:
