@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pagemill_gateway.routing.policies import PolicyName
+from pagemill_gateway.routing.policies import check_policy
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
@@ -288,11 +288,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     handover_timeout_s: float = 4.0
     """How long a draining engine stays in use while no other engine of its deployment can take over."""
 
-    routing_policy: PolicyName = "Cost"
+    routing_policy: str = "Cost"
     """
     Routing policy of deployments whose `routing.policy` is `Auto`. `Cost` chooses the endpoint where the request costs
     the fewest milliseconds. The others are for comparison: `LeastRequest`, `RoundRobin`, `PowerOfTwo`, `PrefixHash`
-    (KubeAI's) and `Weighted322` (llm-d's).
+    (KubeAI's) and `Weighted322` (llm-d's). Packages can add more.
     """
     routing_session_ms: float = 50.0
     """Maximum predicted cost of keeping a session (`routing.sessionHeader`) on its endpoint, in milliseconds."""
@@ -346,6 +346,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_batches(self.batches, self.redis)
         if self.tracing is not None:
             self.tracing.check()
+        try:
+            check_policy(self.routing_policy)
+        except ValueError as error:
+            raise SettingsError(f"routing_policy: {error}") from error
         self._check_access()
         self._check_numbers()
         return self

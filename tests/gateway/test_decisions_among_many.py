@@ -16,13 +16,12 @@ from examples import num_examples
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Assignment, CompletedRequest, FailureKind, RoutingRequest
-from pagemill_gateway.brain.placement import placement
 from pagemill_gateway.brain.placement.candidates import candidate_of
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.cost import NEAR_MS, NEAR_SHARE, CostPolicy
-from pagemill_gateway.routing.cost_table import LEAST_PODS, CandidateList, CostTable
+from pagemill_gateway.routing.cost_table import LEAST_PODS, CostTable
 from pagemill_gateway.routing.cost_terms import HARM_SHARE, CostBasis, cost_basis_of
-from pagemill_gateway.routing.policy import Candidate, RequestView, least_busy
+from pagemill_gateway.routing.policy import Candidate, CandidateList, RequestView, least_busy
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot, take_snapshot
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -126,8 +125,8 @@ def candidates(draw: st.DrawFn) -> Candidate:
         num_unreported,
         num_tokens,
         False,
-        cost_basis_of(report, snapshot, num_unreported, num_tokens) if kept else None,
         draw(st.sampled_from([0.0, 1.0, 250.0])),
+        cost_basis_of(report, snapshot, num_unreported, num_tokens) if kept else None,
     )
 
 
@@ -181,12 +180,12 @@ def test_a_table_of_costs_decides_like_a_call_for_each_pod(
     pods, table = [], CostTable(len(drawn))
     assert not table.is_complete
     for place, (before, _) in enumerate(drawn):
-        table.update(place, basis_of(before))
+        table.update(place, replace(before, derived=basis_of(before)))
     for place, pair in enumerate(drawn):
         pod = replace(pair[place in changed], endpoint_id=str(place), session=place == session and not is_plain)
-        pod = replace(pod, cost_basis=basis_of(pod), adapter_ms=0.0)
+        pod = replace(pod, derived=basis_of(pod), adapter_ms=0.0)
         pods.append(replace(pod, num_cached_tokens=0) if is_plain else pod)
-        table.update(place, pod.cost_basis)
+        table.update(place, pod)
     assert table.is_complete
     request, listed = RequestView(prompt, output), CandidateList(pods, table)
     listed.is_plain = is_plain
@@ -196,7 +195,7 @@ def test_a_table_of_costs_decides_like_a_call_for_each_pod(
     assert list(decision.rows) == list(expected.rows)
     cached = None if is_plain else [each.num_cached_tokens for each in pods]
     assert table.costs(prompt, output, cached) == [sum(row[:3]) + row[3] for row in expected.rows]
-    table.update(0, None)
+    table.update(0, replace(pods[0], derived=None))
     assert not table.is_complete
 
 
@@ -287,7 +286,9 @@ class World:
                 break
             depth += 1
         record.seen.clear()
-        return candidate_of(record, self.clock.now, depth * CHUNK_TOKENS if fresh else 0, session)
+        return candidate_of(
+            CostPolicy(SESSION_MS), record, self.clock.now, depth * CHUNK_TOKENS if fresh else 0, session
+        )
 
 
 @settings(deadline=None, max_examples=num_examples(60))
@@ -295,7 +296,7 @@ class World:
 def test_cached_state_of_endpoints_equals_recomputed_state(seed: int, least_pods: int) -> None:
     """The second brain has the same history and clears its caches before each decision."""
     world, twin = World(seed), World(seed)
-    with patch.object(placement, "LEAST_PODS", least_pods):
+    with patch.object(CostPolicy, "least_for_table", least_pods):
         compare(world, twin)
 
 

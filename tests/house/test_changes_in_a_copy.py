@@ -212,19 +212,20 @@ assert found.tokens.tolist() == tokens.tolist()
             "gateway/pagemill_gateway/routing/last_name.py": [
                 (
                     "",
-                    "from pagemill_gateway.routing.policy import RoutingDecision\n\n\n"
-                    "class LastName:\n"
+                    "from pagemill_gateway.routing.policy import RoutingDecision, RoutingPolicy\n\n\n"
+                    "class LastName(RoutingPolicy):\n"
                     '    name = "LastName"\n\n'
                     "    def choose(self, request, candidates):\n"
                     '        return RoutingDecision(max(candidates, key=lambda each: each.endpoint_id), "its name")\n',
                 )
             ],
             POLICIES: [
-                ("from typing import Literal\n", "from pagemill_gateway.routing.last_name import LastName\n"),
-                ('PolicyName = Literal["Cost", ', '"LastName", '),
-                ('    "PrefixHash": PrefixHash,\n', '    "LastName": LastName,\n'),
+                (
+                    "from importlib.metadata import EntryPoint, entry_points\n",
+                    "from pagemill_gateway.routing.last_name import LastName\n",
+                ),
+                ("    PrefixHash,\n", "    LastName,\n"),
             ],
-            ROUTING: [('"LeastRequest", ', '"LastName", ')],
         },
         """
 import msgspec

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.conversations import TRAFFIC, Conversation, Turn
 from pagemill_simulator.fleet.fleet import simulate_fleet
@@ -22,7 +21,7 @@ STEP_TIME = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0], 
 SEEDS = (101, 102, 103)
 
 
-def fleet(count: int, policy: PolicyName, *, num_kv_blocks: int = 2500, **settings: Any) -> FleetSettings:
+def fleet(count: int, policy: str, *, num_kv_blocks: int = 2500, **settings: Any) -> FleetSettings:
     engine = EngineConfig(
         model="sim",
         num_kv_blocks=num_kv_blocks,

@@ -7,7 +7,6 @@ import statistics
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.report.state import AdapterSlots, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
@@ -114,7 +113,7 @@ def test_a_pod_without_a_reported_load_time_reports_everything_else() -> None:
 
 
 def served(
-    seed: int, policy: PolicyName, *, num_adapters: int = 8, num_slots: int = 2, reports: bool = True
+    seed: int, policy: str, *, num_adapters: int = 8, num_slots: int = 2, reports: bool = True
 ) -> tuple[list[Conversation], RoutingReport]:
     traffic = among_adapters(long_and_short(seed)[:120], num_adapters, seed)
     adapters = AdapterSettings(num_slots=num_slots, load_s=0.2, reports_load_ms=reports)

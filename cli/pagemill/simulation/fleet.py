@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,7 +11,7 @@ from pagemill.planning.errors import PlanError
 from pagemill.planning.replica import PlannedReplica
 from pagemill.up.loading import Loaded
 from pagemill_engine.config import EngineConfig
-from pagemill_gateway.routing.policies import PolicyName
+from pagemill_gateway.routing.policies import AUTO
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.catalog import QueueLimits
@@ -58,7 +58,7 @@ def fleet_of(
     settings = msgspec.structs.replace(
         defaults,
         start_replicas=options.start_replicas,
-        routing_policy=_routing(plan.routing_policy, defaults.routing_policy),
+        routing_policy=defaults.routing_policy if plan.routing_policy == AUTO else plan.routing_policy,
         slo_ttft_ms=slo.ttft_ms,
         slo_tpot_ms=slo.tpot_ms,
         cold_start=cold_start_of(options.cold_start),
@@ -114,8 +114,3 @@ def _queue(plan: Plan) -> QueueLimits | None:
     if queue is None:
         return None
     return QueueLimits(max_requests=queue.max_requests, max_bytes=queue.max_bytes, timeout_s=queue.timeout_s)
-
-
-def _routing(name: str, default: PolicyName) -> PolicyName:
-    """Return the routing policy; `Auto` and unknown names become the gateway's default."""
-    return next((each for each in get_args(PolicyName) if each == name), default)

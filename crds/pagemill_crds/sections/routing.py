@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -28,12 +28,13 @@ class Queue(Section):
 class RoutingSection(Section):
     """How the gateway distributes requests over replicas."""
 
-    policy: Literal["Auto", "LeastRequest", "RoundRobin", "PowerOfTwo", "PrefixHash", "Weighted322"] = "Auto"
+    policy: Annotated[str, Text(63, r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "must be a name such as LeastRequest")] = "Auto"
     """Routing algorithm. `Auto` chooses the replica where the request is predicted to cost the least time, including
     the delay of other requests. The others are for comparison: `LeastRequest` chooses the replica with the
     fewest requests; `RoundRobin` takes turns; `PowerOfTwo` chooses the less busy of two random
     replicas; `PrefixHash` is KubeAI's consistent hashing with bounded loads; `Weighted322` is the default profile of
-    llm-d."""
+    llm-d. Packages can register others with the gateway; where a gateway has no policy of the name, its default
+    decides, and its log says so."""
     weight: Annotated[int, Field(ge=0, le=1000)] | None = None
     """Share of the requests, relative to the other weights, when several LLMDeployments serve one model name (canary).
     Without it, a second LLMDeployment with the same name is refused with reason `NameConflict`."""

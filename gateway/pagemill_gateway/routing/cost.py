@@ -12,11 +12,18 @@ a step-time model, the median model of the others is used. If no pod has one, th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import cast, overload
 
-from pagemill_gateway.routing.cost_table import CandidateList
+from pagemill_gateway.routing.cost_table import LEAST_PODS, CostTable
 from pagemill_gateway.routing.cost_terms import CostBasis, CostTerms, cost_basis_of, cost_terms
-from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, least_busy
+from pagemill_gateway.routing.policy import (
+    Candidate,
+    CandidateList,
+    RequestView,
+    RoutingDecision,
+    RoutingPolicy,
+    least_busy,
+)
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import DEFAULT_STEP_TOKENS, StepTimeSnapshot, take_snapshot
 from pagemill_protocol.report.step_time import StepTimeModel
@@ -27,12 +34,23 @@ NEAR_MS = 0.5
 COLUMNS = ("step_ms", "wait_ms", "prefill_ms", "harm_ms", "adapter_ms", "ttft_ms", "affinity_ms", "cost_ms")
 
 
-class CostPolicy:
+class CostPolicy(RoutingPolicy):
     name = "Cost"
+    least_for_table = LEAST_PODS
 
     def __init__(self, session_ms: float = 50.0) -> None:
         """`session_ms`: the maximum predicted cost of staying on the session's pod, in milliseconds."""
         self._session_ms = session_ms
+
+    def derive(self, candidate: Candidate) -> CostBasis | None:
+        """Return the basis of its cost; `None` without a step-time model."""
+        report = candidate.report
+        if report is None or report.step_time is None:
+            return None
+        return cost_basis_of(report, report.step_time, candidate.num_unreported, candidate.num_unreported_tokens)
+
+    def table(self, num_candidates: int) -> CostTable:
+        return CostTable(num_candidates)
 
     def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
         bases, costs = _costs(request, candidates)
@@ -84,7 +102,7 @@ class _Rows(Sequence[Sequence[float]]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         candidate = self._candidates[index]
-        basis = candidate.cost_basis if self._bases is None else self._bases[index]
+        basis = candidate.derived if self._bases is None else self._bases[index]
         terms = CostTerms(*self._terms(candidate, basis))
         adapter_ms, affinity_ms = candidate.adapter_ms, 0.0 if candidate.session else self._affinity_ms
         cost_ms = terms.ttft_ms + terms.harm_ms + adapter_ms + affinity_ms
@@ -92,7 +110,7 @@ class _Rows(Sequence[Sequence[float]]):
 
     def ttft_ms(self, chosen: Candidate) -> float:
         """Return the expected TTFT of one of the candidates, without the other terms."""
-        basis = chosen.cost_basis if self._bases is None else self._bases[self._candidates.index(chosen)]
+        basis = chosen.derived if self._bases is None else self._bases[self._candidates.index(chosen)]
         step_ms, wait_ms, prefill_ms, _ = self._terms(chosen, basis)
         return step_ms + wait_ms + prefill_ms + chosen.adapter_ms
 
@@ -107,9 +125,9 @@ def _costs(
 ) -> tuple[Sequence[CostBasis] | None, Sequence[float] | None]:
     """Return replaced bases, or `None`, and the costs without session and adapter, or `None` if unknown."""
     num_prompt_tokens, num_output_tokens = request.num_prompt_tokens, request.num_output_tokens
-    if isinstance(candidates, CandidateList) and candidates.cost_table.is_complete:
+    if isinstance(candidates, CandidateList) and (table := cast(CostTable, candidates.table)).is_complete:
         cached = None if candidates.is_plain else [each.num_cached_tokens for each in candidates]
-        return None, candidates.cost_table.costs(num_prompt_tokens, num_output_tokens, cached)
+        return None, table.costs(num_prompt_tokens, num_output_tokens, cached)
     bases = _cost_bases(candidates)
     if bases is None:
         return None, None
@@ -120,7 +138,7 @@ def _costs(
 
 def _cost_bases(candidates: Sequence[Candidate]) -> Sequence[CostBasis] | None:
     """Return each candidate's basis, with the median model for missing ones; `None` if a report or all models lack."""
-    bases = [each.cost_basis for each in candidates if each.cost_basis is not None]
+    bases = [each.derived for each in candidates if each.derived is not None]
     if len(bases) == len(candidates):
         return bases
     reports = [each.report for each in candidates if each.report is not None]

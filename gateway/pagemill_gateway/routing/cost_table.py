@@ -32,8 +32,8 @@ class CostTable:
         self._rows = np.arange(num_pods)
         self._set_width(1)
 
-    def update(self, place: int, basis: CostBasis | None) -> None:
-        """Set the basis of a pod; `None` if it is unknown."""
+    def update(self, place: int, candidate: Candidate) -> None:
+        basis: CostBasis | None = candidate.derived
         self._num_unknown += (basis is None) - (self._bases[place] is None)
         self._bases[place] = basis
         if basis is None:
@@ -132,15 +132,3 @@ def _row(basis: CostBasis) -> tuple[float, ...]:
         basis.harm_ms,
         basis.pieces.decode_context_ms * basis.num_context_tokens,
     )
-
-
-class CandidateList(list[Candidate]):
-    """A list of candidates with the table of their costs."""
-
-    __slots__ = ("cost_table", "is_plain")
-
-    def __init__(self, candidates: Sequence[Candidate], cost_table: CostTable) -> None:
-        super().__init__(candidates)
-        self.cost_table = cost_table
-        self.is_plain = True
-        """Whether no candidate has cached tokens or the session."""

@@ -1,4 +1,4 @@
-"""The protocol of routing policies, with their inputs and outputs.
+"""The base of routing policies, with their inputs and outputs.
 
 A policy is a pure choice among candidates that the brain found usable (not terminating, draining, ejected or tried
 before). All inputs are arguments, including random numbers, so that a decision can be repeated from its record. The
@@ -7,13 +7,14 @@ brain counts the choice.
 
 from __future__ import annotations
 
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from pagemill_gateway.routing.cost_terms import CostBasis
 from pagemill_gateway.routing.report import PodReport
 
 
@@ -39,10 +40,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Uncached prompt tokens of the requests that its report does not count."""
     session: bool = False
     """Whether the request's session was at this endpoint last."""
-    cost_basis: CostBasis | None = None
-    """The basis of its cost; `None` without a step-time model."""
     adapter_ms: float = 0.0
     """Time until the request's adapter is loaded; 0 if it is loaded or none is needed."""
+    derived: Any = None
+    """What the deployment's policy has derived from the other fields (`RoutingPolicy.derive`)."""
 
     @property
     def num_requests(self) -> int:
@@ -77,12 +78,48 @@ class RoutingDecision(msgspec.Struct, frozen=True, gc=False):
     """The TTFT that the policy predicts for the chosen candidate; `None` if it predicts none."""
 
 
-class RoutingPolicy(Protocol):
-    name: str
+class CandidateTable(Protocol):
+    """A policy's own form of many candidates, which the brain keeps up to date."""
 
+    def update(self, place: int, candidate: Candidate) -> None:
+        """Replace the candidate at this place of the list."""
+        ...
+
+
+class CandidateList(list[Candidate]):
+    """A list of candidates with the policy's table of them."""
+
+    __slots__ = ("is_plain", "table")
+
+    def __init__(self, candidates: Sequence[Candidate], table: CandidateTable) -> None:
+        super().__init__(candidates)
+        self.table = table
+        self.is_plain = True
+        """Whether no candidate has cached tokens or the session, so that all are as in the table."""
+
+
+class RoutingPolicy(ABC):
+    """A policy. Most have a name and `choose` alone."""
+
+    name: str
+    """The policy's name in `spec.routing.policy`."""
+    least_for_table: int = sys.maxsize
+    """The number of candidates from which on the policy wants a table of them."""
+
+    @abstractmethod
     def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
         """Choose the candidate for the request. `candidates` is never empty."""
-        ...
+
+    def derive(self, candidate: Candidate) -> Any:
+        """Return what `choose` needs of a candidate whatever the request is.
+
+        It is called when an endpoint has changed, which is less often than a decision among all endpoints.
+        """
+        return None
+
+    def table(self, num_candidates: int) -> CandidateTable:
+        """Return an empty table, for a deployment with `least_for_table` endpoints or more."""
+        raise NotImplementedError(f"{type(self).__name__} sets least_for_table, and has no table")
 
 
 def least_busy(candidates: Sequence[Candidate]) -> Candidate:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, least_busy
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, RoutingPolicy, least_busy
 
 
-class PowerOfTwo:
+class PowerOfTwo(RoutingPolicy):
     name = "PowerOfTwo"
 
     def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
-from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, RoutingPolicy
 
 LOAD_FACTOR = 1.25
 REPLICAS = 256
@@ -21,7 +21,7 @@ PREFIX_CHARS = 100
 """The number of hashed characters of the first user message or the prompt."""
 
 
-class PrefixHash:
+class PrefixHash(RoutingPolicy):
     name = "PrefixHash"
 
     def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, RoutingPolicy
 
 
-class RoundRobin:
+class RoundRobin(RoutingPolicy):
     name = "RoundRobin"
 
     def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, RoutingPolicy
 
 QUEUE_WEIGHT, KV_WEIGHT, PREFIX_WEIGHT = 2.0, 2.0, 3.0
 
 
-class Weighted322:
+class Weighted322(RoutingPolicy):
     name = "Weighted322"
 
     def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:

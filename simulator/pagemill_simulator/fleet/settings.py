@@ -14,7 +14,7 @@ import msgspec
 
 from pagemill_engine.config import EngineConfig
 from pagemill_gateway.config import BatchesConfig, GatewayConfig
-from pagemill_gateway.routing.policies import PolicyName
+from pagemill_gateway.routing.policies import check_policy
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.scaling.policy import ReplicaBounds
@@ -83,7 +83,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A policy's decision is clamped to these bounds."""
     start_replicas: int | None = None
     """Replicas that are ready when traffic begins; None: as few as the bounds allow."""
-    routing_policy: PolicyName = "Cost"
+    routing_policy: str = "Cost"
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     """Used in reports; a scaling policy has its own."""
@@ -136,6 +136,10 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise FleetSettingsError(f"adapters.num_slots: {self.adapters.num_slots} must be at least 1")
         if self.adapters is not None:
             _check("adapters.load_s", self.adapters.load_s)
+        try:
+            check_policy(self.routing_policy)
+        except ValueError as error:
+            raise FleetSettingsError(f"routing_policy: {error}") from error
         if self.max_attempts < 1:
             raise FleetSettingsError(f"max_attempts: {self.max_attempts} must be at least 1")
         return self

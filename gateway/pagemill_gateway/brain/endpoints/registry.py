@@ -35,11 +35,14 @@ class Registry:
             if before is not None:
                 deployment.last_served_at, deployment.output_tokens = before.last_served_at, before.output_tokens
                 deployment.starts, deployment.bundle_digest = before.starts, before.bundle_digest
+            has_policy = before is not None and before.model.routing_policy == model.routing_policy
             self.deployments[deployment.key] = deployment
             for endpoint in model.endpoints:
                 if endpoint.probed_ready and not _was_probed_ready(known.get(endpoint.id)):
                     deployment.last_served_at = now
                 record = self._record(known.get(endpoint.id), endpoint, deployment.key)
+                if not has_policy:
+                    record.seen.clear()  # another policy's
                 self.endpoints[endpoint.id] = record
                 deployment.records.append(record)
             for name in dict.fromkeys([model.name, *model.aliases, *(each.name for each in model.adapters)]):

@@ -13,10 +13,7 @@ import msgspec
 
 from pagemill_gateway.brain.endpoints.pod_reports import with_own_counts
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
-from pagemill_gateway.routing.cost_table import CandidateList, CostTable
-from pagemill_gateway.routing.cost_terms import CostBasis, cost_basis_of
-from pagemill_gateway.routing.policy import Candidate
-from pagemill_gateway.routing.report import PodReport
+from pagemill_gateway.routing.policy import Candidate, CandidateList, RoutingPolicy
 
 PLAIN, STALE = 0, -1
 """Keys of cached candidates without a session: fresh report and no cached tokens, or stale report."""
@@ -24,7 +21,10 @@ MAX_KEPT = 64
 """Limit for the cached candidates of an endpoint, one for each number of cached tokens."""
 
 
-def candidate_of(record: EndpointRecord, now: float, num_cached_tokens: int = 0, session: bool = False) -> Candidate:
+def candidate_of(
+    policy: RoutingPolicy, record: EndpointRecord, now: float, num_cached_tokens: int = 0, session: bool = False
+) -> Candidate:
+    """Return the endpoint as a candidate for a deployment that uses this policy."""
     believed = record.reports.fresh(now)
     key = PLAIN + 2 * num_cached_tokens + session if believed else STALE - session
     candidate = record.seen.get(key)
@@ -32,21 +32,23 @@ def candidate_of(record: EndpointRecord, now: float, num_cached_tokens: int = 0,
         if len(record.seen) >= MAX_KEPT:
             record.seen.clear()
         candidate = _believed(record, num_cached_tokens, session) if believed else _stale(record, session)
+        msgspec.structs.force_setattr(candidate, "derived", policy.derive(candidate))
         record.seen[key] = candidate
     return candidate
 
 
 class KeptCandidates:
-    """The candidates of a deployment with many endpoints and the table of their costs, without cached tokens.
+    """The candidates of a deployment with many endpoints and its policy's table of them, without cached tokens.
 
     Only candidates that changed are rebuilt: by a report, a decision, the end of a request, or a report's expiry.
     """
 
-    def __init__(self, records: Sequence[EndpointRecord]) -> None:
+    def __init__(self, policy: RoutingPolicy, records: Sequence[EndpointRecord]) -> None:
+        self.policy = policy
         self.records = records
         self._places = {record: place for place, record in enumerate(records)}
         self._candidates = [_stale(record, session=False) for record in records]
-        self._table = CostTable(len(records))
+        self._table = policy.table(len(records))
         self._changed: set[EndpointRecord] = set()
         self._fresh_until = -math.inf
         """The earliest time at which a report becomes stale."""
@@ -63,10 +65,10 @@ class KeptCandidates:
             place = self._places.get(record)
             if place is None:
                 continue
-            candidate = candidate_of(record, now)
+            candidate = candidate_of(self.policy, record, now)
             if candidate is not self._candidates[place]:
                 self._candidates[place] = candidate
-                self._table.update(place, candidate.cost_basis)
+                self._table.update(place, candidate)
             if candidate.believed:
                 self._fresh_until = min(self._fresh_until, record.reports.fresh_until)
         self._changed.clear()
@@ -88,20 +90,18 @@ def with_adapter(
 
 
 def _believed(record: EndpointRecord, num_cached_tokens: int, session: bool) -> Candidate:
-    dispatches, report = record.dispatches, record.pod_report
-    num_unreported, num_unreported_tokens = dispatches.num_unreported, dispatches.num_unreported_tokens
+    dispatches = record.dispatches
     return Candidate(
         record.endpoint.id,
         record.in_flight,
         record.reports.external,
         record.last_chosen,
-        report,
+        record.pod_report,
         True,
         num_cached_tokens,
-        num_unreported,
-        num_unreported_tokens,
+        dispatches.num_unreported,
+        dispatches.num_unreported_tokens,
         session,
-        _cost_basis(report, num_unreported, num_unreported_tokens),
     )
 
 
@@ -118,11 +118,4 @@ def _stale(record: EndpointRecord, session: bool) -> Candidate:
         num_unreported=dispatches.num_uncomputed,
         num_unreported_tokens=dispatches.num_uncomputed_tokens,
         session=session,
-        cost_basis=_cost_basis(report, dispatches.num_uncomputed, dispatches.num_uncomputed_tokens),
     )
-
-
-def _cost_basis(report: PodReport | None, num_unreported: int, num_unreported_tokens: int) -> CostBasis | None:
-    if report is None or report.step_time is None:
-        return None
-    return cost_basis_of(report, report.step_time, num_unreported, num_unreported_tokens)

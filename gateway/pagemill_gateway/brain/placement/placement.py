@@ -20,8 +20,7 @@ from pagemill_gateway.brain.placement.candidates import PLAIN, STALE, KeptCandid
 from pagemill_gateway.brain.placement.decisions import DecisionLog
 from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
-from pagemill_gateway.routing.cost_table import LEAST_PODS, CandidateList
-from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingPolicy
+from pagemill_gateway.routing.policy import Candidate, CandidateList, RequestView, RoutingPolicy
 from pagemill_protocol.report.state import StateFrame
 
 Fits = Callable[[EndpointRecord, int], bool]
@@ -62,7 +61,7 @@ class Placement:
     ) -> PlacementResult | None:
         """Choose one of `records`, and count the decision there; None if no endpoint has capacity."""
         self.predictions.expire(now)
-        candidates = self._candidates(request, deployment, records, now)
+        candidates = self._candidates(request, policy, deployment, records, now)
         if request.adapter_digest:
             candidates = with_adapter(candidates, records, request.adapter_digest, now)
         view = RequestView(
@@ -148,17 +147,23 @@ class Placement:
             record.adapters.computed(number, now)
 
     def _candidates(
-        self, request: RoutingRequest, deployment: DeploymentRecord, records: Sequence[EndpointRecord], now: float
+        self,
+        request: RoutingRequest,
+        policy: RoutingPolicy,
+        deployment: DeploymentRecord,
+        records: Sequence[EndpointRecord],
+        now: float,
     ) -> Sequence[Candidate]:
         cached = self._cached_tokens(request, records, now)
         session = self._sessions.endpoint(deployment.key, request.session) if request.session else None
-        kept = self._kept_of(deployment, records) if len(records) >= LEAST_PODS else None
+        kept = self._kept_of(policy, deployment, records) if len(records) >= policy.least_for_table else None
         # Inlined, because most requests use cached candidates and a call for each is slow.
         candidates: list[Candidate] = (
             kept.current(now)
             if kept is not None
             else [
-                record.seen.get(PLAIN if now <= record.reports.fresh_until else STALE) or candidate_of(record, now)
+                record.seen.get(PLAIN if now <= record.reports.fresh_until else STALE)
+                or candidate_of(policy, record, now)
                 for record in records
             ]
         )
@@ -166,18 +171,21 @@ class Placement:
             for place, record in enumerate(records):
                 endpoint_id = record.endpoint.id
                 if endpoint_id in cached or endpoint_id == session:
-                    candidates[place] = candidate_of(record, now, cached.get(endpoint_id, 0), endpoint_id == session)
+                    num_cached = cached.get(endpoint_id, 0)
+                    candidates[place] = candidate_of(policy, record, now, num_cached, endpoint_id == session)
             if isinstance(candidates, CandidateList):
                 candidates.is_plain = False
         return candidates
 
-    def _kept_of(self, deployment: DeploymentRecord, records: Sequence[EndpointRecord]) -> KeptCandidates | None:
+    def _kept_of(
+        self, policy: RoutingPolicy, deployment: DeploymentRecord, records: Sequence[EndpointRecord]
+    ) -> KeptCandidates | None:
         kept = self._kept.get(deployment.key)
-        if kept is not None and kept.records is records:
+        if kept is not None and kept.records is records and kept.policy is policy:
             return kept
         if not deployment.keeps(records):
             return None
-        kept = self._kept[deployment.key] = KeptCandidates(records)
+        kept = self._kept[deployment.key] = KeptCandidates(policy, records)
         return kept
 
     def _cached_tokens(self, request: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> dict[str, int]:
