@@ -13,7 +13,7 @@ from typing import NamedTuple
 from report import emit
 from routing import fleet, interval
 
-from pagemill_gateway.routing.policies import PolicyName
+from pagemill_gateway.routing.policies XX
 from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.conversations import TRAFFIC, among_adapters, at_rate
 from pagemill_simulator.engine import Percentiles
@@ -29,7 +29,7 @@ class Mix(NamedTuple):
 
 
 MIXES = (Mix(4, 2, 0.2), Mix(8, 2, 0.05), Mix(8, 2, 0.2), Mix(8, 2, 1.0), Mix(16, 4, 0.2), Mix(32, 4, 0.2))
-KINDS: dict[str, tuple[PolicyName, bool]] = {
+KINDS: dict[str, tuple[str, bool]] = {
     "LeastRequest": ("LeastRequest", False),
     "PrefixHash": ("PrefixHash", False),
     "Cost, loads not reported": ("Cost", False),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from peers.install import InstallFailed
 from peers.process import PeerFailed, PeerProcess
@@ -29,12 +29,12 @@ from routers.chats import Chats, Reported, words
 from routers.engines import TOKEN, Engines, engines
 from routers.stage import FOLDER
 
-from pagemill_gateway.routing.policies import PolicyName
+from pagemill_gateway.routing.policies import BUILT_IN
 from pagemill_simulator.conversations import TRAFFIC
 from pagemill_simulator.engine import Percentiles
 
 RIVALS = ("vllm-router", "smg")
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+POLICIES = tuple(each.name for each in BUILT_IN)
 DEFAULT = (f"{OURS} Cost", f"{OURS} LeastRequest", *RIVALS, "nginx")
 START_TIMEOUT_S = 120.0
 SETTLE_S = 2.0

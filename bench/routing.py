@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from typing import get_args
 
 from report import emit
 
 from pagemill_engine.config import EngineConfig
-from pagemill_gateway.routing.policies import PolicyName
+from pagemill_gateway.routing.policies import BUILT_IN
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_simulator.adapters import AdapterSettings
@@ -30,15 +29,15 @@ STEP_TIME = StepTimeParams(
     knots_tokens=[1, 64, 512, 2048], knot_ms=[6.0, 8.0, 22.0, 80.0], decode_context_ms=1e-5, chunk_context_ms=1e-7
 )
 """Similar to an 8B model on one data-centre GPU."""
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
-BASELINE: PolicyName = "LeastRequest"
+POLICIES = tuple(each.name for each in BUILT_IN)
+BASELINE: str = "LeastRequest"
 BUDGET = 512
 """Tokens of a full step."""
 BANDS = {"low": 0.5, "middle": 1.0, "high": 1.7}
 """Multiples of the traffic's own rate."""
 
 
-def fleet(num_pods: int, policy: PolicyName, seed: int, adapters: AdapterSettings | None = None) -> FleetSettings:
+def fleet(num_pods: int, policy: str, seed: int, adapters: AdapterSettings | None = None) -> FleetSettings:
     engine = EngineConfig(
         model="sim",
         num_kv_blocks=2500,
@@ -53,7 +52,7 @@ def fleet(num_pods: int, policy: PolicyName, seed: int, adapters: AdapterSetting
     return FleetSettings(engine=engine, bounds=bounds, routing_policy=policy, seed=seed, adapters=adapters)
 
 
-def run(kind: str, policy: PolicyName, seed: int, num_pods: int, rate: float = 1.0) -> RoutingReport:
+def run(kind: str, policy: str, seed: int, num_pods: int, rate: float = 1.0) -> RoutingReport:
     return report_routing(at_rate(TRAFFIC[kind](seed), rate), fleet(num_pods, policy, seed))
 
 
