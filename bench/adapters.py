@@ -13,7 +13,6 @@ from typing import NamedTuple
 from report import emit
 from routing import fleet, interval
 
-from pagemill_gateway.routing.policies XX
 from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.conversations import TRAFFIC, among_adapters, at_rate
 from pagemill_simulator.engine import Percentiles
