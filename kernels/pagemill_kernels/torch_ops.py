@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pagemill_kernels.activation import native as activation
 from pagemill_kernels.activation import reference as activation_reference
+from pagemill_kernels.adapters.rows import ExpertRows
 from pagemill_kernels.experts import native as experts
 from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
 from pagemill_kernels.experts.reference import PlainExperts
@@ -133,14 +134,18 @@ class TorchLinear:
 class TorchExperts:
     """An `experts.native.NativeExperts` as `FusedExperts`."""
 
-    def __init__(self, packed: experts.NativeExperts) -> None:
-        self.native = packed
+    def __init__(self, packed: experts.NativeExperts, plain: PlainExperts) -> None:
+        """Wrap packed experts. `plain`: the same ones, computed one by one for steps with adapters."""
+        self.native, self._plain = packed, plain
 
     @property
     def num_bytes(self) -> int:
         return self.native.num_bytes
 
-    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
+    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, rows: ExpertRows | None = None) -> None:
+        if rows is not None:
+            self._plain.add_to(out, x, chosen, weights, rows)
+            return
         self.native.add_to(*(from_torch(each) for each in (out, x, chosen, weights)))
 
 
@@ -155,7 +160,7 @@ def pack_experts(parts: Sequence[ExpertParts], gate: Gate) -> FusedExperts:
     downs = [each.down.native for each in parts if isinstance(each.down, TorchLinear)]
     if not len(ups) == len(downs) == len(parts):
         return PlainExperts(parts, gate)
-    return TorchExperts(experts.NativeExperts(ups, downs, gate))
+    return TorchExperts(experts.NativeExperts(ups, downs, gate), PlainExperts(parts, gate))
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> TorchLinear:

@@ -63,7 +63,7 @@ class RandomTensors:
         shape = self.shapes[name]
         values = generator.standard_normal(shape, dtype=np.float32)
         # Norms stay near 1, and products near the size of their inputs.
-        return 1 + 0.2 * values if len(shape) == 1 and "bias" not in name else values * np.float32(0.3)
+        return 1 + 0.2 * values if len(shape) == 1 and "bias" not in name else values * np.float32(0.2)
 
     def read_into(self, name: str, out: Any) -> None:
         self.read.append(name)

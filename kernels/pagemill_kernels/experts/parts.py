@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pagemill_kernels.adapters.rows import ExpertRows
     from pagemill_kernels.linear.packed import PackedLinear
 
 
@@ -42,10 +43,10 @@ class FusedExperts(Protocol):
         """Bytes of all weights in memory."""
         ...
 
-    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
+    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, rows: ExpertRows | None = None) -> None:
         """Add sum over j of weights[t, j] * (expert chosen[t, j])(x[t]) to out[t], in place.
 
         out: contiguous [tokens, hidden]; x: [tokens, hidden]; chosen: int64 [tokens, top_k], no expert twice in a row;
-        weights: float32 [tokens, top_k].
+        weights: float32 [tokens, top_k]; rows: the adapters of the tokens.
         """
         ...

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.activation.reference import activate_and_mul
+from pagemill_kernels.adapters.rows import ExpertRows
 from pagemill_kernels.experts.parts import ExpertParts, Gate, Gating
 
 
@@ -55,11 +56,17 @@ class PlainExperts:
     def num_bytes(self) -> int:
         return sum(each.up.num_bytes + each.down.num_bytes for each in self._experts)
 
-    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
+    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, rows: ExpertRows | None = None) -> None:
         for index in sorted(set(chosen.flatten().tolist())):
             tokens, slots = torch.where(chosen == index)
-            expert = self._experts[index]
-            result = expert.down(activate_and_mul(expert.up(x[tokens]), *self._gate))
+            expert, own = self._experts[index], x[tokens]
+            inner = expert.up(own)
+            if rows is not None:
+                rows.add_up(inner, own, torch.full_like(tokens, index), tokens)
+            activated = activate_and_mul(inner, *self._gate)
+            result = expert.down(activated)
+            if rows is not None:
+                rows.add_down(result, activated, torch.full_like(tokens, index), tokens)
             out.index_add_(0, tokens, (result * weights[tokens, slots, None]).to(out.dtype))
 
 

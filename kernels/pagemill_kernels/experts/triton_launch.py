@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagemill_kernels.activation.reference import activate_and_mul
 from pagemill_kernels.activation.triton_launch import silu_and_mul
+from pagemill_kernels.adapters.rows import ExpertRows
 from pagemill_kernels.experts import triton_body
 from pagemill_kernels.experts.parts import ExpertParts, Gate
 from pagemill_kernels.gpu import launch
@@ -51,16 +52,21 @@ class GroupedExperts:
         tensors = (each for parts in held for each in parts)
         return sum(each.nbytes for each in tensors if each is not None)
 
-    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
+    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, rows: ExpertRows | None = None) -> None:
         launch.check_floats("experts", out=out, x=x)
         launch.check_contiguous("experts", out=out, x=x)
         num_tokens, top_k = chosen.shape
         if num_tokens == 0:
             return
-        rows = self._sort(chosen)
-        gate_up = _multiply(self._weights[0], x, rows, self._num_experts, top_k)
+        sorted_rows = self._sort(chosen)
+        gate_up = _multiply(self._weights[0], x, sorted_rows, self._num_experts, top_k)
+        if rows is not None:
+            tokens = torch.arange(num_tokens, device=x.device).repeat_interleave(top_k)
+            rows.add_up(gate_up, x[tokens], chosen.flatten(), tokens)
         inner = silu_and_mul(gate_up) if self._gate == Gate("silu") else activate_and_mul(gate_up, *self._gate)
-        results = _multiply(self._weights[1], inner, rows, self._num_experts, 1)
+        results = _multiply(self._weights[1], inner, sorted_rows, self._num_experts, 1)
+        if rows is not None:
+            rows.add_down(results, inner, chosen.flatten(), tokens)
         size = out.shape[1]
         triton_body.add_weighted[(num_tokens, triton.cdiv(size, SUM_BLOCK))](
             results_ptr=results,

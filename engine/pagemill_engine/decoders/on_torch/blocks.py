@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.context import ForwardContext
+from pagemill_engine.decoders.on_torch.context import ForwardContext, ProductContext
 from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm, VectorWeights
 from pagemill_engine.decoders.row_order import norm_order, qkv_order
 from pagemill_kernels.registry import Ops
@@ -20,9 +20,9 @@ from pagemill_models.declaration.declaration import AttentionSpec, MLPSpec, Norm
 
 
 class LayerOutput(Protocol):
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, context: ProductContext) -> Tensor: ...
 
-    def add_to(self, out: Tensor, x: Tensor) -> None:
+    def add_to(self, out: Tensor, x: Tensor, context: ProductContext) -> None:
         """Add self(x) to `out` in place."""
         ...
 
@@ -41,15 +41,18 @@ class LayerBlock(Protocol):
 
 
 class Attention:
-    def __init__(self, spec: AttentionSpec, ops: Ops, dtype: torch.dtype, index: int, rotation: int | None) -> None:
+    def __init__(
+        self, spec: AttentionSpec, ops: Ops, dtype: torch.dtype, number: int, index: int, rotation: int | None
+    ) -> None:
         """Build the layer.
 
-        `index`: that of its KV cache. `rotation`: index of its rotary embedding among the model's.
+        `number`: that of its first linear layer. `index`: that of its KV cache. `rotation`: index of its rotary
+        embedding among the model's.
         """
         self.spec = spec
         self.dtype = dtype
-        self.qkv = Linear(spec.qkv, ops, dtype, qkv_order(spec))
-        self.output = Linear(spec.output, ops, dtype)
+        self.qkv = Linear(spec.qkv, ops, dtype, number, qkv_order(spec))
+        self.output = Linear(spec.output, ops, dtype, number + 1)
         self.query_norm = _head_norm(spec.query_norm, spec, ops, dtype)
         self.key_norm = _head_norm(spec.key_norm, spec, ops, dtype)
         self.ops = ops
@@ -68,7 +71,7 @@ class Attention:
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         num_tokens, num_heads = x.shape[0], self._num_heads
         # A matmul may return the type of its weights; from here on the model's own type is used.
-        heads = self.qkv(x).to(self.dtype).view(num_tokens, -1, self._head_dim)
+        heads = self.qkv(x, context).to(self.dtype).view(num_tokens, -1, self._head_dim)
         query = heads[:, :num_heads]
         cache = context.kv_caches[self._index]
         # The whole step's keys and values are stored first, so that a prefix hit within the step reads them.
@@ -87,9 +90,9 @@ class Attention:
             in_one_pass(heads, num_heads, norms, *rotation, cache, slots)
             return
         if self.query_norm is not None:
-            _normalize(self.query_norm, heads[:, :num_heads])
+            _normalize(self.query_norm, heads[:, :num_heads], context)
         if self.key_norm is not None:
-            _normalize(self.key_norm, heads[:, num_heads : num_heads + self.spec.num_kv_heads])
+            _normalize(self.key_norm, heads[:, num_heads : num_heads + self.spec.num_kv_heads], context)
         if rotation is None:
             self.ops.store(heads, num_heads, cache, slots)
         else:
@@ -101,16 +104,18 @@ class Attention:
         if query is None or key is None:
             return None
         alike = query.eps == key.eps and all(
-            norm.spec.kind == "rms" and norm.spec.size == self._head_dim for norm in (query, key)
+            norm.spec.kind == "rms" and norm.spec.size == self._head_dim and norm.spec.part is None
+            for norm in (query, key)
         )
         return HeadNorms(query.weight, key.weight, query.eps) if alike else None
 
 
 class MLP:
-    def __init__(self, spec: MLPSpec, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, spec: MLPSpec, ops: Ops, dtype: torch.dtype, number: int) -> None:
+        """Build the block. `number`: that of its first linear layer."""
         self.spec = spec
-        self.up = Linear(spec.up, ops, dtype)
-        self.output = Linear(spec.down, ops, dtype)
+        self.up = Linear(spec.up, ops, dtype, number)
+        self.output = Linear(spec.down, ops, dtype, number + 1)
         self._activate = _activation(spec, ops)
 
     def layers(self) -> Iterator[Layer]:
@@ -118,10 +123,10 @@ class MLP:
         yield self.output
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
-        return self.activate(x)
+        return self.activate(x, context)
 
-    def activate(self, x: Tensor) -> Tensor:
-        return self._activate(self.up(x))
+    def activate(self, x: Tensor, context: ProductContext) -> Tensor:
+        return self._activate(self.up(x, context))
 
 
 def _activation(spec: MLPSpec, ops: Ops) -> Callable[[Tensor], Tensor]:
@@ -138,7 +143,11 @@ def _head_norm(norm: NormSpec | None, spec: AttentionSpec, ops: Ops, dtype: torc
     return Norm(norm, ops, dtype, norm_order(spec, norm.size))
 
 
-def _normalize(norm: Norm, heads: Tensor) -> None:
+def _normalize(norm: Norm, heads: Tensor, context: ProductContext) -> None:
     """Normalise heads in place, [tokens, heads, head_dim]: each alone or all as one row, by the norm's size."""
+    if norm.spec.part is not None:
+        assert context.group is not None
+        heads.copy_(norm.of_ranks(heads.flatten(1), context.group).view(heads.shape))
+        return
     rows = heads if norm.spec.size == heads.shape[2] else heads.flatten(1)
     heads.copy_(norm(rows).view(heads.shape))

@@ -3,9 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
+
+from pagemill_kernels.adapters.rows import AdapterRows
+from pagemill_kernels.ranks.group import Group
+
+
+class ProductContext(Protocol):
+    """What a linear layer needs besides its input."""
+
+    @property
+    def adapters(self) -> AdapterRows | None:
+        """The adapters of the input's rows; None: no row has one."""
+        ...
+
+    @property
+    def group(self) -> Group[Tensor] | None:
+        """The ranks that compute this model together; None: this is the only one."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class RowsContext:
+    """The context of products over rows of their own, such as those of the head."""
+
+    adapters: AdapterRows | None = None
+    group: Group[Tensor] | None = None
+
+
+ALONE = RowsContext()
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,3 +50,7 @@ class ForwardContext:
     """A plan for each distinct sliding window of the model; `None` is full attention."""
     token_types: Tensor | None = None
     """int64 [tokens]: 1 for the tokens of a pair's second text; only for models that distinguish them."""
+    adapters: AdapterRows | None = None
+    """The adapters of the step's tokens."""
+    group: Group[Tensor] | None = None
+    """The ranks that compute this model together."""

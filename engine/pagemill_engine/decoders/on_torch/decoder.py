@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagemill_engine.decoders.on_torch.blocks import MLP, Attention, LayerBlock
-from pagemill_engine.decoders.on_torch.context import ForwardContext
+from pagemill_engine.decoders.on_torch.context import ALONE, ForwardContext, ProductContext
 from pagemill_engine.decoders.on_torch.encoder_attention import EncoderAttention
 from pagemill_engine.decoders.on_torch.experts import MoE
 from pagemill_engine.decoders.on_torch.latent_attention import LatentAttention
@@ -29,6 +29,7 @@ from pagemill_models.declaration.declaration import (
     LatentAttentionSpec,
     LayerSpec,
     LinearSpec,
+    MatrixSpec,
     MLPSpec,
     MoESpec,
     NormSpec,
@@ -37,6 +38,7 @@ from pagemill_models.declaration.declaration import (
     RopeSpec,
     TokenTypesSpec,
 )
+from pagemill_models.sharding.linears import linears
 from pagemill_models.spec.model_spec import ModelSpec
 
 
@@ -47,31 +49,45 @@ class _Builder:
         self._ops, self._dtype = ops, dtype
         self._ropes: list[RopeSpec] = spec.ropes()
         self._caches = count()
+        self._numbers = {(use.role == "embedding", use.spec.parts[0].name): use.number for use in linears(spec)}
 
     def block(self, spec: BlockSpec) -> LayerBlock:
+        number = self._number(next(iter(spec.linears())))
         if isinstance(spec, MoESpec):
-            return MoE(spec, self._ops, self._dtype)
+            return MoE(spec, self._ops, self._dtype, number)
         if isinstance(spec, MLPSpec):
-            return MLP(spec, self._ops, self._dtype)
+            return MLP(spec, self._ops, self._dtype, number)
         rotation = None if spec.rope is None else self._ropes.index(spec.rope)
         if isinstance(spec, LatentAttentionSpec):
             assert rotation is not None
-            return LatentAttention(spec, self._ops, self._dtype, next(self._caches), rotation)
+            return LatentAttention(spec, self._ops, self._dtype, number, next(self._caches), rotation)
         if not spec.causal:
-            return EncoderAttention(spec, self._ops, self._dtype, rotation)
-        return Attention(spec, self._ops, self._dtype, next(self._caches), rotation)
+            return EncoderAttention(spec, self._ops, self._dtype, number, rotation)
+        return Attention(spec, self._ops, self._dtype, number, next(self._caches), rotation)
 
     def norm(self, spec: NormSpec | None) -> Norm | None:
         return None if spec is None else Norm(spec, self._ops, self._dtype)
 
     def linear(self, spec: LinearSpec | None) -> Linear | None:
-        return None if spec is None else Linear(spec, self._ops, self._dtype)
+        return None if spec is None else Linear(spec, self._ops, self._dtype, self._number(spec))
+
+    def embedding(self, spec: DecoderSpec) -> Embedding:
+        entry, first_row = spec.embedding, None if spec.vocabulary is None else spec.vocabulary[0]
+        table = LinearSpec(entry.size, (MatrixSpec(name=entry.name, rows=entry.num_rows),))
+        return Embedding(table, self._ops, self._dtype, self._numbers[True, entry.name], first_row)
 
     def table(self, spec: PositionsSpec | TokenTypesSpec | None, size: int) -> Table | None:
         return None if spec is None else Table(spec.name, spec.num_rows, size, self._ops, self._dtype)
 
     def classifier(self, spec: ClassifierSpec | None) -> Classifier | None:
-        return None if spec is None else Classifier(spec, self._ops, self._dtype)
+        return None if spec is None else Classifier([self._dense(layer) for layer in spec.layers], self._dtype)
+
+    def _dense(self, spec: DenseSpec) -> _Dense:
+        linear = Linear(spec.linear, self._ops, self._dtype, self._number(spec.linear))
+        return _Dense(spec, linear, self._ops, self._dtype)
+
+    def _number(self, spec: LinearSpec) -> int:
+        return self._numbers[False, spec.parts[0].name]
 
 
 class Branch:
@@ -82,7 +98,7 @@ class Branch:
         self.norm = None if shared is not None else builder.norm(spec.norm)
         self.output_norm = builder.norm(spec.output_norm)
         self.scale = spec.scale
-        self._adds = spec.output_norm is None and spec.scale == 1.0
+        self.adds = spec.output_norm is None and spec.scale == 1.0
 
     def layers(self) -> Iterator[Layer]:
         yield from (norm for norm in (self.norm, self.output_norm) if norm is not None)
@@ -90,13 +106,21 @@ class Branch:
 
     def add(self, hidden: Tensor, x: Tensor, context: ForwardContext) -> None:
         """Add the block's output for x to `hidden` in place."""
-        inner = self.block.inner(x, context)
-        if self._adds:
-            self.block.output.add_to(hidden, inner)
+        if self.adds and context.group is None:
+            self.block.output.add_to(hidden, self.block.inner(x, context), context)
             return
-        out = self.block.output(inner).to(hidden.dtype)
+        if context.group is None:
+            out = self.block.output(self.block.inner(x, context), context).to(hidden.dtype)
+        else:
+            out = self.partial(x, context)
+            context.group.all_reduce(out)
+            out = out.to(hidden.dtype)
         out = out if self.output_norm is None else self.output_norm(out)
         hidden.add_(out, alpha=self.scale)
+
+    def partial(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return what this rank computes of the block's output, in float32."""
+        return self.block.output(self.block.inner(x, context), context).float().contiguous()
 
 
 class Residual:
@@ -120,9 +144,21 @@ class Residual:
             else:
                 # A branch must not read what another one adds.
                 inputs.append(hidden if len(self.branches) == 1 else hidden.clone())
-        for branch, x in zip(self.branches, inputs, strict=True):
-            branch.add(hidden, x, context)
+        if context.group is not None and len(self.branches) > 1 and all(branch.adds for branch in self.branches):
+            out = self._partial(inputs, context)
+            context.group.all_reduce(out)
+            hidden.add_(out.to(hidden.dtype))
+        else:
+            for branch, x in zip(self.branches, inputs, strict=True):
+                branch.add(hidden, x, context)
         return hidden if self.norm is None else self.norm(hidden).to(hidden.dtype)
+
+    def _partial(self, inputs: list[Tensor], context: ForwardContext) -> Tensor:
+        """Return what this rank computes of the sum of all branches, so that ranks add it once."""
+        first, *others = (branch.partial(x, context) for branch, x in zip(self.branches, inputs, strict=True))
+        for other in others:
+            first += other
+        return first
 
 
 class DecoderLayer:
@@ -174,7 +210,7 @@ class Decoder:
         self._first_position = 0 if entry.positions is None else entry.positions.offset
         self._scale, self._soft_cap = (1.0, None) if head is None else (head.scale, head.soft_cap)
         builder = _Builder(declared, ops, dtype)
-        self.embedding = Embedding(entry.name, entry.num_rows, entry.size, ops, dtype)
+        self.embedding = builder.embedding(declared)
         self.embedding_projection = builder.linear(entry.projection)
         self.positions = builder.table(entry.positions, declared.hidden_size)
         self.token_types = builder.table(entry.token_types, declared.hidden_size)
@@ -209,25 +245,27 @@ class Decoder:
             hidden = layer(hidden, context)
         return hidden if self.norm is None else self.norm(hidden)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits, float32 [rows, vocab]. hidden: [rows, hidden]."""
-        return self.raw_logits(hidden).float()
+    def compute_logits(self, hidden: Tensor, context: ProductContext = ALONE) -> Tensor:
+        """Compute logits, float32 [rows, vocab]. hidden: [rows, hidden]; the context's rows are the same."""
+        return self.raw_logits(hidden, context).float()
 
-    def raw_logits(self, hidden: Tensor) -> Tensor:
+    def raw_logits(self, hidden: Tensor, context: ProductContext = ALONE) -> Tensor:
         """Compute logits in the type of the head's matmul."""
         assert self.lm_head is not None, "requests for tokens of a model without a head are refused"
-        hidden = hidden if self.head_projection is None else self.head_projection(hidden)
-        logits, scale, cap = self.lm_head(hidden), self._scale, self._soft_cap
+        hidden = hidden if self.head_projection is None else self.head_projection(hidden, context)
+        logits, scale, cap = self.lm_head(hidden, context), self._scale, self._soft_cap
+        if context.group is not None:
+            logits = torch.cat(context.group.gather(logits.float().contiguous()), dim=1)
         if scale != 1.0:
             logits = logits.float().mul_(scale)
         return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
     def _embed(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
-        hidden = self.embedding(token_ids)
+        hidden = self.embedding(token_ids, context)
         if self._entry.scale != 1.0:
             hidden = hidden * self._entry.scale
         if self.embedding_projection is not None:
-            hidden = self.embedding_projection(hidden).to(self.dtype)
+            hidden = self.embedding_projection(hidden, context).to(self.dtype)
         if self.positions is not None:
             hidden = hidden + self.positions(context.positions + self._first_position)
         if self.token_types is not None:
@@ -244,8 +282,8 @@ def _same_norm_index(spec: ResidualSpec, index: int) -> int | None:
 
 
 class _Dense:
-    def __init__(self, spec: DenseSpec, ops: Ops, dtype: torch.dtype) -> None:
-        self.linear = Linear(spec.linear, ops, dtype)
+    def __init__(self, spec: DenseSpec, linear: Linear, ops: Ops, dtype: torch.dtype) -> None:
+        self.linear = linear
         self.norm = None if spec.norm is None else Norm(spec.norm, ops, dtype)
         self._activate = _activation(spec, ops)
 
@@ -255,16 +293,15 @@ class _Dense:
             yield self.norm
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = self._activate(self.linear(x))
+        x = self._activate(self.linear(x, ALONE))
         return x if self.norm is None else self.norm(x)
 
 
 class Classifier:
     """Classifies the pooled hidden state of each prompt: matmuls with activations and norms between them."""
 
-    def __init__(self, spec: ClassifierSpec, ops: Ops, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._dense = [_Dense(layer, ops, dtype) for layer in spec.layers]
+    def __init__(self, dense: list[_Dense], dtype: torch.dtype) -> None:
+        self._dtype, self._dense = dtype, dense
 
     def layers(self) -> Iterator[Layer]:
         for dense in self._dense:

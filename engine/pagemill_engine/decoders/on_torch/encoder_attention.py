@@ -78,12 +78,15 @@ def plan_rectangles(lengths: Sequence[int], device: torch.device) -> EncoderPlan
 
 
 class EncoderAttention:
-    def __init__(self, spec: AttentionSpec, ops: Ops, dtype: torch.dtype, rotation: int | None) -> None:
-        """Build the layer. `rotation`: index of its rotary embedding among the model's."""
+    def __init__(self, spec: AttentionSpec, ops: Ops, dtype: torch.dtype, number: int, rotation: int | None) -> None:
+        """Build the layer.
+
+        `number`: that of its first linear layer. `rotation`: index of its rotary embedding among the model's.
+        """
         self.spec = spec
         self.dtype = dtype
-        self.qkv = Linear(spec.qkv, ops, dtype, qkv_order(spec))
-        self.output = Linear(spec.output, ops, dtype)
+        self.qkv = Linear(spec.qkv, ops, dtype, number, qkv_order(spec))
+        self.output = Linear(spec.output, ops, dtype, number + 1)
         self._rotation = rotation
 
     def layers(self) -> Iterator[Layer]:
@@ -92,7 +95,7 @@ class EncoderAttention:
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         spec = self.spec
-        heads = self.qkv(x).to(self.dtype).view(len(x), -1, spec.head_dim)
+        heads = self.qkv(x, context).to(self.dtype).view(len(x), -1, spec.head_dim)
         if self._rotation is not None:
             _rotate(heads[:, : spec.num_heads + spec.num_kv_heads], *context.rotations[self._rotation])
         plan: EncoderPlan = context.attention_plans[spec.window]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from pagemill_engine.decoders.on_torch.blocks import MLP
-from pagemill_engine.decoders.on_torch.context import ForwardContext
+from pagemill_engine.decoders.on_torch.context import ForwardContext, ProductContext
 from pagemill_engine.decoders.on_torch.layers import Layer, Linear, VectorWeights
 from pagemill_engine.decoders.tensors import TensorSource
+from pagemill_kernels.adapters.rows import ExpertRows
 from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate, Gating
 from pagemill_kernels.registry import Ops
 from pagemill_models.declaration.declaration import MoESpec, Shapes, SharedExpertSpec
@@ -21,16 +23,18 @@ class Experts:
 
     packed: FusedExperts
 
-    def __init__(self, spec: MoESpec, ops: Ops, dtype: torch.dtype) -> None:
-        self._spec, self._ops, self._dtype = spec, ops, dtype
+    def __init__(self, spec: MoESpec, ops: Ops, dtype: torch.dtype, number: int) -> None:
+        """Build the experts. `number`: that of the first expert's first linear layer."""
+        self._spec, self._ops, self._dtype, self._number = spec, ops, dtype, number
 
     def shapes(self) -> Shapes:
         return {name: shape for mlp in self._spec.experts for name, shape in mlp.shapes().items()}
 
     def load(self, source: TensorSource) -> None:
         parts = []
+        numbers = count(self._number)
         for mlp in self._spec.experts:
-            up, down = (Linear(each, self._ops, self._dtype) for each in mlp.linears())
+            up, down = (Linear(each, self._ops, self._dtype, next(numbers)) for each in mlp.linears())
             up.load(source)
             down.load(source)
             parts.append(ExpertParts(up.packed, down.packed))
@@ -40,23 +44,27 @@ class Experts:
     def held(self) -> FusedExperts:
         return self.packed
 
+    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, context: ProductContext) -> None:
+        rows = None if context.adapters is None else ExpertRows(context.adapters, self._number)
+        self.packed.add_to(out, x, chosen, weights, rows)
+
 
 class _SharedExpert:
-    def __init__(self, spec: SharedExpertSpec, ops: Ops, dtype: torch.dtype) -> None:
-        self.mlp = MLP(spec.mlp, ops, dtype)
-        self.gate = None if spec.gate is None else Linear(spec.gate, ops, dtype)
+    def __init__(self, spec: SharedExpertSpec, ops: Ops, dtype: torch.dtype, number: int) -> None:
+        self.mlp = MLP(spec.mlp, ops, dtype, number)
+        self.gate = None if spec.gate is None else Linear(spec.gate, ops, dtype, number + 2)
 
     def layers(self) -> Iterator[Layer]:
         yield from self.mlp.layers()
         if self.gate is not None:
             yield self.gate
 
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        inner = self.mlp.activate(x)
+    def add_to(self, out: Tensor, x: Tensor, context: ProductContext) -> None:
+        inner = self.mlp.activate(x, context)
         if self.gate is None:
-            self.mlp.output.add_to(out, inner)
+            self.mlp.output.add_to(out, inner, context)
         else:
-            out.add_((self.mlp.output(inner) * _sigmoid(self.gate(x))).to(out.dtype))
+            out.add_((self.mlp.output(inner, context) * _sigmoid(self.gate(x, context))).to(out.dtype))
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -70,10 +78,12 @@ def _sigmoid(x: Tensor) -> Tensor:
 class MoE:
     """A mixture of experts. It is its own `output`, because it adds a sum over experts."""
 
-    def __init__(self, spec: MoESpec, ops: Ops, dtype: torch.dtype) -> None:
-        self.router = Linear(spec.router, ops, dtype)
-        self.experts = Experts(spec, ops, dtype)
-        self.shared = None if spec.shared is None else _SharedExpert(spec.shared, ops, dtype)
+    def __init__(self, spec: MoESpec, ops: Ops, dtype: torch.dtype, number: int) -> None:
+        """Build the block. `number`: that of its router, whom the experts and the shared one follow."""
+        self.router = Linear(spec.router, ops, dtype, number)
+        self.experts = Experts(spec, ops, dtype, number + 1)
+        behind = number + 1 + 2 * len(spec.experts)
+        self.shared = None if spec.shared is None else _SharedExpert(spec.shared, ops, dtype, behind)
         self.spec = spec
         self._ops, self._dtype = ops, dtype
         gating = spec.gating
@@ -98,16 +108,16 @@ class MoE:
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         return x
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, context: ProductContext) -> Tensor:
         out = torch.zeros(x.shape, dtype=self._dtype, device=x.device)
-        self.add_to(out, x)
+        self.add_to(out, x, context)
         return out
 
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        chosen, weights = self._route(self.router(x))
-        self.experts.packed.add_to(out, x, chosen, weights)
+    def add_to(self, out: Tensor, x: Tensor, context: ProductContext) -> None:
+        chosen, weights = self._route(self.router(x, context))
+        self.experts.add_to(out, x, chosen, weights, context)
         if self.shared is not None:
-            self.shared.add_to(out, x)
+            self.shared.add_to(out, x, context)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         top_k, renormalized = self.spec.top_k, self.spec.renormalized

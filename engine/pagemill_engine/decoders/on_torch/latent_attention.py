@@ -7,11 +7,12 @@ per token and never computes keys or values of the context.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import torch
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.context import ForwardContext
+from pagemill_engine.decoders.on_torch.context import ForwardContext, ProductContext
 from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm
 from pagemill_engine.decoders.row_order import latent_order, latent_query_order
 from pagemill_engine.decoders.tensors import TensorSource, read_stacked
@@ -26,8 +27,8 @@ class _HeadMatrices:
     weight: Tensor
     """[heads, key_dim + value_dim, latent_size]."""
 
-    def __init__(self, spec: LatentAttentionSpec, ops: Ops, dtype: torch.dtype) -> None:
-        self._spec, self._ops, self._dtype = spec, ops, dtype
+    def __init__(self, spec: LatentAttentionSpec, ops: Ops, dtype: torch.dtype, number: int) -> None:
+        self._spec, self._ops, self._dtype, self._number = spec, ops, dtype, number
 
     def shapes(self) -> Shapes:
         return self._spec.up.shapes()
@@ -39,30 +40,53 @@ class _HeadMatrices:
     def held(self) -> Tensor:
         return self.weight
 
-    def to_latents(self, queries: Tensor) -> Tensor:
+    def to_latents(self, queries: Tensor, context: ProductContext) -> Tensor:
         """Map queries to latents with the same scores.
 
         queries: [tokens, heads, key_dim]. Returns [tokens, heads, latent_size].
         """
-        return torch.einsum("thk,hkl->thl", queries, self.weight[:, : self._spec.key_dim])
+        latents = torch.einsum("thk,hkl->thl", queries, self.weight[:, : self._spec.key_dim])
+        for rows, (a, b) in self._adapters(context):
+            shrunk = torch.einsum("thk,hkr->thr", queries[rows].float(), b[:, : self._spec.key_dim])
+            latents.index_add_(0, rows, (shrunk @ a).to(latents.dtype))
+        return latents
 
-    def to_values(self, latents: Tensor) -> Tensor:
+    def to_values(self, latents: Tensor, context: ProductContext) -> Tensor:
         """Map latents, [tokens, heads, latent_size], to values, [tokens, heads, value_dim]."""
-        return torch.einsum("thl,hvl->thv", latents, self.weight[:, self._spec.key_dim :])
+        values = torch.einsum("thl,hvl->thv", latents, self.weight[:, self._spec.key_dim :])
+        for rows, (a, b) in self._adapters(context):
+            shrunk = latents[rows].float() @ a.T
+            delta = torch.einsum("thr,hvr->thv", shrunk, b[:, self._spec.key_dim :])
+            values.index_add_(0, rows, delta.to(values.dtype))
+        return values
+
+    def _adapters(self, context: ProductContext) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+        """Yield rows and A and B of their adapter; B by heads, as `weight` is."""
+        if context.adapters is not None:
+            for rows, matrices in context.adapters.matrices(self._number):
+                by_head = matrices.b.float().view(self._spec.num_heads, -1, matrices.b.shape[1])
+                yield rows, (matrices.a.float(), by_head)
 
 
 class LatentAttention:
-    def __init__(self, spec: LatentAttentionSpec, ops: Ops, dtype: torch.dtype, index: int, rotation: int) -> None:
-        """Build the layer. `index`: that of its cache. `rotation`: index of its rotary embedding among the model's."""
+    def __init__(
+        self, spec: LatentAttentionSpec, ops: Ops, dtype: torch.dtype, number: int, index: int, rotation: int
+    ) -> None:
+        """Build the layer.
+
+        `number`: that of its first linear layer. `index`: that of its cache. `rotation`: index of its rotary embedding
+        among the model's.
+        """
+        numbers = count(number)
         self.spec, self.ops, self.dtype = spec, ops, dtype
         self._index, self._rotation = index, rotation
-        self.query_down = None if spec.query_down is None else Linear(spec.query_down, ops, dtype)
+        self.query_down = None if spec.query_down is None else Linear(spec.query_down, ops, dtype, next(numbers))
         self.query_norm = None if spec.query_norm is None else Norm(spec.query_norm, ops, dtype)
-        self.query = Linear(spec.query, ops, dtype, latent_query_order(spec))
-        self.down = Linear(spec.down, ops, dtype, latent_order(spec))
+        self.query = Linear(spec.query, ops, dtype, next(numbers), latent_query_order(spec))
+        self.down = Linear(spec.down, ops, dtype, next(numbers), latent_order(spec))
         self.latent_norm = Norm(spec.latent_norm, ops, dtype)
-        self.up = _HeadMatrices(spec, ops, dtype)
-        self.output = Linear(spec.output, ops, dtype)
+        self.up = _HeadMatrices(spec, ops, dtype, next(numbers))
+        self.output = Linear(spec.output, ops, dtype, next(numbers))
 
     def layers(self) -> Iterator[Layer]:
         yield from (each for each in (self.query_down, self.query_norm) if each is not None)
@@ -71,21 +95,22 @@ class LatentAttention:
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         spec, ops = self.spec, self.ops
         cos, sin = context.rotations[self._rotation]
-        compressed, shared_key = torch.split(self.down(x).to(self.dtype), [spec.latent_size, spec.rope.rotary_dim], -1)
+        down = self.down(x, context).to(self.dtype)
+        compressed, shared_key = torch.split(down, [spec.latent_size, spec.rope.rotary_dim], -1)
         latents = self.latent_norm(compressed.contiguous()).to(self.dtype)
         ops.rotate(shared_key[:, None], cos, sin)
         cache = context.kv_caches[self._index]
         # The whole step's latents are stored first, so that a prefix hit within the step reads them.
         ops.store_latents(torch.cat([latents, shared_key], -1), cache, context.kv_slots)
-        plain, turning = torch.split(self._queries(x), [spec.key_dim, spec.rope.rotary_dim], -1)
+        plain, turning = torch.split(self._queries(x, context), [spec.key_dim, spec.rope.rotary_dim], -1)
         ops.rotate(turning, cos, sin)
-        query = torch.cat([self.up.to_latents(plain), turning], -1)
+        query = torch.cat([self.up.to_latents(plain, context), turning], -1)
         attended = ops.paged_attention(query, cache, context.attention_plans[spec.window], spec.scale)
-        return self.up.to_values(attended[..., : spec.latent_size]).flatten(1)
+        return self.up.to_values(attended[..., : spec.latent_size], context).flatten(1)
 
-    def _queries(self, x: Tensor) -> Tensor:
+    def _queries(self, x: Tensor, context: ProductContext) -> Tensor:
         """Return the queries, [tokens, heads, key_dim + rotary_dim]."""
-        x = x if self.query_down is None else self.query_down(x)
+        x = x if self.query_down is None else self.query_down(x, context)
         if self.query_norm is not None:
             x = self.query_norm(x.to(self.dtype))
-        return self.query(x).to(self.dtype).view(len(x), self.spec.num_heads, -1)
+        return self.query(x, context).to(self.dtype).view(len(x), self.spec.num_heads, -1)

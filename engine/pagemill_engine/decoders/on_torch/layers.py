@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pagemill_engine.decoders.on_torch.context import ProductContext
 from pagemill_engine.decoders.row_order import Order, stacked_order
 from pagemill_engine.decoders.tensors import (
     PackableForms,
@@ -25,9 +26,10 @@ from pagemill_engine.decoders.tensors import (
 from pagemill_kernels.experts.parts import FusedExperts
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_kernels.linear.packed import PackedLinear
+from pagemill_kernels.ranks.group import Group
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.torch_arrays import float_type_of, to_torch
-from pagemill_models.declaration.declaration import LinearSpec, MatrixSpec, NormSpec, Shapes
+from pagemill_models.declaration.declaration import LinearSpec, NormSpec, Shapes
 
 
 class HasWeights(Protocol):
@@ -58,9 +60,14 @@ class Linear:
 
     packed: PackedLinear
 
-    def __init__(self, spec: LinearSpec, ops: Ops, dtype: torch.dtype, order: Order | None = None) -> None:
-        """Build the layer. `order`: the stacked row of each output, if it differs from the stored order."""
+    def __init__(self, spec: LinearSpec, ops: Ops, dtype: torch.dtype, number: int, order: Order | None = None) -> None:
+        """Build the layer.
+
+        `number`: as in `pagemill_models.sharding.linears`. `order`: the stacked row of each output, if it differs from
+        the stored order.
+        """
         self.spec = spec
+        self.number = number
         self.dtype = dtype
         self.order = stacked_order(spec, order)
         self._ops = ops
@@ -76,12 +83,17 @@ class Linear:
     def held(self) -> PackedLinear:
         return self.packed
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.packed(x)
+    def __call__(self, x: Tensor, context: ProductContext) -> Tensor:
+        out = self.packed(x)
+        if context.adapters is not None:
+            context.adapters.add_to(self.number, out, x)
+        return out
 
-    def add_to(self, out: Tensor, x: Tensor) -> None:
+    def add_to(self, out: Tensor, x: Tensor, context: ProductContext) -> None:
         """Add self(x) to `out` in place."""
         self.packed.add_to(out, x)
+        if context.adapters is not None:
+            context.adapters.add_to(self.number, out, x)
 
 
 class Norm:
@@ -110,6 +122,16 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._normalize(x)
+
+    def of_ranks(self, x: Tensor, group: Group[Tensor]) -> Tensor:
+        """Normalise rows of which other ranks have further values. x: [tokens, size]."""
+        part = self.spec.part
+        assert part is not None
+        wide = x.float()
+        squares = wide.square().sum(-1) if part.adds else torch.zeros(len(x), device=x.device)
+        group.all_reduce(squares)
+        scale = torch.rsqrt(squares / part.whole_size + self.eps)[:, None]
+        return (self.weight * (wide * scale).to(x.dtype)).to(x.dtype)
 
     def _rms_norm(self, x: Tensor) -> Tensor:
         return self._ops.rms_norm(x, self.weight, self.eps)
@@ -146,10 +168,12 @@ class Embedding:
 
     rows: PackedLinear
 
-    def __init__(self, name: str, num_rows: int, size: int, ops: Ops, dtype: torch.dtype) -> None:
-        self.spec = LinearSpec(size, (MatrixSpec(name=name, rows=num_rows),))
+    def __init__(self, spec: LinearSpec, ops: Ops, dtype: torch.dtype, number: int, first_row: int | None) -> None:
+        """Build the table. `first_row`: the first token that this rank has, where ranks divide the vocabulary."""
+        self.spec = spec
         self.dtype = dtype
-        self._ops = ops
+        self.number = number
+        self._ops, self._first_row = ops, first_row
 
     def shapes(self) -> Shapes:
         return self.spec.shapes()
@@ -167,8 +191,23 @@ class Embedding:
             self.rows = head.packed
         return head.packed.can_gather
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return self.rows.gather(token_ids).to(self.dtype)
+    def __call__(self, token_ids: Tensor, context: ProductContext) -> Tensor:
+        if self._first_row is not None:
+            return self._of_ranks(token_ids, self._first_row, context)
+        rows = self.rows.gather(token_ids).to(self.dtype)
+        if context.adapters is not None:
+            context.adapters.add_rows(self.number, rows, token_ids)
+        return rows
+
+    def _of_ranks(self, token_ids: Tensor, first_row: int, context: ProductContext) -> Tensor:
+        assert context.group is not None
+        ids = token_ids - first_row
+        is_own = (ids >= 0) & (ids < self.spec.out_features)
+        rows = self.rows.gather(ids.where(is_own, 0)).float().masked_fill_(~is_own[:, None], 0.0)
+        if context.adapters is not None:
+            context.adapters.add_rows(self.number, rows, ids.where(is_own, -1))
+        context.group.all_reduce(rows)
+        return rows.to(self.dtype)
 
 
 class Table:

@@ -1,0 +1,118 @@
+"""The part of a model's weights that one rank reads: a `WeightSource` over that of the whole model.
+
+`pagemill_models.sharding.shard` says which rows and columns. Quantized columns are taken where groups stay whole, and
+read as floats elsewhere; columns in an order of their own (GPTQ's activation order) belong to no range and are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pagemill_engine.weights.codes import CodeKind
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.source import WeightSource, stored_bytes
+from pagemill_kernels.arrays import Array, FloatType
+from pagemill_kernels.linear.groups import GROUP_SIZE, CodeBlocks, GroupCodes
+from pagemill_models.declaration.declaration import DecoderSpec, Shapes
+from pagemill_models.sharding.slices import Slices, TensorSlice
+
+
+class SlicedTensors:
+    def __init__(self, source: WeightSource, whole: DecoderSpec, part: DecoderSpec, slices: Slices) -> None:
+        """Read what `part`, the declaration of a rank or stage, needs of the whole model.
+
+        `slices`: the parts of its tensors; others are read whole.
+        """
+        self._source, self._slices = source, slices
+        others = whole.shapes().keys() - part.shapes().keys()
+        # Tensors that no declaration knows stay, so that they are found to be unexpected.
+        self._shapes: Shapes = {
+            name: self._shape(name, shape) for name, shape in source.shapes.items() if name not in others
+        }
+
+    @property
+    def shapes(self) -> Shapes:
+        return self._shapes
+
+    def read_into(self, name: str, out: Array) -> None:
+        found = self._slices.get(name)
+        if found is None:
+            self._source.read_into(name, out)
+            return
+        whole = np.empty(self._source.shapes[name], dtype=out.dtype)
+        self._source.read_into(name, whole)
+        at = 0
+        for first, end in found.ranges:
+            size = end - first
+            if found.dimension == 0:
+                out[at : at + size] = whole[first:end]
+            else:
+                out[:, at : at + size] = whole[:, first:end]
+            at += size
+
+    def code_kind(self, name: str) -> CodeKind | None:
+        kind, found = self._source.code_kind(name), self._slices.get(name)
+        if kind is None or found is None or found.dimension == 0:
+            return kind
+        return kind if _are_whole(found, kind.group_size) else None
+
+    def read_codes(self, name: str) -> GroupCodes | None:
+        codes, found = self._source.read_codes(name), self._slices.get(name)
+        if codes is None or found is None:
+            return codes
+        if found.dimension == 0:
+            return codes.reordered(_indices(found))
+        if codes.input_order is not None:
+            raise LoadError(
+                "UnsupportedQuantization",
+                f"`{name}` stores its columns in an order of its own (activation order), which cannot be divided "
+                "among ranks. Use a checkpoint without `desc_act`, or one rank.",
+            )
+        return _columns(codes, found)
+
+    def read_blocks(self, name: str) -> CodeBlocks | None:
+        blocks, found = self._source.read_blocks(name), self._slices.get(name)
+        if blocks is None or found is None:
+            return blocks
+        if found.dimension == 0:
+            return blocks.reordered(_indices(found))
+        if not _are_whole(found, GROUP_SIZE):
+            return None
+        groups = _indices(found)[::GROUP_SIZE] // GROUP_SIZE
+        return replace(blocks, data=blocks.data[:, groups])
+
+    def is_bfloat16(self, name: str) -> bool:
+        return self._source.is_bfloat16(name)
+
+    def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
+        return sum(stored_bytes(self, name, dtype, keep_stored) for name in self._shapes)
+
+    def digest(self) -> str:
+        """Return the digest of the whole model: every rank's keys and values are part of the same ones."""
+        return self._source.digest()
+
+    def _shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
+        found = self._slices.get(name)
+        if found is None:
+            return stored
+        return tuple(found.size if index == found.dimension else size for index, size in enumerate(stored))
+
+
+def _columns(codes: GroupCodes, found: TensorSlice) -> GroupCodes | None:
+    size = codes.group_size
+    if not _are_whole(found, size):
+        return None
+    columns = _indices(found)
+    groups = columns[::size] // size
+    offsets = None if codes.offsets is None else codes.offsets[:, groups]
+    return replace(codes, codes=codes.codes[:, columns], scales=codes.scales[:, groups], offsets=offsets)
+
+
+def _are_whole(found: TensorSlice, group_size: int) -> bool:
+    return all(first % group_size == 0 and end % group_size == 0 for first, end in found.ranges)
+
+
+def _indices(found: TensorSlice) -> Array:
+    return np.concatenate([np.arange(first, end) for first, end in found.ranges])

@@ -1,0 +1,114 @@
+"""Models of all families that threads compute together, each a shard, give the outputs of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from declared_families import NAMES, declared
+from in_ranks import by_threads, outputs_on_torch, whole_of
+
+from pagemill_kernels.ranks.in_process import InProcessGroup
+from pagemill_models.declaration.declaration import DecoderSpec
+from pagemill_models.sharding.shard import Shard, shard
+from pagemill_models.sharding.slices import TensorSlice
+
+SAMPLE = ("llama", "olmo2", "gpt_oss", "deepseek_v3", "gpt_neox", "bert", "qwen2_moe")
+TOLERANCE = 1e-5
+Change = Callable[[Shard, int], Shard]
+
+
+def fits(name: str, size: int) -> bool:
+    return all(each.num_heads >= size for each in declared(name).attentions())
+
+
+CASES = [
+    pytest.param(name, size, marks=() if name in SAMPLE else pytest.mark.full)
+    for name in NAMES
+    for size in (2, 3, 4)
+    if fits(name, size)
+]
+
+
+def largest_difference(name: str, size: int, change: Change = lambda part, rank: part) -> float:
+    """Return the largest difference of a rank's outputs to the whole's, relative to the largest output."""
+    decoder = declared(name)
+    expected = outputs_on_torch(decoder, whole_of(decoder), None)
+
+    def run(group: InProcessGroup) -> list[Any]:
+        return outputs_on_torch(decoder, change(shard(decoder, group.rank, size), group.rank), group)
+
+    ranks = by_threads(run, size)
+    for found in ranks[1:]:
+        assert all(np.array_equal(mine, first) for mine, first in zip(found, ranks[0], strict=True))
+    return max(
+        float(np.abs(mine - whole).max() / max(1.0, np.abs(whole).max()))
+        for mine, whole in zip(ranks[0], expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_shards_give_the_outputs_of_the_whole(name: str, size: int) -> None:
+    assert largest_difference(name, size) < TOLERANCE
+
+
+def with_bias_twice(part: Shard, rank: int) -> Shard:
+    def biased(decoder: DecoderSpec) -> DecoderSpec:
+        def block(block: Any) -> Any:
+            if not hasattr(block, "down"):
+                return block
+            parts = tuple(msgspec.structs.replace(each, bias=True) for each in block.down.parts)
+            return msgspec.structs.replace(block, down=msgspec.structs.replace(block.down, parts=parts))
+
+        layers = tuple(
+            layer.with_branches(lambda branch: msgspec.structs.replace(branch, block=block(branch.block)))
+            for layer in decoder.layers
+        )
+        return msgspec.structs.replace(decoder, layers=layers)
+
+    return part._replace(decoder=biased(part.decoder))
+
+
+def with_heads_of_another(part: Shard, rank: int) -> Shard:
+    """Read the output's columns of the other rank."""
+    slices = dict(part.slices)
+    for name, found in part.slices.items():
+        if found.dimension == 1 and "o_proj" in name:
+            size = found.size
+            slices[name] = TensorSlice(1, ((size * (1 - rank), size * (2 - rank)),))
+    return part._replace(slices=slices)
+
+
+@pytest.mark.parametrize(("name", "change"), [("gpt2", with_bias_twice), ("llama", with_heads_of_another)])
+def test_a_planted_fault_is_found(name: str, change: Change) -> None:
+    assert largest_difference(name, 2, change) > 100 * TOLERANCE
+
+
+def test_a_reduction_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduce, calls = InProcessGroup.all_reduce, [0, 0]
+
+    def without_the_third(self: InProcessGroup, buffer: Any) -> None:
+        calls[self.rank] += 1
+        if calls[self.rank] != 3:
+            reduce(self, buffer)
+
+    monkeypatch.setattr(InProcessGroup, "all_reduce", without_the_third)
+    decoder = declared("llama")
+    expected = outputs_on_torch(decoder, whole_of(decoder), None)
+    found = by_threads(lambda group: outputs_on_torch(decoder, shard(decoder, group.rank, 2), group), 2)[0]
+    assert float(np.abs(found[0] - expected[0]).max()) > 100 * TOLERANCE
+
+
+def test_an_error_of_one_rank_ends_all() -> None:
+    decoder = declared("llama")
+
+    def run(group: InProcessGroup) -> list[Any]:
+        if group.rank == 1:
+            raise ValueError("rank 1 is broken")
+        return outputs_on_torch(decoder, shard(decoder, group.rank, 2), group)
+
+    with pytest.raises(ValueError, match="rank 1 is broken"):
+        by_threads(run, 2)

@@ -1,0 +1,140 @@
+"""Runs a model whole or divided among threads, over random weights of its declaration."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from declared_families import RandomTensors
+
+from pagemill_engine.decoders.on_torch.context import ForwardContext, RowsContext
+from pagemill_engine.decoders.on_torch.decoder import Decoder
+from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
+from pagemill_engine.decoders.on_torch.encoder_attention import plan_rectangles
+from pagemill_engine.decoders.on_torch.filling import load_weights
+from pagemill_engine.decoders.rope import decoder_tables
+from pagemill_engine.weights.sliced import SlicedTensors
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.ranks.group import Group
+from pagemill_kernels.ranks.in_process import InProcessGroup, in_process_groups
+from pagemill_kernels.ranks.tensors import HostTensorGroup
+from pagemill_kernels.registry import ops_for
+from pagemill_models.declaration.declaration import DecoderSpec
+from pagemill_models.sharding.shard import Shard
+from pagemill_models.spec.model_spec import ModelSpec
+
+LENGTHS = (9, 21)
+BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 16, 4, 64
+DIVIDED_SECONDS = 60.0
+Found = TypeVar("Found")
+
+
+def by_threads(run: Callable[[InProcessGroup], Found], size: int) -> list[Found]:
+    """Return what each rank's thread returns; the first error of a rank ends all of them and is raised."""
+    found: dict[int, Found] = {}
+    errors: list[BaseException] = []
+
+    def work(group: InProcessGroup) -> None:
+        try:
+            found[group.rank] = run(group)
+        except BaseException as error:
+            errors.append(error)
+            group.abort(f"rank {group.rank}: {error}")
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in in_process_groups(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DIVIDED_SECONDS)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+    return [found[rank] for rank in range(size)]
+
+
+def token_ids(decoder: DecoderSpec, count: int, seed: int = 5) -> Any:
+    return np.random.default_rng(seed).integers(0, decoder.vocab_size, count)
+
+
+def batch_of(decoder: DecoderSpec, starts: Sequence[int], counts: Sequence[int]) -> tuple[AttentionBatch, Any, Any]:
+    """Return the batch, positions and slots of requests that compute `counts` tokens behind `starts`."""
+    attention = next(decoder.attentions())
+    blocks = NUM_BLOCKS // len(counts)
+    tables = np.arange(NUM_BLOCKS, dtype=np.int32).reshape(len(counts), blocks)
+    positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    slots = [
+        tables[index][at // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+        for index, at in enumerate(positions)
+    ]
+    batch = AttentionBatch(
+        query_start_loc=np.cumsum([0, *counts]),
+        seq_lens=np.array(starts) + np.array(counts),
+        block_tables=tables,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        padding_block=NUM_BLOCKS,
+        shares_vectors=attention.cache_heads == attention.num_kv_heads,
+    )
+    return batch, np.concatenate(positions), np.concatenate(slots)
+
+
+def empty_caches(decoder: DecoderSpec) -> list[Any]:
+    return [
+        np.zeros((NUM_BLOCKS + 1, each.cache_heads, BLOCK_SIZE, each.head_dim), dtype=np.float32)
+        for each in decoder.attentions()
+    ]
+
+
+def outputs_on_torch(whole: DecoderSpec, part: Shard, group: Group[Any] | None, adapters: Any = None) -> list[Any]:
+    """Return hidden states, and logits where there is a head, of two steps of `LENGTHS` tokens and one token each.
+
+    `adapters`: makes the adapters of the rows of each step, from the number of rows.
+    """
+    ops, decoder = ops_for("cpu"), part.decoder
+    weights: Any = SlicedTensors(RandomTensors(whole), whole, decoder, part.slices)  # type: ignore[arg-type]
+    model = Decoder(ModelSpec(decoder=decoder), ops, torch.float32)
+    load_weights(model, weights)
+    rotations = DeviceRotations(decoder_tables(decoder, MAX_TOKENS, weights), torch.float32, ops.device)
+    caches = [torch.from_numpy(each) for each in empty_caches(decoder)]
+    types, tensors = decoder.embedding.token_types, None if group is None else HostTensorGroup(group)
+    found, starts = [], [0] * len(LENGTHS)
+    with torch.inference_mode():
+        for counts in (LENGTHS, (1,) * len(LENGTHS)) if decoder.is_causal else (LENGTHS,):
+            batch, positions, slots = batch_of(decoder, starts, counts)
+            plans: dict[int | None, Any] = {window: plan_rectangles(counts, ops.device) for window in decoder.windows()}
+            if decoder.is_causal:
+                plans = {
+                    window: ops.plan_attention(batch, window, torch.float32, ops.device) for window in decoder.windows()
+                }
+            at = torch.from_numpy(positions)
+            rows = None if adapters is None else adapters(len(positions))
+            context = ForwardContext(
+                positions=at,
+                rotations=rotations.at(at),
+                kv_caches=caches,
+                kv_slots=ops.plan_slots(torch.from_numpy(slots), batch.cache_heads, BLOCK_SIZE),
+                attention_plans=plans,
+                token_types=None if types is None else at % min(2, types.num_rows),
+                adapters=rows,
+                group=tensors,
+            )
+            ids = torch.from_numpy(token_ids(decoder, len(positions), seed=starts[0]))
+            hidden = model(ids, context)
+            found.append(hidden.numpy().copy())
+            if model.lm_head is not None:
+                found.append(model.compute_logits(hidden, RowsContext(rows, tensors)).numpy().copy())
+            starts = [start + count for start, count in zip(starts, counts, strict=True)]
+    return found
+
+
+def whole_of(decoder: DecoderSpec) -> Shard:
+    return Shard(decoder, {})
+
+
+def smaller(decoder: DecoderSpec, num_layers: int) -> DecoderSpec:
+    return msgspec.structs.replace(decoder, layers=decoder.layers[:num_layers])
