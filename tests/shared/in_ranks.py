@@ -19,7 +19,7 @@ from pagemill_engine.decoders.on_torch.filling import load_weights
 from pagemill_engine.decoders.rope import decoder_tables
 from pagemill_engine.weights.sliced import SlicedTensors
 from pagemill_kernels.paged_attention.batch import AttentionBatch
-from pagemill_kernels.ranks.group import Group
+from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.ranks.in_process import InProcessGroup, in_process_groups
 from pagemill_kernels.ranks.tensors import HostTensorGroup
 from pagemill_kernels.registry import ops_for
@@ -90,7 +90,7 @@ def empty_caches(decoder: DecoderSpec) -> list[Any]:
     ]
 
 
-def outputs_on_torch(whole: DecoderSpec, part: Shard, group: Group[Any] | None, adapters: Any = None) -> list[Any]:
+def outputs_on_torch(whole: DecoderSpec, part: Shard, group: RankGroup[Any] | None, adapters: Any = None) -> list[Any]:
     """Return hidden states, and logits where there is a head, of two steps of `LENGTHS` tokens and one token each.
 
     `adapters`: makes the adapters of the rows of each step, from the number of rows.

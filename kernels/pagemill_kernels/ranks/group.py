@@ -12,7 +12,7 @@ class GroupAborted(RuntimeError):
     """The group exchanges nothing more; the message says which rank ended it and why."""
 
 
-class Group(Protocol[Buffer]):
+class RankGroup(Protocol[Buffer]):
     """One rank's end of a group. All ranks call the same operations in the same order."""
 
     rank: int

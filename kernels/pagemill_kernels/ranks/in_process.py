@@ -36,7 +36,7 @@ class InProcessGroup:
         total = given[0].copy()
         for each in given[1:]:
             total += each
-        self._wait()  # nobody writes its buffer while another rank reads it
+        self._wait()  # no buffer changes while another rank reads it
         np.copyto(buffer, total)
 
     def gather(self, buffer: Array) -> list[Array]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from pagemill_kernels.arrays import Array
-from pagemill_kernels.ranks.group import Group
+from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.torch_arrays import from_torch, to_torch
 
 
 class HostTensorGroup:
-    def __init__(self, group: Group[Array]) -> None:
+    def __init__(self, group: RankGroup[Array]) -> None:
         self.rank, self.size = group.rank, group.size
         self._group = group
 

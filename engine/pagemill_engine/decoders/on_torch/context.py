@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pagemill_kernels.adapters.rows import AdapterRows
-from pagemill_kernels.ranks.group import Group
+from pagemill_kernels.ranks.group import RankGroup
 
 
 class ProductContext(Protocol):
@@ -20,7 +20,7 @@ class ProductContext(Protocol):
         ...
 
     @property
-    def group(self) -> Group[Tensor] | None:
+    def group(self) -> RankGroup[Tensor] | None:
         """The ranks that compute this model together; None: this is the only one."""
         ...
 
@@ -30,7 +30,7 @@ class RowsContext:
     """The context of products over rows of their own, such as those of the head."""
 
     adapters: AdapterRows | None = None
-    group: Group[Tensor] | None = None
+    group: RankGroup[Tensor] | None = None
 
 
 ALONE = RowsContext()
@@ -52,5 +52,5 @@ class ForwardContext:
     """int64 [tokens]: 1 for the tokens of a pair's second text; only for models that distinguish them."""
     adapters: AdapterRows | None = None
     """The adapters of the step's tokens."""
-    group: Group[Tensor] | None = None
+    group: RankGroup[Tensor] | None = None
     """The ranks that compute this model together."""

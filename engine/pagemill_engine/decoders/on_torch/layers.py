@@ -26,7 +26,7 @@ from pagemill_engine.decoders.tensors import (
 from pagemill_kernels.experts.parts import FusedExperts
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_kernels.linear.packed import PackedLinear
-from pagemill_kernels.ranks.group import Group
+from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.torch_arrays import float_type_of, to_torch
 from pagemill_models.declaration.declaration import LinearSpec, NormSpec, Shapes
@@ -123,7 +123,7 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         return self._normalize(x)
 
-    def of_ranks(self, x: Tensor, group: Group[Tensor]) -> Tensor:
+    def of_ranks(self, x: Tensor, group: RankGroup[Tensor]) -> Tensor:
         """Normalise rows of which other ranks have further values. x: [tokens, size]."""
         part = self.spec.part
         assert part is not None
