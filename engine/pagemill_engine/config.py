@@ -10,6 +10,7 @@ from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
+from pagemill_protocol.request.structured_outputs import DEFAULT_FORM_CHARS
 from pagemill_servers.tls.config import TLSConfig
 from pagemill_servers.tracing.config import TracingConfig
 
@@ -23,6 +24,7 @@ _LEAST = {
     "kv_cache_memory_bytes": 1,
     "max_num_waiting": 1,
     "max_answer_values": 1,
+    "max_form_chars": 1,
     "num_threads": 1,
     "num_kv_blocks": 1,
     "vocab_size": 1,
@@ -110,6 +112,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most log probabilities and token ids of an answer that is not streamed: `n` (or `best_of`) x `max_tokens` x those
     of each token, of all prompts of a body together. Larger requests get 400; an answer without `max_tokens` ends where
     it has that many."""
+    max_form_chars: int = DEFAULT_FORM_CHARS
+    """Most characters of a form of answers (a JSON schema, a grammar), and of the schemas of all strict or forced tools
+    together. Larger ones get 400; 2,097,152 at most."""
     overlap: bool | None = None
     """Whether a step is launched before the tokens of the one before are read; `None`: if the device gains by it."""
     num_threads: int | None = None

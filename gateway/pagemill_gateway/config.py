@@ -15,6 +15,7 @@ from pagemill_gateway.routing.policies import check_policy
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
+from pagemill_protocol.request.structured_outputs import DEFAULT_FORM_CHARS
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.connection_limits import DEFAULT_MAX_CONNECTIONS, trusted_networks
 from pagemill_servers.cors import is_origin
@@ -232,6 +233,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Maximum number of log probabilities and token ids of an answer that is not streamed: `n` (or `best_of`) x
     `max_tokens` x those of each token, of all prompts of a body together. Larger requests get status 400; an answer
     without `max_tokens` ends where it has that many. Engines have the same setting."""
+    max_form_chars: int = DEFAULT_FORM_CHARS
+    """Maximum characters of a form of answers (a JSON schema, a grammar), and of the schemas of all strict or forced
+    tools together. Larger ones get status 400; 2,097,152 at most. Engines have the same setting."""
     chat_control_tokens: ControlTokenMode = "text"
     """What control tokens such as `<|im_end|>` are that clients write in the messages and tools of chats: `text`, or
     the `tokens` themselves, with which a client ends its message and writes others. Prompts that are not rendered have
@@ -403,6 +407,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "max_attempts",
             "remembered_prefix_chunks",
             "max_answer_values",
+            "max_form_chars",
         ):
             if getattr(self, field) < 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be at least 1.")

@@ -13,6 +13,7 @@ import sys
 
 from starlette.types import ASGIApp
 
+from pagemill_api.grammars.check import CHECKS
 from pagemill_gateway.admission.in_flight_limit import InFlightLimit, RunningRequests
 from pagemill_gateway.batches.directory import DirectoryStore
 from pagemill_gateway.batches.idle import IdleCapacity
@@ -84,6 +85,7 @@ class Worker:
         self._owns_bundles = bundles is None
         self.bundles = bundles if bundles is not None else Bundles(None, source=control.bundle)
         self._loading: set[asyncio.Task[None]] = set()
+        CHECKS.max_form_chars = config.max_form_chars
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
         self.preparation = RequestPreparation(
             brain,

@@ -18,8 +18,9 @@ from pagemill_api.answers.events import CallArguments, CallBegin, Content, Event
 from pagemill_api.answers.parser import AnswerParser
 from pagemill_api.answers.registry import REASONING_ENDS, call_syntax, tool_formats
 from pagemill_api.grammars.parser import fault_of, parser_limits
+from pagemill_api.grammars.schemas.reading import text_properties
 from pagemill_api.grammars.source import grammar_text
-from pagemill_api.openai.chat_form import check_schemas, prescribed
+from pagemill_api.openai.chat_form import check_schemas, prescribed, unheld_fields
 from pagemill_api.openai.parse import parse_body
 from pagemill_api.openai.prepare import check_form
 from pagemill_api.openai.schemas import ChatCompletionRequest
@@ -290,7 +291,7 @@ BOMB = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a{
 @pytest.mark.parametrize(
     ("schema", "param", "says"),
     [
-        ({"type": "object", "properties": {"a": {"not": {}}}}, "tools[1].function.parameters", "not"),
+        ({"type": "object", "properties": {"a": {"contains": {}}}}, "tools[1].function.parameters", "contains"),
         ({"type": "string"}, "tools[1].function.parameters.type", '"object"'),
         ({"type": 7, "properties": []}, "tools[1].function.parameters.type", '"object"'),
         ({"$ref": "#"}, "tools[1].function.parameters", "without end"),
@@ -304,7 +305,8 @@ def test_an_unsupported_schema_is_refused_at_once_with_its_path(schema: Any, par
     for number in range(3):
         bad = {**schema, "description": str(number)}  # verdicts are cached by content
         strict = request(tools=tools(strict=True, weather=WEATHER, bad=bad))
-        forced = request(tools=tools(weather=WEATHER, bad=bad), tool_choice="required")
+        named = {"type": "function", "function": {"name": "bad"}}
+        forced = request(tools=tools(weather=WEATHER, bad=bad), tool_choice=named)
         began_s = time.monotonic()
         for body in (strict, forced):
             with pytest.raises(PagemillError) as caught:
@@ -313,6 +315,21 @@ def test_an_unsupported_schema_is_refused_at_once_with_its_path(schema: Any, par
             assert says in caught.value.message
         took_s.append(time.monotonic() - began_s)
     assert min(took_s) < 0.05, "the refusal must be quick"
+
+
+@pytest.mark.parametrize("syntax", ["hermes", "qwen3-coder"])
+def test_a_forced_choice_among_several_tools_is_not_refused_for_the_schema_of_one(syntax: str) -> None:
+    bad = {"type": "object", "properties": {"a": {"contains": {"type": "integer"}}}, "anyOf": [{}]}
+    body = request(tools=tools(weather=WEATHER, bad=bad), tool_choice="required")
+    check_form(body)
+    form = call_syntax(syntax, "")
+    matcher_of(prescribed(body, form, "", ""))
+    assert unheld_fields(body, form) == ["tools[1].function.parameters"]
+    assert unheld_fields(request(tools=tools(weather=WEATHER, word=WORD), tool_choice="required"), form) == []
+    with pytest.raises(PagemillError, match="contains"):
+        check_form(request(tools=tools(weather=WEATHER) + tools(strict=True, bad=bad), tool_choice="required"))
+    with pytest.raises(PagemillError, match="contains"):
+        check_form(request(tools=tools(bad=bad, worse={**bad, "title": "x"}), tool_choice="required"))
 
 
 def test_the_cost_of_512_strict_tools_is_linear() -> None:
@@ -343,6 +360,40 @@ def test_a_reasoning_object_equals_the_separate_fields() -> None:
     body = request(reasoning={"effort": "low", "max_tokens": 7})
     assert (body.template_kwargs, body.reasoning_budget) == ({"reasoning_effort": "low"}, 7)
     assert request(reasoning={"max_tokens": -1}).reasoning_budget is None
+
+
+TEXTS: dict[str, Any] = {
+    "by reference": ({"$ref": "#/$defs/t"}, "12"),
+    "nullable": ({"type": ["string", "null"]}, "12"),
+    "all of": ({"allOf": [{"$ref": "#/$defs/t"}], "description": "d"}, "12"),
+    "listed": ({"enum": ["1", "2"]}, "2"),
+    "constant": ({"const": "7"}, "7"),
+    "any of": ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null"),
+    "any of listed": ({"anyOf": [{"enum": ["1"]}, {"const": "true"}]}, "true"),
+    "bounded": ({"$ref": "#/$defs/t", "maxLength": 3}, "123"),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", TEXTS)
+def test_arguments_that_are_texts_in_any_notation_stay_texts_in_qwen3_coders_format(name: str, strict: bool) -> None:
+    schema, value = TEXTS[name]
+    parameters = {"type": "object", "$defs": {"t": {"type": "string"}}, "properties": {"a": schema}, "required": ["a"]}
+    body = request(tools=tools(strict=strict, f=parameters))
+    said = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    forced = request(tools=body.tools, tool_choice="required")
+    matcher = matcher_of(prescribed(forced, call_syntax("qwen3-coder", ""), "", ""))
+    ids = [IDS["<tool_call>"], *Tokens()(said.removeprefix("<tool_call>"))]
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    texts = {"f": text_properties(parameters)}
+    parser = AnswerParser(AnswerFormat(tools="qwen3-coder", string_parameters=texts))
+    written = "".join(each.text for each in [*parser.push(said), *parser.finish()] if isinstance(each, CallArguments))
+    assert json.loads(written) == {"a": value}
+
+
+@pytest.mark.parametrize("schema", [{}, {"type": "integer"}, {"type": ["string", "integer"]}, {"enum": ["a", 1]}, True])
+def test_other_arguments_are_no_texts(schema: Any) -> None:
+    assert text_properties({"properties": {"a": schema}}) == []
 
 
 def test_schemas_of_unconstrained_tools_are_not_checked() -> None:

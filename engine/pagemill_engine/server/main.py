@@ -23,6 +23,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from pagemill_api.answers.registry import ParserSettings, check_parsers
+from pagemill_api.grammars.check import CHECKS
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_api.text.turn_end import warn_of_turn_end
 from pagemill_engine.config import EngineConfig, ServerConfig
@@ -111,6 +112,7 @@ class Server:
         lifecycle = Lifecycle(self._on_phase)
         publisher = StatePublisher(names)
         metrics = ServerMetrics(names[0], settings.engine)
+        CHECKS.max_form_chars = settings.engine.max_form_chars
         self._context = ServerContext(
             settings=settings,
             names=names,

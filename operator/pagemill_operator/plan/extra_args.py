@@ -72,6 +72,7 @@ SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "policy": ("engine", _policy),
     "max_num_waiting": ("engine", _count),
     "max_answer_values": ("engine", _count),
+    "max_form_chars": ("engine", _count),
     "chat_control_tokens": ("engine", _control_tokens),
     "hosted_tools": ("engine", _hosted_tools),
     "overlap": ("engine", _flag),

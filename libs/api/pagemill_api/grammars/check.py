@@ -19,13 +19,15 @@ import msgspec
 
 from pagemill_api.sandbox.process import LimitedProcess, ProcessLimits, TimeLimitReached, WorkerDied
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field, unavailable
-from pagemill_protocol.request.structured_outputs import MAX_SOURCE_CHARS, StructuredOutputs
+from pagemill_protocol.request.structured_outputs import DEFAULT_FORM_CHARS, StructuredOutputs
 
 logger = logging.getLogger(__name__)
 
-LIMITS = ProcessLimits(cpu_limit_s=0.5, wall_limit_s=5.0, memory_bytes=1024 * 1024 * 1024)
-SMALLEST_CPU_LIMIT_S = 0.02
-"""Limit for a form of a few characters; the largest form may take all of `cpu_limit_s`. Most take 1 to 2 ms."""
+LIMITS = ProcessLimits(cpu_limit_s=1.0, wall_limit_s=5.0, memory_bytes=1024 * 1024 * 1024)
+SMALLEST_CPU_LIMIT_S = 0.03
+"""Limit for a form of a few characters. Most take 1 to 2 ms."""
+CPU_S_PER_CHAR = 1 / 128 / 1024
+"""Added for each character, up to `cpu_limit_s`."""
 MAX_PROCESSES = 2
 MAX_VERDICTS = 1024
 _WORKER_FILE = Path(__file__).with_name("worker.py")
@@ -43,6 +45,9 @@ class _Verdict(NamedTuple):
 class FormChecks:
     """Checks forms. Thread-safe; processes start with the first forms and live as long as this object."""
 
+    max_form_chars: int = DEFAULT_FORM_CHARS
+    """The setting of the program."""
+
     def __init__(self, limits: ProcessLimits = LIMITS) -> None:
         self._limits = limits
         self._slots = threading.BoundedSemaphore(MAX_PROCESSES)
@@ -58,7 +63,23 @@ class FormChecks:
         `parts`: the request fields that the options of a structural tag come from; the error names the wrong one.
         """
         outputs.validate(param)
+        verdict = self._verdict(outputs)
+        if not verdict.fault:
+            return
+        kind = outputs.kind
+        if verdict.part is not None and verdict.part < len(parts):
+            param, kind = parts[verdict.part], verdict.kind
+        raise invalid_field(param, f"The {kind} of `{param}` cannot be used: {verdict.fault.rstrip('.')}.")
+
+    def accepts(self, outputs: StructuredOutputs) -> bool:
+        """Whether `check` accepts a form, as far as its size allows compiling it. Blocks like `check`."""
+        return not self._verdict(outputs).fault
+
+    def _verdict(self, outputs: StructuredOutputs) -> _Verdict:
         form = msgspec.json.encode(outputs)
+        if len(form) > self.max_form_chars:
+            most = f"at most {self.max_form_chars} are allowed (max_form_chars)"
+            return _Verdict(f"it has {len(form)} characters; {most}. Send a smaller one")
         key = hashlib.blake2b(form, digest_size=16).digest()
         with self._lock:
             verdict = self._verdicts.get(key)
@@ -68,12 +89,7 @@ class FormChecks:
                 self._verdicts[key] = verdict
                 while len(self._verdicts) > MAX_VERDICTS:
                     self._verdicts.popitem(last=False)
-        if not verdict.fault:
-            return
-        kind = outputs.kind
-        if verdict.part is not None and verdict.part < len(parts):
-            param, kind = parts[verdict.part], verdict.kind
-        raise invalid_field(param, f"The {kind} of `{param}` cannot be used: {verdict.fault.rstrip('.')}.")
+        return verdict
 
     def _run(self, form: bytes) -> _Verdict:
         if not self._slots.acquire(timeout=self._limits.wall_limit_s):
@@ -84,8 +100,7 @@ class FormChecks:
             self._slots.release()
 
     def _exchange(self, form: bytes) -> _Verdict:
-        most_s = self._limits.cpu_limit_s
-        limit_s = min(most_s, SMALLEST_CPU_LIMIT_S + most_s * len(form) / MAX_SOURCE_CHARS)
+        limit_s = min(self._limits.cpu_limit_s, SMALLEST_CPU_LIMIT_S + len(form) * CPU_S_PER_CHAR)
         process = self._borrow()
         try:
             reply = process.call("", msgspec.json.encode({"form": msgspec.Raw(form), "cpu_limit_s": limit_s}))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagemill_api.grammars.schemas.reading import resolved
+
 _MAX_STEPS = 20_000
 
 
@@ -70,13 +72,5 @@ class _Search:
     def _resolve(self, reference: str) -> Any:
         """Return the schema of a reference within the document; True for all other references, which are refused
         elsewhere."""
-        found = self._root
-        if not reference.startswith("#"):
-            return True
-        for step in filter(None, reference[1:].split("/")):
-            name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list):
-                found = found[int(name)] if name.isdecimal() and int(name) < len(found) else True
-            else:
-                found = found.get(name, True) if isinstance(found, dict) else True
-        return found
+        found = resolved(self._root, reference)
+        return True if found is None else found

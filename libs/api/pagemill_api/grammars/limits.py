@@ -27,7 +27,7 @@ from pagemill_api.structural_tags import (
 from pagemill_protocol.request.structured_outputs import StructuredOutputs
 
 MAX_DEPTH = 64
-MAX_VALUES = 20_000
+MAX_VALUES = 100_000
 """Maximum number of values in a schema, keys not counted."""
 MAX_LITERAL_CHARS = 8192
 """Maximum length of one text in a schema: a literal of a grammar is tokenized in one step."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from llguidance import LLMatcher, regex_to_lark
 
 from pagemill_api.grammars.lark import as_lark
+from pagemill_api.grammars.schemas.rewriting import writable
 from pagemill_api.grammars.structure import JSON_OPTIONS, structure_text
 from pagemill_api.structural_tags import read_tag
 from pagemill_protocol.request.structured_outputs import StructuredOutputs
@@ -25,7 +26,8 @@ def grammar_text(outputs: StructuredOutputs, special_tokens: Mapping[str, int] =
     """
     match outputs.kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(outputs.json_schema, overrides=JSON_OPTIONS)
+            schema = json.dumps(writable(json.loads(outputs.json_schema)))
+            return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=JSON_OPTIONS)
         case "regex":

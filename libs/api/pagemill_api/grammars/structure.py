@@ -10,6 +10,7 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from pagemill_api.grammars.lark import as_lark
+from pagemill_api.grammars.schemas.rewriting import writable
 from pagemill_api.structural_tags import (
     AnyText,
     ConstString,
@@ -54,7 +55,7 @@ class _Writer:
             case ConstString(value=value):
                 return _joined(self._literal(value))
             case JsonSchema(json_schema=schema):
-                return f"%json {json.dumps(_with_whitespace(schema))}"
+                return f"%json {json.dumps(_with_whitespace(writable(schema)))}"
             case Regex(pattern=pattern):
                 return f"/{regex_to_lark(pattern, 'd')}/"
             case Grammar(grammar=grammar):

@@ -6,7 +6,7 @@ model's formats (`prescribed`). The engine compiles the form and masks tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pagemill_api.answers.call_syntax import (
@@ -20,6 +20,7 @@ from pagemill_api.answers.call_syntax import (
     with_opening,
 )
 from pagemill_api.answers.registry import REASONING_ENDS
+from pagemill_api.grammars.schemas.reading import text_properties
 from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_api.structural_tags import Format, JsonSchema, Or, element_of, write_tag
 from pagemill_protocol.errors import PagemillError, invalid_field
@@ -35,27 +36,55 @@ class _Tool(NamedTuple):
     schema: Schema
     held: bool
     """Whether calls are constrained to the schema; other calls may have any arguments."""
+    loose: Schema
+    """A schema for any arguments."""
+    is_strict: bool
+    """Whether the client asks for calls that conform to the schema."""
     form: Format | None = None
     """The form of arguments in JSON, where it does not follow from a schema."""
+
+    @property
+    def fits(self) -> Schema:
+        return self.schema if self.held else self.loose
 
 
 def check_schemas(req: ChatCompletionRequest) -> None:
     """Refuse tools whose schemas cannot be enforced. Blocks while they are compiled. Raises `PagemillError` 400."""
-    from pagemill_api.grammars.check import CHECKS  # imported late, since few requests need it
-
-    held = [each for each in _tools(req) if each.held]
-    for tool in held:
-        if tool.schema.get("type", "object") != "object":
+    tools = _tools(req)
+    for tool in tools:
+        if tool.held and not _is_object(tool):
             raise invalid_field(
                 f"{tool.field}.type", f'The `type` of `{tool.field}` must be "object" to constrain calls to it.'
             )
-    formed = [(each.field, each.form) for each in _tools(req) if each.form is not None]
-    if not held and not formed:
-        return
+    together, fields = _together(tools)
+    if together is not None:
+        from pagemill_api.grammars.check import CHECKS  # imported late, since few requests need it
+
+        CHECKS.check(together, "tools", fields)
+
+
+def unheld_fields(req: ChatCompletionRequest, syntax: CallSyntax | None) -> list[str]:
+    """Return the schemas of tools to which forced calls are not constrained, because they cannot be."""
+    if not req.forces_calls or req.names_function or syntax is None:
+        return []
+    tools = _tools(req)
+    return [each.field for each in tools if each.form is None and not (each.held and _can_write(each, syntax))]
+
+
+def _together(tools: Sequence[_Tool]) -> tuple[StructuredOutputs | None, list[str]]:
+    """Return the forms of these tools as one, if they have any, and the fields that they come from."""
+    held = [each for each in tools if each.held]
+    formed = [(each.field, each.form) for each in tools if each.form is not None]
     schemas: list[Format] = [JsonSchema(json_schema=dict(each.schema)) for each in held]
-    together = Or(elements=[*schemas, *(form for _, form in formed)])
     fields = [*(each.field for each in held), *(field for field, _ in formed)]
-    CHECKS.check(StructuredOutputs(structural_tag=write_tag(together)), "tools", fields)
+    if not fields:
+        return None, []
+    together = Or(elements=[*schemas, *(form for _, form in formed)])
+    return StructuredOutputs(structural_tag=write_tag(together)), fields
+
+
+def _is_object(tool: _Tool) -> bool:
+    return bool(tool.schema.get("type", "object") == "object")
 
 
 def prescribed(
@@ -94,7 +123,8 @@ def _with_calls(req: ChatCompletionRequest, syntax: CallSyntax | None, text: For
             param="tool_choice",
             code="unsupported_parameter",
         )
-    functions = [Function(each.name, _arguments(each, syntax)) for each in _tools(req)]
+    tools = _tools(req)
+    functions = [Function(each.name, _arguments(each, syntax, is_alone=len(tools) == 1)) for each in tools]
     parallel = req.parallel_tool_calls and not req.names_function
     if req.forces_calls:
         return calls_only(syntax, functions, parallel=parallel)
@@ -108,41 +138,65 @@ def writes_json(syntax: CallSyntax | None) -> bool:
     return syntax is not None and syntax.arguments is as_json
 
 
-def _arguments(tool: _Tool, syntax: CallSyntax) -> Format:
+def _arguments(tool: _Tool, syntax: CallSyntax, *, is_alone: bool) -> Format:
     if tool.form is not None and writes_json(syntax):
         return tool.form
     try:
-        return syntax.arguments(tool.schema)
+        return syntax.arguments(tool.fits)
     except ValueError as error:
+        if tool.held and not tool.is_strict and not is_alone:
+            return _arguments(tool._replace(held=False), syntax, is_alone=is_alone)
         raise invalid_field(tool.field, f"`{tool.field}` cannot be enforced: {error}.") from None
 
 
-def _tools(req: ChatCompletionRequest) -> Iterator[_Tool]:
-    """Yield the tools that may be called."""
+def _can_write(tool: _Tool, syntax: CallSyntax) -> bool:
+    try:
+        syntax.arguments(tool.fits)
+    except ValueError:
+        return False
+    return True
+
+
+def _tools(req: ChatCompletionRequest) -> list[_Tool]:
+    """Return the tools that may be called.
+
+    A choice that forces a call of any of several tools is not refused for the schema of one that is not strict.
+    """
+    tools = list(_as_asked(req))
+    if not req.forces_calls or len(tools) == 1 or all(each.is_strict for each in tools) or _is_compilable(tools):
+        return tools
+    relaxed = [each if each.is_strict or _is_compilable([each]) else each._replace(held=False) for each in tools]
+    return relaxed if any(each.held for each in relaxed) else tools
+
+
+def _is_compilable(tools: Sequence[_Tool]) -> bool:
+    from pagemill_api.grammars.check import CHECKS
+
+    together, _ = _together(tools)
+    return all(map(_is_object, tools)) and (together is None or CHECKS.accepts(together))
+
+
+def _as_asked(req: ChatCompletionRequest) -> Iterator[_Tool]:
     names = {req.names_function} if req.names_function else {each["function"]["name"] for each in req.prompt_tools}
     for index, tool in enumerate(req.tools):
         function = tool["function"]
         if function["name"] not in names:
             continue
-        held = req.forces_calls or bool(function.get("strict"))
+        is_strict = bool(function.get("strict"))
         parameters = function.get("parameters")
         schema = {"type": "object", **parameters} if parameters else _NO_ARGUMENTS
         form = req.call_forms.get(function["name"])
         field = f"tools[{index}].function.{'parameters' if form is None else 'format.definition'}"
-        yield _Tool(field, function["name"], schema if held else _loose(parameters), held, form)
+        held = req.forces_calls or is_strict
+        yield _Tool(field, function["name"], schema, held, _loose(parameters), is_strict, form)
 
 
 def _loose(parameters: Mapping[str, Any] | None) -> Schema:
-    """Return a schema for any arguments, which only declares those of type string: some formats write these
+    """Return a schema for any arguments, which only declares those that are texts: some formats write these
     differently."""
     properties = (parameters or {}).get("properties")
     if not isinstance(properties, dict):
         return {"type": "object"}
     texts: Schema = {"type": "string"}
-    return {
-        "type": "object",
-        "properties": {
-            name: texts if isinstance(each, dict) and each.get("type") == "string" else {}
-            for name, each in properties.items()
-        },
-    }
+    named = text_properties(parameters or {})
+    return {"type": "object", "properties": {name: texts if name in named else {} for name in properties}}

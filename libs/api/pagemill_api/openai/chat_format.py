@@ -27,6 +27,7 @@ from pagemill_api.answers.registry import (
     hides_markers,
 )
 from pagemill_api.answers.tool_prompt import with_tool_prompt
+from pagemill_api.grammars.schemas.reading import text_properties
 from pagemill_api.openai.call_ids import needs_short_ids, with_short_ids
 from pagemill_api.openai.schemas import ChatCompletionRequest, ChatTemplateFields, TokenizeRequest
 from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
@@ -174,9 +175,6 @@ def _log_default(template: str, tool_format: str, reason: str) -> None:
 def _string_parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for tool in tools:
-        properties = (tool["function"].get("parameters") or {}).get("properties")
-        if isinstance(properties, dict):
-            found[tool["function"]["name"]] = [
-                name for name, each in properties.items() if isinstance(each, dict) and each.get("type") == "string"
-            ]
+        if names := text_properties(tool["function"].get("parameters") or {}):
+            found[tool["function"]["name"]] = names
     return found

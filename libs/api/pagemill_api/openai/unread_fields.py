@@ -1,4 +1,5 @@
-"""Finds the fields of a chat that only the model's chat template reads, and that this template does not read.
+"""Finds the fields of a chat that have no effect with this model: those that only chat templates read and its own does
+not, and schemas of tools that a forced choice cannot hold calls to.
 
 Servers call it after they prepared a request, and name the fields in `UNREAD_HEADER` of the answer. They are not
 refused: clients send the same body to many models.
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.openai import prepare
+from pagemill_api.openai.chat_form import unheld_fields
+from pagemill_api.openai.chat_format import chat_format
 from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.errors import PagemillError
 
@@ -40,6 +43,8 @@ def unread_fields(
         variables.setdefault(client_name(field), set()).update(names)
     template = tokenizer.chat_template
     unread = [field for field, names in variables.items() if not any(map(template.mentions, names))]
+    if req.forces_calls:
+        unread += [client_name(each) for each in unheld_fields(req, chat_format(req, tokenizer, parsers).syntax)]
     if has_names(req) and not _reads_names(req, tokenizer, parsers):
         unread.append(client_name("messages.name"))
     return sorted(unread)

@@ -11,10 +11,10 @@ import msgspec
 from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.request.keywords import CheckedKeywords
 
-MAX_SOURCE_CHARS = 128 * 1024
-"""Limit on a schema or a grammar."""
-MAX_TAG_CHARS = 512 * 1024
-"""Limit on a structural tag, which contains the schemas of all strict tools."""
+DEFAULT_FORM_CHARS = 1024 * 1024
+"""Limit on a form as a request sends it, where no setting (`max_form_chars`) says otherwise."""
+MAX_SOURCE_CHARS = 2 * 1024 * 1024
+"""Limit on a schema, a grammar or a structural tag (with the schemas of all strict tools), whatever the setting."""
 MAX_REGEX_CHARS = 8 * 1024
 MAX_OPTIONS = 2048
 MAX_OPTION_CHARS = 4096
@@ -49,9 +49,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only
             names = ", ".join(self.__struct_fields__)
             found = " and ".join(given) or "none"
             raise invalid_field(param, f"{param} must have exactly one of {names}, but it has {found}.")
-        for name in ("json_schema", "grammar"):
+        for name in ("json_schema", "grammar", "structural_tag"):
             _check_size(param, name, getattr(self, name), MAX_SOURCE_CHARS)
-        _check_size(param, "structural_tag", self.structural_tag, MAX_TAG_CHARS)
         _check_size(param, "regex", self.regex, MAX_REGEX_CHARS)
         self._check_choice(param)
 

@@ -6,6 +6,7 @@ Values are not quoted: a value that the tool declares as text stays text; any ot
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from pagemill_api.answers.call_syntax import CallSyntax, Schema
 from pagemill_api.answers.json_text import json_of
 from pagemill_api.answers.markup import MarkupParser
 from pagemill_api.answers.one_by_one import CallArgument, arguments_of
+from pagemill_api.grammars.schemas.reading import is_text, listed_texts, parts
 from pagemill_api.structural_tags import (
     AnyText,
     ConstString,
@@ -29,7 +31,7 @@ from pagemill_api.structural_tags import (
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_COMMENTS = frozenset({"type", "title", "description", "default", "examples", "$defs", "definitions"})
+_COMMENTS = frozenset({"title", "description", "default", "examples", "$defs", "definitions"})
 
 
 def _parameters_of(schema: Schema) -> Format:
@@ -60,17 +62,32 @@ def _value(argument: CallArgument) -> Format:
     """Return the form of a value. Text is not quoted, so its schema becomes an expression; all other values are
     JSON."""
     schema = argument.schema
-    if not isinstance(schema, dict) or schema.get("type") != "string":
-        return JsonSchema(json_schema=schema)
-    held = {key: value for key, value in schema.items() if key not in _COMMENTS}
-    texts = [held.pop("const")] if "const" in held else held.pop("enum", None)
-    if texts is not None and not held:
-        return Or(elements=[ConstString(value=str(each)) for each in texts])
-    least, most = held.pop("minLength", 0), held.pop("maxLength", "")
-    if texts is not None or held:
-        keys = ", ".join(held) or "enum with a length"
+    return _text(argument, schema) if is_text(schema, schema) else JsonSchema(json_schema=schema)
+
+
+def _text(argument: CallArgument, schema: Any) -> Format:
+    """Return the form of a text without quotes. Where the schema also allows `null`, the argument is a text too."""
+    root = argument.schema
+    values, others, options = listed_texts(root, schema), set[str](), list[Format]()
+    least, most = 0, math.inf
+    for part in parts(root, schema):
+        held = {key: value for key, value in part.items() if key not in _COMMENTS}
+        least = max(least, held.pop("minLength", 0))
+        most = min(most, held.pop("maxLength", math.inf))
+        for key in ("anyOf", "oneOf"):
+            given = held.pop(key, ())
+            options += [_text(argument, each) for each in given if is_text(root, each)]
+        others |= held.keys() - {"type", "$ref", "allOf", "const", "enum"}
+    has_length = bool(least) or most != math.inf
+    if values is not None and not others and not has_length:
+        return Or(elements=[ConstString(value=each) for each in values])
+    if others or (options and (values is not None or has_length)) or (values is not None and has_length):
+        keys = ", ".join(sorted(others)) or "enum with a length, or options with others"
         raise ValueError(f"the text {argument.name[:80]!r} is written without quotes and cannot enforce {keys}")
-    return Regex(pattern=f"[^<]{{{least},{most}}}") if least or most != "" else AnyText()
+    if options:
+        free = next((each for each in options if isinstance(each, AnyText)), None)
+        return free or Or(elements=options)
+    return Regex(pattern=f"[^<]{{{least},{'' if most == math.inf else most}}}") if has_length else AnyText()
 
 
 SYNTAX = CallSyntax(

@@ -1,0 +1,1 @@
+"""JSON schemas written with the keywords that llguidance compiles. Pure."""
