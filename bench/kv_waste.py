@@ -43,7 +43,7 @@ def measure(jobs: list[Job], block_size: int, max_model_len: int) -> dict[str, f
     worst = 0.0
     while core.has_work:
         core.step()
-        usage = core.scheduler.kv.usage()
+        usage = core.scheduler.kv.slot_usage()
         if not usage.allocated_slots:
             continue
         steps += 1

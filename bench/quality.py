@@ -25,7 +25,7 @@ from workload import MODEL
 
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan
 from pagemill_engine.starting.factory import create_runner
 from pagemill_engine.weights.opening import open_weights
 from pagemill_kernels.arrays import Array
@@ -126,7 +126,7 @@ def predictions(runner: Any, window: list[int]) -> Tensor:
     row = AdmittedSequence(
         request_id="window",
         token_ids=window,
-        block_ids=list(range(num_blocks)),
+        tables=[HeldBlocks(0, list(range(num_blocks)))],
         num_prompt_tokens=len(window),
         num_computed_tokens=0,
         sampling=SamplingParams(temperature=0, max_tokens=1),

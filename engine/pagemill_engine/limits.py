@@ -52,8 +52,3 @@ class SchedulerLimits:
     def whole_prompts(self) -> bool:
         """Whether every prompt must be computed in one step."""
         return self.pooling is not None and self.pooling.whole_prompts
-
-    @property
-    def watermark_blocks(self) -> int:
-        """Blocks that stay free when another request starts, so that the running ones can continue for a while."""
-        return max(1, self.num_blocks // 100)

@@ -174,7 +174,7 @@ class EngineRun:
         started_s = self.clock.now()
         outputs = self.core.step()
         self._busy_s += self.clock.now() - started_s
-        usage = self.core.scheduler.kv.usage()
+        usage = self.core.scheduler.kv.slot_usage()
         if usage.allocated_slots:
             self._wastes.append(usage.waste)
         self._book(outputs)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pagemill_engine.executing.base import RunnerInfo
-from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
+from pagemill_engine.scheduler.step import StepPlan, StepResult, TableChanges, TokenLogprobs
 
 
 class DeviceFault(RuntimeError):
@@ -96,9 +96,9 @@ class CheckingRunner:
                 digest = row["digests"][-1] if sound[name] else POISON
                 tokens[name] = hash((digest, row["seed"], row["choice"])) % self.info.vocab_size
                 if row["num_logprobs"] is not None and name not in failed:
-                    logprobs[name] = self._logprobs(digest, tokens[name], row["num_logprobs"])
+                    logprobs[name] = [self._logprobs(digest, tokens[name], row["num_logprobs"])]
                 self._append(row, tokens[name])
-        token_ids = {name: token for name, token in tokens.items() if name not in failed}
+        token_ids = {name: [token] for name, token in tokens.items() if name not in failed}
         return StepResult(token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, failed=failed)
 
     def _of_prompt(self, name: str, plan: StepPlan) -> list[TokenLogprobs]:
@@ -135,7 +135,7 @@ class CheckingRunner:
             row: dict[str, Any] = {
                 "tokens": [],
                 "digests": [],
-                "blocks": list(admitted.block_ids),
+                "blocks": list(admitted.tables[0].block_ids),
                 "computed": admitted.num_computed_tokens,
                 "seed": admitted.seed,
                 "choice": admitted.choice,
@@ -146,14 +146,17 @@ class CheckingRunner:
             for token_id in admitted.token_ids:
                 self._append(row, token_id)
             self.rows[admitted.request_id] = row
-        for name, block_ids in plan.new_block_ids.items():
+        for changes in plan.tables:
+            self._change(changes)
+
+    def _change(self, changes: TableChanges) -> None:
+        for name, block_ids in changes.appended.items():
             self.rows[name]["blocks"] += block_ids
-        for name, index, block_id in plan.replaced_blocks:
+        for name, index, block_id in changes.placed:
             self.rows[name]["blocks"][index] = block_id
         size = self.info.block_size
         content = {
-            copy: [self.slots.get(source * size + offset) for offset in range(size)]
-            for source, copy in plan.block_copies
+            copy: [self.slots.get(source * size + offset) for offset in range(size)] for source, copy in changes.copies
         }
         for copy, values in content.items():
             for offset, value in enumerate(values):

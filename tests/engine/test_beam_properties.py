@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from examples import num_examples
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.kv.block_pool import KVCacheError
-from pagemill_engine.kv.manager import BlockTable, KVCacheManager
+from pagemill_engine.kv.manager import CacheManager
+from pagemill_engine.kv.tables import KindTable
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.beams import most_blocks
 from pagemill_protocol.errors import PagemillError
@@ -217,7 +218,7 @@ def test_beams_share_their_prompt_and_copy_only_the_blocks_that_they_write(check
     while core.has_work:
         core.step()
         most = max(most, core.load().num_blocks_active)
-        copies += len(core.runner.plans[-1].block_copies)
+        copies += len(core.runner.plans[-1].tables[0].copies)
     # A row has 31 tokens with KV: 8 blocks, of which 5 are the prompt's.
     assert most <= 5 + 4 * 3
     assert most == most_blocks(search_of(20, 4, 12).sampling, 20, 32, BLOCK_SIZE) or most < 4 * 8
@@ -231,7 +232,7 @@ def test_the_last_user_of_a_shared_block_writes_into_it(checking_runner: Make) -
     copies = []
     while core.has_work:
         core.step()
-        copies.append(len(core.runner.plans[-1].block_copies))
+        copies.append(len(core.runner.plans[-1].tables[0].copies))
     assert copies[:2] == [0, 1]
 
 
@@ -357,12 +358,12 @@ def test_beams_decode_in_every_step_however_many_prompts_wait(checking_runner: M
     assert decided == list(range(1, 12)), "two chunks of its prompt, then a token of each beam in every step"
 
 
-def _never_copy(self: KVCacheManager, table: BlockTable) -> bool:
+def _never_copy(self: CacheManager, own: KindTable, num_computed: int) -> bool:
     return False
 
 
 def test_a_planted_write_into_shared_blocks_is_detected(monkeypatch: pytest.MonkeyPatch, checking_runner: Make) -> None:
-    monkeypatch.setattr(KVCacheManager, "_write_needs_copy", _never_copy)
+    monkeypatch.setattr(CacheManager, "_needs_copy", _never_copy)
     core = make_core(checking_runner)
     core.add(search_of(6, 4, 8))
     with pytest.raises((KVCacheError, AssertionError)):

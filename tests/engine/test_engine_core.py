@@ -203,14 +203,14 @@ def test_a_fault_while_a_step_is_planned_fails_the_requests_that_it_may_affect(
     checking_runner: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core(checking_runner)
-    sound = core.scheduler.kv.get_computed_blocks
+    sound = core.scheduler.kv.match
 
-    def broken(row: Any) -> Any:
+    def broken(row: Any, limit_tokens: int | None) -> Any:
         if row.client_request_id == "bad":
             raise ZeroDivisionError
-        return sound(row)
+        return sound(row, limit_tokens)
 
-    monkeypatch.setattr(core.scheduler.kv, "get_computed_blocks", broken)
+    monkeypatch.setattr(core.scheduler.kv, "match", broken)
     core.add(request("bad", [1, 2, 3]))
     core.add(request("good", [1, 2, 3]))
     outputs = finish(core)
@@ -227,7 +227,7 @@ def test_a_fault_that_damages_the_state_of_other_requests_ends_the_engine(
     core.add(request("b", [2] * 9))
 
     def broken(*args: Any) -> None:
-        core.scheduler.kv.pool.allocate(1)
+        core.scheduler.kv.caches[0].pool.allocate(1)
         raise ZeroDivisionError
 
     monkeypatch.setattr(core.scheduler, "update", broken)
@@ -269,7 +269,7 @@ def test_prefix_events_add_up_to_the_snapshot(checking_runner: Make) -> None:
             prefixes = core.step().prefixes
             if prefixes is not None:
                 known = (known | set(prefixes.added)) - set(prefixes.removed)
-            assert known == set(core.scheduler.kv.prefix_cache.snapshot())
+            assert known == set(core.scheduler.kv.snapshot()[0])
     assert 1 <= len(known) <= 40, "of six prompts of 17 full blocks, some must be evicted"
 
 
@@ -325,7 +325,7 @@ def test_warm_up_generates_a_token_measures_steps_and_leaves_no_state(checking_r
     assert (knots[0], knots[-1]) == (1, min(budget, 127))
     assert core.step_time.predict_ms(budget) > 0
     assert not core.has_work
-    assert core.scheduler.kv.prefix_cache.snapshot() == []
+    assert core.scheduler.kv.snapshot() == [[]]
     step = core.step()
     assert (step.prefixes, step.outputs) == (None, [])
     assert core.load().num_blocks_evictable == 0
@@ -339,7 +339,7 @@ def test_larger_steps_are_measured_while_idle_until_the_first_request(checking_r
     assert calibration.measure_next(), "one more size is measured"
     assert core.num_steps > before
     assert not core.has_work
-    assert core.scheduler.kv.prefix_cache.snapshot() == []
+    assert core.scheduler.kv.snapshot() == [[]]
     core.add(request("r", [1, 2, 3], max_tokens=1))
     while core.has_work:
         core.step()
@@ -420,7 +420,7 @@ def test_the_self_test_fails_on_a_token_outside_the_vocabulary(checking_runner: 
 
     def beyond(handle: Any) -> Any:
         result = wait(handle)
-        result.token_ids = dict.fromkeys(result.token_ids, 1000)
+        result.token_ids = {key: [1000] for key in result.token_ids}
         return result
 
     core.runner.wait = beyond

@@ -458,7 +458,7 @@ def test_a_fault_while_aborting_is_survived_if_the_state_is_consistent(
     assert [out.finish_reason for out in outputs if out.finish_reason] == ["length", "length"]
 
     def torn(*args: Any) -> None:
-        core.scheduler.kv.pool.allocate(1)
+        core.scheduler.kv.caches[0].pool.allocate(1)
         raise ZeroDivisionError
 
     monkeypatch.setattr(core.scheduler, "abort", torn)

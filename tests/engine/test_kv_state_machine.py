@@ -1,8 +1,9 @@
 """Random sequences of allocate, append, fork, free, preempt, abort and fail keep the KV manager consistent.
 
-A simulated device stores digests of prefixes in its slots. In every step, each row must read its own prefix in its own
-slots, so that a leaked, doubly used or wrongly shared block is detected even if the counters agree. Up to two steps are
-in flight: the device has run them, but they were not read, so their tokens are not known.
+A simulated device stores digests of prefixes in the slots of each cache kind. In every step, each row must read, in its
+own slots, what its kinds' windows show of its own prefix, so that a leaked, doubly used, wrongly shared or too early
+freed block is detected even if the counters agree. Up to two steps are in flight: the device has run them, but they
+were not read, so their tokens are not known.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from examples import num_examples
 from pagemill_engine.kv.integrity import check_integrity
-from pagemill_engine.kv.manager import KVCacheManager
+from pagemill_engine.kv.manager import CacheManager
+from pagemill_protocol.cache_kinds import FULL, CacheKind
 
 BLOCK_SIZE = 4
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 """Only two token values, so that prefixes are often shared."""
+MIXES: list[tuple[int | None, ...]] = [(None,), (None, 5), (None, 9), (None, 4, 7), (3,), (6, 1)]
+"""Windows of the kinds; None: a full kind."""
 
 
 @dataclass(eq=False)
@@ -50,11 +54,17 @@ def digests(token_ids: list[int]) -> list[int]:
 class KVMachine(RuleBasedStateMachine):
     rows = Bundle("rows")
 
-    @initialize(num_blocks=st.integers(3, 12), caching=st.booleans())
-    def make(self, num_blocks: int, caching: bool) -> None:
-        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching)
-        self.slots: dict[int, int] = {}
-        self.copies: dict[str, tuple[int, int]] = {}
+    @initialize(
+        num_blocks=st.integers(3, 12),
+        windows=st.sampled_from(MIXES),
+        caching=st.booleans(),
+    )
+    def make(self, num_blocks: int, windows: tuple[int | None, ...], caching: bool) -> None:
+        self.kinds = [FULL if window is None else CacheKind(f"window-{window}", window) for window in windows]
+        counts = [num_blocks] * len(windows)
+        self.kv = CacheManager(counts, BLOCK_SIZE, kinds=self.kinds, enable_prefix_caching=caching)
+        self.slots: list[dict[int, int]] = [{} for _ in self.kinds]
+        self.copies: dict[str, list[tuple[int, int, int]]] = {}
         self.num_rows = 0
         self.alive: list[Row] = []
         self.flights: list[tuple[dict[Row, int], set[Row]]] = []
@@ -70,14 +80,15 @@ class KVMachine(RuleBasedStateMachine):
         if row not in self.alive or row.open_tokens or due == 0:
             return
         num_tokens = max(1, round(due * share))
-        free_before = self.kv.pool.num_free
-        allocation = self.kv.allocate_slots(row, num_tokens)
+        before = self.kv.usage(), self.kv.held_blocks(row)
+        allocation = self.kv.allocate(row, num_tokens)
         if allocation is None:
-            assert self.kv.pool.num_free == free_before
+            assert (self.kv.usage(), self.kv.held_blocks(row)) == before
             return
         row.open_tokens = num_tokens
-        if allocation.replaced is not None:
-            self.copies[row.request_id] = allocation.replaced[1:]
+        copies = [(kind, *part.replaced[1:]) for kind, part in enumerate(allocation) if part.replaced is not None]
+        if copies:
+            self.copies[row.request_id] = copies
 
     @rule()
     def launch_step(self) -> None:
@@ -87,27 +98,33 @@ class KVMachine(RuleBasedStateMachine):
         """
         if len(self.flights) == 2:
             return
-        content = {copy: self._read(source) for source, copy in self.copies.values()}
-        for copy, values in content.items():
-            self._write(copy, values)
+        copies = [each for found in self.copies.values() for each in found]
+        content = [(kind, copy, self._read(kind, source)) for kind, source, copy in copies]
+        for kind, copy, values in content:
+            self._write(kind, copy, values)
         self.copies.clear()
-        written: set[int] = set()
+        written: set[tuple[int, int]] = set()
         flight = {row: row.open_tokens for row in self.alive if row.open_tokens}
         for row, num_tokens in flight.items():
             wanted = digests(row.token_ids + row.coming)
             for position in range(row.num_computed_tokens, row.num_computed_tokens + num_tokens):
-                slot = self._slot(row, position)
-                assert slot not in written, "two rows wrote one slot"
-                written.add(slot)
-                self.slots[slot] = wanted[position]
+                for kind, slots in enumerate(self.slots):
+                    slot = self._slot(kind, row, position)
+                    assert (kind, slot) not in written, "two rows wrote one slot"
+                    written.add((kind, slot))
+                    slots[slot] = wanted[position]
+        starts = {row: row.num_computed_tokens for row in flight}
         self.kv.launch([row.request_id for row in flight])
         for row in flight:
             row.open_tokens = 0
             wanted = digests(row.token_ids + row.coming)
-            for position in range(row.num_computed_tokens):
-                assert self.slots.get(self._slot(row, position)) == wanted[position], (
-                    "a row read the KV of another prefix"
-                )
+            for kind, slots in enumerate(self.slots):
+                window = self.kinds[kind].window
+                first = 0 if window is None else max(0, starts[row] - window + 1)
+                for position in range(first, row.num_computed_tokens):
+                    assert slots.get(self._slot(kind, row, position)) == wanted[position], (
+                        "a row read the KV of another prefix"
+                    )
         sampling = {row for row in flight if row.num_computed_tokens == row.num_tokens}
         for row in sampling:
             row.coming.append(digests(row.token_ids + row.coming)[-1] % 2)
@@ -131,7 +148,9 @@ class KVMachine(RuleBasedStateMachine):
         if parent not in self.alive or written or parent.num_computed_tokens < 2:
             return multiple()
         child = Row(self._name(), list(parent.token_ids))
-        self.kv.fork(parent, child, parent.num_computed_tokens - 1)
+        if self.kv.fork(parent, child, parent.num_computed_tokens - 1) == 0:
+            assert not self.kv.has_table(child)
+            return self._begin(child)
         self.alive.append(child)
         return child
 
@@ -176,10 +195,10 @@ class KVMachine(RuleBasedStateMachine):
         for row in list(self.alive):
             self._drop(row)
         check_integrity(self.kv)
-        assert self.kv.pool.num_free == self.kv.pool.num_blocks, "a block was leaked"
+        assert all(each.num_active == 0 for each in self.kv.usage()), "a block was leaked"
 
     def _begin(self, row: Row) -> Row:
-        self.kv.start(row, self.kv.get_computed_blocks(row))
+        self.kv.start(row, self.kv.match(row))
         assert row.num_computed_tokens < len(row.token_ids)
         self.alive.append(row)
         return row
@@ -198,16 +217,19 @@ class KVMachine(RuleBasedStateMachine):
         self.num_rows += 1
         return f"row-{self.num_rows}"
 
-    def _slot(self, row: Row, position: int) -> int:
-        return self.kv.block_ids(row)[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+    def _slot(self, kind: int, row: Row, position: int) -> int:
+        first, block_ids = self.kv.held_blocks(row)[kind]
+        index = position // BLOCK_SIZE - first
+        assert index >= 0, "a block was freed that a row still reads"
+        return block_ids[index] * BLOCK_SIZE + position % BLOCK_SIZE
 
-    def _read(self, block_id: int) -> list[int | None]:
-        return [self.slots.get(block_id * BLOCK_SIZE + offset) for offset in range(BLOCK_SIZE)]
+    def _read(self, kind: int, block_id: int) -> list[int | None]:
+        return [self.slots[kind].get(block_id * BLOCK_SIZE + offset) for offset in range(BLOCK_SIZE)]
 
-    def _write(self, block_id: int, values: list[int | None]) -> None:
+    def _write(self, kind: int, block_id: int, values: list[int | None]) -> None:
         for offset, value in enumerate(values):
             if value is not None:
-                self.slots[block_id * BLOCK_SIZE + offset] = value
+                self.slots[kind][block_id * BLOCK_SIZE + offset] = value
 
 
 KVMachine.TestCase.settings = settings(

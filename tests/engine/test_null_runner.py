@@ -8,7 +8,7 @@ import pytest
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.null import NullRunner, StepPlanError
-from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan, TableChanges
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.sampling import SamplingParams
 
@@ -36,7 +36,7 @@ def row(name: str, num_tokens: int = 3, blocks: int = 1, **changes: Any) -> Admi
     settings: dict[str, Any] = {
         "num_prompt_tokens": num_tokens,
         "num_computed_tokens": 0,
-        "block_ids": list(range(blocks)),
+        "tables": [HeldBlocks(0, list(range(blocks)))],
         "sampling": SamplingParams(),
         "choice": 0,
         "seed": 5,
@@ -44,7 +44,7 @@ def row(name: str, num_tokens: int = 3, blocks: int = 1, **changes: Any) -> Admi
     return AdmittedSequence(name, [1] * num_tokens, **{**settings, **changes})
 
 
-def run(runner: NullRunner, plan: StepPlan) -> dict[str, int]:
+def run(runner: NullRunner, plan: StepPlan) -> dict[str, list[int]]:
     return runner.wait(runner.launch(plan)).token_ids
 
 
@@ -76,7 +76,7 @@ def test_tokens_depend_on_seed_choice_and_position_only() -> None:
     def tokens(admitted: AdmittedSequence) -> list[int]:
         runner = make_runner()
         first = StepPlan(1, {"a": len(admitted.token_ids)}, admitted=[admitted], samples={"a"})
-        return [run(runner, first)["a"], run(runner, StepPlan(2, {"a": 1}, samples={"a"}))["a"]]
+        return [*run(runner, first)["a"], *run(runner, StepPlan(2, {"a": 1}, samples={"a"}))["a"]]
 
     base = tokens(row("a", blocks=2))
     assert all(0 <= token_id < 500 for token_id in base)
@@ -115,7 +115,7 @@ def test_blocks_and_releases_are_tracked() -> None:
         runner.launch(StepPlan(2, {"a": 1}, samples={"a"}))
     runner = make_runner()
     run(runner, start(num_tokens=4))
-    run(runner, StepPlan(2, {"a": 1}, new_block_ids={"a": [7]}, replaced_blocks=[("a", 0, 9)], samples={"a"}))
+    run(runner, StepPlan(2, {"a": 1}, tables=[TableChanges({"a": [7]}, [("a", 0, 9)])], samples={"a"}))
     run(runner, StepPlan(3, {"a": 3}, released=["a", "unknown"], admitted=[row("a")], samples={"a"}))
     runner.close()
 

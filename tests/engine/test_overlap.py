@@ -141,7 +141,7 @@ def test_tokens_computed_after_a_stop_token_are_not_delivered(checking_runner: M
         assert tokens(outputs["b"]) == alone(checking_runner, request("b", [9] * 5, max_tokens=12))
         scheduled = [plan.step for plan in core.runner.plans if "a/0" in plan.num_scheduled_tokens]
         assert len(scheduled) == stop + 1 + overlap
-        cached[overlap] = {block_hash for block_hash, _ in core.scheduler.kv.prefix_cache.items()}
+        cached[overlap] = {block_hash for block_hash, _ in core.scheduler.kv.caches[0].prefixes.items()}
         assert_clean(core)
     assert cached[True] == cached[False]
 
@@ -247,7 +247,7 @@ def test_choices_share_the_prompt_of_the_first_choice(checking_runner: Make, bud
     collect(core)
     forked = [row for plan in core.runner.plans for row in plan.admitted if row.request_id != "a/0"]
     assert [row.num_computed_tokens for row in forked] == [9, 9]
-    assert sum(len(plan.block_copies) for plan in core.runner.plans) == 2
+    assert sum(len(plan.tables[0].copies) for plan in core.runner.plans) == 2
 
 
 @pytest.mark.parametrize("where", ["step", "launch"])

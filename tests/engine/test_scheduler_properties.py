@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from examples import num_examples
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.kv.block_pool import BlockPool, KVCacheError
-from pagemill_engine.kv.manager import BlockTable, KVCacheManager
+from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.prefix_cache import PrefixCache
+from pagemill_engine.kv.tables import KindTable, Match
 from pagemill_engine.loop.core import EngineCore
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import LOW_PRIORITY, SamplingParams
@@ -205,7 +206,7 @@ def test_the_same_workload_gives_the_same_plans(checking_runner: Make, overlap: 
     assert answers[0] == answers[1]
     assert cores[0].runner.plans == cores[1].runner.plans
     assert cores[0].scheduler.num_preemptions > 0
-    assert any(plan.block_copies for plan in cores[0].runner.plans)
+    assert any(plan.tables[0].copies for plan in cores[0].runner.plans)
 
 
 @both_loops
@@ -237,7 +238,7 @@ def _share_without_counting(self: BlockPool, blocks: Any) -> None:
             block.ref_count = 1
 
 
-def _never_copy(self: KVCacheManager, table: BlockTable) -> bool:
+def _never_copy(self: CacheManager, own: KindTable, num_computed: int) -> bool:
     return False
 
 
@@ -252,12 +253,13 @@ def _evict_without_forgetting(self: PrefixCache, block: Any) -> None:
     block.block_hash = None
 
 
-def _hit_every_token(self: KVCacheManager, row: Any) -> list[Any]:
-    found = [self.prefix_cache.get(self._block_hash(row, index)) for index in range(len(row.token_ids) // 4)]
-    return found if all(found) else []
+def _hit_every_token(self: CacheManager, row: Any, limit_tokens: int | None) -> Match:
+    cached = self.caches[0].prefixes
+    found = [cached.get(self._block_hash(row, index)) for index in range(len(row.token_ids) // 4)]
+    return Match(4 * len(found), [[block for block in found if block is not None]]) if all(found) else Match(0, ())
 
 
-def _hash_without_parent(self: KVCacheManager, row: Any, index: int) -> bytes:
+def _hash_without_parent(self: CacheManager, row: Any, index: int) -> bytes:
     return repr(row.token_ids[index * 4 : index * 4 + 4]).encode()
 
 
@@ -267,9 +269,9 @@ def _hash_without_parent(self: KVCacheManager, row: Any, index: int) -> bytes:
     [
         (BlockPool, "share", _share_without_counting),
         (BlockPool, "release", _release_too_little),
-        (KVCacheManager, "_write_needs_copy", _never_copy),
-        (KVCacheManager, "get_computed_blocks", _hit_every_token),
-        (KVCacheManager, "_block_hash", _hash_without_parent),
+        (CacheManager, "_needs_copy", _never_copy),
+        (CacheManager, "match", _hit_every_token),
+        (CacheManager, "_block_hash", _hash_without_parent),
         (PrefixCache, "remove", _evict_without_forgetting),
     ],
 )

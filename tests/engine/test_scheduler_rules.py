@@ -42,7 +42,7 @@ def run(scheduler: Scheduler, token_id: int = 500) -> StepPlan:
     """Run one step in which every sampling row gets `token_id`; return its plan."""
     plan = scheduler.schedule()
     if plan.num_scheduled_tokens:
-        scheduler.update(plan, StepResult(token_ids=dict.fromkeys(plan.samples, token_id)))
+        scheduler.update(plan, StepResult(token_ids={key: [token_id] for key in plan.samples}))
     check_integrity(scheduler.kv)
     return plan
 
@@ -81,7 +81,7 @@ def test_only_the_blocks_of_this_step_are_allocated() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 40))
     run(scheduler)
-    assert scheduler.kv.pool.num_active == 4
+    assert scheduler.kv.caches[0].pool.num_active == 4
 
 
 def test_no_more_rows_run_than_max_num_seqs() -> None:
@@ -130,7 +130,7 @@ def test_a_row_preempted_in_a_step_leaves_no_trace_in_its_plan() -> None:
     while "old/0" in scheduler._sequences:
         plan = run(scheduler)
         assert plan.num_tokens <= 12
-        assert set(plan.new_block_ids) <= set(plan.num_scheduled_tokens)
+        assert set(plan.tables[0].appended) <= set(plan.num_scheduled_tokens)
         assert plan.samples <= set(plan.num_scheduled_tokens)
 
 
@@ -144,8 +144,8 @@ def test_further_choices_fork_once_the_prompt_is_computed(caching: bool) -> None
     assert [row.num_computed_tokens for row in third.admitted] == [21, 21]
     assert [row.choice for row in third.admitted] == [1, 2]
     # The prompt has six shared blocks except for the partial last one, which two of the three rows copy.
-    assert len(third.block_copies) == 2
-    assert scheduler.kv.pool.num_active == 5 + 3
+    assert len(third.tables[0].copies) == 2
+    assert scheduler.kv.caches[0].pool.num_active == 5 + 3
 
 
 def test_choices_share_the_prompt_even_if_the_first_one_ends_early() -> None:
@@ -154,7 +154,7 @@ def test_choices_share_the_prompt_even_if_the_first_one_ends_early() -> None:
     run(scheduler)
     assert run(scheduler).num_scheduled_tokens == {"a/1": 1, "a/2": 1}
     assert finish_reasons(scheduler.take_outputs()) == {("a", choice): "length" for choice in range(3)}
-    assert scheduler.kv.pool.num_active == 0
+    assert scheduler.kv.caches[0].pool.num_active == 0
 
 
 def test_if_the_first_choice_is_aborted_the_next_one_takes_its_place() -> None:
@@ -175,7 +175,7 @@ def test_a_waiting_fork_is_preempted_if_blocks_are_needed() -> None:
         run(scheduler)
         outputs += scheduler.take_outputs()
     assert finish_reasons(outputs) == {("a", choice): "length" for choice in range(4)}
-    assert scheduler.kv.pool.num_free == 8
+    assert scheduler.kv.caches[0].pool.num_free == 8
 
 
 def test_a_second_prompt_has_its_own_choice_indices() -> None:
@@ -333,14 +333,14 @@ def test_abort_works_in_every_state_of_a_request() -> None:
     scheduler.abort("unknown")
     plan = scheduler.schedule()
     scheduler.abort("running")
-    assert scheduler.kv.pool.num_active > 0
-    scheduler.update(plan, StepResult(token_ids=dict.fromkeys(plan.samples, 5)))
+    assert scheduler.kv.caches[0].pool.num_active > 0
+    scheduler.update(plan, StepResult(token_ids={key: [5] for key in plan.samples}))
     check_integrity(scheduler.kv)
     reasons = finish_reasons(scheduler.take_outputs())
     assert reasons == {("waiting", 0): "abort", ("held", 1): "abort", ("running", 0): "abort"}
     scheduler.abort("held")
     assert not scheduler._sequences
-    assert scheduler.kv.pool.num_active == 0
+    assert scheduler.kv.caches[0].pool.num_active == 0
 
 
 def test_an_abort_reaches_the_runner_with_the_next_step() -> None:
@@ -465,7 +465,7 @@ def test_a_step_without_a_token_for_a_row_fails_only_that_row() -> None:
     scheduler.add(request("a", 5))
     scheduler.add(request("b", 5, first=50))
     plan = scheduler.schedule()
-    scheduler.update(plan, StepResult(token_ids={"b/0": 5}))
+    scheduler.update(plan, StepResult(token_ids={"b/0": [5]}))
     check_integrity(scheduler.kv)
     errors = [out for out in scheduler.take_outputs() if out.error is not None]
     assert [(out.request_id, out.finish_reason) for out in errors] == [("a", "error")]
@@ -479,7 +479,7 @@ def test_readers_of_a_failed_rows_blocks_start_over() -> None:
     scheduler.add(request("bystander", 12, first=300))
     plan = scheduler.schedule()
     assert plan.num_scheduled_tokens == {"writer/0": 12, "reader/0": 2, "bystander/0": 12}
-    tokens = {"reader/0": 1, "bystander/0": 1}
+    tokens = {"reader/0": [1], "bystander/0": [1]}
     scheduler.update(plan, StepResult(token_ids=tokens, failed={"writer/0": "not finite"}))
     check_integrity(scheduler.kv)
     outputs = scheduler.take_outputs()

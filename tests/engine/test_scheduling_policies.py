@@ -45,7 +45,7 @@ def request(name: str, num_tokens: int, priority: int = 0, max_tokens: int = 1) 
 
 def run(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.schedule()
-    scheduler.update(plan, StepResult(token_ids=dict.fromkeys(plan.samples, 7)))
+    scheduler.update(plan, StepResult(token_ids={key: [7] for key in plan.samples}))
     return plan
 
 

@@ -35,7 +35,7 @@ class WorkingRunner:
         if plan.step in self.broken:
             raise ZeroDivisionError
         self.done.append(plan.step)
-        return StepResult(token_ids={"a": plan.step})
+        return StepResult(token_ids={"a": [plan.step]})
 
     def wait(self, handle: StepResult) -> StepResult:
         return handle
@@ -72,7 +72,7 @@ def test_launch_returns_before_the_step_has_run_and_steps_keep_their_order(
     handles = [runner.launch(plan(step)) for step in (1, 2)]
     assert inner.done == []
     inner.gate.set()
-    assert [runner.wait(handle).token_ids["a"] for handle in handles] == [1, 2]
+    assert [runner.wait(handle).token_ids["a"] for handle in handles] == [[1], [2]]
     assert inner.done == [1, 2]
     assert prepared == list(inner.threads)
     assert threading.current_thread().name not in inner.threads
@@ -92,7 +92,7 @@ def test_a_step_after_one_that_raised_does_not_run_and_the_next_one_does(
         runner.wait(handles[0])
     with pytest.raises(StepSkippedError):
         runner.wait(handles[1])
-    assert runner.wait(runner.launch(plan(3))).token_ids == {"a": 3}
+    assert runner.wait(runner.launch(plan(3))).token_ids == {"a": [3]}
     assert inner.done == [3]
 
 

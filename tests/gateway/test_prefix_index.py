@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from examples import num_examples
 from pagemill_engine.ipc.messages import PrefixEvents
-from pagemill_engine.kv.manager import KVCacheManager
+from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S, Dispatch, Dispatches
@@ -47,7 +47,7 @@ class Pod:
     """The real KV manager and the real publisher of frames, without a process around them."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE)
+        self.kv = CacheManager(num_blocks, BLOCK_SIZE)
         self.publisher = StatePublisher(["m"])
         self.rows: list[Row] = []
         self._num_rows = 0
@@ -58,15 +58,13 @@ class Pod:
         """Compute a prompt as the scheduler would; its blocks stay until they are freed or evicted."""
         self._num_rows += 1
         row = Row(f"r{self._num_rows}", token_ids)
-        while (
-            self.kv.num_blocks_to_start(row, self.kv.get_computed_blocks(row), len(token_ids)) > self.kv.pool.num_free
-        ):
+        while not self.kv.has_room(self.kv.needs_to_start(row, self.kv.match(row), len(token_ids)), [0], None):
             if not self.rows:
                 return
             self.evict(0)
-        self.kv.start(row, self.kv.get_computed_blocks(row))
+        self.kv.start(row, self.kv.match(row))
         due = len(token_ids) - row.num_computed_tokens
-        assert self.kv.allocate_slots(row, due) is not None
+        assert self.kv.allocate(row, due) is not None
         self.kv.launch([row.request_id])
         self.kv.commit(row, due)
         self.rows.append(row)
@@ -84,7 +82,7 @@ class Pod:
 
     def frames(self, *, connect: bool = False) -> list[StateFrame]:
         """Return the frames that the stream carries now, in the real encoding; `connect` starts the stream again."""
-        added, removed = self.kv.prefix_cache.drain_events()
+        ((added, removed),) = self.kv.drain_events()
         self.publisher.report(EngineLoad(num_requests_running=len(self.rows)), None, PrefixEvents(added, removed))
         self.publisher._publish()
         if connect:
@@ -102,7 +100,7 @@ class Pod:
 
     @property
     def prefix_chunks(self) -> set[bytes]:
-        return set(self.kv.prefix_cache.snapshot())
+        return set(self.kv.snapshot()[0])
 
 
 def make_brain(*names: str) -> LocalBrain:

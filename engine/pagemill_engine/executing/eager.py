@@ -73,7 +73,8 @@ class EagerRunner:
         for admitted in plan.admitted:
             self._sampling.admit(self._rows.admit(admitted), admitted)
         self._rows.update_blocks(plan)
-        self.kv_cache.copy_blocks(plan.block_copies)
+        for changes in plan.tables:
+            self.kv_cache.copy_blocks(changes.copies)
 
     def _answer(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
         """Return the step's result from the hidden states of its tokens."""
@@ -124,8 +125,8 @@ class EagerRunner:
 
     def _result(self, inputs: StepInputs, rows: NDArray[np.int64], sampled: Sampled) -> StepResult:
         request_ids = [inputs.request_ids[i] for i in inputs.sampling.tolist()]
-        result = StepResult(token_ids=dict(zip(request_ids, sampled.token_ids.tolist(), strict=True)))
-        result.logprobs = {request_ids[i]: logprobs for i, logprobs in sampled.logprobs.items()}
+        result = StepResult(token_ids=dict(zip(request_ids, sampled.token_ids[:, None].tolist(), strict=True)))
+        result.logprobs = {request_ids[i]: [logprobs] for i, logprobs in sampled.logprobs.items()}
         for i in np.flatnonzero(~sampled.finite).tolist():
             del result.token_ids[request_ids[i]]
             result.failed[request_ids[i]] = NON_FINITE

@@ -78,18 +78,20 @@ class RequestRows:
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = admitted.num_prompt_tokens
         self.num_computed_tokens[row] = admitted.num_computed_tokens
-        self.num_blocks[row] = len(admitted.block_ids)
-        self.block_table[row, : len(admitted.block_ids)] = admitted.block_ids
+        block_ids = admitted.tables[0].block_ids
+        self.num_blocks[row] = len(block_ids)
+        self.block_table[row, : len(block_ids)] = block_ids
         return row
 
     def update_blocks(self, plan: StepPlan) -> None:
-        for request_id, block_ids in plan.new_block_ids.items():
-            row = self._row_of[request_id]
-            start = self.num_blocks[row]
-            self.block_table[row, start : start + len(block_ids)] = block_ids
-            self.num_blocks[row] = start + len(block_ids)
-        for request_id, index, block_id in plan.replaced_blocks:
-            self.block_table[self._row_of[request_id], index] = block_id
+        for changes in plan.tables:
+            for request_id, block_ids in changes.appended.items():
+                row = self._row_of[request_id]
+                start = self.num_blocks[row]
+                self.block_table[row, start : start + len(block_ids)] = block_ids
+                self.num_blocks[row] = start + len(block_ids)
+            for request_id, index, block_id in changes.placed:
+                self.block_table[self._row_of[request_id], index] = block_id
 
     def gather(self, plan: StepPlan) -> StepInputs:
         """Return the step's inputs."""

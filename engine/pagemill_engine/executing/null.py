@@ -39,8 +39,8 @@ class StepPlanError(RuntimeError):
 
 
 class NullHandle(NamedTuple):
-    token_ids: dict[str, int]
-    logprobs: dict[str, TokenLogprobs]
+    token_ids: dict[str, list[int]]
+    logprobs: dict[str, list[TokenLogprobs]]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
     done_at_s: float
 
@@ -143,16 +143,17 @@ class NullRunner:
             self._with_logprobs.discard(name)
         for admitted in plan.admitted:
             self._admit(admitted)
-        for name, block_ids in plan.new_block_ids.items():
-            self._known(name).block_ids += block_ids
-        for name, index, block_id in plan.replaced_blocks:
-            self._known(name).block_ids[index] = block_id
+        for changes in plan.tables:
+            for name, block_ids in changes.appended.items():
+                self._known(name).block_ids += block_ids
+            for name, index, block_id in changes.placed:
+                self._known(name).block_ids[index] = block_id
 
     def _admit(self, admitted: AdmittedSequence) -> None:
         if admitted.request_id in self._rows:
             raise StepPlanError(f"{admitted.request_id} is admitted twice")
         self._rows[admitted.request_id] = _Row(
-            block_ids=list(admitted.block_ids),
+            block_ids=list(admitted.tables[0].block_ids),
             num_tokens=len(admitted.token_ids),
             num_prompt_tokens=admitted.num_prompt_tokens,
             num_computed_tokens=admitted.num_computed_tokens,
@@ -163,7 +164,7 @@ class NullRunner:
         if admitted.sampling.num_alternatives is not None:
             self._with_logprobs.add(admitted.request_id)
 
-    def _compute(self, plan: StepPlan) -> dict[str, int]:
+    def _compute(self, plan: StepPlan) -> dict[str, list[int]]:
         """Return the tokens of the rows that sample.
 
         One loop without calls: simulations spend much of their time here.
@@ -183,7 +184,7 @@ class NullRunner:
                     f"{name} computes {num_computed_tokens} of {num_known} tokens, samples={is_sampled}"
                 )
             if is_sampled:
-                token_ids[name] = _mix(row.counter_key + num_known - row.num_prompt_tokens) % vocab_size
+                token_ids[name] = [_mix(row.counter_key + num_known - row.num_prompt_tokens) % vocab_size]
                 row.num_tokens = num_known + 1
         return token_ids
 
@@ -193,15 +194,15 @@ class NullRunner:
             raise StepPlanError(f"{name} is scheduled and was never admitted")
         return row
 
-    def _logprobs(self, token_ids: dict[str, int]) -> Iterator[tuple[str, TokenLogprobs]]:
+    def _logprobs(self, token_ids: dict[str, list[int]]) -> Iterator[tuple[str, list[TokenLogprobs]]]:
         """Yield log probabilities: the chosen token is the most likely, each following id half as likely as the one
         before."""
-        for name, token_id in token_ids.items():
+        for name, (token_id,) in token_ids.items():
             row = self._rows[name]
             if row.named_tokens is not None:
-                yield name, _halving(token_id, row.named_tokens)
+                yield name, [_halving(token_id, row.named_tokens)]
             elif row.num_logprobs is not None:
-                yield name, _halving(token_id, self._following(token_id, row.num_logprobs))
+                yield name, [_halving(token_id, self._following(token_id, row.num_logprobs))]
 
     def _of_prompt(self, targets: PromptTargets) -> list[TokenLogprobs]:
         return [_halving(token_id, self._following(token_id, targets.num_top)) for token_id in targets.token_ids]

@@ -14,7 +14,7 @@ from collections import deque
 
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan
 from pagemill_protocol.report.step_time import StepSample, StepTimeModel, default_knots
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.pooling import PoolingParams
@@ -181,7 +181,7 @@ def _run_prompts(core: EngineCore, num_prompts: int, num_tokens: int) -> StepOut
 
 
 def _reset_side_effects(core: EngineCore) -> None:
-    core.scheduler.kv.prefix_cache.drain_events()
+    core.scheduler.kv.drain_events()
     core.scheduler.reset_preemptions()
     core.check_integrity()
 
@@ -194,17 +194,19 @@ def probe(core: EngineCore) -> None:
 
     Raises what the runner raises; does nothing if no block is free. Call this with no step in flight.
     """
-    pool = core.scheduler.kv.pool
-    if pool.num_free == 0:
-        return
-    blocks = pool.allocate(1)
+    with core.scheduler.kv.spare_blocks() as block_ids:
+        if block_ids:
+            _compute_a_token(core, block_ids)
+
+
+def _compute_a_token(core: EngineCore, block_ids: list[int]) -> None:
     pooling = core.runner.info.pooling
     sequence = AdmittedSequence(
         _NAME,
         [0],
         num_prompt_tokens=1,
         num_computed_tokens=0,
-        block_ids=[blocks[0].block_id],
+        tables=[HeldBlocks(0, [block_id]) for block_id in block_ids],
         sampling=SamplingParams(temperature=0.0),
         choice=0,
         seed=0,
@@ -212,7 +214,4 @@ def probe(core: EngineCore) -> None:
     )
     plan = StepPlan(step=0, num_scheduled_tokens={_NAME: 1}, admitted=[sequence], samples={_NAME})
     plan.released = core.scheduler.swap_released([_NAME])
-    try:
-        core.runner.wait(core.runner.launch(plan))
-    finally:
-        pool.release(blocks)
+    core.runner.wait(core.runner.launch(plan))

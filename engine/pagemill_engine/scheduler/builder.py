@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pagemill_engine.kv.manager import NO_NEW_BLOCKS, Allocation
+from pagemill_engine.kv.tables import NO_NEW_BLOCKS, Allocation, Needs
 from pagemill_engine.scheduler.sequence import Sequence
-from pagemill_engine.scheduler.step import AdmittedSequence, PromptTargets, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, PromptTargets, StepPlan, TableChanges
 
 
 class StepBuilder:
-    def __init__(self, plan: StepPlan, budget: int) -> None:
-        self.plan = plan
+    def __init__(self, number: int, num_kinds: int, budget: int) -> None:
+        self.plan = StepPlan(number, {}, tables=[TableChanges() for _ in range(num_kinds)])
         self.budget = budget
         """Tokens of the budget that are left."""
-        self.reserved_blocks = 0
-        """Blocks that running prefills still need after this step."""
+        self.reserved: Needs = [0] * num_kinds
+        """Blocks of each kind that running prefills still need after this step."""
+
+    def reserve(self, needs: Needs, sign: int = 1) -> None:
+        self.reserved = [before + sign * need for before, need in zip(self.reserved, needs, strict=True)]
 
     def place(self, sequence: Sequence, num_tokens: int, allocation: Allocation) -> None:
         """Add a sequence that the runner already knows."""
@@ -37,27 +40,30 @@ class StepBuilder:
         self.plan.decode_context_tokens += num_context_tokens
 
     def note_blocks(self, sequence: Sequence, allocation: Allocation) -> None:
-        plan = self.plan
-        if allocation.new_block_ids:
-            plan.new_block_ids[sequence.request_id] = allocation.new_block_ids
-        if allocation.replaced is not None:
-            index, source, copy = allocation.replaced
-            plan.replaced_blocks.append((sequence.request_id, index, copy))
-            plan.block_copies.append((source, copy))
+        for changes, part in zip(self.plan.tables, allocation, strict=True):
+            if part.new_block_ids:
+                changes.appended[sequence.request_id] = part.new_block_ids
+            if part.replaced is not None:
+                index, source, copy = part.replaced
+                changes.placed.append((sequence.request_id, index, copy))
+                changes.copies.append((source, copy))
 
-    def admit(self, sequence: Sequence, num_tokens: int, allocation: Allocation, block_ids: list[int]) -> None:
+    def admit(
+        self, sequence: Sequence, num_tokens: int, allocation: Allocation, held: list[tuple[int, list[int]]]
+    ) -> None:
         """Add a sequence that starts or restarts, or whose tokens the runner does not know."""
         sequence.was_jumped = False
-        if allocation.replaced is not None:
-            _, source, copy = allocation.replaced
-            self.plan.block_copies.append((source, copy))
+        for changes, part in zip(self.plan.tables, allocation, strict=False):
+            if part.replaced is not None:
+                _, source, copy = part.replaced
+                changes.copies.append((source, copy))
         self.plan.admitted.append(
             AdmittedSequence(
                 request_id=sequence.request_id,
                 token_ids=list(sequence.token_ids),
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_computed_tokens=sequence.num_computed_tokens,
-                block_ids=block_ids,
+                tables=[HeldBlocks(first, block_ids) for first, block_ids in held],
                 sampling=sequence.sampling,
                 choice=sequence.noise,
                 seed=sequence.seed,
@@ -74,12 +80,13 @@ class StepBuilder:
         if num_tokens is None:
             return
         self._count(sequence, num_tokens, -1)
-        plan.new_block_ids.pop(sequence.request_id, None)
         plan.admitted = [admitted for admitted in plan.admitted if admitted.request_id != sequence.request_id]
-        copies = {copy for owner, _, copy in plan.replaced_blocks if owner == sequence.request_id}
-        if copies:
-            plan.replaced_blocks = [entry for entry in plan.replaced_blocks if entry[0] != sequence.request_id]
-            plan.block_copies = [pair for pair in plan.block_copies if pair[1] not in copies]
+        for changes in plan.tables:
+            changes.appended.pop(sequence.request_id, None)
+            copies = {copy for owner, _, copy in changes.placed if owner == sequence.request_id}
+            if copies:
+                changes.placed = [entry for entry in changes.placed if entry[0] != sequence.request_id]
+                changes.copies = [pair for pair in changes.copies if pair[1] not in copies]
 
     def _count(self, sequence: Sequence, num_tokens: int, sign: int) -> None:
         plan = self.plan
@@ -99,14 +106,14 @@ class StepBuilder:
             plan.samples.add(sequence.request_id)
 
 
-def reusable_blocks(sequence: Sequence, block_size: int) -> int | None:
-    """Return how many cached blocks the sequence may reuse; None means all of them."""
+def reusable_tokens(sequence: Sequence) -> int | None:
+    """Return how many cached tokens the sequence may reuse; None means all of them."""
     if sequence.reads_all:
         return 0
     report = sequence.prompt_report
     if report is None or report.num_reported == sequence.num_prompt_tokens - 1:
         return None
-    return report.num_reported // block_size
+    return report.num_reported
 
 
 def prompt_targets(plan: StepPlan, reporting: Mapping[str, Sequence]) -> dict[str, PromptTargets]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pagemill_engine.kv.manager import KVCacheManager
+from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.scheduler.choices import WaitingChoices
 from pagemill_engine.scheduler.in_flight_steps import InFlightSteps
 from pagemill_engine.scheduler.order.sorted_sequences import SortedSequences, serving_key
@@ -21,7 +21,7 @@ from pagemill_protocol.request.generate import FinishReason
 class Sequences:
     """Iterates over the ids of the sequences that have not ended."""
 
-    def __init__(self, kv: KVCacheManager, rank: Callable[[Sequence], Any]) -> None:
+    def __init__(self, kv: CacheManager, rank: Callable[[Sequence], Any]) -> None:
         """`rank`: the sort key of the waiting sequences."""
         self.kv = kv
         self.outputs = OutputQueue()
@@ -92,9 +92,10 @@ class Sequences:
     # -- forks ---------------------------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Let `child`, which is in no batch, share the blocks of the parent's first `num_tokens` tokens."""
-        self.kv.fork(parent, child, num_tokens)
-        self.forks[child.request_id] = child
+        """Let `child`, which is in no batch, share the blocks of the parent's first `num_tokens` tokens, as far as the
+        parent still has them."""
+        if self.kv.fork(parent, child, num_tokens):
+            self.forks[child.request_id] = child
 
     def fork_choices(self, leader: Sequence) -> None:
         """Queue the choices that can share the leader's prompt now."""

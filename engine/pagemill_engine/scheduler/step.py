@@ -1,27 +1,30 @@
 """The contract between scheduler and runner: what one step computes, and its result.
 
-A decision is `{request_id: num_tokens}`. Besides it a plan carries only differences: sequences that enter, appended
-block ids, blocks to copy before the forward pass, sequences that left. The runner keeps a persistent batch row for each
-admitted sequence and applies the differences to it. Neither side imports the other.
+A decision is `{request_id: num_tokens}`. Besides it a plan carries only differences: sequences that enter, changes of
+the block tables of each cache kind, sequences that left. The runner keeps a persistent batch row for each admitted
+sequence and applies the differences to it. Neither side imports the other. Both are structs, so that another process
+can follow a plan: `encode_plan` leaves out what only the process that samples needs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
+
+import msgspec
 
 from pagemill_protocol.request.pooling import PoolingParams
 from pagemill_protocol.request.sampling import SamplingParams
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
-    from pagemill_engine.grammar.token_state import TokenState
+class HeldBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks of one cache kind that a sequence has."""
+
+    first: int
+    """Index of the first of them in the sequence's table: no later step reads what comes before."""
+    block_ids: list[int]
 
 
-@dataclass(slots=True, frozen=True)
-class AdmittedSequence:
+class AdmittedSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     """A sequence that starts, or restarts after preemption. The runner fills its batch row from the beginning."""
 
     request_id: str
@@ -29,22 +32,21 @@ class AdmittedSequence:
     """All known tokens: the prompt, then tokens generated before a preemption or migration."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Tokens whose KV is already in `block_ids` (prefix-cache hit or fork)."""
-    block_ids: list[int]
-    """Blocks for all tokens up to and including this step's."""
+    """Tokens whose KV is already in the blocks (prefix-cache hit or fork)."""
+    tables: list[HeldBlocks]
+    """By cache kind, the blocks for all tokens up to and including this step's."""
     sampling: SamplingParams
     choice: int
     """Index among the n choices of its prompt; it is part of the random counter."""
     seed: int
     pooling: PoolingParams | None = None
     """Set if the prompt is pooled into a vector or a score; the sequence then samples nothing."""
-    eos_token_ids: list[int] = field(default_factory=list)
+    eos_token_ids: list[int] = []
     """End-of-sequence tokens of the sequence (none with `ignore_eos`). Together with `sampling.stop_token_ids` they are
     masked until `min_tokens` tokens were generated."""
 
 
-@dataclass(slots=True, frozen=True)
-class PromptTargets:
+class PromptTargets(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens whose log probabilities a step reports; each follows a token that the step computes."""
 
     first: int
@@ -55,8 +57,22 @@ class PromptTargets:
     num_top: int
 
 
-@dataclass(slots=True)
-class StepPlan:
+class TableChanges(msgspec.Struct, omit_defaults=True):
+    """The changes of one cache kind's block tables. Entries of sequences that are admitted are in their tables."""
+
+    appended: dict[str, list[int]] = {}
+    """Blocks appended to sequences that were already admitted."""
+    placed: list[tuple[str, int, int]] = []
+    """(request id, index in its block table, new block id): the entry after a copy-on-write."""
+    dropped: list[tuple[str, int, int]] = []
+    """(request id, first index, index behind the last): entries that no later step reads. Their blocks may have other
+    content: the runner replaces them by its padding block. The request may be unknown to it by now."""
+    copies: list[tuple[int, int]] = []
+    """(source, destination) pairs, copied before the forward pass; all sources are read before a destination is
+    written."""
+
+
+class StepPlan(msgspec.Struct, omit_defaults=True):
     """One step's work. The order of `num_scheduled_tokens` is the order of sequences in the batch.
 
     A sequence may be admitted with blocks that another sequence of the same step fills (a prefix hit on work in
@@ -65,29 +81,25 @@ class StepPlan:
 
     step: int
     num_scheduled_tokens: dict[str, int]
-    """The decision. A request samples a token, or is pooled, exactly when the step catches up with all its tokens."""
-    admitted: list[AdmittedSequence] = field(default_factory=list)
-    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
-    """Blocks appended to sequences that were already admitted."""
-    replaced_blocks: list[tuple[str, int, int]] = field(default_factory=list)
-    """(request id, index in its block table, new block id): the entry after a copy-on-write. An admitted sequence's
-    `block_ids` contain the new block already."""
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, destination) pairs, copied before the forward pass; all sources are read before a destination is
-    written."""
-    released: list[str] = field(default_factory=list)
+    """The decision: how many tokens the step computes for each request. A request samples, or is pooled, exactly when
+    the step catches up with all its tokens."""
+    admitted: list[AdmittedSequence] = []
+    tables: list[TableChanges] = []
+    """By cache kind. Empty: no table changes."""
+    released: list[str] = []
     """Sequences that were finished, aborted or preempted since the last step. The runner applies this first.
 
     A sequence may be released and admitted in one plan (it starts over). After a failed step a released sequence may be
     unknown to the runner.
     """
-    samples: set[str] = field(default_factory=set)
-    """Requests that sample a token in this step, or whose prompt is pooled. The runner appends the sampled token to its
+    samples: set[str] = set()
+    """Requests that sample in this step, or whose prompt is pooled. The runner appends the sampled tokens to its
     sequence itself."""
-    token_masks: dict[str, NDArray[np.int32] | TokenState] = field(default_factory=dict)
-    """Masks of the sampling requests that may not take every token: one bit per token, 32 per word, or a grammar state.
-    The runner reads a grammar state's mask after the forward pass is under way and before `wait` returns."""
-    prompt_targets: dict[str, PromptTargets] = field(default_factory=dict)
+    token_masks: dict[str, Any] = {}
+    """Masks of the sampling requests that may not take every token: int32 arrays with one bit per token, or a
+    `grammar.token_state.TokenState`, whose mask the runner reads after the forward pass is under way and before `wait`
+    returns. Never encoded: the process that plans also samples."""
+    prompt_targets: dict[str, PromptTargets] = {}
     """Prompt tokens to report, of requests that ask for log probabilities of their prompts."""
     decode_context_tokens: int = 0
     """Sum of the context tokens that the step's decodes read; for the step-time model."""
@@ -99,8 +111,7 @@ class StepPlan:
         return sum(self.num_scheduled_tokens.values())
 
 
-@dataclass(slots=True, frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log probabilities at one position: the chosen token first, then the most likely ones."""
 
     token_ids: list[int]
@@ -109,16 +120,29 @@ class TokenLogprobs:
     """Rank of the chosen token; 1 is the most likely."""
 
 
-@dataclass(slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, omit_defaults=True):
     """The runner's result for a `StepPlan`."""
 
-    token_ids: dict[str, int] = field(default_factory=dict)
-    """One sampled token for each request in `StepPlan.samples` that did not fail and is not pooled."""
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    token_ids: dict[str, list[int]] = {}
+    """The sampled tokens of each request in `StepPlan.samples` that did not fail and is not pooled, in order."""
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    """One entry for each token of the requests that ask for them."""
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
     """One entry for each token of `StepPlan.prompt_targets`."""
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = {}
     """Requests that failed in this step (non-finite logits and the like), with the reason; the others continue."""
-    pooled: dict[str, bytes] = field(default_factory=dict)
+    pooled: dict[str, bytes] = {}
     """The vector or the score of each request in `StepPlan.samples` that is pooled: float32, little-endian."""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(StepPlan)
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """Return the plan for processes that follow it and do not sample: without `token_masks`."""
+    return _ENCODER.encode(msgspec.structs.replace(plan, token_masks={}) if plan.token_masks else plan)
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    return _DECODER.decode(data)

@@ -14,7 +14,7 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.executing.inputs import RequestRows
 from pagemill_engine.executing.kv_cache import KVCache
-from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult
+from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan, StepResult, TableChanges
 from pagemill_protocol.request.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -32,7 +32,9 @@ def runner(folder: Path, runner_loader: Callable[..., Any]) -> Any:
 
 def admitted(name: str, token_ids: list[int], block_ids: list[int], **fields: Any) -> AdmittedSequence:
     values = {"num_prompt_tokens": len(token_ids), "num_computed_tokens": 0, "sampling": GREEDY, "choice": 0, "seed": 0}
-    return AdmittedSequence(request_id=name, token_ids=token_ids, block_ids=block_ids, **{**values, **fields})
+    return AdmittedSequence(
+        request_id=name, token_ids=token_ids, tables=[HeldBlocks(0, block_ids)], **{**values, **fields}
+    )
 
 
 def step(runner: Any, scheduled: dict[str, int], samples: list[str], **fields: Any) -> StepResult:
@@ -64,8 +66,8 @@ def test_rows_in_any_order_get_their_own_tokens(runner: Any) -> None:
 def test_a_copied_block_continues_like_its_source(runner: Any) -> None:
     prompt = list(range(20, 40))
     first = step(runner, {"a": 20}, ["a"], admitted=[admitted("a", prompt, [4, 5])]).token_ids["a"]
-    fork = admitted("b", [*prompt, first], [4, 9], num_prompt_tokens=20, num_computed_tokens=20)
-    result = step(runner, {"a": 1, "b": 1}, ["a", "b"], admitted=[fork], block_copies=[(5, 9)])
+    fork = admitted("b", [*prompt, *first], [4, 9], num_prompt_tokens=20, num_computed_tokens=20)
+    result = step(runner, {"a": 1, "b": 1}, ["a", "b"], admitted=[fork], tables=[TableChanges(copies=[(5, 9)])])
     assert result.token_ids["a"] == result.token_ids["b"]
 
 
@@ -101,8 +103,8 @@ def test_only_the_request_with_values_that_are_not_finite_fails(runner: Any) -> 
     assert step(runner, {"n": 1, "g": 1}, ["n", "g"]).token_ids["n"] == step_token(runner, good, expected)
 
 
-def step_token(runner: Any, prompt: list[int], first: int) -> int:
-    row = admitted("fresh", [*prompt, first], [20, 21], num_prompt_tokens=len(prompt))
+def step_token(runner: Any, prompt: list[int], first: list[int]) -> list[int]:
+    row = admitted("fresh", [*prompt, *first], [20, 21], num_prompt_tokens=len(prompt))
     return step(runner, {"fresh": len(prompt) + 1}, ["fresh"], admitted=[row]).token_ids["fresh"]
 
 

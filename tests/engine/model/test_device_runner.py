@@ -24,7 +24,7 @@ from pagemill_engine.executing.device.graphs import CudaGraphCapturer, GraphShap
 from pagemill_engine.executing.errors import StepSkippedError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan, TableChanges
 from pagemill_kernels.kv_store import storage
 from pagemill_kernels.request_rows.layout import RowLayout
 from pagemill_kernels.request_rows.staging import Staging
@@ -110,7 +110,9 @@ def expected(load: Callable[..., Any]) -> Answers:
 
 def admitted(name: str, token_ids: list[int], block_ids: list[int], **fields: Any) -> AdmittedSequence:
     values = {"num_prompt_tokens": len(token_ids), "num_computed_tokens": 0, "sampling": GREEDY, "choice": 0, "seed": 0}
-    return AdmittedSequence(request_id=name, token_ids=token_ids, block_ids=block_ids, **{**values, **fields})
+    return AdmittedSequence(
+        request_id=name, token_ids=token_ids, tables=[HeldBlocks(0, block_ids)], **{**values, **fields}
+    )
 
 
 def plan_of(scheduled: dict[str, int], **fields: Any) -> StepPlan:
@@ -192,7 +194,7 @@ def test_an_unchanged_decode_is_not_uploaded_again(load: Callable[..., Any], mon
     assert uploads_of(plan_of({"a": 14, "b": 3}, admitted=both)) == [2]
     decode = {"a": 1, "b": 1}
     assert [uploads_of(plan_of(decode)) for _ in range(2)] == [[4], []]
-    assert uploads_of(plan_of(decode, new_block_ids={"a": [2]})) == [4]
+    assert uploads_of(plan_of(decode, tables=[TableChanges(appended={"a": [2]})])) == [4]
     assert uploads_of(plan_of(decode)) == []
     assert uploads_of(plan_of({"b": 1})) == [4]
     assert uploads_of(plan_of({"b": 1})) == []
@@ -307,8 +309,8 @@ def tokens_of(runner: Any) -> list[int]:
     first = plan_of({"a": 9}, samples=set(), admitted=[admitted("a", prompt, blocks[:2])])
     runner.wait(runner.launch(first))
     plans = [plan_of({"a": 11}), *(plan_of({"a": 1}) for _ in range(14))]
-    plans[13].new_block_ids["a"] = blocks[2:]
-    found = [runner.wait(runner.launch(plan)).token_ids["a"] for plan in plans]
+    plans[13].tables = [TableChanges(appended={"a": blocks[2:]})]
+    found = [runner.wait(runner.launch(plan)).token_ids["a"][0] for plan in plans]
     runner.wait(runner.launch(plan_of({}, released=["a"])))
     return found
 

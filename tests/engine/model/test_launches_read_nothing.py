@@ -20,7 +20,7 @@ from triton_device import HAS_GPU
 
 from pagemill_engine.executing.device import device_kv_cache, device_runner
 from pagemill_engine.executing.device.graphs import decode_shapes
-from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan, TableChanges
 from pagemill_engine.sizing.memory import measure_memory
 from pagemill_engine.starting import load_device
 from pagemill_kernels.gpu import launch
@@ -78,8 +78,8 @@ ASKS: dict[str, dict[str, Any]] = {
 
 
 def admitted(name: str, num_tokens: int, first_block: int) -> AdmittedSequence:
-    blocks = list(range(first_block, first_block + 3))
-    return AdmittedSequence(name, list(range(num_tokens)), num_tokens, 0, blocks, SamplingParams(**ASKS[name]), 0, 0)
+    held = [HeldBlocks(0, list(range(first_block, first_block + 3)))]
+    return AdmittedSequence(name, list(range(num_tokens)), num_tokens, 0, held, SamplingParams(**ASKS[name]), 0, 0)
 
 
 def plan(scheduled: dict[str, int], **fields: Any) -> StepPlan:
@@ -98,7 +98,7 @@ def prompts(num_tokens: int) -> StepPlan:
         dict.fromkeys(names, num_tokens),
         admitted=[admitted(name, num_tokens, 4 * index) for index, name in enumerate(names)],
         released=names,
-        block_copies=[(1, 30), (2, 31)],
+        tables=[TableChanges(copies=[(1, 30), (2, 31)])],
     )
 
 

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import sample
-from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan
 from pagemill_engine.sizing import memory
 from pagemill_engine.sizing.budget import DEFAULT_KV_BYTES, SAMPLER_FLOATS, Sizes, activation_bytes, plan_memory
 from pagemill_engine.sizing.memory import MemoryState, measure_memory
@@ -155,7 +155,7 @@ def test_sampling_uses_no_more_than_its_share_of_the_plan(sampling: dict[str, An
     num_rows, vocab_size = 8, 5000
     rows = SamplingRows(num_rows, vocab_size)
     for row in range(num_rows):
-        rows.admit(row, AdmittedSequence(str(row), [1, 2], 2, 0, [0], SamplingParams(**sampling), 0, row))
+        rows.admit(row, AdmittedSequence(str(row), [1, 2], 2, 0, [], SamplingParams(**sampling), 0, row))
     flat = np.zeros(
         (num_rows, vocab_size), dtype=np.float32
     )  # no limit is among the best tokens: the whole vocabulary is sorted
@@ -173,7 +173,9 @@ def test_the_largest_step_uses_the_planned_memory(
     budget = runner.info.memory
     assert budget is not None
     tokens = [token % 128 for token in range(1024)]
-    row = AdmittedSequence("a", tokens, 1024, 0, list(range(64)), SamplingParams(temperature=0.0), 0, 0)
+    row = AdmittedSequence(
+        "a", tokens, 1024, 0, [HeldBlocks(0, list(range(64)))], SamplingParams(temperature=0.0), 0, 0
+    )
     taken = peak_bytes(lambda: runner.launch(StepPlan(1, {"a": 1024}, admitted=[row], samples={"a"})))
     assert taken <= budget.activation_bytes
     assert taken >= 0.25 * budget.activation_bytes, "the plan must have the right size, not merely be large"

@@ -40,7 +40,7 @@ def rows_for(
                 token_ids=prompt + output,
                 num_prompt_tokens=len(prompt),
                 num_computed_tokens=0,
-                block_ids=[],
+                tables=[],
                 sampling=sampling,
                 choice=0,
                 seed=sampling.seed or 0,

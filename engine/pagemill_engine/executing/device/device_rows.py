@@ -88,12 +88,13 @@ class DeviceRows:
             sampling.release(row)
         for admitted in plan.admitted:
             self._admit(admitted, sampling, staging)
-        for request_id, block_ids in plan.new_block_ids.items():
-            row = self._row_of[request_id]
-            staging.put(self.layout.block(row, int(self.num_blocks[row])), block_ids)
-            self.num_blocks[row] += len(block_ids)
-        for request_id, index, block_id in plan.replaced_blocks:
-            staging.put(self.layout.block(self._row_of[request_id], index), [block_id])
+        for changes in plan.tables:
+            for request_id, block_ids in changes.appended.items():
+                row = self._row_of[request_id]
+                staging.put(self.layout.block(row, int(self.num_blocks[row])), block_ids)
+                self.num_blocks[row] += len(block_ids)
+            for request_id, index, block_id in changes.placed:
+                staging.put(self.layout.block(self._row_of[request_id], index), [block_id])
 
     def step(self, plan: StepPlan) -> DeviceStep:
         """Return the plan's step; the previous object, if it is the same step of the same rows."""
@@ -139,10 +140,11 @@ class DeviceRows:
             row = self._row_of[admitted.request_id] = self._free.pop()
         self.num_tokens[row] = len(admitted.token_ids)
         self.num_prompt_tokens[row] = admitted.num_prompt_tokens
-        self.num_blocks[row] = len(admitted.block_ids)
+        block_ids = admitted.tables[0].block_ids
+        self.num_blocks[row] = len(block_ids)
         sampling.admit(row, admitted)
         staging.put(self.layout.record(row), _record(row, admitted, sampling))
-        staging.put(self.layout.block(row, 0), admitted.block_ids)
+        staging.put(self.layout.block(row, 0), block_ids)
         staging.put(self.layout.token(row, 0), admitted.token_ids)
 
 

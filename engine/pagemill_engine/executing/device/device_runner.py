@@ -194,7 +194,8 @@ class DeviceRunner:
         step = self._rows.step(plan)
         graph = None if self._graphs is None else self._graphs.graph_for(step)
         padded, at = self._placed(staging, step, None if graph is None else graph.shape)
-        self.kv_cache.copy_blocks(plan.block_copies)
+        for changes in plan.tables:
+            self.kv_cache.copy_blocks(changes.copies)
         if not plan.num_scheduled_tokens:
             return InFlight([])
         inputs = self._inputs(step) if graph is None else graph.inputs
@@ -312,8 +313,8 @@ def _result(handle: InFlight, found: SampledTokens) -> StepResult:
     Non-finite values of a failed request stay in its blocks: GPU kernels read no slot before it is written.
     """
     sampled = by_row(found, handle.reports)
-    result = StepResult(token_ids=dict(zip(handle.request_ids, sampled.token_ids.tolist(), strict=True)))
-    result.logprobs = {handle.request_ids[i]: logprobs for i, logprobs in sampled.logprobs.items()}
+    result = StepResult(token_ids=dict(zip(handle.request_ids, sampled.token_ids[:, None].tolist(), strict=True)))
+    result.logprobs = {handle.request_ids[i]: [logprobs] for i, logprobs in sampled.logprobs.items()}
     for i in np.flatnonzero(~sampled.finite).tolist():
         del result.token_ids[handle.request_ids[i]]
         result.failed[handle.request_ids[i]] = NON_FINITE

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from pagemill_engine.kv.block_pool import BlockPool
+from pagemill_engine.kv.tables import KindUsage
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_protocol.report.state import EngineLoad
 
 
 def engine_load(
-    pool: BlockPool,
+    usage: Collection[KindUsage],
     running: Collection[Sequence],
     num_waiting: int,
     queued_tokens: int,
@@ -30,10 +30,10 @@ def engine_load(
         if (due := len(sequence.token_ids) - sequence.num_computed_tokens) > 1:
             prefilling_tokens += due
     return EngineLoad(
-        num_blocks_total=pool.num_blocks,
-        num_blocks_free=pool.num_free - pool.num_evictable,
-        num_blocks_evictable=pool.num_evictable,
-        num_blocks_active=pool.num_active,
+        num_blocks_total=sum(each.num_blocks for each in usage),
+        num_blocks_free=sum(each.num_free - each.num_evictable for each in usage),
+        num_blocks_evictable=sum(each.num_evictable for each in usage),
+        num_blocks_active=sum(each.num_active for each in usage),
         num_requests_running=len(running),
         num_requests_waiting=num_waiting,
         num_tokens_running=running_tokens,

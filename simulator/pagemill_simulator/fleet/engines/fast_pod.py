@@ -21,6 +21,7 @@ from heapq import heapify, heappop, heappush
 
 import msgspec
 
+from pagemill_engine.kv.kind_cache import watermark_blocks
 from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.scheduler.order import POLICIES
 from pagemill_engine.scheduler.order.sorted_sequences import low_priority_last
@@ -350,7 +351,8 @@ class FastPod:
         num_tokens = min(row.num_tokens - num_cached_tokens, step.budget)
         num_running = self.num_running
         wanted_tokens = row.num_tokens if num_running else num_cached_tokens + num_tokens
-        spare = step.num_reserved_blocks + max(self.limits.watermark_blocks, num_running) if num_running else 0
+        kept = max(watermark_blocks(self.limits.num_blocks), num_running)
+        spare = step.num_reserved_blocks + kept if num_running else 0
         if kv.blocks_for(wanted_tokens) + spare > kv.num_free:
             return False
         heappop(self._waiting)

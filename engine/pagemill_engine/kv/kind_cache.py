@@ -1,0 +1,31 @@
+"""The pool and the prefix cache of one cache kind, which the cache manager keeps in step with those of other kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pagemill_engine.kv.block_pool import Block, BlockPool
+from pagemill_engine.kv.prefix_cache import PrefixCache
+from pagemill_protocol import hashes
+from pagemill_protocol.cache_kinds import CacheKind
+
+
+class KindCache:
+    def __init__(self, kind: CacheKind, num_blocks: int, block_size: int) -> None:
+        self.kind = kind
+        self.prefixes = PrefixCache(block_size, hashes.prefix_chunk_blocks(block_size, num_blocks))
+        self.pool = BlockPool(num_blocks, on_evict=self.prefixes.remove)
+        self.watermark = watermark_blocks(num_blocks)
+
+    def forget(self, blocks: Iterable[Block]) -> None:
+        """Remove the blocks' content from the prefix cache."""
+        for block in blocks:
+            if block.block_hash is not None:
+                self.prefixes.remove(block)
+                self.pool.move_to_front(block)
+
+
+def watermark_blocks(num_blocks: int) -> int:
+    """Return how many of `num_blocks` stay free when another request starts, so that the running ones can continue for
+    a while."""
+    return max(1, num_blocks // 100)

@@ -1,0 +1,112 @@
+"""Block tables, and what the cache manager takes and returns: plain data without rules of its own (`kv.manager`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from pagemill_engine.kv.block_pool import Block
+
+Needs = list[int]
+"""Numbers of blocks, one per cache kind."""
+
+
+class CachedSequence(Protocol):
+    """The manager's interface to a sequence. Only the manager writes `num_computed_tokens` and `block_hashes`."""
+
+    request_id: str
+    token_ids: list[int]
+    num_computed_tokens: int
+    """Number of tokens whose KV is in the table's blocks once all launched steps have run."""
+    cache_root: bytes
+    block_hashes: list[bytes]
+    """Chained hashes of the leading full blocks, as far as they were needed; kept across preemptions."""
+    num_pending_tokens: int
+    """Number of tokens after `token_ids` that steps in flight sample."""
+
+
+@dataclass(slots=True)
+class KindTable:
+    """A sequence's blocks of one kind: from index `first` to the table's end."""
+
+    first: int
+    blocks: list[Block]
+    unwritten: list[int] = field(default_factory=list)
+    """Indices of the blocks that were registered in the prefix cache before a completed step has written them."""
+
+    def at(self, index: int) -> Block:
+        return self.blocks[index - self.first]
+
+
+@dataclass(slots=True)
+class BlockTable:
+    sequence: CachedSequence
+    of_kinds: list[KindTable]
+    end: int
+    """Index behind the last block, the same in all kinds."""
+    num_open_tokens: int = 0
+    """Number of tokens that the step being planned writes."""
+    num_launched_tokens: int = 0
+    """Number of tokens that steps in flight write: the last ones of `num_computed_tokens`."""
+    num_registered: int = 0
+    """Number of leading blocks that were offered to the prefix cache or came from it."""
+    tail_is_own: bool = False
+    """Whether no other sequence reads the last block of any kind, and none is in the prefix cache unless it is full."""
+    has_unwritten: bool = False
+
+    def mark_written(self, num_full: int) -> None:
+        """Count the first `num_full` blocks as written by a completed step."""
+        self.has_unwritten = False
+        for own in self.of_kinds:
+            own.unwritten = [index for index in own.unwritten if index >= num_full]
+            self.has_unwritten = self.has_unwritten or bool(own.unwritten)
+
+
+class Match(NamedTuple):
+    """A prefix hit."""
+
+    num_tokens: int
+    blocks: Sequence[Sequence[Block]]
+    """By kind, the cached blocks that are still needed behind `num_tokens` tokens; empty without a hit."""
+
+
+NO_MATCH = Match(0, ())
+
+
+class KindAllocation(NamedTuple):
+    new_block_ids: list[int]
+    """Ids of the blocks appended to the table."""
+    replaced: tuple[int, int, int] | None = None
+    """Copy-on-write: (index in the table, source block id, new block id)."""
+
+
+Allocation = Sequence[KindAllocation]
+"""One entry per kind; none if nothing changed."""
+
+NO_NEW_BLOCKS: Allocation = ()
+"""The result of nearly every decode: its token goes into blocks that the sequence has."""
+
+
+class KindUsage(NamedTuple):
+    """The blocks of one kind."""
+
+    num_blocks: int
+    num_free: int
+    """Blocks that can be allocated now, including cached ones."""
+    num_evictable: int
+    """Free blocks with cached content."""
+
+    @property
+    def num_active(self) -> int:
+        return self.num_blocks - self.num_free
+
+
+class KVUsage(NamedTuple):
+    allocated_slots: int
+    used_slots: int
+
+    @property
+    def waste(self) -> float:
+        """Share of allocated slots that contain no token."""
+        return 1 - self.used_slots / self.allocated_slots if self.allocated_slots else 0.0

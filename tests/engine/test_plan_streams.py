@@ -1,0 +1,177 @@
+"""Of models with one cache kind, the plans of 200 workloads are those that were recorded before caches had kinds.
+
+A workload is drawn from its number. Its line in `plan_streams.txt` has one digest per loop, over all plans, the answers
+and the reported prefixes. Regenerate a line only if a change of the schedule is wanted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.scheduler.step import StepPlan, decode_plan, encode_plan
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import LOW_PRIORITY, SamplingParams
+
+NUM_WORKLOADS = 200
+RECORDED = Path(__file__).with_name("plan_streams.txt")
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 48
+Make = Callable[..., Any]
+
+
+def canonical(plan: StepPlan) -> tuple[Any, ...]:
+    """Return what a plan of one kind tells a runner, without the names of its fields."""
+    return (
+        plan.step,
+        list(plan.num_scheduled_tokens.items()),
+        [
+            (
+                each.request_id,
+                each.token_ids,
+                each.num_prompt_tokens,
+                each.num_computed_tokens,
+                each.tables[0].block_ids,
+                each.seed,
+                each.choice,
+                each.eos_token_ids,
+            )
+            for each in plan.admitted
+        ],
+        list(plan.tables[0].appended.items()),
+        plan.tables[0].placed,
+        plan.tables[0].copies,
+        plan.released,
+        sorted(plan.samples),
+        [(name, each.first, each.offset, each.token_ids, each.num_top) for name, each in plan.prompt_targets.items()],
+        plan.decode_context_tokens,
+        plan.chunk_context_products,
+    )
+
+
+def a_request(draw: random.Random, index: int, shared: list[int]) -> GenerateRequest:
+    prompt = shared[: draw.randint(0, 24)] + [draw.randint(0, 1) for _ in range(draw.randint(1, 6))]
+    kind, seed = draw.choice(["plain", "plain", "plain", "n", "beams", "best_of", "report"]), draw.randint(0, 3)
+    width = draw.randint(1, 4)
+    if kind == "beams":
+        prompt = prompt[:6]
+        sampling = SamplingParams(
+            n=draw.randint(1, width), best_of=width, use_beam_search=True, max_tokens=draw.randint(1, 10)
+        )
+    elif kind == "best_of":
+        sampling = SamplingParams(n=draw.randint(1, width), best_of=width, max_tokens=draw.randint(1, 12), seed=seed)
+    elif kind == "report":
+        sampling = SamplingParams(prompt_logprobs=1, logprobs=2, max_tokens=draw.randint(1, 8), seed=seed)
+    else:
+        n = draw.randint(2, 3) if kind == "n" else 1
+        sampling = SamplingParams(n=n, max_tokens=draw.choice([None, draw.randint(1, 20)]), seed=seed)
+    return GenerateRequest(
+        request_id=f"r{index}",
+        model="m",
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        priority=draw.choice([0, 0, 1, 2, LOW_PRIORITY]),
+    )
+
+
+def digest_of(make: Make, number: int, overlap: bool) -> str:
+    """Serve workload `number` to its end and return the digest of its plans, answers and prefixes."""
+    draw = random.Random(number)
+    runner = make(draw.randint(12, 40), BLOCK_SIZE, MAX_MODEL_LEN, 11)
+    core = EngineCore(
+        EngineConfig(
+            model="m",
+            block_size=BLOCK_SIZE,
+            eos_token_ids=[10],
+            max_num_seqs=draw.randint(1, 6),
+            max_num_batched_tokens=draw.randint(1, 40),
+            enable_prefix_caching=draw.random() < 0.8,
+            policy=draw.choice(["fcfs", "priority", "shortest-prefill-first"]),
+            overlap=overlap,
+        ),
+        runner,
+        clock=lambda: 0.1 * len(runner.plans),
+    )
+    if draw.random() < 0.2:
+        runner.fail_rows = lambda plan: {
+            name: "not finite" for name in plan.num_scheduled_tokens if name == "r1/0" and plan.step % 5 == 0
+        }
+    if draw.random() < 0.1:
+        runner.raise_on = lambda plan: "r2/0" in plan.num_scheduled_tokens
+    shared = [draw.randint(0, 1) for _ in range(24)]
+    queue = [a_request(draw, index, shared) for index in range(draw.randint(1, 9))]
+    aborts = draw.random() < 0.3
+    stagger = draw.randint(1, 9)
+    seen = hashlib.blake2b(digest_size=8)
+    while queue or core.has_work:
+        for request in queue[:stagger]:
+            try:
+                core.add(request)
+            except PagemillError as error:
+                seen.update(str(error.code).encode())
+        del queue[:stagger]
+        if aborts and draw.random() < 0.1:
+            core.abort(f"r{draw.randint(0, 8)}")
+        outputs = core.step()
+        core.check_integrity()
+        answers = sorted((each.request_id, each.choice, each.token_ids) for each in outputs.outputs)
+        seen.update(repr(answers).encode())
+        if outputs.prefixes is not None:
+            seen.update(repr((sorted(outputs.prefixes.added), sorted(outputs.prefixes.removed))).encode())
+    seen.update(repr([canonical(plan) for plan in runner.plans]).encode())
+    return seen.hexdigest()
+
+
+def recorded(number: int) -> list[str]:
+    return RECORDED.read_text(encoding="ascii").splitlines()[number].split()
+
+
+@pytest.mark.parametrize("first", range(0, NUM_WORKLOADS, 50))
+def test_plans_of_one_kind_are_those_that_were_recorded(checking_runner: Make, first: int) -> None:
+    for number in range(first, first + 50):
+        found = [digest_of(checking_runner, number, overlap) for overlap in (False, True)]
+        assert found == recorded(number), f"workload {number}"
+
+
+def test_the_workloads_cover_what_plans_can_contain(checking_runner: Make) -> None:
+    """Without copies, preemptions or prefix hits among them, equal digests would say little."""
+    runners = []
+
+    def make(*sizes: int) -> Any:
+        runners.append(checking_runner(*sizes))
+        return runners[-1]
+
+    for number in range(40):
+        digest_of(make, number, overlap=True)
+    plans = [plan for runner in runners for plan in runner.plans]
+    assert any(plan.tables[0].copies for plan in plans)
+    assert any(plan.tables[0].placed for plan in plans)
+    assert any(plan.prompt_targets for plan in plans)
+    assert any(plan.tables[0].appended for plan in plans)
+    assert any(each.num_computed_tokens for plan in plans for each in plan.admitted)
+    assert any(each.request_id in plan.released for plan in plans for each in plan.admitted), "nothing starts over"
+
+
+def test_a_process_that_follows_gets_the_same_plan_without_masks(checking_runner: Make) -> None:
+    runners = []
+
+    def make(*sizes: int) -> Any:
+        runners.append(checking_runner(*sizes))
+        return runners[-1]
+
+    for number in range(40):
+        digest_of(make, number, overlap=True)
+    for plan in (plan for runner in runners for plan in runner.plans):
+        plan.token_masks = {"a/0": object()}
+        followed = decode_plan(encode_plan(plan))
+        assert plan.token_masks, "the plan itself keeps its masks"
+        plan.token_masks = {}
+        assert followed == plan
