@@ -17,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from examples import num_examples
 from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.kv.manager import CacheManager
-from pagemill_protocol.cache_kinds import FULL, CacheKind
+from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 
 BLOCK_SIZE = 4
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)

@@ -29,7 +29,7 @@ Make = Callable[..., Any]
 
 
 def canonical(plan: StepPlan) -> tuple[Any, ...]:
-    """Return what a plan of one kind tells a runner, without the names of its fields."""
+    """Return what a plan of one kind says to a runner, without the names of its fields."""
     return (
         plan.step,
         list(plan.num_scheduled_tokens.items()),

@@ -160,13 +160,13 @@ import ctypes
 import os
 import numpy as np
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan
 from pagemill_kernels.cpu import library
 from pagemill_kernels.sampling import native, reference
 from pagemill_kernels.sampling.batch import SamplingBatch
 
 kinds = [{"epsilon_cutoff": 0.05}, {"epsilon_cutoff": 0.05, "top_p": 0.8}, {"epsilon_cutoff": 1, "min_p": 0.01}, {}]
-sequences = [AdmittedSequence(str(i), [1], 1, 0, [0], asked(**kinds[i % 4]), 0, i) for i in range(20)]
+sequences = [AdmittedSequence(str(i), [1], 1, 0, [HeldBlocks(0, [0])], asked(**kinds[i % 4]), 0, i) for i in range(20)]
 at, none = np.arange(20), np.zeros(20, dtype=np.int64)
 logits = np.broadcast_to(np.random.default_rng(0).normal(0, 1.5, 50).astype(np.float32), (20, 50)).copy()
 shares = np.exp(logits[0]) / np.exp(logits[0]).sum()

@@ -12,7 +12,7 @@ from pagemill_engine.kv.block_pool import Block, KVCacheError
 from pagemill_engine.kv.kind_cache import KindCache
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.tables import BlockTable, KindTable
-from pagemill_protocol.cache_kinds import first_needed
+from pagemill_protocol.report.cache_kinds import first_needed
 
 
 class IntegrityError(KVCacheError):

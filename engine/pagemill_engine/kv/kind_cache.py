@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pagemill_engine.kv.block_pool import Block, BlockPool
 from pagemill_engine.kv.prefix_cache import PrefixCache
 from pagemill_protocol import hashes
-from pagemill_protocol.cache_kinds import CacheKind
+from pagemill_protocol.report.cache_kinds import CacheKind
 
 
 class KindCache:

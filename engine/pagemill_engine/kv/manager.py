@@ -4,7 +4,7 @@ Each sequence has one write cycle per step. `allocate` opens it: it takes blocks
 copy, and registers blocks that become full in the prefix cache, so that requests of the same step can hit them.
 `launch` hands it to the device, `commit` closes it when the step was read, `free` abandons it. A block that becomes
 full with a pending token has no hash yet: `commit` registers it. `commit` also drops the blocks that no later token
-reads (`pagemill_protocol.cache_kinds`); their content stays cached.
+reads (`pagemill_protocol.report.cache_kinds`); their content stays cached.
 
 The device runs steps in the order of their launch. So KV that a launched step writes counts as present for all later
 steps, and a block that is freed while a step still writes to it may be reallocated at once.
@@ -34,7 +34,7 @@ from pagemill_engine.kv.tables import (
     Needs,
 )
 from pagemill_protocol import hashes
-from pagemill_protocol.cache_kinds import FULL, CacheKind, first_needed, longest_match, most_held
+from pagemill_protocol.report.cache_kinds import FULL, CacheKind, first_needed, longest_match, most_held
 
 
 class CacheManager:
@@ -107,8 +107,8 @@ class CacheManager:
         if table is not None:
             start = sequence.num_computed_tokens
             return [
-                self._most_held(cache, start, num_tokens) - len(own.blocks) + self._needs_copy(own, start)
-                for cache, own in zip(self.caches, table.of_kinds, strict=True)
+                self._most_held(own.cache, start, num_tokens) - len(own.blocks) + self._needs_copy(own, start)
+                for own in table.of_kinds
             ]
         needs = []
         for cache, blocks in zip(self.caches, match.blocks or [()] * len(self.caches), strict=True):
@@ -121,10 +121,7 @@ class CacheManager:
         table = self.tables[sequence.request_id]
         start = sequence.num_computed_tokens
         num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
-        return [
-            max(0, self._most_held(cache, start, num_tokens) - len(own.blocks))
-            for cache, own in zip(self.caches, table.of_kinds, strict=True)
-        ]
+        return [max(0, self._most_held(own.cache, start, num_tokens) - len(own.blocks)) for own in table.of_kinds]
 
     def has_room(self, needs: Needs, reserved: Needs, num_running: int | None) -> bool:
         """Whether `needs` can be allocated.
@@ -148,7 +145,7 @@ class CacheManager:
         for number, cache in enumerate(self.caches):
             blocks = list(match.blocks[number]) if match.blocks else []
             cache.pool.share(blocks)
-            of_kinds.append(KindTable(num_blocks - len(blocks), blocks))
+            of_kinds.append(KindTable(cache, num_blocks - len(blocks), blocks))
         self.tables[sequence.request_id] = BlockTable(sequence, of_kinds, num_blocks, num_registered=num_blocks)
         sequence.num_computed_tokens = match.num_tokens
 
@@ -167,15 +164,15 @@ class CacheManager:
         table = self.tables[parent.request_id]
         end = -(-num_tokens // self.block_size)
         shared = []
-        for cache, own in zip(self.caches, table.of_kinds, strict=True):
-            first = first_needed(cache.kind, num_tokens, self.block_size)
-            before = _cached_again(cache, parent, range(first, min(own.first, end)))
+        for own in table.of_kinds:
+            first = first_needed(own.cache.kind, num_tokens, self.block_size)
+            before = _cached_again(own.cache, parent, range(first, min(own.first, end)))
             if before is None:
                 return 0
             held = own.blocks[max(0, first - own.first) : max(0, end - own.first)]
-            shared.append(KindTable(first, before + held))
-        for cache, mine in zip(self.caches, shared, strict=True):
-            cache.pool.share(mine.blocks)
+            shared.append(KindTable(own.cache, first, before + held))
+        for mine in shared:
+            mine.cache.pool.share(mine.blocks)
         table.tail_is_own = False
         num_full = num_tokens // self.block_size
         self.tables[child.request_id] = BlockTable(child, shared, end, num_registered=num_full)
@@ -201,16 +198,15 @@ class CacheManager:
             table.num_open_tokens = num_tokens
             return NO_NEW_BLOCKS
         num_new = -(-end // size) - table.end
-        copies = [self._needs_copy(own, start) for own in table.of_kinds]
-        for cache, copy in zip(self.caches, copies, strict=True):
-            if num_new + copy > len(cache.pool.free_list):
+        copied = () if table.tail_is_own else [own for own in table.of_kinds if self._needs_copy(own, start)]
+        for own in table.of_kinds:
+            if num_new + (own in copied) > len(own.cache.pool.free_list):
                 return None
         table.num_open_tokens = num_tokens
         table.tail_is_own = True
         allocation: Allocation = NO_NEW_BLOCKS
-        if num_new or any(copies):
-            parts = zip(self.caches, table.of_kinds, copies, strict=True)
-            allocation = [self._extend(cache, own, num_new, start // size, copy) for cache, own, copy in parts]
+        if num_new or copied:
+            allocation = [_extend(own, num_new, start // size if own in copied else None) for own in table.of_kinds]
             table.end += num_new
         num_full = min(end, len(sequence.token_ids)) // size
         if num_full > table.num_registered:
@@ -256,10 +252,10 @@ class CacheManager:
         last to first, so that the tail of a chain is evicted before its head.
         """
         table = self.tables.pop(sequence.request_id)
-        for cache, own, dropped in zip(self.caches, table.of_kinds, self._dropped, strict=True):
+        for own, dropped in zip(table.of_kinds, self._dropped, strict=True):
             # A reader of this step that failed may have removed some of them already.
-            cache.forget(own.at(index) for index in own.unwritten)
-            cache.pool.release(reversed(own.blocks))
+            own.cache.forget(own.at(index) for index in own.unwritten)
+            own.cache.pool.release(reversed(own.blocks))
             dropped.pop(sequence.request_id, None)
         sequence.num_computed_tokens = 0
 
@@ -276,10 +272,11 @@ class CacheManager:
                 cache.forget(block for block in found if block is not None)
             return set()
         in_flight = set()
-        for cache, own in zip(self.caches, table.of_kinds, strict=True):
+        for own in table.of_kinds:
             in_flight |= {own.at(index) for index in own.unwritten}
             own.unwritten = []
-            cache.forget(own.blocks)
+            own.cache.forget(own.blocks)
+        table.has_unwritten = False
         return in_flight
 
     def holds_any(self, sequence: CachedSequence, blocks: set[Block]) -> bool:
@@ -350,40 +347,29 @@ class CacheManager:
         block = own.blocks[index]
         return block.ref_count > 1 or block.block_hash is not None
 
-    def _extend(self, cache: KindCache, own: KindTable, num_new: int, index: int, needs_copy: bool) -> KindAllocation:
-        fresh = cache.pool.allocate(num_new + needs_copy)
-        replaced = None
-        if needs_copy:
-            source, copy = own.at(index), fresh.pop()
-            own.blocks[index - own.first] = copy
-            cache.pool.release((source,))
-            replaced = (index, source.block_id, copy.block_id)
-        own.blocks += fresh
-        return KindAllocation([block.block_id for block in fresh], replaced)
-
     def _register(self, table: BlockTable, num_full: int, *, written: bool) -> None:
         """Register the blocks up to `num_full` in the prefix caches unless equal content is there. `written`: whether
         a completed step has written them."""
         first, table.num_registered = table.num_registered, num_full
         if not self.enable_prefix_caching:
             return
-        for cache, own in zip(self.caches, table.of_kinds, strict=True):
-            insert = cache.prefixes.insert
+        for own in table.of_kinds:
+            insert = own.cache.prefixes.insert
             for index in range(first, num_full):
-                new = insert(own.at(index), self._block_hash(table.sequence, index), index)
+                new = insert(own.blocks[index - own.first], self._block_hash(table.sequence, index), index)
                 if new and not written:
                     own.unwritten.append(index)
                     table.has_unwritten = True
 
     def _drop_behind(self, number: int, table: BlockTable, num_verified: int) -> None:
         """Release the blocks of a kind that no token behind the first `num_verified` reads."""
-        cache, own, name = self.caches[number], table.of_kinds[number], table.sequence.request_id
-        first = first_needed(cache.kind, num_verified, self.block_size)
+        own, name = table.of_kinds[number], table.sequence.request_id
+        first = first_needed(own.cache.kind, num_verified, self.block_size)
         if first <= own.first:
             return
         before, _ = self._dropped[number].get(name, (own.first, 0))
         self._dropped[number][name] = (before, first)
-        cache.pool.release(own.blocks[: first - own.first])
+        own.cache.pool.release(own.blocks[: first - own.first])
         del own.blocks[: first - own.first]
         own.first = first
 
@@ -394,6 +380,21 @@ class CacheManager:
             parent = known[-1] if known else sequence.cache_root
             known.append(hashes.block_hash(parent, sequence.token_ids[first : first + self.block_size]))
         return known[index]
+
+
+def _extend(own: KindTable, num_new: int, copied: int | None) -> KindAllocation:
+    """Append blocks, and replace the one of index `copied`, if given, by a copy."""
+    pool = own.cache.pool
+    if copied is None:
+        fresh = pool.allocate(num_new)
+        own.blocks += fresh
+        return KindAllocation([block.block_id for block in fresh])
+    *fresh, copy = pool.allocate(num_new + 1)
+    source = own.at(copied)
+    own.blocks[copied - own.first] = copy
+    pool.release((source,))
+    own.blocks += fresh
+    return KindAllocation([block.block_id for block in fresh], (copied, source.block_id, copy.block_id))
 
 
 def _cached_again(cache: KindCache, sequence: CachedSequence, indices: range) -> list[Block] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from pagemill_engine.kv.block_pool import Block
+from pagemill_engine.kv.kind_cache import KindCache
 
 Needs = list[int]
 """Numbers of blocks, one per cache kind."""
@@ -26,10 +27,11 @@ class CachedSequence(Protocol):
     """Number of tokens after `token_ids` that steps in flight sample."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class KindTable:
     """A sequence's blocks of one kind: from index `first` to the table's end."""
 
+    cache: KindCache
     first: int
     blocks: list[Block]
     unwritten: list[int] = field(default_factory=list)
@@ -59,8 +61,11 @@ class BlockTable:
         """Count the first `num_full` blocks as written by a completed step."""
         self.has_unwritten = False
         for own in self.of_kinds:
-            own.unwritten = [index for index in own.unwritten if index >= num_full]
-            self.has_unwritten = self.has_unwritten or bool(own.unwritten)
+            if own.unwritten and own.unwritten[-1] < num_full:  # indices rise
+                own.unwritten.clear()
+            elif own.unwritten:
+                own.unwritten = [index for index in own.unwritten if index >= num_full]
+                self.has_unwritten = True
 
 
 class Match(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pagemill_engine.kv.block_pool import Block
 from pagemill_engine.scheduler.in_flight_steps import InFlightStep
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sequences import Sequences
@@ -57,7 +58,7 @@ class StepRecovery:
         failed = [seq for seq in in_flight.sequences(sequences.by_id) if seq.request_id in broken]
         # If a broken sequence was preempted since, the blocks it was writing are unknown: then no reader is trusted.
         blind = any(seq.state is not SequenceState.RUNNING for seq in failed)
-        untrusted: set[int] = set()
+        untrusted: set[Block] = set()
         for seq in failed:
             untrusted |= sequences.kv.invalidate(seq)
         for reader in [each for step in sequences.in_flight for each in step.admitted_sequences(sequences.by_id)]:

@@ -350,7 +350,7 @@ class Scheduler:
                     self._take_pooled(seq, result.pooled[name])
             elif name in samples:
                 (token_id,) = token_ids[name]
-                take_token(seq, token_id, logprobs[name][0] if name in logprobs else None)
+                take_token(seq, token_id, logprobs[name][0] if logprobs and name in logprobs else None)
         self._in_flight.complete(plan)
 
     def step_failed(self, plan: StepPlan, message: str) -> None:
