@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -120,15 +121,19 @@ class Sent:
         self.records.append((kind, stream, data[9 : 9 + length]))
 
 
-@pytest.fixture
-async def link() -> tuple[GatewayLink, RequestMemory, Sent]:
+def opened_link(max_bytes: int, max_body_bytes: int) -> tuple[GatewayLink, RequestMemory, Sent]:
     context = MagicMock()
-    context.memory = memory = RequestMemory(100)
-    context.settings.server.max_body_bytes = 80
+    context.memory = memory = RequestMemory(max_bytes)
+    context.settings.server.max_body_bytes = max_body_bytes
     link, sent = GatewayLink(context, {}), Sent()
     transport: Any = sent
     link.connection_made(transport)
     return link, memory, sent
+
+
+@pytest.fixture
+async def link() -> tuple[GatewayLink, RequestMemory, Sent]:
+    return opened_link(100, 80)
 
 
 async def test_parts_of_unfinished_requests_of_a_link_have_the_memory_of_all_requests(
@@ -146,6 +151,20 @@ async def test_parts_of_unfinished_requests_of_a_link_have_the_memory_of_all_req
     assert b"max_in_flight_body_bytes" in data
     gateway_link.data_received(encode_record(RecordKind.CANCEL, 1))
     assert memory.num_bytes == 40
+
+
+async def test_parts_without_room_are_not_kept() -> None:
+    part_bytes = 64 * 1024
+    gateway_link, memory, _ = opened_link(max_bytes=100, max_body_bytes=4 * part_bytes)
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            gateway_link.data_received(encode_record(RecordKind.REQUEST_PART, number, b"x" * part_bytes))
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert memory.num_bytes == 0
+    assert kept_bytes < 2 * part_bytes
 
 
 async def test_a_lost_link_gives_back_the_memory_of_its_unfinished_requests(

@@ -193,7 +193,7 @@ class GatewayLink(UpgradedProtocol):
             self._context.memory.take("", len(data))
         except PagemillError as error:
             self._take_parts(number)
-            self._refused[number] = error
+            self._refused[number] = error.with_traceback(None)  # a traceback keeps `data` and `parts`
             return
         parts += data
 
