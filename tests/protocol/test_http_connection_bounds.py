@@ -12,7 +12,7 @@ import struct
 
 import orjson
 import pytest
-from bounded_server import error_of, exchange, serving
+from bounded_server import echo, error_of, exchange, serving
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from waiting import WAIT_LIMIT_S, eventually
@@ -423,3 +423,52 @@ async def test_two_headers_with_credentials_are_refused(name: bytes) -> None:
         answer = await exchange(port, head)
     assert error_of(answer)[0] == 400
     assert b"more than one header " + name in answer
+
+
+async def test_a_body_of_small_chunks_is_parsed_over_many_turns_of_the_loop() -> None:
+    """Otherwise a hundred connections, each with what one read returns, delay all others for seconds."""
+    num_turns = asyncio.Queue[int]()
+
+    async def count_turns(scope: Scope, receive: Receive, send: Send) -> None:
+        turns, reading = 0, asyncio.ensure_future(read_body(receive))
+        while not reading.done():
+            turns += 1
+            await asyncio.sleep(0)
+        await num_turns.put(turns)
+        await Response(await reading)(scope, receive, send)
+
+    body = random.Random(1).randbytes(60_000)
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    small = head + chunked(*(body[i : i + 1] for i in range(len(body))))
+    async with serving(inner=count_turns) as port, asyncio.timeout(WAIT_LIMIT_S):
+        answer = await exchange(port, small + CLOSING_GET)
+        turns = await num_turns.get()
+    assert answer.count(body) == 1, "it arrives whole"
+    assert answer.count(b"HTTP/1.1 200") == 2, "what is behind it is read"
+    assert turns >= len(small) / connection.CHUNKED_PIECE_BYTES
+
+
+async def test_reading_stops_while_small_chunks_are_not_read_by_the_app() -> None:
+    go = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await go.wait()
+        await echo(scope, receive, send)
+
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    sent = head + chunked(*[b"x"] * 2_000_000)
+    async with serving(inner=slow, max_body_bytes=3_000_000) as port, asyncio.timeout(WAIT_LIMIT_S):
+        client, num_sent = await connected(port), 0
+        with client:
+            for _ in range(200):  # turns, in which a server that does not stop would take all
+                with contextlib.suppress(BlockingIOError):
+                    num_sent += client.send(sent[num_sent : num_sent + 1_000_000])
+                await asyncio.sleep(0)
+            assert num_sent < len(sent), "the rest waits at the client"
+            go.set()
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(client, sent[num_sent:])
+            answer = b""
+            while data := await loop.sock_recv(client, 65536):
+                answer += data
+    assert answer.endswith(b"x" * 2_000_000)

@@ -1,14 +1,15 @@
 """Bounds on what happens before ASGI, invisible to `request_middleware`, such as headers that never end.
 
 `bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`. A request is read only once the one before it is
-answered and the client reads its answers; the bytes behind it wait as they came, or are dropped if they are many.
-Request heads above a size, a number of headers or a time get 431 or 408 and the connection closes, and the heads of all
-connections have one budget (`connection_limits`, which also bounds the connections); a silent connection is closed;
-trailers are dropped; a malformed request gets a 400 in OpenAI's shape, also if its body's framing breaks before the
-answer has begun. When a connection ends, the request being answered is notified at once, whatever it has sent. Offers
-of other protocols (WebSocket, h2c) are ignored, as HTTP allows, except those of `upgrades`, for which an app may take
-over the connection (`direct`); HTTP/1.0 clients get no chunked encoding. Requests refused here get an id and a log
-line, since no app sees them. `client_transport` bounds how long an answer may remain unread.
+answered and the client reads its answers; the bytes behind it wait as they came, or are dropped if they are many. A
+body of many small chunks is parsed in turn with other connections. Request heads above a size, a number of headers or a
+time get 431 or 408 and the connection closes, and the heads of all connections have one budget (`connection_limits`,
+which also bounds the connections); a silent connection is closed; trailers are dropped; a malformed request gets a 400
+in OpenAI's shape, also if its body's framing breaks before the answer has begun. When a connection ends, the request
+being answered is notified at once, whatever it has sent. Offers of other protocols (WebSocket, h2c) are ignored, as
+HTTP allows, except those of `upgrades`, for which an app may take over the connection (`direct`); HTTP/1.0 clients get
+no chunked encoding. Requests refused here get an id and a log line, since no app sees them. `client_transport` bounds
+how long an answer may remain unread.
 
 httptools does the parsing. Import this module only where uvicorn is installed.
 """
@@ -53,6 +54,10 @@ answered faster are all served.
 END_OF_HEAD = b"\r\n\r\n"
 CHUNKED = -1
 """In place of the number of bytes of a body: its end is an empty chunk."""
+CHUNKED_PIECE_BYTES = 8 * 1024
+MAX_PIECE_CHUNKS = 64
+"""Chunks in a piece of a body beyond which the rest waits for a later turn of the event loop: those of a byte take some
+0.3 ms per piece, and 10 ms for all that one read may return."""
 
 
 def bounded_protocol(
@@ -104,8 +109,10 @@ class _BoundedProtocol(HttpToolsProtocol):
     _body_left = 0
     """Bytes that the body of the request being read still has, or `CHUNKED`."""
     _held = b""
-    """Bytes behind a request that is being answered, from `_held_from` on."""
+    """Bytes behind a request that is being answered, or the rest of small chunks, from `_held_from` on."""
     _held_from = 0
+    _num_chunks = 0
+    """Chunks of the piece being parsed."""
     _ahead_timer: asyncio.TimerHandle | None = None
     _num_dropped = 0
     """Bytes behind the request being answered that were dropped."""
@@ -194,6 +201,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unparsed_bytes = 0
+        self._num_chunks += 1
         if self._body_left > 0:
             self._body_left -= len(body)
         super().on_body(body)
@@ -246,7 +254,9 @@ class _BoundedProtocol(HttpToolsProtocol):
             return
         if self._client.is_closing() or self.parser is None:
             return
-        if end < len(data):
+        if end < len(data) and not self._must_wait:
+            self._rest(data, end)
+        elif end < len(data):
             self._hold(data, end)
         elif self._unparsed_bytes > self.max_header_bytes:
             self._refuse(headers_too_large(self.max_header_bytes))
@@ -254,6 +264,19 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._refuse(heads_over_budget())
         elif not self._answering:  # line breaks between requests ended the wait for the next one and begin none
             self._start_head_timer()
+
+    def _rest(self, data: bytes, start: int) -> None:
+        """Let other connections have their turns before the next piece of a chunked body is parsed."""
+        self._held, self._held_from = data, start
+        self._reading.rest()
+        self.turns.wait(self._end_rest, self.loop)
+
+    def _end_rest(self) -> None:
+        data, self._held = self._held, b""
+        self._holds(0)
+        self._reading.end_rest()
+        if data and not self._client.is_closing() and self.parser is not None:
+            self._read(data, self._held_from)
 
     def _read_rest(self) -> bool:
         """Read what the client is sending of a request that will not be read. Return false if it sends none."""
@@ -353,26 +376,31 @@ class _BoundedProtocol(HttpToolsProtocol):
         return httptools.HttpParserError(error.message)
 
     def _parse(self, data: bytes, start: int) -> int:
-        """Parse `data` from `start` to the end of a request whose answer is to come first. Return where that is."""
+        """Parse `data` from `start` to the end of a request whose answer is to come first, or of a piece of many chunks
+        if there is memory to keep what is behind it. Return where that is."""
         while start < len(data) and not self._must_wait:
             end = self._end_of_piece(data, start)
             self._unparsed_bytes += end - start
+            self._num_chunks = 0
             self._feed(data if end - start == len(data) else memoryview(data)[start:end])
             start = end
+            if self._num_chunks > MAX_PIECE_CHUNKS and start < len(data) and self._holds(len(data)):
+                break
         return start
 
     def _end_of_piece(self, data: bytes, start: int) -> int:
         """Return the end of a piece in which no second request begins."""
         if self._body_left > 0:
             return min(len(data), start + self._body_left)
+        end = min(len(data), start + CHUNKED_PIECE_BYTES) if self._body_left == CHUNKED else len(data)
         tail, self._parsed_tail = self._parsed_tail, b""
-        if tail and (found := (tail + data[start : start + 3]).find(END_OF_HEAD)) >= 0:
+        if tail and (found := (tail + data[start : min(end, start + 3)]).find(END_OF_HEAD)) >= 0:
             return start + found + len(END_OF_HEAD) - len(tail)
-        found = data.find(END_OF_HEAD, start)
+        found = data.find(END_OF_HEAD, start, end)
         if found >= 0:
             return found + len(END_OF_HEAD)
-        self._parsed_tail = (tail + data[start:])[-3:] if len(data) - start < 3 else data[-3:]
-        return len(data)
+        self._parsed_tail = (tail + data[start:end])[-3:] if end - start < 3 else data[end - 3 : end]
+        return end
 
     def _feed(self, rest: bytes | memoryview) -> None:
         """Parse a piece; a request that offers another protocol is parsed again without the offer.
@@ -487,6 +515,23 @@ class _Reading(FlowControl):
     """Reading and writing of a connection, of which reading may be stopped whatever the request needs."""
 
     _is_stopped = False
+    _is_resting = False
+    _pauses_after_rest = False
+
+    def rest(self) -> None:
+        """Stop reading until `end_rest`, whatever is asked for until then."""
+        if not self._is_resting:
+            self._is_resting, self._pauses_after_rest = True, self.read_paused
+            super().pause_reading()
+
+    def end_rest(self) -> None:
+        self._is_resting = False
+        if not self._pauses_after_rest:
+            super().resume_reading()
+
+    def pause_reading(self) -> None:
+        self._pauses_after_rest = True
+        super().pause_reading()
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -497,7 +542,10 @@ class _Reading(FlowControl):
         self.resume_reading()
 
     def resume_reading(self) -> None:
-        if not self._is_stopped:
+        if self._is_stopped:
+            return
+        self._pauses_after_rest = False
+        if not self._is_resting:
             super().resume_reading()
 
 

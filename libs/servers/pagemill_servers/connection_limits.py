@@ -298,7 +298,8 @@ def _no_place(fault: str) -> PagemillError:
 
 
 class Turns:
-    """Spreads the beginning of requests over turns of the event loop, so that thousands at once delay no stream.
+    """Spreads the beginning of requests, and the parsing of small chunks, over turns of the event loop, so that
+    thousands at once delay no stream.
 
     They begin in order of arrival, and at once while few arrive.
     """
@@ -316,6 +317,14 @@ class Turns:
             return
         self._num_begun += 1
         request()
+        self._schedule(loop)
+
+    def wait(self, work: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        """Call `work` in a later turn."""
+        self._waiting.append(work)
+        self._schedule(loop)
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
             loop.call_soon(self._next_turn, loop)
