@@ -18,7 +18,7 @@ import numpy as np
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.vllm_arguments import translated
-from pagemill_protocol.errors import invalid_field, show
+from pagemill_protocol.errors import invalid_field, show_python
 from pagemill_protocol.request.keywords import check_keywords
 from pagemill_protocol.request.sampling import (
     MAX_CHOICES,
@@ -292,4 +292,4 @@ def _is_scalar(item: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    return f"{show(value)} ({type(value).__name__})"
+    return f"{show_python(value)} ({type(value).__name__})"

@@ -21,7 +21,7 @@ from pagemill_engine.output.results import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from pagemill_protocol.errors import invalid_field, show
+from pagemill_protocol.errors import invalid_field, show_python
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.pooling import PoolingParams, check_task
 
@@ -54,7 +54,7 @@ def texts_to_embed(
 ) -> list[PooledPrompt]:
     """Return the prompts to embed. Raises `PagemillError` that names a prompt or parameter that cannot be served."""
     if params is not None and not isinstance(params, PoolingParams):
-        raise invalid_field("pooling_params", f"pooling_params must be a PoolingParams, got {show(params)}.")
+        raise invalid_field("pooling_params", f"pooling_params must be a PoolingParams, got {show_python(params)}.")
     wanted = PoolingParams("embed", None if params is None else params.dimensions)
     texts = _encoder_of(encoder, wanted, truncate)
     before = texts.prompt(None)
@@ -112,5 +112,5 @@ def _encoder_of(encoder: PromptEncoder, wanted: PoolingParams, truncate: int | N
 def _texts(value: Any, field: str) -> list[str]:
     texts = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else []
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise invalid_field(field, f"{field} must be a string or a list of strings, got {show(value)}.")
+        raise invalid_field(field, f"{field} must be a string or a list of strings, got {show_python(value)}.")
     return texts

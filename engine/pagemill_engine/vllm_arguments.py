@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pagemill_protocol.errors import show
+from pagemill_protocol.errors import show_python
 
 logger = logging.getLogger(__name__)
 
@@ -187,9 +187,9 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
                 raise TypeError(f"LLM: {name} and {argument.sets} are the same here. Remove one of them.")
             settings[argument.sets] = value_of(argument, value)
         elif takes(argument, value):
-            report(name, f"LLM: {name}={show(value)} changes nothing. {argument.meaning}")
+            report(name, f"LLM: {name}={show_python(value)} changes nothing. {argument.meaning}")
         else:
-            raise TypeError(f"LLM: {name}={show(value)} is not supported. {argument.meaning}")
+            raise TypeError(f"LLM: {name}={show_python(value)} is not supported. {argument.meaning}")
     return settings
 
 

@@ -170,7 +170,7 @@ def test_numbers_of_numpy_equal_pythons_numbers() -> None:
         ("skip_special_tokens", "no", "'no'"),
         ("include_stop_str_in_output", None, "None"),
         ("use_beam_search", "yes", "'yes'"),
-        ("length_penalty", True, "True"),
+        ("length_penalty", True, "true"),
         ("early_stopping", 0, "0"),
     ],
 )

@@ -405,8 +405,8 @@ def test_schemas_of_unconstrained_tools_are_not_checked() -> None:
 @pytest.mark.parametrize(
     ("name", "schema", "says"),
     [
-        ("pythonic", {"properties": {"a b": {}}}, "'a b' cannot be a keyword"),
-        ("pythonic", {"anyOf": [{}]}, "one by one, which cannot enforce 'anyOf'"),
+        ("pythonic", {"properties": {"a b": {}}}, '"a b" cannot be a keyword'),
+        ("pythonic", {"anyOf": [{}]}, "one by one, which cannot enforce anyOf"),
         ("qwen3-coder", {"properties": {"a>": {}}}, "cannot be written in a tag"),
         ("qwen3-coder", {"properties": {"a": {"type": "string", "format": "date"}}}, "cannot enforce format"),
     ],

@@ -14,6 +14,7 @@ import msgspec
 
 from pagemill_gateway.batches.objects import LineFault
 from pagemill_protocol import nesting
+from pagemill_protocol.errors import show
 
 PIECE_BYTES = 64 * 1024
 MAX_CUSTOM_ID_CHARS = 512
@@ -113,7 +114,7 @@ class LineChecker:
             return _broken(number, None, "invalid_custom_id", f"`custom_id` must be {known}.")
         digest = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=12).digest()
         if digest in self._custom_ids:
-            message = f"An earlier line has the `custom_id` {custom_id[:80]!r} too."
+            message = f"An earlier line has the `custom_id` {show(custom_id)} too."
             return _broken(number, custom_id, "duplicate_custom_id", message)
         # Deeper values behind the text that this searches are refused by the route, with the same code.
         if nesting.may_exceed(bytes(given.body)) and (path := nesting.path_in_text(bytes(given.body))):

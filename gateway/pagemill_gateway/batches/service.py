@@ -16,7 +16,7 @@ from pagemill_gateway.batches.lines import scan_lines
 from pagemill_gateway.batches.objects import FINAL, Batch, BatchFile, is_object_id, new_object_id
 from pagemill_gateway.batches.store import BatchStore
 from pagemill_gateway.config import BatchesConfig
-from pagemill_protocol.errors import PagemillError, body_too_large, invalid_field
+from pagemill_protocol.errors import PagemillError, body_too_large, invalid_field, show
 from pagemill_servers.keys.caller import Caller
 
 MAX_OLD_BATCHES = 1000
@@ -246,10 +246,10 @@ def _window_s(window: str) -> int:
     if not 0 < seconds <= MAX_WINDOW_S:
         raise invalid_field(
             "completion_window",
-            f"`completion_window` must be a time like 24h, 30m or 7d of at most 30 days, got {window[:40]!r}.",
+            f"`completion_window` must be a time like 24h, 30m or 7d of at most 30 days, got {show(window)}.",
         )
     return seconds
 
 
 def _not_found(what: str, object_id: str, param: str | None) -> PagemillError:
-    return PagemillError(f"No such {what}: {object_id[:80]!r}.", status=404, param=param, code=f"{what}_not_found")
+    return PagemillError(f"No such {what}: {show(object_id)}.", status=404, param=param, code=f"{what}_not_found")

@@ -66,7 +66,7 @@ class BatchRoutes(_Stored):
                 if form.filename is None:
                     raise invalid_field("file", "The form has no field `file`.", code="missing_required_parameter")
                 if (purpose := form.fields.get("purpose")) != "batch":
-                    raise invalid_field("purpose", f"`purpose` must be batch, got {str(purpose)[:40]!r}.")
+                    raise invalid_field("purpose", f"`purpose` must be batch, got {show(str(purpose))}.")
                 file = await upload.done(form.filename, purpose)
             except BaseException:
                 await upload.discard()

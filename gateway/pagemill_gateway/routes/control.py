@@ -15,7 +15,7 @@ from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.discovery.catalog import decode_catalog
 from pagemill_gateway.routes.load import LoadStream
-from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.errors import PagemillError, invalid_field, show
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE
 from pagemill_protocol.versions import protocol_headers, require_protocol
 from pagemill_servers.request_middleware import read_body
@@ -75,7 +75,7 @@ class ControlRoutes:
         """Return the latest routing decisions, newest first, with the candidates, their costs and the choice."""
         text = request.query_params.get("limit", str(DEFAULT_DECISIONS))
         if not (text.isascii() and text.isdigit() and len(text) < 7):
-            raise invalid_field("limit", f"limit must be a whole number of decisions, got {text[:40]!r}.")
+            raise invalid_field("limit", f"limit must be a whole number of decisions, got {show(text)}.")
         return JSONResponse({"decisions": self._head.brain.reader.placement.decisions.latest(int(text))})
 
     def _model(self, deployment: DeploymentRecord) -> dict[str, Any]:

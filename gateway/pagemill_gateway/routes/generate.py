@@ -30,7 +30,7 @@ from pagemill_gateway.routes.client import ClientResponse, ClientTooSlow
 from pagemill_gateway.routes.connection import run_while_connected
 from pagemill_gateway.routes.entry import EnteredRequest, entered
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.errors import PagemillError, bad_upstream, internal_error, invalid_field
+from pagemill_protocol.errors import PagemillError, bad_upstream, internal_error, invalid_field, show
 from pagemill_servers.direct import direct_response
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.request_middleware import TIMEOUT_HEADER, check_json_content_type, header
@@ -181,6 +181,6 @@ def _timeout_s(scope: Scope, default: float | None) -> float | None:
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise invalid_field(
             TIMEOUT_HEADER.decode(),
-            f"The header x-request-timeout-s must be a number of seconds above 0, got {value[:40]!r}.",
+            f"The header x-request-timeout-s must be a number of seconds above 0, got {show(value)}.",
         )
     return seconds

@@ -8,7 +8,8 @@ client that left.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -90,12 +91,28 @@ def invalid_field(param: str, message: str, *, code: str = "invalid_value") -> P
     return PagemillError(message, param=param, code=code)
 
 
+MAX_SHOWN_CHARS = 40
+
+
 def show(value: object) -> str:
-    """Return a value's representation for messages, shortened."""
+    """Return a client's value in JSON's words for messages, shortened."""
+    if isinstance(value, str):
+        return json.dumps(value[:MAX_SHOWN_CHARS], ensure_ascii=False) + ("..." if len(value) > MAX_SHOWN_CHARS else "")
+    if value is None or isinstance(value, bool | float):
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    return show_python(value)
+
+
+def show_python(value: object) -> str:
+    """Return the representation of a value of the Python API for messages, shortened."""
     # Python refuses to convert integers of thousands of digits to text.
     if isinstance(value, int) and value.bit_length() > 1024:
         return f"an integer of {value.bit_length()} bits"
-    return repr(value)[:40]
+    return repr(value)[:MAX_SHOWN_CHARS]
 
 
 def beyond_context(

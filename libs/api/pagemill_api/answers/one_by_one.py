@@ -30,7 +30,7 @@ class CallArgument(NamedTuple):
 def arguments_of(schema: Mapping[str, Any]) -> list[CallArgument]:
     """Return the declared arguments. Raises `ValueError` for a schema with keywords about the whole object."""
     if others := set(schema) - _READ:
-        raise ValueError(f"this model's format writes arguments one by one, which cannot enforce {min(others)!r}")
+        raise ValueError(f"this model's format writes arguments one by one, which cannot enforce {min(others)}")
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     named = {**properties, **{name: True for name in required if name not in properties}}

@@ -13,6 +13,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
+from pagemill_protocol.errors import show
+
 ESCAPED = '"\\' + "".join(map(chr, range(0x20)))
 """The characters that JSON writes as escapes."""
 _NOT_ESCAPED = r'[^"\\\x00-\x1F]'
@@ -68,7 +70,9 @@ def _tokens(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
     while at < len(text):
         found = pattern.match(text, at)
         if found is None or found.end() == at:
-            raise ValueError(f"it has {text[at : at + 10]!r} at character {at}, which cannot be written inside JSON")
+            raise ValueError(
+                f"it has {show(text[at : at + 10])} at character {at}, which cannot be written inside JSON"
+            )
         yield found
         at = found.end()
 

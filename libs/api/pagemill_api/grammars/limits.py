@@ -24,6 +24,7 @@ from pagemill_api.structural_tags import (
     TriggeredTags,
     read_tag,
 )
+from pagemill_protocol.errors import show
 from pagemill_protocol.request.structured_outputs import StructuredOutputs
 
 MAX_DEPTH = 64
@@ -109,7 +110,7 @@ def _check_regex(pattern: str) -> None:
     size = expanded_size(pattern)
     if size > MAX_EXPANDED:
         raise ValueError(
-            f"the regular expression {pattern[:80]!r} has {size} characters when its repetitions are written out; at "
+            f"the regular expression {show(pattern)} has {size} characters when its repetitions are written out; at "
             f"most {MAX_EXPANDED} are allowed: lower the counts in braces"
         )
 

@@ -25,6 +25,7 @@ from pagemill_api.structural_tags import (
     TagsWithSeparator,
     TriggeredTags,
 )
+from pagemill_protocol.errors import show
 
 WHITESPACE = r"( |\n[ \t]{0,24})?"
 """White space between the tokens of JSON: a space, or a line break and indentation. Without the limit, small models
@@ -109,7 +110,7 @@ class _Writer:
         for tag in form.tags:
             trigger = next((each for each in rests if tag.begin.startswith(each)), None)
             if trigger is None:
-                raise ValueError(f"begin {tag.begin[:80]!r} of a structure starts with none of the triggers")
+                raise ValueError(f"begin {show(tag.begin)} of a structure starts with none of the triggers")
             rests[trigger].append(Tag(begin=tag.begin[len(trigger) :], content=tag.content, end=tag.end))
         options = [f"{self._text_until(trigger)} ({self._either(tags)})" for trigger, tags in rests.items() if tags]
         if not options:

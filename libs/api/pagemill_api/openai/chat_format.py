@@ -30,7 +30,7 @@ from pagemill_api.answers.tool_prompt import with_tool_prompt
 from pagemill_api.grammars.schemas.reading import text_properties
 from pagemill_api.openai.call_ids import needs_short_ids, with_short_ids
 from pagemill_api.openai.schemas import ChatCompletionRequest, ChatTemplateFields, TokenizeRequest
-from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
+from pagemill_protocol.errors import PagemillError, invalid_field, show, unavailable
 from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.source_errors import SourceError
 
@@ -151,7 +151,7 @@ def _with_default_tools(
     syntax = call_syntax(tool_format, template)
     if syntax is None:
         raise PagemillError(
-            f"`tools` is not supported: the chat template of this model {reason}, and its parser {tool_format!r} "
+            f"`tools` is not supported: the chat template of this model {reason}, and its parser {show(tool_format)} "
             "declares no syntax to describe calls in. Remove it, or have `model.toolCallParser` set to another one.",
             param="tools",
             code="unsupported_parameter",

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from pagemill_api.openai.unsupported import Unsupported
+from pagemill_protocol.errors import show
 from pagemill_protocol.request.sampling import MAX_LOGIT_BIAS
 
 MAX_TEXT_CHARS = 8 * 1024 * 1024
@@ -98,7 +99,7 @@ def _stop_list(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise refusal("", f"`stop` must be a string or a list of strings, got {shorten(value)}.")
+        raise refusal("", f"`stop` must be a string or a list of strings, got {show(value)}.")
     return value
 
 
@@ -107,7 +108,7 @@ def _content_text(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise refusal("", f"`content` must be a string or a list of text parts, got {shorten(value)}.")
+        raise refusal("", f"`content` must be a string or a list of text parts, got {show(value)}.")
     if len(value) > MAX_CONTENT_PARTS:
         raise refusal("", f"The message has {len(value)} content parts; at most {MAX_CONTENT_PARTS} are allowed.")
     return "\n".join(_part_text(index, part) for index, part in enumerate(value))
@@ -120,12 +121,12 @@ def _part_text(index: int, part: Any) -> str:
     if kind != "text":
         raise refusal(
             f"[{index}].type",
-            f'Content parts of type {shorten(kind)} are not supported. Send parts of type "text".',
+            f'Content parts of type {show(kind)} are not supported. Send parts of type "text".',
             "unsupported_parameter",
         )
     text = part.get("text")
     if not isinstance(text, str):
-        raise refusal(f"[{index}].text", f"The text of a content part must be a string, got {shorten(text)}.")
+        raise refusal(f"[{index}].text", f"The text of a content part must be a string, got {show(text)}.")
     return text
 
 
@@ -135,7 +136,7 @@ def prompts_of(value: Any, name: str = "prompt") -> list[str | list[int]]:
         prompts: list[Any] = [value]
     elif not isinstance(value, list):
         raise refusal(
-            "", f"`{name}` must be a string, a list of strings, token ids or lists of them, got {shorten(value)}."
+            "", f"`{name}` must be a string, a list of strings, token ids or lists of them, got {show(value)}."
         )
     elif value and type(value[0]) is int:
         prompts = [value]
@@ -158,7 +159,7 @@ def _check_prompt(prompt: Any, field: str) -> None:
             raise refusal(field, f"The prompt has {len(prompt)} characters; at most {MAX_TEXT_CHARS} are allowed.")
         return
     if not isinstance(prompt, list):
-        raise refusal(field, f"A prompt must be a string or a list of token ids, got {shorten(prompt)}.")
+        raise refusal(field, f"A prompt must be a string or a list of token ids, got {show(prompt)}.")
     check_token_ids(prompt, field)
 
 
@@ -172,25 +173,25 @@ def check_token_ids(token_ids: list[Any], field: str) -> None:
         return
     for index, token_id in enumerate(token_ids):
         if type(token_id) is not int or not 0 <= token_id < 2**31:
-            raise refusal(f"{field}[{index}]", f"A token id must be an integer from 0 up, got {shorten(token_id)}.")
+            raise refusal(f"{field}[{index}]", f"A token id must be an integer from 0 up, got {show(token_id)}.")
 
 
 def _token_ids(value: Any) -> list[int]:
     if not isinstance(value, list):
-        raise refusal("", f"`tokens` must be a list of token ids, got {shorten(value)}.")
+        raise refusal("", f"`tokens` must be a list of token ids, got {show(value)}.")
     check_token_ids(value, "")
     return value
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
-        raise refusal("", f"`logit_bias` must be an object from token id to bias, got {shorten(value)}.")
+        raise refusal("", f"`logit_bias` must be an object from token id to bias, got {show(value)}.")
     if len(value) > MAX_LOGIT_BIAS:
         raise refusal("", f"`logit_bias` has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed.")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (isinstance(key, int) or (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11)):
-            raise refusal("", f'The keys of `logit_bias` must be token ids such as "42", got {shorten(key)}.')
+            raise refusal("", f'The keys of `logit_bias` must be token ids such as "42", got {show(key)}.')
         biases[int(key)] = bias
     return biases
 
@@ -200,34 +201,21 @@ def _early_stopping(value: Any) -> bool | Literal["never"]:
         return value
     if value == "never":
         return "never"
-    raise refusal("", f'`early_stopping` must be true, false or "never", got {shorten(value)}.')
+    raise refusal("", f'`early_stopping` must be true, false or "never", got {show(value)}.')
 
 
 def _template_kwargs(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise refusal("", f"`chat_template_kwargs` must be an object, got {shorten(value)}.")
+        raise refusal("", f"`chat_template_kwargs` must be an object, got {show(value)}.")
     for key, entry in value.items():
         if key not in TEMPLATE_KWARGS:
             allowed = ", ".join(sorted(TEMPLATE_KWARGS))
-            raise refusal("", f"`chat_template_kwargs` may not set {shorten(key)}. Allowed are: {allowed}.")
+            raise refusal("", f"`chat_template_kwargs` may not set {show(key)}. Allowed are: {allowed}.")
         if not isinstance(entry, str | int | float | None) or len(str(entry)[:2000]) > MAX_TEMPLATE_KWARG_CHARS:
             raise refusal(
                 f".{key}", f"Send text of at most {MAX_TEMPLATE_KWARG_CHARS} characters, a number or a boolean."
             )
     return value
-
-
-def shorten(value: Any) -> str:
-    """Return a client's value for an error message: JSON-like and at most about 40 characters."""
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, dict):
-        return "an object"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str):
-        return f'"{value[:40]}"' + ("..." if len(value) > 40 else "")
-    return str(value)[:40]
 
 
 _TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, PlainValidator, WithJsonSchema, model_validator
 
-from pagemill_api.openai.fields import refusal, shorten
+from pagemill_api.openai.fields import refusal
 from pagemill_api.structured_params import form, form_of, response_format
-from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.errors import PagemillError, show
 from pagemill_protocol.request.structured_outputs import (
     MAX_OPTION_CHARS,
     MAX_OPTIONS,
@@ -44,7 +44,7 @@ def _validator(name: str, read: Callable[[Any], StructuredOutputs | None]) -> Pl
 def _from_object(name: str, read: Callable[[Any, str], StructuredOutputs | None]) -> PlainValidator:
     def read_object(value: Any) -> StructuredOutputs | None:
         if not isinstance(value, dict):
-            raise PagemillError(f"`{name}` must be an object, got {shorten(value)}.", param=name)
+            raise PagemillError(f"`{name}` must be an object, got {show(value)}.", param=name)
         return read(value, name)
 
     return _validator(name, read_object)

@@ -10,21 +10,25 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-from pagemill_api.openai.fields import shorten
 from pagemill_protocol import nesting
-from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.errors import PagemillError, show
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_PARAM_CHARS = 200
 _MAX_SEARCHED_VALUES = 200_000
+_KIND = re.compile(
+    r"str|bool|int|float|(?:list|dict|literal)\[.*|constrained-\w+|function-.*|nullable|[A-Z]\w+", re.DOTALL
+)
+"""Names that pydantic puts into a path for the kinds of which a value may be. No field of a schema has one."""
 _EXPECTATIONS: dict[str, str] = {
     "missing": "is required",
     "int_type": "must be an integer",
@@ -52,7 +56,7 @@ def parse_body(raw: bytes, schema: type[Model]) -> Model:
     """Return the request in `raw`. Raises `PagemillError` 400 whose `param` is the first wrong field."""
     data = parse_json(raw)
     if not isinstance(data, dict):
-        raise _invalid(None, f"The request body must be a JSON object, got {shorten(data)}.", "invalid_json")
+        raise _invalid(None, f"The request body must be a JSON object, got {show(data)}.", "invalid_json")
     if _has_escaped_nul(raw):
         path = _find(data, lambda value: isinstance(value, str) and "\x00" in value)
         raise _invalid(path, f"`{path or 'The body'}` contains the character U+0000. Remove it.", "invalid_value")
@@ -178,10 +182,14 @@ def _last_key(raw: bytes) -> str | None:
 
 def from_validation(error: ValidationError) -> PagemillError:
     """Return the first of pydantic's errors as one sentence: field, expected value, given value."""
-    first = error.errors(include_url=False)[0]
+    every = error.errors(include_url=False)
+    first = every[0]
     path = ""
     for part in first["loc"]:
-        path = f"{path}[{part}]" if isinstance(part, int) else _join(path, str(part))
+        if isinstance(part, int):
+            path = f"{path}[{part}]"
+        elif not _KIND.fullmatch(str(part)):
+            path = _join(path, str(part))
     context: dict[str, Any] = first.get("ctx", {})
     if first["type"] == "refusal":
         return _invalid(_join(path, context["field"]), context["message"], context["code"])
@@ -189,7 +197,16 @@ def from_validation(error: ValidationError) -> PagemillError:
         return _invalid(path, f"`{path}` is required. Send it.", "missing_required_parameter")
     kind = "int_size" if first["type"] == "int_type" and _was_integer(first["input"]) else first["type"]
     expectation = _expectation(kind, context, first["msg"])
-    return _invalid(path, f"`{path}` {expectation}, got {shorten(first['input'])}.", "invalid_value")
+    if first["loc"] and _KIND.fullmatch(str(first["loc"][-1])):
+        expectation = _of_any_kind([each for each in every if each["loc"][:-1] == first["loc"][:-1]])
+    return _invalid(path, f"`{path}` {expectation}, got {show(first['input'])}.", "invalid_value")
+
+
+def _of_any_kind(errors: Sequence[ErrorDetails]) -> str:
+    """Return what one value must be that may be of several kinds."""
+    wanted = dict.fromkeys(_expectation(each["type"], each.get("ctx", {}), each["msg"]) for each in errors)
+    first, *others = wanted
+    return " or ".join([first, *(each.removeprefix("must be ") for each in others)])
 
 
 def from_refusal(error: PydanticCustomError) -> PagemillError:
@@ -205,7 +222,14 @@ def _was_integer(value: Any) -> bool:
 
 def _expectation(kind: str, context: dict[str, Any], fallback: str) -> str:
     template = _EXPECTATIONS.get(kind)
-    return template.format(**context) if template is not None else f"is not valid: {fallback}"
+    if template is None:
+        return f"is not valid: {fallback}"
+    return template.format(**{name: _in_json(value) for name, value in context.items()})
+
+
+def _in_json(value: Any) -> Any:
+    """Return a value of an expectation with texts in JSON's quotes."""
+    return value.replace("'", '"') if isinstance(value, str) else value
 
 
 def _join(path: str, field: str) -> str:

@@ -27,11 +27,11 @@ from pagemill_api.openai.fields import (
     Text,
     TokenIds,
     refusal,
-    shorten,
 )
 from pagemill_api.openai.form_fields import FormFields
 from pagemill_api.openai.tools import ToolCalls, ToolChoice, Tools, choice_error
 from pagemill_api.structural_tags import Format
+from pagemill_protocol.errors import show
 from pagemill_protocol.request.sampling import (
     INT32_MAX,
     MAX_ALLOWED_TOKEN_IDS,
@@ -455,7 +455,7 @@ def _history_error(messages: list[ChatMessage]) -> PydanticCustomError | None:
         if message.role == "tool" and message.tool_call_id not in known:
             return refusal(
                 f"messages[{index}].tool_call_id",
-                f"No assistant message before it has a call with the id {shorten(message.tool_call_id)}. Send the "
+                f"No assistant message before it has a call with the id {show(message.tool_call_id)}. Send the "
                 "assistant's `tool_calls` too, before the results.",
             )
     return None

@@ -14,8 +14,9 @@ from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from pagemill_api.answers.cut_json import cut_object
-from pagemill_api.openai.fields import MAX_NAME_CHARS, refusal, shorten
+from pagemill_api.openai.fields import MAX_NAME_CHARS, refusal
 from pagemill_protocol import nesting
+from pagemill_protocol.errors import show
 
 MAX_TOOLS = 512
 MAX_CALLS = 1024
@@ -27,7 +28,7 @@ CHOICES = ("none", "auto", "required")
 
 def _tools(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise refusal("", f"`tools` must be a list of functions, got {shorten(value)}.")
+        raise refusal("", f"`tools` must be a list of functions, got {show(value)}.")
     if len(value) > MAX_TOOLS:
         raise refusal("", f"`tools` has {len(value)} entries; at most {MAX_TOOLS} are allowed. Send fewer.")
     seen: set[str] = set()
@@ -37,7 +38,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
         if function["name"] in seen:
             raise refusal(
                 f"[{index}].function.name",
-                f"Two tools have the name {shorten(function['name'])}. Give each a name of its own.",
+                f"Two tools have the name {show(function['name'])}. Give each a name of its own.",
             )
         seen.add(function["name"])
     return value
@@ -46,22 +47,22 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 def _function(value: Any, field: str) -> dict[str, Any]:
     """Return the `function` of a tool or of a call."""
     if not isinstance(value, dict):
-        raise refusal(field, f'`{field}` must be an object of type "function", got {shorten(value)}.')
+        raise refusal(field, f'`{field}` must be an object of type "function", got {show(value)}.')
     kind = value.get("type", "function")
     if kind != "function":
         raise refusal(
-            f"{field}.type", f'The type {shorten(kind)} is not supported. Send "function".', "unsupported_parameter"
+            f"{field}.type", f'The type {show(kind)} is not supported. Send "function".', "unsupported_parameter"
         )
     function = value.get("function")
     if not isinstance(function, dict):
-        raise refusal(f"{field}.function", f"`function` must be an object with a `name`, got {shorten(function)}.")
+        raise refusal(f"{field}.function", f"`function` must be an object with a `name`, got {show(function)}.")
     _check_name(function.get("name"), f"{field}.function.name")
     return function
 
 
 def _check_name(name: Any, field: str) -> None:
     if not isinstance(name, str) or not _NAME.match(name):
-        raise refusal(field, f"The name of a function is {shorten(name)}. {_NAME_REMEDY}")
+        raise refusal(field, f"The name of a function is {show(name)}. {_NAME_REMEDY}")
 
 
 def _check_tool(function: Mapping[str, Any], field: str) -> None:
@@ -72,7 +73,7 @@ def _check_tool(function: Mapping[str, Any], field: str) -> None:
     ):
         given = function.get(key)
         if given is not None and not isinstance(given, kind):
-            raise refusal(f"{field}.{key}", f"`{key}` must be {words}, got {shorten(given)}.")
+            raise refusal(f"{field}.{key}", f"`{key}` must be {words}, got {show(given)}.")
 
 
 def _tool_choice(value: Any) -> str | dict[str, Any]:
@@ -84,31 +85,29 @@ def _tool_choice(value: Any) -> str | dict[str, Any]:
         return _allowed_tools(value.get("allowed_tools"))
     raise refusal(
         "",
-        f'`tool_choice` is {shorten(value)}. Send "none", "auto", "required", '
+        f'`tool_choice` is {show(value)}. Send "none", "auto", "required", '
         '{"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", "allowed_tools": {...}}.',
     )
 
 
 def _allowed_tools(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or value.get("mode") not in ("auto", "required"):
-        raise refusal(
-            "allowed_tools.mode", f'`allowed_tools` needs a `mode`, "auto" or "required", got {shorten(value)}.'
-        )
+        raise refusal("allowed_tools.mode", f'`allowed_tools` needs a `mode`, "auto" or "required", got {show(value)}.')
     tools = value.get("tools")
     if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
-        raise refusal("allowed_tools.tools", f"`tools` must be a list of 1 to {MAX_TOOLS} tools, got {shorten(tools)}.")
+        raise refusal("allowed_tools.tools", f"`tools` must be a list of 1 to {MAX_TOOLS} tools, got {show(tools)}.")
     names = [_function(tool, f"allowed_tools.tools[{index}]")["name"] for index, tool in enumerate(tools)]
     return {"type": "allowed_tools", "mode": value["mode"], "names": names}
 
 
 def _tool_calls(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or len(value) > MAX_CALLS:
-        raise refusal("", f"`tool_calls` must be a list of at most {MAX_CALLS} calls, got {shorten(value)}.")
+        raise refusal("", f"`tool_calls` must be a list of at most {MAX_CALLS} calls, got {show(value)}.")
     calls: list[dict[str, Any]] = []
     for index, call in enumerate(value):
         function = _function(call, f"[{index}]")
         if not isinstance(call.get("id"), str) or not 0 < len(call["id"]) <= MAX_NAME_CHARS:
-            raise refusal(f"[{index}].id", f"The id of a call must be text, got {shorten(call.get('id'))}.")
+            raise refusal(f"[{index}].id", f"The id of a call must be text, got {show(call.get('id'))}.")
         arguments = call_arguments(function.get("arguments"), f"[{index}].function.arguments")
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
@@ -123,7 +122,7 @@ def call_arguments(value: Any, field: str) -> str:
     if value is None:
         return "{}"
     if not isinstance(value, str):
-        raise refusal(field, f"`arguments` must be JSON as text, got {shorten(value)}. Encode them.")
+        raise refusal(field, f"`arguments` must be JSON as text, got {show(value)}. Encode them.")
     if nesting.text_exceeds(value):
         raise refusal(
             field,
@@ -140,7 +139,7 @@ def call_arguments(value: Any, field: str) -> str:
         return "{}"
     cut = cut_object(text) if found is _BROKEN else None
     if cut is None:
-        raise refusal(field, f"`arguments` must be the JSON text of an object, got {shorten(value)}. Correct them.")
+        raise refusal(field, f"`arguments` must be the JSON text of an object, got {show(value)}. Correct them.")
     return json.dumps(cut, ensure_ascii=False)
 
 
@@ -162,7 +161,7 @@ def choice_error(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, A
     if choice in ("none", "auto"):
         return None
     if not tools:
-        return refusal("tool_choice", f"`tool_choice` is {shorten(choice)} and there are no `tools`. Send some.")
+        return refusal("tool_choice", f"`tool_choice` is {show(choice)} and there are no `tools`. Send some.")
     if isinstance(choice, str):
         return None
     allows = choice["type"] == "allowed_tools"
@@ -171,7 +170,7 @@ def choice_error(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, A
     if not absent:
         return None
     field = "tool_choice.allowed_tools.tools" if allows else "tool_choice.function.name"
-    return refusal(field, f"`tool_choice` names {shorten(min(absent))}, which is not among `tools`. Add it there.")
+    return refusal(field, f"`tool_choice` names {show(min(absent))}, which is not among `tools`. Add it there.")
 
 
 _FUNCTION_NAME = {"type": "string", "pattern": NAME_PATTERN}

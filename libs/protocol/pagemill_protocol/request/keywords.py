@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pagemill_protocol.errors import show
+from pagemill_protocol.errors import show_python
 
 
 class CheckedKeywords(msgspec.StructMeta):
@@ -38,7 +38,7 @@ def _without(
     for name in given.keys() & no_effect.keys():
         allowed, remedy = no_effect[name]
         if not any(type(given[name]) is type(value) and given[name] == value for value in allowed):
-            raise TypeError(f"{owner} does not support {name}={show(given[name])}. {remedy}")
+            raise TypeError(f"{owner} does not support {name}={show_python(given[name])}. {remedy}")
     return {name: value for name, value in given.items() if name not in no_effect}
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from pagemill_protocol.errors import PagemillError, invalid_field, show
+from pagemill_protocol.errors import PagemillError, invalid_field, show, show_python
 from pagemill_protocol.request.keywords import CheckedKeywords
 from pagemill_protocol.request.structured_outputs import StructuredOutputs
 
@@ -227,7 +227,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
             )
         for flag in _FLAGS:
             if not isinstance(getattr(self, flag), bool):
-                raise invalid_field(flag, f"{flag} must be True or False, got {show(getattr(self, flag))}.")
+                raise invalid_field(flag, f"{flag} must be True or False, got {show_python(getattr(self, flag))}.")
         if self.stop and not self.detokenize:
             raise invalid_field("stop", "stop needs the text. Send detokenize=True, or use stop_token_ids.")
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
@@ -246,7 +246,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         if not isinstance(self.structured_outputs, StructuredOutputs):
             raise invalid_field(
                 "structured_outputs",
-                f"structured_outputs must be StructuredOutputs, got {show(self.structured_outputs)}.",
+                f"structured_outputs must be StructuredOutputs, got {show_python(self.structured_outputs)}.",
             )
         self.structured_outputs.validate()
         if self.use_beam_search:
@@ -261,7 +261,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
             raise invalid_field("stop", f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed.")
         for text in self.stop:
             if not isinstance(text, str):
-                raise invalid_field("stop", f"stop must be a list of strings, but it holds {show(text)}.")
+                raise invalid_field("stop", f"stop must be a list of strings, but it holds {show_python(text)}.")
             if not text or len(text) > MAX_STOP_STRING_CHARS:
                 raise invalid_field(
                     "stop", f"Each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}."
@@ -285,7 +285,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
                 raise invalid_field(
                     "bad_words",
                     f"bad_words must be a list of strings of 1 to {MAX_BAD_WORD_CHARS} characters that are not all "
-                    f"white space, but it holds {show(word)}.",
+                    f"white space, but it holds {show_python(word)}.",
                 )
 
         _check_list("bad_word_token_ids", self.bad_word_token_ids, "lists of token ids")
@@ -299,7 +299,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
             return
         if not isinstance(self.logit_bias, dict):
             raise invalid_field(
-                "logit_bias", f"logit_bias must be a dictionary by token id, got {show(self.logit_bias)}."
+                "logit_bias", f"logit_bias must be a dictionary by token id, got {show_python(self.logit_bias)}."
             )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise invalid_field(
@@ -378,12 +378,12 @@ def _check_search(sampling: SamplingParams, vocab_size: int | None) -> None:
         bound = f"{MAX_LENGTH_PENALTY:g}"
         raise invalid_field(
             "length_penalty",
-            f"length_penalty must be a finite number from -{bound} to {bound}, got {show(penalty)}.",
+            f"length_penalty must be a finite number from -{bound} to {bound}, got {show_python(penalty)}.",
         )
     if not isinstance(sampling.early_stopping, bool) and sampling.early_stopping != "never":
         raise invalid_field(
             "early_stopping",
-            f'early_stopping must be false, true or "never", got {show(sampling.early_stopping)}.',
+            f'early_stopping must be false, true or "never", got {show_python(sampling.early_stopping)}.',
         )
     if vocab_size is not None and sampling.num_sequences > vocab_size:
         raise invalid_field(
@@ -410,19 +410,21 @@ def _check_bounds(param: str, value: Any, bounds: Bounds) -> None:
 
 def check_int(param: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise invalid_field(param, f"{param} must be an integer from {low} to {high}, got {show(value)}.")
+        raise invalid_field(param, f"{param} must be an integer from {low} to {high}, got {show_python(value)}.")
 
 
 def _check_number(param: str, value: Any, low: float, high: float, *, exclusive_low: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (exclusive_low and value == low):
         bound = "above" if exclusive_low else "from"
-        raise invalid_field(param, f"{param} must be a finite number {bound} {low:g} to {high:g}, got {show(value)}.")
+        raise invalid_field(
+            param, f"{param} must be a finite number {bound} {low:g} to {high:g}, got {show_python(value)}."
+        )
 
 
 def _check_list(param: str, value: Any, of_what: str) -> None:
     if not isinstance(value, list):
-        raise invalid_field(param, f"{param} must be a list of {of_what}, got {show(value)}.")
+        raise invalid_field(param, f"{param} must be a list of {of_what}, got {show_python(value)}.")
 
 
 def _check_token_ids(param: str, token_ids: Any, most: int, vocab_size: int | None) -> None:
@@ -443,4 +445,4 @@ def _check_token_ids(param: str, token_ids: Any, most: int, vocab_size: int | No
 def _check_token_id(param: str, token_id: Any, vocab_size: int | None) -> None:
     high = vocab_size if vocab_size is not None else 2**31
     if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < high:
-        raise invalid_field(param, f"{param} names token {show(token_id)}; token ids go from 0 to {high - 1}.")
+        raise invalid_field(param, f"{param} names token {show_python(token_id)}; token ids go from 0 to {high - 1}.")

@@ -12,6 +12,7 @@ from pagemill_api.answers.json_text import ValueScanner, json_of
 from pagemill_api.answers.markup import MarkupParser
 from pagemill_api.answers.one_by_one import CallArgument, arguments_of
 from pagemill_api.structural_tags import ConstString, Format, JsonSchema, Optional, Or, Regex, SequenceFormat
+from pagemill_protocol.errors import show
 
 _TAGS = ("<|python_start|>", "<|python_tag|>")
 _OPENING = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -25,7 +26,7 @@ def _keywords(schema: Schema) -> Format:
     arguments = arguments_of(schema)
     for each in arguments:
         if not each.name.isidentifier() or keyword.iskeyword(each.name):
-            raise ValueError(f"the property {each.name[:80]!r} cannot be a keyword of a Python call; rename it")
+            raise ValueError(f"the property {show(each.name)} cannot be a keyword of a Python call; rename it")
     required = [_keyword(each) for each in arguments if each.required]
     others = [_keyword(each) for each in arguments if not each.required]
     if required:

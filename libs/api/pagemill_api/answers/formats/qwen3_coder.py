@@ -27,6 +27,7 @@ from pagemill_api.structural_tags import (
     SequenceFormat,
     Tag,
 )
+from pagemill_protocol.errors import show
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -39,7 +40,7 @@ def _parameters_of(schema: Schema) -> Format:
     arguments = arguments_of(schema)
     for each in arguments:
         if not re.fullmatch(r"[^<>\s]+", each.name):
-            raise ValueError(f"the property {each.name[:80]!r} cannot be written in a tag; rename it")
+            raise ValueError(f"the property {show(each.name)} cannot be written in a tag; rename it")
     return SequenceFormat(
         elements=[_parameter(each) if each.required else Optional(content=_parameter(each)) for each in arguments]
     )
@@ -83,7 +84,7 @@ def _text(argument: CallArgument, schema: Any) -> Format:
         return Or(elements=[ConstString(value=each) for each in values])
     if others or (options and (values is not None or has_length)) or (values is not None and has_length):
         keys = ", ".join(sorted(others)) or "enum with a length, or options with others"
-        raise ValueError(f"the text {argument.name[:80]!r} is written without quotes and cannot enforce {keys}")
+        raise ValueError(f"the text {show(argument.name)} is written without quotes and cannot enforce {keys}")
     if options:
         free = next((each for each in options if isinstance(each, AnyText)), None)
         return free or Or(elements=options)

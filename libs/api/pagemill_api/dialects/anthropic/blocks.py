@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from pagemill_api.openai.fields import MAX_CONTENT_PARTS, MAX_TEXT_CHARS, refusal, shorten
+from pagemill_api.openai.fields import MAX_CONTENT_PARTS, MAX_TEXT_CHARS, refusal
+from pagemill_protocol.errors import show
 
 Block = Mapping[str, Any]
 NOT_READ = "[Here was {}, which this model cannot read.]"
@@ -29,13 +30,13 @@ DescribeTool = Callable[[str, str], str]
 def blocks_of(value: Any, field: str) -> Iterator[tuple[Block, str]]:
     """Yield content blocks, each with its place in the body."""
     if not isinstance(value, list):
-        raise refusal(field, f"Content must be a string or a list of blocks, got {shorten(value)}.")
+        raise refusal(field, f"Content must be a string or a list of blocks, got {show(value)}.")
     if len(value) > MAX_CONTENT_PARTS:
         raise refusal(field, f"There are {len(value)} content blocks; at most {MAX_CONTENT_PARTS} are allowed.")
     for index, block in enumerate(value):
         where = f"{field}[{index}]"
         if not isinstance(block, dict):
-            raise refusal(where, f'A content block must be an object such as {{"type": "text"}}, got {shorten(block)}.')
+            raise refusal(where, f'A content block must be an object such as {{"type": "text"}}, got {show(block)}.')
         yield block, where
 
 
@@ -85,14 +86,14 @@ class ToolResults:
 def string_of(block: Block, name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise refusal(f"{where}.{name}", f"`{name}` of the block must be a string, got {shorten(value)}.")
+        raise refusal(f"{where}.{name}", f"`{name}` of the block must be a string, got {show(value)}.")
     return value
 
 
 def unsupported_block(block: Block, where: str) -> PydanticCustomError:
     return refusal(
         f"{where}.type",
-        f'Content blocks of type {shorten(block.get("type"))} are not supported here. Send blocks of type "text".',
+        f'Content blocks of type {show(block.get("type"))} are not supported here. Send blocks of type "text".',
         "unsupported_parameter",
     )
 
@@ -113,7 +114,7 @@ def _document(block: Block, where: str) -> str:
     if not _is_text(block):
         raise refusal(
             f"{where}.type",
-            f'Blocks of type "document" with a source of type {shorten(source.get("type"))} cannot be read here. Send '
+            f'Blocks of type "document" with a source of type {show(source.get("type"))} cannot be read here. Send '
             'the text, with a source of type "text".',
             "unsupported_parameter",
         )
@@ -146,7 +147,7 @@ def _decoded(data: str, field: str) -> str:
     try:
         return base64.b64decode(data, validate=True).decode()
     except (binascii.Error, ValueError):
-        raise refusal(field, f"`data` must be UTF-8 text in base64, got {shorten(data)}.") from None
+        raise refusal(field, f"`data` must be UTF-8 text in base64, got {show(data)}.") from None
 
 
 def _titled(kind: str, title: Any, about: Any, text: str) -> str:

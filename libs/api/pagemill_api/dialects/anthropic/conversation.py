@@ -23,9 +23,10 @@ from pagemill_api.dialects.anthropic.blocks import (
     text_of,
     unsupported_block,
 )
-from pagemill_api.openai.fields import RequestModel, refusal, shorten
+from pagemill_api.openai.fields import RequestModel, refusal
 from pagemill_api.openai.schemas import Effort
 from pagemill_api.openai.unsupported import CACHED
+from pagemill_protocol.errors import show
 
 Message = dict[str, Any]
 _PLACE = re.compile(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\])?")
@@ -135,7 +136,7 @@ class ChatMessages:
         if tool.get("type") != "tool_reference":
             raise refusal(
                 f"{place}.type",
-                f"The tool must be a `tool_reference` to one of `tools`, got {shorten(tool.get('type'))}. Define it "
+                f"The tool must be a `tool_reference` to one of `tools`, got {show(tool.get('type'))}. Define it "
                 "there.",
                 "unsupported_parameter",
             )
@@ -148,7 +149,7 @@ class ChatMessages:
         """Return the text that makes a tool known to the model."""
         tool = self._tools.get(name)
         if tool is None:
-            raise refusal(field, f"The tool {shorten(name)} is not among `tools`. Add it there.")
+            raise refusal(field, f"The tool {show(name)} is not among `tools`. Add it there.")
         return f"This tool is available: {json.dumps(tool, ensure_ascii=False)}"
 
     def _add_user(self, content: list[dict[str, Any]], place: str) -> None:
@@ -196,6 +197,6 @@ class ChatMessages:
 def _call(block: Block, where: str) -> dict[str, Any]:
     arguments = block.get("input", {})
     if not isinstance(arguments, dict):
-        raise refusal(f"{where}.input", f"`input` of a tool use must be an object, got {shorten(arguments)}.")
+        raise refusal(f"{where}.input", f"`input` of a tool use must be an object, got {show(arguments)}.")
     function = {"name": string_of(block, "name", where), "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": string_of(block, "id", where), "type": "function", "function": function}

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from pagemill_api.openai.fields import Name, RequestModel, refusal, shorten
+from pagemill_api.openai.fields import Name, RequestModel, refusal
 from pagemill_api.openai.schemas import ChatMessage
 from pagemill_api.openai.unsupported import Unsupported
+from pagemill_protocol.errors import show
 
 CLEAR_THINKING, CLEAR_TOOL_USES = "clear_thinking_20251015", "clear_tool_uses_20250919"
 CLEARED = "[The result of this tool was removed to shorten the conversation.]"
@@ -43,7 +44,7 @@ class Edit(RequestModel):
         if self.type not in (CLEAR_THINKING, CLEAR_TOOL_USES):
             raise refusal(
                 f"{field}.type",
-                f"Edits of type {shorten(self.type)} are not done here. Send {CLEAR_TOOL_USES} or {CLEAR_THINKING}, or "
+                f"Edits of type {show(self.type)} are not done here. Send {CLEAR_TOOL_USES} or {CLEAR_THINKING}, or "
                 "shorten the messages before sending them.",
                 "unsupported_parameter",
             )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagemill_api.openai.fields import shorten
-from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.errors import invalid_field, show
 
 DEFAULT_PAGE, MAX_PAGE = 20, 1000
 
@@ -30,11 +29,11 @@ def _limit(value: str | None) -> int:
     if value is None:
         return DEFAULT_PAGE
     if not value.isascii() or not value.isdecimal() or len(value) > 4 or not 1 <= int(value) <= MAX_PAGE:
-        raise invalid_field("limit", f"`limit` must be an integer from 1 to {MAX_PAGE}, got {shorten(value)}.")
+        raise invalid_field("limit", f"`limit` must be an integer from 1 to {MAX_PAGE}, got {show(value)}.")
     return int(value)
 
 
 def _place(ids: Sequence[str], wanted: str, field: str) -> int:
     if wanted not in ids:
-        raise invalid_field(field, f"`{field}` is not an id of this list: {shorten(wanted)}. Send one of it.")
+        raise invalid_field(field, f"`{field}` is not an id of this list: {show(wanted)}. Send one of it.")
     return ids.index(wanted)

@@ -14,8 +14,8 @@ import orjson
 from pydantic import Field, StringConstraints, model_validator
 
 from pagemill_api.dialects.anthropic.render import error_body
-from pagemill_api.openai.fields import RequestModel, refusal, shorten
-from pagemill_protocol.errors import PagemillError
+from pagemill_api.openai.fields import RequestModel, refusal
+from pagemill_protocol.errors import PagemillError, show
 from pagemill_protocol.json_pieces import on_one_line
 
 PATH = "/v1/messages/batches"
@@ -43,7 +43,7 @@ class MessageBatchRequest(RequestModel):
         known: set[str] = set()
         for index, request in enumerate(self.requests):
             if request.custom_id in known:
-                message = f"An earlier request has the `custom_id` {shorten(request.custom_id)} too. Send another one."
+                message = f"An earlier request has the `custom_id` {show(request.custom_id)} too. Send another one."
                 raise refusal(f"requests[{index}].custom_id", message)
             known.add(request.custom_id)
             if request.params.get("stream"):

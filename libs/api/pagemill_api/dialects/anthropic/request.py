@@ -22,11 +22,11 @@ from pagemill_api.openai.fields import (
     RequestModel,
     Text,
     refusal,
-    shorten,
 )
 from pagemill_api.openai.schemas import MAX_MESSAGES, Effort
 from pagemill_api.openai.tools import MAX_TOOLS, NAME_PATTERN
 from pagemill_api.openai.unsupported import CACHED, NO_USERS, ONE_TIER, Unsupported
+from pagemill_protocol.errors import show
 from pagemill_protocol.request.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
@@ -76,7 +76,7 @@ class Tool(RequestModel):
             if known is None:
                 raise refusal(
                     f"{field}.type",
-                    f'Tools of type {shorten(self.type)} run at Anthropic, not here. Send tools of type "custom".',
+                    f'Tools of type {show(self.type)} run at Anthropic, not here. Send tools of type "custom".',
                     "unsupported_parameter",
                 )
             description, schema = description or known[0], schema or known[1]

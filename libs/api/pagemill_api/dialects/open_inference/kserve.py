@@ -20,7 +20,7 @@ from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo, Transport
 from pagemill_api.openai.parse import parse_body
 from pagemill_api.openai.render import ModelCard
 from pagemill_api.openai.schemas import CompletionRequest
-from pagemill_protocol.errors import invalid_field, unavailable
+from pagemill_protocol.errors import invalid_field, show, unavailable
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest
 
@@ -98,7 +98,7 @@ def _header_length(value: str | None, num_bytes: int) -> int:
         return num_bytes
     if not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) <= num_bytes):
         raise invalid_field(
-            HEADER_LENGTH, f"The header Inference-Header-Content-Length must be 0 to {num_bytes}, got {value[:40]!r}."
+            HEADER_LENGTH, f"The header Inference-Header-Content-Length must be 0 to {num_bytes}, got {show(value)}."
         )
     return int(value)
 

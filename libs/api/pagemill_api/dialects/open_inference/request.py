@@ -13,8 +13,9 @@ from pydantic import Field, FiniteFloat
 
 from pagemill_api.dialects.open_inference.tensors import MAX_DIMENSIONS, flat, unpacked
 from pagemill_api.dialects.translation import SamplingExtensions
-from pagemill_api.openai.fields import MAX_TEXT_CHARS, RequestModel, StopList, refusal, shorten
+from pagemill_api.openai.fields import MAX_TEXT_CHARS, RequestModel, StopList, refusal
 from pagemill_api.openai.unsupported import TEXT_ONLY, Unsupported
+from pagemill_protocol.errors import show
 from pagemill_protocol.request.sampling import MAX_STOP_STRINGS
 
 MAX_TENSORS = 64
@@ -159,7 +160,7 @@ class InferBody(RequestModel):
             if tensor.name not in NAMES or tensor.name in values:
                 known = ", ".join(sorted(INPUTS))
                 raise refusal(
-                    "inputs", f"There is no input {shorten(tensor.name)}, or it was sent twice. Inputs: {known}."
+                    "inputs", f"There is no input {show(tensor.name)}, or it was sent twice. Inputs: {known}."
                 )
             values[tensor.name] = _value(tensor, None if size is None else binary[begin:end])
             begin = end

@@ -7,13 +7,14 @@ from typing import Annotated, Any, Self
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from pagemill_api.dialects.openai_responses.items import INPUT_SCHEMA, Item, ItemMessages, input_items
-from pagemill_api.openai.fields import RequestModel, refusal, shorten
+from pagemill_api.openai.fields import RequestModel, refusal
 from pagemill_api.openai.parse import parse_body
+from pagemill_protocol.errors import show
 
 
 def _conversation_items(value: Any) -> list[Item]:
     if not isinstance(value, list):
-        raise refusal("", f"`items` must be a list of items, got {shorten(value)}.")
+        raise refusal("", f"`items` must be a list of items, got {show(value)}.")
     found = ItemMessages()
     for index, item in enumerate(input_items(value) if value else ()):
         found.add(item, f"[{index}]")
@@ -52,7 +53,7 @@ class ItemsRequest(_Readable):
 def _conversation_id(value: Any) -> str:
     found = value.get("id") if isinstance(value, dict) else value
     if not isinstance(found, str) or not found:
-        raise refusal("", f"`conversation` must be the id of a conversation, got {shorten(value)}.")
+        raise refusal("", f"`conversation` must be the id of a conversation, got {show(value)}.")
     return found
 
 

@@ -15,10 +15,11 @@ from pydantic_core import PydanticCustomError
 
 from pagemill_api.dialects.openai_responses.opaque import opened
 from pagemill_api.dialects.openai_responses.tools import INPUT, LOCAL_SHELL, TOOL_SEARCH, flat_name
-from pagemill_api.openai.fields import MAX_CONTENT_PARTS, MAX_TEXT_CHARS, refusal, shorten
+from pagemill_api.openai.fields import MAX_CONTENT_PARTS, MAX_TEXT_CHARS, refusal
 from pagemill_api.openai.schemas import MAX_MESSAGES
 from pagemill_api.openai.tools import call_arguments
 from pagemill_protocol import nesting
+from pagemill_protocol.errors import show
 
 Item = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
@@ -47,12 +48,12 @@ def input_items(value: Any) -> list[Item]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
-        raise refusal("", f"`input` must be a string or a list of items, got {shorten(value)}.")
+        raise refusal("", f"`input` must be a string or a list of items, got {show(value)}.")
     if not 0 < len(value) <= MAX_MESSAGES:
         raise refusal("", f"`input` has {len(value)} items; 1 to {MAX_MESSAGES} are allowed.")
     for index, item in enumerate(value):
         if not isinstance(item, dict):
-            raise refusal(f"[{index}]", f"An item must be an object, got {shorten(item)}.")
+            raise refusal(f"[{index}]", f"An item must be an object, got {show(item)}.")
     return value
 
 
@@ -101,7 +102,7 @@ class ItemMessages:
     def _message(self, item: Item, field: str) -> None:
         role = item.get("role")
         if role not in ROLES:
-            raise refusal(f"{field}.role", f"`role` must be one of {', '.join(ROLES)}, got {shorten(role)}.")
+            raise refusal(f"{field}.role", f"`role` must be one of {', '.join(ROLES)}, got {show(role)}.")
         self._append({"role": role, "content": _texts(item.get("content"), f"{field}.content")}, field)
 
     def _call(self, item: Item, field: str, name: str, arguments: str) -> None:
@@ -116,7 +117,7 @@ class ItemMessages:
         if kind == "tool_search_output":
             tools = item.get("tools")
             if not isinstance(tools, list):
-                raise refusal(f"{field}.tools", f"`tools` must be a list of tools, got {shorten(tools)}.")
+                raise refusal(f"{field}.tools", f"`tools` must be a list of tools, got {show(tools)}.")
             self.found_tools.append((f"{field}.tools", tools))
             text = orjson.dumps(tools).decode()
         else:
@@ -126,7 +127,7 @@ class ItemMessages:
     def _thoughts(self, item: Item, field: str) -> list[str]:
         content = item.get("content") or []
         if not isinstance(content, list) or len(content) > MAX_CONTENT_PARTS:
-            raise refusal(f"{field}.content", f"Reasoning must be a list of parts, got {shorten(content)}.")
+            raise refusal(f"{field}.content", f"Reasoning must be a list of parts, got {show(content)}.")
         if content:
             return [_text(part, f"{field}.content[{index}]") for index, part in enumerate(content)]
         sealed = item.get("encrypted_content")
@@ -148,14 +149,14 @@ def _custom_call(item: Item, field: str) -> tuple[str, str]:
 def _shell_call(item: Item, field: str) -> tuple[str, str]:
     action = item.get("action")
     if not isinstance(action, dict) or not isinstance(action.get("command"), list):
-        raise refusal(f"{field}.action", f"`action` must be an object with a `command`, got {shorten(action)}.")
+        raise refusal(f"{field}.action", f"`action` must be an object with a `command`, got {show(action)}.")
     return LOCAL_SHELL, _object_text({key: value for key, value in action.items() if key != "type"}, f"{field}.action")
 
 
 def _search_call(item: Item, field: str) -> tuple[str, str]:
     arguments = item.get("arguments")
     if not isinstance(arguments, dict):
-        raise refusal(f"{field}.arguments", f"`arguments` must be an object, got {shorten(arguments)}.")
+        raise refusal(f"{field}.arguments", f"`arguments` must be an object, got {show(arguments)}.")
     return TOOL_SEARCH, _object_text(arguments, f"{field}.arguments")
 
 
@@ -189,7 +190,7 @@ def _call_id(item: Item, field: str) -> str:
     if not isinstance(value, str) or not value:
         raise refusal(
             f"{field}.call_id",
-            f"`call_id` must be the id of a call, got {shorten(value)}. Send that of the call and of its output.",
+            f"`call_id` must be the id of a call, got {show(value)}. Send that of the call and of its output.",
             "missing_required_parameter" if value is None else "invalid_value",
         )
     return value
@@ -213,7 +214,7 @@ def _texts(value: Any, field: str, omitted: list[str] | None = None) -> str:
         return value
     if not isinstance(value, list) or len(value) > MAX_CONTENT_PARTS:
         raise refusal(
-            field, f"Content must be a string or a list of at most {MAX_CONTENT_PARTS} parts, got {shorten(value)}."
+            field, f"Content must be a string or a list of at most {MAX_CONTENT_PARTS} parts, got {show(value)}."
         )
     texts: list[str] = []
     for index, part in enumerate(value):
@@ -231,7 +232,7 @@ def _text(part: Any, field: str) -> str:
     if kind not in TEXT_PARTS:
         raise refusal(
             f"{field}.type",
-            f'Content parts of type {shorten(kind)} are not supported. Send parts of type "input_text".',
+            f'Content parts of type {show(kind)} are not supported. Send parts of type "input_text".',
             "unsupported_parameter",
         )
     return _string(part, "refusal" if kind == "refusal" else "text", field)
@@ -240,13 +241,13 @@ def _text(part: Any, field: str) -> str:
 def _string(item: Mapping[str, Any], name: str, field: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise refusal(f"{field}.{name}", f"`{name}` must be a string, got {shorten(value)}.")
+        raise refusal(f"{field}.{name}", f"`{name}` must be a string, got {show(value)}.")
     return value
 
 
 def _unsupported_item(kind: Any, field: str) -> PydanticCustomError:
     return refusal(
         f"{field}.type",
-        f"Items of type {shorten(kind)} are not supported. Send messages, calls and their outputs.",
+        f"Items of type {show(kind)} are not supported. Send messages, calls and their outputs.",
         "unsupported_parameter",
     )

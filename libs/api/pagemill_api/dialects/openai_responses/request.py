@@ -23,10 +23,11 @@ from pagemill_api.dialects.openai_responses.tools import (
     shown_tool,
 )
 from pagemill_api.dialects.translation import SamplingExtensions
-from pagemill_api.openai.fields import Name, RequestModel, Text, refusal, shorten
+from pagemill_api.openai.fields import Name, RequestModel, Text, refusal
 from pagemill_api.openai.schemas import Effort
 from pagemill_api.openai.tools import MAX_TOOLS
 from pagemill_api.openai.unsupported import IGNORED_IN_RESPONSES, NO_MODERATION, Unsupported
+from pagemill_protocol.errors import show
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
@@ -276,6 +277,6 @@ def _found_functions(found: ItemMessages) -> list[ToolFunction]:
             try:
                 parsed = ResponsesTool.model_validate(tool)
             except ValidationError:
-                raise refusal(at, f"`{at}` must be a tool, as in `tools`, got {shorten(tool)}.") from None
+                raise refusal(at, f"`{at}` must be a tool, as in `tools`, got {show(tool)}.") from None
             functions += [each._replace(place=at) for each in functions_of([parsed])]
     return list({each.name: each for each in functions}.values())

@@ -14,9 +14,10 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field
 
 from pagemill_api.grammars.json_lark import inside_json
-from pagemill_api.openai.fields import Name, RequestModel, Text, refusal, shorten
+from pagemill_api.openai.fields import Name, RequestModel, Text, refusal
 from pagemill_api.openai.tools import MAX_TOOLS
 from pagemill_api.structural_tags import ConstString, Format, Grammar, SequenceFormat
+from pagemill_protocol.errors import show
 
 ToolKind = Literal["function", "custom", "local_shell", "tool_search"]
 INPUT = "input"
@@ -206,6 +207,6 @@ def _name(tool: ToolFields, place: str) -> str:
 def _unsupported(tool: ToolFields, field: str, supported: str) -> Exception:
     return refusal(
         field,
-        f"Tools of type {shorten(tool.type)} are not supported here. Send tools of type {supported}.",
+        f"Tools of type {show(tool.type)} are not supported here. Send tools of type {supported}.",
         "unsupported_parameter",
     )

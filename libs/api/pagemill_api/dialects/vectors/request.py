@@ -17,10 +17,10 @@ from pagemill_api.openai.fields import (
     Text,
     prompts_of,
     refusal,
-    shorten,
 )
 from pagemill_api.openai.schemas import Priority
 from pagemill_api.openai.unsupported import NO_USERS, TEXT_ONLY, Unsupported
+from pagemill_protocol.errors import show
 
 _TEXTS_SCHEMA = {
     "anyOf": [
@@ -33,7 +33,7 @@ _TEXTS_SCHEMA = {
 def _texts(value: Any, name: str) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise refusal("", f"`{name}` must be a string or a list of strings, got {shorten(value)}.")
+        raise refusal("", f"`{name}` must be a string or a list of strings, got {show(value)}.")
     return [str(text) for text in prompts_of(texts, name)]
 
 
@@ -42,7 +42,7 @@ def _document(value: Any) -> Any:
     if isinstance(value, dict) and isinstance(value.get("text"), str):
         return value["text"]
     if not isinstance(value, str):
-        raise refusal("", f'A document must be a string or an object with "text", got {shorten(value)}.')
+        raise refusal("", f'A document must be a string or an object with "text", got {show(value)}.')
     return value
 
 

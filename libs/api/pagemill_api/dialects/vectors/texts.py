@@ -12,6 +12,7 @@ from pagemill_protocol.errors import (
     beyond_context,
     context_length_exceeded,
     invalid_field,
+    show,
 )
 from pagemill_protocol.request.pooling import PoolingSpec
 
@@ -47,7 +48,7 @@ class TextEncoder:
             return self._spec.default_prompt
         if name not in prompts:
             known = f"it has {', '.join(prompts)}" if prompts else "it has none"
-            raise invalid_field("prompt_name", f"This model has no prompt {name[:40]!r}: {known}.")
+            raise invalid_field("prompt_name", f"This model has no prompt {show(name)}: {known}.")
         return prompts[name]
 
     def text(self, text: str | list[int], param: str, before: str = "") -> list[int]:

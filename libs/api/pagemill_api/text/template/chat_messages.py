@@ -9,7 +9,7 @@ import json
 import keyword
 from typing import Any
 
-from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.errors import PagemillError, invalid_field, show
 
 MAX_TEMPLATE_KWARGS = 32
 _PART_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -41,7 +41,7 @@ def check_template_kwargs(template_kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in template_kwargs:
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or len(name) > 64:
             raise invalid_field(
-                "chat_template_kwargs", f"chat_template_kwargs has the unusable name {str(name)[:64]!r}."
+                "chat_template_kwargs", f"chat_template_kwargs has the unusable name {show(str(name))}."
             )
         if name in RESERVED_NAMES or keyword.iskeyword(name):
             raise invalid_field(
