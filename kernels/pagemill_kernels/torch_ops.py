@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pagemill_kernels.activation import native as activation
 from pagemill_kernels.activation import reference as activation_reference
+from pagemill_kernels.adapters.cpu import NativeTensorRows
 from pagemill_kernels.adapters.rows import ExpertRows
 from pagemill_kernels.experts import native as experts
 from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
@@ -143,10 +144,18 @@ class TorchExperts:
         return self.native.num_bytes
 
     def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, rows: ExpertRows | None = None) -> None:
-        if rows is not None:
+        adapters = None if rows is None else rows.adapters
+        if rows is not None and not isinstance(adapters, NativeTensorRows):
             self._plain.add_to(out, x, chosen, weights, rows)
             return
-        self.native.add_to(*(from_torch(each) for each in (out, x, chosen, weights)))
+        self.native.add_to(
+            from_torch(out),
+            from_torch(x),
+            from_torch(chosen),
+            from_torch(weights),
+            adapters.native if isinstance(adapters, NativeTensorRows) else None,
+            0 if rows is None else rows.first,
+        )
 
 
 def route(logits: Tensor, top_k: int, renormalized: bool) -> tuple[Tensor, Tensor]:

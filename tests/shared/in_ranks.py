@@ -11,13 +11,16 @@ import numpy as np
 import torch
 from declared_families import RandomTensors
 
+from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_engine.decoders.on_torch.context import ForwardContext, RowsContext
 from pagemill_engine.decoders.on_torch.decoder import Decoder
 from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.decoders.on_torch.encoder_attention import plan_rectangles
 from pagemill_engine.decoders.on_torch.filling import load_weights
-from pagemill_engine.decoders.rope import decoder_tables
+from pagemill_engine.decoders.rope import Rotations, decoder_tables
+from pagemill_engine.decoders.step_model import StepTokens
 from pagemill_engine.weights.sliced import SlicedTensors
+from pagemill_kernels.native_ops import native_ops
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.ranks.in_process import InProcessGroup, in_process_groups
@@ -28,7 +31,7 @@ from pagemill_models.sharding.shard import Shard
 from pagemill_models.spec.model_spec import ModelSpec
 
 LENGTHS = (9, 21)
-BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 16, 4, 64
+BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 16, 24, 192
 DIVIDED_SECONDS = 60.0
 Found = TypeVar("Found")
 
@@ -90,13 +93,16 @@ def empty_caches(decoder: DecoderSpec) -> list[Any]:
     ]
 
 
-def outputs_on_torch(whole: DecoderSpec, part: Shard, group: RankGroup[Any] | None, adapters: Any = None) -> list[Any]:
+def outputs_on_torch(
+    whole: DecoderSpec, part: Shard, group: RankGroup[Any] | None, adapters: Any = None, source: Any = None
+) -> list[Any]:
     """Return hidden states, and logits where there is a head, of two steps of `LENGTHS` tokens and one token each.
 
-    `adapters`: makes the adapters of the rows of each step, from the number of rows.
+    `adapters`: makes the adapters of the rows of each step, from the number of tokens of each request. `source`: the
+    tensors of the whole model.
     """
     ops, decoder = ops_for("cpu"), part.decoder
-    weights: Any = SlicedTensors(RandomTensors(whole), whole, decoder, part.slices)  # type: ignore[arg-type]
+    weights: Any = SlicedTensors(source or RandomTensors(whole), whole, decoder, part.slices)
     model = Decoder(ModelSpec(decoder=decoder), ops, torch.float32)
     load_weights(model, weights)
     rotations = DeviceRotations(decoder_tables(decoder, MAX_TOKENS, weights), torch.float32, ops.device)
@@ -112,7 +118,7 @@ def outputs_on_torch(whole: DecoderSpec, part: Shard, group: RankGroup[Any] | No
                     window: ops.plan_attention(batch, window, torch.float32, ops.device) for window in decoder.windows()
                 }
             at = torch.from_numpy(positions)
-            rows = None if adapters is None else adapters(len(positions))
+            rows = None if adapters is None else adapters(counts)
             context = ForwardContext(
                 positions=at,
                 rotations=rotations.at(at),
@@ -129,6 +135,35 @@ def outputs_on_torch(whole: DecoderSpec, part: Shard, group: RankGroup[Any] | No
             if model.lm_head is not None:
                 found.append(model.compute_logits(hidden, RowsContext(rows, tensors)).numpy().copy())
             starts = [start + count for start, count in zip(starts, counts, strict=True)]
+    return found
+
+
+def outputs_natively(
+    whole: DecoderSpec,
+    part: Shard,
+    group: RankGroup[Any] | None,
+    adapters: Any = None,
+    source: Any = None,
+    lengths: Sequence[int] = LENGTHS,
+) -> list[Any]:
+    """Return what `outputs_on_torch` does, from the native decoder."""
+    decoder = part.decoder
+    weights: Any = SlicedTensors(source or RandomTensors(whole), whole, decoder, part.slices)
+    rotations = Rotations(decoder_tables(decoder, MAX_TOKENS, weights))
+    ops = native_ops("cpu_native", "float32")
+    model = NativeDecoder(ModelSpec(decoder=decoder), ops, weights, rotations, group)
+    caches = empty_caches(decoder)
+    model.use_caches(caches)
+    found, starts = [], [0] * len(lengths)
+    for counts in (lengths, (1,) * len(lengths)):
+        batch, positions, slots = batch_of(decoder, starts, counts)
+        ids = token_ids(decoder, len(positions), seed=starts[0])
+        rows = None if adapters is None else adapters(counts)
+        hidden = model.hidden(StepTokens(ids, positions, slots, batch), rows)
+        found.append(hidden.copy())
+        if model.head is not None:
+            found.append(model.logits(hidden, rows).copy())
+        starts = [start + count for start, count in zip(starts, counts, strict=True)]
     return found
 
 

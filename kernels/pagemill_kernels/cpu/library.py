@@ -17,9 +17,11 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 PANEL = 16
 """Outputs of one panel of a packed weight."""
+ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
+"""Outputs of one panel of an adapter's B; its rank is padded to a multiple of the second number."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
 FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS, FORMAT_FLOATS8, FORMAT_FLOATS4 = range(4, 9)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
@@ -44,6 +46,51 @@ class PackedWeight(ctypes.Structure):
     )
 
 
+class AdapterPart(ctypes.Structure):
+    _fields_ = (
+        ("first_output", c_int64),
+        ("outputs", c_int64),
+        ("first_rank", c_int64),
+        ("rank", c_int64),
+        ("b", c_void_p),
+    )
+
+
+class AdapterMatrices(ctypes.Structure):
+    _fields_ = (
+        ("rank", c_int64),
+        ("a", c_void_p),
+        ("num_parts", c_int64),
+        ("parts", c_void_p),
+    )
+
+
+class AdapterRows(ctypes.Structure):
+    _fields_ = (
+        ("slots", c_void_p),
+        ("num_slots", c_int64),
+        ("num_linears", c_int64),
+        ("matrices", c_void_p),
+    )
+
+
+class AdaptedRows(ctypes.Structure):
+    _fields_ = (
+        ("slots", c_void_p),
+        ("divisor", c_int64),
+        ("first", c_int64),
+    )
+
+
+class StepHooks(ctypes.Structure):
+    _fields_ = (
+        ("adapters", c_void_p),
+        ("first_linear", c_void_p),
+        ("reduce", c_void_p),
+        ("context", c_void_p),
+    )
+
+
 class NormWeights(ctypes.Structure):
     _fields_ = (
         ("weight", c_void_p),
@@ -51,6 +98,8 @@ class NormWeights(ctypes.Structure):
         ("size", c_int64),
         ("eps", c_float),
         ("centered", c_int32),
+        ("whole_size", c_int64),
+        ("adds", c_int32),
     )
 
 
@@ -185,10 +234,14 @@ _SIGNATURES = {
     "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32),
     "pagemill_experts": (
         c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64,
-        c_int32, c_float, c_void_p, c_int32,
+        c_int32, c_float, c_void_p, c_int64, c_void_p, c_int32,
+    ),
+    "pagemill_add_adapters": (
+        c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, POINTER(AdaptedRows), c_void_p, c_int64, c_int32,
     ),
     "pagemill_decoder_layers": (
-        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_void_p, c_void_p,
+        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_void_p,
+        POINTER(StepHooks), c_void_p,
     ),
 }  # fmt: skip
 

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from pagemill_kernels import arrays
+from pagemill_kernels.adapters.native import NativeAdapterRows
 from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts
 from pagemill_kernels.kv_store import kinds
 from pagemill_kernels.paged_attention.native import NativePlan
+from pagemill_kernels.ranks.reduce import NativeReduce
 
 MLP_ROWS = 128
 """Number of tokens that layer.cpp takes through the MLP at a time."""
@@ -43,6 +45,7 @@ class NativeLayers:
         self._heads = max(each.heads_size for each in made)
         self._inner = max(each.inner_size for each in made)
         self._windows = [parts.window for parts in layers]
+        self._first_linears = np.array([parts.first_linear for parts in layers], dtype=np.int64)
         self._rotations = [parts.rotation for parts in layers]
         self._call = launch.native().pagemill_decoder_layers
 
@@ -53,11 +56,13 @@ class NativeLayers:
         rotations: Sequence[tuple[Array, Array]],
         caches: CacheAddresses,
         slots: Array,
+        adapters: NativeAdapterRows | None = None,
+        reduce: NativeReduce | None = None,
     ) -> None:
         """Add the layers' contributions to `hidden`, float32 [tokens, hidden], in place.
 
-        `plans`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. Other arguments: as for
-        `rope.native` and `paged_attention.native`.
+        `plans`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. `adapters`: of the tokens.
+        `reduce`: adds what ranks have computed. Other arguments: as for `rope.native` and `paged_attention.native`.
         """
         num_tokens = len(hidden)
         if hidden.shape[1] != self._hidden_size or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
@@ -83,7 +88,20 @@ class NativeLayers:
             launch.addresses(None if index is None else turns[index][1] for index in self._rotations),
             caches.number,
             address(slots),
+            self._hooks(adapters, reduce),
             address(scratch),
+        )
+        if reduce is not None:
+            reduce.check()
+
+    def _hooks(self, adapters: NativeAdapterRows | None, reduce: NativeReduce | None) -> library.StepHooks | None:
+        if adapters is None and reduce is None:
+            return None
+        return library.StepHooks(
+            adapters=None if adapters is None else adapters.address,
+            first_linear=address(self._first_linears),
+            reduce=None if reduce is None else reduce.function,
+            context=None if reduce is None else reduce.context,
         )
 
 
@@ -142,4 +160,6 @@ def _norm(parts: NormParts | None) -> library.NormWeights:
         size=len(parts.weight),
         eps=parts.eps,
         centered=parts.centered,
+        whole_size=parts.whole_size,
+        adds=parts.adds,
     )

@@ -16,6 +16,10 @@ class NormParts(NamedTuple):
     bias: Array | None
     eps: float
     centered: bool
+    whole_size: int = 0
+    """Number of values of all ranks, where they divide those of the norm; else 0."""
+    adds: bool = True
+    """Whether this rank's values count in the ranks' sum of squares."""
 
 
 class MLPParts(NamedTuple):
@@ -67,3 +71,5 @@ class LayerParts(NamedTuple):
     """Index of the rotary embedding, among the model's, of queries and keys; None: they are not rotated."""
     sinks: Array | None = None
     """float32 [num_heads]."""
+    first_linear: int = 0
+    """Number of the layer's first linear layer, for adapters."""

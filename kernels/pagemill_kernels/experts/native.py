@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagemill_kernels import arrays
+from pagemill_kernels.adapters.native import NativeAdapterRows
 from pagemill_kernels.arrays import Array, address
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.experts.parts import Gate
@@ -54,7 +55,16 @@ class NativeExperts:
     def num_bytes(self) -> int:
         return sum(each.num_bytes for linears in self._kept for each in linears)
 
-    def add_to(self, out: Array, x: Array, chosen: Array, weights: Array) -> None:
+    def add_to(
+        self,
+        out: Array,
+        x: Array,
+        chosen: Array,
+        weights: Array,
+        adapters: NativeAdapterRows | None = None,
+        first_linear: int = 0,
+    ) -> None:
+        """Add the experts' outputs. `adapters`: of the tokens. `first_linear`: number of the first expert's `up`."""
         num_tokens, top_k = chosen.shape
         if x.shape != (num_tokens, self._hidden_size) or x.dtype != np.float32 or x.strides[1] != x.itemsize:
             raise ValueError(
@@ -72,6 +82,8 @@ class NativeExperts:
             top_k,
             self._activation,
             self._limit,
+            0 if adapters is None else adapters.address,
+            first_linear,
             address(out),
             launch.num_threads(),
         )

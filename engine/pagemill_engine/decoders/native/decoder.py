@@ -6,7 +6,7 @@ and bitwise equal to that of `decoders.on_torch.decoder` over the same kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,17 +17,33 @@ from pagemill_engine.decoders.rope import Rotations
 from pagemill_engine.decoders.step_model import StepTokens
 from pagemill_engine.decoders.tensors import TensorSource, read_tensor
 from pagemill_kernels.activation import native as activation
+from pagemill_kernels.adapters.native import NativeAdapterRows
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.decoder_layer.native import CacheAddresses, NativeLayers
 from pagemill_kernels.linear.native import NativeLinear
 from pagemill_kernels.native_ops import NativeOps
-from pagemill_models.declaration.declaration import ClassifierSpec, DenseSpec, EmbeddingSpec, HeadSpec, LinearSpec
+from pagemill_kernels.ranks.group import RankGroup
+from pagemill_kernels.ranks.reduce import CalledReduce, NativeReduce
+from pagemill_models.declaration.declaration import ClassifierSpec, DecoderSpec, DenseSpec, HeadSpec, LinearSpec
+from pagemill_models.sharding.linears import Role, linears
 from pagemill_models.spec.model_spec import ModelSpec
 
 
 class NativeDecoder:
-    def __init__(self, spec: ModelSpec, ops: NativeOps, source: TensorSource, rotations: Rotations) -> None:
-        """Build the decoder and load its weights. Raises `WeightsError` for tensors that do not fit."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        ops: NativeOps,
+        source: TensorSource,
+        rotations: Rotations,
+        group: RankGroup[Array] | None = None,
+        reduce: NativeReduce | None = None,
+    ) -> None:
+        """Build the decoder and load its weights. Raises `WeightsError` for tensors that do not fit.
+
+        `group`: the ranks that compute the model together, each with a declaration of its own. `reduce`: the group's
+        sums inside the layers; None: called back from there.
+        """
         declared = spec.decoder
         check_tensors(declared.shapes(), source.shapes)
         parts = Parts(source, ops)
@@ -35,14 +51,22 @@ class NativeDecoder:
         self._rotations = rotations
         self._plan_attention = ops.plan_attention
         self._windows = declared.windows()
+        self._group = group
+        self._reduce = reduce if reduce is not None or group is None else CalledReduce(group)
+        uses = linears(declared)
+        firsts = {use.layer: use.number for use in reversed(uses)}
+        outside = {use.role: use.number for use in uses if use.layer is None}
         # In the order of the files, the last of which may still be being fetched; a tied head has the embedding's
         # matrix.
-        tied = _Head(declared.head, declared.head_linear(), parts) if declared.head and declared.head.tied else None
+        product = declared.head_linear()
+        tied = _Head(declared.head, product, outside, parts) if declared.head and declared.head.tied else None
         lent = None if tied is None else tied.product
-        self.embedding = _Embedding(declared.embedding, declared.hidden_size, parts, lent)
-        self.layers = [layer_parts(layer, declared.ropes(), parts) for layer in declared.layers]
+        self.embedding = _Embedding(declared, outside, parts, lent)
+        self.layers = [
+            layer_parts(layer, declared.ropes(), firsts[index], parts) for index, layer in enumerate(declared.layers)
+        ]
         self.norm = parts.norm(declared.norm)
-        self.head = tied or (None if declared.head is None else _Head(declared.head, declared.head_linear(), parts))
+        self.head = tied or (None if declared.head is None else _Head(declared.head, product, outside, parts))
         self.classifier = None if declared.classifier is None else NativeClassifier(declared.classifier, parts)
         self._fused = NativeLayers(self.layers)
         self._caches: CacheAddresses | None = None
@@ -57,32 +81,34 @@ class NativeDecoder:
     def use_caches(self, caches: Sequence[Array]) -> None:
         self._caches = CacheAddresses.of(caches) if caches else None
 
-    def hidden(self, step: StepTokens) -> Array:
-        """Return normalised hidden states, float32 [tokens, hidden]."""
+    def hidden(self, step: StepTokens, adapters: NativeAdapterRows | None = None) -> Array:
+        """Return normalised hidden states, float32 [tokens, hidden]. `adapters`: of the step's tokens."""
         assert self._caches is not None, "an engine that sleeps runs no step"
-        hidden = self.embedding(step.token_ids, step.positions)
+        hidden = self.embedding(step.token_ids, step.positions, adapters, self._group)
         plans = {window: self._plan_attention(step.attention, window) for window in self._windows}
-        self._fused(hidden, plans, self._rotations.at(step.positions), self._caches, step.slots)
+        self._fused(hidden, plans, self._rotations.at(step.positions), self._caches, step.slots, adapters, self._reduce)
         return normalized(hidden, self.norm)
 
-    def logits(self, hidden: Array) -> Array:
-        """Return the logits of hidden states, float32 [rows, vocab]."""
+    def logits(self, hidden: Array, adapters: NativeAdapterRows | None = None) -> Array:
+        """Return the logits of hidden states, float32 [rows, vocab]. `adapters`: of these rows."""
         assert self.head is not None, "requests for tokens of a model without a head are refused"
-        return self.head(hidden)
+        return self.head(hidden, adapters, self._group)
 
 
 class _Embedding:
     """Computes the first hidden states from token ids."""
 
-    def __init__(self, spec: EmbeddingSpec, hidden_size: int, parts: Parts, lent: Rows | None) -> None:
-        """Build the embedding. `lent`: the head's matrix, if the embedding shares it."""
-        self._spec = spec
+    def __init__(self, decoder: DecoderSpec, numbers: Mapping[Role, int], parts: Parts, lent: Rows | None) -> None:
+        """Build the embedding. `numbers`: of linear layers, by role. `lent`: the head's matrix, if it is shared."""
+        self._spec = spec = decoder.embedding
+        self._number, self._projection_number = numbers["embedding"], numbers.get("embedding_projection", 0)
+        self._first_row = None if decoder.vocabulary is None else decoder.vocabulary[0]
         self._is_shared = lent is not None
         self.rows = parts.rows({f"{spec.name}.weight": (spec.num_rows, spec.size)}) if lent is None else lent
         self._projection = None if spec.projection is None else parts.linear(spec.projection)
         self._positions: Array | None = None
         if spec.positions is not None:
-            shape = (spec.positions.num_rows, hidden_size)
+            shape = (spec.positions.num_rows, decoder.hidden_size)
             self._positions = read_tensor(parts.source, f"{spec.positions.name}.weight", shape, "float32")
         self._norm = parts.norm(spec.norm)
 
@@ -93,24 +119,55 @@ class _Embedding:
         held += 0 if self._positions is None else self._positions.nbytes
         return held + norm_bytes(self._norm)
 
-    def __call__(self, token_ids: Ids, positions: Ids) -> Array:
-        hidden = self.rows.gather(token_ids)
+    def __call__(
+        self,
+        token_ids: Ids,
+        positions: Ids,
+        adapters: NativeAdapterRows | None = None,
+        group: RankGroup[Array] | None = None,
+    ) -> Array:
+        hidden = self._rows_of(token_ids, adapters, group)
         if self._spec.scale != 1.0:
             hidden *= np.float32(self._spec.scale)
         if self._projection is not None:
-            hidden = self._projection(hidden)
+            hidden = _product(self._projection, self._projection_number, hidden, adapters)
         if self._positions is not None:
             assert self._spec.positions is not None
             hidden += self._positions[positions + self._spec.positions.offset]
         return normalized(hidden, self._norm)
 
+    def _rows_of(self, token_ids: Ids, adapters: NativeAdapterRows | None, group: RankGroup[Array] | None) -> Array:
+        if self._first_row is None:
+            hidden = self.rows.gather(token_ids)
+            if adapters is not None:
+                adapters.add_rows(self._number, hidden, token_ids)
+            return hidden
+        assert group is not None
+        own = token_ids - self._first_row
+        own = np.where((own >= 0) & (own < self._spec.num_rows), own, -1)
+        hidden = self.rows.gather(np.maximum(own, 0))
+        hidden[own < 0] = 0.0
+        if adapters is not None:
+            adapters.add_rows(self._number, hidden, own)
+        group.all_reduce(hidden)
+        return hidden
+
+
+def _product(linear: NativeLinear, number: int, x: Array, adapters: NativeAdapterRows | None) -> Array:
+    out = linear(x)
+    if adapters is not None:
+        adapters.add_to(number, out, x)
+    return out
+
 
 class _Head:
     """Computes logits from hidden states."""
 
-    def __init__(self, spec: HeadSpec, linear: LinearSpec | None, parts: Parts) -> None:
+    def __init__(self, spec: HeadSpec, linear: LinearSpec | None, numbers: Mapping[Role, int], parts: Parts) -> None:
+        """Build the head. `numbers`: of linear layers, by role."""
         assert linear is not None
         self.spec = spec
+        self._number, self._projection_number = numbers["head"], numbers.get("head_projection", 0)
         self.product: NativeLinear = parts.linear(linear)
         self._projection = None if spec.projection is None else parts.linear(spec.projection)
 
@@ -118,9 +175,14 @@ class _Head:
     def num_bytes(self) -> int:
         return self.product.num_bytes + (0 if self._projection is None else self._projection.num_bytes)
 
-    def __call__(self, hidden: Array) -> Array:
-        hidden = hidden if self._projection is None else self._projection(hidden)
-        logits, cap = self.product(hidden), self.spec.soft_cap
+    def __call__(
+        self, hidden: Array, adapters: NativeAdapterRows | None = None, group: RankGroup[Array] | None = None
+    ) -> Array:
+        if self._projection is not None:
+            hidden = _product(self._projection, self._projection_number, hidden, adapters)
+        logits, cap = _product(self.product, self._number, hidden, adapters), self.spec.soft_cap
+        if group is not None:
+            logits = np.concatenate(group.gather(logits), axis=1)
         if self.spec.scale != 1.0:
             logits *= np.float32(self.spec.scale)
         if cap is not None:

@@ -25,8 +25,11 @@ def can_fuse(decoder: DecoderSpec) -> bool:
     return all(map(_has_parts, decoder.layers))
 
 
-def layer_parts(layer: LayerSpec, ropes: list[RopeSpec], parts: Parts) -> LayerParts:
-    """Return the parts of a layer with its weights, for a decoder that can be fused. `ropes`: the decoder's."""
+def layer_parts(layer: LayerSpec, ropes: list[RopeSpec], first_linear: int, parts: Parts) -> LayerParts:
+    """Return the parts of a layer with its weights, for a decoder that can be fused.
+
+    `ropes`: the decoder's. `first_linear`: as in `LayerParts`.
+    """
     first, second = _branches(layer)
     attention, mlp = first.block, second.block
     assert isinstance(attention, AttentionSpec)
@@ -55,6 +58,7 @@ def layer_parts(layer: LayerSpec, ropes: list[RopeSpec], parts: Parts) -> LayerP
         mlp_output_norm=parts.norm(second.output_norm),
         residual_scale=first.scale,
         parallel=is_parallel,
+        first_linear=first_linear,
     )
 
 

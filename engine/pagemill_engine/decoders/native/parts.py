@@ -64,6 +64,8 @@ class Parts(NamedTuple):
             bias=read_norm(self.source, spec, "bias", "float32", order) if spec.bias else None,
             eps=spec.eps,
             centered=spec.kind == "layer",
+            whole_size=0 if spec.part is None else spec.part.whole_size,
+            adds=spec.part is None or spec.part.adds,
         )
 
     def _weight(self, shapes: Shapes, order: Order | None) -> Weight:

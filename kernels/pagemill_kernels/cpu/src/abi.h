@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 16;
+constexpr int32_t kAbiVersion = 17;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
@@ -93,6 +93,52 @@ struct AttentionArgs {
   int32_t bfloat16;         // tiles of many rows are multiplied in bfloat16, unless the cache is float32
 };
 
+// What an adapter adds to some outputs of a product, from some of the sums that A makes.
+struct AdapterPart {
+  int64_t first_output;
+  int64_t outputs;
+  int64_t first_rank;
+  int64_t rank;
+  const uint16_t* b;  // bfloat16 [panels of kAdapterPanel outputs][rank][kAdapterPanel], the last one padded with zeros
+};
+
+constexpr int64_t kAdapterPanel = 64;
+
+// An adapter's matrices for one linear layer: out += B (A x); adapters.cpp.
+struct AdapterMatrices {
+  int64_t rank;       // of all parts, a multiple of 8: others are padded with zeros
+  const uint16_t* a;  // bfloat16 [in][rank]
+  int64_t num_parts;
+  const AdapterPart* parts;
+};
+
+// The adapters of a step's rows.
+struct AdapterRows {
+  const int32_t* slots;  // [rows]: of each row's adapter; -1: none
+  int64_t num_slots;
+  int64_t num_linears;
+  const AdapterMatrices* const* matrices;  // [num_slots][num_linears]; null: nothing is added
+};
+
+// The step's row of row r of a product: slots[r] / divisor, or first + r where `slots` is null.
+struct AdaptedRows {
+  const int64_t* slots;
+  int64_t divisor;
+  int64_t first;
+};
+
+// Where ranks add what each has computed.
+enum RankSum : int32_t { kQueryNorm = 0, kKeyNorm = 1, kAttention = 2, kMlp = 3, kBlocks = 4 };
+
+// What a step does besides the layers' own operations. Null members: nothing.
+struct StepHooks {
+  const AdapterRows* adapters;
+  const int64_t* first_linear;  // [layers]: number of each layer's first linear layer
+  // Replaces `partial` by the sum over all ranks.
+  void (*reduce)(void* context, float* partial, int64_t count, int32_t layer, int32_t cut);
+  void* context;
+};
+
 // RMS norm, or layer norm if `centered`, over `size` values. weight: null if there is no norm.
 struct NormWeights {
   const float* weight;
@@ -100,6 +146,8 @@ struct NormWeights {
   int64_t size;
   float eps;
   int32_t centered;
+  int64_t whole_size;  // of all ranks' values, where ranks divide the norm's; else 0
+  int32_t adds;        // whether this rank's values count in the ranks' sum of squares
 };
 
 // A mixture of experts; experts.cpp. Arrays contain one address per expert; biases may be null.

@@ -2,6 +2,7 @@
 // microseconds, about as much as the work of some calls. The operations and their order are those of single calls, so
 // the results are bitwise equal; intermediate values are in `scratch`.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "operations.h"
@@ -22,30 +23,80 @@ void normalize(const NormWeights& norm, const float* x, int64_t groups, int64_t 
     pagemill_rms_norm(x, groups, stride, count, norm.size, norm.weight, norm.eps, out, out_stride, 0, threads);
 }
 
-// Normalises query or key heads in place, each alone or all of a token as one row.
-void normalize_heads(const NormWeights& norm, float* heads, int64_t tokens, int64_t stride, int64_t size,
-                     int32_t threads) {
-  if (norm.weight) normalize(norm, heads, tokens, stride, size / norm.size, heads, stride, threads);
-}
+// Numbers of a layer's linear layers, from its first one on. With experts: the router, then two of each expert.
+enum Linear : int64_t { kQkv = 0, kOutput = 1, kUp = 2, kDown = 3, kRouter = 2, kExperts = 3 };
 
 struct Layer {
   const LayerWeights& w;
   const AttentionArgs& plan;
+  const StepHooks* hooks;
+  const int32_t index;
   const int64_t size = w.qkv->in_features;
   const int32_t threads = plan.num_threads;
 
-  // Whether a result is added to hidden directly: it has neither a norm nor a scale.
-  bool adds(const NormWeights& norm) const { return !norm.weight && w.residual_scale == 1.0f; }
+  bool reduces() const { return hooks && hooks->reduce; }
+  const AdapterRows* adapters() const { return hooks ? hooks->adapters : nullptr; }
+  int64_t first_linear() const { return hooks ? hooks->first_linear[index] : 0; }
+  void reduce(float* partial, int64_t count, RankSum sum) const {
+    hooks->reduce(hooks->context, partial, count, index, sum);
+  }
+
+  // Adds what adapters make of x, rows first_row.. of the step, to the product in `out`.
+  void adapt(Linear linear, const float* x, int64_t in, int64_t rows, int64_t first_row, float* out,
+             int64_t out_stride) const {
+    const AdaptedRows of{nullptr, 1, first_row};
+    if (const AdapterRows* found = adapters())
+      pagemill_add_adapters(found, first_linear() + linear, x, rows, in, in, &of, out, out_stride, threads);
+  }
+
+  // Normalises query or key heads in place, each alone or all of a token as one row.
+  void normalize_heads(const NormWeights& norm, float* heads, int64_t tokens, int64_t stride, int64_t count,
+                       RankSum sum) const {
+    if (!norm.weight) return;
+    if (norm.whole_size)
+      normalize_of_ranks(norm, heads, tokens, stride, sum);
+    else
+      normalize(norm, heads, tokens, stride, count / norm.size, heads, stride, threads);
+  }
+
+  // The same for RMS norms over all heads, of which other ranks have further ones.
+  void normalize_of_ranks(const NormWeights& norm, float* heads, int64_t tokens, int64_t stride, RankSum sum) const {
+    std::vector<float> squares(tokens);
+    for (int64_t t = 0; norm.adds && t < tokens; ++t) {
+      double total = 0;
+      for (int64_t i = 0; i < norm.size; ++i) total += double{heads[t * stride + i]} * heads[t * stride + i];
+      squares[t] = static_cast<float>(total);
+    }
+    reduce(squares.data(), tokens, sum);
+    for (int64_t t = 0; t < tokens; ++t) {
+      const float scale = 1.0f / std::sqrt(squares[t] / static_cast<float>(norm.whole_size) + norm.eps);
+      for (int64_t i = 0; i < norm.size; ++i) heads[t * stride + i] *= scale * norm.weight[i];
+    }
+  }
+
+  // Whether a result needs neither a norm nor a scale.
+  bool is_plain(const NormWeights& norm) const { return !norm.weight && w.residual_scale == 1.0f; }
+  // Whether it is added to hidden directly.
+  bool adds(const NormWeights& norm) const { return is_plain(norm) && !reduces(); }
+  // Whether ranks add the results of both blocks at once.
+  bool joins() const {
+    return reduces() && w.parallel && is_plain(w.attention_output_norm) && is_plain(w.mlp_output_norm);
+  }
 
   void add(const NormWeights& norm, float* result, int64_t tokens, float* hidden) const {
     if (norm.weight) normalize(norm, result, tokens, size, 1, result, size, threads);
     for (int64_t i = 0; i < tokens * size; ++i) hidden[i] += w.residual_scale * result[i];
   }
 
-  void product(const PackedWeight* weight, const float* bias, const NormWeights& norm, const float* x, int64_t tokens,
-               float* result, float* hidden) const {
+  // Adds the product of some rows, first_row.. of the step, to hidden; with `joined` to `result`, for a later sum.
+  void product(Linear linear, const PackedWeight* weight, const float* bias, const NormWeights& norm, const float* x,
+               int64_t tokens, int64_t first_row, RankSum sum, bool joined, float* result, float* hidden) const {
     float* out = adds(norm) ? hidden : result;
-    pagemill_linear(weight, x, tokens, weight->in_features, bias, out, size, out == hidden, threads);
+    const bool accumulates = out == hidden || (joined && sum == kMlp);
+    pagemill_linear(weight, x, tokens, weight->in_features, bias, out, size, accumulates, threads);
+    adapt(linear, x, weight->in_features, tokens, first_row, out, size);
+    if (joined) return;
+    if (reduces()) reduce(result, tokens * size, sum);
     if (out != hidden) add(norm, result, tokens, hidden);
   }
 
@@ -54,8 +105,9 @@ struct Layer {
     const int64_t width = w.qkv->out_features, queries = w.num_heads * w.head_dim, keys = w.num_kv_heads * w.head_dim;
     float* attended = heads + tokens * width;
     pagemill_linear(w.qkv, x, tokens, size, w.qkv_bias, heads, width, 0, threads);
-    normalize_heads(w.query_norm, heads, tokens, width, queries, threads);
-    normalize_heads(w.key_norm, heads + queries, tokens, width, keys, threads);
+    adapt(kQkv, x, size, tokens, 0, heads, width);
+    normalize_heads(w.query_norm, heads, tokens, width, queries, kQueryNorm);
+    normalize_heads(w.key_norm, heads + queries, tokens, width, keys, kKeyNorm);
     pagemill_rope_and_store(heads, tokens, w.num_heads, w.num_kv_heads, w.head_dim, cos, sin, cache, cache_type, slots,
                             plan.block_size, threads);
     AttentionArgs attention = plan;
@@ -68,15 +120,17 @@ struct Layer {
     attention.num_heads = w.num_heads;
     attention.scale = w.scale;
     pagemill_paged_attention(&attention);
-    product(w.output, w.output_bias, w.attention_output_norm, attended, tokens, result, hidden);
+    product(kOutput, w.output, w.output_bias, w.attention_output_norm, attended, tokens, 0, kAttention, joins(), result,
+            hidden);
   }
 
-  void mlp(const float* x, int64_t tokens, float* scratch, float* result, float* hidden) const {
+  void mlp(const float* x, int64_t tokens, int64_t first_row, float* scratch, float* result, float* hidden) const {
     const int64_t inner = w.down->in_features, width = w.up->out_features;
     float* activated = scratch + std::min(tokens, kMlpRows) * width;
     pagemill_linear(w.up, x, tokens, size, w.up_bias, scratch, width, 0, threads);
+    adapt(kUp, x, size, tokens, first_row, scratch, width);
     pagemill_activate(scratch, tokens, inner, w.activation, w.gated, w.limit, activated, threads);
-    product(w.down, w.down_bias, w.mlp_output_norm, activated, tokens, result, hidden);
+    product(kDown, w.down, w.down_bias, w.mlp_output_norm, activated, tokens, first_row, kMlp, joins(), result, hidden);
   }
 
   void experts(const float* x, int64_t tokens, float* result, float* hidden) const {
@@ -84,11 +138,15 @@ struct Layer {
     std::vector<float> logits(tokens * e.num_experts), weights(tokens * e.top_k);
     std::vector<int64_t> chosen(tokens * e.top_k);
     pagemill_linear(e.router, x, tokens, size, e.router_bias, logits.data(), e.num_experts, 0, threads);
+    adapt(kRouter, x, size, tokens, 0, logits.data(), e.num_experts);
     pagemill_route(logits.data(), tokens, e.num_experts, e.top_k, e.renormalized, chosen.data(), weights.data());
     float* out = adds(w.mlp_output_norm) ? hidden : result;
-    if (out != hidden) std::fill_n(out, tokens * size, 0.0f);
+    if (out != hidden && !joins()) std::fill_n(out, tokens * size, 0.0f);
     pagemill_experts(e.ups, e.up_biases, e.downs, e.down_biases, e.num_experts, x, tokens, size, chosen.data(),
-                     weights.data(), e.top_k, e.activation, e.limit, out, threads);
+                     weights.data(), e.top_k, e.activation, e.limit, adapters(), first_linear() + kExperts, out,
+                     threads);
+    if (joins()) return;
+    if (reduces()) reduce(result, tokens * size, kMlp);
     if (out != hidden) add(w.mlp_output_norm, result, tokens, hidden);
   }
 
@@ -110,16 +168,24 @@ struct Layer {
     const float* shared = nullptr;
     if (w.parallel) shared = w.mlp_norm.weight ? input(w.mlp_norm, hidden, tokens, own) : attention_input;
     attend(attention_input, tokens, cos, sin, cache, cache_type, slots, inner, result, hidden);
-    if (w.experts) {
+    if (w.experts)
       experts(shared ? shared : input(w.mlp_norm, hidden, tokens, normed), tokens, result, hidden);
-      return;
-    }
+    else
+      mlp_by_rows(shared, tokens, normed, inner, result, hidden);
+    if (!joins()) return;
+    reduce(result, tokens * size, kBlocks);
+    add(w.mlp_output_norm, result, tokens, hidden);
+  }
+
+  // shared: the input of a parallel layer's MLP, or null.
+  void mlp_by_rows(const float* shared, int64_t tokens, float* normed, float* inner, float* result,
+                   float* hidden) const {
     const int64_t blocks = (tokens + kMlpRows - 1) / kMlpRows;
     for (int64_t block = 0, start = 0; block < blocks; ++block) {
       const int64_t end = tokens * (block + 1) / blocks;
       float* rows = hidden + start * size;
       const float* x = shared ? shared + start * size : input(w.mlp_norm, rows, end - start, normed);
-      mlp(x, end - start, inner, result, rows);
+      mlp(x, end - start, start, inner, joins() ? result + start * size : result, rows);
       start = end;
     }
   }
@@ -128,15 +194,16 @@ struct Layer {
 }  // namespace
 
 // plans: shared by layers with the same window. cosines, sines: of each layer; null: no rotation. caches: of each
-// layer, with slots as in pagemill_rope_and_store. scratch: for each token three times `hidden` floats, then the most
-// that a layer needs of (qkv outputs + output inputs) for each token and (up outputs + down inputs) for each of up to
-// kMlpRows.
+// layer, with slots as in pagemill_rope_and_store. hooks: adapters, and sums over ranks; null: neither. scratch: for
+// each token three times `hidden` floats, then the most that a layer needs of (qkv outputs + output inputs) for each
+// token and (up outputs + down inputs) for each of up to kMlpRows.
 extern "C" void pagemill_decoder_layers(int64_t num_layers, const LayerWeights* const* layers,
                                         const AttentionArgs* const* plans, uint8_t* const* caches, float* hidden,
                                         int64_t tokens, const float* const* cosines, const float* const* sines,
-                                        int32_t cache_type, const int64_t* slots, float* scratch) {
+                                        int32_t cache_type, const int64_t* slots, const StepHooks* hooks,
+                                        float* scratch) {
   for (int64_t i = 0; i < num_layers; ++i) {
-    const Layer layer{*layers[i], *plans[i]};
+    const Layer layer{*layers[i], *plans[i], hooks, static_cast<int32_t>(i)};
     layer.run(hidden, tokens, cosines[i], sines[i], caches[i], cache_type, slots, scratch);
   }
 }

@@ -9,8 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 from declared_families import NAMES, declared
-from in_ranks import by_threads, outputs_on_torch, whole_of
+from in_ranks import by_threads, outputs_natively, outputs_on_torch, whole_of
 
+from pagemill_engine.decoders.native.layers import can_fuse
+from pagemill_kernels.cpu import library
 from pagemill_kernels.ranks.in_process import InProcessGroup
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.sharding.shard import Shard, shard
@@ -31,15 +33,27 @@ CASES = [
     for size in (2, 3, 4)
     if fits(name, size)
 ]
+NATIVE_CASES = [
+    pytest.param(name, size, marks=() if name in (*SAMPLE, "phi", "mixtral", "granite") else pytest.mark.full)
+    for name in NAMES
+    for size in (2, 3, 4)
+    if fits(name, size) and can_fuse(declared(name)) and next(declared(name).attentions()).head_dim % 16 == 0
+]
+natively = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 
-def largest_difference(name: str, size: int, change: Change = lambda part, rank: part) -> float:
+def largest_difference(
+    name: str,
+    size: int,
+    change: Change = lambda part, rank: part,
+    outputs: Callable[..., list[Any]] = outputs_on_torch,
+) -> float:
     """Return the largest difference of a rank's outputs to the whole's, relative to the largest output."""
     decoder = declared(name)
-    expected = outputs_on_torch(decoder, whole_of(decoder), None)
+    expected = outputs(decoder, whole_of(decoder), None)
 
     def run(group: InProcessGroup) -> list[Any]:
-        return outputs_on_torch(decoder, change(shard(decoder, group.rank, size), group.rank), group)
+        return outputs(decoder, change(shard(decoder, group.rank, size), group.rank), group)
 
     ranks = by_threads(run, size)
     for found in ranks[1:]:
@@ -53,6 +67,21 @@ def largest_difference(name: str, size: int, change: Change = lambda part, rank:
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_shards_give_the_outputs_of_the_whole(name: str, size: int) -> None:
     assert largest_difference(name, size) < TOLERANCE
+
+
+@natively
+@pytest.mark.parametrize(("name", "size"), NATIVE_CASES)
+def test_native_shards_give_the_outputs_of_the_whole(name: str, size: int) -> None:
+    assert largest_difference(name, size, outputs=outputs_natively) < TOLERANCE
+
+
+@natively
+@pytest.mark.parametrize("name", ["phi", "olmo2", "mixtral", "gpt2"])
+def test_native_layers_give_the_outputs_of_torch(name: str) -> None:
+    decoder = declared(name)
+    expected = outputs_on_torch(decoder, whole_of(decoder), None)
+    for mine, torchs in zip(outputs_natively(decoder, whole_of(decoder), None), expected, strict=True):
+        np.testing.assert_allclose(mine, torchs, rtol=TOLERANCE, atol=TOLERANCE * max(1.0, np.abs(torchs).max()))
 
 
 def with_bias_twice(part: Shard, rank: int) -> Shard:
