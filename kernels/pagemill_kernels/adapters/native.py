@@ -43,7 +43,7 @@ class PackedAdapter:
                 for (output, first, outputs, rank), b in zip(self._sizes, self._b, strict=True)
             )
         )
-        self._matrices = library.AdapterMatrices(
+        self._matrices = library.AdapterWeights(
             rank=padded, a=address(self._a), num_parts=len(parts), parts=ctypes.addressof(self._parts)
         )
         self.address = ctypes.addressof(self._matrices)
@@ -89,7 +89,7 @@ class NativeAdapterRows:
     def __init__(self, adapters: NativeAdapters, slots: Array) -> None:
         self._adapters = adapters
         self._slots = np.ascontiguousarray(slots, dtype=np.int32)
-        self._rows = library.AdapterRows(
+        self._rows = library.StepAdapters(
             slots=address(self._slots),
             num_slots=adapters.num_slots,
             num_linears=adapters.num_linears,

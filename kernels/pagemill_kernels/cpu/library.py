@@ -56,7 +56,7 @@ class AdapterPart(ctypes.Structure):
     )
 
 
-class AdapterMatrices(ctypes.Structure):
+class AdapterWeights(ctypes.Structure):
     _fields_ = (
         ("rank", c_int64),
         ("a", c_void_p),
@@ -65,7 +65,7 @@ class AdapterMatrices(ctypes.Structure):
     )
 
 
-class AdapterRows(ctypes.Structure):
+class StepAdapters(ctypes.Structure):
     _fields_ = (
         ("slots", c_void_p),
         ("num_slots", c_int64),

@@ -105,7 +105,7 @@ struct AdapterPart {
 constexpr int64_t kAdapterPanel = 64;
 
 // An adapter's matrices for one linear layer: out += B (A x); adapters.cpp.
-struct AdapterMatrices {
+struct AdapterWeights {
   int64_t rank;       // of all parts, a multiple of 8: others are padded with zeros
   const uint16_t* a;  // bfloat16 [in][rank]
   int64_t num_parts;
@@ -113,11 +113,11 @@ struct AdapterMatrices {
 };
 
 // The adapters of a step's rows.
-struct AdapterRows {
+struct StepAdapters {
   const int32_t* slots;  // [rows]: of each row's adapter; -1: none
   int64_t num_slots;
   int64_t num_linears;
-  const AdapterMatrices* const* matrices;  // [num_slots][num_linears]; null: nothing is added
+  const AdapterWeights* const* matrices;  // [num_slots][num_linears]; null: nothing is added
 };
 
 // The step's row of row r of a product: slots[r] / divisor, or first + r where `slots` is null.
@@ -132,7 +132,7 @@ enum RankSum : int32_t { kQueryNorm = 0, kKeyNorm = 1, kAttention = 2, kMlp = 3,
 
 // What a step does besides the layers' own operations. Null members: nothing.
 struct StepHooks {
-  const AdapterRows* adapters;
+  const StepAdapters* adapters;
   const int64_t* first_linear;  // [layers]: number of each layer's first linear layer
   // Replaces `partial` by the sum over all ranks.
   void (*reduce)(void* context, float* partial, int64_t count, int32_t layer, int32_t cut);

@@ -19,7 +19,7 @@ constexpr int kPanelVectors = kAdapterPanel / kLanes;
 
 // The rows of one adapter: positions in `Sorted::rows`.
 struct Own {
-  const AdapterMatrices* matrices;
+  const AdapterWeights* matrices;
   int64_t begin, end;
   int64_t shrunk;  // where its sums begin
   int64_t chunks;
@@ -36,7 +36,7 @@ struct Sorted {
   std::vector<Task> shrinks, expands;
   int64_t size = 0;  // of all sums
 
-  Sorted(const AdapterRows& adapters, int64_t number, int64_t count, int64_t in, const AdaptedRows& of) {
+  Sorted(const StepAdapters& adapters, int64_t number, int64_t count, int64_t in, const AdaptedRows& of) {
     std::vector<int64_t> starts(adapters.num_slots + 1);
     const auto matrices = [&](int64_t slot) { return adapters.matrices[slot * adapters.num_linears + number]; };
     const auto slot_of = [&](int64_t r) {
@@ -55,7 +55,7 @@ struct Sorted {
       if (const int32_t slot = slot_of(r); slot >= 0) rows[starts[slot]++] = r;
   }
 
-  void add(const AdapterMatrices& matrices, int64_t begin, int64_t end, int64_t in) {
+  void add(const AdapterWeights& matrices, int64_t begin, int64_t end, int64_t in) {
     const int32_t own = static_cast<int32_t>(groups.size());
     const int64_t chunks = (in + kChunk - 1) / kChunk;
     groups.push_back({&matrices, begin, end, size, chunks});
@@ -88,7 +88,7 @@ void shrink_rows(const float* const* x, int64_t rows, const uint16_t* a, int64_t
   for (; r < rows; ++r) shrink_tile<1, Ranks>(x + r, a, rank, begin, end, out + r * rank);
 }
 
-void shrink(const AdapterMatrices& m, const float* const* x, int64_t rows, int64_t begin, int64_t end, float* out) {
+void shrink(const AdapterWeights& m, const float* const* x, int64_t rows, int64_t begin, int64_t end, float* out) {
   const int64_t vectors = m.rank / kLanes;
   int64_t v = 0;
   for (; v + kTileRanks <= vectors; v += kTileRanks)
@@ -115,7 +115,7 @@ void expand(const AdapterPart& part, int64_t at, const float* sums, int64_t chun
 }  // namespace
 
 // number: of the linear layer whose product of x, [count][in], is in out. of: the step's row of each row of x.
-extern "C" void pagemill_add_adapters(const AdapterRows* adapters, int64_t number, const float* x, int64_t count,
+extern "C" void pagemill_add_adapters(const StepAdapters* adapters, int64_t number, const float* x, int64_t count,
                                       int64_t in, int64_t x_stride, const AdaptedRows* of, float* out,
                                       int64_t out_stride, int32_t num_threads) {
   const Sorted sorted(*adapters, number, count, in, *of);

@@ -74,7 +74,7 @@ extern "C" void pagemill_experts(const PackedWeight* const* ups, const float* co
                                  const PackedWeight* const* downs, const float* const* down_biases, int64_t num_experts,
                                  const float* x, int64_t tokens, int64_t x_stride, const int64_t* chosen,
                                  const float* weights, int64_t top_k, int32_t activation, float limit,
-                                 const AdapterRows* adapters, int64_t first_linear, float* out, int32_t num_threads) {
+                                 const StepAdapters* adapters, int64_t first_linear, float* out, int32_t num_threads) {
   const int64_t size = ups[0]->in_features, inner = downs[0]->in_features, width = downs[0]->out_features;
   const Sorted sorted(chosen, tokens * top_k, num_experts);
   const int64_t most = std::min(kRows, sorted.most());

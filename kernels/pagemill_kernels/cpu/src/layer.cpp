@@ -35,7 +35,7 @@ struct Layer {
   const int32_t threads = plan.num_threads;
 
   bool reduces() const { return hooks && hooks->reduce; }
-  const AdapterRows* adapters() const { return hooks ? hooks->adapters : nullptr; }
+  const StepAdapters* adapters() const { return hooks ? hooks->adapters : nullptr; }
   int64_t first_linear() const { return hooks ? hooks->first_linear[index] : 0; }
   void reduce(float* partial, int64_t count, RankSum sum) const {
     hooks->reduce(hooks->context, partial, count, index, sum);
@@ -45,7 +45,7 @@ struct Layer {
   void adapt(Linear linear, const float* x, int64_t in, int64_t rows, int64_t first_row, float* out,
              int64_t out_stride) const {
     const AdaptedRows of{nullptr, 1, first_row};
-    if (const AdapterRows* found = adapters())
+    if (const StepAdapters* found = adapters())
       pagemill_add_adapters(found, first_linear() + linear, x, rows, in, in, &of, out, out_stride, threads);
   }
 
