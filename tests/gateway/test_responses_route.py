@@ -73,7 +73,8 @@ async def test_tools_that_run_elsewhere_are_named_or_refused(engines, gateways) 
     engines[0].behaviour = continues
     reply = await respond(await gateways(engines[0]), tools=[SEARCH], client_metadata={"a": "b"})
     assert reply.status == 200
-    assert reply.headers["x-pagemill-unread-fields"] == "client_metadata, tools[0] (web_search)"
+    named = "client_metadata, tools.external_web_access, tools[0] (web_search)"
+    assert reply.headers["x-pagemill-unread-fields"] == named
     refused = await respond(await gateways(engines[0], hosted_tools="refuse"), tools=[SEARCH])
     assert (refused.status, refused.error["param"]) == (400, "tools[0].type")
 

@@ -160,7 +160,7 @@ class RequestPreparation:
         `write` is for events while a streaming client waits for an engine. Sampling parameters are checked first, so
         that an invalid request neither waits nor wakes an engine.
         """
-        body = await self._inline_or_in_thread(partial(dialect.parse, raw, info), len(raw))
+        body = await self._inline_or_in_thread(partial(base.parsed, dialect, raw, info), len(raw))
         sampling = body.sampling()
         if needs_check(body.fields):
             await self.in_thread(body.check_form, len(raw))

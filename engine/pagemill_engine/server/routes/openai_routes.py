@@ -15,7 +15,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill_api.dialects.base import Dialect, Preparation, check_kind, unread_fields
+from pagemill_api.dialects.base import Dialect, Preparation, check_kind, parsed, unread_fields
 from pagemill_api.dialects.model_lists import card_body, error_body_for, list_body
 from pagemill_api.dialects.pages import Page, PageRequest
 from pagemill_api.dialects.token_counts import TokenCount
@@ -185,7 +185,7 @@ def _prepare(
     context: ServerContext, dialect: Dialect, raw: bytes, info: RequestInfo, caller: Caller
 ) -> tuple[list[GenerateRequest], list[str]]:
     """Return the engine requests, and the names of the client's fields that the chat template does not read."""
-    body = dialect.parse(raw, info)
+    body = parsed(dialect, raw, info)
     context.check_model(body.fields.model)
     _, ready = context.ready_engine()
     tokenizer = context.loaded_tokenizer()

@@ -14,6 +14,7 @@ from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo, Transport
 from pagemill_api.openai.logprobs import CollectedLogprobs, PositionLogprobs
 from pagemill_api.openai.schemas import SamplingFields
+from pagemill_api.openai.unknown_fields import COLLECTED, UnknownFields
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.json_pieces import JsonRows
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
@@ -184,14 +185,30 @@ def check_kind(body: ParsedBody, tokenizer: Tokenizer) -> None:
     check_task(None if wanted is None else wanted(model), model)
 
 
+def parsed(dialect: Dialect, raw: bytes, info: RequestInfo = NO_REQUEST) -> ParsedBody:
+    """Parse a body like the dialect, and remember which of its fields nothing reads. Raises `PagemillError` 400."""
+    found = UnknownFields()
+    token = COLLECTED.set(found)
+    try:
+        body = dialect.parse(raw, info)
+    finally:
+        COLLECTED.reset(token)
+    if found.by_schema or found.placed:
+        body.unknown_fields = found.names()  # type: ignore[attr-defined]
+    return body
+
+
 def unread_fields(body: ParsedBody, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
-    """Return the client's names of fields that only chat templates read, and the model's does not.
+    """Return the client's names of fields without effect: of a body from `parsed` those that nothing reads, and those
+    that only chat templates read, and the model's does not.
 
     Bodies that become chats have a method of this name, which other bodies do not have. It may render the chat again,
     so call it where `prepare` is called.
     """
     find: Callable[[Tokenizer, ParserSettings], list[str]] | None = getattr(body, "unread_fields", None)
-    return [] if find is None else find(tokenizer, parsers)
+    names: list[str] = [] if find is None else find(tokenizer, parsers)
+    unknown: list[str] | None = getattr(body, "unknown_fields", None)
+    return names if unknown is None else sorted({*names, *unknown})
 
 
 class Dialect(Protocol):

@@ -19,6 +19,7 @@ from pagemill_api.dialects.transport import SSE
 from pagemill_api.openai.fields import RequestModel
 from pagemill_api.openai.parse import from_refusal, from_validation
 from pagemill_api.openai.schemas import Priority
+from pagemill_api.openai.unknown_fields import collecting_none
 from pagemill_api.openai.unread_fields import unread_fields
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import GenerateRequest, Usage
@@ -105,7 +106,9 @@ class TranslatedCompletion(_Translated, CompletionsBody):
 def as_request(translate: Callable[[], dict[str, Any]], renamed: Sequence[Renamed], schema: type[Request]) -> Request:
     """Return the request for the body that `translate` returns. Raises `PagemillError` 400."""
     try:
-        return schema.model_validate(translate())
+        translated = translate()
+        with collecting_none():  # the translation has no fields of the client
+            return schema.model_validate(translated)
     except PydanticCustomError as error:
         raise from_refusal(error) from None
     except ValidationError as error:

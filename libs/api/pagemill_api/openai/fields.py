@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from pagemill_api.openai.unknown_fields import left_at, left_by
 from pagemill_api.openai.unsupported import Unsupported
 from pagemill_protocol.errors import show
 from pagemill_protocol.request.sampling import MAX_LOGIT_BIAS
@@ -36,6 +37,7 @@ TEMPLATE_KWARGS = frozenset(
 )
 """Variables that clients may pass to a chat template. Others could override the renderer's own arguments."""
 
+_TEXT_KEYS = ("type", "text")
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS)]
 RequestId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
@@ -52,7 +54,15 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, defer_build=True)
     UNSUPPORTED: ClassVar[Mapping[str, Unsupported]] = {}
     IGNORED: ClassVar[Mapping[str, str]] = {}
-    """Fields that clients send and that are accepted without effect, with the reason. They change no answer."""
+    """Fields that clients send and that are accepted without effect, with the reason. They change no answer, and its
+    header names them."""
+    _READ: ClassVar[frozenset[str]] = frozenset()
+    """Names of the fields that have an effect or are refused."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        names = {each for name, field in cls.model_fields.items() for each in (name, field.alias or name)}
+        cls._READ = frozenset((names - cls.IGNORED.keys()) | cls.UNSUPPORTED.keys())
 
     @classmethod
     def parts(cls, path: str = "") -> Iterator[tuple[str, type[RequestModel]]]:
@@ -81,6 +91,8 @@ class RequestModel(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
+        if unknown := given.keys() - cls._READ:
+            left_by(cls, unknown)
         for name in given.keys() & cls.UNSUPPORTED.keys():
             rule = cls.UNSUPPORTED[name]
             if rule.refuses(given[name]):
@@ -124,6 +136,8 @@ def _part_text(index: int, part: Any) -> str:
             f'Content parts of type {show(kind)} are not supported. Send parts of type "text".',
             "unsupported_parameter",
         )
+    if len(part) > len(_TEXT_KEYS):
+        left_at("messages.content", part, _TEXT_KEYS)
     text = part.get("text")
     if not isinstance(text, str):
         raise refusal(f"[{index}].text", f"The text of a content part must be a string, got {show(text)}.")

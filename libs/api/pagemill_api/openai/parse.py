@@ -11,13 +11,16 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from pagemill_api.openai.fields import RequestModel
+from pagemill_api.openai.unknown_fields import COLLECTED
 from pagemill_protocol import nesting
 from pagemill_protocol.errors import PagemillError, show
 
@@ -61,9 +64,21 @@ def parse_body(raw: bytes, schema: type[Model]) -> Model:
         path = _find(data, lambda value: isinstance(value, str) and "\x00" in value)
         raise _invalid(path, f"`{path or 'The body'}` contains the character U+0000. Remove it.", "invalid_value")
     try:
-        return schema.model_validate(data)
+        model = schema.model_validate(data)
     except ValidationError as error:
         raise from_validation(error) from None
+    if (found := COLLECTED.get()) is not None and found.by_schema:
+        found.prefixes = _prefixes(schema)
+    return model
+
+
+@cache
+def _prefixes(schema: type[BaseModel]) -> Mapping[type, str]:
+    """Return the path before the fields of each schema that occurs in this one."""
+    paths: dict[type, str] = {}
+    for path, part in schema.parts() if issubclass(schema, RequestModel) else ():
+        paths.setdefault(part, path)
+    return paths
 
 
 def parse_json(raw: bytes, max_levels: int = nesting.MAX_LEVELS) -> Any:

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from pagemill_api.answers.cut_json import cut_object
 from pagemill_api.openai.fields import MAX_NAME_CHARS, refusal
+from pagemill_api.openai.unknown_fields import left_at
 from pagemill_protocol import nesting
 from pagemill_protocol.errors import show
 
@@ -23,6 +24,7 @@ MAX_CALLS = 1024
 NAME_PATTERN = "^[A-Za-z0-9_.-]{1,128}$"
 _NAME = re.compile(NAME_PATTERN[:-1] + r"\Z")
 _NAME_REMEDY = "Use 1 to 128 letters, digits, underscores, hyphens and dots."
+_TOOL_KEYS = ("name", "description", "parameters", "strict")
 CHOICES = ("none", "auto", "required")
 
 
@@ -34,6 +36,8 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     seen: set[str] = set()
     for index, tool in enumerate(value):
         function = _function(tool, f"[{index}]")
+        left_at("tools", tool, ("type", "function"))
+        left_at("tools.function", function, _TOOL_KEYS)
         _check_tool(function, f"[{index}].function")
         if function["name"] in seen:
             raise refusal(

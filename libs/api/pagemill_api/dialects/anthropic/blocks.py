@@ -16,9 +16,12 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 from pagemill_api.openai.fields import MAX_CONTENT_PARTS, MAX_TEXT_CHARS, refusal
+from pagemill_api.openai.unknown_fields import left_at
 from pagemill_protocol.errors import show
 
 Block = Mapping[str, Any]
+READ = frozenset({"type", "text", "source", "title", "context", "content"})
+"""Fields of blocks of text, documents and search results."""
 NOT_READ = "[Here was {}, which this model cannot read.]"
 WRITTEN_AS = {"image": "an image", "document": "a document that is not text"}
 MAX_NAMED = 8
@@ -49,6 +52,7 @@ def texts_of(value: Any, field: str = "") -> str:
 
 def text_of(block: Block, where: str) -> str:
     """Return the text of a user's block. Raises `PydanticCustomError` for blocks that are not text."""
+    left_at("messages.content" if where.startswith("messages") else "system", block, READ)
     match block.get("type"):
         case "text":
             return string_of(block, "text", where)

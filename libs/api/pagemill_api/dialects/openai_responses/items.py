@@ -18,6 +18,7 @@ from pagemill_api.dialects.openai_responses.tools import INPUT, LOCAL_SHELL, TOO
 from pagemill_api.openai.fields import MAX_CONTENT_PARTS, MAX_TEXT_CHARS, refusal
 from pagemill_api.openai.schemas import MAX_MESSAGES
 from pagemill_api.openai.tools import call_arguments
+from pagemill_api.openai.unknown_fields import left_at
 from pagemill_protocol import nesting
 from pagemill_protocol.errors import show
 
@@ -33,6 +34,14 @@ _HOSTED_CALLS = (
     *("mcp_call", "mcp_approval_request", "mcp_approval_response"),
 )
 """Calls that OpenAI made itself; an item has no result that the model could read."""
+_READ = frozenset(
+    {
+        *("type", "id", "status", "phase", "role", "content", "summary", "encrypted_content", "call_id", "name"),
+        *("namespace", "arguments", "input", "output", "action", "tools", "execution", "environment", "operation"),
+    }
+)
+"""Fields of items that are read, and those that an item of an answer has and that add nothing to a conversation."""
+_PART_READ = frozenset({"type", "text", "refusal", "annotations", "logprobs"})
 _TEXT_INPUT = {"type": "string", "maxLength": MAX_TEXT_CHARS}
 _MESSAGE = {
     "type": "object",
@@ -73,6 +82,7 @@ class ItemMessages:
 
     def add(self, item: Item, field: str) -> None:
         """Add an item. Raises `PydanticCustomError` for refused content."""
+        left_at("input", item, _READ)
         kind = item.get("type", "message")
         if kind == "reasoning":
             self._reasoning += self._thoughts(item, field)
@@ -235,6 +245,7 @@ def _text(part: Any, field: str) -> str:
             f'Content parts of type {show(kind)} are not supported. Send parts of type "input_text".',
             "unsupported_parameter",
         )
+    left_at("input.content", part, _PART_READ)
     return _string(part, "refusal" if kind == "refusal" else "text", field)
 
 
