@@ -98,8 +98,8 @@ a class of `pagemill_models.sources.base.SourceKind`. Install the package in the
 REQUEST_FIELDS = (
     "The fields of request bodies, by route. A field that would change an answer and is not supported is refused with "
     "400, its name and the remedy; `/openapi.json` has types and bounds. A field that changes no answer is accepted "
-    f"without effect, and so is an unknown one that is not on this page; the header `{UNREAD_HEADER}` of the answer names "
-    "both with their paths.\n\n"
+    f"without effect, and so is an unknown one that is not on this page; the header `{UNREAD_HEADER}` of the answer "
+    "names both with their paths.\n\n"
     "Reasoning effort, verbosity, the switch for thinking, `chat_template_kwargs` and the `name` of a message act "
     "through the model's chat template alone. They are accepted with every model; where its template does not read "
     f"them, the header `{UNREAD_HEADER}` of the answer has their names, separated by commas. It is missing in a "
