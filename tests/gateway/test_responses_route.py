@@ -17,8 +17,12 @@ SEARCH = {"type": "web_search", "external_web_access": True}
 
 
 def numbers_of(raw: bytes) -> list[int]:
+    return [each["sequence_number"] for each in events_of(raw)]
+
+
+def events_of(raw: bytes) -> list[Any]:
     datas = [line.removeprefix(b"data: ") for line in raw.splitlines() if line.startswith(b"data: ")]
-    return [json.loads(data)["sequence_number"] for data in datas]
+    return [json.loads(data) for data in datas]
 
 
 async def begins_and_breaks_off(engine: Any, request: GenerateRequest, response: Any, http: Any) -> None:
@@ -51,12 +55,15 @@ async def respond(gateway: Any, **fields: Any) -> Any:
     return await gateway.post("/v1/responses", {"model": "tiny", "input": "hi", **fields})
 
 
-async def test_the_error_that_ends_a_stream_has_the_next_number(engines, gateways) -> None:
+async def test_a_stream_that_breaks_off_ends_with_the_failed_response(engines, gateways) -> None:
     gateway = await gateways(engines[0])
     engines[0].behaviour = begins_and_breaks_off
     raw = (await respond(gateway, stream=True)).raw
-    assert b"event: error\n" in raw
     assert numbers_of(raw) == [*range(len(numbers_of(raw)))]
+    first, last = events_of(raw)[0], events_of(raw)[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"]["code"] == "bad_upstream"
+    assert last["response"]["id"] == first["response"]["id"]
 
 
 async def test_a_stream_that_another_engine_continues_is_numbered_without_a_gap(engines, gateways) -> None:

@@ -183,6 +183,21 @@ def test_the_items_of_a_stream_equal_those_of_the_body(drawn: list[Any], finish_
     assert answer["status"] == ("incomplete" if finish_reason == "length" else "completed")
 
 
+def test_a_failure_within_a_stream_is_a_failed_response_with_what_it_has_so_far() -> None:
+    renderer = DIALECT.renderer(request(), None)
+    renderer.chunk(Piece(0, "ab", True, None, None, None, [Content("ab")]))
+    before = renderer.num_events
+    *_, last = events_of(renderer.failure(PagemillError("The engine died.", status=502, code="bad_upstream")))
+    response = last["response"]
+    assert (last["type"], response["status"], response["usage"]) == ("response.failed", "failed", None)
+    assert response["error"] == {"code": "bad_upstream", "message": "The engine died."}
+    assert (response["output"][0]["status"], response["output"][0]["content"][0]["text"]) == ("incomplete", "ab")
+    assert last["sequence_number"] >= before
+    unbegun = DIALECT.renderer(request(), None)
+    (only,) = events_of(unbegun.failure(PagemillError("No engine.", status=503)))
+    assert (only["type"], only["sequence_number"]) == ("error", 0)
+
+
 def test_usage_has_the_field_names_of_the_api() -> None:
     assert whole([Content("a")])["usage"] == {
         "input_tokens": 3,

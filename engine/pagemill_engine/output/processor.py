@@ -25,7 +25,7 @@ from pagemill_api.dialects.base import (
     Piece,
     PromptReport,
     collector,
-    error_event,
+    failure_event,
     num_events,
 )
 from pagemill_api.dialects.registry import dialect_of
@@ -188,7 +188,7 @@ class OutputProcessor:
     def failure(self, error: PagemillError) -> Frame:
         """Return the frame that ends the request with `error`."""
         if self.request.stream:
-            payload = error_event(self._dialect, error, num_events(self._renderer))
+            payload = failure_event(self._dialect, self._renderer, error)
         else:
             payload = self._dialect.error_body(error)
         return Frame(failure_meta(error, self.usage), payload)

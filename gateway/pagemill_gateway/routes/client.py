@@ -18,6 +18,7 @@ from pagemill_gateway.repeated_timeout import RepeatedTimeout
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import PartMeta
 from pagemill_protocol.link import WINDOW_BYTES
+from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_servers.direct import DirectResponse
 
 STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -46,6 +47,8 @@ class ClientResponse:
         self._slow_timeout_s = slow_timeout_s
         self.slot: InFlightSlot | None = None
         """The slot that counts what the client does not read; set when the request has one."""
+        self.request: GenerateRequest | None = None
+        """The first engine request, once it is prepared."""
         self.max_seen_bytes = math.inf
         """The size above which `on_answer` need not see a body."""
         self.started = False
@@ -152,7 +155,7 @@ class ClientResponse:
             self.abort()
             return
         if self.started:
-            await self._send_last(error_event(self._dialect, error, num_events))
+            await self._send_last(error_event(self._dialect, error, num_events, self.request))
             return
         self.started = True
         body = self._dialect.error_body(error)

@@ -130,6 +130,7 @@ class GenerateRoute:
         record.served_by(prepared.target, prepared.requests)
         worker.metrics.prepared(record)
         entry.slot.resize(len(raw) + prepared_bytes(prepared.requests))
+        client.request = prepared.requests[0]
         client.add_headers(unread_headers(prepared.unread_fields))
         reservation = await worker.limiter.reserve(caller, prepared.target, prepared.requests)
         entry.arrival.over()

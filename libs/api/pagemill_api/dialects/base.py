@@ -248,13 +248,21 @@ class Dialect(Protocol):
         ...
 
 
-def error_event(dialect: Dialect, error: PagemillError, num_events: int) -> bytes:
-    """Return the event that ends a broken stream after `num_events` events.
+def error_event(dialect: Dialect, error: PagemillError, num_events: int, request: GenerateRequest | None) -> bytes:
+    """Return the event that ends a broken stream after `num_events` events. `request`: None before it was prepared.
 
     Dialects that number their events have a method `numbered_error_event`, which others do not have.
     """
-    numbered: Callable[[PagemillError, int], bytes] | None = getattr(dialect, "numbered_error_event", None)
-    return dialect.error_event(error) if numbered is None else numbered(error, num_events)
+    numbered: Callable[[PagemillError, int, GenerateRequest | None], bytes] | None
+    numbered = getattr(dialect, "numbered_error_event", None)
+    return dialect.error_event(error) if numbered is None else numbered(error, num_events, request)
+
+
+def failure_event(dialect: Dialect, renderer: AnswerRenderer, error: PagemillError) -> bytes:
+    """Return the event that ends the stream of a renderer. Renderers whose last event has the whole answer have a
+    method `failure`, which others do not have."""
+    failure: Callable[[PagemillError], bytes] | None = getattr(renderer, "failure", None)
+    return dialect.error_event(error) if failure is None else failure(error)
 
 
 Factory = Callable[[], Dialect]

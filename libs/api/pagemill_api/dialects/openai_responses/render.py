@@ -73,6 +73,16 @@ class ResponsesRenderer:
         response = self._response(usage)
         return ended + self._event(response["status"], response=response)
 
+    def failure(self, error: PagemillError) -> bytes:
+        """Return the event that ends the stream: of a response that began, with what it has so far."""
+        if not self.num_events:
+            return error_event(error)
+        self._finish_reason = "length"
+        ended = self._end_last()
+        failed = {"code": error.code or error.type, "message": error.message}
+        response = {**self._response(None), "status": "failed", "error": failed}
+        return ended + self._event("failed", response=response)
+
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         (choice,) = choices
         self._finish_reason = choice.finish_reason

@@ -74,8 +74,12 @@ class ResponsesDialect(TranslatedDialect):
                 )
         return translated(request)
 
-    def numbered_error_event(self, error: PagemillError, num_events: int) -> bytes:
-        return render.error_event(error, num_events)
+    def numbered_error_event(self, error: PagemillError, num_events: int, request: GenerateRequest | None) -> bytes:
+        if request is None or not num_events:
+            return render.error_event(error, num_events)
+        renderer = render.ResponsesRenderer(request)
+        renderer.num_events = num_events
+        return renderer.failure(error)
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.ResponsesRenderer:
         return render.ResponsesRenderer(request)
