@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from examples import num_examples
 from pagemill_api.openai.parse import parse_body
+from pagemill_api.openai.prepare import sampling_of
 from pagemill_api.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -397,3 +398,18 @@ def test_any_json_is_parsed_or_refused_in_the_error_format(fields: dict[str, Any
 @example(b'"\\udfff\\u0000"')
 def test_any_bytes_are_parsed_or_refused_in_the_error_format(raw: bytes) -> None:
     assert_parsed_or_refused(raw, CompletionRequest)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "n", "seed", "top_k", "priority"])
+def test_an_integer_may_be_written_with_a_fraction_of_zero(field: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    found = parse_body(json.dumps({**body, field: 2.0}).encode(), ChatCompletionRequest)
+    assert (getattr(found, field), type(getattr(found, field))) == (2, int)
+    with pytest.raises(PagemillError):
+        parse_body(json.dumps({**body, field: 2.5}).encode(), ChatCompletionRequest)
+
+
+def test_a_top_p_of_zero_is_greedy() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "top_p": 0, "temperature": 0.7}
+    sampling = sampling_of(parse_body(json.dumps(body).encode(), ChatCompletionRequest))
+    assert (sampling.temperature, sampling.top_p) == (0.0, 1.0)

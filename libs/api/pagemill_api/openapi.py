@@ -123,6 +123,7 @@ _CHECKED_LATER: Mapping[str, Schema] = {
     **{name: _bounds_schema(bounds) for name, bounds in BOUNDS.items()},
     "max_completion_tokens": _bounds_schema(BOUNDS["max_tokens"]),
     "max_output_tokens": _bounds_schema(BOUNDS["max_tokens"]),
+    "top_p": {"minimum": 0, "maximum": BOUNDS["top_p"].high},
     "logit_bias": {"maxProperties": MAX_LOGIT_BIAS},
     "chat_template_kwargs": {"maxProperties": MAX_TEMPLATE_KWARGS},
 }

@@ -8,7 +8,8 @@ strings, a list of prompts, a message's text.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -37,6 +38,9 @@ TEMPLATE_KWARGS = frozenset(
 )
 """Variables that clients may pass to a chat template. Others could override the renderer's own arguments."""
 
+_EXACT = 2.0**53
+"""Below this, a float says which integer was meant."""
+_UNIONS = (Union, UnionType, Annotated)
 _TEXT_KEYS = ("type", "text")
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS)]
 RequestId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
@@ -59,10 +63,15 @@ class RequestModel(BaseModel):
     _READ: ClassVar[frozenset[str]] = frozenset()
     """Names of the fields that have an effect or are refused."""
 
+    _INTEGERS: ClassVar[frozenset[str]] = frozenset()
+    """Names of the fields that are integers: JSON writes 2 also as 2.0."""
+
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         names = {each for name, field in cls.model_fields.items() for each in (name, field.alias or name)}
         cls._READ = frozenset((names - cls.IGNORED.keys()) | cls.UNSUPPORTED.keys())
+        kinds = {name: _kinds_in(field.annotation) for name, field in cls.model_fields.items()}
+        cls._INTEGERS = frozenset(name for name, each in kinds.items() if int in each and float not in each)
 
     @classmethod
     def parts(cls, path: str = "") -> Iterator[tuple[str, type[RequestModel]]]:
@@ -91,13 +100,24 @@ class RequestModel(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
-        if unknown := given.keys() - cls._READ:
+        names = given.keys()
+        if unknown := names - cls._READ:
             left_by(cls, unknown)
-        for name in given.keys() & cls.UNSUPPORTED.keys():
+        for name in names & cls._INTEGERS:
+            value = given[name]
+            if value.__class__ is float and value.is_integer() and abs(value) < _EXACT:
+                given[name] = int(value)
+        for name in names & cls.UNSUPPORTED.keys():
             rule = cls.UNSUPPORTED[name]
             if rule.refuses(given[name]):
                 raise refusal(name, f"`{name}` is not supported. {rule.remedy}", "unsupported_parameter")
         return given
+
+
+def _kinds_in(kind: Any) -> set[Any]:
+    """Return the types in a union, with those that are annotated."""
+    within = get_args(kind)
+    return {kind} if not within else set().union(*map(_kinds_in, within)) if get_origin(kind) in _UNIONS else set()
 
 
 def _schema_in(kind: Any) -> type[RequestModel] | None:

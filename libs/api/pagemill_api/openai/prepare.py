@@ -396,6 +396,8 @@ def _sampling(
     if not req.use_beam_search:  # a model's defaults concern sampling, which beam search does not do
         missing = defaults.keys() - req.model_fields_set
         values |= {name: defaults[name] for name in missing if name in values}
+    if values["top_p"] == 0:  # clients mean the most likely token alone
+        values |= {"temperature": 0.0, "top_p": 1.0}
     return SamplingParams(
         **{
             **values,

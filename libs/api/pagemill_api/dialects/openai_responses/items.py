@@ -43,13 +43,50 @@ _READ = frozenset(
 """Fields of items that are read, and those that an item of an answer has and that add nothing to a conversation."""
 _PART_READ = frozenset({"type", "text", "refusal", "annotations", "logprobs"})
 _TEXT_INPUT = {"type": "string", "maxLength": MAX_TEXT_CHARS}
+_STRING = {"type": "string"}
+
+
+def _shape(kind: Any, **properties: Any) -> dict[str, Any]:
+    """Return the schema of an object of this type with these required properties, and any others."""
+    given = {"type": kind, **properties}
+    return {"type": "object", "properties": given, "required": list(given)}
+
+
+_TEXT_PART = _shape({"enum": [each for each in TEXT_PARTS if each != "refusal"]}, text=_TEXT_INPUT)
+_PARTS = [_TEXT_PART, _shape({"const": "refusal"}, refusal=_TEXT_INPUT)]
+_OMITTED_PARTS = [_shape({"enum": ["input_image", "input_file"]})]
+_ID = {"type": "string", "minLength": 1}
+
+
+def _content(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"anyOf": [_TEXT_INPUT, {"type": "array", "items": {"anyOf": parts}, "maxItems": MAX_CONTENT_PARTS}]}
+
+
 _MESSAGE = {
     "type": "object",
-    "properties": {"role": {"enum": list(ROLES)}, "content": _TEXT_INPUT},
+    "properties": {"type": {"const": "message"}, "role": {"enum": list(ROLES)}, "content": _content(_PARTS)},
     "required": ["role", "content"],
-    "additionalProperties": False,
 }
-INPUT_SCHEMA = {"anyOf": [_TEXT_INPUT, {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MAX_MESSAGES}]}
+_OUTPUT = _content([*_PARTS, *_OMITTED_PARTS])
+_ITEMS = [
+    _MESSAGE,
+    _shape({"const": "function_call"}, call_id=_ID, name=_STRING, arguments=_STRING),
+    _shape({"enum": ["function_call_output", "custom_tool_call_output"]}, call_id=_ID, output=_OUTPUT),
+    _shape({"const": "custom_tool_call"}, call_id=_ID, name=_STRING, input=_STRING),
+    _shape({"const": "local_shell_call"}, action={"type": "object", "required": ["command"]}),
+    _shape({"const": "local_shell_call_output"}, output=_OUTPUT),
+    _shape({"const": "tool_search_call"}, call_id=_ID, arguments={"type": "object"}),
+    _shape({"const": "tool_search_output"}, call_id=_ID, tools={"type": "array"}),
+    _shape({"enum": list(COMPACTIONS)}, encrypted_content=_STRING),
+    _shape({"enum": ["reasoning", *_HOSTED_CALLS]}),
+]
+INPUT_SCHEMA = {
+    "anyOf": [
+        _TEXT_INPUT,
+        {"type": "array", "items": {"anyOf": _ITEMS}, "minItems": 1, "maxItems": MAX_MESSAGES},
+    ]
+}
+"""What `input` takes, for the OpenAPI document."""
 
 
 def input_items(value: Any) -> list[Item]:

@@ -9,15 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
-from pagemill_api.openai.fields import MAX_TEXT_CHARS, RequestModel, refusal
+from pagemill_api.openai.fields import MAX_TEXT_CHARS, RequestModel, StopList, refusal
 from pagemill_api.openai.unsupported import Unsupported
-from pagemill_protocol.request.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from pagemill_protocol.request.sampling import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 
 DEFAULT_NEW_TOKENS = 100
 _REMOVE = "Remove it."
 _FORMS = {"json": "guided_json", "json_schema": "guided_json", "regex": "guided_regex"}
-
-StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 
 
 class TgiGrammar(RequestModel):
@@ -42,7 +40,7 @@ class TgiParameters(RequestModel):
     repetition_penalty: FiniteFloat | None = None
     frequency_penalty: FiniteFloat | None = None
     seed: int | None = None
-    stop: list[StopSequence] = Field([], max_length=MAX_STOP_STRINGS)
+    stop: StopList = Field([], max_length=MAX_STOP_STRINGS)
     truncate: int | None = Field(None, ge=1)
     """Number of the prompt's last tokens to keep."""
     return_full_text: bool = False
