@@ -23,7 +23,8 @@ from pagemill_engine.weights.sliced import SlicedTensors
 from pagemill_kernels.native_ops import native_ops
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.ranks.group import RankGroup
-from pagemill_kernels.ranks.in_process import InProcessGroup, in_process_groups
+from pagemill_kernels.ranks.in_process import in_process_groups
+from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup
 from pagemill_kernels.ranks.tensors import HostTensorGroup
 from pagemill_kernels.registry import ops_for
 from pagemill_models.declaration.declaration import DecoderSpec
@@ -36,19 +37,22 @@ DIVIDED_SECONDS = 60.0
 Found = TypeVar("Found")
 
 
-def by_threads(run: Callable[[InProcessGroup], Found], size: int) -> list[Found]:
-    """Return what each rank's thread returns; the first error of a rank ends all of them and is raised."""
+def by_threads(run: Callable[[Any], Found], size: int, groups: Sequence[RankGroup[Any]] | None = None) -> list[Found]:
+    """Return what each rank's thread returns; the first error of a rank ends all of them and is raised.
+
+    `groups`: the ends of a group, if it is not one of threads.
+    """
     found: dict[int, Found] = {}
     errors: list[BaseException] = []
 
-    def work(group: InProcessGroup) -> None:
+    def work(group: RankGroup[Any]) -> None:
         try:
             found[group.rank] = run(group)
         except BaseException as error:
             errors.append(error)
             group.abort(f"rank {group.rank}: {error}")
 
-    threads = [threading.Thread(target=work, args=(group,)) for group in in_process_groups(size)]
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups or in_process_groups(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -151,7 +155,8 @@ def outputs_natively(
     weights: Any = SlicedTensors(source or RandomTensors(whole), whole, decoder, part.slices)
     rotations = Rotations(decoder_tables(decoder, MAX_TOKENS, weights))
     ops = native_ops("cpu_native", "float32")
-    model = NativeDecoder(ModelSpec(decoder=decoder), ops, weights, rotations, group)
+    reduce = group if isinstance(group, SharedMemoryGroup) else None
+    model = NativeDecoder(ModelSpec(decoder=decoder), ops, weights, rotations, group, reduce)
     caches = empty_caches(decoder)
     model.use_caches(caches)
     found, starts = [], [0] * len(lengths)

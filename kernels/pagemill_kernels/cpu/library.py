@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -206,6 +206,29 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class Ranks(ctypes.Structure):
+    _fields_ = (
+        ("shared", c_void_p),
+        ("capacity", c_int64),
+        ("size", c_int32),
+        ("rank", c_int32),
+        ("stuck_ms", c_int32),
+        ("failed", c_int32),
+        ("missing", c_int32),
+        ("barriers", c_uint32),
+    )
+
+
+class Ring(ctypes.Structure):
+    _fields_ = (
+        ("shared", c_void_p),
+        ("slots", c_int64),
+        ("slot_bytes", c_int64),
+        ("readers", c_int32),
+        ("reader", c_int32),
+    )
+
+
 _SIGNATURES = {
     "pagemill_linear": (
         POINTER(PackedWeight), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32,
@@ -243,7 +266,35 @@ _SIGNATURES = {
         c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_void_p,
         POINTER(StepHooks), c_void_p,
     ),
+    "pagemill_ranks_bytes": (c_int64, c_int64),
+    "pagemill_ranks_step": (POINTER(Ranks), c_int64),
+    "pagemill_ranks_status": (POINTER(Ranks), c_int32, POINTER(c_int64)),
+    "pagemill_ranks_abort": (POINTER(Ranks), c_char_p),
+    "pagemill_ranks_reason": (POINTER(Ranks), c_char_p, c_int64),
+    "pagemill_ranks_reduce": (POINTER(Ranks), c_void_p, c_int64, c_int32, c_int32),
+    "pagemill_ranks_hook": (c_void_p, c_void_p, c_int64, c_int32, c_int32),
+    "pagemill_ranks_counts": (POINTER(Ranks), c_int64, c_void_p),
+    "pagemill_ranks_gather": (POINTER(Ranks), c_void_p, c_void_p, c_void_p),
+    "pagemill_ranks_send": (POINTER(Ranks), c_void_p, c_int64, c_int32),
+    "pagemill_ranks_receive": (POINTER(Ranks), c_void_p, c_int64, c_int32),
+    "pagemill_ring_bytes": (c_int64, c_int64),
+    "pagemill_ring_write": (POINTER(Ring), c_char_p, c_int64, c_int64),
+    "pagemill_ring_next": (POINTER(Ring), c_int64, POINTER(c_void_p), POINTER(c_int64)),
+    "pagemill_ring_done": (POINTER(Ring),),
+    "pagemill_ring_close": (POINTER(Ring),),
 }  # fmt: skip
+_RESULTS: dict[str, type[ctypes._SimpleCData[int]]] = {
+    "pagemill_ranks_bytes": c_int64,
+    "pagemill_ring_bytes": c_int64,
+    "pagemill_ranks_reason": c_int32,
+    "pagemill_ranks_reduce": c_int32,
+    "pagemill_ranks_counts": c_int32,
+    "pagemill_ranks_gather": c_int32,
+    "pagemill_ranks_send": c_int32,
+    "pagemill_ranks_receive": c_int32,
+    "pagemill_ring_write": c_int32,
+    "pagemill_ring_next": c_int32,
+}
 
 
 @cache
@@ -308,6 +359,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = arguments
-        function.restype = None
+        function.restype = _RESULTS.get(name)
     library.pagemill_sampling_columns.restype = c_char_p
     return library

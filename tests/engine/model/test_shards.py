@@ -14,6 +14,8 @@ from in_ranks import by_threads, outputs_natively, outputs_on_torch, whole_of
 from pagemill_engine.decoders.native.layers import can_fuse
 from pagemill_kernels.cpu import library
 from pagemill_kernels.ranks.in_process import InProcessGroup
+from pagemill_kernels.ranks.memory import SharedMemory
+from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.sharding.shard import Shard, shard
 from pagemill_models.sharding.slices import TensorSlice
@@ -82,6 +84,21 @@ def test_native_layers_give_the_outputs_of_torch(name: str) -> None:
     expected = outputs_on_torch(decoder, whole_of(decoder), None)
     for mine, torchs in zip(outputs_natively(decoder, whole_of(decoder), None), expected, strict=True):
         np.testing.assert_allclose(mine, torchs, rtol=TOLERANCE, atol=TOLERANCE * max(1.0, np.abs(torchs).max()))
+
+
+@natively
+@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("olmo2", 3), ("phi", 4), ("mixtral", 3)])
+def test_ranks_over_shared_memory_give_the_bits_of_threads(name: str, size: int) -> None:
+    decoder = declared(name)
+
+    def run(group: Any) -> list[Any]:
+        return outputs_natively(decoder, shard(decoder, group.rank, size), group)
+
+    memory = SharedMemory.create(group_bytes(size, capacity=100))
+    groups = [SharedMemoryGroup(memory, rank, size, capacity=100) for rank in range(size)]
+    for found, expected in zip(by_threads(run, size, groups), by_threads(run, size), strict=True):
+        assert all(np.array_equal(mine, other) for mine, other in zip(found, expected, strict=True))
+    memory.close()
 
 
 def with_bias_twice(part: Shard, rank: int) -> Shard:

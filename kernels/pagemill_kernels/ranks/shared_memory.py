@@ -1,0 +1,114 @@
+"""A group of processes of one machine over shared memory, without torch (cpu/src/ranks.cpp).
+
+A rank that waits too long for another one ends the group for all and names it; who watches processes calls `abort`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+
+from pagemill_kernels.arrays import Array, address
+from pagemill_kernels.cpu import launch, library
+from pagemill_kernels.ranks.group import GroupAborted
+from pagemill_kernels.ranks.memory import SharedMemory
+
+STUCK_SECONDS = 5.0
+OUTSIDE = -1
+"""Number of the layer, and of the cut, of sums outside of the layers' call."""
+_REASON_BYTES = 512
+
+
+class RankStatus(NamedTuple):
+    """What a rank last did."""
+
+    barriers: int
+    step: int
+    layer: int
+    cut: int
+
+
+def group_bytes(size: int, capacity: int) -> int:
+    """Return the bytes of the shared memory of a group. `capacity`: values that are exchanged at a time."""
+    return int(launch.native().pagemill_ranks_bytes(size, capacity))
+
+
+class SharedMemoryGroup:
+    def __init__(
+        self, memory: SharedMemory, rank: int, size: int, capacity: int, stuck_seconds: float = STUCK_SECONDS
+    ) -> None:
+        """Join a group. `memory`: of at least `group_bytes`. `stuck_seconds`: how long another rank is waited for."""
+        self.rank, self.size = rank, size
+        self._memory = memory
+        self._stuck_seconds = stuck_seconds
+        self._native = launch.native()
+        self._ranks = library.Ranks(
+            shared=memory.address, capacity=capacity, size=size, rank=rank, stuck_ms=int(stuck_seconds * 1000)
+        )
+        self.context = ctypes.addressof(self._ranks)
+        function = ctypes.cast(self._native.pagemill_ranks_hook, ctypes.c_void_p).value
+        assert function is not None
+        self.function = function
+        """With `context` and `check` the `NativeReduce` of this group."""
+
+    def all_reduce(self, buffer: Array) -> None:
+        self._native.pagemill_ranks_reduce(self._ranks, address(buffer), buffer.size, OUTSIDE, OUTSIDE)
+        self.check()
+
+    def gather(self, buffer: Array) -> list[Array]:
+        counts = np.empty(self.size, dtype=np.int64)
+        self._native.pagemill_ranks_counts(self._ranks, buffer.size, address(counts))
+        self.check()
+        found = np.empty(int(counts.sum()), dtype=np.float32)
+        self._native.pagemill_ranks_gather(self._ranks, address(buffer), address(counts), address(found))
+        self.check()
+        rows = len(buffer)
+        return [each.reshape(rows, -1) for each in np.split(found, np.cumsum(counts)[:-1])]
+
+    def send(self, buffer: Array, to: int) -> None:
+        self._native.pagemill_ranks_send(self._ranks, address(buffer), buffer.size, to)
+        self.check()
+
+    def receive(self, buffer: Array, sender: int) -> None:
+        self._native.pagemill_ranks_receive(self._ranks, address(buffer), buffer.size, sender)
+        self.check()
+
+    def abort(self, reason: str) -> None:
+        # A C string that is cut inside a character is read with a replacement.
+        self._native.pagemill_ranks_abort(self._ranks, reason.encode())
+
+    def check(self) -> None:
+        """Raise `GroupAborted` if the group has ended, or if this rank has waited too long and so ends it."""
+        if not self._ranks.failed:
+            return
+        if self._ranks.failed == 2:
+            self.abort(self._missing(self._ranks.missing))
+        raise GroupAborted(self.reason() or "the group has ended")
+
+    def reason(self) -> str | None:
+        """Return why the group has ended; None while it has not."""
+        text = ctypes.create_string_buffer(_REASON_BYTES)
+        found = self._native.pagemill_ranks_reason(self._ranks, text, _REASON_BYTES)
+        return text.value.decode(errors="replace") if found else None
+
+    def begin_step(self, step: int) -> None:
+        """Record the number of the step that this rank computes, for messages."""
+        self._native.pagemill_ranks_step(self._ranks, step)
+
+    def status(self, rank: int) -> RankStatus:
+        out = (ctypes.c_int64 * 4)()
+        self._native.pagemill_ranks_status(self._ranks, rank, out)
+        return RankStatus(*out)
+
+    def _missing(self, rank: int) -> str:
+        mine, other = self.status(self.rank), self.status(rank)
+        return (
+            f"rank {rank} has not reached {_cut(mine)} of step {mine.step} within {self._stuck_seconds:g} s; it was "
+            f"last at {_cut(other)} of step {other.step}"
+        )
+
+
+def _cut(status: RankStatus) -> str:
+    return "a sum outside of the layers" if status.layer < 0 else f"cut {status.cut} of layer {status.layer}"

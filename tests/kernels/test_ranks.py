@@ -1,0 +1,205 @@
+"""Groups of ranks add in order, exchange what differs in size, and end for all; rings give readers every message."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagemill_kernels.cpu import library
+from pagemill_kernels.ranks.group import GroupAborted
+from pagemill_kernels.ranks.in_process import in_process_groups
+from pagemill_kernels.ranks.memory import SharedMemory
+from pagemill_kernels.ranks.ring import ReaderStoppedError, RingClosedError, RingReader, RingWriter, ring_bytes
+from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
+
+needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
+CAPACITY = 64
+KINDS = ["in process", pytest.param("shared memory", marks=needs_kernels)]
+Groups = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def groups_of() -> Iterator[Groups]:
+    memories: list[SharedMemory] = []
+
+    def made(kind: str, size: int, stuck_seconds: float = 30.0) -> list[Any]:
+        if kind == "in process":
+            return list(in_process_groups(size))
+        memories.append(SharedMemory.create(group_bytes(size, CAPACITY)))
+        return [SharedMemoryGroup(memories[-1], rank, size, CAPACITY, stuck_seconds) for rank in range(size)]
+
+    yield made
+    for memory in memories:
+        memory.close()
+
+
+def together(groups: list[Any], run: Callable[[Any], Any]) -> list[Any]:
+    found: dict[int, Any] = {}
+
+    def work(group: Any) -> None:
+        try:
+            found[group.rank] = run(group)
+        except Exception as error:
+            found[group.rank] = error
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return [found[rank] for rank in range(len(groups))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_rank_gets_the_sums_in_the_order_of_ranks(groups_of: Groups, kind: str, size: int) -> None:
+    rounds = [
+        np.random.default_rng(seed).standard_normal((size, 1 + seed * 37 % 200), np.float32) for seed in range(40)
+    ]
+
+    def run(group: Any) -> list[Any]:
+        found = []
+        for values in rounds:
+            own = values[group.rank].copy()
+            group.all_reduce(own)
+            found.append(own)
+        return found
+
+    for found in together(groups_of(kind, size), run):
+        for mine, values in zip(found, rounds, strict=True):
+            expected = values[0].copy()
+            for other in values[1:]:
+                expected += other
+            assert np.array_equal(mine, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gathered_values_may_differ_in_size(groups_of: Groups, kind: str) -> None:
+    def run(group: Any) -> list[Any]:
+        own = np.full((3, 5 + 40 * group.rank), group.rank, dtype=np.float32)
+        return [[each.copy() for each in group.gather(own + turn)] for turn in range(5)]
+
+    for found in together(groups_of(kind, 3), run):
+        for turn, gathered in enumerate(found):
+            assert [each.shape for each in gathered] == [(3, 5), (3, 45), (3, 85)]
+            assert all((each == rank + turn).all() for rank, each in enumerate(gathered))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_sent_in_order(groups_of: Groups, kind: str) -> None:
+    sent = [np.random.default_rng(seed).standard_normal(1 + 50 * seed, np.float32) for seed in range(8)]
+
+    def run(group: Any) -> list[Any]:
+        found = []
+        for values in sent:
+            if group.rank == 0:
+                group.send(values, 1)
+            else:
+                found.append(np.empty_like(values))
+                group.receive(found[-1], 0)
+        return found
+
+    _, received = together(groups_of(kind, 2), run)
+    assert all(np.array_equal(mine, values) for mine, values in zip(received, sent, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_abort_wakes_every_rank_with_the_first_reason(groups_of: Groups, kind: str) -> None:
+    def run(group: Any) -> None:
+        group.all_reduce(np.ones(4, dtype=np.float32))
+        if group.rank == 2:
+            group.abort("rank 2: out of memory")
+            group.abort("a later reason")
+        group.all_reduce(np.ones(4, dtype=np.float32))
+
+    started = time.monotonic()
+    for error in together(groups_of(kind, 3), run):
+        assert isinstance(error, GroupAborted)
+        assert str(error) == "rank 2: out of memory"
+    assert time.monotonic() - started < 5
+
+
+@needs_kernels
+def test_a_rank_that_does_not_come_is_named_with_step_and_cut(groups_of: Groups) -> None:
+    def run(group: Any) -> None:
+        group.begin_step(7)
+        group.all_reduce(np.ones(4, dtype=np.float32))
+        if group.rank != 1:
+            group.all_reduce(np.ones(4, dtype=np.float32))
+
+    first, second, third = together(groups_of("shared memory", 3, stuck_seconds=0.3), run)
+    assert second is None
+    for error in (first, third):
+        assert str(error).startswith("rank 1 has not reached a sum outside of the layers of step 7 within 0.3 s")
+
+
+SLOTS, SLOT_BYTES = 8, 512
+
+
+@pytest.fixture
+def ring() -> Iterator[tuple[RingWriter, list[RingReader]]]:
+    memory = SharedMemory.create(ring_bytes(SLOTS, SLOT_BYTES))
+    names = ["rank 1", "rank 2", "rank 3"]
+    yield (
+        RingWriter(memory, SLOTS, SLOT_BYTES, names),
+        [RingReader(memory, SLOTS, SLOT_BYTES, index) for index in range(len(names))],
+    )
+    memory.close()
+
+
+@needs_kernels
+@pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=[pytest.mark.full, pytest.mark.slow])])
+def test_readers_that_stop_at_random_read_every_message(ring: tuple[RingWriter, list[RingReader]], count: int) -> None:
+    writer, readers = ring
+    sizes = random.Random(1)
+    messages = [bytes([index % 251]) * int(sizes.choice((0, 1, 300, 512, 513, 2000, 9000))) for index in range(count)]
+    wrong: list[int] = []
+
+    def read(reader: RingReader, seed: int) -> None:
+        stops = random.Random(seed)
+        for index, message in enumerate(messages):
+            if stops.random() < 0.002:
+                time.sleep(0.002)  # the reader stops; nothing waits for this time
+            if reader.read(30) != message:
+                wrong.append(index)
+                return
+
+    threads = [threading.Thread(target=read, args=(reader, seed)) for seed, reader in enumerate(readers)]
+    for thread in threads:
+        thread.start()
+    for message in messages:
+        writer.write(message, seconds=30)
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert wrong == []
+
+
+@needs_kernels
+def test_a_reader_that_reads_nothing_is_named(ring: tuple[RingWriter, list[RingReader]]) -> None:
+    writer, readers = ring
+    for _ in range(SLOTS):
+        writer.write(b"step", seconds=0.2)
+        assert readers[0].read(1) == readers[2].read(1) == b"step"
+    with pytest.raises(ReaderStoppedError, match=r"rank 2 has read nothing for 0\.2 s"):
+        writer.write(b"step", seconds=0.2)
+
+
+@needs_kernels
+def test_a_closed_ring_is_read_to_its_end(ring: tuple[RingWriter, list[RingReader]]) -> None:
+    writer, readers = ring
+    assert readers[0].read(0.05) is None
+    writer.write(b"last")
+    writer.close()
+    assert readers[1].read(1) == b"last"
+    with pytest.raises(RingClosedError):
+        readers[1].read(1)
+    with pytest.raises(RingClosedError):
+        writer.write(b"more")
