@@ -1,238 +1,59 @@
-"""Random sequences of allocate, append, fork, free, preempt, abort and fail keep the KV manager consistent.
-
-A simulated device stores digests of prefixes in the slots of each cache kind. In every step, each row must read, in its
-own slots, what its kinds' windows show of its own prefix, so that a leaked, doubly used, wrongly shared or too early
-freed block is detected even if the counters agree. Up to two steps are in flight: the device has run them, but they
-were not read, so their tokens are not known.
-"""
+"""Random sequences of operations keep the cache manager consistent, with every mix of cache kinds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import random
 
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from kv_machine import KVMachine, walk
 
 from examples import num_examples
-from pagemill_engine.kv.integrity import check_integrity
-from pagemill_engine.kv.manager import CacheManager
-from pagemill_protocol.report.cache_kinds import FULL, CacheKind
-
-BLOCK_SIZE = 4
-tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
-"""Only two token values, so that prefixes are often shared."""
-MIXES: list[tuple[int | None, ...]] = [(None,), (None, 5), (None, 9), (None, 4, 7), (3,), (6, 1)]
-"""Windows of the kinds; None: a full kind."""
-
-
-@dataclass(eq=False)
-class Row:
-    request_id: str
-    token_ids: list[int]
-    num_computed_tokens: int = 0
-    cache_root: bytes = b"root"
-    block_hashes: list[bytes] = field(default_factory=list)
-    num_pending_tokens: int = 0
-    open_tokens: int = 0
-    coming: list[int] = field(default_factory=list)
-    """The tokens that steps in flight have sampled."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) + self.num_pending_tokens
-
-
-def digests(token_ids: list[int]) -> list[int]:
-    out, digest = [], 0
-    for token_id in token_ids:
-        digest = hash((digest, token_id))
-        out.append(digest)
-    return out
-
-
-class KVMachine(RuleBasedStateMachine):
-    rows = Bundle("rows")
-
-    @initialize(
-        num_blocks=st.integers(3, 12),
-        windows=st.sampled_from(MIXES),
-        caching=st.booleans(),
-    )
-    def make(self, num_blocks: int, windows: tuple[int | None, ...], caching: bool) -> None:
-        self.kinds = [FULL if window is None else CacheKind(f"window-{window}", window) for window in windows]
-        counts = [num_blocks] * len(windows)
-        self.kv = CacheManager(counts, BLOCK_SIZE, kinds=self.kinds, enable_prefix_caching=caching)
-        self.slots: list[dict[int, int]] = [{} for _ in self.kinds]
-        self.copies: dict[str, list[tuple[int, int, int]]] = {}
-        self.num_rows = 0
-        self.alive: list[Row] = []
-        self.flights: list[tuple[dict[Row, int], set[Row]]] = []
-
-    @rule(target=rows, token_ids=tokens)
-    def start(self, token_ids: list[int]) -> Row:
-        return self._begin(Row(self._name(), token_ids))
-
-    @rule(row=rows, share=st.floats(0.1, 1.0))
-    def allocate(self, row: Row, share: float) -> None:
-        """Schedule some of the row's due tokens in the step that is being planned."""
-        due = row.num_tokens - row.num_computed_tokens
-        if row not in self.alive or row.open_tokens or due == 0:
-            return
-        num_tokens = max(1, round(due * share))
-        before = self.kv.usage(), self.kv.held_blocks(row)
-        allocation = self.kv.allocate(row, num_tokens)
-        if allocation is None:
-            assert (self.kv.usage(), self.kv.held_blocks(row)) == before
-            return
-        row.open_tokens = num_tokens
-        copies = [(kind, *part.replaced[1:]) for kind, part in enumerate(allocation) if part.replaced is not None]
-        if copies:
-            self.copies[row.request_id] = copies
-
-    @rule()
-    def launch_step(self) -> None:
-        """Run the step on the device: copies are read first, then rows write, then every row must read its own prefix.
-
-        Rows whose tokens are all computed then sample a token.
-        """
-        if len(self.flights) == 2:
-            return
-        copies = [each for found in self.copies.values() for each in found]
-        content = [(kind, copy, self._read(kind, source)) for kind, source, copy in copies]
-        for kind, copy, values in content:
-            self._write(kind, copy, values)
-        self.copies.clear()
-        written: set[tuple[int, int]] = set()
-        flight = {row: row.open_tokens for row in self.alive if row.open_tokens}
-        for row, num_tokens in flight.items():
-            wanted = digests(row.token_ids + row.coming)
-            for position in range(row.num_computed_tokens, row.num_computed_tokens + num_tokens):
-                for kind, slots in enumerate(self.slots):
-                    slot = self._slot(kind, row, position)
-                    assert (kind, slot) not in written, "two rows wrote one slot"
-                    written.add((kind, slot))
-                    slots[slot] = wanted[position]
-        starts = {row: row.num_computed_tokens for row in flight}
-        self.kv.launch([row.request_id for row in flight])
-        for row in flight:
-            row.open_tokens = 0
-            wanted = digests(row.token_ids + row.coming)
-            for kind, slots in enumerate(self.slots):
-                window = self.kinds[kind].window
-                first = 0 if window is None else max(0, starts[row] - window + 1)
-                for position in range(first, row.num_computed_tokens):
-                    assert slots.get(self._slot(kind, row, position)) == wanted[position], (
-                        "a row read the KV of another prefix"
-                    )
-        sampling = {row for row in flight if row.num_computed_tokens == row.num_tokens}
-        for row in sampling:
-            row.coming.append(digests(row.token_ids + row.coming)[-1] % 2)
-            row.num_pending_tokens += 1
-        self.flights.append((flight, sampling))
-
-    @rule()
-    def read_step(self) -> None:
-        if not self.flights:
-            return
-        flight, sampling = self.flights.pop(0)
-        for row, num_tokens in flight.items():
-            self.kv.commit(row, num_tokens)
-        for row in sampling:
-            row.token_ids.append(row.coming.pop(0))
-            row.num_pending_tokens -= 1
-
-    @rule(target=rows, parent=rows)
-    def fork(self, parent: Row) -> Row:
-        written = parent.open_tokens or any(parent in flight for flight, _ in self.flights)
-        if parent not in self.alive or written or parent.num_computed_tokens < 2:
-            return multiple()
-        child = Row(self._name(), list(parent.token_ids))
-        if self.kv.fork(parent, child, parent.num_computed_tokens - 1) == 0:
-            assert not self.kv.has_table(child)
-            return self._begin(child)
-        self.alive.append(child)
-        return child
-
-    @rule(row=consumes(rows))
-    def finish(self, row: Row) -> None:
-        if row in self.alive and not row.open_tokens:
-            self._drop(row)
-
-    @rule(row=rows)
-    def preempt(self, row: Row) -> None:
-        """Preempt the row: its computed tokens are dropped, and it starts again with what is still cached."""
-        if row in self.alive and not row.open_tokens:
-            self._drop(row)
-            self._begin(row)
-
-    @rule(row=consumes(rows))
-    def abort_or_fail(self, row: Row) -> None:
-        """Remove the row while its write is planned or in flight; rows that hit its blocks start again."""
-        if row not in self.alive:
-            return
-        untrusted = self.kv.invalidate(row)
-        self._drop(row)
-        spoiled = True
-        while spoiled:
-            spoiled = [other for other in self.alive if self.kv.holds_any(other, untrusted)]
-            for other in spoiled:
-                untrusted |= self.kv.invalidate(other)
-                self._drop(other)
-
-    @rule()
-    def reset_cache_between_steps(self) -> None:
-        if not self.flights and not any(row.open_tokens for row in self.alive):
-            self.kv.reset_prefix_cache()
-
-    @invariant()
-    def bookkeeping_agrees(self) -> None:
-        check_integrity(self.kv)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "kv"):
-            return
-        for row in list(self.alive):
-            self._drop(row)
-        check_integrity(self.kv)
-        assert all(each.num_active == 0 for each in self.kv.usage()), "a block was leaked"
-
-    def _begin(self, row: Row) -> Row:
-        self.kv.start(row, self.kv.match(row))
-        assert row.num_computed_tokens < len(row.token_ids)
-        self.alive.append(row)
-        return row
-
-    def _drop(self, row: Row) -> None:
-        self.kv.free(row)
-        self.copies.pop(row.request_id, None)
-        row.open_tokens = row.num_pending_tokens = 0
-        row.coming.clear()
-        for flight, sampling in self.flights:
-            flight.pop(row, None)
-            sampling.discard(row)
-        self.alive.remove(row)
-
-    def _name(self) -> str:
-        self.num_rows += 1
-        return f"row-{self.num_rows}"
-
-    def _slot(self, kind: int, row: Row, position: int) -> int:
-        first, block_ids = self.kv.held_blocks(row)[kind]
-        index = position // BLOCK_SIZE - first
-        assert index >= 0, "a block was freed that a row still reads"
-        return block_ids[index] * BLOCK_SIZE + position % BLOCK_SIZE
-
-    def _read(self, kind: int, block_id: int) -> list[int | None]:
-        return [self.slots[kind].get(block_id * BLOCK_SIZE + offset) for offset in range(BLOCK_SIZE)]
-
-    def _write(self, kind: int, block_id: int, values: list[int | None]) -> None:
-        for offset, value in enumerate(values):
-            if value is not None:
-                self.slots[kind][block_id * BLOCK_SIZE + offset] = value
-
+from pagemill_protocol.report.cache_kinds import FULL, CacheKind, first_needed, longest_match, most_held
 
 KVMachine.TestCase.settings = settings(
     max_examples=num_examples(1000), stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 test_kv_bookkeeping = KVMachine.TestCase
+
+
+def test_random_walks_keep_tables_and_content_consistent() -> None:
+    for seed in range(num_examples(200)):
+        walk(seed)
+
+
+def test_the_longest_match_is_that_of_a_search_over_all_boundaries() -> None:
+    draw = random.Random(5)
+    for _ in range(2000):
+        kinds = draw.choice(
+            [[FULL], [FULL, CacheKind("w", 5)], [CacheKind("w", 9), CacheKind("v", 3)], [CacheKind("w", 1)]]
+        )
+        num_blocks = draw.randint(0, 9)
+        cached = [[draw.random() < 0.8 for _ in range(num_blocks)] for _ in kinds]
+        resumable = [
+            boundary
+            for boundary in range(num_blocks + 1)
+            if all(
+                all(have[first_needed(kind, 4 * boundary, 4) : boundary])
+                for kind, have in zip(kinds, cached, strict=True)
+            )
+        ]
+
+        def has(number: int, index: int, have: list[list[bool]] = cached) -> bool:
+            return have[number][index]
+
+        found = longest_match(kinds, num_blocks, 4, has)
+        assert found == max(resumable)
+
+
+def test_the_most_blocks_held_are_those_of_a_walk_through_all_steps() -> None:
+    draw = random.Random(6)
+    for _ in range(2000):
+        kind = draw.choice([FULL, CacheKind("w", draw.randint(1, 40))])
+        start, step = draw.randint(0, 60), draw.randint(1, 20)
+        end = start + draw.randint(0, 80)
+        position, held = start, -(-start // 4) - first_needed(kind, start, 4)
+        while position < end:
+            after = min(end, position + step)
+            held = max(held, -(-after // 4) - first_needed(kind, position, 4))
+            position = after
+        assert held <= most_held(kind, start, end, step, 4) <= held + 2

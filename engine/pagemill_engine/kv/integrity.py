@@ -44,6 +44,8 @@ def _check_ends(kv: CacheManager) -> list[str]:
             faults.append(f"{name} has KV for {end} of {num_tokens} tokens")
         if table.end != -(-end // kv.block_size):
             faults.append(f"{name} counts {table.end} blocks for {end} tokens")
+        if len(table.sequence.block_hashes) * kv.block_size > len(table.sequence.token_ids):
+            faults.append(f"{name} has hashes of tokens that are not known")
         tails = [own.blocks[-1] for own in table.of_kinds if own.blocks]
         if table.tail_is_own and end % kv.block_size and any(tail.ref_count > 1 or tail.block_hash for tail in tails):
             faults.append(f"{name} takes a last block for its own that others may read")
