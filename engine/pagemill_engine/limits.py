@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pagemill_engine.config import CPU_STEP
+from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 from pagemill_protocol.request.pooling import PoolingSpec
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 
@@ -16,6 +17,7 @@ from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     num_blocks: int
+    """Blocks of the first cache kind, which keeps most."""
     block_size: int
     max_model_len: int
     """Largest number of tokens of prompt and output together."""
@@ -33,6 +35,10 @@ class SchedulerLimits:
     kv_dtype: str = ""
     pooling: PoolingSpec | None = None
     """The result of a pooling model, whose requests get vectors or scores; None: the model generates tokens."""
+    kinds: tuple[CacheKind, ...] = (FULL,)
+    """The cache kinds of the model's layers."""
+    kind_blocks: tuple[int, ...] = ()
+    """Blocks of each kind; none: `num_blocks` of the only one."""
     serves_adapters: bool = False
     jumps_forward: bool = True
     """Whether tokens that a form leaves no choice about are taken at once instead of sampled."""
@@ -42,6 +48,10 @@ class SchedulerLimits:
         """The most tokens that one request can reach. The newest token needs no KV slot: it is sampled but not
         computed."""
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+    @property
+    def blocks_of_kinds(self) -> tuple[int, ...]:
+        return self.kind_blocks or (self.num_blocks,)
 
     @property
     def max_prompt_tokens(self) -> int:

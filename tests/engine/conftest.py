@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TableChanges, TokenLogprobs
+from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 
 
 class DeviceFault(RuntimeError):
@@ -28,17 +30,19 @@ class Handle:
 
 
 class CheckingRunner:
-    """A device whose KV cache contains token ids: every slot has a digest of the whole prefix up to its token.
+    """A device whose caches contain token ids: every slot has a digest of the whole prefix up to its token.
 
-    A row's next token is computed from its own slots, and every slot that it reads is compared with the digest of its
-    tokens. So a wrong block, a missed copy or a second writer is detected at once. A row that is marked to fail writes
+    A row's next token is computed from its own slots, and every slot that it reads in any cache kind is compared with
+    the digest of its tokens. So a wrong block, a missed copy, a second writer or a block that was freed too early is
+    detected at once. A row that is marked to fail writes
     poison, and a row that reads poison gets a wrong token. Steps run in order when they are launched; `wait` raises a
     failure, and steps launched after a failed one do not run. `trace` records the order of calls.
     """
 
     def __init__(self, info: RunnerInfo) -> None:
         self.info = info
-        self.slots: dict[int, int] = {}
+        self.slots: dict[tuple[int, int], int] = {}
+        """By cache kind and slot."""
         self.rows: dict[str, dict[str, Any]] = {}
         self.plans: list[StepPlan] = []
         self.trace: list[tuple[str, int]] = []
@@ -74,17 +78,18 @@ class CheckingRunner:
         if self.raise_on(plan):
             raise DeviceFault("made to fail")
         failed = self.fail_rows(plan)
-        writers: dict[int, str] = {}
+        writers: dict[tuple[int, int], str] = {}
         for name, count in plan.num_scheduled_tokens.items():
             row = self.rows[name]
             for position in range(row["computed"], row["computed"] + count):
-                slot = self._slot(row, position)
-                if slot in writers:
-                    raise DeviceFault(f"{name} and {writers[slot]} both write slot {slot}")
-                writers[slot] = name
-                self.slots[slot] = POISON if name in failed else row["digests"][position]
+                for kind in range(len(self.info.kinds)):
+                    slot = self._slot(kind, row, position)
+                    if slot in writers:
+                        raise DeviceFault(f"{name} and {writers[slot]} both write slot {slot}")
+                    writers[slot] = name
+                    self.slots[slot] = POISON if name in failed else row["digests"][position]
             row["computed"] += count
-        sound = {name: self._reads_well(name) for name in plan.num_scheduled_tokens}
+        sound = {name: self._reads_well(name, count) for name, count in plan.num_scheduled_tokens.items()}
         tokens = {}
         logprobs = {}
         prompt_logprobs = {name: self._of_prompt(name, plan) for name in plan.prompt_targets if name not in failed}
@@ -135,7 +140,7 @@ class CheckingRunner:
             row: dict[str, Any] = {
                 "tokens": [],
                 "digests": [],
-                "blocks": list(admitted.tables[0].block_ids),
+                "blocks": [[None] * each.first + each.block_ids for each in admitted.tables],
                 "computed": admitted.num_computed_tokens,
                 "seed": admitted.seed,
                 "choice": admitted.choice,
@@ -146,22 +151,26 @@ class CheckingRunner:
             for token_id in admitted.token_ids:
                 self._append(row, token_id)
             self.rows[admitted.request_id] = row
-        for changes in plan.tables:
-            self._change(changes)
+        for kind, changes in enumerate(plan.tables):
+            self._change(kind, changes)
 
-    def _change(self, changes: TableChanges) -> None:
+    def _change(self, kind: int, changes: TableChanges) -> None:
         for name, block_ids in changes.appended.items():
-            self.rows[name]["blocks"] += block_ids
+            self.rows[name]["blocks"][kind] += block_ids
         for name, index, block_id in changes.placed:
-            self.rows[name]["blocks"][index] = block_id
+            self.rows[name]["blocks"][kind][index] = block_id
+        for name, first, end in changes.dropped:
+            if name in self.rows:
+                self.rows[name]["blocks"][kind][first:end] = [None] * (end - first)
         size = self.info.block_size
         content = {
-            copy: [self.slots.get(source * size + offset) for offset in range(size)] for source, copy in changes.copies
+            copy: [self.slots.get((kind, source * size + offset)) for offset in range(size)]
+            for source, copy in changes.copies
         }
         for copy, values in content.items():
             for offset, value in enumerate(values):
                 if value is not None:
-                    self.slots[copy * size + offset] = value
+                    self.slots[kind, copy * size + offset] = value
 
     def _logprobs(self, read: int, token_id: int, num_top: int) -> TokenLogprobs:
         """Return a distribution that depends on the prefix alone."""
@@ -178,18 +187,23 @@ class CheckingRunner:
         row["tokens"].append(token_id)
         row["digests"].append(hash((before, token_id)))
 
-    def _slot(self, row: dict[str, Any], position: int) -> int:
+    def _slot(self, kind: int, row: dict[str, Any], position: int) -> tuple[int, int]:
         size = self.info.block_size
-        return int(row["blocks"][position // size] * size + position % size)
+        block_id = row["blocks"][kind][position // size]
+        if block_id is None:
+            raise DeviceFault(f"a row still needs the block at position {position}, which was freed")
+        return kind, int(block_id * size + position % size)
 
-    def _reads_well(self, name: str) -> bool:
-        """Whether the row reads no poison."""
+    def _reads_well(self, name: str, count: int) -> bool:
+        """Whether the row, which has computed `count` tokens, reads no poison."""
         row, sound = self.rows[name], True
-        for position in range(row["computed"]):
-            content = self.slots.get(self._slot(row, position))
-            sound = sound and content != POISON
-            if content not in (POISON, row["digests"][position]):
-                raise DeviceFault(f"{name} reads foreign or missing KV at position {position}")
+        for kind, each in enumerate(self.info.kinds):
+            first = 0 if each.window is None else max(0, row["computed"] - count - each.window + 1)
+            for position in range(first, row["computed"]):
+                content = self.slots.get(self._slot(kind, row, position))
+                sound = sound and content != POISON
+                if content not in (POISON, row["digests"][position]):
+                    raise DeviceFault(f"{name} reads foreign or missing KV at position {position}")
         return sound
 
 
@@ -198,9 +212,15 @@ def checking_runner() -> Callable[..., CheckingRunner]:
     """Return a function that makes devices that check what every row reads."""
 
     def make(
-        num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab_size: int = 1000
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 128,
+        vocab_size: int = 1000,
+        windows: tuple[int | None, ...] = (None,),
     ) -> CheckingRunner:
         info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, "weights", "kv", 0, 0, "none")
-        return CheckingRunner(info)
+        kinds = tuple(FULL if window is None else CacheKind(f"window-{window}", window) for window in windows)
+        kinds = tuple(msgspec.structs.replace(kind, block_bytes=1024) for kind in kinds)
+        return CheckingRunner(info._replace(kinds=kinds, kind_blocks=(num_blocks,) * len(kinds)))
 
     return make

@@ -50,14 +50,15 @@ engine_settings = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "policy": st.sampled_from(["fcfs", "priority", "shortest-prefill-first"]),
         "overlap": st.booleans(),
+        "windows": st.sampled_from([(None,), (None, 5), (None, 9, 4), (6,)]),
     }
 )
 # 12 blocks of 4 slots have exactly the capacity of one request of the longest kind.
 numbers_of_blocks = st.integers(12, 40)
 
 
-def make_core(make: Make, num_blocks: int, **options: Any) -> EngineCore:
-    runner = make(num_blocks=num_blocks, block_size=4, max_model_len=MAX_MODEL_LEN, vocab_size=7)
+def make_core(make: Make, num_blocks: int, windows: tuple[int | None, ...] = (None,), **options: Any) -> EngineCore:
+    runner = make(num_blocks=num_blocks, block_size=4, max_model_len=MAX_MODEL_LEN, vocab_size=7, windows=windows)
     return EngineCore(EngineConfig(model="m", block_size=4, eos_token_ids=[6], **options), runner)
 
 
@@ -192,8 +193,8 @@ def pressing_requests() -> list[GenerateRequest]:
     ]
 
 
-def pressed_core(make: Make, overlap: bool) -> EngineCore:
-    return make_core(make, 16, max_num_seqs=6, max_num_batched_tokens=24, overlap=overlap)
+def pressed_core(make: Make, overlap: bool, windows: tuple[int | None, ...] = (None,)) -> EngineCore:
+    return make_core(make, 16, windows, max_num_seqs=6, max_num_batched_tokens=24, overlap=overlap)
 
 
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
@@ -287,3 +288,13 @@ def test_a_planted_fault_is_detected(
     monkeypatch.setattr(owner, method, fault)
     with pytest.raises((KVCacheError, AssertionError)):
         serve(pressed_core(checking_runner, overlap), pressing_requests(), stagger=3)
+
+
+@both_loops
+def test_a_row_reads_the_padding_block_where_its_window_has_passed(checking_runner: Make, overlap: bool) -> None:
+    core = pressed_core(checking_runner, overlap, (None, 6))
+    serve(core, pressing_requests(), stagger=3)
+    dropped = [entry for plan in core.runner.plans for entry in plan.tables[1].dropped]
+    assert dropped
+    assert all(first < end for _, first, end in dropped)
+    assert not any(plan.tables[0].dropped for plan in core.runner.plans)

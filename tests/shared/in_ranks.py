@@ -18,7 +18,7 @@ from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.decoders.on_torch.encoder_attention import plan_rectangles
 from pagemill_engine.decoders.on_torch.filling import load_weights
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
-from pagemill_engine.decoders.step_model import StepTokens
+from pagemill_engine.decoders.step_model import CachedTokens, StepTokens
 from pagemill_engine.weights.sliced import SlicedTensors
 from pagemill_kernels.native_ops import native_ops
 from pagemill_kernels.paged_attention.batch import AttentionBatch
@@ -123,11 +123,12 @@ def outputs_on_torch(
                 }
             at = torch.from_numpy(positions)
             rows = None if adapters is None else adapters(counts)
+            places = ops.plan_slots(torch.from_numpy(slots), batch.cache_heads, BLOCK_SIZE)
             context = ForwardContext(
                 positions=at,
                 rotations=rotations.at(at),
                 kv_caches=caches,
-                kv_slots=ops.plan_slots(torch.from_numpy(slots), batch.cache_heads, BLOCK_SIZE),
+                kv_slots=dict.fromkeys(decoder.windows(), places),
                 attention_plans=plans,
                 token_types=None if types is None else at % min(2, types.num_rows),
                 adapters=rows,
@@ -164,7 +165,7 @@ def outputs_natively(
         batch, positions, slots = batch_of(decoder, starts, counts)
         ids = token_ids(decoder, len(positions), seed=starts[0])
         rows = None if adapters is None else adapters(counts)
-        hidden = model.hidden(StepTokens(ids, positions, slots, batch), rows)
+        hidden = model.hidden(StepTokens(ids, positions, dict.fromkeys(decoder.windows(), CachedTokens(slots, batch))), rows)
         found.append(hidden.copy())
         if model.head is not None:
             found.append(model.logits(hidden, rows).copy())

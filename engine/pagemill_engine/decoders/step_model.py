@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,15 +14,22 @@ from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_models.spec.model_spec import ModelSpec
 
 
+class CachedTokens(NamedTuple):
+    """The step's tokens in the caches of one kind."""
+
+    slots: NDArray[np.int64]
+    """Slot of each token's keys and values: row of the cache * block size + offset."""
+    attention: AttentionBatch
+
+
 class StepTokens(NamedTuple):
     """A step's flattened batch."""
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     """Position of each token in its request."""
-    slots: NDArray[np.int64]
-    """Slot of each token's keys and values: row of the cache * block size + offset."""
-    attention: AttentionBatch
+    caches: Mapping[int | None, CachedTokens]
+    """By the windows of the model's layers."""
 
 
 class StepModel(Protocol):

@@ -12,6 +12,7 @@ from pagemill_engine.config import StepLimits
 from pagemill_engine.executing.sleep import Sleeps
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 from pagemill_protocol.request.pooling import PoolingSpec
 
 
@@ -19,6 +20,7 @@ class RunnerInfo(NamedTuple):
     """Properties of a loaded runner."""
 
     num_blocks: int
+    """Blocks of the first cache kind, which keeps most."""
     block_size: int
     max_model_len: int
     vocab_size: int
@@ -45,6 +47,10 @@ class RunnerInfo(NamedTuple):
 
     False where decode steps are replayed as CUDA graphs, which one longer sequence prevents.
     """
+    kinds: tuple[CacheKind, ...] = (FULL,)
+    """The cache kinds of the model's layers."""
+    kind_blocks: tuple[int, ...] = ()
+    """Blocks of each kind; none: `num_blocks` of the only one."""
 
 
 class Runner(Sleeps, Protocol):

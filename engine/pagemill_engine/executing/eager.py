@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill_engine.decoders.step_model import StepModel, StepTokens
+from pagemill_engine.decoders.step_model import CachedTokens, StepModel, StepTokens
 from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.errors import NON_FINITE, StepSkippedError
 from pagemill_engine.executing.inputs import RequestRows, StepInputs
-from pagemill_engine.executing.kv_cache import KVCache
+from pagemill_engine.executing.kv_cache import KindBlocks, KVCache
 from pagemill_engine.executing.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, masks_of, sample
@@ -38,7 +38,11 @@ class EagerRunner:
         self.kv_cache = kv_cache
         self._num_kv_heads, self._head_dim = model.spec.num_kv_heads, model.spec.head_dim
         self._shares_vectors = model.spec.cache_heads == model.spec.num_kv_heads
-        self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size)
+        padding_blocks = [own.padding_block for own in kv_cache.of_kinds]
+        self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size, padding_blocks)
+        numbers = {kind.window: number for number, kind in enumerate(kv_cache.cache_kinds)}
+        self._kind_of = {window: numbers.get(window, 0) for window in model.spec.decoder.windows()}
+        """The number of the cache kind of the layers with each window."""
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size)
         self._piece_rows = piece_rows(max_num_seqs)
         model.use_caches(kv_cache.rows)
@@ -73,8 +77,8 @@ class EagerRunner:
         for admitted in plan.admitted:
             self._sampling.admit(self._rows.admit(admitted), admitted)
         self._rows.update_blocks(plan)
-        for changes in plan.tables:
-            self.kv_cache.copy_blocks(changes.copies)
+        for own, changes in zip(self.kv_cache.of_kinds, plan.tables, strict=False):
+            own.copy_blocks(changes.copies)
 
     def _answer(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
         """Return the step's result from the hidden states of its tokens."""
@@ -90,17 +94,24 @@ class EagerRunner:
         return hidden[inputs.query_start_loc[1:][inputs.sampling] - 1]
 
     def _tokens(self, inputs: StepInputs) -> StepTokens:
-        batch = AttentionBatch(
+        of_kinds = [
+            CachedTokens(own.row_slots_of(slots), self._batch(inputs, own, table))
+            for own, slots, table in zip(self.kv_cache.of_kinds, inputs.slots, inputs.block_tables, strict=True)
+        ]
+        caches = {window: of_kinds[number] for window, number in self._kind_of.items()}
+        return StepTokens(inputs.token_ids, inputs.positions, caches)
+
+    def _batch(self, inputs: StepInputs, own: KindBlocks, block_table: NDArray[np.int32]) -> AttentionBatch:
+        return AttentionBatch(
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
-            block_tables=self.kv_cache.rows_of(inputs.block_tables),
+            block_tables=own.rows_of(block_table),
             block_size=self.info.block_size,
             num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim,
-            padding_block=self.kv_cache.padding_row,
+            padding_block=own.padding_row,
             shares_vectors=self._shares_vectors,
         )
-        return StepTokens(inputs.token_ids, inputs.positions, self.kv_cache.row_slots_of(inputs.slot_mapping), batch)
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> dict[str, list[TokenLogprobs]]:
         starts = dict(zip(inputs.request_ids, inputs.query_start_loc.tolist(), strict=False))
@@ -130,8 +141,12 @@ class EagerRunner:
         for i in np.flatnonzero(~sampled.finite).tolist():
             del result.token_ids[request_ids[i]]
             result.failed[request_ids[i]] = NON_FINITE
-            self.kv_cache.scrub(self._rows.blocks(int(rows[i])))
+            self._scrub(int(rows[i]))
         return result
+
+    def _scrub(self, row: int) -> None:
+        for own, block_ids in zip(self.kv_cache.of_kinds, self._rows.blocks(row), strict=True):
+            own.scrub(block_ids)
 
 
 class ThreadedRunner:

@@ -73,7 +73,7 @@ class EncoderRunner:
             positions=positions,
             rotations=self._rotations.at(positions),
             kv_caches=[],
-            kv_slots=self._nothing,
+            kv_slots={},
             attention_plans=dict.fromkeys(self._windows, plan),
             token_types=self._upload(_token_types(prompts)) if self._has_token_types else None,
         )

@@ -6,8 +6,10 @@ Python loop runs over tokens. Block ids and tokens come from the scheduler.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,14 +26,14 @@ class StepInputs(NamedTuple):
     """[tokens]."""
     positions: NDArray[np.int64]
     """[tokens]."""
-    slot_mapping: NDArray[np.int64]
-    """[tokens]: block id * block_size + offset."""
+    slots: list[NDArray[np.int64]]
+    """By cache kind, [tokens]: block id * block_size + offset."""
     query_start_loc: NDArray[np.int64]
     """[requests + 1]."""
     seq_lens: NDArray[np.int64]
     """[requests]: tokens with KV after this step."""
-    block_tables: NDArray[np.int32]
-    """[requests, blocks in use by the longest]."""
+    block_tables: list[NDArray[np.int32]]
+    """By cache kind, [requests, blocks in use by the longest]."""
     sampling: NDArray[np.int64]
     """Indices of the sampling requests in `request_ids`."""
 
@@ -39,11 +41,16 @@ class StepInputs(NamedTuple):
 class RequestRows:
     """A fixed number of rows; a request keeps its row from admission to release."""
 
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, padding_blocks: Sequence[int] = (0,)
+    ) -> None:
+        """Create free rows. `padding_blocks`: of each cache kind, the block in place of those that are not needed."""
         self.block_size = block_size
+        self._padding_blocks = padding_blocks
         self.token_ids = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
-        self.block_table = np.zeros((max_rows, -(-max_model_len // block_size) + 1), dtype=np.int32)
-        self.num_blocks = np.zeros(max_rows, dtype=np.int64)
+        width = -(-max_model_len // block_size) + 1
+        self.block_tables = [np.zeros((max_rows, width), dtype=np.int32) for _ in padding_blocks]
+        self.num_blocks = [np.zeros(max_rows, dtype=np.int64) for _ in padding_blocks]
         self.num_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_rows, dtype=np.int64)
@@ -56,9 +63,10 @@ class RequestRows:
     def row(self, request_id: str) -> int:
         return self._row_of[request_id]
 
-    def blocks(self, row: int) -> NDArray[np.int64]:
-        """The row's block ids, int64 [blocks]."""
-        return self.block_table[row, : self.num_blocks[row]].astype(np.int64)
+    def blocks(self, row: int) -> list[NDArray[np.int64]]:
+        """The row's block ids of each cache kind, int64 [blocks]."""
+        tables = zip(self.block_tables, self.num_blocks, strict=True)
+        return [table[row, : counts[row]].astype(np.int64) for table, counts in tables]
 
     def release(self, request_ids: list[str]) -> list[int]:
         """Free the rows of the requests and return them. Ids without a row are ignored."""
@@ -78,20 +86,26 @@ class RequestRows:
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = admitted.num_prompt_tokens
         self.num_computed_tokens[row] = admitted.num_computed_tokens
-        block_ids = admitted.tables[0].block_ids
-        self.num_blocks[row] = len(block_ids)
-        self.block_table[row, : len(block_ids)] = block_ids
+        for kind, (first, block_ids) in enumerate(map(msgspec.structs.astuple, admitted.tables)):
+            end = self.num_blocks[kind][row] = first + len(block_ids)
+            self.block_tables[kind][row, :first] = self._padding_blocks[kind]
+            self.block_tables[kind][row, first:end] = block_ids
         return row
 
     def update_blocks(self, plan: StepPlan) -> None:
-        for changes in plan.tables:
+        for changes, table, counts, padding in zip(
+            plan.tables, self.block_tables, self.num_blocks, self._padding_blocks, strict=False
+        ):
             for request_id, block_ids in changes.appended.items():
                 row = self._row_of[request_id]
-                start = self.num_blocks[row]
-                self.block_table[row, start : start + len(block_ids)] = block_ids
-                self.num_blocks[row] = start + len(block_ids)
+                start = counts[row]
+                table[row, start : start + len(block_ids)] = block_ids
+                counts[row] = start + len(block_ids)
             for request_id, index, block_id in changes.placed:
-                self.block_table[self._row_of[request_id], index] = block_id
+                table[self._row_of[request_id], index] = block_id
+            for request_id, first, end in changes.dropped:
+                if (known := self._row_of.get(request_id)) is not None:
+                    table[known, first:end] = padding
 
     def gather(self, plan: StepPlan) -> StepInputs:
         """Return the step's inputs."""
@@ -107,17 +121,20 @@ class RequestRows:
         computed = self.num_computed_tokens[rows]
         token_rows = np.repeat(rows, counts)
         positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], counts)
-        blocks = self.block_table[token_rows, positions // self.block_size].astype(np.int64)
+        indices, offsets = np.divmod(positions, self.block_size)
         seq_lens = computed + counts
+        width = -(-int(seq_lens.max()) // self.block_size)
         return StepInputs(
             request_ids=request_ids,
             rows=rows,
             token_ids=self.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
-            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            slots=[
+                table[token_rows, indices].astype(np.int64) * self.block_size + offsets for table in self.block_tables
+            ],
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
-            block_tables=self.block_table[rows, : -(-int(seq_lens.max()) // self.block_size)],
+            block_tables=[table[rows, :width] for table in self.block_tables],
             sampling=_sampling(request_ids, plan.samples),
         )
 

@@ -7,57 +7,42 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token, too_large
+from pagemill_engine.sizing.kv_sizes import too_large
 from pagemill_engine.sizing.memory import memory_limit
 from pagemill_kernels import arrays
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.kv_store import kinds
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_models.spec.model_spec import ModelSpec
+from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 
 
-class KVCache:
-    """Keys and values in blocks. `layers[i]`: [num_blocks + 1, cache_heads, block_size, token width].
-
-    The layout is in `pagemill_kernels.kv_store`, that of quantized caches in its `storage`. `rows[i]`: the contiguous
-    array for kernels, in which `rows_of` gives a block's row. Both are empty between `release` and `allocate`.
+class KindBlocks:
+    """The blocks of one cache kind, in one array over all of its layers.
 
     All layers of a block are adjacent. Memory is touched in pages of up to 2 MiB: the first block costs one such page,
-    not one in every layer. The block after the last one is the padding block, which is read and stays zero. Raises
-    `LoadError` if the machine does not have the memory.
+    not one in every layer. The block after the last one is the padding block, which is read and stays zero.
     """
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, kind: KVType) -> None:
+    def __init__(self, num_blocks: int, num_layers: int, head_shape: tuple[int, int, int], kind: KVType) -> None:
         self.num_blocks = num_blocks
-        self._block_size = block_size
+        self._num_layers = num_layers
+        self._block_size = head_shape[1]
         self._kind = kind
-        self._head_shape = (spec.cache_heads, block_size, kinds.token_width(kind, spec.head_dim))
-        self._num_layers = spec.num_layers
-        self.num_bytes = num_blocks * block_size * kv_bytes_per_token(spec, kind)
-        self.layers: list[Array] = []
-        self.rows: list[Array] = []
-        self.allocate()
+        pool = _lazy_zeros(((num_blocks + 1) * num_layers, *head_shape), kinds.NUMPY_TYPES[kind])
+        self.rows = [pool[layer:] for layer in range(num_layers)]
+        """The contiguous array of each layer for kernels, in which `rows_of` gives a block's row."""
+        self.layers = [pool[layer::num_layers] for layer in range(num_layers)]
 
-    def allocate(self) -> None:
-        """Allocate all blocks, filled with zeros. Raises `LoadError` if the memory is too small."""
-        if self.num_bytes > memory_limit():
-            raise too_large(self.num_blocks, self._block_size, self.num_bytes)
-        num_rows = (self.num_blocks + 1) * self._num_layers
-        try:
-            pool = _lazy_zeros((num_rows, *self._head_shape), kinds.NUMPY_TYPES[self._kind])
-        except MemoryError as error:
-            raise too_large(self.num_blocks, self._block_size, self.num_bytes) from error
-        self.rows = [pool[layer:] for layer in range(self._num_layers)]
-        self.layers = [pool[layer :: self._num_layers] for layer in range(self._num_layers)]
-
-    def release(self) -> None:
-        """Return all of its memory to the machine."""
-        self.layers, self.rows = [], []
+    @property
+    def padding_block(self) -> int:
+        return self.num_blocks
 
     @property
     def padding_row(self) -> int:
@@ -82,6 +67,61 @@ class KVCache:
         """Replace non-finite values by 0, so that padding cannot read a failed request's values."""
         for cache in self.layers:
             cache[block_ids] = _finite(cache[block_ids], self._kind)
+
+
+class KVCache:
+    """Keys and values in blocks. `layers[i]`: [num_blocks + 1, cache_heads, block_size, token width].
+
+    The layout is in `pagemill_kernels.kv_store`, that of quantized caches in its `storage`. `rows[i]`: the layer's
+    contiguous array for kernels; see `KindBlocks`, of which there is one per cache kind. All are empty between
+    `release` and `allocate`. Raises `LoadError` if the machine does not have the memory.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_blocks: int | Sequence[int],
+        block_size: int,
+        kind: KVType,
+        cache_kinds: Sequence[CacheKind] = (FULL,),
+    ) -> None:
+        """Allocate the blocks of each of `cache_kinds`."""
+        self.cache_kinds = cache_kinds
+        self._counts = [num_blocks] if isinstance(num_blocks, int) else list(num_blocks)
+        self._layers_of = [each.layers or tuple(range(spec.num_layers)) for each in cache_kinds]
+        self._block_size = block_size
+        self._kind = kind
+        self._head_shape = (spec.cache_heads, block_size, kinds.token_width(kind, spec.head_dim))
+        self._num_layers = spec.num_layers
+        layer_bytes = block_size * spec.cache_heads * kinds.token_bytes(kind, spec.head_dim)
+        sizes = zip(self._counts, self._layers_of, strict=True)
+        self.num_bytes = sum(count * len(layers) for count, layers in sizes) * layer_bytes
+        self.of_kinds: list[KindBlocks] = []
+        self.layers: list[Array] = []
+        self.rows: list[Array] = []
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate all blocks, filled with zeros. Raises `LoadError` if the memory is too small."""
+        if self.num_bytes > memory_limit():
+            raise too_large(max(self._counts), self._block_size, self.num_bytes)
+        try:
+            self.of_kinds = [
+                KindBlocks(count, len(layers), self._head_shape, self._kind)
+                for count, layers in zip(self._counts, self._layers_of, strict=True)
+            ]
+        except MemoryError as error:
+            raise too_large(max(self._counts), self._block_size, self.num_bytes) from error
+        found = {
+            layer: (own.layers[place], own.rows[place])
+            for layers, own in zip(self._layers_of, self.of_kinds, strict=True)
+            for place, layer in enumerate(layers)
+        }
+        self.layers, self.rows = ([found[layer][part] for layer in range(self._num_layers)] for part in (0, 1))
+
+    def release(self) -> None:
+        """Return all of its memory to the machine."""
+        self.of_kinds, self.layers, self.rows = [], [], []
 
 
 def _finite(blocks: Array, kind: KVType) -> Array:

@@ -50,7 +50,7 @@ class PoolingRunner(EagerRunner):
             return StepResult()
         result = self._pooler.finish(names, np.stack(pooled), [self._params[name] for name in names])
         for name in result.failed:
-            self.kv_cache.scrub(self._rows.blocks(self._rows.row(name)))
+            self._scrub(self._rows.row(name))
         return result
 
     def _add(self, name: str, hidden: Array) -> Array:

@@ -302,7 +302,8 @@ class CacheManager:
     def usage(self) -> list[KindUsage]:
         """Return the blocks of each kind."""
         return [
-            KindUsage(cache.pool.num_blocks, cache.pool.num_free, cache.pool.num_evictable) for cache in self.caches
+            KindUsage(cache.kind, cache.pool.num_blocks, cache.pool.num_free, cache.pool.num_evictable)
+            for cache in self.caches
         ]
 
     def slot_usage(self) -> KVUsage:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from pagemill_engine.kv.block_pool import Block
 from pagemill_engine.kv.kind_cache import KindCache
+from pagemill_protocol.report.cache_kinds import CacheKind
 
 Needs = list[int]
 """Numbers of blocks, one per cache kind."""
@@ -96,6 +97,7 @@ NO_NEW_BLOCKS: Allocation = ()
 class KindUsage(NamedTuple):
     """The blocks of one kind."""
 
+    kind: CacheKind
     num_blocks: int
     num_free: int
     """Blocks that can be allocated now, including cached ones."""

@@ -35,4 +35,6 @@ def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
         pooling=info.pooling,
         serves_adapters=info.serves_adapters,
         jumps_forward=info.jumps_forward,
+        kinds=info.kinds,
+        kind_blocks=info.kind_blocks,
     )

@@ -56,8 +56,9 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, clock: Clock = time.monotonic) -> None:
         self.limits = limits
         self.kv = CacheManager(
-            limits.num_blocks,
+            limits.blocks_of_kinds,
             limits.block_size,
+            kinds=limits.kinds,
             max_step_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=limits.enable_prefix_caching,
         )

@@ -5,17 +5,45 @@ The arrays are `executing.kv_cache`'s part.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.weights.errors import LoadError
-from pagemill_kernels.kv_store import kinds
-from pagemill_kernels.kv_store.kinds import KVType
+from pagemill_kernels.kv_store.kinds import KVType, token_bytes
+from pagemill_models.spec.layer_caches import kinds_of
 from pagemill_models.spec.model_spec import ModelSpec
+from pagemill_protocol.report.cache_kinds import CacheKind, split_blocks
+
+
+class CacheBlocks(NamedTuple):
+    kinds: tuple[CacheKind, ...]
+    counts: tuple[int, ...]
+    """Blocks of each kind."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(count * kind.block_bytes for count, kind in zip(self.counts, self.kinds, strict=True))
 
 
 def kv_bytes_per_token(spec: ModelSpec, kind: KVType) -> int:
     """Return the bytes of keys and values, or latents, of one token in all layers, including scales."""
-    return spec.num_layers * spec.cache_heads * kinds.token_bytes(kind, spec.head_dim)
+    return spec.num_layers * spec.cache_heads * token_bytes(kind, spec.head_dim)
+
+
+def cache_kinds(config: EngineConfig, spec: ModelSpec, kind: KVType, num_blocks: int) -> CacheBlocks:
+    """Divide the memory of `num_blocks` blocks of all layers among the cache kinds of the model."""
+    size, step_tokens = config.block_size, config.step.max_num_batched_tokens
+    longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+    kinds = kinds_of(spec.decoder, size, lambda values: token_bytes(kind, values), longest)
+    found, counts = split_blocks(kinds, num_blocks, longest, step_tokens, size)
+    return CacheBlocks(tuple(found), tuple(counts))
+
+
+def all_layers(config: EngineConfig, spec: ModelSpec, kind: KVType, num_blocks: int) -> CacheBlocks:
+    """Return a cache whose blocks have all layers: nothing is freed behind windows."""
+    block_bytes = config.block_size * kv_bytes_per_token(spec, kind)
+    return CacheBlocks((CacheKind(block_bytes=block_bytes),), (num_blocks,))
 
 
 def max_model_len_for(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> int:

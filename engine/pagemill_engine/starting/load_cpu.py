@@ -17,7 +17,7 @@ from pagemill_engine.executing.pooling import Pooler
 from pagemill_engine.executing.pooling_runner import PoolingRunner
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.sizing.compute import Compute
-from pagemill_engine.sizing.kv_sizes import max_model_len_for
+from pagemill_engine.sizing.kv_sizes import cache_kinds, max_model_len_for
 from pagemill_engine.sizing.memory import measure_memory
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.weights.errors import LoadError
@@ -59,16 +59,18 @@ def _torch_threads(compute: Compute, number: int) -> Callable[[], object]:
 
 def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     config, compute, spec, num_blocks = prepared.config, prepared.compute, files.spec, prepared.num_blocks
-    max_model_len = max_model_len_for(config, spec, num_blocks)
     if keeps_nothing(spec):
         from pagemill_engine.starting.load_encoder import load_encoder
 
-        return load_encoder(prepared, spec, max_model_len)
+        return load_encoder(prepared, spec, max_model_len_for(config, spec, num_blocks))
+    cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks)
+    max_model_len = max_model_len_for(config, spec, cache.counts[0])
     model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)
     trim_heap()
-    files.progress("allocating", describe_cache(num_blocks, config.block_size, spec, compute.kv_dtype))
+    files.progress("allocating", describe_cache(cache, config.block_size, compute.kv_dtype))
     info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu")
-    kv_cache = KVCache(spec, num_blocks, config.block_size, compute.kv_dtype)
+    info = info._replace(num_blocks=cache.counts[0], kinds=cache.kinds, kind_blocks=cache.counts)
+    kv_cache = KVCache(spec, cache.counts, config.block_size, compute.kv_dtype, cache.kinds)
     if spec.pooling is None:
         return EagerRunner(model, kv_cache, info, config.step.max_num_seqs)
     return PoolingRunner(model, kv_cache, info, config.step.max_num_seqs, Pooler(spec.pooling, model.classifier))

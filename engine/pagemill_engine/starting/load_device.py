@@ -17,7 +17,7 @@ from pagemill_engine.executing.base import Runner
 from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_engine.executing.device.device_runner import DeviceRunner
 from pagemill_engine.sizing.compute import Compute
-from pagemill_engine.sizing.kv_sizes import max_model_len_for
+from pagemill_engine.sizing.kv_sizes import all_layers, max_model_len_for
 from pagemill_engine.starting.compiling import capture_graphs
 from pagemill_engine.starting.memory_profiling import CudaMeter, measure_device, profile_memory
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
@@ -59,7 +59,8 @@ def _load(files: ModelFiles, compute: Compute) -> Runner:
         max_model_len = max_model_len_for(config, spec, ANY_NUMBER if compiles else prepared.num_blocks)
         tables = decoder_tables(spec.decoder, max_model_len, prepared.weights)
     if not compiles:
-        files.progress("allocating", describe_cache(prepared.num_blocks, config.block_size, spec, compute.kv_dtype))
+        cache = all_layers(config, spec, compute.kv_dtype, prepared.num_blocks)
+        files.progress("allocating", describe_cache(cache, config.block_size, compute.kv_dtype))
     info = runner_info(prepared, spec, max_model_len, weight_bytes(model), ops.device.type)
     num_allocated = 0 if compiles else prepared.num_blocks
     kv_cache = DeviceKVCache(spec, num_allocated, config.block_size, compute.kv_dtype, ops.device)
@@ -75,7 +76,8 @@ def _profile_memory(runner: DeviceRunner, files: ModelFiles, prepared: PreparedM
     files.progress("warming", _use_kernel_cache(config.kernel_cache_dir))
     profile_memory(runner, config, spec, prepared.sizes, prepared.before, CudaMeter())
     kind = prepared.compute.kv_dtype
-    files.progress("allocating", describe_cache(runner.info.num_blocks, config.block_size, spec, kind))
+    cache = all_layers(config, spec, kind, runner.info.num_blocks)
+    files.progress("allocating", describe_cache(cache, config.block_size, kind))
     if config.cuda_graphs:
         files.progress("warming", "recording steps")
         capture_graphs(runner, config)

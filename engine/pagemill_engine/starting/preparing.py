@@ -19,7 +19,7 @@ from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.sizing.budget import Sizes, plan_memory
 from pagemill_engine.sizing.compute import Compute
-from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
+from pagemill_engine.sizing.kv_sizes import CacheBlocks, kv_bytes_per_token
 from pagemill_engine.sizing.memory import MemoryState
 from pagemill_engine.sizing.sizing import sizes_of, storage_forms, weights_of
 from pagemill_engine.sizing.step_limits import choose_step_limits
@@ -102,9 +102,12 @@ def runner_info(
     )
 
 
-def describe_cache(num_blocks: int, block_size: int, spec: ModelSpec, kind: KVType) -> str:
-    mib = num_blocks * block_size * kv_bytes_per_token(spec, kind) / 1024**2
-    return f"KV cache of {num_blocks} blocks of {block_size} tokens as {kind}, {mib:.0f} MiB"
+def describe_cache(cache: CacheBlocks, block_size: int, kind: KVType) -> str:
+    counts = [str(count) for count in cache.counts]
+    if len(counts) > 1:
+        counts = [f"{count} {each.name}" for count, each in zip(cache.counts, cache.kinds, strict=True)]
+    blocks = f"{' and '.join(counts)} blocks of {block_size} tokens"
+    return f"KV cache of {blocks} as {kind}, {cache.num_bytes / 1024**2:.0f} MiB"
 
 
 def _held(files: ModelFiles, compute: Compute, weights: WeightSource) -> str:

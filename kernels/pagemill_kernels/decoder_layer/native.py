@@ -55,13 +55,13 @@ class NativeLayers:
         plans: Mapping[int | None, NativePlan],
         rotations: Sequence[tuple[Array, Array]],
         caches: CacheAddresses,
-        slots: Array,
+        slots: Mapping[int | None, Array],
         adapters: NativeAdapterRows | None = None,
         reduce: NativeReduce | None = None,
     ) -> None:
         """Add the layers' contributions to `hidden`, float32 [tokens, hidden], in place.
 
-        `plans`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. `adapters`: of the tokens.
+        `plans` and `slots`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. `adapters`: of the tokens.
         `reduce`: adds what ranks have computed. Other arguments: as for `rope.native` and `paged_attention.native`.
         """
         num_tokens = len(hidden)
@@ -76,6 +76,7 @@ class NativeLayers:
         # Parts that no layer needs stay untouched and hence take no memory.
         scratch = arrays.empty(num_tokens * 3 * self._hidden_size + max(num_tokens * self._heads, block * self._inner))
         args = {window: ctypes.addressof(plan.args) for window, plan in plans.items()}
+        places = {window: address(each) for window, each in slots.items()}
         turns = [(address(cos), address(sin)) for cos, sin in rotations]
         self._call(
             len(self._addresses),
@@ -87,7 +88,7 @@ class NativeLayers:
             launch.addresses(None if index is None else turns[index][0] for index in self._rotations),
             launch.addresses(None if index is None else turns[index][1] for index in self._rotations),
             caches.number,
-            address(slots),
+            launch.addresses(places[window] for window in self._windows),
             self._hooks(adapters, reduce),
             address(scratch),
         )

@@ -92,7 +92,9 @@ class Driver:
     ) -> list[list[Generated]]:
         """Return all choices of each prompt, in order. The arguments are those of `generate`."""
         info = self.runner.info
-        self.runner.info = info._replace(num_blocks=num_blocks or info.num_blocks, step=None)
+        num_blocks = num_blocks or info.num_blocks
+        of_kinds = tuple(min(each, num_blocks) for each in info.kind_blocks)
+        self.runner.info = info._replace(num_blocks=num_blocks, kind_blocks=of_kinds, step=None)
         core = EngineCore(EngineConfig(model="test", block_size=info.block_size, **settings), self.runner)
         results: dict[str, dict[int, Generated]] = {}
         try:

@@ -83,7 +83,7 @@ def test_a_cache_uses_memory_only_where_it_is_written(runner: Any) -> None:
 def test_chained_copies_read_every_source_first(runner: Any) -> None:
     cache = runner.kv_cache.layers[0]
     cache[1], cache[2], cache[3] = 1.0, 2.0, 3.0
-    runner.kv_cache.copy_blocks([(1, 2), (2, 3)])
+    runner.kv_cache.of_kinds[0].copy_blocks([(1, 2), (2, 3)])
     assert (float(cache[2].mean()), float(cache[3].mean())) == (1.0, 2.0)
 
 
@@ -130,7 +130,7 @@ def test_inputs_are_sorted_with_decodes_first_and_by_length() -> None:
     assert inputs.request_ids == ["short", "long", "prefill"]
     assert inputs.token_ids.tolist() == [51, 5, 104, 105, 106]
     assert inputs.positions.tolist() == [1, 5, 4, 5, 6]
-    assert inputs.slot_mapping.tolist() == [3 * 4 + 1, 2 * 4 + 1, 8 * 4, 8 * 4 + 1, 8 * 4 + 2]
+    assert inputs.slots[0].tolist() == [3 * 4 + 1, 2 * 4 + 1, 8 * 4, 8 * 4 + 1, 8 * 4 + 2]
     assert inputs.query_start_loc.tolist() == [0, 1, 2, 5]
     assert inputs.seq_lens.tolist() == [2, 6, 7]
     assert inputs.sampling.tolist() == [0, 1]

@@ -248,7 +248,7 @@ def plant(fault: str, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shifted(inputs: Any) -> Any:
-    return inputs._replace(slot_mapping=inputs.slot_mapping + (inputs.positions % 16 == 7))
+    return inputs._replace(slots=[slots + (inputs.positions % 16 == 7) for slots in inputs.slots])
 
 
 NEAR_TIE_NATS = 0.1

@@ -26,16 +26,16 @@ def test_views_by_row_and_by_layer_are_the_same_memory() -> None:
             layer[block] = 10 * number + block + 1
     for number, rows in enumerate(cache.rows):
         assert rows.flags.c_contiguous
-        found = rows[cache.rows_of(blocks)]
+        found = rows[cache.of_kinds[0].rows_of(blocks)]
         assert found[:, 0, 0, 0].tolist() == [10 * number + block + 1 for block in blocks.tolist()]
-        assert not rows[cache.padding_row].any()
+        assert not rows[cache.of_kinds[0].padding_row].any()
 
 
 def test_a_slot_is_block_number_times_block_size_plus_offset() -> None:
     cache = cache_of(5)
     blocks, offsets = np.array([0, 2, 4], dtype=np.int32), np.array([15, 0, 7])
-    expected = cache.rows_of(blocks).astype(np.int64) * BLOCK + offsets
-    assert cache.row_slots_of(blocks.astype(np.int64) * BLOCK + offsets).tolist() == expected.tolist()
+    expected = cache.of_kinds[0].rows_of(blocks).astype(np.int64) * BLOCK + offsets
+    assert cache.of_kinds[0].row_slots_of(blocks.astype(np.int64) * BLOCK + offsets).tolist() == expected.tolist()
 
 
 def test_one_block_does_not_touch_a_huge_page_in_every_layer() -> None:

@@ -67,7 +67,7 @@ def attend(
         return query.transpose(1, 2), None
     heads = torch.cat([each[0].transpose(0, 1) for each in (query, key, value)], dim=1)
     cache = step.context.kv_caches[layer]
-    step.ops.store(heads, num_heads, cache, step.context.kv_slots)
+    step.ops.store(heads, num_heads, cache, step.context.kv_slots[None])
     scale = head_dim**-0.5 if scaling is None else scaling
     plan = step.context.attention_plans[None]
     return step.ops.paged_attention(heads[:, :num_heads], cache, plan, scale)[None], None

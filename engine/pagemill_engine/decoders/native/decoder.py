@@ -85,8 +85,9 @@ class NativeDecoder:
         """Return normalised hidden states, float32 [tokens, hidden]. `adapters`: of the step's tokens."""
         assert self._caches is not None, "an engine that sleeps runs no step"
         hidden = self.embedding(step.token_ids, step.positions, adapters, self._group)
-        plans = {window: self._plan_attention(step.attention, window) for window in self._windows}
-        self._fused(hidden, plans, self._rotations.at(step.positions), self._caches, step.slots, adapters, self._reduce)
+        plans = {window: self._plan_attention(step.caches[window].attention, window) for window in self._windows}
+        slots = {window: step.caches[window].slots for window in self._windows}
+        self._fused(hidden, plans, self._rotations.at(step.positions), self._caches, slots, adapters, self._reduce)
         return normalized(hidden, self.norm)
 
     def logits(self, hidden: Array, adapters: NativeAdapterRows | None = None) -> Array:

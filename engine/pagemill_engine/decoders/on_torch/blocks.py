@@ -83,7 +83,7 @@ class Attention:
 
     def _store(self, heads: Tensor, cache: Tensor, context: ForwardContext) -> None:
         """Normalise and rotate queries and keys in place as declared, and write keys and values into the cache."""
-        num_heads, slots = self._num_heads, context.kv_slots
+        num_heads, slots = self._num_heads, context.kv_slots[self.spec.window]
         rotation = None if self._rotation is None else context.rotations[self._rotation]
         in_one_pass = self.ops.norm_rope_and_store
         if in_one_pass is not None and rotation is not None and (norms := self._norms_of_heads()) is not None:

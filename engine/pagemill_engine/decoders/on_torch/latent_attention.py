@@ -101,7 +101,7 @@ class LatentAttention:
         ops.rotate(shared_key[:, None], cos, sin)
         cache = context.kv_caches[self._index]
         # The whole step's latents are stored first, so that a prefix hit within the step reads them.
-        ops.store_latents(torch.cat([latents, shared_key], -1), cache, context.kv_slots)
+        ops.store_latents(torch.cat([latents, shared_key], -1), cache, context.kv_slots[self.spec.window])
         plain, turning = torch.split(self._queries(x, context), [spec.key_dim, spec.rope.rotary_dim], -1)
         ops.rotate(turning, cos, sin)
         query = torch.cat([self.up.to_latents(plain, context), turning], -1)

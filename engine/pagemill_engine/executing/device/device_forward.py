@@ -84,11 +84,12 @@ class DeviceForward:
     def hidden(self, inputs: DeviceStepInputs, longest: int) -> Tensor:
         """Return normalised hidden states, [tokens, hidden]."""
         plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
+        slots = self._ops.plan_slots(inputs.slots, 2 * self._num_kv_heads, self._block_size)
         context = ForwardContext(
             positions=inputs.positions,
             rotations=self._rotations.at(inputs.positions),
             kv_caches=self._kv_cache.layers,
-            kv_slots=self._ops.plan_slots(inputs.slots, 2 * self._num_kv_heads, self._block_size),
+            kv_slots=dict.fromkeys(self._windows, slots),
             attention_plans={
                 window: plan(inputs, num_requests, longest, window, self._block_size, self._num_kv_heads)
                 for window in self._windows

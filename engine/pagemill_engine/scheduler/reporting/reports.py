@@ -15,7 +15,7 @@ from pagemill_protocol.report.state import EngineLoad
 
 
 def engine_load(
-    usage: Collection[KindUsage],
+    usage: list[KindUsage],
     running: Collection[Sequence],
     num_waiting: int,
     queued_tokens: int,
@@ -24,16 +24,17 @@ def engine_load(
     step_ms: float,
 ) -> EngineLoad:
     """Return the load of an engine. `queued_tokens`: tokens that waiting sequences have yet to compute."""
+    total, active, evictable = block_counts(usage)
     running_tokens, prefilling_tokens = 0, 0
     for sequence in running:
         running_tokens += sequence.num_computed_tokens
         if (due := len(sequence.token_ids) - sequence.num_computed_tokens) > 1:
             prefilling_tokens += due
     return EngineLoad(
-        num_blocks_total=sum(each.num_blocks for each in usage),
-        num_blocks_free=sum(each.num_free - each.num_evictable for each in usage),
-        num_blocks_evictable=sum(each.num_evictable for each in usage),
-        num_blocks_active=sum(each.num_active for each in usage),
+        num_blocks_total=total,
+        num_blocks_free=total - active - evictable,
+        num_blocks_evictable=evictable,
+        num_blocks_active=active,
         num_requests_running=len(running),
         num_requests_waiting=num_waiting,
         num_tokens_running=running_tokens,
@@ -42,6 +43,18 @@ def engine_load(
         num_preemptions=num_preemptions,
         num_low_priority_requests=num_low_priority,
     )
+
+
+def block_counts(usage: list[KindUsage]) -> tuple[int, int, int]:
+    """Return all, active and evictable blocks, each as large as one of all layers, by the bytes of each kind."""
+    if len(usage) == 1:
+        return usage[0].num_blocks, usage[0].num_active, usage[0].num_evictable
+    unit = sum(each.kind.block_bytes for each in usage)
+    total, active, evictable = (
+        sum(getattr(each, name) * each.kind.block_bytes for each in usage)
+        for name in ("num_blocks", "num_active", "num_evictable")
+    )
+    return total // unit, -(-active // unit), evictable // unit
 
 
 QUEUED_STATES = (SequenceState.RUNNING, SequenceState.WAITING, SequenceState.WAITING_FOR_FORK, SequenceState.REPORTED)

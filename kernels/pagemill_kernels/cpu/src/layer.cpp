@@ -194,16 +194,16 @@ struct Layer {
 }  // namespace
 
 // plans: shared by layers with the same window. cosines, sines: of each layer; null: no rotation. caches: of each
-// layer, with slots as in pagemill_rope_and_store. hooks: adapters, and sums over ranks; null: neither. scratch: for
+// layer, with its slots as in pagemill_rope_and_store. hooks: adapters, and sums over ranks; null: neither. scratch: for
 // each token three times `hidden` floats, then the most that a layer needs of (qkv outputs + output inputs) for each
 // token and (up outputs + down inputs) for each of up to kMlpRows.
 extern "C" void pagemill_decoder_layers(int64_t num_layers, const LayerWeights* const* layers,
                                         const AttentionArgs* const* plans, uint8_t* const* caches, float* hidden,
                                         int64_t tokens, const float* const* cosines, const float* const* sines,
-                                        int32_t cache_type, const int64_t* slots, const StepHooks* hooks,
+                                        int32_t cache_type, const int64_t* const* slots, const StepHooks* hooks,
                                         float* scratch) {
   for (int64_t i = 0; i < num_layers; ++i) {
     const Layer layer{*layers[i], *plans[i], hooks, static_cast<int32_t>(i)};
-    layer.run(hidden, tokens, cosines[i], sines[i], caches[i], cache_type, slots, scratch);
+    layer.run(hidden, tokens, cosines[i], sines[i], caches[i], cache_type, slots[i], scratch);
   }
 }

@@ -8,7 +8,7 @@ simulator compute these here only; blocks themselves are `pagemill_engine.kv`'s 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -19,8 +19,14 @@ class CacheKind(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str = "full"
     window: int | None = None
     """Tokens that a token reads, itself included; None: all."""
+    layers: tuple[int, ...] = ()
+    """Numbers of its layers; none: all layers."""
+    block_bytes: int = 0
+    """Bytes of one block in all of its layers; 0: the cache takes no memory."""
 
 
+USUAL_TOKENS = 4096
+"""Tokens of the sequences for which memory is divided among kinds, unless the model's are shorter."""
 FULL = CacheKind()
 """The only kind of most models: every token reads all tokens before it."""
 
@@ -39,6 +45,39 @@ def most_held(kind: CacheKind, num_computed: int, num_tokens: int, step_tokens: 
     if kind.window is None:
         return held
     return min(held, -(-(kind.window - 1 + step_tokens) // block_size) + 1)
+
+
+def sequence_bytes(kinds: Iterable[CacheKind], num_tokens: int, step_tokens: int, block_size: int) -> int:
+    """Return the most bytes that a sequence holds until it has `num_tokens` tokens, in steps of `step_tokens`."""
+    return sum(most_held(kind, 0, num_tokens, step_tokens, block_size) * kind.block_bytes for kind in kinds)
+
+
+def split_blocks(
+    kinds: Sequence[CacheKind], num_blocks: int, longest: int, step_tokens: int, block_size: int
+) -> tuple[list[CacheKind], list[int]]:
+    """Divide the memory of `num_blocks` blocks of all layers among the kinds. Returns kinds, and the blocks of each.
+
+    Each windowed kind gets what one sequence of `longest` tokens needs in steps of `step_tokens`; the rest is divided
+    as decodes of sequences of up to 4,096 tokens need it. If the other kinds would get fewer blocks than without
+    windows, nothing is freed behind windows: all layers are of one kind.
+    """
+    total = num_blocks * sum(kind.block_bytes for kind in kinds)
+    usual = min(longest, USUAL_TOKENS)
+    fewest = [most_held(kind, 0, longest, step_tokens, block_size) if kind.window else 0 for kind in kinds]
+    shares = [most_held(kind, 0, usual, 1, block_size) for kind in kinds]
+    rest = total - sum(few * kind.block_bytes for few, kind in zip(fewest, kinds, strict=True))
+    weight = sum(share * kind.block_bytes for share, kind in zip(shares, kinds, strict=True))
+    if len(kinds) > 1 and rest > 0 and weight:
+        counts = [few + rest * share // weight for few, share in zip(fewest, shares, strict=True)]
+        if all(count >= num_blocks for count, kind in zip(counts, kinds, strict=True) if kind.window is None):
+            return list(kinds), counts
+    return [one_kind(kinds)], [num_blocks]
+
+
+def one_kind(kinds: Sequence[CacheKind]) -> CacheKind:
+    """Return the kind of all layers of `kinds`, which frees nothing."""
+    layers = tuple(sorted(layer for kind in kinds for layer in kind.layers))
+    return CacheKind(layers=layers, block_bytes=sum(kind.block_bytes for kind in kinds))
 
 
 def longest_match(
