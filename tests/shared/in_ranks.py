@@ -165,7 +165,8 @@ def outputs_natively(
         batch, positions, slots = batch_of(decoder, starts, counts)
         ids = token_ids(decoder, len(positions), seed=starts[0])
         rows = None if adapters is None else adapters(counts)
-        hidden = model.hidden(StepTokens(ids, positions, dict.fromkeys(decoder.windows(), CachedTokens(slots, batch))), rows)
+        cached = dict.fromkeys(decoder.windows(), CachedTokens(slots, batch))
+        hidden = model.hidden(StepTokens(ids, positions, cached), rows)
         found.append(hidden.copy())
         if model.head is not None:
             found.append(model.logits(hidden, rows).copy())
