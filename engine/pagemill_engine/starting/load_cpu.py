@@ -69,7 +69,8 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     trim_heap()
     files.progress("allocating", describe_cache(cache, config.block_size, compute.kv_dtype))
     info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu")
-    info = info._replace(num_blocks=cache.counts[0], kinds=cache.kinds, kind_blocks=cache.counts)
+    of_kinds = cache.counts if len(cache.counts) > 1 else ()
+    info = info._replace(num_blocks=cache.counts[0], kinds=cache.kinds, kind_blocks=of_kinds)
     kv_cache = KVCache(spec, cache.counts, config.block_size, compute.kv_dtype, cache.kinds)
     if spec.pooling is None:
         return EagerRunner(model, kv_cache, info, config.step.max_num_seqs)
