@@ -11,8 +11,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import KVType, token_bytes
-from pagemill_models.spec.layer_caches import kinds_of
-from pagemill_models.spec.model_spec import ModelSpec
+from pagemill_models.spec.model_spec import ModelSpec, kinds_of
 from pagemill_protocol.report.cache_kinds import CacheKind, split_blocks
 
 

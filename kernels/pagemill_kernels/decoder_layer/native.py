@@ -61,8 +61,9 @@ class NativeLayers:
     ) -> None:
         """Add the layers' contributions to `hidden`, float32 [tokens, hidden], in place.
 
-        `plans` and `slots`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. `adapters`: of the
-        tokens. `reduce`: adds what ranks have computed. Other arguments: as for `rope.native` and `paged_attention.native`.
+        `plans` and `slots`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. `adapters`: of
+        the tokens. `reduce`: adds what ranks have computed. Other arguments: as for `rope.native` and
+        `paged_attention.native`.
         """
         num_tokens = len(hidden)
         if hidden.shape[1] != self._hidden_size or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:

@@ -19,9 +19,8 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_engine.sizing.kv_sizes import cache_kinds, kv_bytes_per_token
 from pagemill_kernels.kv_store.kinds import token_bytes
-from pagemill_models.spec.layer_caches import kinds_of
 from pagemill_models.spec.model_files import load_model_spec
-from pagemill_models.spec.model_spec import ModelSpec
+from pagemill_models.spec.model_spec import ModelSpec, kinds_of
 from pagemill_protocol.report.cache_kinds import CacheKind, one_kind, sequence_bytes
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
