@@ -13,6 +13,7 @@ from in_ranks import by_threads, outputs_natively, outputs_on_torch, whole_of
 
 from pagemill_engine.decoders.native.layers import can_fuse
 from pagemill_kernels.cpu import library
+from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.in_process import InProcessGroup
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
@@ -146,6 +147,39 @@ def test_a_reduction_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = outputs_on_torch(decoder, whole_of(decoder), None)
     found = by_threads(lambda group: outputs_on_torch(decoder, shard(decoder, group.rank, 2), group), 2)[0]
     assert float(np.abs(found[0] - expected[0]).max()) > 100 * TOLERANCE
+
+
+@natively
+@pytest.mark.parametrize("outputs", [outputs_natively, outputs_on_torch])
+def test_an_error_at_any_cut_ends_all_ranks_with_its_rank(
+    outputs: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduce, decoder = InProcessGroup.all_reduce, declared("olmo2")
+    for cut in range(1, 1 + 4 * len(decoder.layers)):  # the embedding; then both norms, attention and MLP of each layer
+        calls = [0, 0, 0]
+
+        def failing(self: InProcessGroup, buffer: Any, cut: int = cut, calls: list[int] = calls) -> None:
+            calls[self.rank] += 1
+            if self.rank == 1 and calls[1] == cut:
+                raise MemoryError(f"no memory at cut {cut}")
+            reduce(self, buffer)
+
+        monkeypatch.setattr(InProcessGroup, "all_reduce", failing)
+        with pytest.raises((MemoryError, GroupAborted), match=f"no memory at cut {cut}"):
+            by_threads(lambda group: outputs(decoder, shard(decoder, group.rank, 3), group), 3)
+        assert calls[1] == cut
+
+
+def test_sums_in_another_order_on_one_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = InProcessGroup._exchange
+
+    def reversed_on_rank_1(self: InProcessGroup, buffer: Any) -> list[Any]:
+        given = gather(self, buffer)
+        return given[::-1] if self.rank == 1 and buffer.ndim == 2 and buffer.shape[1] == 64 else given
+
+    monkeypatch.setattr(InProcessGroup, "_exchange", reversed_on_rank_1)
+    with pytest.raises(AssertionError):
+        largest_difference("llama", 3)
 
 
 def test_an_error_of_one_rank_ends_all() -> None:

@@ -1,0 +1,99 @@
+"""The processes of followers, as rank 0 starts, watches and ends them.
+
+Each is a child with its settings on standard input and its answer on standard output. A thread waits for their ends in
+the kernel (pidfd) and ends the group at once when one ends by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from pagemill_engine.executing.ranks.ranked import WatchedGroup
+from pagemill_engine.weights.errors import LoadError
+
+READY = b"ready\n"
+CLOSE_SECONDS = 10.0
+
+
+class FollowerProcesses:
+    def __init__(self, module: str, settings: Sequence[dict[str, Any]], files: Sequence[int]) -> None:
+        """Start one process per entry of `settings`, for ranks from 1 on. `files`: descriptors that they inherit.
+
+        `module`: the one that they run.
+        """
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=tuple(files)
+            )
+            for _ in settings
+        ]
+        for process, own in zip(self._processes, settings, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(own).encode())
+            process.stdin.close()
+
+    @property
+    def ids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def wait_until_ready(self) -> None:
+        """Wait until all have loaded their shards. Raises `LoadError` with the message of one that cannot."""
+        for rank, process in enumerate(self._processes, start=1):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if line != READY:
+                said = line.decode(errors="replace").strip() or f"it ended with {_ending(process.wait())}"
+                raise LoadError("RankLost", f"Rank {rank} did not load its part of the model: {said}")
+
+    def watch(self, group: WatchedGroup) -> None:
+        """End the group when a process ends by itself."""
+        self._watcher = threading.Thread(target=self._watch, args=(group,), name="ranks", daemon=True)
+        self._watcher.start()
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for process in self._processes:
+            process.kill()
+        self.close()
+
+    def close(self) -> None:
+        self._closing.set()
+        for process in self._processes:
+            try:
+                process.wait(CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _watch(self, group: WatchedGroup) -> None:
+        poll = select.poll()
+        ranks = {os.pidfd_open(process.pid): rank for rank, process in enumerate(self._processes, start=1)}
+        for file in ranks:
+            poll.register(file, select.POLLIN)
+        left = set(ranks)
+        while left:
+            for file, _ in poll.poll():
+                poll.unregister(file)
+                left.discard(file)
+                os.close(file)
+                process = self._processes[ranks[file] - 1]
+                if not self._closing.is_set():
+                    group.abort(f"rank {ranks[file]} (process {process.pid}) ended with {_ending(process.wait())}")
+
+
+def _ending(code: int) -> str:
+    return f"the signal {signal.Signals(-code).name}" if code < 0 else f"the exit code {code}"

@@ -1,0 +1,137 @@
+"""Loads a model among several processes of one machine: rank 0 here, followers as children (`rank_process`).
+
+No setting asks for it yet; tests build it. Only the native decoder is divided so far.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.decoders.native.decoder import NativeDecoder
+from pagemill_engine.decoders.rope import Rotations, decoder_tables
+from pagemill_engine.executing.eager import EagerRunner
+from pagemill_engine.executing.kv_cache import KVCache
+from pagemill_engine.executing.ranks.follower import FollowerRunner
+from pagemill_engine.executing.ranks.processes import FollowerProcesses
+from pagemill_engine.executing.ranks.ranked import RankedRunner
+from pagemill_engine.sizing.compute import Compute
+from pagemill_engine.sizing.kv_sizes import max_model_len_for
+from pagemill_engine.sizing.memory import measure_memory
+from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, prepare, refusals, runner_info
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.sliced import SlicedTensors
+from pagemill_kernels.cpu import launch
+from pagemill_kernels.ranks.memory import SharedMemory
+from pagemill_kernels.ranks.ring import RingWriter, ring_bytes
+from pagemill_kernels.ranks.shared_memory import STUCK_SECONDS, SharedMemoryGroup, group_bytes
+from pagemill_models.sharding.shard import shard
+from pagemill_models.sharding.slices import ShardError
+from pagemill_models.spec.model_spec import ModelSpec
+
+RANK_PROCESS = "pagemill_engine.starting.rank_process"
+SLOTS, SLOT_BYTES = 16, 64 * 1024
+
+
+class RankSettings(msgspec.Struct):
+    """What a follower's process is told."""
+
+    config: EngineConfig
+    path: str
+    rank: int
+    size: int
+    num_threads: int
+    group_file: int
+    ring_file: int
+    capacity: int
+    stuck_seconds: float
+    num_blocks: int
+
+
+def load_on_ranks(
+    files: ModelFiles, compute: Compute, size: int, num_threads: int, stuck_seconds: float = STUCK_SECONDS
+) -> RankedRunner:
+    """Return a runner whose model `size` processes compute. Raises `LoadError`.
+
+    `num_threads`: of each rank. `stuck_seconds`: after how long a rank that others wait for is lost.
+    """
+    if not compute.is_native:
+        how = f"this model runs on {compute.how}"
+        raise LoadError("SettingsUnsupported", f"Several ranks need the native decoder; {how}. Use one rank.")
+    launch.set_num_threads(num_threads)
+    with refusals(files.path):
+        prepared = prepare(files, compute, measure_memory())
+        part = part_of(files.spec, 0, size)
+    capacity = prepared.config.step.max_num_batched_tokens * files.spec.hidden_size
+    group_memory = SharedMemory.create(group_bytes(size, capacity))
+    ring_memory = SharedMemory.create(ring_bytes(SLOTS, SLOT_BYTES))
+    settings = [
+        RankSettings(
+            prepared.config, str(files.path), rank, size, num_threads, group_memory.file, ring_memory.file, capacity,
+            stuck_seconds, prepared.num_blocks,
+        )
+        for rank in range(1, size)
+    ]  # fmt: skip
+    followers = FollowerProcesses(
+        RANK_PROCESS, [_as_json(each) for each in settings], (group_memory.file, ring_memory.file)
+    )
+    group = SharedMemoryGroup(group_memory, 0, size, capacity, stuck_seconds)
+    ring = RingWriter(ring_memory, SLOTS, SLOT_BYTES, [f"rank {rank}" for rank in range(1, size)])
+    try:
+        with refusals(files.path):
+            inner = EagerRunner(*_parts(files.spec, part, prepared, group))
+        followers.wait_until_ready()
+    except BaseException:
+        followers.kill()
+        raise
+    followers.watch(group)
+    return RankedRunner(inner, ring, group, followers)
+
+
+def follower_of(
+    settings: RankSettings, files: ModelFiles, prepared: PreparedModel, group: SharedMemoryGroup
+) -> FollowerRunner:
+    """Return the runner of a rank that follows. Raises `LoadError`."""
+    with refusals(files.path):
+        part = part_of(files.spec, settings.rank, settings.size)
+        return FollowerRunner(*_parts(files.spec, part, prepared._replace(num_blocks=settings.num_blocks), group))
+
+
+def part_of(spec: ModelSpec, rank: int, size: int) -> tuple[ModelSpec, Any]:
+    """Return a rank's spec and what it reads. Raises `LoadError` for a model that so many ranks cannot divide."""
+    try:
+        part = shard(spec.decoder, rank, size)
+    except ShardError as error:
+        raise LoadError("SettingsUnsupported", str(error)) from error
+    return msgspec.structs.replace(spec, decoder=part.decoder), part.slices
+
+
+def settings_from(data: bytes) -> RankSettings:
+    return msgspec.json.decode(data, type=RankSettings)
+
+
+def _as_json(settings: RankSettings) -> dict[str, Any]:
+    built: dict[str, Any] = msgspec.to_builtins(settings)
+    return built
+
+
+def _parts(
+    whole: ModelSpec, part: tuple[ModelSpec, Any], prepared: PreparedModel, group: SharedMemoryGroup
+) -> tuple[NativeDecoder, KVCache, Any, int]:
+    """Return the arguments of a rank's runner."""
+    spec, slices = part
+    config = prepared.config
+    weights = SlicedTensors(prepared.weights, whole.decoder, spec.decoder, slices)
+    max_model_len = max_model_len_for(config, whole, prepared.num_blocks)
+    rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
+    model = NativeDecoder(spec, prepared.compute.native_ops, weights, rotations, group, group)
+    cache = KVCache(spec, prepared.num_blocks, config.block_size, prepared.compute.kv_dtype)
+    info = runner_info(prepared, whole, max_model_len, model.num_bytes, "cpu")
+    return model, cache, info, config.step.max_num_seqs
+
+
+def files_of(settings: RankSettings, spec: ModelSpec) -> ModelFiles:
+    return ModelFiles(settings.config, Path(settings.path), spec, lambda phase, detail: None)
