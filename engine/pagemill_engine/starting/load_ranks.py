@@ -19,7 +19,7 @@ from pagemill_engine.executing.ranks.follower import FollowerRunner
 from pagemill_engine.executing.ranks.processes import FollowerProcesses
 from pagemill_engine.executing.ranks.ranked import RankedRunner
 from pagemill_engine.sizing.compute import Compute
-from pagemill_engine.sizing.kv_sizes import max_model_len_for
+from pagemill_engine.sizing.kv_sizes import cache_kinds, max_model_len_for
 from pagemill_engine.sizing.memory import measure_memory
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, prepare, refusals, runner_info
 from pagemill_engine.weights.errors import LoadError
@@ -37,7 +37,7 @@ SLOTS, SLOT_BYTES = 16, 64 * 1024
 
 
 class RankSettings(msgspec.Struct):
-    """What a follower's process is told."""
+    """What a follower's process is given."""
 
     config: EngineConfig
     path: str
@@ -125,11 +125,15 @@ def _parts(
     spec, slices = part
     config = prepared.config
     weights = SlicedTensors(prepared.weights, whole.decoder, spec.decoder, slices)
-    max_model_len = max_model_len_for(config, whole, prepared.num_blocks)
+    # The whole model's division among cache kinds: blocks have the same ids on all ranks.
+    blocks = cache_kinds(config, whole, prepared.compute.kv_dtype, prepared.num_blocks)
+    max_model_len = max_model_len_for(config, whole, blocks.counts[0])
     rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
     model = NativeDecoder(spec, prepared.compute.native_ops, weights, rotations, group, group)
-    cache = KVCache(spec, prepared.num_blocks, config.block_size, prepared.compute.kv_dtype)
+    cache = KVCache(spec, blocks.counts, config.block_size, prepared.compute.kv_dtype, blocks.kinds)
     info = runner_info(prepared, whole, max_model_len, model.num_bytes, "cpu")
+    of_kinds = blocks.counts if len(blocks.counts) > 1 else ()
+    info = info._replace(num_blocks=blocks.counts[0], kinds=blocks.kinds, kind_blocks=of_kinds)
     return model, cache, info, config.step.max_num_seqs
 
 

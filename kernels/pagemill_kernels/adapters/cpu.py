@@ -19,8 +19,8 @@ class NativeTensorRows:
     def add_to(self, number: int, out: Tensor, x: Tensor) -> None:
         self.native.add_to(number, from_torch(out), from_torch(x))
 
-    def add_to_many(self, numbers: Tensor, out: Tensor, x: Tensor, rows: Tensor) -> None:
-        self._plain.add_to_many(numbers, out, x, rows)
+    def add_to_many(self, first: int, experts: Tensor, out: Tensor, x: Tensor, rows: Tensor) -> None:
+        self._plain.add_to_many(first, experts, out, x, rows)
 
     def add_rows(self, number: int, out: Tensor, ids: Tensor) -> None:
         self.native.add_rows(number, from_torch(out), from_torch(ids))

@@ -34,13 +34,13 @@ class PlainAdapterRows:
         for found, matrices in self.matrices(number):
             _add(found, matrices, out, x)
 
-    def add_to_many(self, numbers: Tensor, out: Tensor, x: Tensor, rows: Tensor) -> None:
-        """Add like `add_to`, each row for a layer of its own. numbers, rows: int64 [count], the number and the step's
-        row of each of `out` and `x`."""
+    def add_to_many(self, first: int, experts: Tensor, out: Tensor, x: Tensor, rows: Tensor) -> None:
+        """Add like `add_to` to the outputs of experts. `first`: number of the first expert's layer; those of the others
+        are two apart. experts, rows: int64 [count], the expert and the step's row of each of `out` and `x`."""
         slots = self._slots[rows]
-        for number in sorted(set(numbers.tolist())):
-            for slot, matrices in self._of(number):
-                _add(torch.nonzero((numbers == number) & (slots == slot))[:, 0], matrices, out, x)
+        for expert in sorted(set(experts.tolist())):
+            for slot, matrices in self._of(first + 2 * expert):
+                _add(torch.nonzero((experts == expert) & (slots == slot))[:, 0], matrices, out, x)
 
     def add_rows(self, number: int, out: Tensor, ids: Tensor) -> None:
         """Add to the embeddings of tokens, [rows, size]; a negative id gets nothing."""

@@ -16,9 +16,9 @@ class AdapterRows(Protocol):
         """Add to the outputs of linear layer `number`, [rows, out], what adapters make of its inputs, [rows, in]."""
         ...
 
-    def add_to_many(self, numbers: Tensor, out: Tensor, x: Tensor, rows: Tensor) -> None:
-        """Add like `add_to`, each row for a layer of its own. numbers, rows: int64 [count], the number and the step's
-        row of each of `out` and `x`."""
+    def add_to_many(self, first: int, experts: Tensor, out: Tensor, x: Tensor, rows: Tensor) -> None:
+        """Add like `add_to` to the outputs of experts. `first`: number of the first expert's layer; those of the others
+        are two apart. experts, rows: int64 [count], the expert and the step's row of each of `out` and `x`."""
         ...
 
     def add_rows(self, number: int, out: Tensor, ids: Tensor) -> None:
@@ -43,8 +43,8 @@ class ExpertRows(NamedTuple):
 
         x: [count, in]; experts, rows: int64 [count], the expert and the step's row of each.
         """
-        self.adapters.add_to_many(self.first + 2 * experts, out, x, rows)
+        self.adapters.add_to_many(self.first, experts, out, x, rows)
 
     def add_down(self, out: Tensor, x: Tensor, experts: Tensor, rows: Tensor) -> None:
         """Add to the outputs of the second matrices. Arguments: as for `add_up`."""
-        self.adapters.add_to_many(self.first + 1 + 2 * experts, out, x, rows)
+        self.adapters.add_to_many(self.first + 1, experts, out, x, rows)

@@ -37,7 +37,7 @@ class FollowerRunner(EagerRunner):
         tokens = [sampled.get(name, [0])[0] for name in names]
         self._rows.advance(inputs, np.array(tokens, dtype=np.int64))
         for name in failed:
-            self.kv_cache.scrub(self._rows.blocks(self._rows.row(name)))
+            self._scrub(self._rows.row(name))
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> dict[str, list[TokenLogprobs]]:
         starts = dict(zip(inputs.request_ids, inputs.query_start_loc.tolist(), strict=False))

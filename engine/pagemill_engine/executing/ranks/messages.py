@@ -1,4 +1,4 @@
-"""What rank 0 tells its followers, as bytes for the ring."""
+"""What rank 0 sends to its followers, as bytes for the ring."""
 
 from __future__ import annotations
 

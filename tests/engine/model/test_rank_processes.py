@@ -40,10 +40,11 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.3,
 }
+LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 Ranks = Callable[..., RankedRunner]
 
 
-@pytest.fixture(scope="module", params=["Llama", "Olmo2", "Mixtral"])
+@pytest.fixture(scope="module", params=["Llama", "Olmo2", "Mixtral", "Mistral"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(request.param, tmp_path_factory.mktemp("model"))
 
@@ -55,7 +56,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saved(kind: str, folder: Path) -> Path:
     torch.manual_seed(3)
-    config = getattr(transformers, f"{kind}Config")(**BASE)
+    config = getattr(transformers, f"{kind}Config")(**BASE, **({"sliding_window": 24} if kind == "Mistral" else {}))
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
     return folder
 
@@ -109,7 +110,7 @@ class Engine:
                 both = [*tokens, *output.token_ids], count + len(output.prompt_logprobs)
                 found[output.request_id, output.choice] = both
         self.core.check_integrity()
-        return [found[key] for key in sorted(found)]
+        return [found[key] for key in sorted(found, key=lambda key: (int(key[0][1:]), key[1]))]
 
 
 def prompts_of(seed: int) -> list[list[int]]:
@@ -140,17 +141,17 @@ def test_ranks_give_the_tokens_of_one(folder: Path, size: int, ranks: Ranks, run
 
 def test_ranks_follow_preemption_overlap_and_sleep(llama: Path, ranks: Ranks, runner_loader: Any) -> None:
     single = runner_loader(llama, **SETTINGS)
-    expected = Engine(single).run(prompts_of(1) * 2, ROUNDS[0])
+    expected = Engine(single).run([[5, 6, 7, 8 + index] for index in range(8)], LONG)
     single.close()
     runner = ranks(llama, 3)
     runner.info = runner.info._replace(num_blocks=12)
     threaded = ThreadedRunner(runner)
     engine = Engine(threaded, overlap=True, enable_prefix_caching=False)
-    assert engine.run(prompts_of(1) * 2, ROUNDS[0]) == expected
+    assert engine.run([[5, 6, 7, 8 + index] for index in range(8)], LONG) == expected
     assert engine.num_preemptions > 0
     assert threaded.sleep() > 0
     threaded.wake()
-    assert engine.run(prompts_of(1) * 2, ROUNDS[0]) == expected
+    assert engine.run([[5, 6, 7, 8 + index] for index in range(8)], LONG) == expected
     threaded._thread.shutdown()
 
 
@@ -160,7 +161,8 @@ def test_a_plan_that_is_lost_ends_the_engine_with_the_rank_that_lacks_it(llama: 
     engine.add(prompts_of(1), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     engine.core.step()
     runner._send = lambda message: None  # type: ignore[method-assign]
-    with pytest.raises(RanksLostError, match="rank 1 has not reached a sum outside of the layers of step 1 within 1 s"):
+    missing = "rank 1 has not reached a sum outside of the layers of step 2 within 1 s; it was last at cut 3 of layer 1"
+    with pytest.raises(RanksLostError, match=missing):
         engine.run_out()
 
 
