@@ -73,8 +73,8 @@ test-full: .venv/.installed ## Run every unit and integration test (no cluster, 
 	$(BIN)/pytest -m "not gpu" --hypothesis-profile=full $(TEST_WORKERS) tests
 
 .PHONY: clients
-clients: .venv/.installed | $(UV) ## Run other projects' clients against a gateway (CLIENTS="openai litellm" picks some)
-	PYTHONPATH=tests/shared $(BIN)/python tests/clients/run_clients.py --uv $(UV) $(CLIENTS)
+clients: .venv/.installed | $(UV) ## Run other projects' clients against a gateway (CLIENTS="openai litellm" picks some; NEWEST=1: their newest versions)
+	PYTHONPATH=tests/shared $(BIN)/python tests/clients/run_clients.py --uv $(UV) $(if $(NEWEST),--newest) $(CLIENTS)
 
 .PHONY: older-triton
 older-triton: .venv/.installed | $(UV) ## Compile the hot kernels with the oldest Triton that is supported; no GPU is needed

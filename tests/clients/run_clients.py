@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -52,24 +53,28 @@ def main() -> int:
     parser.add_argument(
         "--python", default=None, help="for clients that need a later Python than this one; looked for on the PATH"
     )
+    parser.add_argument("--newest", action="store_true", help="the newest versions, not those that the scripts pin")
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in found]:
         parser.error(f"unknown clients: {' '.join(unknown)}; there are {' '.join(found)}")
     chosen = [found[name] for name in args.names or found]
     VARIABLES["PAGEMILL_TOKENIZER"] = str(tokenizer_folder())
+    if any(client.is_of_npm for client in chosen):
+        VARIABLES["PATH"] = f"{node_folder(args.uv)}:{os.environ['PATH']}"
     VARIABLES["PAGEMILL_WEIGHTS"] = str(resolve_source(DEFAULT_MODEL))
     agents = {client.name.replace("_", "-"): client for client in chosen if client.answers}
     with served(agents) as base_url:
         reports = {}
         for client in chosen:
             if client.is_of_npm:
-                install(client, args.uv)
+                install(client, args.uv, newest=args.newest)
             python = args.python if client.least_python and args.python else interpreter(client.least_python)
             if python is None:
                 sys.stdout.write(f"{client.name}: NOT RUN, no Python {client.least_python} here; name one: --python\n")
                 continue
-            reports[client] = run(client, [*uv_run(args.uv, python), str(client.script), base_url])
+            command = uv_run_newest(args.uv, python, client) if args.newest else uv_run(args.uv, python)
+            reports[client] = run(client, [*command, str(client.script), base_url])
     sys.stdout.write(table(reports))
     return int(any(report["error"] for each in reports.values() for report in each))
 
@@ -103,14 +108,14 @@ def write_agent_folder(folder: Path, client: Client) -> None:
     write_scripted_model(folder, texts)
 
 
-def install(client: Client, uv: Path) -> None:
+def install(client: Client, uv: Path, *, newest: bool = False) -> None:
     """Install an agent with npm, without its scripts, unless this version is there."""
-    folder = npm_folder(client)
+    folder, version = npm_folder(client), "latest" if newest else client.version
     installed = folder / "node_modules" / client.package / "package.json"
-    if installed.exists() and json.loads(installed.read_text())["version"] == client.version:
+    if installed.exists() and json.loads(installed.read_text())["version"] == version:
         return
     flags = ["--ignore-scripts", "--no-audit", "--no-fund", "--no-save", "--loglevel", "error"]
-    argv = [*npm(uv), "install", *flags, "--prefix", str(folder), f"{client.package}@{client.version}"]
+    argv = [*npm(uv), "install", *flags, "--prefix", str(folder), f"{client.package}@{version}"]
     subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=INSTALL_LIMIT_S, check=True)
 
 
@@ -122,6 +127,18 @@ def npm(uv: Path) -> Sequence[str]:
     found = shutil.which("npm")
     flags = ["--quiet", "--no-python-downloads", "--system-certs", "--python", sys.executable]
     return [found] if found else [str(uv), "tool", "run", *flags, "--from", NODE, "npm"]
+
+
+def node_folder(uv: Path) -> Path:
+    """Return a folder with a program `node`, which agents of npm need: this machine's, or one of the package."""
+    folder = ENVIRONMENTS / "node"
+    folder.mkdir(parents=True, exist_ok=True)
+    if shutil.which("node") is None:
+        *words, _ = npm(uv)
+        program = folder / "node"
+        program.write_text(f'#!/bin/sh\nexec {shlex.join([*words, "node"])} "$@"\n')
+        program.chmod(0o755)
+    return folder
 
 
 @contextlib.contextmanager
@@ -170,6 +187,16 @@ def interpreter(least: str) -> str | None:
 def uv_run(uv: Path, python: str) -> list[str]:
     flags = ["--no-python-downloads", "--system-certs", "--exclude-newer", RESOLVED_BEFORE, "--python", python]
     return [str(uv), "run", "--quiet", "--active", *flags, "--script"]
+
+
+def uv_run_newest(uv: Path, python: str, client: Client) -> list[str]:
+    """Return the command for a script with the newest version of its client, and what it needs besides."""
+    (named,) = re.findall(r"^# dependencies = (\[.*\])", client.script.read_text(), re.MULTILINE)
+    own = client.package
+    packages = [re.sub(r"==[\d.]+$", "", each) if each.startswith(own) else each for each in json.loads(named)]
+    added = [word for package in packages for word in ("--with", package)]
+    flags = ["--quiet", "--no-project", "--no-python-downloads", "--system-certs", "--python", python]
+    return [str(uv), "run", *flags, *added, "python"]
 
 
 def run(client: Client, argv: list[str]) -> list[Report]:
