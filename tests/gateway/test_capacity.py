@@ -21,6 +21,7 @@ from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
 from pagemill_gateway.brain.endpoints.reports import EndpointReports
 from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S, DrainRate
 from pagemill_protocol.catalog import Endpoint
+from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.state import EngineLoad, StateFrame
 
 
@@ -117,6 +118,14 @@ def test_batch_lines_of_another_gateway_give_way_while_the_report_is_fresh() -> 
 def test_sequences_share_the_blocks_of_their_prompt() -> None:
     assert need(prompt=21, output=30).num_blocks(10) == 3 + 3
     assert need(prompt=21, output=30, sequences=4).num_blocks(10) == 3 + 4 * 3
+
+
+def test_behind_a_window_tokens_need_no_more_blocks() -> None:
+    kinds = [CacheKind("full", None, (0,), 100), CacheKind("window-40", 40, (1, 2, 3, 4, 5), 500)]
+    assert need(prompt=30, output=1).num_blocks(10, kinds) == need(prompt=30, output=1).num_blocks(10)
+    # 100 blocks in one layer of six, and at most the window's 4 and one more in five.
+    assert need(prompt=1000, output=1).num_blocks(10, kinds) == -(-(100 * 100 + 5 * 500) // 600) + 1
+    assert need(prompt=1, output=1000, sequences=4).num_blocks(10, kinds) == 1 + 4 * -(-(100 * 100 + 5 * 500) // 600)
 
 
 def test_blocks_are_reserved_before_any_report_shows_them() -> None:

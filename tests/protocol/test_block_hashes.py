@@ -100,3 +100,13 @@ def test_token_ids_beyond_int32_are_refused() -> None:
 @pytest.mark.parametrize(("block_size", "blocks"), [(1, 64), (16, 4), (24, 3), (64, 1), (128, 1)])
 def test_a_prefix_chunk_has_the_fewest_blocks_with_64_tokens(block_size: int, blocks: int) -> None:
     assert hashes.blocks_per_prefix_chunk(block_size) == blocks
+
+
+def test_what_is_not_in_the_tokens_separates_equal_ones() -> None:
+    ids = list(range(16))
+    image, other = bytes(range(16)), bytes(range(1, 17))
+    found = {hashes.block_hash(ROOT, ids, extra) for extra in (b"", image, other, b"\0", b"\0\0\0\0")}
+    assert len(found) == 5
+    assert hashes.block_hash(ROOT, ids) in found, "without more the hash is that of the tokens"
+    appended = b"\1\0\0\0"
+    assert hashes.block_hash(ROOT, [*ids, 1]) != hashes.block_hash(ROOT, ids, appended)

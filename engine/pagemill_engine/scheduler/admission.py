@@ -18,6 +18,7 @@ from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.token_masks import begin
 from pagemill_protocol import hashes
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
+from pagemill_protocol.report.cache_kinds import most_held
 from pagemill_protocol.request.continuing import needs_prompt_logprobs
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest, check_answer, most_tokens_of_values
 from pagemill_protocol.request.pooling import check_task
@@ -175,8 +176,13 @@ class Admission:
             return
         num_prompt_tokens, total = len(request.prompt_token_ids), self._max_total_tokens(request)
         num_blocks = most_blocks(sampling, num_prompt_tokens, total, limits.block_size)
-        if num_blocks > limits.num_blocks:
-            raise _search_too_large(sampling.num_sequences, total - num_prompt_tokens, num_blocks, limits)
+        for kind, most in zip(limits.kinds, limits.blocks_of_kinds, strict=True):
+            needed = num_blocks
+            if kind.window is not None:  # each beam may have its window, and copies its last block before it writes
+                of_beam = most_held(kind, 0, total, 1, limits.block_size) + 1
+                needed = min(num_blocks, sampling.num_sequences * of_beam)
+            if needed > most:
+                raise _search_too_large(sampling.num_sequences, total - num_prompt_tokens, needed, most, limits)
 
     def _check_resume(self, request: GenerateRequest) -> None:
         num_choices = request.sampling.num_sequences
@@ -269,12 +275,14 @@ def _larger_than_cache(num_prompt_tokens: int, limits: SchedulerLimits, param: s
     )
 
 
-def _search_too_large(width: int, num_tokens: int, num_blocks: int, limits: SchedulerLimits) -> PagemillError:
+def _search_too_large(
+    width: int, num_tokens: int, num_blocks: int, most: int, limits: SchedulerLimits
+) -> PagemillError:
     """Return a 400: the beams of a search advance together, so all of them must fit into the cache at once."""
     return invalid_field(
         "beam_width",
         f"A search of {width} beams for up to {num_tokens} tokens may need {num_blocks} KV blocks of "
-        f"{limits.block_size} tokens; this engine has {limits.num_blocks}. Send fewer beams or a smaller max_tokens, "
+        f"{limits.block_size} tokens; this engine has {most}. Send fewer beams or a smaller max_tokens, "
         "or raise kvCacheMemory.",
     )
 

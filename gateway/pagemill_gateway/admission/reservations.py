@@ -7,7 +7,11 @@ output stays reserved. Pure bookkeeping of one engine; `brain.endpoints.record` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+from pagemill_protocol.report.cache_kinds import CacheKind, blocks_for_tokens
 
 REPORTS_UNTIL_COUNTED = 2
 """Reports after the acceptance until a request counts as reported; the engine may have made the first one before."""
@@ -45,10 +49,13 @@ class CapacityNeed(msgspec.Struct, frozen=True, gc=False):
         """Return the need if this many prompt tokens are cached; at least one token is computed."""
         return msgspec.structs.replace(self, num_uncached_tokens=max(1, self.num_prompt_tokens - num_cached_tokens))
 
-    def num_blocks(self, block_size: int) -> int:
-        """Return the number of blocks: the sequences share those of the prompt and have their own for the output."""
-        num_prompt_blocks = -(-self.num_uncached_tokens // block_size)
-        return num_prompt_blocks + self.num_sequences * -(-self.num_output_tokens // block_size)
+    def num_blocks(self, block_size: int, kinds: Sequence[CacheKind] = ()) -> int:
+        """Return the number of blocks: the sequences share those of the prompt and have their own for the output.
+
+        `kinds`: those of the engine's report.
+        """
+        num_prompt_blocks = blocks_for_tokens(kinds, self.num_uncached_tokens, 1, block_size)
+        return num_prompt_blocks + self.num_sequences * blocks_for_tokens(kinds, self.num_output_tokens, 1, block_size)
 
 
 class _Reservation(msgspec.Struct):
@@ -79,8 +86,8 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._open)
 
-    def reserve(self, decision: int, need: CapacityNeed, block_size: int) -> None:
-        reservation = self._open[decision] = _Reservation(need, need.num_blocks(block_size))
+    def reserve(self, decision: int, need: CapacityNeed, num_blocks: int) -> None:
+        reservation = self._open[decision] = _Reservation(need, num_blocks)
         self.num_sequences += need.num_sequences
         self.num_low_priority_sequences += need.num_sequences * need.is_low_priority
         self.num_blocks += reservation.num_blocks

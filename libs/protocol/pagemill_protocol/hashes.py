@@ -46,12 +46,15 @@ def root_hash(
     return state.digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
     """Return the hash of one full block: blake2b-128 over `parent`, then the ids as little-endian int32.
 
-    Raises `OverflowError` for an id that does not fit int32.
+    `extra`: whatever else distinguishes the block's KV from that of equal tokens, such as the digest of an image whose
+    placeholders they are; it is appended with a length, so that no tokens look like it. Raises `OverflowError` for an
+    id that does not fit int32.
     """
-    return _chain(parent, token_bytes(token_ids))
+    tokens = token_bytes(token_ids)
+    return _chain(parent, tokens + extra + len(extra).to_bytes(8, "little") if extra else tokens)
 
 
 def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

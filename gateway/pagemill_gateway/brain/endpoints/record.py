@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagemill_gateway.admission.reservations import CapacityNeed, RefusalBackoff, Reservations
@@ -13,6 +14,7 @@ from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Endpoint
 from pagemill_protocol.link import LINK_VERSION
+from pagemill_protocol.report.cache_kinds import CacheKind, blocks_for_tokens
 from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
 
 UNREPORTED_MAX_SEQS = 8
@@ -143,6 +145,12 @@ class EndpointRecord:
         return max(1, state.block_size) if state is not None else 1
 
     @property
+    def kinds(self) -> Sequence[CacheKind]:
+        """The cache kinds of its model, if there are several."""
+        state = self.reports.latest
+        return state.kinds if state is not None else ()
+
+    @property
     def bundle_digest(self) -> str:
         state = self.reports.latest
         return state.digests.tokenizer_bundle if state is not None else ""
@@ -189,10 +197,10 @@ def has_capacity(record: EndpointRecord, need: CapacityNeed, now: float) -> bool
     total = frame.load.num_blocks_total
     if not total:
         return True
-    wanted = min(total, need.num_blocks(record.block_size))
+    wanted = min(total, need.num_blocks(record.block_size, frame.kinds))
     if not fresh:
         return record.reserved.num_blocks + wanted <= total
-    return wanted <= num_blocks_left(frame.load, record.reserved, record.block_size)
+    return wanted <= num_blocks_left(frame.load, record.reserved, record.block_size, frame.kinds)
 
 
 def is_idle(record: EndpointRecord, max_load: float, now: float) -> bool:
@@ -209,11 +217,12 @@ def is_idle(record: EndpointRecord, max_load: float, now: float) -> bool:
     return most > record.reserved.num_sequences + record.load_elsewhere(now)
 
 
-def num_blocks_left(load: EngineLoad, reserved: Reservations, block_size: int) -> int:
+def num_blocks_left(load: EngineLoad, reserved: Reservations, block_size: int, kinds: Sequence[CacheKind] = ()) -> int:
     """Return the number of blocks that another request may take, by a report and the requests sent since."""
     growing = _num_tokens_to_come(load, reserved) + load.num_tokens_waiting
     # A sequence's last block is rarely full, so each sequence may need one block more than its tokens.
-    num_growing_blocks = -(-growing // block_size) + reserved.num_reported_sequences
+    num_growing = load.num_requests_running + load.num_requests_waiting
+    num_growing_blocks = blocks_for_tokens(kinds, growing, num_growing, block_size) + reserved.num_reported_sequences
     return load.num_blocks_free + load.num_blocks_evictable - reserved.num_unreported_blocks - num_growing_blocks
 
 

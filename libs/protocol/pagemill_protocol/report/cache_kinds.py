@@ -52,6 +52,24 @@ def sequence_bytes(kinds: Iterable[CacheKind], num_tokens: int, step_tokens: int
     return sum(most_held(kind, 0, num_tokens, step_tokens, block_size) * kind.block_bytes for kind in kinds)
 
 
+def blocks_for_tokens(kinds: Sequence[CacheKind], num_tokens: int, num_sequences: int, block_size: int) -> int:
+    """Return the blocks of all layers in whose memory `num_sequences` sequences decode `num_tokens` further tokens.
+
+    This is an upper bound: each windowed kind is assumed to hold nothing yet. `kinds`: as in a report; none: one kind.
+    """
+    num_full = -(-num_tokens // block_size)
+    unit = sum(kind.block_bytes for kind in kinds)
+    if not unit:
+        return num_full
+    num_bytes = 0
+    for kind in kinds:
+        held = num_full
+        if kind.window is not None:
+            held = min(held, num_sequences * most_held(kind, 0, num_tokens, 1, block_size))
+        num_bytes += held * kind.block_bytes
+    return -(-num_bytes // unit)
+
+
 def split_blocks(
     kinds: Sequence[CacheKind], num_blocks: int, longest: int, step_tokens: int, block_size: int
 ) -> tuple[list[CacheKind], list[int]]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pagemill_protocol.report.cache_kinds import CacheKind
+
 GATEWAY_HEADER = b"x-pagemill-gateway"
 """Header that identifies the gateway, in the request for the stream and in the acknowledgement of a drain."""
 
@@ -52,6 +54,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     num_blocks_total: int = 0
+    """Blocks as large as one of all layers. Models with several cache kinds count them by their bytes."""
     num_blocks_free: int = 0
     """Blocks that were never used or have no reusable content."""
     num_blocks_evictable: int = 0
@@ -116,6 +119,8 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_num_batched_tokens: int = 0
     max_num_seqs: int = 0
     """Requests that may run at once; 0: not reported."""
+    kinds: list[CacheKind] = []
+    """The cache kinds of the model's layers; none: there is one, and every block is needed to the end."""
     prefix_chunk_blocks: int = 0
     """Blocks per prefix chunk (`pagemill_protocol.hashes`); 0: not reported, which means the fewest with 64 tokens."""
     start_s: dict[str, float] = {}
