@@ -372,9 +372,9 @@ def test_a_planted_write_into_shared_blocks_is_detected(monkeypatch: pytest.Monk
 
 def test_a_search_whose_beams_windows_do_not_fit_is_refused(checking_runner: Make) -> None:
     runner = checking_runner(64, BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE, (None, 9))
-    runner.info = runner.info._replace(kind_blocks=(64, 12))
+    runner.info = runner.info._replace(kind_blocks=(64, 16))
     core = EngineCore(EngineConfig(model="m", block_size=BLOCK_SIZE, eos_token_ids=EOS), runner)
-    with pytest.raises(PagemillError, match="may need 16 KV blocks of 4 tokens; this engine has 12"):
+    with pytest.raises(PagemillError, match="may need 20 KV blocks of 4 tokens; this engine has 16"):
         core.add(search_of(20, 4, 20))
     core.add(search_of(20, 3, 20))
     answers, _, errors = drain(core)

@@ -57,7 +57,7 @@ class Engine:
     def send(self, need: CapacityNeed) -> int:
         self._decision += 1
         self.record.in_flight += 1
-        self.record.reserved.reserve(self._decision, need, 10)
+        self.record.reserved.reserve(self._decision, need, need.num_blocks(10))
         return self._decision
 
     def fill(self, need: CapacityNeed) -> int:
@@ -208,7 +208,7 @@ def test_every_reservation_is_released_in_full(data: st.DataObject) -> None:
             prompt, output = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 99))
             some = need(prompt, output, data.draw(st.integers(1, 4)))
             wanted = replace(some, is_low_priority=data.draw(st.booleans()))
-            reserved.reserve(decision, wanted, 16)
+            reserved.reserve(decision, wanted, wanted.num_blocks(16))
             open_decisions.add(decision)
         elif action == "accepted" and open_decisions:
             reserved.accepted(data.draw(st.sampled_from(sorted(open_decisions))))

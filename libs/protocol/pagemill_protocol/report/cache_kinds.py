@@ -58,9 +58,9 @@ def blocks_for_tokens(kinds: Sequence[CacheKind], num_tokens: int, num_sequences
     This is an upper bound: each windowed kind is assumed to hold nothing yet. `kinds`: as in a report; none: one kind.
     """
     num_full = -(-num_tokens // block_size)
-    unit = sum(kind.block_bytes for kind in kinds)
-    if not unit:
+    if not kinds:
         return num_full
+    unit = sum(kind.block_bytes for kind in kinds)
     num_bytes = 0
     for kind in kinds:
         held = num_full
