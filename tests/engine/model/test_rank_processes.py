@@ -66,8 +66,8 @@ def ranks() -> Iterator[Ranks]:
     made: list[RankedRunner] = []
     threads = launch.num_threads()
 
-    def load(folder: Path, size: int, stuck_seconds: float = 60.0) -> RankedRunner:
-        config = EngineConfig(model=str(folder), **SETTINGS)
+    def load(folder: Path, size: int, stuck_seconds: float = 60.0, **settings: Any) -> RankedRunner:
+        config = EngineConfig(model=str(folder), **SETTINGS | settings)
         spec = load_model_spec(folder)
         files = ModelFiles(config, folder, spec, lambda phase, detail: None)
         made.append(load_on_ranks(files, choose_compute(config, spec), size, 1, stuck_seconds))
@@ -137,6 +137,22 @@ def test_ranks_give_the_tokens_of_one(folder: Path, size: int, ranks: Ranks, run
     expected = answers(single)
     single.close()
     assert answers(ranks(folder, size)) == expected
+
+
+@pytest.mark.parametrize(
+    "settings", [{"quantization": "int4"}, {"kv_cache_dtype": "int8", "dtype": "bfloat16"}], ids=str
+)
+def test_ranks_read_their_parts_of_quantized_weights(
+    llama: Path, ranks: Ranks, runner_loader: Any, settings: dict[str, Any]
+) -> None:
+    single = runner_loader(llama, **SETTINGS | settings)
+    expected = Engine(single).run(prompts_of(1), ROUNDS[0])
+    single.close()
+    found = Engine(ranks(llama, 2, **settings)).run(prompts_of(1), ROUNDS[0])
+    if "quantization" in settings:
+        assert found == expected
+    else:  # sums of bfloat16 products differ by their rounding, and so may near ties
+        assert [tokens[0] for tokens, _ in found] == [tokens[0] for tokens, _ in expected]
 
 
 def test_ranks_follow_preemption_overlap_and_sleep(llama: Path, ranks: Ranks, runner_loader: Any) -> None:
