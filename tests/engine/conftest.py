@@ -78,6 +78,9 @@ class CheckingRunner:
         if self.raise_on(plan):
             raise DeviceFault("made to fail")
         failed = self.fail_rows(plan)
+        for name, proposed in plan.proposals.items():
+            for token_id in proposed:
+                self._append(self.rows[name], token_id)
         writers: dict[tuple[int, int], str] = {}
         for name, count in plan.num_scheduled_tokens.items():
             row = self.rows[name]
@@ -90,21 +93,36 @@ class CheckingRunner:
                     self.slots[slot] = POISON if name in failed else row["digests"][position]
             row["computed"] += count
         sound = {name: self._reads_well(name, count) for name, count in plan.num_scheduled_tokens.items()}
-        tokens = {}
-        logprobs = {}
+        tokens: dict[str, list[int]] = {}
+        logprobs: dict[str, list[TokenLogprobs]] = {}
         prompt_logprobs = {name: self._of_prompt(name, plan) for name in plan.prompt_targets if name not in failed}
         for name in plan.num_scheduled_tokens:
             row = self.rows[name]
             if (name in plan.samples) != (row["computed"] == len(row["tokens"])):
                 raise DeviceFault(f"{name} samples at the wrong time")
             if name in plan.samples:
-                digest = row["digests"][-1] if sound[name] else POISON
-                tokens[name] = hash((digest, row["seed"], row["choice"])) % self.info.vocab_size
+                proposed = plan.proposals.get(name, [])
+                digests = row["digests"][-1 - len(proposed) :] if sound[name] else [POISON]
+                tokens[name], read = self._sampled(row, digests, proposed)
                 if row["num_logprobs"] is not None and name not in failed:
-                    logprobs[name] = [self._logprobs(digest, tokens[name], row["num_logprobs"])]
-                self._append(row, tokens[name])
-        token_ids = {name: [token] for name, token in tokens.items() if name not in failed}
+                    pairs = zip(read, tokens[name], strict=True)
+                    logprobs[name] = [self._logprobs(digest, token, row["num_logprobs"]) for digest, token in pairs]
+                num_rejected = 1 + len(proposed) - len(tokens[name])
+                row["computed"] -= num_rejected
+                for own in (row["tokens"], row["digests"]):
+                    del own[len(own) - num_rejected :]
+                self._append(row, tokens[name][-1])
+        token_ids = {name: sampled for name, sampled in tokens.items() if name not in failed}
         return StepResult(token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, failed=failed)
+
+    def _sampled(self, row: dict[str, Any], digests: list[int], proposed: list[int]) -> tuple[list[int], list[int]]:
+        """Return the tokens that follow the prefixes of `digests` as long as they were proposed, and those digests."""
+        tokens: list[int] = []
+        for digest in digests:
+            tokens.append(hash((digest, row["seed"], row["choice"])) % self.info.vocab_size)
+            if tokens != proposed[: len(tokens)]:
+                break
+        return tokens, digests[: len(tokens)]
 
     def _of_prompt(self, name: str, plan: StepPlan) -> list[TokenLogprobs]:
         """Return the log probabilities of the prompt's tokens that follow a token of this step."""

@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from step_workloads import BLOCK_SIZE, MAX_MODEL_LEN, a_request
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.step import StepPlan, decode_plan, encode_plan
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.request.generate import GenerateRequest
-from pagemill_protocol.request.sampling import LOW_PRIORITY, SamplingParams
 
 NUM_WORKLOADS = 200
 RECORDED = Path(__file__).with_name("plan_streams.txt")
-BLOCK_SIZE = 4
-MAX_MODEL_LEN = 48
 Make = Callable[..., Any]
 
 
@@ -54,31 +51,6 @@ def canonical(plan: StepPlan) -> tuple[Any, ...]:
         [(name, each.first, each.offset, each.token_ids, each.num_top) for name, each in plan.prompt_targets.items()],
         plan.decode_context_tokens,
         plan.chunk_context_products,
-    )
-
-
-def a_request(draw: random.Random, index: int, shared: list[int]) -> GenerateRequest:
-    prompt = shared[: draw.randint(0, 24)] + [draw.randint(0, 1) for _ in range(draw.randint(1, 6))]
-    kind, seed = draw.choice(["plain", "plain", "plain", "n", "beams", "best_of", "report"]), draw.randint(0, 3)
-    width = draw.randint(1, 4)
-    if kind == "beams":
-        prompt = prompt[:6]
-        sampling = SamplingParams(
-            n=draw.randint(1, width), best_of=width, use_beam_search=True, max_tokens=draw.randint(1, 10)
-        )
-    elif kind == "best_of":
-        sampling = SamplingParams(n=draw.randint(1, width), best_of=width, max_tokens=draw.randint(1, 12), seed=seed)
-    elif kind == "report":
-        sampling = SamplingParams(prompt_logprobs=1, logprobs=2, max_tokens=draw.randint(1, 8), seed=seed)
-    else:
-        n = draw.randint(2, 3) if kind == "n" else 1
-        sampling = SamplingParams(n=n, max_tokens=draw.choice([None, draw.randint(1, 20)]), seed=seed)
-    return GenerateRequest(
-        request_id=f"r{index}",
-        model="m",
-        prompt_token_ids=prompt,
-        sampling=sampling,
-        priority=draw.choice([0, 0, 1, 2, LOW_PRIORITY]),
     )
 
 

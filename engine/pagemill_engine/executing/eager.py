@@ -21,7 +21,8 @@ from pagemill_engine.executing.inputs import RequestRows, StepInputs
 from pagemill_engine.executing.kv_cache import KindBlocks, KVCache
 from pagemill_engine.executing.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.sampler import Sampled, masks_of, sample
+from pagemill_engine.sampling.runs import sample_runs
+from pagemill_engine.sampling.sampler import Mask, Sampled, mask_of, masks_of, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
@@ -88,10 +89,9 @@ class EagerRunner:
         return result
 
     def _sampled_rows(self, inputs: StepInputs, hidden: Array) -> Array:
-        """Return the normalised hidden states of the tokens that sample, [len(inputs.sampling), hidden]."""
-        if len(inputs.sampling) == len(hidden):
-            return hidden
-        return hidden[inputs.query_start_loc[1:][inputs.sampling] - 1]
+        """Return the normalised hidden states of the tokens behind which requests sample, [sampled tokens, hidden]."""
+        sampled = inputs.sampled_tokens
+        return hidden if len(sampled) == len(hidden) else hidden[sampled]
 
     def _tokens(self, inputs: StepInputs) -> StepTokens:
         of_kinds = [
@@ -129,24 +129,58 @@ class EagerRunner:
         rows = inputs.rows[inputs.sampling]
         num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
         logits = self.model.logits(hidden)
+        if plan.proposals:
+            return self._sample_runs(plan, inputs, rows, num_generated, logits)
         masks = masks_of((inputs.request_ids[i] for i in inputs.sampling.tolist()), plan.token_masks)
         sampled = sample(logits, self._sampling, rows, num_generated, masks)
         self._rows.advance(inputs, sampled.token_ids)
         return self._result(inputs, rows, sampled)
+
+    def _sample_runs(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        rows: NDArray[np.int64],
+        num_generated: NDArray[np.int64],
+        logits: NDArray[np.float32],
+    ) -> StepResult:
+        request_ids = [inputs.request_ids[i] for i in inputs.sampling.tolist()]
+        proposed = [plan.proposals.get(name, []) for name in request_ids]
+        masks = [_masks(plan.token_masks.get(name)) for name in request_ids]
+        runs = sample_runs(logits, self._sampling, rows, num_generated, proposed, masks)
+        last = np.array([token_ids[-1] for token_ids in runs.token_ids], dtype=np.int64)
+        num_accepted = np.array([len(token_ids) - 1 for token_ids in runs.token_ids], dtype=np.int64)
+        self._rows.advance(inputs, last, num_accepted)
+        result = StepResult(token_ids=dict(zip(request_ids, runs.token_ids, strict=True)))
+        result.logprobs = {request_ids[i]: logprobs for i, logprobs in runs.logprobs.items()}
+        for i in np.flatnonzero(~np.array(runs.finite)).tolist():
+            self._fail(result, request_ids[i], int(rows[i]))
+        return result
+
+    def _fail(self, result: StepResult, request_id: str, row: int) -> None:
+        del result.token_ids[request_id]
+        result.failed[request_id] = NON_FINITE
+        self._scrub(row)
+
+    def _scrub(self, row: int) -> None:
+        for own, block_ids in zip(self.kv_cache.of_kinds, self._rows.blocks(row), strict=True):
+            own.scrub(block_ids)
 
     def _result(self, inputs: StepInputs, rows: NDArray[np.int64], sampled: Sampled) -> StepResult:
         request_ids = [inputs.request_ids[i] for i in inputs.sampling.tolist()]
         result = StepResult(token_ids=dict(zip(request_ids, sampled.token_ids[:, None].tolist(), strict=True)))
         result.logprobs = {request_ids[i]: [logprobs] for i, logprobs in sampled.logprobs.items()}
         for i in np.flatnonzero(~sampled.finite).tolist():
-            del result.token_ids[request_ids[i]]
-            result.failed[request_ids[i]] = NON_FINITE
-            self._scrub(int(rows[i]))
+            self._fail(result, request_ids[i], int(rows[i]))
         return result
 
-    def _scrub(self, row: int) -> None:
-        for own, block_ids in zip(self.kv_cache.of_kinds, self._rows.blocks(row), strict=True):
-            own.scrub(block_ids)
+
+def _masks(given: Any) -> list[Mask | None]:
+    """Return the masks of the tokens that a request may sample. `given`: its entry of `StepPlan.token_masks`, or
+    None."""
+    if given is None:
+        return []
+    return given if isinstance(given, list) else [mask_of(given)]
 
 
 class ThreadedRunner:

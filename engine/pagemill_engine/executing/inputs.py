@@ -36,6 +36,16 @@ class StepInputs(NamedTuple):
     """By cache kind, [requests, blocks in use by the longest]."""
     sampling: NDArray[np.int64]
     """Indices of the sampling requests in `request_ids`."""
+    num_proposed: NDArray[np.int64] | None = None
+    """[sampling requests]: proposed tokens, which are the last of the request's tokens; None: no request has some."""
+
+    @property
+    def sampled_tokens(self) -> NDArray[np.int64]:
+        """Indices of the tokens behind which a request samples, in the order of `sampling`."""
+        last = self.query_start_loc[1:][self.sampling] - 1
+        if self.num_proposed is None:
+            return last
+        return ranges(last - self.num_proposed, 1 + self.num_proposed)
 
 
 class RequestRows:
@@ -109,6 +119,10 @@ class RequestRows:
 
     def gather(self, plan: StepPlan) -> StepInputs:
         """Return the step's inputs."""
+        for request_id, proposed in plan.proposals.items():
+            row = self._row_of[request_id]
+            start = self.num_tokens[row]
+            self.token_ids[row, start : start + len(proposed)] = proposed
         request_ids = list(plan.num_scheduled_tokens)
         num_requests = len(request_ids)
         rows = np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64, num_requests)
@@ -135,14 +149,23 @@ class RequestRows:
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_tables=[table[rows, :width] for table in self.block_tables],
-            sampling=_sampling(request_ids, plan.samples),
+            sampling=(sampling := _sampling(request_ids, plan.samples)),
+            num_proposed=_num_proposed(request_ids, sampling, plan.proposals) if plan.proposals else None,
         )
 
-    def advance(self, inputs: StepInputs, sampled_tokens: NDArray[np.int64]) -> None:
-        """Count the step's tokens as computed and append the sampled ones, in the order of `inputs.sampling`."""
+    def advance(
+        self, inputs: StepInputs, last_tokens: NDArray[np.int64], num_accepted: NDArray[np.int64] | None = None
+    ) -> None:
+        """Count the step's tokens as computed and append the sampled ones, in the order of `inputs.sampling`.
+
+        last_tokens: each request's last sampled token. num_accepted: its proposed tokens before that, which it sampled.
+        """
         self.num_computed_tokens[inputs.rows] = inputs.seq_lens
         rows = inputs.rows[inputs.sampling]
-        self.token_ids[rows, self.num_tokens[rows]] = sampled_tokens
+        if num_accepted is not None and inputs.num_proposed is not None:
+            self.num_computed_tokens[rows] -= inputs.num_proposed - num_accepted
+            self.num_tokens[rows] += num_accepted
+        self.token_ids[rows, self.num_tokens[rows]] = last_tokens
         self.num_tokens[rows] += 1
 
 
@@ -151,3 +174,16 @@ def _sampling(request_ids: list[str], samples: set[str]) -> NDArray[np.int64]:
     if len(samples) == len(request_ids):
         return np.arange(len(request_ids), dtype=np.int64)
     return np.array([i for i, name in enumerate(request_ids) if name in samples], dtype=np.int64)
+
+
+def _num_proposed(
+    request_ids: list[str], sampling: NDArray[np.int64], proposals: dict[str, list[int]]
+) -> NDArray[np.int64]:
+    return np.array([len(proposals.get(request_ids[i], ())) for i in sampling.tolist()], dtype=np.int64)
+
+
+def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return `counts[i]` numbers from `starts[i]` on, one range behind the other."""
+    ends = np.cumsum(counts)
+    positions: NDArray[np.int64] = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+    return positions

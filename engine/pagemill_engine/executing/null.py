@@ -170,7 +170,7 @@ class NullRunner:
         One loop without calls: simulations spend much of their time here.
         """
         rows, samples, block_size, vocab_size = self._rows, plan.samples, self._info.block_size, self._info.vocab_size
-        token_ids = {}
+        token_ids, proposals = {}, plan.proposals
         for name, num_tokens in plan.num_scheduled_tokens.items():
             row = rows.get(name)
             if row is None:
@@ -179,14 +179,28 @@ class NullRunner:
             if num_computed_tokens > len(row.block_ids) * block_size:
                 raise StepPlanError(f"{name} has too few blocks for {num_computed_tokens} tokens")
             num_known, is_sampled = row.num_tokens, name in samples
+            if proposals and name in proposals:
+                num_known += len(proposals[name])
             if num_computed_tokens > num_known or is_sampled != (num_computed_tokens == num_known):
                 raise StepPlanError(
                     f"{name} computes {num_computed_tokens} of {num_known} tokens, samples={is_sampled}"
                 )
-            if is_sampled:
+            if is_sampled and num_known > row.num_tokens:
+                token_ids[name] = self._verify(row, proposals[name])
+            elif is_sampled:
                 token_ids[name] = [_mix(row.counter_key + num_known - row.num_prompt_tokens) % vocab_size]
                 row.num_tokens = num_known + 1
         return token_ids
+
+    def _verify(self, row: _Row, proposed: list[int]) -> list[int]:
+        """Return the tokens of a row as far as they agree with the proposed ones, and one more."""
+        first = row.counter_key + row.num_tokens - row.num_prompt_tokens
+        tokens: list[int] = []
+        while not tokens or (len(tokens) <= len(proposed) and tokens[-1] == proposed[len(tokens) - 1]):
+            tokens.append(_mix(first + len(tokens)) % self._info.vocab_size)
+        row.num_computed_tokens -= 1 + len(proposed) - len(tokens)
+        row.num_tokens += len(tokens)
+        return tokens
 
     def _known(self, name: str) -> _Row:
         row = self._rows.get(name)
@@ -197,12 +211,12 @@ class NullRunner:
     def _logprobs(self, token_ids: dict[str, list[int]]) -> Iterator[tuple[str, list[TokenLogprobs]]]:
         """Yield log probabilities: the chosen token is the most likely, each following id half as likely as the one
         before."""
-        for name, (token_id,) in token_ids.items():
+        for name, sampled in token_ids.items():
             row = self._rows[name]
             if row.named_tokens is not None:
-                yield name, [_halving(token_id, row.named_tokens)]
+                yield name, [_halving(token_id, row.named_tokens) for token_id in sampled]
             elif row.num_logprobs is not None:
-                yield name, [_halving(token_id, self._following(token_id, row.num_logprobs))]
+                yield name, [_halving(each, self._following(each, row.num_logprobs)) for each in sampled]
 
     def _of_prompt(self, targets: PromptTargets) -> list[TokenLogprobs]:
         return [_halving(token_id, self._following(token_id, targets.num_top)) for token_id in targets.token_ids]

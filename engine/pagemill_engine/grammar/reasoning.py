@@ -6,6 +6,7 @@ It reads the tokens' bytes as parsers read the text. A form of the whole answer 
 from __future__ import annotations
 
 import codecs
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -80,6 +81,16 @@ class LimitedReasoning:
     @property
     def is_free(self) -> bool:
         return self._next == self._after and self._form is None
+
+    def copy(self) -> LimitedReasoning:
+        twin = copy.copy(self)
+        twin._form = None if self._form is None else self._form.copy()
+        twin._next = getattr(twin, self._next.__name__)
+        twin._forced = self._forced.copy()
+        twin._parser = copy.deepcopy(self._parser)
+        twin._utf8_decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        twin._utf8_decoder.setstate(self._utf8_decoder.getstate())
+        return twin
 
     def advance(self, token_id: int) -> str:
         fault = self._form.advance(token_id) if self._form is not None else ""

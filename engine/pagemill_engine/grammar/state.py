@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import cache
 
 import numpy as np
@@ -58,6 +59,12 @@ class GrammarState:
     @property
     def forced(self) -> Sequence[int]:
         return self.matcher.compute_ff_tokens() if self._is_due and self._job is None else ()
+
+    def copy(self) -> GrammarState:
+        mask = self.mask  # it is computed once for both
+        twin = copy(self)
+        twin.matcher, twin._mask = self.matcher.deep_copy(), mask.copy()
+        return twin
 
     def wait_for(self, job: Future[None], mask: NDArray[np.int32]) -> None:
         """Use `mask` once `job` is done, which must be before the next token is taken."""

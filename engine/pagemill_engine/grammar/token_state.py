@@ -42,6 +42,10 @@ class TokenState(Protocol):
         """
         ...
 
+    def copy(self) -> TokenState:
+        """Return an independent state after the same tokens."""
+        ...
+
     def advance(self, token_id: int) -> str:
         """Take the next token. Returns the fault of a token that does not fit, or ""."""
         ...

@@ -182,22 +182,23 @@ class CacheManager:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def allocate(self, sequence: CachedSequence, num_tokens: int) -> Allocation | None:
-        """Open a write of the next `num_tokens` tokens.
+    def allocate(self, sequence: CachedSequence, num_tokens: int, num_proposed: int = 0) -> Allocation | None:
+        """Open a write of the next `num_tokens` tokens, the last `num_proposed` of which are not known.
 
         Returns None, changing nothing in any kind, if too few blocks of one are free.
         """
         table = self.tables[sequence.request_id]
         start = sequence.num_computed_tokens
         end = start + num_tokens
-        if table.num_open_tokens or not 0 < num_tokens <= len(sequence.token_ids) + sequence.num_pending_tokens - start:
+        num_due = len(sequence.token_ids) + sequence.num_pending_tokens - start
+        if table.num_open_tokens or not 0 < num_tokens <= num_due + num_proposed:
             raise _misuse_error(table, num_tokens)
         size = self.block_size
         if table.tail_is_own and end % size and end <= table.end * size:
             # Nearly every decode: the token goes into the sequence's own last blocks and does not fill them.
             table.num_open_tokens = num_tokens
             return NO_NEW_BLOCKS
-        num_new = -(-end // size) - table.end
+        num_new = max(0, -(-end // size) - table.end)
         copied = () if table.tail_is_own else [own for own in table.of_kinds if self._needs_copy(own, start)]
         for own in table.of_kinds:
             if num_new + (own in copied) > len(own.cache.pool.free_list):
@@ -208,6 +209,7 @@ class CacheManager:
         if num_new or copied:
             allocation = [_extend(own, num_new, start // size if own in copied else None) for own in table.of_kinds]
             table.end += num_new
+        table.num_spare = table.end - -(-end // size)
         num_full = min(end, len(sequence.token_ids)) // size
         if num_full > table.num_registered:
             self._register(table, num_full, written=False)
@@ -236,6 +238,16 @@ class CacheManager:
             self._register(table, num_full, written=True)
         for number in self._window_numbers:
             self._drop_behind(number, table, num_verified)
+
+    def withdraw(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Take back the last tokens that the only step in flight wrote for the sequence: they were proposed, and are
+        not its own. Their blocks stay in the table for the tokens that follow. Call this before `commit`."""
+        table = self.tables[sequence.request_id]
+        if not 0 <= num_tokens < table.num_launched_tokens:
+            raise KVCacheError(f"{sequence.request_id}: {num_tokens} of {table.num_launched_tokens} tokens withdrawn")
+        table.num_launched_tokens -= num_tokens
+        sequence.num_computed_tokens -= num_tokens
+        table.num_spare = table.end - -(-sequence.num_computed_tokens // self.block_size)
 
     def take_dropped(self) -> list[list[tuple[str, int, int]]]:
         """Return for each kind the table entries (request id, first index, index behind the last) that were dropped

@@ -57,6 +57,8 @@ class BlockTable:
     tail_is_own: bool = False
     """Whether no other sequence reads the last block of any kind, and none is in the prefix cache unless it is full."""
     has_unwritten: bool = False
+    num_spare: int = 0
+    """Most blocks at the end that no token needs so far: proposed tokens were withdrawn from them."""
 
     def mark_written(self, num_full: int) -> None:
         """Count the first `num_full` blocks as written by a completed step."""

@@ -26,6 +26,7 @@ from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.loop.grammar_requests import GrammarRequests
 from pagemill_engine.loop.limits import scheduler_limits, step_limits
 from pagemill_engine.loop.step_timer import StepTimer, predicted_ms
+from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
@@ -50,11 +51,18 @@ class Launched(NamedTuple):
 class EngineCore:
     """One engine's scheduler and runner. Not thread-safe: all calls must come from the thread that steps."""
 
-    def __init__(self, config: EngineConfig, runner: Runner, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        proposals: Proposals | None = None,
+    ) -> None:
         """Create the core of a loaded runner. `clock`: returns seconds; the simulator passes a virtual one."""
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
-        self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
+        self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock, proposals)
         self.grammar_requests = GrammarRequests(config.model, self.scheduler, runner.info)
         self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
         self.step_timer = StepTimer()

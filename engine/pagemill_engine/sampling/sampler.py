@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenState
 
 
+Mask = NDArray[np.int32]
+"""A token mask: one bit per token, 32 per word."""
+
+
 class Sampled(NamedTuple):
     token_ids: NDArray[np.int64]
     """[rows]; meaningless where `finite` is false."""
@@ -55,10 +59,18 @@ def masks_of(
     """
     if not token_masks:
         return None
-    given = ((row, token_masks[name]) for row, name in enumerate(request_ids) if name in token_masks)
-    masks = ((row, each if isinstance(each, np.ndarray) else each.mask) for row, each in given)
-    found = [(row, mask) for row, mask in masks if mask is not None]
-    return TokenMasks(np.array([row for row, _ in found]), np.stack([bits for _, bits in found])) if found else None
+    return mask_rows([mask_of(token_masks.get(name)) for name in request_ids])
+
+
+def mask_of(given: Mask | TokenState | None) -> Mask | None:
+    """Return a mask of `StepPlan.token_masks`, waiting for one that is being computed; None allows any token."""
+    return given if given is None or isinstance(given, np.ndarray) else given.mask
+
+
+def mask_rows(masks: list[Mask | None]) -> TokenMasks | None:
+    """Return the masks of a batch's rows; None if there are none."""
+    rows = [row for row, mask in enumerate(masks) if mask is not None]
+    return TokenMasks(np.array(rows), np.stack([mask for mask in masks if mask is not None])) if rows else None
 
 
 def by_row(found: SampledTokens, reports: Reports | None) -> Sampled:

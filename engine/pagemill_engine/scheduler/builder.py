@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pagemill_engine.kv.tables import NO_NEW_BLOCKS, Allocation, Needs
+from pagemill_engine.scheduler.proposals import Proposal
 from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, PromptTargets, StepPlan, TableChanges
 
@@ -30,6 +31,18 @@ class StepBuilder:
         if allocation is not NO_NEW_BLOCKS:
             self.note_blocks(sequence, allocation)
         self._count(sequence, num_tokens, 1)
+
+    def verify(self, sequence: Sequence, proposal: Proposal, allocation: Allocation) -> None:
+        """Add a decode with proposed tokens behind its own."""
+        plan, num_tokens = self.plan, 1 + len(proposal.token_ids)
+        if allocation is not NO_NEW_BLOCKS:
+            self.note_blocks(sequence, allocation)
+        self.budget -= num_tokens
+        plan.proposals[sequence.request_id] = proposal.token_ids
+        if proposal.masks is not None:
+            plan.token_masks[sequence.request_id] = proposal.masks
+        plan.num_scheduled_tokens[sequence.request_id] = num_tokens
+        plan.decode_context_tokens += sequence.num_computed_tokens + num_tokens
 
     def finish_decodes(self, num_context_tokens: int) -> None:
         """Mark all sequences in the plan so far, which are decodes, as sampling.
@@ -80,6 +93,8 @@ class StepBuilder:
         if num_tokens is None:
             return
         self._count(sequence, num_tokens, -1)
+        plan.proposals.pop(sequence.request_id, None)
+        plan.token_masks.pop(sequence.request_id, None)
         plan.admitted = [admitted for admitted in plan.admitted if admitted.request_id != sequence.request_id]
         for changes in plan.tables:
             changes.appended.pop(sequence.request_id, None)

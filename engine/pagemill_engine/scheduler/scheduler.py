@@ -37,6 +37,7 @@ from pagemill_engine.scheduler.order.sorted_sequences import (
     low_priority_last,
     serving_key,
 )
+from pagemill_engine.scheduler.proposals import Proposals, may_propose
 from pagemill_engine.scheduler.recovery import StepRecovery
 from pagemill_engine.scheduler.reporting.reports import QUEUED_STATES, engine_load, inconsistencies
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
@@ -53,7 +54,9 @@ Clock = Callable[[], float]
 
 
 class Scheduler:
-    def __init__(self, limits: SchedulerLimits, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, clock: Clock = time.monotonic, proposals: Proposals | None = None
+    ) -> None:
         self.limits = limits
         self.kv = CacheManager(
             limits.blocks_of_kinds,
@@ -70,6 +73,7 @@ class Scheduler:
         self._in_flight = sequences.in_flight
         self._beams = BeamSearches(sequences)
         self._recovery = StepRecovery(sequences)
+        self._proposals = proposals
         self._step = 0
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -146,6 +150,8 @@ class Scheduler:
         else:
             self._preempt_low_priority()
             preemptions = self.num_preemptions
+            if self._proposals is not None:
+                self._schedule_proposals(self._proposals, step)
             prefills = self._schedule_decodes(step)
             self._schedule_prefills(prefills, step, preemptions)
         plan = step.plan
@@ -164,8 +170,10 @@ class Scheduler:
         for name in plan.samples:
             seq = self._sequences.by_id[name]
             seq.num_pending_tokens += 1
-            if seq.token_mask is not None:
+            if seq.token_mask is not None and name not in plan.token_masks:
                 plan.token_masks[name] = seq.token_mask
+        for name, proposed in plan.proposals.items():
+            self._sequences.by_id[name].num_pending_tokens += len(proposed)
         if plan.token_masks:
             self._begin_masks(plan.token_masks)
         self._in_flight.launch(plan)
@@ -181,13 +189,30 @@ class Scheduler:
 
             begin_masks(due)
 
+    def _schedule_proposals(self, proposals: Proposals, step: StepBuilder) -> None:
+        """Schedule the decodes for which tokens are proposed, as long as all others have budget and blocks."""
+        left, num_running = step.budget - len(self._running), len(self._running)
+        one_block = [1] * len(self.kv.kinds)
+        for seq in list(self._running):
+            if left < 1 or not self.kv.has_room(one_block, step.reserved, num_running):
+                return
+            if not may_propose(seq) or self._choices.fork_is_due(seq):
+                continue
+            found = proposals.propose(seq, left)
+            allocation = found and self.kv.allocate(seq, 1 + len(found.token_ids), len(found.token_ids))
+            if found is None or allocation is None:
+                continue
+            step.verify(seq, found, allocation)
+            left -= len(found.token_ids)
+
     def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
         """Schedule all decodes. Returns the running sequences that are still in their prefill."""
         prefills = []
         overlaps, held, allocate = len(self._in_flight) > 0, self._choices, self.kv.allocate
         # The hottest loop of the scheduler: attributes are looked up once and function calls avoided.
         running, scheduled, num_context_tokens = SequenceState.RUNNING, step.plan.num_scheduled_tokens, 0
-        for seq in list(self._running):
+        decodes = [seq for seq in self._running if seq.request_id not in scheduled] if scheduled else [*self._running]
+        for seq in decodes:
             if seq.state is not running or (overlaps and not can_run_ahead(seq, held)):
                 continue
             num_computed_tokens = seq.num_computed_tokens
@@ -332,11 +357,14 @@ class Scheduler:
             self._recovery.fail_broken(in_flight, broken)
         token_ids, logprobs, discarded, samples = result.token_ids, result.logprobs, in_flight.discarded, plan.samples
         seqs, kv, held, running = self._sequences.by_id, self.kv, self._choices, SequenceState.RUNNING
-        targets, commit, take_token = plan.prompt_targets, kv.commit, self._take_token
+        targets, proposals, commit, take_token = plan.prompt_targets, plan.proposals, kv.commit, self._take_token
         # This loop runs as often as that of `_schedule_decodes`.
         for name, num_tokens in plan.num_scheduled_tokens.items():
             seq = seqs.get(name)
             if seq is None or (discarded and name in discarded):
+                continue
+            if proposals and name in proposals:
+                self._take_verified(seq, num_tokens, len(proposals[name]), token_ids[name], logprobs.get(name))
                 continue
             if seq.state is running:
                 commit(seq, num_tokens)
@@ -353,6 +381,45 @@ class Scheduler:
                 (token_id,) = token_ids[name]
                 take_token(seq, token_id, logprobs[name][0] if logprobs and name in logprobs else None)
         self._in_flight.complete(plan)
+        if self._proposals is not None and self._in_flight:
+            for name in plan.samples:
+                if name in seqs and seqs[name].state is running:
+                    self._proposals.look_ahead(seqs[name])
+
+    def _take_verified(
+        self,
+        seq: Sequence,
+        num_tokens: int,
+        num_proposed: int,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+    ) -> None:
+        """Apply the result of a sequence with proposed tokens: `token_ids` were sampled, of which all but the last were
+        proposed. They are taken one by one, as if each had been sampled in a step of its own."""
+        if seq.state is not SequenceState.RUNNING:  # preempted since: it computes all again behind the first token
+            self._sequences.withdraw_pending(seq, num_proposed)
+            if seq.aborted:
+                self._sequences.finish(seq, "abort")
+            else:
+                self._take_token(seq, token_ids[0], None if logprobs is None else logprobs[0])
+            return
+        num_rejected = 1 + num_proposed - len(token_ids)
+        self._sequences.withdraw_pending(seq, num_rejected)
+        self.kv.withdraw(seq, num_rejected)
+        self.kv.commit(seq, num_tokens - num_proposed)
+        if seq.aborted:
+            self._sequences.finish(seq, "abort")
+            return
+        assert self._proposals is not None
+        self._proposals.judge(seq, len(token_ids) - 1)
+        num_outputs = len(self._sequences.outputs)
+        for place, token_id in enumerate(token_ids):
+            if place:
+                self.kv.commit(seq, 1)
+            self._take_token(seq, token_id, None if logprobs is None else logprobs[place])
+            if not self.kv.has_table(seq):  # it has ended
+                break
+        self._sequences.outputs.join(num_outputs)
 
     def step_failed(self, plan: StepPlan, message: str) -> None:
         """Handle a step that raised as a whole (`recovery`)."""
@@ -409,6 +476,8 @@ class Scheduler:
         if not self.limits.jumps_forward or seq.sampling.num_alternatives is not None:
             return ""
         if seq.state is not SequenceState.RUNNING or self._sequences.probing or self._choices.fork_is_due(seq):
+            return ""
+        if seq.num_pending_tokens:  # sampled in the same step
             return ""
         num_tokens = len(seq.token_ids)
         fault = take_forced(seq)

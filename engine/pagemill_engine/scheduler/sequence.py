@@ -18,6 +18,7 @@ from pagemill_protocol.request.sampling import SamplingParams, is_low_priority
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenState
+    from pagemill_engine.proposing.base import Proposing
     from pagemill_engine.scheduler.restriction import Mask, Restriction
 
 
@@ -90,6 +91,8 @@ class Sequence:
     """Whether it has tokens that no step sampled and that the runner therefore does not know."""
     prompt_report: PromptLogprobs | None = None
     """Log probabilities of the client request's prompt, if it asked for them."""
+    proposing: Proposing | None = None
+    """What is known about proposed tokens of the sequence, once it was asked for some."""
     pooling: PoolingParams | None = None
     """Set if the prompt is pooled into a vector or a score instead of continued."""
     reads_all: bool = False

@@ -126,9 +126,13 @@ class Sequences:
     def discard(self, sequence: Sequence) -> None:
         """Drop everything that steps in flight compute for the sequence."""
         self.in_flight.discard(sequence)
+        self.withdraw_pending(sequence, sequence.num_pending_tokens)
+
+    def withdraw_pending(self, sequence: Sequence, num_tokens: int) -> None:
+        """Drop pending tokens that the sequence did not sample."""
         if sequence.state is SequenceState.WAITING:
-            self.num_queued_tokens -= sequence.num_pending_tokens
-        sequence.num_pending_tokens = 0
+            self.num_queued_tokens -= num_tokens
+        sequence.num_pending_tokens -= num_tokens
 
     def clear(self, sequence: Sequence) -> None:
         """Record that a step computed the sequence: if it is probed, it was not the cause of the failure."""

@@ -81,8 +81,8 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
 
     step: int
     num_scheduled_tokens: dict[str, int]
-    """The decision: how many tokens the step computes for each request. A request samples, or is pooled, exactly when
-    the step catches up with all its tokens."""
+    """The decision: how many tokens the step computes for each request, with proposed ones. A request samples, or is
+    pooled, exactly when the step catches up with all its tokens."""
     admitted: list[AdmittedSequence] = []
     tables: list[TableChanges] = []
     """By cache kind. Empty: no table changes."""
@@ -95,10 +95,15 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     samples: set[str] = set()
     """Requests that sample in this step, or whose prompt is pooled. The runner appends the sampled tokens to its
     sequence itself."""
+    proposals: dict[str, list[int]] = {}
+    """Tokens that may follow those of a sampling request, and are computed behind them: they count in
+    `num_scheduled_tokens`. The request samples after the last of its own tokens, and after each proposed token as long
+    as it sampled the one before: then the proposed tokens are its own. The runner takes back the others."""
     token_masks: dict[str, Any] = {}
     """Masks of the sampling requests that may not take every token: int32 arrays with one bit per token, or a
     `grammar.token_state.TokenState`, whose mask the runner reads after the forward pass is under way and before `wait`
-    returns. Never encoded: the process that plans also samples."""
+    returns. A request with proposed tokens has a list instead: an array, or None, for each token that it may sample.
+    Never encoded: the process that plans also samples."""
     prompt_targets: dict[str, PromptTargets] = {}
     """Prompt tokens to report, of requests that ask for log probabilities of their prompts."""
     decode_context_tokens: int = 0
@@ -124,7 +129,8 @@ class StepResult(msgspec.Struct, omit_defaults=True):
     """The runner's result for a `StepPlan`."""
 
     token_ids: dict[str, list[int]] = {}
-    """The sampled tokens of each request in `StepPlan.samples` that did not fail and is not pooled, in order."""
+    """The sampled tokens of each request in `StepPlan.samples` that did not fail and is not pooled, in order: one, and
+    one more for each proposed token that it sampled."""
     logprobs: dict[str, list[TokenLogprobs]] = {}
     """One entry for each token of the requests that ask for them."""
     prompt_logprobs: dict[str, list[TokenLogprobs]] = {}

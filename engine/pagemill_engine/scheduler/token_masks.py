@@ -5,12 +5,17 @@ The grammar of a form is `pagemill_engine.grammar`'s part; the runner applies ma
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import takewhile
+from typing import TYPE_CHECKING, cast
 
 from pagemill_engine.scheduler.finish import finish_reason
 from pagemill_engine.scheduler.restriction import without
 from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_protocol.errors import invalid_field
+
+if TYPE_CHECKING:
+    from pagemill_engine.scheduler.restriction import Mask
 
 
 def begin(sequence: Sequence) -> None:
@@ -38,6 +43,40 @@ def advance(sequence: Sequence) -> str:
         sequence.grammar = None
         sequence.needs_last_token = sequence.restriction is not None and sequence.restriction.depends_on_output
     return _find_mask(sequence)
+
+
+def masks_along(sequence: Sequence, proposed: list[int]) -> tuple[list[int], list[Mask | None] | None]:
+    """Return the proposed tokens that fit, up to one that ends the sequence, and the mask of each token that may be
+    sampled: one more than tokens. No list: any tokens may be."""
+    if sequence.restriction is None and sequence.grammar is None:
+        end = next((place for place, token_id in enumerate(proposed) if token_id in sequence.stop_ids), len(proposed))
+        return proposed[: end + 1], None
+    if not proposed:
+        return [], None
+    grammar = None if sequence.grammar is None else sequence.grammar.copy()
+    walk = replace(sequence, token_ids=list(sequence.token_ids), grammar=grammar)
+    masks = [_current_mask(sequence)]
+    fitting: list[int] = []
+    for token_id in proposed:
+        if not _allows(masks[-1], token_id) or token_id in walk.stop_ids:
+            break
+        walk.token_ids.append(token_id)
+        if advance(walk) or finish_reason(walk) is not None:
+            break
+        fitting.append(token_id)
+        masks.append(_current_mask(walk))
+    return fitting, masks
+
+
+def _current_mask(sequence: Sequence) -> Mask | None:
+    """Return a copy of the mask of the sequence's next token."""
+    grammar, given = sequence.grammar, sequence.token_mask
+    mask = grammar.mask if grammar is not None and given is grammar else cast("Mask | None", given)
+    return None if mask is None else mask.copy()
+
+
+def _allows(mask: Mask | None, token_id: int) -> bool:
+    return mask is None or bool(int(mask[token_id // 32]) >> token_id % 32 & 1)
 
 
 def take_forced(sequence: Sequence) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import msgspec
+
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.scheduler.beams import BeamSearch
 from pagemill_engine.scheduler.sequence import Sequence
@@ -52,6 +54,24 @@ class OutputQueue:
             output = _full(sequence, token_ids, logprobs, finish_reason)
             sequence.reported = True
         self._outputs.append(output)
+
+    def join(self, first: int) -> None:
+        """Make one output of those from index `first` on, which have tokens of one sequence."""
+        outputs = self._outputs[first:]
+        if len(outputs) < 2:
+            return
+        begin, end = outputs[0], outputs[-1]
+        logprobs = None if begin.logprobs is None else [entry for each in outputs for entry in each.logprobs or ()]
+        self._outputs[first:] = [
+            msgspec.structs.replace(
+                begin,
+                token_ids=[token_id for each in outputs for token_id in each.token_ids],
+                logprobs=logprobs,
+                finish_reason=end.finish_reason,
+                error=end.error,
+                error_code=end.error_code,
+            )
+        ]
 
     def pooled(self, sequence: Sequence, vector: bytes) -> None:
         """Queue the pooled vector of the sequence's prompt as its last output."""

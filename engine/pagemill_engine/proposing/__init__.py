@@ -1,0 +1,1 @@
+"""Proposes tokens that may follow, which a step then verifies together."""

@@ -1,0 +1,32 @@
+"""Proposes what followed the last tokens when they stood earlier in the prompt or the output.
+
+Answers that quote, edit or list repeat what is there. Source: prompt lookup decoding (Saxena, 2023).
+"""
+
+from __future__ import annotations
+
+from pagemill_engine.proposing.token_history import TokenHistory
+
+LEAST_AGREEMENT = 3
+"""Tokens that must agree: two are common in any text."""
+
+
+class NgramProposer:
+    """`base.Proposer` of one sequence."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids = token_ids
+        self._history = TokenHistory()
+
+    def propose(self, most: int) -> list[int]:
+        self._history.extend(self._token_ids)
+        match = self._history.find(self._token_ids)
+        if match is None or match.length < LEAST_AGREEMENT:
+            return []
+        return continuation(self._token_ids, match.end, most)
+
+
+def continuation(token_ids: list[int], start: int, most: int) -> list[int]:
+    """Return `most` tokens from `start` on. What would follow the last token is repeated from `start`."""
+    period = len(token_ids) - start
+    return [token_ids[start + index % period] for index in range(most)]

@@ -1,0 +1,209 @@
+"""Proposed tokens on a real model: every feature of sampling gives the answers of decoding without proposals.
+
+With `deterministic`, sums do not depend on how many tokens a step computes, so answers are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle_proposer import oracle
+from tiny_llama import write_tiny_llama
+
+from pagemill_api.structured_params import StructuredOutputsParams
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.eager import ThreadedRunner
+from pagemill_engine.kv.integrity import IntegrityError
+from pagemill_engine.kv.manager import CacheManager
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.proposing.ngram import NgramProposer
+from pagemill_engine.sampling import runs, sampler
+from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
+from pagemill_protocol.request.answer_format import AnswerFormat
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FEW = list(range(20, 60))
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 0.9, "top_p": 0.9},
+    "min-p": {"temperature": 1.2, "top_k": 20, "min_p": 0.05},
+    "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    "greedy-penalties": {"temperature": 0.0, "presence_penalty": 1.5, "repetition_penalty": 1.1},
+    "min-tokens": {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": FEW[::3], "allowed_token_ids": FEW},
+    "stop-tokens": {"temperature": 1.0, "stop_token_ids": FEW[::9], "allowed_token_ids": FEW},
+    "bias": {"temperature": 1.0, "logit_bias": {7: 3.0, 9: 4.0, 11: 3.5}},
+    "allowed": {"temperature": 1.0, "allowed_token_ids": FEW},
+    "bad-words": {
+        "temperature": 0.8,
+        "allowed_token_ids": [3, 4, 5, 6],
+        "bad_word_token_ids": [[3, 4], [5], [6, 3]],
+    },
+    "logprobs": {"temperature": 0.8, "logprobs": 3},
+    "choices": {"temperature": 0.8, "n": 3, "logprobs": 1},
+    "form": {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(json=PERSON)},
+    "form-penalties": {
+        "temperature": 1.0,
+        "frequency_penalty": 0.3,
+        "structured_outputs": StructuredOutputsParams(regex="(abc|abd|xyz){4,9}"),
+    },
+    "reasoning": {"temperature": 1.0},
+}
+BUDGET = AnswerFormat(reasoning="think", starts_in_reasoning=True, reasoning_budget=9)
+FORMATS = {"reasoning": BUDGET}
+Answers = dict[tuple[str, int], Any]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Iterator[Tokenizer]:
+    found = Tokenizer(load_bundle(smollm2_path))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain-loop", "overlapped"])
+def runner(
+    request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path_factory: Any, runner_loader: Callable[..., Any]
+) -> Iterator[Any]:
+    folder = write_tiny_llama(
+        tmp_path_factory.mktemp("tiny"), vocab_size=tokenizer.vocab_size, hidden_size=64, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    found = runner_loader(folder, num_kv_blocks=24, max_num_seqs=32, deterministic=True, overlap=request.param)
+    yield found
+    found.close()
+
+
+def requests(kinds: list[str]) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(
+            request_id=kind,
+            model="m",
+            prompt_token_ids=[(index * 7 + position) % 64 for position in range(3 + 5 * (index % 4))],
+            answer_format=FORMATS.get(kind),
+            sampling=SamplingParams(max_tokens=24 + index % 5, seed=index, **KINDS[kind]),
+        )
+        for index, kind in enumerate(kinds)
+    ]
+
+
+def serve(
+    runner: Any, tokenizer: Tokenizer, proposals: Proposals | None, kinds: list[str] | None = None
+) -> tuple[Answers, int]:
+    """Return what each choice got, and the number of steps."""
+    inner: Any = runner._inner if isinstance(runner, ThreadedRunner) else runner
+    inner._rows.release(list(inner._rows._row_of))
+    config = EngineConfig(
+        model="m", block_size=runner.info.block_size, max_num_seqs=8, max_num_batched_tokens=128,
+        overlap=runner.info.overlaps, eos_token_ids=tokenizer.eos_token_ids,
+    )  # fmt: skip
+    core = EngineCore(config, runner, proposals=proposals)
+    core.grammar_requests.load_tokenizer = lambda: tokenizer
+    for request in requests(kinds or list(KINDS)):
+        core.add(request)
+    answers: Answers = {}
+    while core.has_work:
+        for output in core.step().outputs:
+            answer = answers.setdefault((output.request_id, output.choice), {"token_ids": [], "logprobs": []})
+            answer["token_ids"] += output.token_ids
+            answer["logprobs"] += output.logprobs or []
+            answer["finish_reason"], answer["error"] = output.finish_reason, output.error
+        core.check_integrity()
+    return answers, core.num_steps
+
+
+@pytest.fixture(scope="module")
+def plain(runner: Any, tokenizer: Tokenizer) -> tuple[Answers, int]:
+    answers, num_steps = serve(runner, tokenizer, None)
+    assert not any(answer["error"] for answer in answers.values())
+    return answers, num_steps
+
+
+@pytest.fixture(scope="module")
+def texts(plain: tuple[Answers, int]) -> list[list[int]]:
+    prompts = {request.request_id: request.prompt_token_ids for request in requests(list(KINDS))}
+    return [prompts[name] + answer["token_ids"] for (name, _), answer in plain[0].items()]
+
+
+def with_oracle(texts: list[list[int]], error_rate: float, vocab_size: int) -> Proposals:
+    return Proposals(oracle(texts, random.Random(5), error_rate, vocab_size))
+
+
+@pytest.mark.parametrize("error_rate", [0.0, 0.15, 0.5])
+def test_every_feature_gives_the_answers_of_decoding_without_proposals(
+    runner: Any, tokenizer: Tokenizer, plain: tuple[Answers, int], texts: list[list[int]], error_rate: float
+) -> None:
+    found, num_steps = serve(runner, tokenizer, with_oracle(texts, error_rate, tokenizer.vocab_size))
+    assert found == plain[0]
+    if not error_rate:
+        assert num_steps < (0.9 if runner.info.overlaps else 0.7) * plain[1], "proposals were verified"
+
+
+def test_ngrams_give_the_answers_of_decoding_without_proposals(
+    runner: Any, tokenizer: Tokenizer, plain: tuple[Answers, int]
+) -> None:
+    found, num_steps = serve(runner, tokenizer, Proposals(NgramProposer))
+    assert found == plain[0]
+    assert num_steps <= plain[1]
+
+
+def is_found(runner: Any, tokenizer: Tokenizer, plain: tuple[Answers, int], texts: list[list[int]]) -> bool:
+    """Whether answers show that something is wrong."""
+    try:
+        found, _ = serve(runner, tokenizer, with_oracle(texts, 0.15, tokenizer.vocab_size))
+    except (IntegrityError, ValueError):
+        return True
+    return found != plain[0]
+
+
+def test_the_faults_of_a_verifier_are_found(
+    runner: Any,
+    tokenizer: Tokenizer,
+    plain: tuple[Answers, int],
+    texts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sound, sound_masks = sampler.sample, sampler.mask_rows
+
+    def at_the_first_position(logits: Any, sampling: Any, rows: Any, num_generated: Any, masks: Any = None) -> Any:
+        _, first = np.unique(rows, return_index=True)
+        starts = dict(zip(rows[first].tolist(), num_generated[first].tolist(), strict=True))
+        same = np.array([starts[row] for row in rows.tolist()])
+        return sound(logits, sampling, rows, same, masks)
+
+    def without_rounds(logits: Any, sampling: Any, rows: Any, *rest: Any) -> Any:
+        before, sampling.penalised = sampling.penalised, np.zeros_like(sampling.penalised)
+        try:
+            return sound(logits, sampling, rows, *rest)
+        finally:
+            sampling.penalised = before
+
+    def masks_before(masks: list[Any]) -> Any:
+        return sound_masks([masks[0], *masks[:-1]])
+
+    for fault in (
+        ("sample", at_the_first_position),
+        ("sample", without_rounds),
+        ("mask_rows", masks_before),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(runs, *fault)
+            assert is_found(runner, tokenizer, plain, texts), fault
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheManager, "withdraw", lambda self, sequence, num_tokens: None)
+        with pytest.raises(Exception, match="tokens"):
+            serve(runner, tokenizer, with_oracle(texts, 0.5, tokenizer.vocab_size))
+    assert not is_found(runner, tokenizer, plain, texts), "the faults are gone"

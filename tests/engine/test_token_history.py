@@ -1,0 +1,82 @@
+"""Finding the last tokens earlier in a text: the longest agreement of the most recent places, at a bounded cost."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_engine.proposing import token_history
+from pagemill_engine.proposing.ngram import continuation
+from pagemill_engine.proposing.token_history import MAX_COMPARED, MAX_PLACES, Agreement, TokenHistory
+
+texts = st.lists(st.integers(0, 3), max_size=120)
+
+
+def by_comparison(tokens: list[int], first: int = 0) -> Agreement | None:
+    """The specification: compare every place."""
+    places = [end for end in range(len(tokens) - 1, first + 1, -1) if tokens[end - 2 : end] == tokens[-2:]]
+    found = []
+    for end in places[:MAX_PLACES]:
+        length = 2
+        while length < MAX_COMPARED and end - length - 1 >= first and tokens[end - length - 1] == tokens[-length - 1]:
+            length += 1
+        found.append(Agreement(end, length))
+    return max(found, key=lambda match: match.length, default=None)  # the first of equal ones: the last in the text
+
+
+@given(texts, st.lists(st.integers(1, 9), max_size=30))
+def test_a_match_is_the_longest_agreement_however_the_tokens_arrived(tokens: list[int], pieces: list[int]) -> None:
+    history, known = TokenHistory(), 0
+    for piece in [*pieces, len(tokens)]:
+        known = min(known + piece, len(tokens))
+        history.extend(tokens[:known])
+    assert history.find(tokens) == (by_comparison(tokens) if len(tokens) > 1 else None)
+
+
+@given(texts)
+def test_a_match_is_found_after_every_token(tokens: list[int]) -> None:
+    history = TokenHistory()
+    for known in range(2, len(tokens) + 1):
+        history.extend(tokens[:known])
+        assert history.find(tokens[:known]) == by_comparison(tokens[:known])
+
+
+def test_places_beyond_the_window_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_history, "WINDOW_TOKENS", 100)
+    tokens = [7, 8, 9, *range(1000, 1300), 7, 8, 9]
+    history = TokenHistory()
+    history.extend(tokens)
+    assert history.find(tokens) is None
+    tokens += [*range(2000, 2050), 7, 8, 9]
+    history.extend(tokens)
+    assert history.find(tokens) == Agreement(306, 3)
+
+
+def test_a_repeated_token_is_compared_at_most_as_often_as_is_allowed() -> None:
+    tokens = [5] * 4000
+    history, num_calls = TokenHistory(), 0
+
+    def count(frame: object, event: str, _: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    history.extend(tokens)
+    sys.setprofile(count)
+    try:
+        found = history.find(tokens)
+    finally:
+        sys.setprofile(None)
+    assert found == Agreement(3999, MAX_COMPARED)
+    assert num_calls < 5, "the first place agrees as far as is compared"
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(0, 19), st.integers(0, 30))
+def test_a_continuation_beyond_the_end_repeats_itself(tokens: list[int], start: int, most: int) -> None:
+    start = min(start, len(tokens) - 1)
+    text = list(tokens)
+    for _ in range(most):
+        text.append(text[len(text) - (len(tokens) - start)])
+    assert continuation(tokens, start, most) == text[len(tokens) :]
