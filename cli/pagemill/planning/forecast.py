@@ -119,7 +119,7 @@ def forecast(
     if needed is not None:
         kept = max(needed, min(most, fewest(predictor, load.times(MARGIN), slo, most, {})))
     numbers = [most] if needed is None else range(max(1, needed - NEIGHBOURS), min(most, needed + NEIGHBOURS) + 1)
-    tokens = replica.shape.num_tokens
+    tokens, longest = replica.shape.num_tokens, replica.blocks_at_longest or replica.shape.num_blocks
     cycles = None if workload.users is None else Cycles(replica, load, workload.users)
     return Forecast(
         needed=needed,
@@ -129,7 +129,7 @@ def forecast(
         rows=[ForecastRow(weigh(predictor, load, slo, n), _cost(n, workload, price_per_hour)) for n in numbers],
         capacity=capacity,
         at_once=min(replica.shape.max_num_seqs, tokens // workload.tokens),
-        at_once_longest=min(replica.shape.max_num_seqs, tokens // replica.max_model_len),
+        at_once_longest=min(replica.shape.max_num_seqs, longest * replica.shape.block_size // replica.max_model_len),
         utilization=workload.requests_per_s / ((needed or most) * capacity) if capacity else None,
         users_supported=None if cycles is None else cycles.supported(capacity),
     )

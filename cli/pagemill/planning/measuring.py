@@ -17,6 +17,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import AddRequest, Fatal, FromEngine, LoadProgress, Ready, StepOutputs
 from pagemill_engine.ipc.process import EngineProcess
+from pagemill_protocol.report.cache_kinds import blocks_at
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
@@ -107,7 +108,9 @@ class _Rounds:
     def _most(self) -> int:
         """The number of requests that fit in the KV cache and in a step, at least 1."""
         limits = self._ready.limits
-        in_cache = limits.num_blocks * limits.block_size // (self._input_tokens + self._output_tokens)
+        length = self._input_tokens + self._output_tokens
+        num_blocks = blocks_at(limits.kinds, limits.blocks_of_kinds, length, limits.block_size)
+        in_cache = num_blocks * limits.block_size // length
         return max(1, min(limits.max_num_seqs, in_cache))
 
     async def _round(self, at_once: int, limit_s: float) -> SingleRequestLatency:

@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -32,9 +32,13 @@ from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.plan.types import Plan
+from pagemill_protocol.report.cache_kinds import blocks_at
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_servers.process.cgroup import usable_cores
+
+if TYPE_CHECKING:
+    from pagemill_engine.sizing.kv_sizes import CacheBlocks
 
 FORMS = (
     "give the output of `pagemill why NAME -o json` or `pagemill plan -o json`, or an object with knots_tokens and "
@@ -87,6 +91,8 @@ class PlannedReplica(NamedTuple):
     """The source of the step times, as shown in the output."""
     overlaps: bool = False
     """Whether a step is launched before the tokens of the last one are read."""
+    blocks_at_longest: int | None = None
+    """The blocks that requests of `max_model_len` tokens find; `None`: those of `shape`."""
     alone: SingleRequestLatency | None = None
     """The latencies of one request alone; `None` unless measured on this machine."""
 
@@ -113,7 +119,8 @@ def replica_of(plan: Plan, options: ReplicaOptions, input_tokens: int, output_to
         if options.accelerator is not None:
             return _on_accelerator(options.accelerator, config, header, fit, f"from {options.fit}")
         assert fit is not None
-        return _on_cpu(plan.groups[0].process.memory_bytes, config, header, fit, f"from {options.fit}")
+        length, memory_bytes = input_tokens + output_tokens, plan.groups[0].process.memory_bytes
+        return _on_cpu(memory_bytes, config, header, fit, f"from {options.fit}", length)
 
 
 def check_length(input_tokens: int, output_tokens: int, max_model_len: int | None) -> None:
@@ -146,12 +153,13 @@ def _on_accelerator(
         most = config.step.max_num_batched_tokens
         fit = step_time(accelerator, header.spec, sizes, most, in_8_bits=in_8_bits)
         fit_from = f"computed from a data sheet, not measured: {accelerator.source}"
-    replica = _replica(config, header.spec, sizes, placement.memory, fit, accelerator.name, fit_from)
+    memory = placement.memory
+    replica = _replica(config, header.spec, sizes, memory, fit, accelerator.name, fit_from, memory.num_blocks)
     return replica._replace(overlaps=config.overlap is not False)
 
 
 def _on_cpu(
-    memory_bytes: int | None, config: EngineConfig, header: Header, fit: StepTimeParams, fit_from: str
+    memory_bytes: int | None, config: EngineConfig, header: Header, fit: StepTimeParams, fit_from: str, length: int
 ) -> PlannedReplica:
     from pagemill_engine.sizing.sizing import sizes_here
 
@@ -159,7 +167,25 @@ def _on_cpu(
     sizes = sizes_here(config, header.path, spec)
     memory = plan_memory(config, spec, sizes, _pod_memory(memory_bytes) if memory_bytes else measure_memory())
     device = "CPU with resources.memory" if memory_bytes else "CPU with the memory of this machine"
-    return _replica(config, spec, sizes, memory, fit, device, fit_from)
+    cache = _divided(config, spec, memory.num_blocks)
+    replica = _replica(config, spec, sizes, memory, fit, device, fit_from, cache.counts[0])
+    return _holding(replica, cache, length)
+
+
+def _divided(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> CacheBlocks:
+    """Return how an engine on a CPU divides the cache among its kinds, which does not depend on the cache's type."""
+    from pagemill_engine.sizing.kv_sizes import cache_kinds
+
+    return cache_kinds(config, spec, "float32", num_blocks)
+
+
+def _holding(replica: PlannedReplica, cache: CacheBlocks, length: int) -> PlannedReplica:
+    """Return the replica with the blocks that requests of `length` tokens find, by what they hold of each kind."""
+    shape, longest = replica.shape, replica.max_model_len
+    num_blocks, at_longest = (
+        blocks_at(cache.kinds, cache.counts, num_tokens, shape.block_size) for num_tokens in (length, longest)
+    )
+    return replica._replace(shape=msgspec.structs.replace(shape, num_blocks=num_blocks), blocks_at_longest=at_longest)
 
 
 def _replica(
@@ -170,13 +196,15 @@ def _replica(
     fit: StepTimeParams,
     device: str,
     fit_from: str,
+    num_full_blocks: int,
 ) -> PlannedReplica:
+    """Return the replica. `num_full_blocks`: those that limit the tokens of one request."""
     from pagemill_engine.sizing.kv_sizes import max_model_len_for
 
     shape = Shape(memory.num_blocks, config.block_size, *config.step, fit)
     return PlannedReplica(
         shape=shape,
-        max_model_len=max_model_len_for(config, spec, memory.num_blocks),
+        max_model_len=max_model_len_for(config, spec, num_full_blocks),
         weight_bytes=sizes.weight_bytes,
         kv_bytes_per_token=sizes.kv_bytes_per_token,
         budget=memory.budget,
@@ -201,16 +229,21 @@ def _measured(
             f"{_field(options)}: `{config.model}` has the index of its weights but not the weights, so no engine can "
             "be measured with it; name an accelerator with --accelerator, or step times with --fit"
         )
+    from pagemill_engine.sizing.kv_sizes import CacheBlocks
+
     measured = asyncio.run(measure(config, input_tokens, output_tokens, options.measure_s, options.show_progress))
     ready, limits = measured.ready, measured.ready.limits
-    num_blocks, budget = limits.num_blocks, ready.memory
+    cache, budget = CacheBlocks(limits.kinds, limits.blocks_of_kinds), ready.memory
     memory_bytes = plan.groups[0].process.memory_bytes
     if memory_bytes and budget is not None:
         # The pod runs the native CPU kernels: activations are float32 and weights are not gathered.
         sizes = Sizes(ready.weight_bytes, ready.kv_bytes_per_token, item_bytes=4, gathers=False)
         with _engines_refusals():
-            num_blocks, budget = plan_memory(config, load_model_spec(path), sizes, _pod_memory(memory_bytes))
-    return PlannedReplica(
+            spec = load_model_spec(path)
+            num_blocks, budget = plan_memory(config, spec, sizes, _pod_memory(memory_bytes))
+            cache = _divided(config, spec, num_blocks)
+    num_blocks = cache.counts[0]
+    replica = PlannedReplica(
         shape=Shape(
             num_blocks, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens, measured.step_time
         ),
@@ -223,6 +256,7 @@ def _measured(
         overlaps=bool(config.overlap),
         alone=measured.alone,
     )
+    return _holding(replica, cache, input_tokens + output_tokens)
 
 
 def _this_machine(num_threads: int | None, compute: str) -> str:

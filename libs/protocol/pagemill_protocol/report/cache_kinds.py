@@ -70,6 +70,17 @@ def blocks_for_tokens(kinds: Sequence[CacheKind], num_tokens: int, num_sequences
     return -(-num_bytes // unit)
 
 
+def blocks_at(kinds: Sequence[CacheKind], counts: Sequence[int], num_tokens: int, block_size: int) -> int:
+    """Return the blocks of a cache of one kind in which as many sequences of `num_tokens` tokens fit.
+
+    `counts`: the blocks of each kind.
+    """
+    full = -(-num_tokens // block_size)
+    return min(
+        count * full // most_held(kind, 0, num_tokens, 1, block_size) for kind, count in zip(kinds, counts, strict=True)
+    )
+
+
 def split_blocks(
     kinds: Sequence[CacheKind], num_blocks: int, longest: int, step_tokens: int, block_size: int
 ) -> tuple[list[CacheKind], list[int]]:

@@ -1,0 +1,56 @@
+"""A plan counts what requests hold: of models with windows, more of them fit into the same memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from family_models import GEMMA3, write_model
+from typer.testing import CliRunner
+
+from pagemill.main import app
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.sizing.kv_sizes import cache_kinds
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_protocol.report.cache_kinds import blocks_at
+from pagemill_protocol.report.state import StepTimeParams
+
+LONGEST = 8192
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "gemma3"
+    write_model("Gemma3ForCausalLM", {**GEMMA3, "sliding_window": 64, "max_position_embeddings": LONGEST}, folder)
+    return folder
+
+
+def replica(model: Path, tmp_path: Path, input_tokens: int) -> dict[str, Any]:
+    """Return a planned replica; latencies of partly cached prompts are not simulated."""
+    fit = tmp_path / "fit.json"
+    fit.write_bytes(msgspec.json.encode(StepTimeParams(knots_tokens=[1, 8192], knot_ms=[1.0, 100.0])))
+    lengths = ["--input", input_tokens, "--output", 100, "--cached", 1]
+    words = ["plan", "--model", model, "--fit", fit, "--rps", 1, *lengths, "-o", "json"]
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)["replica"]
+    return found
+
+
+def test_more_long_requests_fit_behind_windows(model: Path, tmp_path: Path) -> None:
+    planned = replica(model, tmp_path, 4000)
+    num_blocks = planned["memory"]["kv_bytes"] // (planned["kvBytesPerToken"] * 16)
+    cache = cache_kinds(EngineConfig(model="m"), load_model_spec(model), "float32", num_blocks)
+    assert [kind.window for kind in cache.kinds] == [None, 64]
+    assert planned["numBlocks"] == blocks_at(cache.kinds, cache.counts, 4100, 16) > 3 * num_blocks
+    assert planned["maxModelLen"] == LONGEST
+    assert planned["longestRequestsAtOnce"] >= min(planned["maxNumSeqs"], 3 * num_blocks * 16 // LONGEST)
+
+
+def test_short_requests_hold_as_much_as_without_windows(model: Path, tmp_path: Path) -> None:
+    planned = replica(model, tmp_path, 10)
+    num_blocks = planned["memory"]["kv_bytes"] // (planned["kvBytesPerToken"] * 16)
+    assert planned["numBlocks"] <= num_blocks
