@@ -90,6 +90,7 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
         *(Route(each.path, tokens.count_route(each), methods=["POST"]) for each in TOKEN_COUNTS),
         Route(responses.BY_ID, stored.get),
         Route(responses.BY_ID, stored.delete, methods=["DELETE"]),
+        Route(f"{responses.BY_ID}/cancel", stored.cancel, methods=["POST"]),
         Route(f"{responses.BY_ID}/input_items", stored.input_items),
         *_conversation_routes(ConversationRoutes(worker)),
         Route(FILES, batches.upload, methods=["POST"]),

@@ -85,6 +85,8 @@ class Worker:
         self._owns_bundles = bundles is None
         self.bundles = bundles if bundles is not None else Bundles(None, source=control.bundle)
         self._loading: set[asyncio.Task[None]] = set()
+        self.background: set[asyncio.Task[None]] = set()
+        """Responses that are generated without a client."""
         CHECKS.max_form_chars = config.max_form_chars
         self._keep_alive = KeepAlive(config.keep_alive_interval_s)
         self.preparation = RequestPreparation(
@@ -163,9 +165,9 @@ class Worker:
             await self.batch_runner.close()
         if self._batch_store is not None:
             await self._batch_store.close()
-        for task in self._loading:
+        for task in (*self._loading, *self.background):
             task.cancel()
-        await asyncio.gather(*self._loading, return_exceptions=True)
+        await asyncio.gather(*self._loading, *self.background, return_exceptions=True)
         self._keep_alive.close()
         await self._upstream.close()
         await self.tracing.close()

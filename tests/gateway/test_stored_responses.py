@@ -116,14 +116,6 @@ async def test_without_the_setting_no_response_is_stored_and_errors_name_it(engi
         assert "`stored_responses`" in message
 
 
-@pytest.mark.parametrize("field", [{"background": True}])
-async def test_background_is_refused_by_name(engines, gateways, field) -> None:
-    gateway = await gateways(engines[0], **STORES)
-    refused = await respond(gateway, **field)
-    assert (refused.status, refused.error["code"]) == (400, "unsupported_parameter")
-    assert refused.error["param"] == next(iter(field))
-
-
 async def test_stored_responses_are_limited_in_age_number_and_bytes() -> None:
     now = 0.0
     store = MemoryResponses(StoredResponsesConfig(max_age_s=10, max_per_tenant=3, max_bytes=100), clock=lambda: now)

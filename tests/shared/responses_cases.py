@@ -63,6 +63,7 @@ RESPONSES: Cases = {
     **PENALTIES,
     "top_k": {"top_k": 5},
     "truncation": {"truncation": "auto"},
+    "background": {"background": True},
     **_ITEMS_PROMPT,
     "tools.strict": (_ITEMS_WITH_TOOL, {"tools": [{**_ITEMS_TOOL, "strict": True}]}),
     "parallel_tool_calls": (_ITEMS_WITH_TOOL, {"parallel_tool_calls": False}),

@@ -220,6 +220,7 @@ def _stored_paths() -> Schema:
     upload = {**file, "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
     by_id = {
         "/v1/responses/{id}": {"get": found, "delete": deleted},
+        "/v1/responses/{id}/cancel": {"post": found},
         "/v1/responses/{id}/input_items": {"get": listing},
         "/v1/conversations/{id}": {"get": found, "post": _takes(MetadataRequest, found), "delete": deleted},
         "/v1/conversations/{id}/items": {"get": listing, "post": _takes(ItemsRequest, listing)},

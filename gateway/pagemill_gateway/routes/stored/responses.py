@@ -20,13 +20,23 @@ from starlette.responses import JSONResponse, Response
 
 from pagemill_api.dialects.base import Dialect
 from pagemill_api.dialects.openai_responses.responses import ResponsesDialect, StoredResponsesDialect
+from pagemill_api.dialects.transport import RequestInfo
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.config import StoredResponsesConfig
+from pagemill_gateway.request_record import RequestRecord
+from pagemill_gateway.routes.access import AccessLog
 from pagemill_gateway.routes.body import parsed_bytes
 from pagemill_gateway.routes.client import ClientResponse
 from pagemill_gateway.routes.entry import EnteredRequest, caller_of
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.listing import page_of
+from pagemill_gateway.routes.stored.background import (
+    RUNNING,
+    BackgroundResponses,
+    cancelled,
+    check_background,
+    shown_response,
+)
 from pagemill_gateway.routes.stored.conversations import (
     PREFIX,
     StoredConversation,
@@ -60,6 +70,29 @@ class ResponsesRoute(GenerateRoute):
     def __init__(self, worker: Worker, config: StoredResponsesConfig) -> None:
         super().__init__(worker, ResponsesDialect())
         self._config = config
+        self._background = BackgroundResponses(worker, AccessLog(self, worker), PATH, config.max_response_bytes)
+
+    async def _answer(
+        self,
+        raw: bytes,
+        dialect: Dialect,
+        entry: EnteredRequest,
+        info: RequestInfo,
+        client: ClientResponse,
+        record: RequestRecord,
+    ) -> None:
+        if b'"background"' not in raw or not isinstance(dialect, StoredResponsesDialect):
+            await super()._answer(raw, dialect, entry, info, client, record)
+            return
+        body = await self._worker.preparation.parse(raw, dialect.parse)
+        if not dialect.in_background:
+            await super()._answer(raw, dialect, entry, info, client, record)
+            return
+        check_background(orjson.loads(raw), entry.caller)
+        body.sampling()
+        client.on_answer = None  # it is kept already
+        begun = await self._background.begin(raw, entry.caller, body.shown, dialect.input)
+        await client.send_body(orjson.dumps(begun))
 
     async def _dialect_for(self, raw: bytes, entry: EnteredRequest, client: ClientResponse) -> Dialect:
         before, conversation = await self._before(raw, entry)
@@ -96,6 +129,8 @@ class ResponsesRoute(GenerateRoute):
         if previous is None:
             return [], None
         kept = await stored_response(self._worker, entry.caller, previous, "previous_response_id", entry.slot)
+        if shown_response(kept)["status"] in RUNNING:
+            raise invalid_field("previous_response_id", "The previous response is not complete yet. Wait for it.")
         return [*kept["input"], *kept["response"]["output"]], None
 
     async def _extend(self, caller: Caller, conversation: StoredConversation, items: list[dict[str, Any]]) -> None:
@@ -128,7 +163,15 @@ class StoredResponseRoutes:
         if request.query_params.get("stream") == "true":
             raise PagemillError("Stored responses are not streamed again. Remove `stream`.", param="stream")
         async with self._stored(request) as stored:
-            return JSONResponse(stored["response"])
+            return JSONResponse(shown_response(stored))
+
+    async def cancel(self, request: Request) -> Response:
+        async with self._stored(request) as stored:
+            found = cancelled(stored)
+            if found is not stored:
+                account = caller_of(self._worker, request).account
+                await self._worker.control.keep_response(account, found["response"]["id"], orjson.dumps(found))
+            return JSONResponse(found["response"])
 
     async def delete(self, request: Request) -> Response:
         caller, response_id = caller_of(self._worker, request), request.path_params["id"]

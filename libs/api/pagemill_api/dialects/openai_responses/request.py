@@ -164,9 +164,6 @@ class InputTokensRequest(PromptFields):
 class ResponsesRequest(PromptFields, SamplingExtensions):
     model_config = ConfigDict(extra="allow")
     UNSUPPORTED: ClassVar = {
-        "background": Unsupported(
-            "Wait for the answer, or stream it; for large amounts of low-priority work use batches.", (False,)
-        ),
         "prompt": Unsupported("Prompt templates are stored at OpenAI; send `instructions` and `input`."),
         "top_logprobs": Unsupported("Chat completions have log probabilities.", (0,)),
         "moderation": Unsupported(NO_MODERATION),
@@ -181,6 +178,8 @@ class ResponsesRequest(PromptFields, SamplingExtensions):
     presence_penalty: FiniteFloat | None = None
     frequency_penalty: FiniteFloat | None = None
     stream: bool = False
+    background: bool = False
+    """Whether the answer is generated without the client, which reads it by its id."""
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     metadata: dict[str, str] | None = None

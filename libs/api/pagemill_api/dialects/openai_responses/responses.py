@@ -72,6 +72,13 @@ class ResponsesDialect(TranslatedDialect):
                     "`stored_responses` store them. Send the whole conversation as `input`.",
                     code="unsupported_parameter",
                 )
+        if request.background:
+            raise invalid_field(
+                "background",
+                "`background` is not supported here: responses are not stored. Gateways whose settings have "
+                "`stored_responses` store them. Wait for the answer, or stream it.",
+                code="unsupported_parameter",
+            )
         return translated(request)
 
     def numbered_error_event(self, error: PagemillError, num_events: int, request: GenerateRequest | None) -> bytes:
@@ -91,6 +98,8 @@ class StoredResponsesDialect(ResponsesDialect):
     def __init__(self, before: Sequence[Item] = ()) -> None:
         """Make the dialect. `before`: items of the previous response, including its input."""
         self._before = before
+        self.in_background = False
+        """Whether the client does not wait for the answer."""
         self.stores = False
         """Whether the answer is to be stored; set once the body is parsed."""
         self.input: list[Item] = []
@@ -98,7 +107,7 @@ class StoredResponsesDialect(ResponsesDialect):
 
     def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ResponsesBody:
         request = parse_body(raw, ResponsesRequest)
-        self.stores = request.store
+        self.stores, self.in_background = request.store, request.background
         self.input = [*self._before, *request.input]
         return translated(request, self._before, stored=request.store)
 
@@ -122,6 +131,12 @@ class ResponsesBody(TranslatedChat):
         super().__init__(chat, ResponsesDialect.name, client_names(found), shown)
         self._request = request
         self._found = found
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The fields of the request that a response repeats."""
+        found: dict[str, Any] = orjson.loads(self._added["client_fields"])
+        return {name: value for name, value in found.items() if name not in (render.CLIENT_TOOLS, render.INCLUDE)}
 
     def unread_fields(self, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
         found = super().unread_fields(tokenizer, parsers)
