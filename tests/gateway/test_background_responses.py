@@ -112,7 +112,7 @@ async def test_what_does_not_go_with_the_background_is_refused_by_name(engines, 
     assert (await begin(without)).error["param"] == "background"
 
 
-async def test_a_response_that_nobody_generates_any_more_has_failed(engines, gateways, fake, monkeypatch) -> None:
+async def test_a_response_that_no_worker_generates_any_more_has_failed(engines, gateways, fake, monkeypatch) -> None:
     gateway = await gateways(engines[0], **STORES)
     engines[0].behaviour = fake.says("a", "b", gate=asyncio.Event())
     begun = (await begin(gateway)).json

@@ -2,7 +2,7 @@
 generated without a client. It is read by its id until it is complete, and can be cancelled.
 
 The state is in the store alone, so that any worker shows and cancels it. The worker that generates it looks there for a
-cancellation, and says there that it still does; a response of which nobody says so has failed.
+cancellation, and says there that it still does; a response of which no worker says so has failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLL_S = 0.5
 """How often the store is asked whether a response was cancelled."""
 TOUCH_S = 5.0
 LOST_S = 20.0
-"""A response that nobody has touched for so long is not generated any more."""
+"""A response that no worker has touched for so long is not generated any more."""
 RUNNING = ("queued", "in_progress")
 Stored = dict[str, Any]
 
@@ -146,7 +146,7 @@ def check_background(given: dict[str, Any], caller: Caller) -> None:
 
 
 def shown_response(stored: Stored) -> dict[str, Any]:
-    """Return a stored response; one that nobody generates any more has failed."""
+    """Return a stored response; one that no worker generates any more has failed."""
     response: dict[str, Any] = stored["response"]
     if response["status"] in RUNNING and time.time() - stored.get("touched_unix_s", 0.0) > LOST_S:
         return _failed(
