@@ -98,12 +98,17 @@ def empty_caches(decoder: DecoderSpec) -> list[Any]:
 
 
 def outputs_on_torch(
-    whole: DecoderSpec, part: Shard, group: RankGroup[Any] | None, adapters: Any = None, source: Any = None
+    whole: DecoderSpec,
+    part: Shard,
+    group: RankGroup[Any] | None,
+    adapters: Any = None,
+    source: Any = None,
+    before: Sequence[Any] = (),
 ) -> list[Any]:
     """Return hidden states, and logits where there is a head, of two steps of `LENGTHS` tokens and one token each.
 
     `adapters`: makes the adapters of the rows of each step, from the number of tokens of each request. `source`: the
-    tensors of the whole model.
+    tensors of the whole model. `before`: the hidden states of each step from the stage before.
     """
     ops, decoder = ops_for("cpu"), part.decoder
     weights: Any = SlicedTensors(source or RandomTensors(whole), whole, decoder, part.slices)
@@ -133,6 +138,7 @@ def outputs_on_torch(
                 token_types=None if types is None else at % min(2, types.num_rows),
                 adapters=rows,
                 group=tensors,
+                hidden=torch.from_numpy(before[len(found)]) if before else None,
             )
             ids = torch.from_numpy(token_ids(decoder, len(positions), seed=starts[0]))
             hidden = model(ids, context)
@@ -150,6 +156,7 @@ def outputs_natively(
     adapters: Any = None,
     source: Any = None,
     lengths: Sequence[int] = LENGTHS,
+    before: Sequence[Any] = (),
 ) -> list[Any]:
     """Return what `outputs_on_torch` does, from the native decoder."""
     decoder = part.decoder
@@ -166,7 +173,7 @@ def outputs_natively(
         ids = token_ids(decoder, len(positions), seed=starts[0])
         rows = None if adapters is None else adapters(counts)
         cached = dict.fromkeys(decoder.windows(), CachedTokens(slots, batch))
-        hidden = model.hidden(StepTokens(ids, positions, cached), rows)
+        hidden = model.hidden(StepTokens(ids, positions, cached, before[len(found)] if before else None), rows)
         found.append(hidden.copy())
         if model.head is not None:
             found.append(model.logits(hidden, rows).copy())

@@ -30,6 +30,8 @@ class StepTokens(NamedTuple):
     """Position of each token in its request."""
     caches: Mapping[int | None, CachedTokens]
     """By the windows of the model's layers."""
+    hidden: Array | None = None
+    """What the stage before has computed, float32 [tokens, hidden]; None where tokens are embedded."""
 
 
 class StepModel(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.context import ForwardContext
+from pagemill_engine.decoders.on_torch.context import ForwardContext, RowsContext
 from pagemill_engine.decoders.on_torch.decoder import Decoder, Model
 from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.decoders.on_torch.filling import load_weights, weight_bytes
@@ -17,6 +17,7 @@ from pagemill_engine.decoders.step_model import CachedTokens, StepTokens
 from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.weights.source import WeightSource
 from pagemill_kernels.arrays import Array
+from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.torch_arrays import TORCH_TYPES, from_torch, to_torch
 from pagemill_models.spec.model_spec import ModelSpec
@@ -62,12 +63,15 @@ def classifier_of(model: Model) -> Callable[[Array], Array] | None:
 
 
 class TorchModel:
-    def __init__(self, model: Model, ops: Ops, rotations: DeviceRotations) -> None:
-        """Wrap a model whose weights are loaded."""
+    def __init__(
+        self, model: Model, ops: Ops, rotations: DeviceRotations, group: RankGroup[Tensor] | None = None
+    ) -> None:
+        """Wrap a model whose weights are loaded. `group`: the ranks that compute it together."""
         self.model = model
         self.spec: ModelSpec = model.spec
         self._ops = ops
         self._rotations = rotations
+        self._group = group
         self._windows = model.spec.decoder.windows()
         self._caches: list[Tensor] = []
 
@@ -88,7 +92,7 @@ class TorchModel:
 
     def logits(self, hidden: Array) -> Array:
         with torch.inference_mode():
-            return from_torch(self.model.compute_logits(to_torch(hidden)))
+            return from_torch(self.model.compute_logits(to_torch(hidden), RowsContext(group=self._group)))
 
     def _context(self, step: StepTokens) -> ForwardContext:
         ops, positions, caches = self._ops, to_torch(step.positions), step.caches
@@ -101,6 +105,7 @@ class TorchModel:
                 window: ops.plan_attention(caches[window].attention, window, self.model.dtype, ops.device)
                 for window in self._windows
             },
+            group=self._group,
         )
 
     def _slots(self, tokens: CachedTokens) -> Tensor:

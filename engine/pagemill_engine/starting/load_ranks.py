@@ -1,6 +1,6 @@
 """Loads a model among several processes of one machine: rank 0 here, followers as children (`rank_process`).
 
-No setting asks for it yet; tests build it. Only the native decoder is divided so far.
+No setting asks for it yet; tests build it. Each rank runs the native decoder, or torch's where that does not apply.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import msgspec
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
+from pagemill_engine.decoders.step_model import StepModel
+from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.executing.eager import EagerRunner
 from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.executing.ranks.follower import FollowerRunner
@@ -58,9 +60,7 @@ def load_on_ranks(
 
     `num_threads`: of each rank. `stuck_seconds`: after how long a rank that others wait for is lost.
     """
-    if not compute.is_native:
-        how = f"this model runs on {compute.how}"
-        raise LoadError("SettingsUnsupported", f"Several ranks need the native decoder; {how}. Use one rank.")
+    _check(files.spec)
     launch.set_num_threads(num_threads)
     with refusals(files.path):
         prepared = prepare(files, compute, measure_memory())
@@ -120,7 +120,7 @@ def _as_json(settings: RankSettings) -> dict[str, Any]:
 
 def _parts(
     whole: ModelSpec, part: tuple[ModelSpec, Any], prepared: PreparedModel, group: SharedMemoryGroup
-) -> tuple[NativeDecoder, KVCache, Any, int]:
+) -> tuple[StepModel, KVCache, RunnerInfo, int]:
     """Return the arguments of a rank's runner."""
     spec, slices = part
     config = prepared.config
@@ -128,8 +128,10 @@ def _parts(
     # The whole model's division among cache kinds: blocks have the same ids on all ranks.
     blocks = cache_kinds(config, whole, prepared.compute.kv_dtype, prepared.num_blocks)
     max_model_len = max_model_len_for(config, whole, blocks.counts[0])
-    rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
-    model = NativeDecoder(spec, prepared.compute.native_ops, weights, rotations, group, group)
+    if prepared.compute.is_native:
+        model = _native(spec, prepared, weights, max_model_len, group)
+    else:
+        model = _on_torch(spec, prepared, weights, max_model_len, group)
     cache = KVCache(spec, blocks.counts, config.block_size, prepared.compute.kv_dtype, blocks.kinds)
     info = runner_info(prepared, whole, max_model_len, model.num_bytes, "cpu")
     of_kinds = blocks.counts if len(blocks.counts) > 1 else ()
@@ -139,3 +141,30 @@ def _parts(
 
 def files_of(settings: RankSettings, spec: ModelSpec) -> ModelFiles:
     return ModelFiles(settings.config, Path(settings.path), spec, lambda phase, detail: None)
+
+
+def _native(
+    spec: ModelSpec, prepared: PreparedModel, weights: SlicedTensors, max_model_len: int, group: SharedMemoryGroup
+) -> StepModel:
+    rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
+    return NativeDecoder(spec, prepared.compute.native_ops, weights, rotations, group, group)
+
+
+def _on_torch(
+    spec: ModelSpec, prepared: PreparedModel, weights: SlicedTensors, max_model_len: int, group: SharedMemoryGroup
+) -> StepModel:
+    import torch
+
+    from pagemill_engine.executing.torch_model import TorchModel, load_decoder, rotations_of
+    from pagemill_kernels.ranks.tensors import HostTensorGroup
+
+    compute = prepared.compute
+    torch.set_num_threads(launch.num_threads())
+    rotations = rotations_of(spec, compute, weights, max_model_len)
+    return TorchModel(load_decoder(spec, compute, weights), compute.ops, rotations, HostTensorGroup(group))
+
+
+def _check(spec: ModelSpec) -> None:
+    """Raise `LoadError` for models whose runners do not follow plans."""
+    if spec.pooling is not None:
+        raise LoadError("SettingsUnsupported", "A model that pools runs on one rank: its requests sample nothing.")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import expert_models
+import psutil
 import pytest
 import torch
 import transformers
@@ -40,6 +43,11 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.3,
 }
+MORE: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 24},
+    "Gemma2": {"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": 5.0},
+    "DeepseekV2": expert_models.MODELS["deepseek-v2"][1] | {"num_hidden_layers": 2},
+}
 LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 Ranks = Callable[..., RankedRunner]
 
@@ -56,7 +64,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saved(kind: str, folder: Path) -> Path:
     torch.manual_seed(3)
-    config = getattr(transformers, f"{kind}Config")(**BASE, **({"sliding_window": 24} if kind == "Mistral" else {}))
+    config = getattr(transformers, f"{kind}Config")(**BASE | MORE.get(kind, {}))
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
     return folder
 
@@ -153,6 +161,26 @@ def test_ranks_read_their_parts_of_quantized_weights(
         assert found == expected
     else:  # sums of bfloat16 products differ by their rounding, and so may near ties
         assert [tokens[0] for tokens, _ in found] == [tokens[0] for tokens, _ in expected]
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", pytest.param("DeepseekV2", marks=pytest.mark.full)])
+def test_ranks_by_torch_give_the_tokens_of_one(kind: str, tmp_path: Path, ranks: Ranks, runner_loader: Any) -> None:
+    folder = saved(kind, tmp_path)
+    single = runner_loader(folder, **SETTINGS)
+    expected = answers(single)
+    single.close()
+    assert answers(ranks(folder, 2)) == expected
+
+
+def test_followers_that_wait_use_no_time(llama: Path, ranks: Ranks) -> None:
+    runner: Any = ranks(llama, 2)
+    Engine(runner).run(prompts_of(1), ROUNDS[0])
+    (process,) = map(psutil.Process, runner._followers.ids)
+    used, started = sum(process.cpu_times()[:2]), time.monotonic()
+    ended = started + 2
+    while time.monotonic() < ended:
+        assert select.select([], [], [], 0.2) == ([], [], [])
+    assert sum(process.cpu_times()[:2]) - used < 0.1
 
 
 def test_ranks_follow_preemption_overlap_and_sleep(llama: Path, ranks: Ranks, runner_loader: Any) -> None:

@@ -18,7 +18,7 @@ from pagemill_kernels.ranks.in_process import InProcessGroup
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
 from pagemill_models.declaration.declaration import DecoderSpec
-from pagemill_models.sharding.shard import Shard, shard
+from pagemill_models.sharding.shard import Shard, shard, stage
 from pagemill_models.sharding.slices import TensorSlice
 
 SAMPLE = ("llama", "olmo2", "gpt_oss", "deepseek_v3", "gpt_neox", "bert", "qwen2_moe")
@@ -100,6 +100,25 @@ def test_ranks_over_shared_memory_give_the_bits_of_threads(name: str, size: int)
     for found, expected in zip(by_threads(run, size, groups), by_threads(run, size), strict=True):
         assert all(np.array_equal(mine, other) for mine, other in zip(found, expected, strict=True))
     memory.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gemma2", "deepseek_v3", "variant: opt with norms behind its blocks, and projections"]
+)
+def test_stages_give_the_outputs_of_the_whole(name: str) -> None:
+    decoder = declared(name)
+    ways = [outputs_on_torch]
+    if can_fuse(decoder) and library.load() is not None:
+        ways.append(outputs_natively)
+    middle, end = 1, len(decoder.layers)
+    for outputs in ways:
+        expected = outputs(decoder, whole_of(decoder), None)
+        first = outputs(decoder, whole_of(stage(decoder, 0, middle)), None)
+        assert len(first) == 2  # hidden states of two steps, no logits
+        # Steps of the last stage give hidden states and logits in turn.
+        before = [first[0], first[0], first[1], first[1]]
+        found = outputs(decoder, whole_of(stage(decoder, middle, end)), None, before=before)
+        assert all(np.array_equal(mine, other) for mine, other in zip(found, expected, strict=True))
 
 
 def with_bias_twice(part: Shard, rank: int) -> Shard:

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from pagemill_engine.decoders.by_transformers.attention import NAME, AttentionStep, give_step, register
-from pagemill_engine.decoders.on_torch.context import ForwardContext
+from pagemill_engine.decoders.on_torch.context import ALONE, ForwardContext, ProductContext
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.registry import Ops
 from pagemill_models.spec.model_spec import ModelSpec
@@ -51,7 +51,7 @@ class TransformersDecoder:
         finally:
             self._step.context = None
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, context: ProductContext = ALONE) -> Tensor:
         logits: Tensor = self._causal(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits.float()
 

@@ -61,7 +61,8 @@ class NativeDecoder:
         product = declared.head_linear()
         tied = _Head(declared.head, product, outside, parts) if declared.head and declared.head.tied else None
         lent = None if tied is None else tied.product
-        self.embedding = _Embedding(declared, outside, parts, lent)
+        self.embedding = _Embedding(declared, outside, parts, lent) if declared.embeds else None
+        """None in a later stage of a pipeline."""
         self.layers = [
             layer_parts(layer, declared.ropes(), firsts[index], parts) for index, layer in enumerate(declared.layers)
         ]
@@ -74,7 +75,8 @@ class NativeDecoder:
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights in memory; a matrix shared by head and embedding counts once."""
-        held = sum(map(layer_bytes, self.layers)) + norm_bytes(self.norm) + self.embedding.num_bytes
+        held = sum(map(layer_bytes, self.layers)) + norm_bytes(self.norm)
+        held += 0 if self.embedding is None else self.embedding.num_bytes
         held += 0 if self.head is None else self.head.num_bytes
         return held + (0 if self.classifier is None else self.classifier.num_bytes)
 
@@ -84,11 +86,17 @@ class NativeDecoder:
     def hidden(self, step: StepTokens, adapters: NativeAdapterRows | None = None) -> Array:
         """Return normalised hidden states, float32 [tokens, hidden]. `adapters`: of the step's tokens."""
         assert self._caches is not None, "an engine that sleeps runs no step"
-        hidden = self.embedding(step.token_ids, step.positions, adapters, self._group)
+        hidden = self._first_hidden(step, adapters)
         plans = {window: self._plan_attention(step.caches[window].attention, window) for window in self._windows}
         slots = {window: step.caches[window].slots for window in self._windows}
         self._fused(hidden, plans, self._rotations.at(step.positions), self._caches, slots, adapters, self._reduce)
         return normalized(hidden, self.norm)
+
+    def _first_hidden(self, step: StepTokens, adapters: NativeAdapterRows | None) -> Array:
+        if self.embedding is not None:
+            return self.embedding(step.token_ids, step.positions, adapters, self._group)
+        assert step.hidden is not None
+        return step.hidden.copy()
 
     def logits(self, hidden: Array, adapters: NativeAdapterRows | None = None) -> Array:
         """Return the logits of hidden states, float32 [rows, vocab]. `adapters`: of these rows."""

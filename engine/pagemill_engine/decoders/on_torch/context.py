@@ -50,6 +50,8 @@ class ForwardContext:
     """A plan for each distinct sliding window of the model; `None` is full attention."""
     token_types: Tensor | None = None
     """int64 [tokens]: 1 for the tokens of a pair's second text; only for models that distinguish them."""
+    hidden: Tensor | None = None
+    """What the stage before has computed, [tokens, hidden]; None where tokens are embedded."""
     adapters: AdapterRows | None = None
     """The adapters of the step's tokens."""
     group: RankGroup[Tensor] | None = None

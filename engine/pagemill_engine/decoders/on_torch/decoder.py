@@ -194,8 +194,8 @@ class Model(Protocol):
         """Compute normalised hidden states, [tokens, hidden]. token_ids: int64 [tokens]."""
         ...
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits, float32 [rows, vocab]. hidden: [rows, hidden]."""
+    def compute_logits(self, hidden: Tensor, context: ProductContext = ALONE) -> Tensor:
+        """Compute logits, float32 [rows, vocab]. hidden: [rows, hidden]; the context's rows are the same."""
         ...
 
 
@@ -210,11 +210,13 @@ class Decoder:
         self._first_position = 0 if entry.positions is None else entry.positions.offset
         self._scale, self._soft_cap = (1.0, None) if head is None else (head.scale, head.soft_cap)
         builder = _Builder(declared, ops, dtype)
-        self.embedding = builder.embedding(declared)
-        self.embedding_projection = builder.linear(entry.projection)
-        self.positions = builder.table(entry.positions, declared.hidden_size)
-        self.token_types = builder.table(entry.token_types, declared.hidden_size)
-        self.embedding_norm = builder.norm(entry.norm)
+        self.embedding = builder.embedding(declared) if declared.embeds else None
+        """None, like the parts around it, in a later stage of a pipeline."""
+        size, around = declared.hidden_size, entry if declared.embeds else None
+        self.embedding_projection = None if around is None else builder.linear(around.projection)
+        self.positions = None if around is None else builder.table(around.positions, size)
+        self.token_types = None if around is None else builder.table(around.token_types, size)
+        self.embedding_norm = None if around is None else builder.norm(around.norm)
         self.layers = [DecoderLayer(layer, builder) for layer in declared.layers]
         self.norm = builder.norm(declared.norm)
         self.head_projection = None if head is None else builder.linear(head.projection)
@@ -224,8 +226,7 @@ class Decoder:
 
     def weight_layers(self) -> Iterator[Layer]:
         """Yield all layers with weights, the embedding first and the head last."""
-        yield self.embedding
-        before = (self.embedding_projection, self.positions, self.token_types, self.embedding_norm)
+        before = (self.embedding, self.embedding_projection, self.positions, self.token_types, self.embedding_norm)
         yield from (layer for layer in (*before, self.norm, self.head_projection) if layer is not None)
         for layer in self.layers:
             yield from layer.layers()
@@ -261,6 +262,9 @@ class Decoder:
         return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
     def _embed(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
+        if self.embedding is None:
+            assert context.hidden is not None
+            return context.hidden.clone()
         hidden = self.embedding(token_ids, context)
         if self._entry.scale != 1.0:
             hidden = hidden * self._entry.scale

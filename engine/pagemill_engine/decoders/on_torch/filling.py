@@ -23,7 +23,7 @@ def load_weights(model: Decoder, source: TensorSource) -> None:
     if model.lm_head is not None and declared.head is not None and declared.head.tied:
         model.lm_head.load(source)
         layers.remove(model.lm_head)
-        if model.embedding.tie(model.lm_head):
+        if model.embedding is not None and model.embedding.tie(model.lm_head):
             layers.remove(model.embedding)
     for layer in layers:
         layer.load(source)
