@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pagemill_engine.executing.torch_model import HostTensorGroup
 from pagemill_kernels.ranks.distributed import DistributedGroup, gloo_group
 from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.in_process import in_process_groups
-from pagemill_kernels.ranks.tensors import HostTensorGroup
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 

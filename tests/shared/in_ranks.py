@@ -19,13 +19,13 @@ from pagemill_engine.decoders.on_torch.encoder_attention import plan_rectangles
 from pagemill_engine.decoders.on_torch.filling import load_weights
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
 from pagemill_engine.decoders.step_model import CachedTokens, StepTokens
+from pagemill_engine.executing.torch_model import HostTensorGroup
 from pagemill_engine.weights.sliced import SlicedTensors
 from pagemill_kernels.native_ops import native_ops
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.ranks.in_process import in_process_groups
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup
-from pagemill_kernels.ranks.tensors import HostTensorGroup
 from pagemill_kernels.registry import ops_for
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.sharding.shard import Shard

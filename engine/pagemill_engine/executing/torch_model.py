@@ -62,16 +62,39 @@ def classifier_of(model: Model) -> Callable[[Array], Array] | None:
     return classified
 
 
+class HostTensorGroup:
+    """A group of the host for tensors, which are exchanged as the arrays over their memory."""
+
+    def __init__(self, group: RankGroup[Array]) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._group = group
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        self._group.all_reduce(from_torch(buffer))
+
+    def gather(self, buffer: Tensor) -> list[Tensor]:
+        return [to_torch(each) for each in self._group.gather(from_torch(buffer))]
+
+    def send(self, buffer: Tensor, to: int) -> None:
+        self._group.send(from_torch(buffer), to)
+
+    def receive(self, buffer: Tensor, sender: int) -> None:
+        self._group.receive(from_torch(buffer), sender)
+
+    def abort(self, reason: str) -> None:
+        self._group.abort(reason)
+
+
 class TorchModel:
     def __init__(
-        self, model: Model, ops: Ops, rotations: DeviceRotations, group: RankGroup[Tensor] | None = None
+        self, model: Model, ops: Ops, rotations: DeviceRotations, group: RankGroup[Array] | None = None
     ) -> None:
         """Wrap a model whose weights are loaded. `group`: the ranks that compute it together."""
         self.model = model
         self.spec: ModelSpec = model.spec
         self._ops = ops
         self._rotations = rotations
-        self._group = group
+        self._group = None if group is None else HostTensorGroup(group)
         self._windows = model.spec.decoder.windows()
         self._caches: list[Tensor] = []
 

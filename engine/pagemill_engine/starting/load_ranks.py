@@ -156,12 +156,11 @@ def _on_torch(
     import torch
 
     from pagemill_engine.executing.torch_model import TorchModel, load_decoder, rotations_of
-    from pagemill_kernels.ranks.tensors import HostTensorGroup
 
     compute = prepared.compute
     torch.set_num_threads(launch.num_threads())
     rotations = rotations_of(spec, compute, weights, max_model_len)
-    return TorchModel(load_decoder(spec, compute, weights), compute.ops, rotations, HostTensorGroup(group))
+    return TorchModel(load_decoder(spec, compute, weights), compute.ops, rotations, group)
 
 
 def _check(spec: ModelSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 import signal
 import time
@@ -15,11 +16,13 @@ import psutil
 import pytest
 import torch
 import transformers
+from oracle_proposer import oracle
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.eager import ThreadedRunner
 from pagemill_engine.executing.ranks.ranked import RankedRunner, RanksLostError
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.sizing.compute import choose_compute
 from pagemill_engine.starting.load_ranks import load_on_ranks
 from pagemill_engine.starting.preparing import ModelFiles
@@ -90,8 +93,8 @@ def ranks() -> Iterator[Ranks]:
 class Engine:
     """A core over one runner, for several rounds of requests."""
 
-    def __init__(self, runner: Any, **settings: Any) -> None:
-        self.core = EngineCore(EngineConfig(model="test", **SETTINGS | settings), runner)
+    def __init__(self, runner: Any, proposals: Proposals | None = None, **settings: Any) -> None:
+        self.core = EngineCore(EngineConfig(model="test", **SETTINGS | settings), runner, proposals=proposals)
         self._count = 0
         self.num_preemptions = 0
 
@@ -170,6 +173,18 @@ def test_ranks_by_torch_give_the_tokens_of_one(kind: str, tmp_path: Path, ranks:
     expected = answers(single)
     single.close()
     assert answers(ranks(folder, 2)) == expected
+
+
+@pytest.mark.parametrize("error_rate", [0.0, 0.4])
+def test_ranks_verify_proposed_tokens(llama: Path, ranks: Ranks, runner_loader: Any, error_rate: float) -> None:
+    prompts = [[5, 6, 7, 8 + index] for index in range(8)]
+    single = runner_loader(llama, **SETTINGS)
+    expected = Engine(single).run(prompts, LONG)
+    single.close()
+    texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, expected, strict=True)]
+    engine = Engine(ranks(llama, 2), Proposals(oracle(texts, random.Random(4), error_rate, BASE["vocab_size"])))
+    assert engine.run(prompts, LONG) == expected
+    assert engine.core.num_steps < (30 if error_rate == 0 else 58)
 
 
 def test_followers_that_wait_use_no_time(llama: Path, ranks: Ranks) -> None:

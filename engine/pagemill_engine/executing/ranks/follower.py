@@ -34,8 +34,9 @@ class FollowerRunner(EagerRunner):
             return
         names = [inputs.request_ids[index] for index in inputs.sampling.tolist()]
         # A failed request has no token; its row is released before it is read again.
-        tokens = [sampled.get(name, [0])[0] for name in names]
-        self._rows.advance(inputs, np.array(tokens, dtype=np.int64))
+        runs = [sampled.get(name, [0]) for name in names]
+        last = np.array([run[-1] for run in runs], dtype=np.int64)
+        self._rows.advance(inputs, last, np.array([len(run) - 1 for run in runs], dtype=np.int64))
         for name in failed:
             self._scrub(self._rows.row(name))
 
