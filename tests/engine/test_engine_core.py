@@ -269,7 +269,7 @@ def test_prefix_events_add_up_to_the_snapshot(checking_runner: Make) -> None:
             prefixes = core.step().prefixes
             if prefixes is not None:
                 known = (known | set(prefixes.added)) - set(prefixes.removed)
-            assert known == set(core.scheduler.kv.snapshot()[0])
+            assert known == set(core.scheduler.kv.snapshot())
     assert 1 <= len(known) <= 40, "of six prompts of 17 full blocks, some must be evicted"
 
 
@@ -325,7 +325,7 @@ def test_warm_up_generates_a_token_measures_steps_and_leaves_no_state(checking_r
     assert (knots[0], knots[-1]) == (1, min(budget, 127))
     assert core.step_time.predict_ms(budget) > 0
     assert not core.has_work
-    assert core.scheduler.kv.snapshot() == [[]]
+    assert core.scheduler.kv.snapshot() == []
     step = core.step()
     assert (step.prefixes, step.outputs) == (None, [])
     assert core.load().num_blocks_evictable == 0
@@ -339,7 +339,7 @@ def test_larger_steps_are_measured_while_idle_until_the_first_request(checking_r
     assert calibration.measure_next(), "one more size is measured"
     assert core.num_steps > before
     assert not core.has_work
-    assert core.scheduler.kv.snapshot() == [[]]
+    assert core.scheduler.kv.snapshot() == []
     core.add(request("r", [1, 2, 3], max_tokens=1))
     while core.has_work:
         core.step()

@@ -58,12 +58,12 @@ def test_after_sleep_no_token_is_cached_and_every_answer_is_the_same(core: Engin
     again, num_cached = generate(core, "b", prompt)
     assert again == before
     assert num_cached > 0
-    cached = set(core.scheduler.kv.snapshot()[0])
+    cached = set(core.scheduler.kv.snapshot())
     core.step()  # the changes of the prefix cache
     _, news = release_memory(core)
     assert news.prefixes is not None
     assert set(news.prefixes.removed) == cached
-    assert core.scheduler.kv.snapshot() == [[]]
+    assert core.scheduler.kv.snapshot() == []
     assert core.load().num_blocks_active == core.load().num_blocks_evictable == 0
     core.runner.wake()
     core.check_integrity()

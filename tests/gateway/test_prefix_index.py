@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.frames import StateDecoder
+from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 
 PODS = ("a", "b", "c")
@@ -46,8 +48,9 @@ class Row:
 class Pod:
     """The real KV manager and the real publisher of frames, without a process around them."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.kv = CacheManager(num_blocks, BLOCK_SIZE)
+    def __init__(self, num_blocks: int, windows: tuple[int | None, ...] = (None,)) -> None:
+        self.kinds = [CacheKind("a kind", window) for window in windows]
+        self.kv = CacheManager([num_blocks] * len(windows), BLOCK_SIZE, kinds=self.kinds)
         self.publisher = StatePublisher(["m"])
         self.rows: list[Row] = []
         self._num_rows = 0
@@ -58,7 +61,8 @@ class Pod:
         """Compute a prompt as the scheduler would; its blocks stay until they are freed or evicted."""
         self._num_rows += 1
         row = Row(f"r{self._num_rows}", token_ids)
-        while not self.kv.has_room(self.kv.needs_to_start(row, self.kv.match(row), len(token_ids)), [0], None):
+        nothing = [0] * len(self.kinds)
+        while not self.kv.has_room(self.kv.needs_to_start(row, self.kv.match(row), len(token_ids)), nothing, None):
             if not self.rows:
                 return
             self.evict(0)
@@ -82,7 +86,7 @@ class Pod:
 
     def frames(self, *, connect: bool = False) -> list[StateFrame]:
         """Return the frames that the stream carries now, in the real encoding; `connect` starts the stream again."""
-        ((added, removed),) = self.kv.drain_events()
+        added, removed = self.kv.drain_events()
         self.publisher.report(EngineLoad(num_requests_running=len(self.rows)), None, PrefixEvents(added, removed))
         self.publisher._publish()
         if connect:
@@ -100,7 +104,7 @@ class Pod:
 
     @property
     def prefix_chunks(self) -> set[bytes]:
-        return set(self.kv.snapshot()[0])
+        return set(self.kv.snapshot())
 
 
 def make_brain(*names: str) -> LocalBrain:
@@ -279,3 +283,49 @@ def test_a_request_is_computed_from_its_first_token_to_its_end() -> None:
     assert dispatches.is_computed(1)
     dispatches.ended(1)
     assert not dispatches.is_computed(1)
+
+
+@pytest.mark.parametrize("windows", [(None, 9), (None, 17, 5), (13,), (6, 1)], ids=str)
+def test_the_index_finds_behind_windows_what_the_engine_finds(windows: tuple[int | None, ...]) -> None:
+    num_hits = 0
+    for seed in range(30):
+        draw = random.Random(seed)
+        pod, index = Pod(draw.randint(16, 40), windows), PrefixIndex()
+        index.snapshot("pod", [])
+        prompts = [
+            [draw.randint(0, 1)] * draw.randint(4, 20) + [2 + number] * draw.randint(1, 30) for number in range(8)
+        ]
+        for _ in range(40):
+            action = draw.choice(["serve", "serve", "serve", "evict", "fail"])
+            if action == "serve":
+                pod.serve(draw.choice(prompts))
+            else:
+                getattr(pod, action)(draw.randint(0, 9))
+            if draw.random() < 0.5:
+                continue
+            added, removed = pod.kv.drain_events()
+            index.remove("pod", removed)
+            index.add("pod", added)
+            assert index.prefix_chunks_of("pod") == pod.prefix_chunks
+            for tokens in prompts:
+                chunks = hashes.block_hashes(ROOT, tokens[: (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE], BLOCK_SIZE)
+                depths = index.depths_of_kinds(chunks, index.bit("pod"), {}, pod.kinds, BLOCK_SIZE)
+                hit = pod.kv.match(Row("asks", tokens)).num_tokens
+                assert depths.get(index.bit("pod"), 0) * BLOCK_SIZE == hit
+                num_hits += hit > 0
+    assert num_hits > 500
+
+
+def test_pods_with_and_without_windows_are_compared_by_their_own_rules() -> None:
+    """A window's chunks were evicted at one pod, the beginning of a full kind at another."""
+    kinds = [CacheKind("full"), CacheKind("window", 2 * BLOCK_SIZE + 1)]
+    chunks = hashes.block_hashes(ROOT, list(range(6 * BLOCK_SIZE)), BLOCK_SIZE)
+    windowed = [hashes.key_of_kind(1, chunk) for chunk in chunks]
+    index = PrefixIndex()
+    index.snapshot("all", [*chunks, *windowed])
+    index.snapshot("window evicted", [*chunks, *windowed[:3]])
+    index.snapshot("only the end of the window", [*chunks, *windowed[4:]])
+    index.snapshot("beginning evicted", [*chunks[1:], *windowed])
+    found = index.depths_of_kinds(chunks, 15, {}, kinds, BLOCK_SIZE)
+    names = ("all", "window evicted", "only the end of the window", "beginning evicted")
+    assert [found.get(index.bit(name), 0) for name in names] == [6, 3, 6, 0]

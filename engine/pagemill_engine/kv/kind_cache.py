@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from pagemill_engine.kv.block_pool import Block, BlockPool
 from pagemill_engine.kv.prefix_cache import PrefixCache
-from pagemill_protocol import hashes
 from pagemill_protocol.report.cache_kinds import CacheKind
 
 
 class KindCache:
-    def __init__(self, kind: CacheKind, num_blocks: int, block_size: int) -> None:
+    def __init__(self, kind: CacheKind, num_blocks: int, block_size: int, prefix_chunk_blocks: int) -> None:
+        """Create an empty cache. `prefix_chunk_blocks`: the same for all kinds."""
         self.kind = kind
-        self.prefixes = PrefixCache(block_size, hashes.prefix_chunk_blocks(block_size, num_blocks))
+        self.prefixes = PrefixCache(block_size, prefix_chunk_blocks)
         self.pool = BlockPool(num_blocks, on_evict=self.prefixes.remove)
         self.watermark = watermark_blocks(num_blocks)
 

@@ -53,7 +53,8 @@ class CacheManager:
         self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.kinds = tuple(kinds)
-        self.caches = [KindCache(kind, count, block_size) for kind, count in zip(kinds, counts, strict=True)]
+        chunk = hashes.prefix_chunk_blocks(block_size, counts[0])
+        self.caches = [KindCache(kind, count, block_size, chunk) for kind, count in zip(kinds, counts, strict=True)]
         self.tables: dict[str, BlockTable] = {}
         self._window_numbers = tuple(number for number, kind in enumerate(kinds) if kind.window is not None)
         self._dropped: list[dict[str, tuple[int, int]]] = [{} for _ in kinds]
@@ -334,13 +335,19 @@ class CacheManager:
         allocated = sum(cache.pool.num_active for cache in self.caches) * self.block_size
         return KVUsage(allocated, allocated - sum(self.block_size - fill for fill in tails.values()))
 
-    def drain_events(self) -> list[tuple[list[bytes], list[bytes]]]:
-        """Return for each kind the prefix chunks added and removed since the last call."""
-        return [cache.prefixes.drain_events() for cache in self.caches]
+    def drain_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the prefix chunks of all kinds added and removed since the last call (`hashes.key_of_kind`)."""
+        added, removed = self.caches[0].prefixes.drain_events()
+        for number, cache in enumerate(self.caches[1:], start=1):
+            more, fewer = cache.prefixes.drain_events()
+            added += [hashes.key_of_kind(number, chunk) for chunk in more]
+            removed += [hashes.key_of_kind(number, chunk) for chunk in fewer]
+        return added, removed
 
-    def snapshot(self) -> list[list[bytes]]:
-        """Return for each kind the prefix chunks that are cached now."""
-        return [cache.prefixes.snapshot() for cache in self.caches]
+    def snapshot(self) -> list[bytes]:
+        """Return the prefix chunks of all kinds that are cached now."""
+        numbered = enumerate(self.caches)
+        return [hashes.key_of_kind(number, chunk) for number, cache in numbered for chunk in cache.prefixes.snapshot()]
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached content. Tables stay, but their blocks are not shared with new requests."""

@@ -209,7 +209,7 @@ class EngineCore:
     def _report(self, step: Launched | None) -> StepOutputs:
         in_flight = self._in_flight
         self.expected_step_ms = predicted_ms(self.step_time, in_flight.plan) if in_flight is not None else 0.0
-        added, removed = self.scheduler.kv.drain_events()[0]
+        added, removed = self.scheduler.kv.drain_events()
         outputs = [*self.grammar_requests.take_ends(), *self.scheduler.take_outputs()]
         self._has_next_step = step is not None and self.has_work
         return StepOutputs(

@@ -100,6 +100,11 @@ def prefix_chunk_hash(parent: bytes, prefix_chunk: bytes, block_size: int) -> by
     return parent
 
 
+def key_of_kind(kind: int, prefix_chunk: bytes) -> bytes:
+    """Return the name under which a cache kind, by its number, publishes a prefix chunk. The first kind's are plain."""
+    return prefix_chunk + kind.to_bytes(1, "little") if kind else prefix_chunk
+
+
 def _chain(parent: bytes, tokens: bytes | memoryview) -> bytes:
     state = blake2b(parent, digest_size=HASH_BYTES, person=_BLOCK_PERSON)
     state.update(tokens)

@@ -96,7 +96,7 @@ class StatePublisher:
             max_model_len=ready.limits.max_model_len,
             max_num_batched_tokens=ready.limits.max_num_batched_tokens,
             max_num_seqs=ready.limits.max_num_seqs,
-            kinds=list(ready.limits.kinds) if len(ready.limits.kinds) > 1 else [],
+            kinds=[] if all(kind.window is None for kind in ready.limits.kinds) else list(ready.limits.kinds),
             prefix_chunk_blocks=prefix_chunk_blocks(ready.limits.block_size, ready.limits.num_blocks),
             load=ready.load,
             start_s=ready.start_s,

@@ -21,6 +21,7 @@ from pagemill_gateway.brain.placement.decisions import DecisionLog
 from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_gateway.routing.policy import Candidate, CandidateList, RequestView, RoutingPolicy
+from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.state import StateFrame
 
 Fits = Callable[[EndpointRecord, int], bool]
@@ -44,6 +45,8 @@ class Placement:
         """The number of the latest decision."""
         self._sessions = Sessions()
         self.index = PrefixIndex()
+        self._windowed: set[str] = set()
+        """Endpoints whose models have windows: they can resume where their first blocks are gone."""
         self.predictions = Predictions()
         self.decisions = DecisionLog(max_decisions)
         self._kept: dict[str, KeptCandidates] = {}
@@ -113,6 +116,8 @@ class Placement:
         if frame.snapshot:
             self.forget(endpoint_id)
             self.index.snapshot(endpoint_id, frame.prefixes_added)
+            if frame.kinds:
+                self._windowed.add(endpoint_id)
         elif frame.prefixes_added or frame.prefixes_removed:
             self.index.remove(endpoint_id, frame.prefixes_removed)
             self.index.add(endpoint_id, frame.prefixes_added)
@@ -122,6 +127,7 @@ class Placement:
 
     def forget(self, endpoint_id: str) -> None:
         """Forget the endpoint's cached prefixes."""
+        self._windowed.discard(endpoint_id)
         self.predictions.forget(self.index.bit(endpoint_id))
         self.index.forget(endpoint_id)
 
@@ -192,11 +198,21 @@ class Placement:
         """Return the numbers of cached prompt tokens of the endpoints that have some and a fresh report."""
         # The last token is always computed, so the whole prompt is never found.
         num_findable = (request.num_prompt_tokens - 1) // request.prefix_chunk_tokens if request.prefix_chunks else 0
-        if num_findable <= 0 or not self.index.knows(request.prefix_chunks[0], self.predictions.pods):
+        if num_findable <= 0:
+            return {}
+        if not self._windowed and not self.index.knows(request.prefix_chunks[0], self.predictions.pods):
             return {}
         bits = {self.index.bit(record.endpoint.id): record for record in records if record.reports.fresh(now)}
         bits.pop(0, None)
-        depths = self.index.depths(request.prefix_chunks[:num_findable], sum(bits), self.predictions.pods)
+        chunks, expected = request.prefix_chunks[:num_findable], self.predictions.pods
+        of_kinds: dict[tuple[CacheKind, ...], int] = {}
+        if self._windowed:
+            for bit, record in bits.items():
+                if kinds := tuple(record.kinds):
+                    of_kinds[kinds] = of_kinds.get(kinds, 0) | bit
+        depths = self.index.depths(chunks, sum(bits) - sum(of_kinds.values()), expected)
+        for kinds, pods in of_kinds.items():
+            depths |= self.index.depths_of_kinds(chunks, pods, expected, kinds, request.prefix_chunk_tokens)
         return {bits[bit].endpoint.id: depth * request.prefix_chunk_tokens for bit, depth in depths.items()}
 
     def _account(

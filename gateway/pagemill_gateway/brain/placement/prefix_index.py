@@ -8,7 +8,10 @@ prefixes that the gateway only expects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pagemill_protocol.hashes import key_of_kind
+from pagemill_protocol.report.cache_kinds import CacheKind, first_needed
 
 SWEEP_STEP = 1024
 """Number of entries that are swept with every frame that adds prefix chunks."""
@@ -76,6 +79,33 @@ class PrefixIndex:
         found.update(dict.fromkeys(_each(alive), len(prefix_chunks)))
         return found
 
+    def depths_of_kinds(
+        self,
+        prefix_chunks: Sequence[bytes],
+        pods: int,
+        expected: Mapping[bytes, int],
+        kinds: Sequence[CacheKind],
+        chunk_tokens: int,
+    ) -> dict[int, int]:
+        """Return what `depths` does for pods whose models have these cache kinds.
+
+        A pod can resume behind a number of chunks if it has all of them in full kinds, and in windowed ones those from
+        the first that is still needed (`report.cache_kinds.first_needed`).
+        """
+        resumable = [pods] * len(prefix_chunks)
+        for number, kind in enumerate(kinds):
+            having = [self._pods.get(key_of_kind(number, chunk), 0) | expected.get(chunk, 0) for chunk in prefix_chunks]
+            starts = (first_needed(kind, chunk_tokens * end, chunk_tokens) for end in range(1, len(having) + 1))
+            for index, mask in enumerate(_in_all(having, starts)):
+                resumable[index] &= mask
+        found: dict[int, int] = {}
+        rest = pods
+        for index in range(len(resumable) - 1, -1, -1):
+            if deepest := resumable[index] & rest:
+                found.update(dict.fromkeys(_each(deepest), index + 1))
+                rest ^= deepest
+        return found
+
     def has(self, chunk: bytes, bit: int) -> bool:
         return self._pods.get(chunk, 0) & bit != 0
 
@@ -124,6 +154,25 @@ def clear(pods: dict[bytes, int], bit: int, prefix_chunks: Iterable[bytes]) -> N
             del pods[chunk]
         else:
             pods[chunk] = mask ^ bit
+
+
+def _in_all(masks: Sequence[int], starts: Iterable[int]) -> Iterator[int]:
+    """Yield, for each place, the bits that are in all masks from its start to it. Starts never fall.
+
+    The masks before `split` are kept as the bits that are in all from each to `split`, the later ones as one mask, so
+    that a step costs the same whatever the distance to its start.
+    """
+    before: dict[int, int] = {}
+    split, since = 0, -1
+    for place, start in enumerate(starts):
+        since &= masks[place]
+        if start >= split:
+            all_of = -1
+            for earlier in range(place, start - 1, -1):
+                all_of &= masks[earlier]
+                before[earlier] = all_of
+            split, since = place + 1, -1
+        yield before.get(start, -1) & since if start <= place else -1
 
 
 def _each(mask: int) -> list[int]:

@@ -120,7 +120,8 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_num_seqs: int = 0
     """Requests that may run at once; 0: not reported."""
     kinds: list[CacheKind] = []
-    """The cache kinds of the model's layers; none: there is one, and every block is needed to the end."""
+    """The cache kinds of the model's layers; none: every block is needed to the end. Prefix chunks of the first kind
+    are named by their hashes, those of further kinds by `hashes.key_of_kind`."""
     prefix_chunk_blocks: int = 0
     """Blocks per prefix chunk (`pagemill_protocol.hashes`); 0: not reported, which means the fewest with 64 tokens."""
     start_s: dict[str, float] = {}
