@@ -213,6 +213,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_unread_bytes: int = 256 * 1024 * 1024
     """Memory for the answers that were generated and not read yet, of all requests together. When it is full, the
     slowest readers' requests end with an error. A single stream may take 16 MiB of it."""
+    idle_connection_timeout_s: int = 120
+    """A client's connection that is idle for this long is closed; longer than proxies and gateways keep theirs."""
     body_timeout_s: float = 30.0
     """Longest time for a request body to arrive; a slower one gets 408."""
     tracing: TracingConfig | None = None
@@ -229,3 +231,5 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             # The address resolver would take such a number modulo 65536.
             if not 0 <= value <= 65535:
                 raise ValueError(f"{name}: {value} is not a port; use 1 to 65535, or 0 for a free one")
+        if self.idle_connection_timeout_s < 1:
+            raise ValueError(f"idle_connection_timeout_s: {self.idle_connection_timeout_s} must be at least 1")

@@ -227,6 +227,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
     """Maximum bytes of the headers of a request; a request may have 100 of them."""
+    idle_connection_timeout_s: int = 75
+    """A client's connection that is idle for this long is closed. A proxy before the gateway must close its idle
+    connections earlier: otherwise a request may meet a connection that is being closed, and gets status 502."""
     body_timeout_s: float = 30.0
     """A body that takes longer to arrive gets status 408."""
     max_answer_values: int = MAX_ANSWER_VALUES
@@ -408,6 +411,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "remembered_prefix_chunks",
             "max_answer_values",
             "max_form_chars",
+            "idle_connection_timeout_s",
         ):
             if getattr(self, field) < 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} must be at least 1.")

@@ -354,3 +354,19 @@ def test_httptools_parses_client_requests() -> None:
     assert isinstance(protocol, type)
     assert issubclass(protocol, HttpToolsProtocol)
     assert protocol.max_header_bytes == GatewayConfig().max_header_bytes
+
+
+async def test_an_idle_connection_is_closed_after_the_time_of_the_setting(start) -> None:
+    gateway = await start(idle_connection_timeout_s=1)
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    async with asyncio.timeout(10):  # 75 s without the setting
+        await reader.read()
+    writer.close()
+
+
+def test_an_idle_time_of_nothing_is_refused() -> None:
+    with pytest.raises(SettingsError, match="idle_connection_timeout_s: 0 must be at least 1"):
+        GatewayConfig(idle_connection_timeout_s=0).checked()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -57,6 +58,7 @@ ENGINE = {
 
 def start(tmp_path_factory: pytest.TempPathFactory, name: str) -> HttpServer:
     server = {"port": 0, "control_port": 0, "internal_token": TOKEN, "body_timeout_s": 2.0}
+    server |= {"idle_connection_timeout_s": 1} if name == "idle" else {}
     values = {"engine": ENGINE, "server": server}
     return start_http_server(name, "pagemill_engine.server", tmp_path_factory.mktemp(name), values)
 
@@ -398,3 +400,17 @@ def test_a_drain_tolerates_any_number_of_invalid_acknowledgements_and_ends_the_s
     assert (alive := ask(control, "GET", "/livez")) is not None
     assert alive.status == 200
     control.client.close()
+
+
+def test_an_idle_connection_is_closed_after_the_time_of_the_setting(tmp_path_factory: pytest.TempPathFactory) -> None:
+    engine = start(tmp_path_factory, "idle")
+    try:
+        host, port = engine.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            began_s = time.monotonic()
+            assert connection.recv(1) == b"", "the server closes it, much earlier than after 120 s"
+            assert time.monotonic() - began_s < 8
+    finally:
+        engine.stop()

@@ -68,8 +68,6 @@ from pagemill_servers.tracing.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 120
-"""Idle connections outlive a gateway's pooled ones, so that the gateway closes first."""
 FLUSH_TIMEOUT_S = 5
 """Time that connections get at the end to read their last bytes."""
 SECOND_SIGNAL_FLUSH_S = 0.3
@@ -334,7 +332,8 @@ def _http_server(
     app: ASGIApp, server: ServerConfig, limits: ConnectionLimits, certificate: ssl.SSLContext | None
 ) -> HttpServer:
     protocol = bounded_protocol(server.max_header_bytes, upgrades=(LINK_PROTOCOL,), limits=limits)
-    return HttpServer(app, protocol, limits, certificate, keep_alive_s=KEEP_ALIVE_S, flush_timeout_s=FLUSH_TIMEOUT_S)
+    idle_s = server.idle_connection_timeout_s
+    return HttpServer(app, protocol, limits, certificate, keep_alive_s=idle_s, flush_timeout_s=FLUSH_TIMEOUT_S)
 
 
 def _open_tls(server: ServerConfig) -> ServerTLS | None:

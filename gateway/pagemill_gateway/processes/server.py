@@ -34,7 +34,6 @@ from pagemill_servers.tls.config import TLSConfig
 
 logger = logging.getLogger("pagemill.gateway")
 
-KEEP_ALIVE_S = 75
 CLOSE_TIMEOUT_S = 5
 """How long connections have at the end to read their last bytes."""
 WRITE_TIMEOUT_MARGIN_S = 5.0
@@ -183,4 +182,5 @@ def _server(
 ) -> HttpServer:
     write_timeout_s = config.slow_client_timeout_s + WRITE_TIMEOUT_MARGIN_S
     protocol = bounded_protocol(config.max_header_bytes, limits=limits, write_timeout_s=write_timeout_s)
-    return HttpServer(app, protocol, limits, certificate, keep_alive_s=KEEP_ALIVE_S, flush_timeout_s=CLOSE_TIMEOUT_S)
+    idle_s = config.idle_connection_timeout_s
+    return HttpServer(app, protocol, limits, certificate, keep_alive_s=idle_s, flush_timeout_s=CLOSE_TIMEOUT_S)

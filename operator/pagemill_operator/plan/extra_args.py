@@ -89,6 +89,7 @@ SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_in_flight_body_bytes": ("server", _count),
     "max_unread_bytes": ("server", _count),
     "body_timeout_s": ("server", _seconds),
+    "idle_connection_timeout_s": ("server", _count),
 }
 """Setting -> (section of the settings file, parser of its text)."""
 
