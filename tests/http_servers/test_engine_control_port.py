@@ -408,9 +408,9 @@ def test_an_idle_connection_is_closed_after_the_time_of_the_setting(tmp_path_fac
         host, port = engine.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
             began_s = time.monotonic()
-            assert connection.recv(1) == b"", "the server closes it, much earlier than after 120 s"
-            assert time.monotonic() - began_s < 8
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert time.monotonic() - began_s < 8, "the server closes it, much earlier than after 120 s"
     finally:
         engine.stop()
