@@ -41,12 +41,7 @@ def main() -> None:
         _say(f"{type(error).__name__}: {error}\n".encode())
         raise
     _say(READY)
-    try:
-        follow(runner, ring, group)
-    except Exception as error:
-        status = group.status(settings.rank)
-        group.abort(f"rank {settings.rank} at step {status.step}: {type(error).__name__}: {error}")
-        raise
+    follow(runner, ring, group)
 
 
 def _load(settings: RankSettings, group: SharedMemoryGroup) -> FollowerRunner:

@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -269,7 +269,10 @@ _SIGNATURES = {
     "pagemill_ranks_bytes": (c_int64, c_int64),
     "pagemill_ranks_step": (POINTER(Ranks), c_int64),
     "pagemill_ranks_status": (POINTER(Ranks), c_int32, POINTER(c_int64)),
-    "pagemill_ranks_abort": (POINTER(Ranks), c_char_p),
+    "pagemill_ranks_abort": (POINTER(Ranks), c_char_p, c_int32),
+    "pagemill_ranks_lost": (POINTER(Ranks),),
+    "pagemill_ranks_recover": (POINTER(Ranks),),
+    "pagemill_ranks_reset": (POINTER(Ranks),),
     "pagemill_ranks_reason": (POINTER(Ranks), c_char_p, c_int64),
     "pagemill_ranks_reduce": (POINTER(Ranks), c_void_p, c_int64, c_int32, c_int32),
     "pagemill_ranks_hook": (c_void_p, c_void_p, c_int64, c_int32, c_int32),
@@ -287,6 +290,8 @@ _RESULTS: dict[str, type[ctypes._SimpleCData[int]]] = {
     "pagemill_ranks_bytes": c_int64,
     "pagemill_ring_bytes": c_int64,
     "pagemill_ranks_reason": c_int32,
+    "pagemill_ranks_lost": c_int32,
+    "pagemill_ranks_reset": c_int32,
     "pagemill_ranks_reduce": c_int32,
     "pagemill_ranks_counts": c_int32,
     "pagemill_ranks_gather": c_int32,

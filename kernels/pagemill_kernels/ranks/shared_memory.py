@@ -1,6 +1,6 @@
 """A group of processes of one machine over shared memory, without torch (cpu/src/ranks.cpp).
 
-A rank that waits too long for another one ends the group for all and names it; who watches processes calls `abort`.
+A rank that waits too long for another one ends the group for all and names it; who watches processes calls `lose`.
 """
 
 from __future__ import annotations
@@ -76,15 +76,35 @@ class SharedMemoryGroup:
         self.check()
 
     def abort(self, reason: str) -> None:
+        """End what all ranks compute. `recover` and `reset` let them begin anew, unless the group is lost."""
         # A C string that is cut inside a character is read with a replacement.
-        self._native.pagemill_ranks_abort(self._ranks, reason.encode())
+        self._native.pagemill_ranks_abort(self._ranks, reason.encode(), False)
+
+    def lose(self, reason: str) -> None:
+        """End the group for good."""
+        self._native.pagemill_ranks_abort(self._ranks, reason.encode(), True)
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._native.pagemill_ranks_lost(self._ranks))
+
+    def recover(self) -> None:
+        """Forget a failed step; every rank calls this, outside of any exchange."""
+        self._native.pagemill_ranks_recover(self._ranks)
+
+    def reset(self) -> None:
+        """On rank 0: recover, wait until all other ranks have done so, and begin anew. Raises `GroupAborted`."""
+        self.recover()
+        if not self._native.pagemill_ranks_reset(self._ranks):
+            self.lose(f"rank {self._ranks.missing} has not begun anew within {self._stuck_seconds:g} s")
+            raise GroupAborted(self.reason() or "the group is lost")
 
     def check(self) -> None:
         """Raise `GroupAborted` if the group has ended, or if this rank has waited too long and so ends it."""
         if not self._ranks.failed:
             return
         if self._ranks.failed == 2:
-            self.abort(self._missing(self._ranks.missing))
+            self.lose(self._missing(self._ranks.missing))
         raise GroupAborted(self.reason() or "the group has ended")
 
     def reason(self) -> str | None:

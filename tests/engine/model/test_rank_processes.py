@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import expert_models
+import failing_rank
 import psutil
 import pytest
 import torch
@@ -251,6 +252,45 @@ def test_a_rank_that_ends_or_stops_is_named_within_its_limit(llama: Path, ranks:
     assert "of step" in message or how == signal.SIGKILL
     with pytest.raises(RanksLostError):
         runner.sleep()
+
+
+def test_a_step_that_raises_on_one_rank_fails_as_a_whole_and_the_next_ones_succeed(
+    llama: Path, ranks: Ranks, runner_loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = runner_loader(llama, **SETTINGS)
+    expected = Engine(single).run(prompts_of(1), ROUNDS[0])
+    single.close()
+    monkeypatch.setattr("pagemill_engine.starting.load_ranks.RANK_PROCESS", "failing_rank")
+    monkeypatch.setenv("PYTHONPATH", str(Path(failing_rank.__file__).parent))
+    monkeypatch.setenv(failing_rank.STEPS, "4,9")
+    engine = Engine(ranks(llama, 2, stuck_seconds=10.0))
+    engine.add(prompts_of(1), ROUNDS[0])
+    errors = []
+    while engine.core.has_work:
+        errors += [output.error for output in engine.core.step().outputs if output.error]
+    assert 1 <= len(errors) <= 6
+    assert all("GroupAborted" in error for error in errors)
+    engine.core.check_integrity()
+    assert engine.run(prompts_of(1), ROUNDS[0]) == expected
+
+
+def test_a_step_that_raises_on_rank_0_fails_as_a_whole(llama: Path, ranks: Ranks, runner_loader: Any) -> None:
+    single = runner_loader(llama, **SETTINGS)
+    expected = Engine(single).run(prompts_of(1), ROUNDS[0])
+    single.close()
+    runner: Any = ranks(llama, 3, stuck_seconds=10.0)
+    logits, calls = runner._inner.model.logits, []
+
+    def failing(hidden: Any) -> Any:
+        calls.append(len(hidden))
+        if len(calls) == 2:
+            raise MemoryError("no memory for logits")
+        return logits(hidden)
+
+    runner._inner.model.logits = failing
+    # Its requests are computed again.
+    assert Engine(runner).run(prompts_of(1), ROUNDS[0]) == expected
+    assert len(calls) > 2
 
 
 def test_a_model_that_cannot_be_divided_is_refused(llama: Path, ranks: Ranks) -> None:

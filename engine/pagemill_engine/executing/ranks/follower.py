@@ -6,6 +6,7 @@ compute a divided head together.
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import numpy as np
@@ -13,10 +14,12 @@ import numpy as np
 from pagemill_engine.executing.eager import EagerRunner
 from pagemill_engine.executing.inputs import StepInputs
 from pagemill_engine.executing.prompt_logprobs import PromptRows
-from pagemill_engine.executing.ranks.messages import Command, Message, decode, plan_of
+from pagemill_engine.executing.ranks.messages import FollowedStep, Message, decode, plan_of
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.ring import RingClosedError, RingReader
+
+logger = logging.getLogger(__name__)
 
 READ_SECONDS = 0.5
 """How often a waiting follower looks whether rank 0 still runs."""
@@ -26,6 +29,10 @@ class FollowerRunner(EagerRunner):
     """An `EagerRunner` without a sampler."""
 
     _unfinished: StepInputs | None = None
+
+    def forget(self) -> None:
+        """Leave a step that failed."""
+        self._unfinished = None
 
     def take(self, sampled: dict[str, list[int]], failed: list[str]) -> None:
         """Finish the last step with what rank 0 sampled."""
@@ -53,24 +60,52 @@ class FollowerRunner(EagerRunner):
         return StepResult()
 
 
-class BeginsSteps(Protocol):
+class FollowedGroup(Protocol):
+    """What a follower needs of a group besides the sums of its model."""
+
+    rank: int
+
+    @property
+    def is_lost(self) -> bool: ...
+
     def begin_step(self, step: int) -> None:
         """Record the number of the step that this rank computes, for messages."""
         ...
 
+    def abort(self, reason: str) -> None: ...
 
-def follow(runner: FollowerRunner, ring: RingReader, group: BeginsSteps) -> None:
-    """Run what rank 0 sends until it closes. Raises what running a step raises."""
+    def recover(self) -> None: ...
+
+
+def follow(runner: FollowerRunner, ring: RingReader, group: FollowedGroup) -> None:
+    """Run what rank 0 sends until it closes.
+
+    A step that raises ends for all ranks, and this one waits for the next message. Raises what the step has raised if
+    the group is lost.
+    """
     while (message := _next(ring)) is not None:
-        if isinstance(message, Command):
+        if isinstance(message, FollowedStep):
+            _run(runner, message, group)
+        elif message.name == "recover":
+            runner.forget()
+            group.recover()
+        else:
             {"sleep": runner.sleep, "wake": runner.wake, "close": runner.close}[message.name]()
             if message.name == "close":
                 return
-            continue
-        plan = plan_of(message)
-        group.begin_step(plan.step)
-        runner.take(message.sampled, message.failed)
+
+
+def _run(runner: FollowerRunner, step: FollowedStep, group: FollowedGroup) -> None:
+    plan = plan_of(step)
+    group.begin_step(plan.step)
+    try:
+        runner.take(step.sampled, step.failed)
         runner.launch(plan)
+    except Exception as error:
+        group.abort(f"rank {group.rank} at step {plan.step}: {type(error).__name__}: {error}")
+        logger.error("step %d failed on rank %d", plan.step, group.rank, exc_info=error)
+        if group.is_lost:
+            raise
 
 
 def _next(ring: RingReader) -> Message | None:

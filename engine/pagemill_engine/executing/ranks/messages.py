@@ -20,7 +20,7 @@ class FollowedStep(msgspec.Struct, tag="step", array_like=True):
 
 
 class Command(msgspec.Struct, tag="command", array_like=True):
-    name: Literal["sleep", "wake", "close"]
+    name: Literal["sleep", "wake", "recover", "close"]
 
 
 Message = FollowedStep | Command

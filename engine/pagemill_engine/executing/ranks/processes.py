@@ -92,7 +92,7 @@ class FollowerProcesses:
                 os.close(file)
                 process = self._processes[ranks[file] - 1]
                 if not self._closing.is_set():
-                    group.abort(f"rank {ranks[file]} (process {process.pid}) ended with {_ending(process.wait())}")
+                    group.lose(f"rank {ranks[file]} (process {process.pid}) ended with {_ending(process.wait())}")
 
 
 def _ending(code: int) -> str:

@@ -1,7 +1,8 @@
 """Rank 0 of several: a `Runner` that sends each plan to its followers before it runs it.
 
-If a follower fails, stops or ends, the group ends for all ranks and every later step raises `RanksLostError`, which
-ends the engine with the name of the rank, the step and the cut: its requests continue on other engines.
+A step that raises on one rank raises on all and fails as a whole; before the next one all begin anew. If a follower
+stops or ends, every later step raises `RanksLostError`, which ends the engine with the name of the rank, the step and
+the cut: its requests continue on other engines.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ class WatchedGroup(Protocol):
 
     def reason(self) -> str | None: ...
 
+    @property
+    def is_lost(self) -> bool: ...
+
+    def lose(self, reason: str) -> None: ...
+
+    def reset(self) -> None: ...
+
 
 class Followers(Protocol):
     """The processes, or threads, of the other ranks."""
@@ -48,18 +56,21 @@ class RankedRunner:
         self._inner = inner
         self._ring, self._group, self._followers = ring, group, followers
         self._before = StepResult()
+        self._has_failed = False
+        """Whether the last step raised here."""
 
     def launch(self, plan: StepPlan) -> StepResult:
-        self._send(encode_step(plan, self._before))
+        before, self._before = self._before, StepResult()
+        self._send(encode_step(plan, before))
         self._group.begin_step(plan.step)
         try:
             self._before = self._inner.wait(self._inner.launch(plan))
-        except GroupAborted as error:
-            raise RanksLostError(f"The ranks of this engine stopped: {error}") from error
         except Exception as error:
+            self._has_failed = True
             # Followers may wait for sums that never come.
             self._group.abort(f"rank 0 at step {plan.step}: {type(error).__name__}: {error}")
-            raise RanksLostError(f"The ranks of this engine stopped: {self._group.reason()}") from error
+            self._raise_if_lost(error)
+            raise
         return self._before
 
     def wait(self, handle: Any) -> StepResult:
@@ -85,10 +96,28 @@ class RankedRunner:
             self._inner.close()
 
     def _send(self, message: bytes) -> None:
+        """Send a message, behind a failed step to ranks that have begun anew."""
+        self._raise_if_lost()
         if (reason := self._group.reason()) is not None:
-            raise RanksLostError(f"The ranks of this engine stopped: {reason}")
+            if not self._has_failed:  # a follower has lost a step that counts here
+                self._group.lose(reason)
+                self._raise_if_lost()
+            self._write(encode_command(Command("recover")))
+            try:
+                self._group.reset()
+            except GroupAborted as error:
+                self._raise_if_lost(error)
+                raise
+        self._has_failed = False
+        self._write(message)
+
+    def _write(self, message: bytes) -> None:
         try:
             self._ring.write(message)
         except (ReaderStoppedError, RingClosedError) as error:
-            self._group.abort(str(error))
-            raise RanksLostError(f"The ranks of this engine stopped: {self._group.reason()}") from error
+            self._group.lose(str(error))
+            self._raise_if_lost(error)
+
+    def _raise_if_lost(self, cause: Exception | None = None) -> None:
+        if self._group.is_lost:
+            raise RanksLostError(f"The ranks of this engine stopped: {self._group.reason()}") from cause

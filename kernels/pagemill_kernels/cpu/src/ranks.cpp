@@ -19,6 +19,7 @@ struct alignas(64) Status {
   std::atomic<int32_t> layer, cut;
   std::atomic<int64_t> step;
   std::atomic<int64_t> given;  // values of the current gather
+  std::atomic<uint32_t> recovered;  // number of failed steps behind which it has begun anew
 };
 
 // Values on their way from one rank to another.
@@ -29,6 +30,7 @@ struct alignas(64) Mail {
 struct Shared {
   Bell bell;
   std::atomic<uint32_t> aborted;
+  std::atomic<uint32_t> lost;  // a rank has ended or is stuck: nothing begins anew
   char reason[kReasonBytes];
   Status status[kMostRanks];
 };
@@ -118,9 +120,10 @@ void pagemill_ranks_status(const Ranks* ranks, int32_t rank, int64_t* out) {
   out[0] = status.arrived.load(), out[1] = status.step.load(), out[2] = status.layer.load(), out[3] = status.cut.load();
 }
 
-// Ends the group for all ranks. The first reason counts.
-void pagemill_ranks_abort(Ranks* ranks, const char* reason) {
+// Ends what all ranks compute. The first reason counts. lost: for good.
+void pagemill_ranks_abort(Ranks* ranks, const char* reason, int32_t lost) {
   Shared& shared = *ranks->shared;
+  if (lost) shared.lost.store(1, std::memory_order_release);
   uint32_t runs = kRuns;
   if (shared.aborted.compare_exchange_strong(runs, kEnding)) {
     std::strncpy(shared.reason, reason, kReasonBytes - 1);
@@ -134,6 +137,41 @@ int32_t pagemill_ranks_reason(const Ranks* ranks, char* out, int64_t size) {
   if (ranks->shared->aborted.load(std::memory_order_acquire) != kEnded) return 0;
   std::strncpy(out, ranks->shared->reason, size - 1);
   return 1;
+}
+
+int32_t pagemill_ranks_lost(const Ranks* ranks) { return ranks->shared->lost.load(std::memory_order_acquire); }
+
+// Forgets a failed step. The rank exchanges nothing until pagemill_ranks_reset was called on rank 0.
+void pagemill_ranks_recover(Ranks* ranks) {
+  ranks->barriers = 0;
+  ranks->failed = 0;
+  ranks->shared->status[ranks->rank].recovered.fetch_add(1, std::memory_order_release);
+  ranks->shared->bell.ring();
+}
+
+// On rank 0, behind its own pagemill_ranks_recover: waits until all others have recovered, and lets the group begin
+// anew. Returns 0 if the group is lost, or one does not recover in time.
+int32_t pagemill_ranks_reset(Ranks* ranks) {
+  Shared& shared = *ranks->shared;
+  const uint32_t target = shared.status[ranks->rank].recovered.load(std::memory_order_relaxed);
+  const auto deadline = Clock::now() + std::chrono::milliseconds(ranks->stuck_ms);
+  for (int32_t r = 0; r < ranks->size; ++r) {
+    const auto& recovered = shared.status[r].recovered;
+    const auto has = [&] { return recovered.load(std::memory_order_acquire) == target; };
+    shared.bell.wait(deadline, [&] { return has() || pagemill_ranks_lost(ranks); });
+    if (!has() || pagemill_ranks_lost(ranks)) {
+      ranks->missing = r;
+      return 0;
+    }
+  }
+  for (int32_t r = 0; r < ranks->size; ++r) shared.status[r].arrived.store(0, std::memory_order_relaxed);
+  for (int32_t i = 0; i < ranks->size * ranks->size; ++i) {
+    ranks->mail(0, 0)[i].sent.store(0, std::memory_order_relaxed);
+    ranks->mail(0, 0)[i].taken.store(0, std::memory_order_relaxed);
+  }
+  std::memset(shared.reason, 0, kReasonBytes);
+  shared.aborted.store(kRuns, std::memory_order_release);
+  return !pagemill_ranks_lost(ranks);
 }
 
 int32_t pagemill_ranks_reduce(Ranks* ranks, float* values, int64_t count, int32_t layer, int32_t cut) {
