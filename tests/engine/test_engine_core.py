@@ -182,10 +182,10 @@ def test_a_fault_while_a_step_is_processed_fails_its_requests_and_later_ones_are
     owner = attrgetter(place)(core.scheduler)
     sound, calls = getattr(owner, name), itertools.count(1)
 
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **named: Any) -> Any:
         if next(calls) == call:
             raise ZeroDivisionError
-        return sound(*args)
+        return sound(*args, **named)
 
     monkeypatch.setattr(owner, name, broken)
     outputs = finish(core)

@@ -298,3 +298,25 @@ def test_a_row_reads_the_padding_block_where_its_window_has_passed(checking_runn
     assert dropped
     assert all(first < end for _, first, end in dropped)
     assert not any(plan.tables[0].dropped for plan in core.runner.plans)
+
+
+@both_loops
+@pytest.mark.parametrize("num_tokens", range(5, 22))
+def test_choices_share_a_prompt_that_is_longer_than_the_window(
+    checking_runner: Make, overlap: bool, num_tokens: int
+) -> None:
+    """Without a prefix cache, a block that was dropped before they forked would be lost to them."""
+    core = make_core(checking_runner, 40, (None, 5), enable_prefix_caching=False, overlap=overlap)
+    core.add(
+        GenerateRequest(
+            request_id="a",
+            model="m",
+            prompt_token_ids=[index % 6 for index in range(num_tokens)],
+            sampling=SamplingParams(n=3, max_tokens=6, ignore_eos=True, seed=1),
+        )
+    )
+    while core.has_work:
+        core.step()
+        core.check_integrity()
+    starts = [each.num_computed_tokens for plan in core.runner.plans for each in plan.admitted]
+    assert starts == [0, num_tokens - 1, num_tokens - 1]

@@ -224,9 +224,11 @@ class CacheManager:
             table.num_launched_tokens += table.num_open_tokens
             table.num_open_tokens = 0
 
-    def commit(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Close the write of the oldest step in flight, which was read and wrote `num_tokens` tokens of the
-        sequence."""
+    def commit(self, sequence: CachedSequence, num_tokens: int, *, drops: bool = True) -> None:
+        """Close the write of the oldest step in flight, which was read and wrote `num_tokens` tokens of the sequence.
+
+        `drops`: whether to drop what is behind windows; otherwise `drop_behind` must be called.
+        """
         table = self.tables[sequence.request_id]
         table.num_launched_tokens = num_launched = table.num_launched_tokens - num_tokens
         if num_launched < 0:
@@ -237,8 +239,15 @@ class CacheManager:
             table.mark_written(num_full)
         if num_full > table.num_registered:
             self._register(table, num_full, written=True)
+        if drops:
+            for number in self._window_numbers:
+                self._drop_behind(number, table, num_verified)
+
+    def drop_behind(self, sequence: CachedSequence) -> None:
+        """Release the blocks that no token behind the verified ones reads."""
+        table = self.tables[sequence.request_id]
         for number in self._window_numbers:
-            self._drop_behind(number, table, num_verified)
+            self._drop_behind(number, table, sequence.num_computed_tokens - table.num_launched_tokens)
 
     def withdraw(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Take back the last tokens that the only step in flight wrote for the sequence: they were proposed, and are

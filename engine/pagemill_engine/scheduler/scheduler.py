@@ -367,9 +367,14 @@ class Scheduler:
                 self._take_verified(seq, num_tokens, len(proposals[name]), token_ids[name], logprobs.get(name))
                 continue
             if seq.state is running:
-                commit(seq, num_tokens)
-                if held.num_waiting and not kv.being_written(seq):
-                    self._sequences.fork_choices(seq)
+                if held.num_waiting:
+                    # Choices resume one token earlier, where a window may still show a block that this token passes.
+                    commit(seq, num_tokens, drops=False)
+                    if not kv.being_written(seq):
+                        self._sequences.fork_choices(seq)
+                    kv.drop_behind(seq)
+                else:
+                    commit(seq, num_tokens)
             if targets and name in targets and seq.prompt_report is not None:
                 seq.prompt_report.add(targets[name], result.prompt_logprobs[name])
             if seq.aborted:
