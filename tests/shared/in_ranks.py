@@ -26,7 +26,7 @@ from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.ranks.in_process import in_process_groups
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup
-from pagemill_kernels.registry import ops_for
+from pagemill_kernels.registry import Backend, ops_for
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.sharding.shard import Shard
 from pagemill_models.spec.model_spec import ModelSpec
@@ -104,13 +104,14 @@ def outputs_on_torch(
     adapters: Any = None,
     source: Any = None,
     before: Sequence[Any] = (),
+    backend: Backend = "cpu",
 ) -> list[Any]:
     """Return hidden states, and logits where there is a head, of two steps of `LENGTHS` tokens and one token each.
 
     `adapters`: makes the adapters of the rows of each step, from the number of tokens of each request. `source`: the
     tensors of the whole model. `before`: the hidden states of each step from the stage before.
     """
-    ops, decoder = ops_for("cpu"), part.decoder
+    ops, decoder = ops_for(backend), part.decoder
     weights: Any = SlicedTensors(source or RandomTensors(whole), whole, decoder, part.slices)
     model = Decoder(ModelSpec(decoder=decoder), ops, torch.float32)
     load_weights(model, weights)

@@ -13,6 +13,7 @@ from pagemill_engine.decoders.row_order import latent_order, latent_query_order,
 from pagemill_kernels import arrays
 from pagemill_kernels.adapters.native import NativeAdapters, PackedAdapter, pack
 from pagemill_kernels.adapters.reference import AdapterMatrices, PlainAdapterRows
+from pagemill_kernels.adapters.triton_launch import AdapterStack, TritonAdapterRows, stacked
 from pagemill_models.declaration.declaration import AttentionSpec, DecoderSpec, LatentAttentionSpec
 from pagemill_models.sharding.linears import LinearUse, Role, StoredRows, linears
 from pagemill_models.sharding.shard import Shard
@@ -113,6 +114,26 @@ def on_torch(decoder: DecoderSpec, loaded: dict[int, Scripted], of_requests: Seq
         for slot, adapter in loaded.items()
     }
     return lambda counts: PlainAdapterRows(torch.from_numpy(slots_of(counts, of_requests)).long(), tensors)
+
+
+def on_triton(decoder: DecoderSpec, loaded: dict[int, Scripted], of_requests: Sequence[int]) -> Any:
+    """Return what makes Triton's rows of a step."""
+    uses, slots = linears(decoder), range(max(loaded, default=0) + 1)
+    stacks: dict[int, AdapterStack] = {}
+    for use in uses:
+        if use.expert:
+            continue  # stacked with the first expert's
+        same = [each.number for each in uses if (each.layer, each.role) == (use.layer, use.role)]
+        found = [_tensors(decoder, loaded.get(slot, {}).get(number)) for slot in slots for number in same]
+        if any(found):
+            stacks[use.number] = stacked(found, len(same))
+    return lambda counts: TritonAdapterRows(torch.from_numpy(slots_of(counts, of_requests)).long(), stacks)
+
+
+def _tensors(decoder: DecoderSpec, each: Matrices | None) -> AdapterMatrices | None:
+    if each is None:
+        return None
+    return AdapterMatrices(torch.from_numpy(each.a), torch.from_numpy(_in_order(decoder, each)))
 
 
 def _in_order(decoder: DecoderSpec, each: Matrices) -> Any:

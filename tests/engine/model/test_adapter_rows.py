@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from declared_families import declared
 from in_ranks import LENGTHS, by_threads, outputs_natively, outputs_on_torch, whole_of
-from scripted_adapters import MergedTensors, Scripted, natively, of_shard, on_torch, scripted
+from scripted_adapters import MergedTensors, Scripted, natively, of_shard, on_torch, on_triton, scripted
+from triton_device import HAS_GPU
 
 from pagemill_kernels.cpu import library
 from pagemill_models.declaration.declaration import DecoderSpec
@@ -69,6 +70,21 @@ def test_two_adapters_and_the_base_compute_what_merged_weights_compute(name: str
     assert differences(found, merged(way, decoder, adapters[0]), request=1) < TOLERANCE
     base = run(way, decoder, {}, (-1, -1))
     assert differences(found, base, request=0) > 100 * TOLERANCE
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the whole model is on the interpreter's device")
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_neox"])
+def test_triton_adds_what_the_formulas_add(name: str) -> None:
+    decoder = declared(name)
+    whole, loaded = whole_of(decoder), {0: scripted(decoder, 1), 2: scripted(decoder, 2, rank=20)}
+    expected = outputs_on_torch(decoder, whole, None, on_torch(decoder, loaded, (2, 0)))
+    found = outputs_on_torch(decoder, whole, None, on_triton(decoder, loaded, (2, 0)), backend="triton")
+    base = outputs_on_torch(decoder, whole, None, backend="triton")
+    for request in (0, 1):
+        assert differences(found, expected, request) < 5 * TOLERANCE
+        assert differences(found, base, request) > 100 * TOLERANCE
+    beside = outputs_on_torch(decoder, whole, None, on_triton(decoder, loaded, (-1, 0)), backend="triton")
+    assert differences(beside, base, request=0) == 0.0
 
 
 @pytest.mark.parametrize(("name", "way"), [case for case in MIXED if library.load() or case[1] == "on torch"])
