@@ -249,7 +249,7 @@ def keep_rows() -> list[Case]:
     layout, num_requests = RowLayout.of(256, 40_960, 16), 256
     state = RowState(layout, 0, META)
     numbers = torch.empty(num_requests + 1, dtype=torch.int32, device=META)
-    step = StepRows(numbers[:-1], numbers, numbers[:-1])
+    step = StepRows(numbers[:-1], numbers, numbers)
     inputs = DeviceStepInputs.empty(num_requests, num_requests, num_requests, layout.table_width, META)
     writes = RowWrites(torch.empty(3, 16, dtype=torch.int64, device=META), numbers)
     tokens = torch.empty(num_requests, dtype=torch.int64, device=META)

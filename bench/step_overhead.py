@@ -94,7 +94,7 @@ class InputRunner:
         self._device_rows.apply(plan, self._sampling, staging)
         step = self._device_rows.step(plan)
         if step is not self._staged_step or not staging.is_empty:
-            staging.upload(step.rows, step.query_start_loc, step.places, torch.device("cpu"))
+            staging.upload(step.rows, step.query_start_loc, step.sample_start_loc, torch.device("cpu"))
         self._staged_step = step
         self._device_rows.advance(step)
 

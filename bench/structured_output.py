@@ -77,7 +77,7 @@ class Timed:
         owners: list[tuple[Any, str]] = [
             (state.GrammarState, "advance"),
             (state, "begin_masks"),
-            (eager, "masks_of"),
+            (eager, "mask_rows"),
             (reference, "apply_masks"),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name in owners]

@@ -48,10 +48,10 @@ def copied(state: RowState) -> RowState:
     return other
 
 
-def step(at: list[int], counts: list[int], samples: list[bool]) -> StepRows:
-    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    places = np.where(samples, np.cumsum(samples) - 1, -1).astype(np.int32)
-    return Staging().upload(np.array(at, dtype=np.int32), starts, places, DEVICE)[1]
+def step(at: list[int], counts: list[int], samples: list[int]) -> StepRows:
+    """`samples`: how many tokens each request may sample."""
+    starts, sampled = (np.concatenate(([0], np.cumsum(each))).astype(np.int32) for each in (counts, samples))
+    return Staging().upload(np.array(at, dtype=np.int32), starts, sampled, DEVICE)[1]
 
 
 def inputs_of(num_tokens: int, num_requests: int, num_sampled: int) -> DeviceStepInputs:
@@ -67,12 +67,13 @@ def assert_equal(ours: DeviceStepInputs, expected: DeviceStepInputs) -> None:
 
 
 STEPS = {
-    "decodes": ([3, 0, 8], [1, 1, 1], [True, True, True]),
-    "one chunk": ([4], [300], [False]),
-    "the end of a prompt": ([4], [17], [True]),
-    "mixed, some in the middle of their prompts": ([5, 1, 7, 2], [1, 280, 1, 33], [True, False, True, True]),
-    "a request without tokens": ([5, 1, 7], [1, 0, 2], [True, False, True]),
-    "padding behind": ([6, 2, 9, 9], [1, 1, 1, 1], [True, True, False, False]),
+    "decodes": ([3, 0, 8], [1, 1, 1], [1, 1, 1]),
+    "one chunk": ([4], [300], [0]),
+    "the end of a prompt": ([4], [17], [1]),
+    "mixed, some in the middle of their prompts": ([5, 1, 7, 2], [1, 280, 1, 33], [1, 0, 1, 1]),
+    "a request without tokens": ([5, 1, 7], [1, 0, 2], [1, 0, 1]),
+    "proposed tokens": ([5, 1, 7, 2], [1, 5, 40, 3], [1, 5, 0, 2]),
+    "padding behind": ([6, 2, 9, 9], [1, 1, 1, 1], [1, 1, 0, 0]),
 }
 
 
@@ -98,7 +99,7 @@ def test_requests_of_more_than_a_hundred_thousand_tokens_are_supported() -> None
         state.records[row, layout.NUM_COMPUTED_TOKENS] = num_computed
         state.records[row, layout.NUM_TOKENS] = num_tokens
         state.records[row, layout.NUM_PROMPT_TOKENS] = num_tokens
-    wanted = step([0, 1], [300, 1], [True, True])
+    wanted = step([0, 1], [300, 1], [1, 1])
     found = []
     for module in (rows, reference):
         inputs = DeviceStepInputs.empty(301, 2, 2, long.table_width, DEVICE)
@@ -133,7 +134,7 @@ def test_the_key_of_a_sample_follows_the_specification() -> None:
     state = filled()
     state.records[2, : layout.NUM_FIELDS] = torch.from_numpy(record)
     out = inputs_of(1, 1, 1)
-    rows.build_inputs(state, step([2], [1], [True]), 1, 1, BLOCK_SIZE, out)
+    rows.build_inputs(state, step([2], [1], [1]), 1, 1, BLOCK_SIZE, out)
     key = out.settings[4:].cpu().numpy().view(np.uint64)
     assert key == randomness.keys(np.array([seed], dtype=np.uint64), np.array([choice]), np.array([generated]))
 
@@ -150,12 +151,28 @@ def test_the_end_of_a_step_equals_the_reference(name: str) -> None:
     assert not torch.equal(ours.values, before)
 
 
+@pytest.mark.parametrize("num_accepted", range(5))
+def test_proposed_tokens_that_were_sampled_become_the_rows_own(num_accepted: int) -> None:
+    """Four are proposed; the row's other numbers are those of a decode of as many steps."""
+    state, row = filled(), 4
+    state.records[row, layout.NUM_COMPUTED_TOKENS] = before = int(state.records[row, layout.NUM_TOKENS]) - 1
+    proposed = state.tokens[row, before + 1 : before + 5].tolist()
+    sampled = torch.tensor([*proposed[:num_accepted], 77, 78, 79, 80, 81][:5], device=DEVICE)
+    expected = copied(state)
+    for module, each in ((rows, state), (reference, expected)):
+        module.advance_rows(each, step([row], [5], [5]), sampled)
+    assert torch.equal(state.values, expected.values)
+    assert state.records[row, layout.NUM_COMPUTED_TOKENS] == before + 1 + num_accepted
+    assert state.records[row, layout.NUM_TOKENS] == before + 2 + num_accepted
+    assert state.tokens[row, before + 1 : before + 2 + num_accepted].tolist() == [*proposed[:num_accepted], 77]
+
+
 def test_a_sampled_token_is_the_next_steps_input() -> None:
     state = filled()
     state.records[4, layout.NUM_COMPUTED_TOKENS] = state.records[4, layout.NUM_TOKENS] - 2
-    rows.advance_rows(state, step([4], [2], [True]), torch.tensor([4321], device=DEVICE))
+    rows.advance_rows(state, step([4], [2], [1]), torch.tensor([4321], device=DEVICE))
     out = inputs_of(1, 1, 1)
-    rows.build_inputs(state, step([4], [1], [True]), 1, 1, BLOCK_SIZE, out)
+    rows.build_inputs(state, step([4], [1], [1]), 1, 1, BLOCK_SIZE, out)
     assert out.token_ids.tolist() == [4321]
 
 
@@ -177,11 +194,15 @@ def test_all_data_of_a_step_is_copied_at_once_with_the_alignment_for_wide_reads(
     staging = Staging()
     staging.put(5, [1, 2, 3])
     counts = np.array([0, 1, 2], dtype=np.int32)
-    writes, at = staging.upload(counts[1:], counts, np.array([-1, 0], dtype=np.int32), DEVICE)
+    writes, at = staging.upload(counts[1:], counts, np.array([0, 0, 1], dtype=np.int32), DEVICE)
     parts = [writes.pieces, writes.values, *at]
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
     assert all(part.storage_offset() * part.itemsize % 16 == 0 for part in parts)
-    assert (at.rows.tolist(), at.query_start_loc.tolist(), at.places.tolist()) == ([1, 2], [0, 1, 2], [-1, 0])
+    assert (at.rows.tolist(), at.query_start_loc.tolist(), at.sample_start_loc.tolist()) == (
+        [1, 2],
+        [0, 1, 2],
+        [0, 0, 1],
+    )
 
 
 def test_rows_are_contiguous_and_the_last_one_is_for_padding() -> None:
@@ -194,7 +215,7 @@ def test_rows_are_contiguous_and_the_last_one_is_for_padding() -> None:
 
 
 def test_data_that_does_not_fit_is_refused_by_name() -> None:
-    state, wanted = filled(), step([3, 0], [1, 1], [True, True])
+    state, wanted = filled(), step([3, 0], [1, 1], [1, 1])
     with pytest.raises(ValueError, match="2 requests, of which 2 sample, do not fit into inputs of 2 and 1"):
         rows.build_inputs(state, wanted, 1, 2, BLOCK_SIZE, inputs_of(2, 2, 1))
     short = dataclasses.replace(inputs_of(2, 2, 2), settings=torch.zeros(11, dtype=torch.int32, device=DEVICE))
@@ -210,15 +231,17 @@ def test_data_that_does_not_fit_is_refused_by_name() -> None:
         rows.write_rows(state, RowWrites(pieces, pieces[0]))
     with pytest.raises(ValueError, match=r"sampled is torch\.int32"):
         rows.advance_rows(state, wanted, torch.zeros(2, dtype=torch.int32, device=DEVICE))
-    with pytest.raises(ValueError, match=r"places is \[1\], \[2\] is needed"):
-        rows.advance_rows(state, wanted._replace(places=wanted.places[:1]), torch.zeros(2, device=DEVICE).long())
+    with pytest.raises(ValueError, match=r"sample_start_loc is \[1\], \[3\] is needed"):
+        rows.advance_rows(
+            state, wanted._replace(sample_start_loc=wanted.sample_start_loc[:1]), torch.zeros(2, device=DEVICE).long()
+        )
 
 
 @pytest.mark.gpu
 def test_a_step_of_realistic_size_equals_the_reference() -> None:
     state = filled()
     at = [row % LAYOUT.padding_row for row in range(512)]
-    wanted = step(at, [1] * 512, [True] * 512)
+    wanted = step(at, [1] * 512, [1] * 512)
     ours, expected = inputs_of(512, 512, 512), inputs_of(512, 512, 512)
     rows.build_inputs(state, wanted, 1, 512, BLOCK_SIZE, ours)
     reference.build_inputs(state, wanted, 1, 512, BLOCK_SIZE, expected)

@@ -21,8 +21,8 @@ from pagemill_engine.executing.inputs import RequestRows, StepInputs
 from pagemill_engine.executing.kv_cache import KindBlocks, KVCache
 from pagemill_engine.executing.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.runs import sample_runs
-from pagemill_engine.sampling.sampler import Mask, Sampled, mask_of, masks_of, sample
+from pagemill_engine.sampling.runs import masks_of, sample_runs
+from pagemill_engine.sampling.sampler import Sampled, mask_of, mask_rows, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
@@ -131,7 +131,8 @@ class EagerRunner:
         logits = self.model.logits(hidden)
         if plan.proposals:
             return self._sample_runs(plan, inputs, rows, num_generated, logits)
-        masks = masks_of((inputs.request_ids[i] for i in inputs.sampling.tolist()), plan.token_masks)
+        sampling = (inputs.request_ids[i] for i in inputs.sampling.tolist())
+        masks = mask_rows([mask_of(plan.token_masks.get(name)) for name in sampling]) if plan.token_masks else None
         sampled = sample(logits, self._sampling, rows, num_generated, masks)
         self._rows.advance(inputs, sampled.token_ids)
         return self._result(inputs, rows, sampled)
@@ -146,7 +147,7 @@ class EagerRunner:
     ) -> StepResult:
         request_ids = [inputs.request_ids[i] for i in inputs.sampling.tolist()]
         proposed = [plan.proposals.get(name, []) for name in request_ids]
-        masks = [_masks(plan.token_masks.get(name)) for name in request_ids]
+        masks = [masks_of(plan, name) for name in request_ids]
         runs = sample_runs(logits, self._sampling, rows, num_generated, proposed, masks)
         last = np.array([token_ids[-1] for token_ids in runs.token_ids], dtype=np.int64)
         num_accepted = np.array([len(token_ids) - 1 for token_ids in runs.token_ids], dtype=np.int64)
@@ -173,14 +174,6 @@ class EagerRunner:
         for i in np.flatnonzero(~sampled.finite).tolist():
             self._fail(result, request_ids[i], int(rows[i]))
         return result
-
-
-def _masks(given: Any) -> list[Mask | None]:
-    """Return the masks of the tokens that a request may sample. `given`: its entry of `StepPlan.token_masks`, or
-    None."""
-    if given is None:
-        return []
-    return given if isinstance(given, list) else [mask_of(given)]
 
 
 class ThreadedRunner:

@@ -6,14 +6,15 @@ temperature. A proposed token is kept exactly if it is the one that is drawn. `s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.sampler import Mask, mask_rows, sample
-from pagemill_engine.scheduler.step import TokenLogprobs
+from pagemill_engine.sampling.sampler import Mask, mask_of, mask_rows, sample
+from pagemill_engine.scheduler.step import StepPlan, TokenLogprobs
 
 
 class SampledRuns(NamedTuple):
@@ -22,6 +23,25 @@ class SampledRuns(NamedTuple):
     finite: list[bool]
     logprobs: dict[int, list[TokenLogprobs]]
     """By index of the request, for those that asked for them; one for each token."""
+
+
+def run_length(sampled: Sequence[int], proposed: Sequence[int]) -> int:
+    """Return how many of the sampled tokens count: those that were proposed, and the one behind them.
+
+    sampled: one more than were proposed.
+    """
+    num_accepted = 0
+    while num_accepted < len(proposed) and sampled[num_accepted] == proposed[num_accepted]:
+        num_accepted += 1
+    return num_accepted + 1
+
+
+def masks_of(plan: StepPlan, request_id: str) -> list[Mask | None]:
+    """Return the mask of each token that a request may sample, waiting for one that is being computed."""
+    given = plan.token_masks.get(request_id)
+    if isinstance(given, list):
+        return given
+    return [mask_of(given)] + [None] * len(plan.proposals.get(request_id, ()))
 
 
 def sample_runs(
@@ -35,8 +55,7 @@ def sample_runs(
     """Sample each request's next token, and one more behind each proposed token that was sampled.
 
     logits: contiguous [tokens that may be sampled, vocab], request by request; may be overwritten. rows, num_generated:
-    [requests], as for `sampler.sample`. masks: by request, one for each token that may be sampled; an empty list allows
-    any.
+    [requests], as for `sampler.sample`. masks: by request, one for each token that may be sampled.
 
     The tokens of a request with penalties depend on each other: then its tokens are sampled in as many rounds.
     """
@@ -51,7 +70,7 @@ def sample_runs(
         owners = np.repeat(active, widths)
         offsets = np.arange(len(owners)) - np.repeat(np.cumsum(widths) - widths, widths) + first
         places = starts[owners] + offsets
-        given = [masks[owner][offset] if masks[owner] else None for owner, offset in zip(owners, offsets, strict=True)]
+        given = [masks[owner][offset] for owner, offset in zip(owners.tolist(), offsets.tolist(), strict=True)]
         part = logits if len(places) == len(logits) else logits[places]
         found = sample(part, sampling, rows[owners], num_generated[owners] + offsets, mask_rows(given))
         going = set(active.tolist())

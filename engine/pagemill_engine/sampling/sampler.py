@@ -6,7 +6,6 @@ tokens are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -48,18 +47,6 @@ def sample(
     """
     batch = sampling.batch(rows, num_generated)._replace(masks=masks)
     return by_row(host_sampler().sample_tokens(logits, batch), batch.reports)
-
-
-def masks_of(
-    request_ids: Iterable[str], token_masks: Mapping[str, NDArray[np.int32] | TokenState]
-) -> TokenMasks | None:
-    """Return the masks of a batch, waiting for those that are being computed; None if there are none.
-
-    `request_ids`: ids of the requests that sample, in the order of the batch.
-    """
-    if not token_masks:
-        return None
-    return mask_rows([mask_of(token_masks.get(name)) for name in request_ids])
 
 
 def mask_of(given: Mask | TokenState | None) -> Mask | None:

@@ -7,11 +7,13 @@ runs ahead as others do. `proposing` has the proposers, `scheduler` schedules an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagemill_engine.proposing.base import ProposerOf, Proposing
 from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.token_masks import masks_along
+from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_engine.scheduler.restriction import Mask
@@ -30,14 +32,24 @@ class Proposal(NamedTuple):
 
 
 class Proposals:
-    def __init__(self, proposer_of: ProposerOf, most: int = MOST_PROPOSED) -> None:
-        """`most`: tokens proposed for a sequence in one step."""
+    def __init__(
+        self,
+        proposer_of: ProposerOf,
+        most: int = MOST_PROPOSED,
+        *,
+        can_verify: Callable[[SamplingParams], bool] = lambda _: True,
+    ) -> None:
+        """`most`: tokens proposed for a sequence in one step. `can_verify`: whether the runner samples several tokens
+        of a request with these parameters in one step."""
         self._proposer_of = proposer_of
         self._most = most
+        self._can_verify = can_verify
 
     def propose(self, sequence: Sequence, most: int) -> Proposal | None:
         """Return at most `most` tokens for a sequence whose newest token is known, or None."""
         # The last token that may be sampled comes after the proposed ones.
+        if not self._can_verify(sequence.sampling):
+            return None
         most = min(most, self._most, sequence.max_total_tokens - len(sequence.token_ids) - 1)
         proposing = self._of(sequence)
         if most < 1 or len(sequence.token_ids) < proposing.resumes_at:
@@ -58,6 +70,8 @@ class Proposals:
     def look_ahead(self, sequence: Sequence) -> None:
         """Let a sequence wait for its step in flight if something would be proposed behind the tokens that are known
         so far."""
+        if not self._can_verify(sequence.sampling):
+            return
         proposing = self._of(sequence)
         if sequence.num_pending_tokens and not proposing.waits and len(sequence.token_ids) >= proposing.resumes_at:
             proposing.waits = bool(proposing.proposer.propose(1))

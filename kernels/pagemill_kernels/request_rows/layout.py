@@ -94,8 +94,9 @@ class StepRows(NamedTuple):
     """[requests]."""
     query_start_loc: Tensor
     """[requests + 1]."""
-    places: Tensor
-    """[requests]: index among the sampling requests; -1 for a request that does not sample."""
+    sample_start_loc: Tensor
+    """[requests + 1]: ranges of the sampled tokens. A request that samples has one, and one more for each proposed
+    token, which are the last of its tokens in the step."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -114,7 +115,7 @@ class DeviceStepInputs:
     block_tables: Tensor
     """int32 [requests, blocks]; values beyond a request's length are meaningless."""
     last_tokens: Tensor
-    """int64 [sampled]: index of each sampling request's last token in the step."""
+    """int64 [sampled]: index of the token in the step behind which each token is sampled."""
     settings: Tensor
     """int32 [NUM_SETTINGS * sampled], one setting after another."""
 

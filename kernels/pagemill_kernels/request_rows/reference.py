@@ -23,7 +23,8 @@ def build_inputs(
     settings = out.settings[: NUM_SETTINGS * num_sampled].view(NUM_SETTINGS, num_sampled)
     out.query_start_loc[: len(step.query_start_loc)] = step.query_start_loc
     starts = step.query_start_loc.tolist()
-    for i, (row, place) in enumerate(zip(step.rows.tolist(), step.places.tolist(), strict=True)):
+    sampled = step.sample_start_loc.tolist()
+    for i, row in enumerate(step.rows.tolist()):
         start, end = starts[i], starts[i + 1]
         record = state.records[row]
         computed = int(record[layout.NUM_COMPUTED_TOKENS])
@@ -36,27 +37,35 @@ def build_inputs(
         out.seq_lens[i] = seq_len
         num_blocks = -(-seq_len // block_size)
         out.block_tables[i, :num_blocks] = state.tables[row, :num_blocks]
-        if place >= 0:
-            out.last_tokens[place] = end - 1
-            settings[:, place] = _settings(record)
+        for offset, place in enumerate(range(sampled[i], sampled[i + 1])):
+            out.last_tokens[place] = end - (sampled[i + 1] - place)
+            settings[:, place] = _settings(record, offset)
 
 
 def advance_rows(state: RowState, step: StepRows, sampled: Tensor) -> None:
-    counts = step.query_start_loc.diff().tolist()
-    for row, count, place in zip(step.rows.tolist(), counts, step.places.tolist(), strict=True):
+    counts, widths = step.query_start_loc.diff().tolist(), step.sample_start_loc.diff().tolist()
+    for row, count, first, width in zip(
+        step.rows.tolist(), counts, step.sample_start_loc.tolist(), widths, strict=False
+    ):
         if row == state.layout.padding_row:
             continue
         record = state.records[row]
         record[layout.NUM_COMPUTED_TOKENS] += count
-        if place >= 0:
-            state.tokens[row, record[layout.NUM_TOKENS]] = sampled[place].clamp_min(0)
-            record[layout.NUM_TOKENS] += 1
+        if not width:
+            continue
+        num_tokens, num_accepted = int(record[layout.NUM_TOKENS]), 0
+        proposed = state.tokens[row, num_tokens : num_tokens + width - 1].tolist()
+        while num_accepted < width - 1 and sampled[first + num_accepted] == proposed[num_accepted]:
+            num_accepted += 1
+        record[layout.NUM_COMPUTED_TOKENS] -= width - 1 - num_accepted
+        state.tokens[row, num_tokens + num_accepted] = sampled[first + num_accepted].clamp_min(0)
+        record[layout.NUM_TOKENS] += num_accepted + 1
 
 
-def _settings(record: Tensor) -> Tensor:
+def _settings(record: Tensor, offset: int) -> Tensor:
     found = record.cpu().numpy()
     seed = found[[layout.SEED_LOW, layout.SEED_HIGH]].view(np.uint64)
-    position = found[layout.NUM_TOKENS] - found[layout.NUM_PROMPT_TOKENS]
+    position = found[layout.NUM_TOKENS] - found[layout.NUM_PROMPT_TOKENS] + offset
     keys = randomness.keys(seed, found[[layout.CHOICE]].astype(np.int64), np.array([position], dtype=np.int64))
     key = np.concatenate(randomness.halves(keys)).view(np.int32)
     copied = found[layout.DRAW : layout.NUM_FIELDS]

@@ -37,14 +37,14 @@ class Staging:
             self._values.append(values[start : start + PIECE])
 
     def upload(
-        self, rows: NDArray[np.int32], query_start_loc: NDArray[np.int32], places: NDArray[np.int32],
+        self, rows: NDArray[np.int32], query_start_loc: NDArray[np.int32], sample_start_loc: NDArray[np.int32],
         device: torch.device,
     ) -> tuple[RowWrites, StepRows]:  # fmt: skip
         """Upload everything in one copy."""
         counts = np.fromiter(map(len, self._values), np.int64, len(self._values))
         pieces = np.array([self._to, np.cumsum(counts) - counts, counts], dtype=np.int64)
         values = np.concatenate(self._values, dtype=np.int32) if self._values else np.zeros(0, dtype=np.int32)
-        parts = [pieces.reshape(-1).view(np.int32), values, rows, query_start_loc, places]
+        parts = [pieces.reshape(-1).view(np.int32), values, rows, query_start_loc, sample_start_loc]
         on_device = upload_together(parts, device)
         writes = RowWrites(on_device[0].view(torch.int64).view(3, -1), on_device[1])
         return writes, StepRows(*on_device[2:])

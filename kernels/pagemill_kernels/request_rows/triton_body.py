@@ -38,7 +38,7 @@ def write(pieces_ptr, num_pieces, values_ptr, state_ptr, PIECE: tl.constexpr):
 def build(
     rows_ptr,
     query_start_ptr,
-    places_ptr,
+    sample_start_ptr,
     num_sampled,
     records_ptr,
     tables_ptr,
@@ -89,13 +89,14 @@ def build(
         tl.store(query_start_out_ptr + request + 1, end)
         if request == 0:
             tl.store(query_start_out_ptr, start)
-        place = tl.load(places_ptr + request)
-        if place >= 0:
-            tl.store(last_tokens_ptr + place, (end - 1).to(tl.int64))
+        first = tl.load(sample_start_ptr + request)
+        last = tl.load(sample_start_ptr + request + 1)
+        for place in range(first, last):
+            tl.store(last_tokens_ptr + place, (end - (last - place)).to(tl.int64))
             settings = settings_ptr + place
             for i in tl.static_range(NUM_COPIED):
                 tl.store(settings + i * num_sampled, tl.load(record + DRAW + i))
-            low, high = key_of(record)
+            low, high = key_of(record, place - first)
             tl.store(settings + NUM_COPIED * num_sampled, low)
             tl.store(settings + (NUM_COPIED + 1) * num_sampled, high)
 
@@ -104,7 +105,7 @@ def build(
 def advance(
     rows_ptr,
     query_start_ptr,
-    places_ptr,
+    sample_start_ptr,
     num_requests,
     padding_row,
     sampled_ptr,
@@ -113,30 +114,45 @@ def advance(
     tokens_width,
     BLOCK: tl.constexpr,
 ):
-    """Count the step's tokens as computed and append the sampled ones; a failed one (-1) is appended as token 0."""
+    """Count the step's tokens as computed, without proposed ones that were not sampled, and append the sampled ones.
+
+    A failed one (-1) is appended as token 0.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_requests
     row = tl.load(rows_ptr + i, mask=mask, other=0).to(tl.int64)
     mask = mask & (row != padding_row)
     count = tl.load(query_start_ptr + i + 1, mask=mask, other=0) - tl.load(query_start_ptr + i, mask=mask, other=0)
-    computed = records_ptr + row * RECORD + NUM_COMPUTED_TOKENS
-    tl.store(computed, tl.load(computed, mask=mask, other=0) + count, mask=mask)
-
-    place = tl.load(places_ptr + i, mask=mask, other=-1)
-    mask = mask & (place >= 0)
-    sampled = tl.load(sampled_ptr + place, mask=mask, other=0)
+    first = tl.load(sample_start_ptr + i, mask=mask, other=0)
+    num_proposed = tl.load(sample_start_ptr + i + 1, mask=mask, other=0) - first - 1
     length = records_ptr + row * RECORD + NUM_TOKENS
     num_tokens = tl.load(length, mask=mask, other=0)
-    tl.store(tokens_ptr + row * tokens_width + num_tokens, tl.maximum(sampled, 0).to(tl.int32), mask=mask)
-    tl.store(length, num_tokens + 1, mask=mask)
+    tokens = tokens_ptr + row * tokens_width + num_tokens
+
+    num_accepted = tl.zeros_like(num_proposed)
+    going = num_proposed > 0
+    for n in range(tl.max(num_proposed, axis=0)):
+        going = going & (n < num_proposed)
+        sampled = tl.load(sampled_ptr + first + n, mask=going, other=-1)
+        going = going & (sampled == tl.load(tokens + n, mask=going, other=-1))
+        num_accepted += going.to(tl.int32)
+
+    computed = records_ptr + row * RECORD + NUM_COMPUTED_TOKENS
+    count -= tl.maximum(num_proposed, 0) - num_accepted
+    tl.store(computed, tl.load(computed, mask=mask, other=0) + count, mask=mask)
+    mask = mask & (num_proposed >= 0)
+    sampled = tl.load(sampled_ptr + first + num_accepted, mask=mask, other=0)
+    tl.store(tokens + num_accepted, tl.maximum(sampled, 0).to(tl.int32), mask=mask)
+    tl.store(length, num_tokens + num_accepted + 1, mask=mask)
 
 
 @triton.jit
-def key_of(record):
-    """Return both halves of the 64 bits that determine the row's next draw, as int32."""
+def key_of(record, offset):
+    """Return both halves of the 64 bits that determine a draw of the row, as int32: of the next one, or `offset`
+    further."""
     low = tl.load(record + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(record + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
-    position = tl.load(record + NUM_TOKENS) - tl.load(record + NUM_PROMPT_TOKENS)
+    position = tl.load(record + NUM_TOKENS) - tl.load(record + NUM_PROMPT_TOKENS) + offset
     key = mix64((high << 32) | low)
     key = mix64(key + tl.load(record + CHOICE).to(tl.uint64))
     key = mix64(key + position.to(tl.uint64))

@@ -40,7 +40,7 @@ def build_inputs(
 ) -> None:
     """Build a step's inputs.
 
-    longest: tokens of the request that has most tokens; num_sampled: number of sampling requests.
+    longest: tokens of the request that has most tokens; num_sampled: number of tokens to sample.
     """
     num_requests = len(step.rows)
     _check_step(step)
@@ -58,7 +58,7 @@ def build_inputs(
     triton_body.build[(num_requests, triton.cdiv(longest, BLOCK))](
         rows_ptr=step.rows,
         query_start_ptr=step.query_start_loc,
-        places_ptr=step.places,
+        sample_start_ptr=step.sample_start_loc,
         num_sampled=num_sampled,
         records_ptr=state.records,
         tables_ptr=state.tables,
@@ -83,7 +83,7 @@ def build_inputs(
 def advance_rows(state: RowState, step: StepRows, sampled: Tensor) -> None:
     """Advance the rows of a step.
 
-    sampled: int64 [sampled], each request's token at its index; -1 for none.
+    sampled: int64 [sampled]; -1 for none.
     """
     num_requests = len(step.rows)
     _check_step(step)
@@ -93,7 +93,7 @@ def advance_rows(state: RowState, step: StepRows, sampled: Tensor) -> None:
     triton_body.advance[(triton.cdiv(num_requests, BLOCK),)](
         rows_ptr=step.rows,
         query_start_ptr=step.query_start_loc,
-        places_ptr=step.places,
+        sample_start_ptr=step.sample_start_loc,
         num_requests=num_requests,
         padding_row=state.layout.padding_row,
         sampled_ptr=sampled,
@@ -110,5 +110,5 @@ def _check_step(step: StepRows) -> None:
     num_requests = len(step.rows)
     launch.check_types("request rows", torch.int32, **step._asdict())
     launch.check_shape("request rows", "query_start_loc", step.query_start_loc, (num_requests + 1,))
-    launch.check_shape("request rows", "places", step.places, (num_requests,))
+    launch.check_shape("request rows", "sample_start_loc", step.sample_start_loc, (num_requests + 1,))
     launch.check_contiguous("request rows", **step._asdict())

@@ -172,7 +172,7 @@ def test_padding_does_not_affect_requests() -> None:
     rows.apply(plan_of({}, admitted=[admitted("a", [1], [0])]), SamplingRows(4, 64), Staging())
     step = rows.step(plan_of({"a": 1}))
     padded = step.padded(3, 3, rows.layout.padding_row)
-    assert (padded.rows.tolist(), padded.places.tolist()) == ([step.rows[0], 4, 4], [0, -1, -1])
+    assert (padded.rows.tolist(), padded.sample_start_loc.tolist()) == ([step.rows[0], 4, 4], [0, 1, 1, 1])
     assert padded.query_start_loc.tolist() == [0, 1, 2, 3]
     assert (len(padded.sampling), padded.request_ids) == (1, ["a"])
 

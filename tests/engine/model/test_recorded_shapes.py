@@ -60,10 +60,11 @@ def test_padding_tokens_are_distributed_over_padding_requests(
     assume(num_padding > 0 or padding == 0)
     starts = np.cumsum([0, *counts]).astype(np.int32)
     rows = np.arange(len(counts), dtype=np.int32)
-    step = DeviceStep([f"r{row}" for row in rows], rows, starts, rows, max(counts, default=0), rows.astype(np.int64))
+    names, samples = [f"r{row}" for row in rows], np.arange(len(rows) + 1, dtype=np.int32)
+    step = DeviceStep(names, rows, starts, samples, max(counts, default=0), rows.astype(np.int64))
     padded = step.padded(sum(counts) + padding, len(counts) + num_padding, 7)
     assert padded.rows.tolist() == [*rows, *[7] * num_padding]
-    assert padded.places.tolist() == [*rows, *[-1] * num_padding]
+    assert padded.sample_start_loc.tolist() == [*samples, *[len(rows)] * num_padding]
     assert padded.query_start_loc[: len(starts)].tolist() == starts.tolist()
     each = np.diff(padded.query_start_loc)
     assert (len(each), padded.num_tokens, padded.longest) == (

@@ -443,7 +443,7 @@ def test_a_token_that_violates_the_mask_fails_the_answer(engine: Engine, monkeyp
     def everything(*_: Any) -> None:
         return None
 
-    monkeypatch.setattr(eager, "masks_of", everything)
+    monkeypatch.setattr(eager, "mask_rows", everything)
     engine.add("r", json_form(PERSON))
     engine.add("free", None, max_tokens=5, ignore_eos=True)
     answers = engine.run()

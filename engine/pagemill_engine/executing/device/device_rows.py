@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_engine.executing.inputs import ranges
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_kernels.request_rows import layout
@@ -26,12 +27,17 @@ class DeviceStep(NamedTuple):
     """[requests]."""
     query_start_loc: NDArray[np.int32]
     """[requests + 1]."""
-    places: NDArray[np.int32]
-    """[requests]: index among the sampling requests; -1 for a request that does not sample."""
+    sample_start_loc: NDArray[np.int32]
+    """[requests + 1]: ranges of the sampled tokens."""
     longest: int
     """Tokens of the request that has most tokens in the step."""
     sampling: NDArray[np.int64]
     """Indices of the requests that sample."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that may be sampled."""
+        return int(self.sample_start_loc[-1])
 
     @property
     def is_decode(self) -> bool:
@@ -48,14 +54,17 @@ class DeviceStep(NamedTuple):
         Each further request is a padding row, and further tokens are divided evenly among these.
         """
         num_real, num_padding = len(self.rows), num_requests - len(self.rows)
-        rows, places = (np.full(num_requests, fill, dtype=np.int32) for fill in (padding_row, -1))
-        rows[:num_real], places[:num_real] = self.rows, self.places
+        rows = np.full(num_requests, padding_row, dtype=np.int32)
+        rows[:num_real] = self.rows
+        samples = np.full(num_requests + 1, self.num_sampled, dtype=np.int32)
+        samples[: num_real + 1] = self.sample_start_loc
         starts, begin = np.empty(num_requests + 1, dtype=np.int32), self.num_tokens
         starts[: num_real + 1] = self.query_start_loc
         shares = np.arange(1, num_padding + 1) * (num_tokens - begin) // max(1, num_padding)
         starts[num_real + 1 :] = begin + shares
         most = -(-(num_tokens - begin) // max(1, num_padding))
-        return self._replace(rows=rows, places=places, query_start_loc=starts, longest=max(self.longest, most))
+        longest = max(self.longest, most)
+        return self._replace(rows=rows, sample_start_loc=samples, query_start_loc=starts, longest=longest)
 
 
 class DeviceRows:
@@ -95,6 +104,9 @@ class DeviceRows:
                 self.num_blocks[row] += len(block_ids)
             for request_id, index, block_id in changes.placed:
                 staging.put(self.layout.block(self._row_of[request_id], index), [block_id])
+        for request_id, proposed in plan.proposals.items():
+            row = self._row_of[request_id]
+            staging.put(self.layout.token(row, int(self.num_tokens[row])), proposed)
 
     def step(self, plan: StepPlan) -> DeviceStep:
         """Return the plan's step; the previous object, if it is the same step of the same rows."""
@@ -114,22 +126,30 @@ class DeviceRows:
         starts = np.zeros(num_requests + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
         longest = int(counts.max(initial=0))
-        if len(plan.samples) == num_requests:
-            all_requests = np.arange(num_requests)
-            return DeviceStep(request_ids, rows, starts, all_requests.astype(np.int32), longest, all_requests)
-        samples = np.fromiter((name in plan.samples for name in request_ids), np.bool_, num_requests)
-        places = np.where(samples, np.cumsum(samples) - 1, -1).astype(np.int32)
-        return DeviceStep(request_ids, rows, starts, places, longest, np.flatnonzero(samples))
+        if len(plan.samples) == num_requests and not plan.proposals:
+            samples = np.arange(num_requests + 1, dtype=np.int32)
+            return DeviceStep(request_ids, rows, starts, samples, longest, np.arange(num_requests))
+        widths = [1 + len(plan.proposals.get(name, ())) if name in plan.samples else 0 for name in request_ids]
+        samples = np.zeros(num_requests + 1, dtype=np.int32)
+        np.cumsum(widths, out=samples[1:])
+        return DeviceStep(request_ids, rows, starts, samples, longest, np.flatnonzero(widths))
 
     def num_generated(self, step: DeviceStep) -> NDArray[np.int64]:
-        """Return how many tokens each sampling request has generated before this step."""
-        rows = step.rows[step.sampling]
-        generated: NDArray[np.int64] = self.num_tokens[rows] - self.num_prompt_tokens[rows]
-        return generated
+        """Return how many tokens come before each sampled one in its request's output."""
+        rows, widths = step.rows[step.sampling], np.diff(step.sample_start_loc)[step.sampling]
+        generated = self.num_tokens[rows] - self.num_prompt_tokens[rows]
+        places: NDArray[np.int64] = ranges(generated, widths)
+        return places
 
     def advance(self, step: DeviceStep) -> None:
-        """Count the tokens that the device appends to the sampling requests."""
+        """Count the token that the device appends to each sampling request; `accept` counts those that were
+        proposed."""
         self.num_tokens[step.rows[step.sampling]] += 1
+
+    def accept(self, request_id: str, num_tokens: int) -> None:
+        """Count the proposed tokens that a request sampled, unless it has been released since."""
+        if request_id in self._row_of:
+            self.num_tokens[self._row_of[request_id]] += num_tokens
 
     def _admit(self, admitted: AdmittedSequence, sampling: SamplingRows, staging: Staging) -> None:
         self._decode = None

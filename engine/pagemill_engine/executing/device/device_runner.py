@@ -10,11 +10,12 @@ Triton's interpreter the device is the CPU and a launch does the work. Operation
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_engine.decoders.on_torch.decoder import Decoder
@@ -28,7 +29,8 @@ from pagemill_engine.executing.device.sleeping import SleepingModel
 from pagemill_engine.executing.errors import NON_FINITE, DeviceLostError, StepSkippedError
 from pagemill_engine.executing.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.sampler import by_row, masks_of
+from pagemill_engine.sampling.runs import masks_of, run_length
+from pagemill_engine.sampling.sampler import Sampled, by_row, mask_rows
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
@@ -36,6 +38,7 @@ from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, Ro
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_kernels.sampling.batch import NUM_SETTINGS, Reports, SampledTokens, SamplingBatch, TokenMasks
 from pagemill_kernels.sampling.device_sample import DeviceSample, Report, download_report, read_report
+from pagemill_kernels.sampling.penalties import PENALTIES
 from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_servers.process.cgroup import usable_cores
 
@@ -49,6 +52,8 @@ class InFlight:
     read: Callable[[], SampledTokens] | None = None
     """Waits for the sampled tokens; None if no request samples."""
     reports: Reports | None = None
+    proposals: dict[str, list[int]] = field(default_factory=dict)
+    """Proposed tokens by request."""
     read_prompts: Callable[[], dict[str, list[TokenLogprobs]]] | None = None
     """Waits for the log probabilities of prompt tokens; None if there are none."""
     error: Exception | None = None
@@ -110,6 +115,8 @@ class DeviceRunner:
             raise handle.error
         try:
             result = StepResult() if handle.read is None else _result(handle, handle.read())
+            for name in handle.proposals.keys() & result.token_ids.keys():
+                self._rows.accept(name, len(result.token_ids[name]) - 1)
             if handle.read_prompts is not None:
                 result.prompt_logprobs = handle.read_prompts()
         except Exception as error:
@@ -125,7 +132,7 @@ class DeviceRunner:
         """Run a step of padding requests with this many tokens. The padding block is zero again afterwards."""
         all_requests = np.arange(num_requests)
         step = self._padding_step(num_tokens, num_requests)
-        step = step._replace(places=all_requests.astype(np.int32), sampling=all_requests)
+        step = step._replace(sample_start_loc=np.arange(num_requests + 1, dtype=np.int32), sampling=all_requests)
         staging = Staging()
         staging.put(self._rows.layout.record(self._rows.layout.padding_row), [0])
         with torch.inference_mode():
@@ -210,7 +217,7 @@ class DeviceRunner:
         starts = dict(zip(step.request_ids, step.query_start_loc.tolist(), strict=False))
         pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
         downloads = [download_report(self._report(hidden, piece)) for piece in pieces]
-        logits = self._forward.logits_of(hidden, inputs.last_tokens[: len(step.sampling)])
+        logits = self._forward.logits_of(hidden, inputs.last_tokens[: step.num_sampled])
         handle = self._sample(plan, at, step, logits, inputs.settings)
         handle.read_prompts = partial(_read_prompts, plan, pieces, downloads, _mark(self._ops.device))
         return handle
@@ -235,7 +242,7 @@ class DeviceRunner:
 
     def _upload(self, staging: Staging, step: DeviceStep) -> StepRows:
         """Upload the step's differences and apply them to the rows."""
-        writes, at = staging.upload(step.rows, step.query_start_loc, step.places, self._ops.device)
+        writes, at = staging.upload(step.rows, step.query_start_loc, step.sample_start_loc, self._ops.device)
         self._on_device.write_rows(self._state, writes)
         return at
 
@@ -249,24 +256,27 @@ class DeviceRunner:
             return self._forward.logits(inputs, step.longest)
         if graph.shape.is_decode:
             return graph.run()[: len(step.rows)]
-        return self._forward.logits_of(graph.run(), inputs.last_tokens[: len(step.sampling)])
+        return self._forward.logits_of(graph.run(), inputs.last_tokens[: step.num_sampled])
 
     def _inputs(self, step: DeviceStep) -> DeviceStepInputs:
         width = self._rows.layout.table_width
-        return DeviceStepInputs.empty(step.num_tokens, len(step.rows), len(step.sampling), width, self._ops.device)
+        return DeviceStepInputs.empty(step.num_tokens, len(step.rows), step.num_sampled, width, self._ops.device)
 
     def _build(self, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs) -> None:
         build, block_size = self._on_device.build_inputs, self.info.block_size
-        build(self._state, at, step.longest, len(step.sampling), block_size, inputs)
+        build(self._state, at, step.longest, step.num_sampled, block_size, inputs)
 
     def _sample(self, plan: StepPlan, at: StepRows, step: DeviceStep, logits: Tensor, settings: Tensor) -> InFlight:
-        rows = step.rows[step.sampling]
+        rows = np.repeat(step.rows, np.diff(step.sample_start_loc))
+        if plan.proposals:
+            _check_penalties(step, self._sampling.penalised)
         batch = SamplingBatch()
         if not self._sampling.plain[rows].all():
             batch = self._sampling.batch_beside_draws(rows.astype(np.int64), self._rows.num_generated(step))
         masks = None
         if plan.token_masks:
-            masks = masks_of((step.request_ids[i] for i in step.sampling.tolist()), plan.token_masks)
+            sampling = (step.request_ids[i] for i in step.sampling.tolist())
+            masks = mask_rows([mask for name in sampling for mask in masks_of(plan, name)])
         settings = settings[: NUM_SETTINGS * len(rows)]
         drawn = self._on_device.draw_tokens(logits, batch._replace(masks=masks), settings)
         self._on_device.advance_rows(self._state, at, drawn.tokens)
@@ -274,10 +284,10 @@ class DeviceRunner:
         if len(rows) == 0:
             return InFlight([])
         request_ids = step.request_ids
-        if len(rows) < len(request_ids):
+        if len(step.sampling) < len(request_ids):
             request_ids = [request_ids[i] for i in step.sampling.tolist()]
         read = partial(_read, drawn.download(), _mark(self._ops.device))
-        return InFlight(request_ids, read, batch.reports)
+        return InFlight(request_ids, read, batch.reports, plan.proposals)
 
     def _record(self) -> None:
         if self._graphs is None or self._make_capturer is None:
@@ -293,7 +303,8 @@ class DeviceRunner:
     def _padding_step(self, num_tokens: int, num_requests: int) -> DeviceStep:
         """Return a step of padding requests, none of which samples."""
         nothing = np.zeros(0, dtype=np.int32)
-        empty = DeviceStep([], nothing, np.zeros(1, dtype=np.int32), nothing, 0, nothing.astype(np.int64))
+        no_tokens = np.zeros(1, dtype=np.int32)
+        empty = DeviceStep([], nothing, no_tokens, no_tokens, 0, nothing.astype(np.int64))
         return empty.padded(num_tokens, num_requests, self._rows.layout.padding_row)
 
     def _explained(self, error: Exception) -> Exception:
@@ -313,11 +324,43 @@ def _result(handle: InFlight, found: SampledTokens) -> StepResult:
     Non-finite values of a failed request stay in its blocks: GPU kernels read no slot before it is written.
     """
     sampled = by_row(found, handle.reports)
+    if handle.proposals:
+        return _result_of_runs(handle, sampled)
     result = StepResult(token_ids=dict(zip(handle.request_ids, sampled.token_ids[:, None].tolist(), strict=True)))
     result.logprobs = {handle.request_ids[i]: [logprobs] for i, logprobs in sampled.logprobs.items()}
     for i in np.flatnonzero(~sampled.finite).tolist():
         del result.token_ids[handle.request_ids[i]]
         result.failed[handle.request_ids[i]] = NON_FINITE
+    return result
+
+
+def can_verify(params: SamplingParams) -> bool:
+    """Whether several tokens of a request with these parameters can be sampled in one step: all at once, so that
+    penalties cannot depend on each other."""
+    return PENALTIES.are_neutral(params)
+
+
+def _check_penalties(step: DeviceStep, penalised: NDArray[np.bool_]) -> None:
+    wide = np.diff(step.sample_start_loc)[: len(step.request_ids)] > 1
+    for i in np.flatnonzero(wide & penalised[step.rows[: len(wide)]]).tolist():
+        raise ValueError(f"tokens are proposed for {step.request_ids[i]}, whose penalties count every token")
+
+
+def _result_of_runs(handle: InFlight, sampled: Sampled) -> StepResult:
+    """Build the result of a step with proposed tokens."""
+    result, first = StepResult(), 0
+    for name in handle.request_ids:
+        proposed = handle.proposals.get(name, [])
+        places = range(first, first + 1 + len(proposed))
+        first = places.stop
+        num_tokens = run_length(sampled.token_ids[places.start : places.stop].tolist(), proposed)
+        kept = places[:num_tokens]
+        if not sampled.finite[kept].all():
+            result.failed[name] = NON_FINITE
+            continue
+        result.token_ids[name] = sampled.token_ids[kept].tolist()
+        if kept.start in sampled.logprobs:
+            result.logprobs[name] = [sampled.logprobs[place] for place in kept]
     return result
 
 

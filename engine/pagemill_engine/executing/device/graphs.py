@@ -161,6 +161,8 @@ class StepGraphs:
     def graph_for(self, step: DeviceStep) -> CapturedGraph | None:
         """Return the smallest graph that the step can be padded to, or None."""
         num_tokens, num_requests = step.num_tokens, len(step.rows)
+        if step.num_sampled > len(self._inputs.last_tokens):
+            return None
         shapes = self._decodes if step.is_decode else self._mixed
         for shape in shapes[bisect_left(shapes, (num_tokens,)) :] if num_tokens else ():
             padding, spare = shape.num_tokens - num_tokens, shape.num_requests - num_requests
