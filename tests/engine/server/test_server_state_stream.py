@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 from engine_ready import LIMITS, engine_ready
+from hand_clock import Clock
 from waiting import WAIT_LIMIT_S
 
 from pagemill_engine.ipc.messages import PrefixEvents
@@ -22,9 +22,15 @@ from pagemill_protocol.request.sampling import SamplingParams
 
 
 @pytest.fixture
-async def publisher(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StatePublisher]:
-    monkeypatch.setattr(state_stream, "HEARTBEAT_S", 0.2)
-    publisher = StatePublisher(["tiny"])
+def clock() -> Clock:
+    """The clock by which silence counts. Frames are sent by the event loop's own clock."""
+    return Clock()
+
+
+@pytest.fixture
+async def publisher(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> AsyncIterator[StatePublisher]:
+    monkeypatch.setattr(state_stream, "HEARTBEAT_S", 0.05)
+    publisher = StatePublisher(["tiny"], clock)
     task = asyncio.create_task(publisher.run())
     yield publisher
     publisher.close()
@@ -144,60 +150,62 @@ async def test_draining_is_reported_and_closing_ends_the_stream(publisher: State
         await reader.next()
 
 
-async def test_a_silent_engine_process_is_reported_after_a_second(
-    publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.3)
+async def test_a_silent_engine_process_is_reported_after_three_seconds(publisher: StatePublisher, clock: Clock) -> None:
     reader = Reader(publisher)
     await reader.next()
     step(publisher, 1)
+    clock.now += 2.9
     assert (await reader.next()).silent_s == 0.0
-    while not (frame := await reader.next()).silent_s:
-        pass
-    assert frame.silent_s >= 0.3
+    clock.now += 0.2
+    assert (await reader.next()).silent_s == 3.1
     step(publisher, 2)
-    while (frame := await reader.next()).load.num_requests_running != 2:
-        pass
-    assert frame.silent_s == 0.0
+    frame = await reader.next()
+    assert (frame.load.num_requests_running, frame.silent_s) == (2, 0.0)
 
 
 async def test_heartbeats_during_a_long_step_report_a_running_engine_process(
-    publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
+    publisher: StatePublisher, clock: Clock
 ) -> None:
-    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.3)
     reader = Reader(publisher)
+    await reader.next()
     step(publisher, 1)
-    while (frame := await reader.next()).silent_s < 0.6:
+    await reader.next()
+    for _ in range(3):
+        clock.now += 2.0
         publisher.heartbeat(4000.0)
-    assert (frame.frozen_s, frame.expected_step_ms) == (0.0, 4000.0)
-    while not (frame := await reader.next()).frozen_s:
-        pass
-    assert 0.3 <= frame.frozen_s < frame.silent_s
+        frame = await reader.next()
+    assert (frame.silent_s, frame.frozen_s, frame.expected_step_ms) == (6.0, 0.0, 4000.0)
+    for _ in range(2):
+        clock.now += 1.6
+        frame = await reader.next()
+    assert (frame.silent_s, frame.frozen_s) == (9.2, 3.2)
 
 
 async def test_time_in_which_the_server_did_not_run_is_not_counted_as_silence_of_the_engine(
-    publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
+    publisher: StatePublisher, clock: Clock
 ) -> None:
-    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.1)
-    monkeypatch.setattr(state_stream, "MAX_PAUSE_S", 0.5)
     reader = Reader(publisher)
     await reader.next()
+    step(publisher, 1)
     publisher.heartbeat(0.0)
     await reader.next()
-    time.sleep(2.0)  # noqa: ASYNC251 (the event loop is what stops)
-    assert (await reader.next()).frozen_s <= 1.0
+    clock.now += 1000.0
+    assert (await reader.next()).frozen_s == 0.0, "one pause counts as two seconds"
+    clock.now += 1.0
+    assert (await reader.next()).frozen_s == 3.0
 
 
 async def test_an_engine_without_heartbeats_yet_does_not_count_as_suspended(
-    publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
+    publisher: StatePublisher, clock: Clock
 ) -> None:
     """While the model is loaded, the engine sends none."""
-    monkeypatch.setattr(state_stream, "HEARTBEAT_INTERVAL_S", 0.1)
     reader = Reader(publisher)
+    await reader.next()
     step(publisher, 1)
-    while (frame := await reader.next()).silent_s < 0.5:
-        pass
-    assert frame.frozen_s == 0.0
+    await reader.next()
+    clock.now += 5.0
+    frame = await reader.next()
+    assert (frame.silent_s, frame.frozen_s) == (5.0, 0.0)
 
 
 def chat(num_tokens: int, predicted_cached_tokens: int = 0, n: int = 1) -> GenerateRequest:

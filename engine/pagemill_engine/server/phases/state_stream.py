@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -47,7 +47,8 @@ class _Arrival(NamedTuple):
 class StatePublisher:
     """Collects changes; `run` turns them into numbered frames for all subscribers."""
 
-    def __init__(self, models: list[str]) -> None:
+    def __init__(self, models: list[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._frame = StateFrame(sequence=0, models=models, link_version=LINK_VERSION)
         """The latest published frame, without prefixes."""
         self._prefixes: dict[bytes, None] = {}
@@ -62,7 +63,7 @@ class StatePublisher:
         """Time at which the engine process last sent a report."""
         self._frozen_s: float | None = None
         """Seconds in which this process ran and the engine process sent nothing; None before the first heartbeat."""
-        self._checked_s = time.monotonic()
+        self._checked_s = self._clock()
         """Time up to which `_frozen_s` counts."""
         self._expected_step_ms = 0.0
         self._load = EngineLoad()
@@ -118,7 +119,7 @@ class StatePublisher:
 
         `num_added`: number of requests that `load` counts, or that have ended.
         """
-        self._reported_s = time.monotonic()
+        self._reported_s = self._checked_s = self._clock()
         if self._frozen_s is not None:
             self._frozen_s = 0.0
         self._load = load
@@ -131,7 +132,7 @@ class StatePublisher:
 
     def heartbeat(self, expected_step_ms: float) -> None:
         """Record that the engine process runs. `expected_step_ms`: predicted duration of its current step."""
-        self._frozen_s, self._expected_step_ms = 0.0, expected_step_ms
+        self._frozen_s, self._checked_s, self._expected_step_ms = 0.0, self._clock(), expected_step_ms
 
     def set_draining(self) -> None:
         self._update(draining=True)
@@ -226,14 +227,14 @@ class StatePublisher:
             subscription.put(encoded)
 
     def _count_frozen_s(self) -> float:
-        now_s = time.monotonic()
+        now_s = self._clock()
         if self._frozen_s is not None:
             self._frozen_s += min(MAX_PAUSE_S, now_s - self._checked_s)
         self._checked_s = now_s
         return round(self._frozen_s or 0.0, 1) if (self._frozen_s or 0.0) >= HEARTBEAT_INTERVAL_S else 0.0
 
     def _silent_s(self) -> float:
-        silent_s = time.monotonic() - self._reported_s if self._reported_s is not None else 0.0
+        silent_s = self._clock() - self._reported_s if self._reported_s is not None else 0.0
         return round(silent_s, 1) if silent_s >= HEARTBEAT_INTERVAL_S else 0.0
 
 
