@@ -2,7 +2,7 @@
 
 Client and engines are calls in the same process (`routers.in_memory`), so the figures are the gateway's own work;
 `gateway_overhead` also counts the kernel's part. CPU is that of the event loop's thread, without the process that
-renders templates. With `--http` the engines offer no link.
+renders templates.
 """
 
 from __future__ import annotations
@@ -230,14 +230,14 @@ async def _left_to_collector(around: Stage, body: bytes) -> int:
         gc.enable()
 
 
-async def on_stage(has_link: bool, work: Callable[[Stage, Bodies], Awaitable[Any]]) -> Any:
+async def on_stage(work: Callable[[Stage, Bodies], Awaitable[Any]]) -> Any:
     """Run `work` with a gateway that has served a few requests and logs to a file; return its result."""
     path = ROOT / ".pagemill" / "peers" / "gateway" / f"bodies-200-{NUM_TOKENS}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         prompts.write_bodies(path, MODEL, 200, NUM_TOKENS)
     bodies = Bodies([each.encode() for each in json.loads(path.read_text())])
-    async with stage(prompts.bundle(), num_pods=NUM_PODS, num_tokens=NUM_TOKENS, has_link=has_link) as around:
+    async with stage(prompts.bundle(), num_pods=NUM_PODS, num_tokens=NUM_TOKENS) as around:
         for number in range(WARM_UP):
             await play(around, bodies[-number])
         around.observe()
@@ -258,7 +258,6 @@ def log_to(path: Path) -> logging.Handler:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--http", action="store_true", help="offer no link: each request uses its own connection")
     parser.add_argument("--functions", type=int, default=0, help="show this many of the functions that are called most")
     args = parser.parse_args()
     folder = ROOT / ".pagemill" / "gate"
@@ -271,7 +270,7 @@ def main() -> None:
         return found, counts, traces, await allocate(around, bodies, AllocationCounter(folder))
 
     with uvloop_runner() as runner:
-        found, counts, traces, allocations = runner.run(on_stage(not args.http, work))
+        found, counts, traces, allocations = runner.run(on_stage(work))
     for name, number in counts.functions.most_common(args.functions):
         sys.stderr.write(f"{number:6d} {name}\n")
     rows = [[entry, found[entry], *counts[entry], allocations.get(entry, "")] for entry in ROWS]

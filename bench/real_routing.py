@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from typing import Any, get_args
+from typing import Any
 
 from gateway_routing import figures
 from local_replicas import serving
@@ -20,10 +20,11 @@ from routers.catalogue import MODEL
 from routers.chats import Chats, words
 from workload import MODEL as SOURCE
 
-from pagemill_crds.sections.routing import RoutingSection
+from pagemill_gateway.routing.cost import CostPolicy
+from pagemill_gateway.routing.policies import AUTO, BUILT_IN
 from pagemill_simulator.conversations import Conversation, Turn
 
-POLICIES = get_args(RoutingSection.model_fields["policy"].annotation)
+POLICIES = (AUTO, *(each.name for each in BUILT_IN if each is not CostPolicy))
 NUM_REPLICAS = 3
 SYSTEM_TOKENS = 64
 QUESTION_TOKENS = (16, 48)

@@ -12,6 +12,7 @@ from attacks.cases import case, expect
 from attacks.connections import key_at
 from attacks.site import ATTACKER, TOKEN, Site
 from attacks.wire import Answer, ask, exchange, head
+from pagemill_protocol.versions import PROTOCOL_HEADER, PROTOCOL_VERSION
 
 LEVELS = (101, 120, 251, 400, 900, 1020)
 """All above the limit of 100; renderers, compilers and decoders of other libraries have theirs in between."""
@@ -79,7 +80,9 @@ async def bodies_for_control_ports_are_nested(site: Site, port: str) -> str:
 
 
 async def put(site: Site, port: str, raw: bytes) -> Answer | None:
-    return await exchange(site.url(port), head("/catalog", TOKEN, method="PUT", length=len(raw)) + raw)
+    version = f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}"
+    asked = head("/catalog", TOKEN, method="PUT", length=len(raw), fields=[version])
+    return await exchange(site.url(port), asked + raw)
 
 
 @case("depth", "gateway data")

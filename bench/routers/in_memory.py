@@ -23,15 +23,15 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.engine_http.connecting import Connector
 from pagemill_gateway.processes.server import Gateway, open_gateway
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.link import LINK_VERSION, RecordDecoder, RecordKind, encode_record
+from pagemill_protocol.link import RecordDecoder, RecordKind, encode_record
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 from pagemill_servers.connection import bounded_protocol
-from routers.answers import END_OF_BODY, Answer, http_chunk
+from routers.answers import Answer
 from routers.catalogue import KEY, LIMITS, MODEL
 from routers.pod import WEIGHTS, Pod
 from routers.pod import Kind as PodKind
-from routers.pods import FRAMES_HEAD, LINK_HEAD
+from routers.pods import LINK_HEAD
 
 _generate = msgspec.msgpack.Decoder(GenerateRequest)
 TOKEN = "bench-internal"
@@ -67,6 +67,9 @@ class Wire(asyncio.Transport):
         if self._wrote is not None and not self._wrote.done():
             self._wrote.set_result(None)
         self.turns.gateway()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol: Any = protocol
 
     def is_closing(self) -> bool:
         return self._is_closing
@@ -127,11 +130,9 @@ class EngineWire(Wire):
             for kind, number, body in self._decoder.feed(data):
                 if kind == RecordKind.REQUEST:
                     self._engines.take(Exchange(self, number, _generate.decode(body)))
-        elif data.startswith(b"GET "):
+        else:
             self._is_link = True
             loop.call_soon(self.protocol.data_received, LINK_HEAD)
-        else:
-            self._engines.take(Exchange(self, 0, _generate.decode(data.partition(b"\r\n\r\n")[2])))
 
 
 class Exchange(NamedTuple):
@@ -139,25 +140,19 @@ class Exchange(NamedTuple):
 
     wire: EngineWire
     number: int
-    """Number of its stream; 0 with HTTP."""
+    """Number of its stream."""
     request: GenerateRequest
 
     def accept(self, frame: bytes) -> None:
-        if self.number:
-            accepted = encode_record(RecordKind.ACCEPTED, self.number, WEIGHTS.encode())
-            self._receive(accepted + encode_record(RecordKind.DATA, self.number, frame))
-        else:
-            self._receive(FRAMES_HEAD + http_chunk(frame))
+        accepted = encode_record(RecordKind.ACCEPTED, self.number, WEIGHTS.encode())
+        self._receive(accepted + encode_record(RecordKind.DATA, self.number, frame))
 
     def send(self, frame: bytes) -> None:
-        self._receive(encode_record(RecordKind.DATA, self.number, frame) if self.number else http_chunk(frame))
+        self._receive(encode_record(RecordKind.DATA, self.number, frame))
 
     def end(self, frame: bytes) -> None:
-        if self.number:
-            end = encode_record(RecordKind.END, self.number)
-            self._receive(encode_record(RecordKind.DATA, self.number, frame) + end)
-        else:
-            self._receive(http_chunk(frame) + END_OF_BODY)
+        end = encode_record(RecordKind.END, self.number)
+        self._receive(encode_record(RecordKind.DATA, self.number, frame) + end)
 
     def _receive(self, data: bytes) -> None:
         self.wire.receive(self.wire.protocol, data)
@@ -218,8 +213,8 @@ def config() -> GatewayConfig:
 
 
 @asynccontextmanager
-async def stage(bundle: TokenizerBundle, *, num_pods: int, num_tokens: int, has_link: bool) -> AsyncIterator[Stage]:
-    kind = PodKind(MODEL, 0.01, 16_384, bundle.digest, LINK_VERSION if has_link else 0)
+async def stage(bundle: TokenizerBundle, *, num_pods: int, num_tokens: int) -> AsyncIterator[Stage]:
+    kind = PodKind(MODEL, 0.01, 16_384, bundle.digest)
     engines, loop = Engines(), asyncio.get_running_loop()
     with mock.patch.object(Connector, "connect", lambda connector, origin, make: engines.connect(make)):
         gateway = await open_gateway(config())

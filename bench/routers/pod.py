@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from pagemill_protocol.frames import encode_state
 from pagemill_protocol.hashes import HASH_VERSION, block_hashes, prefix_chunk_blocks, root_hash
-from pagemill_protocol.link import LINK_VERSION
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from routers.answers import Answer
@@ -36,7 +35,6 @@ class Kind(NamedTuple):
     step_s: float
     num_blocks: int
     bundle_digest: str
-    link_version: int = LINK_VERSION
 
     @property
     def prefix_chunk_blocks(self) -> int:
@@ -227,7 +225,6 @@ class Pod:
             max_num_batched_tokens=512,
             max_num_seqs=kind.num_blocks,
             prefix_chunk_blocks=kind.prefix_chunk_blocks,
-            link_version=kind.link_version,
             models=[kind.model],
             prefixes_added=added or [],
             prefixes_removed=removed or [],

@@ -21,19 +21,22 @@ import msgspec
 import uvloop
 
 from pagemill_api.openai import render
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER
-from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL, LINK_VERSION, RecordDecoder, RecordKind, encode_record
+from pagemill_protocol.frames import STATE_CONTENT_TYPE
+from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL, RecordDecoder, RecordKind, encode_record
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.tokenizer_bundle import bundle_digest
-from routers.answers import END_OF_BODY, Answer, http_chunk
+from pagemill_protocol.versions import protocol_headers
+from routers.answers import Answer, http_chunk
 from routers.busy import Busy, Habit
 from routers.pod import WEIGHTS, Kind, Pod, Stream
 
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n%bTransfer-Encoding: chunked\r\n\r\n"
 SSE_HEAD = _STREAM_HEAD % (render.SSE_CONTENT_TYPE.encode(), b"Cache-Control: no-cache\r\n")
-FRAMES_HEAD = _STREAM_HEAD % (FRAMES_CONTENT_TYPE.encode(), f"{WEIGHTS_HEADER}: {WEIGHTS}\r\n".encode())
 LINK_HEAD = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {LINK_PROTOCOL}\r\n\r\n".encode()
-STATE_HEAD = _STREAM_HEAD % (STATE_CONTENT_TYPE.encode(), b"")
+STATE_HEAD = _STREAM_HEAD % (
+    STATE_CONTENT_TYPE.encode(),
+    b"".join(f"{name}: {value}\r\n".encode() for name, value in protocol_headers().items()),
+)
 METRICS = """\
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{model_name="{model}"}} {running}
@@ -103,9 +106,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         path, body, model = self._url.partition(b"?")[0], b"".join(self._body), self._model
-        if path == b"/internal/generate":
-            self._generate(body)
-        elif path == b"/v1/chat/completions":
+        if path == b"/v1/chat/completions":
             self._answer(model.chat, body)
         elif path == b"/v1/completions":
             self._answer(model.completion, body)
@@ -119,21 +120,12 @@ class Connection(asyncio.Protocol):
         else:
             self._send(*self._page(path))
 
-    def _generate(self, body: bytes) -> None:
-        request = _generate.decode(body)
-        answer = self._model.chat if request.dialect == "chat" else self._model.completion
-        self._transport.write(FRAMES_HEAD)
-        self._begin(Stream(self._write_frames, answer, request))
-
     def _answer(self, answer: Answer, body: bytes) -> None:
         if not _asked.decode(body).stream:
             self._send(200, b"application/json", answer.body())
             return
         self._transport.write(SSE_HEAD)
         self._begin(Stream(lambda data, done: self._transport.write(data), answer, None))
-
-    def _write_frames(self, data: bytes, done: bool) -> None:
-        self._transport.write(http_chunk(data) + END_OF_BODY if done else http_chunk(data))
 
     def _begin(self, stream: Stream) -> None:
         self._stream = stream
@@ -245,7 +237,6 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, required=True, help="file of an encoded tokenizer bundle")
     parser.add_argument("--tokens", type=int, default=32, help="number of tokens of every answer")
     parser.add_argument("--step-ms", type=float, default=10.0, help="milliseconds between two tokens of an answer")
-    parser.add_argument("--http", action="store_true", help="offer no link: each request uses its own connection")
     parser.add_argument("--blocks", type=int, default=16_384, help="number of KV blocks of a pod")
     parser.add_argument(
         "--prefix-chunks", type=int, default=0, help="number of prefix chunks in each pod's prefix cache from the start"
@@ -269,7 +260,6 @@ def main() -> None:
     habit = Habit(args.prefix_chunks, args.shared_prefix_chunks, args.steps_per_s, args.churn)
     bundle = args.bundle.read_bytes()
     kind = Kind(args.model, args.step_ms / 1000, args.blocks, bundle_digest(bundle))
-    kind = kind._replace(link_version=0 if args.http else LINK_VERSION)
     uvloop.run(serve(args.pods, kind, Model(kind, args.tokens, bundle), habit))
 
 

@@ -27,6 +27,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_protocol.frames import StateDecoder
 from pagemill_protocol.report.state import StateFrame
+from pagemill_protocol.versions import protocol_headers
 from pagemill_servers.secrets.token_file import read_generated_token
 from truth.generator import Answer, Request
 
@@ -61,7 +62,7 @@ class RealSite:
     def state(self) -> StateFrame:
         """Return the engine's latest state frame: its capacity and its step times."""
         decoder = StateDecoder()
-        headers = {"Authorization": f"Bearer {read_generated_token(self.control_url)}"}
+        headers = {"Authorization": f"Bearer {read_generated_token(self.control_url)}", **protocol_headers()}
         request = urllib.request.Request(f"{self.control_url}/internal/state", headers=headers)
         with urllib.request.urlopen(request, timeout=10) as response:
             while True:

@@ -16,7 +16,7 @@ from support.release import Release
 from support.waiting import until
 
 INTERNAL = [
-    ("POST", 8000, "/internal/generate"),
+    ("GET", 8000, "/internal/link"),
     ("GET", 8001, "/internal/state"),
     ("GET", 8001, "/internal/bundle"),
     ("POST", 8001, "/internal/drain"),

@@ -40,9 +40,6 @@ from pagemill_servers.tracing.tracing import open_tracing
 
 logger = logging.getLogger("pagemill.gateway.worker")
 
-UPSTREAM_KEEPALIVE_S = 30.0
-"""Idle connections to engines are closed earlier than the engine's server does, so that no request meets a close."""
-
 SWITCH_INTERVAL_S = 0.0005
 """A tokenizing thread needs the interpreter several times, and each time the event loop may keep it for this long."""
 
@@ -98,7 +95,7 @@ class Worker:
             config.chat_control_tokens,
             config.hosted_tools,
         )
-        self._upstream = Upstream(config, UPSTREAM_KEEPALIVE_S)
+        self._upstream = Upstream(config)
         self.relay = Relay(
             brain,
             self._upstream,

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
 import uvloop
 from gateway_budget import NUM_TOKENS, Traces, count, on_stage, trace
 from report import ROOT
@@ -43,9 +42,9 @@ MAX_BLOCKS_HELD = 775
 """The memory blocks of one stream from its first frame on."""
 
 
-def run(work: Any, *, has_link: bool = True) -> Any:
+def run(work: Any) -> Any:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(on_stage(has_link, work))
+        return runner.run(on_stage(work))
 
 
 async def counted(around: Any, bodies: Any) -> Counts:
@@ -71,9 +70,8 @@ def test_a_request_makes_no_more_allocations_than_its_budget() -> None:
         assert 0 < allocations[part] <= bound, (part, allocations)
 
 
-@pytest.mark.parametrize("has_link", [True, False])
-def test_a_plain_stream_needs_one_task_and_one_write_per_event(has_link: bool) -> None:
-    traces = run(lambda around, bodies: trace(around, bodies[1]), has_link=has_link)
+def test_a_plain_stream_needs_one_task_and_one_write_per_event() -> None:
+    traces = run(lambda around, bodies: trace(around, bodies[1]))
     assert traces.num_tasks <= 1
     # There are also the request to the engine, and the last event with the end of the body.
     assert traces.num_writes <= NUM_TOKENS + 2
@@ -88,11 +86,3 @@ def test_a_stream_uses_little_memory_and_leaves_no_garbage_cycles() -> None:
     traces = run(traced)
     assert [each.num_left_to_collector for each in traces] == [0] * 5
     assert min(each.num_blocks_held for each in traces) <= MAX_BLOCKS_HELD
-
-
-def test_relaying_over_a_link_needs_fewer_calls_than_over_http() -> None:
-    """Engines of the previous version use HTTP."""
-    over_link, over_http = (
-        sum(counts[entry].python for entry in PARTS) for counts in (run(counted), run(counted, has_link=False))
-    )
-    assert over_link < 0.6 * over_http

@@ -32,17 +32,18 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.processes.server import Gateway, listening
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.engine_token import derive_token
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER, encode_state
-from pagemill_protocol.link import LINK_PATH, LINK_VERSION
+from pagemill_protocol.frames import STATE_CONTENT_TYPE, encode_state
+from pagemill_protocol.link import LINK_PATH
 from pagemill_protocol.report.state import AdapterSlots, Digests, EngineLoad, StateFrame
-from pagemill_protocol.request.generate import AllowanceRaise, GenerateRequest
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.versions import protocol_headers
 from pagemill_servers.process.listening import bind, url_of
 
 MODEL = "tiny"
 KEY = b"k" * 32
 TOKEN = derive_token(KEY, "ns", MODEL)
 CONTROL_TOKEN = "t0ken"
-CONTROL = {"Authorization": f"Bearer {CONTROL_TOKEN}"}
+CONTROL = {"Authorization": f"Bearer {CONTROL_TOKEN}", **protocol_headers()}
 """The headers that a gateway in a cluster sends to the engines of a deployment with the model's name."""
 MAX_MODEL_LEN = 4096
 HEARTBEAT_S = 1.0
@@ -57,16 +58,14 @@ BUNDLE = byte_bundle(CHAT_TEMPLATE)
 class FakeEngine:
     """Data and control routes on one port; answers with each of `behaviours` in turn, then with `behaviour`."""
 
-    offers_link = True
-    """Whether the engine accepts links; otherwise requests come over HTTP, as for an engine of the previous version."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.requests: list[GenerateRequest] = []
-        self.http_request_ids: list[str | None] = []
-        self.link_request_ids: list[str] = []
+        self.request_ids: list[str] = []
+        """The ids of clients' requests."""
         self.num_aborted = 0
-        self.refuses_link = False
+        self.refuses_link: Callable[[], web.Response] | None = None
+        """Makes the answer to requests for links, if they are refused."""
         self.num_links = 0
         """The number of links opened so far."""
         self.num_state_streams = self.num_drained = self.num_unauthorized = 0
@@ -123,9 +122,7 @@ class FakeEngine:
 
     async def start(self) -> FakeEngine:
         app = web.Application(client_max_size=2**26)
-        app.router.add_post("/internal/generate", self._generate)
         app.router.add_get(LINK_PATH, self._link)
-        app.router.add_post("/internal/allowance", self._allowance)
         app.router.add_get("/internal/state", self._state)
         app.router.add_post("/internal/drained", self._drained)
         app.router.add_get("/internal/bundle", self._bundle)
@@ -184,31 +181,20 @@ class FakeEngine:
             pools=self.pools,
             adapters=self.adapters,
             draining=self.draining,
-            link_version=LINK_VERSION if self.offers_link else 0,
         )
 
     async def _link(self, http: web.Request) -> web.StreamResponse:
         if http.headers.get("Authorization") != f"Bearer {TOKEN}":
             return web.json_response({"error": {"message": "no"}}, status=401)
-        if self.refuses_link:
-            return web.json_response({"error": {"message": "no such route"}}, status=404)
+        if self.refuses_link is not None:
+            return self.refuses_link()
         self.num_links += 1
-        link = FakeLink(http, self._answer, self._answer_headers, self.link_request_ids.append)
+        link = FakeLink(http, self._answer, lambda: self.weights_digest, self.request_ids.append, self._raise_allowance)
         await link.over.wait()
         return web.Response()
 
-    async def _generate(self, http: web.Request) -> web.StreamResponse:
-        if http.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return web.json_response({"error": {"message": "no"}}, status=401)
-        request = msgspec.msgpack.decode(await http.read(), type=GenerateRequest)
-        self.http_request_ids.append(http.headers.get("X-Request-Id"))
-        return await self._answer(request, web.StreamResponse(headers=self._answer_headers()), http)
-
-    def _answer_headers(self) -> dict[str, str]:
-        return {"Content-Type": FRAMES_CONTENT_TYPE, WEIGHTS_HEADER: self.weights_digest}
-
     async def _answer(self, request: GenerateRequest, response: Any, http: Any) -> Any:
-        """Answer a request that came over HTTP or over a link."""
+        """Answer a request."""
         self.requests.append(request)
         behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
         self.num_inside += 1
@@ -227,18 +213,16 @@ class FakeEngine:
             self.allowances.pop(request.request_id, None)
         return response
 
-    async def _allowance(self, http: web.Request) -> web.Response:
-        assert http.headers["Authorization"] == f"Bearer {TOKEN}"
-        raised = msgspec.msgpack.decode(await http.read(), type=AllowanceRaise)
-        if self.deaf or raised.request_id not in self.allowances:
-            return web.Response(status=404)
-        self.num_raises += 1
-        self.allowances[raised.request_id] = max(self.allowances[raised.request_id], raised.token_allowance)
-        return web.Response(status=204)
+    def _raise_allowance(self, request: GenerateRequest, tokens: int) -> None:
+        if not self.deaf and request.request_id in self.allowances:
+            self.num_raises += 1
+            self.allowances[request.request_id] = max(self.allowances[request.request_id], tokens)
 
     async def _state(self, http: web.Request) -> web.StreamResponse:
         assert http.headers["Authorization"] == f"Bearer {TOKEN}"
-        response = web.StreamResponse(headers={"Content-Type": STATE_CONTENT_TYPE, **self.headers})
+        response = web.StreamResponse(
+            headers={"Content-Type": STATE_CONTENT_TYPE, **protocol_headers(), **self.headers}
+        )
         await response.prepare(http)
         self.num_state_streams += 1
         self.gateways.append(http.headers.get("X-Pagemill-Gateway"))
@@ -480,25 +464,6 @@ async def engines() -> AsyncIterator[list[FakeEngine]]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "gateways" in metafunc.fixturenames and metafunc.definition.get_closest_marker("layouts") is not None:
         metafunc.parametrize("gateways", list(LAYOUTS), indirect=True)
-    if metafunc.definition.get_closest_marker("wires") is not None:
-        metafunc.fixturenames.insert(0, "wire")
-        metafunc.parametrize("wire", ["link", "http"], indirect=True)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark some combinations of layout and wire as `full`, so that `make test` runs one wire for each layout."""
-    for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if {"gateways", "wire"} <= params.keys() and (params["gateways"] == "apart") != (params["wire"] == "link"):
-            item.add_marker(pytest.mark.full)
-
-
-@pytest.fixture
-def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return how requests reach fake engines, for the tests that `wires` marks."""
-    monkeypatch.setattr(FakeEngine, "offers_link", request.param == "link")
-    return str(request.param)
 
 
 @pytest.fixture(scope="session")

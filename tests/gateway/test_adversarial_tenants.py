@@ -28,8 +28,8 @@ from pagemill_gateway.limits.redis.store import RedisStore
 from pagemill_gateway.limits.refusals import Limited
 from pagemill_gateway.limits.store import ReservationRequest, Store, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
+from pagemill_gateway.relay.answer_stream import AnswerStream
 from pagemill_gateway.relay.growth import Growth
-from pagemill_gateway.relay.upstream import Upstream
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.request.continuing import PROGRESS_TOKENS, can_be_continued
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
@@ -96,19 +96,28 @@ class Engine:
 
 
 class Engines:
-    """The interface of the engines that `Growth` uses; messages may be lost."""
+    """The engines of all requests; messages may be lost."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Engine] = {}
         self.lossy = False
 
-    async def raise_allowance(self, choice: Assignment, request_id: str, tokens: int) -> bool:
-        await asyncio.sleep(0)
+    def raise_allowance(self, request_id: str, tokens: int) -> bool:
         if self.lossy or request_id not in self.by_id:
             return False
         engine = self.by_id[request_id]
         engine.allowance = max(engine.allowance, tokens)
         return True
+
+
+class Sent:
+    """The part of an `AnswerStream` that `Growth` uses."""
+
+    def __init__(self, engines: Engines, request_id: str) -> None:
+        self._engines, self._request_id = engines, request_id
+
+    def raise_allowance(self, tokens: int) -> bool:
+        return self._engines.raise_allowance(self._request_id, tokens)
 
 
 class Part:
@@ -124,7 +133,8 @@ class Part:
 
     def _ask(self, counts: dict[int, int], finished: set[int]) -> None:
         name = next(self._ids)
-        allowance = self.growth.begin(ASSIGNMENT, name)
+        allowance = self.growth.begin()
+        self.growth.opened(cast(AnswerStream, Sent(self._engines, name)))
         self.engine = Engine(self.request, allowance, self._length, dict(counts), dict(counts), set(finished))
         self._engines.by_id = {key: each for key, each in self._engines.by_id.items() if each is not self.engine}
         self._engines.by_id[name] = self.engine
@@ -207,7 +217,7 @@ class World:
         parts = []
         for request, allowance in zip(requests, reservation.allowances, strict=True):
             assert allowance is not None
-            growth = Growth(allowance, cast(Upstream, self.engines))
+            growth = Growth(allowance)
             parts.append(Part(self.engines, request, growth, length))
         num_sequences = sum(each.sampling.num_sequences for each in requests)
         self.running.append(Request(record, reservation, parts, num_sequences))

@@ -14,12 +14,11 @@ from waiting import WAIT_LIMIT_S
 from pagemill_gateway.engine_http.engine_connection import (
     MAX_HEAD_BYTES,
     MAX_UNREAD_BYTES,
-    PIECE_BYTES,
     ConnectionBroken,
     EngineConnection,
 )
 
-REQUEST = b"POST / HTTP/1.1\r\n\r\n"
+REQUEST = b"GET / HTTP/1.1\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
@@ -31,6 +30,7 @@ class Wire(asyncio.Transport):
         self.written = b""
         self.reads = True
         self.aborted = False
+        self.protocol: asyncio.BaseProtocol | None = None
 
     def write(self, data: Any) -> None:
         self.written += data
@@ -47,8 +47,8 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None:
         self.reads = True
 
-    def get_write_buffer_size(self) -> int:
-        return 0
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
 
 
 class Asked(NamedTuple):
@@ -64,11 +64,11 @@ class Asked(NamedTuple):
         return body
 
 
-def run(scenario: Callable[[Asked], Awaitable[None]], request: bytes = b"") -> None:
+def run(scenario: Callable[[Asked], Awaitable[None]]) -> None:
     async def main() -> None:
-        connection = EngineConnection(lambda _: None)
+        connection = EngineConnection()
         connection.connection_made(wire := Wire())
-        answer = asyncio.create_task(connection.ask(REQUEST, request))
+        answer = asyncio.create_task(connection.ask(REQUEST))
         await asyncio.sleep(0)
         async with asyncio.timeout(WAIT_LIMIT_S):
             await scenario(Asked(connection, wire, answer))
@@ -125,7 +125,7 @@ def test_an_answer_does_not_depend_on_its_pieces(
         assert asked.connection.status == 200
         assert asked.connection.header(b"x-a") == "one"
         assert asked.connection.header(b"x-b") == ""
-        assert asked.connection.is_reusable == (framing not in ("hangup", "1.0"))
+        assert asked.connection.has_ended
 
     run(scenario)
 
@@ -155,7 +155,7 @@ def test_a_truncated_answer_gives_its_bytes_and_then_an_error(
         with pytest.raises(ConnectionBroken):
             await _read(asked, got)
         assert body.startswith(b"".join(got))
-        assert not asked.connection.is_reusable
+        assert not asked.connection.has_ended
 
     run(scenario)
 
@@ -170,7 +170,7 @@ def test_bytes_after_an_answer_end_the_connection_but_not_the_answer(surplus: by
         await asked.answer
         assert await asked.body() == b"abc"
         assert asked.connection.status == 200
-        assert asked.wire.aborted or not asked.connection.is_reusable
+        assert asked.wire.aborted
 
     run(scenario)
 
@@ -179,7 +179,6 @@ def test_bytes_after_an_answer_end_the_connection_but_not_the_answer(surplus: by
     "answer",
     [
         b"SSH-2.0-OpenSSH_9.2\r\n",
-        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nx",
         OK + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
         OK + b"Content-Length: x\r\n\r\n",
     ],
@@ -235,7 +234,7 @@ def test_a_long_stream_with_framing_in_separate_pieces_exceeds_no_header_limit()
             assert await asked.connection.receive() == b"a"
         asked.connection.data_received(b"0\r\n\r\n")
         assert await asked.connection.receive() == b""
-        assert asked.connection.is_reusable
+        assert asked.connection.has_ended
 
     run(scenario)
 
@@ -270,60 +269,44 @@ def test_a_read_that_times_out_loses_no_bytes() -> None:
     run(scenario)
 
 
-def test_a_large_request_is_written_as_the_engine_accepts_it() -> None:
-    request = bytes(range(256)) * (4 * PIECE_BYTES // 256) + b"end"
+@given(CUTS, st.binary(max_size=100))
+def test_a_connection_that_switches_protocols_is_handed_over_with_what_follows(cuts: list[int], first: bytes) -> None:
+    answer = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n" + first
 
     async def scenario(asked: Asked) -> None:
-        sent = 0
-        while asked.wire.written != REQUEST + request:
-            asked.connection.pause_writing()
-            await _turns(5)
-            assert len(asked.wire.written) == sent or not sent
-            sent = len(asked.wire.written)
-            asked.connection.resume_writing()
-            await _turns(2)
-            assert len(asked.wire.written) - sent <= 2 * PIECE_BYTES
-            sent = len(asked.wire.written)
-        asked.connection.data_received(OK + chunked([]))
+        rest = answer
+        for size in cuts * len(answer):
+            asked.connection.data_received(rest[:size])
+            rest = rest[size:]
+            if not rest:
+                break
         await asked.answer
-        assert asked.connection.is_reusable
-
-    run(scenario, request)
-
-
-def test_an_engine_that_answers_early_gets_no_more_bytes_and_no_other_request() -> None:
-    request = b"a" * 4 * PIECE_BYTES
-
-    async def scenario(asked: Asked) -> None:
-        asked.connection.pause_writing()
-        asked.connection.data_received(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
-        await asked.answer
-        assert asked.connection.status == 413
-        assert len(asked.wire.written) < len(request)
-        assert not asked.connection.is_reusable
-
-    run(scenario, request)
-
-
-def test_a_connection_serves_one_answer_after_the_other() -> None:
-    async def scenario(asked: Asked) -> None:
-        for number in range(3):
-            asked.connection.data_received(OK + b"x-n: %d\r\n" % number + chunked([b"%d" % number]))
-            await asked.answer
-            assert asked.connection.header(b"x-n") == str(number)
-            assert await asked.body() == b"%d" % number
-            asked = asked._replace(answer=asyncio.create_task(asked.connection.ask(REQUEST, b"")))
-            await asyncio.sleep(0)
-        assert not asked.connection.is_reusable
-        asked.connection.connection_lost(None)
-        with pytest.raises(ConnectionBroken):
-            await asked.answer
-        with pytest.raises(ConnectionBroken):
-            await asked.connection.ask(REQUEST, b"")
+        assert (asked.connection.status, asked.wire.aborted) == (101, False)
+        asked.connection.hand_over(successor := Successor())
+        assert (successor.transport, asked.wire.protocol) == (asked.wire, successor)
+        assert successor.received == first
 
     run(scenario)
 
 
-async def _turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
+def test_a_connection_that_was_lost_meanwhile_is_not_handed_over() -> None:
+    async def scenario(asked: Asked) -> None:
+        asked.connection.data_received(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n")
+        asked.connection.connection_lost(None)
+        await asked.answer
+        with pytest.raises(ConnectionBroken):
+            asked.connection.hand_over(Successor())
+
+    run(scenario)
+
+
+class Successor(asyncio.Protocol):
+    def __init__(self) -> None:
+        self.transport: asyncio.BaseTransport | None = None
+        self.received = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import WAIT_LIMIT_S, eventually
@@ -25,7 +27,7 @@ from pagemill_protocol.link import (
     RecordDecoder,
     RecordKind,
     Refusal,
-    decode_credit,
+    decode_number,
     encode_pieces,
     encode_record,
 )
@@ -33,7 +35,6 @@ from pagemill_protocol.request.generate import FrameMeta, Usage
 
 LAST = encode_frame(FrameMeta(last=True, usage=Usage(1, 2)), b"data: [DONE]\n\n")
 PATIENT = LinkTimeouts(60.0, 60.0)
-SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"
 
 
 class Engine(asyncio.Transport):
@@ -50,10 +51,7 @@ class Engine(asyncio.Transport):
         self._decoder = RecordDecoder()
 
     def write(self, data: Any) -> None:
-        if data.startswith(b"GET "):
-            asyncio.get_running_loop().call_soon(self.link.data_received, SWITCHED)
-        else:
-            self.records += self._decoder.feed(data)
+        self.records += self._decoder.feed(data)
 
     def is_closing(self) -> bool:
         return self.aborted or self.closed
@@ -90,7 +88,6 @@ def run(scenario: Callable[[Engine], Awaitable[None]], timeouts: LinkTimeouts = 
         engine.link = EngineLink(timeouts, 60.0, engine.backlog)
         engine.link.connection_made(engine)
         async with asyncio.timeout(WAIT_LIMIT_S):
-            assert await engine.link.begin(b"GET /internal/link HTTP/1.1\r\n\r\n")
             await scenario(engine)
         engine.link.connection_lost(None)
 
@@ -229,7 +226,7 @@ def test_unread_bytes_are_not_credited_and_other_streams_continue() -> None:
         assert len(await slow.read()) == 4
         ((_, number, data),) = [record for record in engine.records if record[0] == RecordKind.CREDIT]
         assert number == 1
-        assert decode_credit(data) >= WINDOW_BYTES
+        assert decode_number(data) >= WINDOW_BYTES
 
     run(scenario)
 
@@ -244,7 +241,7 @@ def test_a_payload_larger_than_the_window_is_read_in_parts_and_credited_as_they_
             engine.send(RecordKind.DATA, 1, data[sent : sent + PIECE_BYTES])
             sent += PIECE_BYTES
             parts += [payload for _, payload in await stream.read()]
-            credited = sum(decode_credit(each) for kind, _, each in engine.records if kind == RecordKind.CREDIT)
+            credited = sum(decode_number(each) for kind, _, each in engine.records if kind == RecordKind.CREDIT)
             assert sent - credited < WINDOW_BYTES
         assert b"".join(parts) == b"x" * (3 * WINDOW_BYTES)
         assert max(map(len, parts)) <= PIECE_BYTES
@@ -404,14 +401,35 @@ def test_an_engine_that_never_accepts_is_abandoned_in_time() -> None:
     run(scenario, LinkTimeouts(0.05, 60.0))
 
 
-async def test_an_engine_that_refuses_the_link_gets_its_requests_over_http(gateways: Any, engines: Any) -> None:
-    """This happens if an engine was replaced by an older version and has not reported since."""
-    engine = engines[0]
-    engine.refuses_link = True
-    gateway = await gateways(engine)
-    assert (await gateway.chat()).text == "hello world"
-    assert engine.num_links == 0
-    assert engine.http_request_ids
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (401, None, "(broken): The engine answered 401: not this one"),
+        (403, None, "(broken): The engine answered 403: not this one"),
+        (426, "unsupported_protocol", "(broken): The engine answered 426: not this one"),
+        (400, None, "(broken): The engine answered 400 to the request for a link: not this one"),
+        (503, "draining", "(declined): not this one"),
+        (503, None, "(refused): not this one"),
+    ],
+)
+async def test_a_refused_link_says_why_and_another_engine_serves(
+    gateways: Any,
+    engines: Any,
+    fake: Any,
+    caplog: pytest.LogCaptureFixture,
+    status: int,
+    code: str | None,
+    message: str,
+) -> None:
+    """The status and the body are judged like those of a refused request."""
+    error = {"message": "not this one", "type": "t", "param": None, "code": code}
+    first, second = engines[:2]
+    first.refuses_link = lambda: web.json_response({"error": error}, status=status)
+    gateway = await gateways(first, second, catalog=fake.catalog_of(first, second, routing_policy="RoundRobin"))
+    caplog.set_level(logging.INFO, "pagemill.gateway.relay")
+    assert [(await gateway.chat()).text for _ in range(2)] == ["hello world"] * 2
+    assert (first.num_links, second.num_links) == (0, 1)
+    assert any(each.getMessage().endswith(message) for each in caplog.records)
 
 
 async def test_all_requests_to_an_engine_share_one_link(gateways: Any, engines: Any, fake: Any) -> None:
@@ -424,4 +442,3 @@ async def test_all_requests_to_an_engine_share_one_link(gateways: Any, engines: 
     gate.set()
     assert {(await chat).streamed_text for chat in chats} == {"ab"}
     assert engine.num_links == 1
-    assert not engine.http_request_ids

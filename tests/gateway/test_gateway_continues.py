@@ -14,8 +14,6 @@ from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.request.generate import FrameMeta
 from pagemill_servers.auth import hash_key
 
-pytestmark = pytest.mark.wires
-
 
 def num_requests(engines) -> list[int]:
     return [len(engine.requests) for engine in engines]

@@ -14,10 +14,8 @@ import pytest
 from pagemill_api.openai import render
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.errors import error_body, unavailable
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, encode_frame
+from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.request.generate import FrameMeta
-
-pytestmark = pytest.mark.wires
 
 
 def num_requests(engines) -> list[int]:
@@ -61,7 +59,7 @@ async def test_a_failure_before_the_first_byte_is_retried_on_another_engine(
         "refused 429": fake.refuses(429),
         "error 500": fake.refuses(500),
         "token": fake.refuses(401),
-        "html": fake.sends(b"<html>", content_type="text/html"),
+        "html": fake.sends(b"<html>"),
         "garbage": fake.sends(b"\xff" * 100),
         "cut": fake.breaks_off(0),
         "other choice": fake.sends(encode_frame(FrameMeta(choice=9, token_ids=[1]), b"data: {}\n\n")),
@@ -400,7 +398,6 @@ async def test_events_are_whole_however_the_network_cuts_them(engines, gateways,
     gateway = await gateways(engines[0])
     engines[0].behaviour = dribbles
     assert (await gateway.chat(stream=True)).streamed_text == "aüc"
-    assert FRAMES_CONTENT_TYPE.startswith("application/")
 
 
 @pytest.mark.layouts

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 from pagemill_gateway.engine_http.connecting import CannotConnect, Origin, origin_of
+from pagemill_gateway.engine_http.engine_connection import ConnectionBroken
+from pagemill_gateway.relay.attempt_failures import UpstreamFailure
 from pagemill_gateway.relay.engine_link import LinkTimeouts
 from pagemill_gateway.relay.links import Links
 
-SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"
-REFUSED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n"
 NUM_REQUESTS = 40
 
 
 @asynccontextmanager
-async def engine(answer: bytes) -> AsyncIterator[tuple[Origin, list[bytes]]]:
+async def engine(answer: bytes, *, hangs_up: bool = False) -> AsyncIterator[tuple[Origin, list[bytes]]]:
     """Yield the engine's origin and its requests: one on each connection, answered with `answer`."""
     heads: list[bytes] = []
     writers: list[asyncio.StreamWriter] = []
@@ -29,6 +30,8 @@ async def engine(answer: bytes) -> AsyncIterator[tuple[Origin, list[bytes]]]:
         writers.append(writer)
         heads.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(answer)
+        if hangs_up:
+            writer.close()
 
     async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
         yield origin_of("http://{}:{}".format(*server.sockets[0].getsockname())), heads
@@ -70,10 +73,41 @@ async def test_requests_that_wait_for_a_link_proceed_before_later_ones(links) ->
     assert got[0] is not None
 
 
-async def test_all_waiting_requests_fall_back_to_http(links) -> None:
-    async with engine(REFUSED) as (origin, heads):
-        got = await asyncio.gather(*(links.open(origin, "token") for _ in range(3)))
-    assert (got, len(heads), links.num_open) == ([None] * 3, 1, 0)
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        *((each, "x", "broken") for each in (400, 401, 403, 404, 413, 422, 426, 500)),
+        *((each, "x", "refused") for each in (409, 429, 503)),
+        (503, "draining", "declined"),
+        (503, "not_ready", "declined"),
+    ],
+)
+async def test_all_waiting_requests_fail_as_the_refusal_of_the_link_says(links, status, code, kind) -> None:
+    body = b'{"error": {"message": "not this one", "code": "%s"}}' % code.encode()
+    head = b"HTTP/1.1 %d Refused\r\nRetry-After: 7\r\nContent-Length: %d\r\n\r\n" % (status, len(body))
+    async with engine(head + body) as (origin, heads):
+        failed = await asyncio.gather(*(links.open(origin, "token") for _ in range(3)), return_exceptions=True)
+    assert [type(each) for each in failed] == [UpstreamFailure] * 3, "a client is never at fault"
+    assert {each.kind for each in failed} == {kind}
+    assert {each.retry_after_s for each in failed} == {7.0 if kind != "broken" else None}
+    assert all("not this one" in each.message and (kind != "broken" or str(status) in each.message) for each in failed)
+    assert (len(heads), links.num_open) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 401 No\r\nContent-Length: 9\r\n\r\n", b"HTTP/1.1 401 No\r\n\r\n" + b"x" * 99_999]
+)
+async def test_a_refusal_whose_body_is_missing_or_too_long_has_its_status(links, answer) -> None:
+    async with engine(answer, hangs_up=True) as (origin, _):
+        with pytest.raises(UpstreamFailure, match="The engine answered 401") as failed:
+            await links.open(origin, "token")
+    assert failed.value.kind == "broken"
+
+
+async def test_a_server_that_speaks_no_http_is_no_engine(links) -> None:
+    async with engine(b"SSH-2.0-OpenSSH_9.2\r\n") as (origin, _):
+        with pytest.raises(ConnectionBroken):
+            await links.open(origin, "token")
 
 
 async def test_all_waiting_requests_fail_if_no_engine_listens(links) -> None:

@@ -20,6 +20,7 @@ from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimi
 from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineStart
 from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.sampling import LOW_PRIORITY
+from pagemill_protocol.versions import protocol_headers
 
 
 def registry_with(*loads: EngineLoad | None) -> Registry:
@@ -120,7 +121,7 @@ def test_start_times_of_each_engine_are_reported_by_its_id() -> None:
 
 @asynccontextmanager
 async def reading(gateway: Any, token: str) -> AsyncIterator[Any]:
-    headers = {"Authorization": f"Bearer {token}"}
+    headers = {"Authorization": f"Bearer {token}", **protocol_headers()}
     async with gateway.session.get(gateway.control_url + "/internal/load", headers=headers) as response:
         yield response
 

@@ -16,6 +16,7 @@ from waiting import busy_factor
 
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.report.load import QueueLoad
+from pagemill_protocol.versions import protocol_headers
 
 DEPLOYMENT = "default/d"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -333,7 +334,7 @@ async def test_a_queue_is_published_to_the_operator_at_once_and_in_metrics_and_s
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert 'pagemill_gateway_in_flight_requests{model="tiny"} 0.0' in text, "no traffic must be reported as zero"
     first, release = await busy(gateway, engines[0], fake)
-    headers = {"Authorization": "Bearer t0ken"}
+    headers = {"Authorization": "Bearer t0ken", **protocol_headers()}
     async with gateway.session.get(gateway.control_url + "/internal/load", headers=headers) as response:
         frames = load_frames(response)
         load = (await anext(frames)).deployments[0]

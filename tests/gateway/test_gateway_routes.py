@@ -13,6 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.metrics import GATEWAY_METRICS
+from pagemill_protocol.versions import protocol_headers
 from pagemill_simulator.workloads.traces import read_trace
 
 
@@ -280,17 +281,11 @@ async def test_a_prompt_longer_than_the_models_context_is_refused_by_the_gateway
     assert (await gateway.complete()).status == 200
 
 
-@pytest.mark.parametrize("refuses_link", [False, True])
-async def test_the_request_id_is_sent_to_the_engine_and_returned(engines, gateways, refuses_link) -> None:
-    for engine in engines:
-        engine.refuses_link = refuses_link
+async def test_the_request_id_is_sent_to_the_engine_and_returned(engines, gateways) -> None:
     gateway = await gateways(*engines)
     reply = await gateway.chat(headers={"x-request-id": "abc-1"})
     assert reply.headers["x-request-id"] == "abc-1"
-    over_links = [name for engine in engines for name in engine.link_request_ids]
-    over_http = [name for engine in engines for name in engine.http_request_ids]
-    assert (over_http if refuses_link else over_links) == ["abc-1"], "engines must log the id too"
-    assert not (over_links if refuses_link else over_http)
+    assert [name for engine in engines for name in engine.request_ids] == ["abc-1"], "engines must log the id too"
     assert (await gateway.chat(headers={"x-request-id": "bad id\u00e9"})).headers["x-request-id"] != "bad id\u00e9"
 
 
@@ -366,7 +361,8 @@ async def test_an_invalid_catalogue_changes_nothing(engines, gateways, body, par
 async def test_changing_the_catalogue_requires_the_control_token(engines, gateways) -> None:
     gateway = await gateways(engines[0], control_token="t0ken")
     url = gateway.control_url + "/catalog"
-    for headers, status in (({}, 401), ({"Authorization": "Bearer no"}, 401), ({"Authorization": "Bearer t0ken"}, 200)):
+    for token, status in (({}, 401), ({"Authorization": "Bearer no"}, 401), ({"Authorization": "Bearer t0ken"}, 200)):
+        headers = {**token, **protocol_headers()}
         async with gateway.session.put(url, data=b'{"models": []}', headers=headers) as response:
             assert response.status == status
 

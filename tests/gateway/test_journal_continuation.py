@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import pytest
 from byte_bundle import byte_bundle
+from frame_stream import FrameStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +37,7 @@ from pagemill_gateway.brain.interface import (
     Target,
 )
 from pagemill_gateway.metrics.worker import WorkerMetrics
-from pagemill_gateway.relay.answer_stream import AskLiveness, FrameStream
+from pagemill_gateway.relay.answer_stream import AskLiveness
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.journal import Journal, JournalCapacity, JournalGap
 from pagemill_gateway.relay.keep_alive import KeepAlive

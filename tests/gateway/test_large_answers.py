@@ -100,10 +100,8 @@ async def stalled(sending: Sending) -> None:
         await asyncio.sleep(0.3)
 
 
-@pytest.mark.parametrize("offers_link", [True, False])
-async def test_a_large_body_follows_the_ends_of_its_choices(engines, gateways, offers_link: bool) -> None:
+async def test_a_large_body_follows_the_ends_of_its_choices(engines, gateways) -> None:
     """Engines report the tokens of a plain answer, so that it can be continued, before they send its body."""
-    engines[0].offers_link = offers_link
     gateway = await gateways(engines[0])
     body = body_of(LARGE)
     reported = [FrameMeta(choice=choice, token_ids=[7], position=1, finish_reason="length") for choice in range(2)]
@@ -114,9 +112,7 @@ async def test_a_large_body_follows_the_ends_of_its_choices(engines, gateways, o
     assert len(engines[0].requests) == 1
 
 
-@pytest.mark.parametrize("offers_link", [True, False])
-async def test_a_body_that_its_client_does_not_read_stays_at_the_engine(engines, gateways, offers_link: bool) -> None:
-    engines[0].offers_link = offers_link
+async def test_a_body_that_its_client_does_not_read_stays_at_the_engine(engines, gateways) -> None:
     gateway = await gateways(engines[0])
     body = body_of(LARGE)
     engines[0].behaviour = sending = Sending(body)

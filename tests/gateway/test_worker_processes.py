@@ -21,10 +21,11 @@ from hung_processes import hang
 from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, eventually, find_event
 
 from pagemill_gateway.config import GatewayConfig
+from pagemill_protocol.versions import protocol_headers
 from pagemill_servers.auth import hash_key
 from pagemill_servers.secrets.token_file import read_generated_token
 
-CONTROL = {"authorization": "Bearer t0ken"}
+CONTROL = {"authorization": "Bearer t0ken", **protocol_headers()}
 KEY = {"authorization": "Bearer sk-one"}
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 HANG_TIMEOUT_S = 8.0

@@ -38,7 +38,10 @@ from server_processes import (
 from waiting import wait_until
 from wrong_keys import wrong_keys
 
+from pagemill_protocol.versions import protocol_headers
+
 TOKEN = "control-secret"
+(VERSION,) = (f"{name}: {value}".encode() for name, value in protocol_headers().items())
 RIGHT = (b"Authorization", b"Bearer " + TOKEN.encode())
 OPEN = ["/livez", "/readyz", "/metrics", "/version"]
 GETS = ["/internal/state", "/internal/bundle", "/is_sleeping"]
@@ -134,7 +137,7 @@ def test_only_probes_and_scrapes_need_no_token(control: HttpServer) -> None:
     for path in OPEN:
         assert (answer := ask(control, "GET", path)) is not None
         assert answer.status == 200
-    clients = ["/v1/models", "/v1/completions", "/tokenize", "/internal/generate", "/openapi.json", "/", "//livez"]
+    clients = ["/v1/models", "/v1/completions", "/tokenize", "/internal/link", "/openapi.json", "/", "//livez"]
     for path in clients:
         for method in ("GET", "POST", "PUT"):
             assert (answer := ask(control, method, path, RIGHT)) is not None
@@ -283,7 +286,8 @@ def num_streams(control: HttpServer) -> float:
 
 def head_of(method: str, *headers: tuple[bytes, bytes]) -> bytes:
     """Return the headers without the empty line that ends them."""
-    lines = [f"{method} /internal/state HTTP/1.1".encode(), b"Host: server", *(b": ".join(pair) for pair in headers)]
+    given = (b": ".join(pair) for pair in headers)
+    lines = [f"{method} /internal/state HTTP/1.1".encode(), b"Host: server", VERSION, *given]
     return b"\r\n".join([*lines, b""])
 
 

@@ -21,6 +21,7 @@ import msgspec
 import psutil
 import pytest
 from encoder_models import ENCODERS, write_encoder, write_modules, write_wordpiece
+from link_client import generate
 from server_processes import ANSWER_TIMEOUT_S, GOOD, MIB, MODEL, NUM_HANGS, Answer, HttpServer, start_http_server
 from starlette.routing import Route
 from waiting import busy_factor
@@ -28,6 +29,8 @@ from waiting import busy_factor
 from pagemill_engine.server.routes import apps as engine_apps
 from pagemill_gateway import app as gateway_app
 from pagemill_gateway.discovery.catalog import MAX_ENDPOINTS, MAX_MODELS
+from pagemill_protocol.link import LINK_PATH
+from pagemill_protocol.versions import protocol_headers
 
 TOKEN = "internal-secret"
 CONTEXT = 131_072
@@ -87,6 +90,9 @@ def message_batch(text: str) -> Body:
 def tools(number: int, num_chars: int) -> list[dict[str, Any]]:
     functions = ({"name": f"f{index}", "description": "d " * (num_chars // 2)} for index in range(number))
     return [{"type": "function", "function": function} for function in functions]
+
+
+LONG_PROMPT = "a prompt as long as the context"
 
 
 def prepared(**fields: Any) -> Body:
@@ -219,10 +225,7 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
     "POST /detokenize": {
         "as many ids as the context holds": lambda: json.dumps({"model": MODEL, "tokens": [49000] * CONTEXT}).encode()
     },
-    "POST /internal/generate": {"a prompt as long as the context": lambda: prepared()},
-    "POST /internal/allowance": {
-        "an id of 8 MB": lambda: msgspec.msgpack.encode({"request_id": "x" * (8 * MIB - 99), "token_allowance": 1})
-    },
+    f"GET {LINK_PATH}": {LONG_PROMPT: lambda: prepared()},
     "PUT /catalog": {
         "10,000 deployments": lambda: catalog(MAX_MODELS - 1, 0),
         "1,024 engines that are away": lambda: catalog(1, MAX_ENDPOINTS),
@@ -396,10 +399,9 @@ def test_the_heaviest_accepted_body_has_a_bounded_cost(request: pytest.FixtureRe
 
 
 def accepted(case: Case) -> set[int]:
-    unknown = {404} if case.path == "/internal/allowance" else set()  # no request of that id is running
     too_late = {409} if case.path.endswith("/cancel") else set()  # the batch has already ended
     no_upgrade = {426} if case.path == "/internal/link" else set()  # without it nothing is linked
-    return {200, 202, 204} | unknown | too_late | no_upgrade
+    return {200, 202, 204} | too_late | no_upgrade
 
 
 def with_ids(http_server: HttpServer, path: str, body: Body) -> tuple[str, Body]:
@@ -455,7 +457,10 @@ def typed(path: str, body: Body) -> dict[str, str]:
 
 def asked(http_server: HttpServer, case: Case, path: str, body: Body) -> Answer:
     url = (http_server.url if case.port == "data" else http_server.control_url) + path
-    headers = {**typed(path, body), "Authorization": f"Bearer {TOKEN}"}
+    headers = {**typed(path, body), "Authorization": f"Bearer {TOKEN}", **protocol_headers()}
+    if path == LINK_PATH and case.what == LONG_PROMPT:
+        sent = generate(http_server.url, body, headers)
+        return Answer(sent.status, {}, sent.body)
     with httpx2.stream(case.method, url, content=body, headers=headers, timeout=ANSWER_TIMEOUT_S) as response:
         raw = next(response.iter_raw()) if case.path in ENDLESS else response.read()
         return Answer(response.status_code, dict(response.headers), raw)

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from link_client import generate
 from server_processes import GOOD, MIB, MODEL, HttpServer, costing_little, examples, request
 
 from pagemill_engine.config import ServerConfig
@@ -254,7 +255,7 @@ def test_errors_contain_no_address_path_or_traceback(http_servers: list[HttpServ
         broken = http_server.exchange(b"BROKEN\r\n\r\n")
         assert broken is not None
         assert not leak.search(broken.body)
-    reply = http_servers[0].post(b"\x81\xa1a\x00", "/internal/generate", {"Authorization": "Bearer internal-secret"})
+    reply = generate(http_servers[0].url, b"\x81\xa1a\x00", {"Authorization": "Bearer internal-secret"})
     assert reply.status == 400
     assert not leak.search(reply.body)
 
@@ -322,9 +323,10 @@ def test_no_tenant_uses_the_cached_prompts_of_another() -> None:
 def test_pickled_bodies_are_never_unpickled(http_server: HttpServer, tmp_path: Path, content_type: str) -> None:
     mark = tmp_path / "mark"
     pickled = b"cposix\nsystem\n(Vtouch " + str(mark).encode() + b"\ntR."
-    for path in ("/v1/completions", "/tokenize", "/internal/generate"):
-        headers = {"Content-Type": content_type, "Authorization": "Bearer internal-secret"}
-        assert http_server.post(pickled, path, headers).status in (400, 404, 415)
+    token = {"Authorization": "Bearer internal-secret"}
+    for path in ("/v1/completions", "/tokenize"):
+        assert http_server.post(pickled, path, {"Content-Type": content_type, **token}).status in (400, 404, 415)
+    assert generate(http_server.url, pickled, token).status in (400, 404)
     http_server.serves()
     assert not mark.exists()
 

@@ -14,12 +14,14 @@ import httpx2
 import msgspec
 import pytest
 from light_model import light_model
+from link_client import generate
 from server_processes import ANSWER_TIMEOUT_S, GOOD, MAX_MODEL_LEN, MODEL, Answer, HttpServer, start_http_server
 from waiting import wait_until
 
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_protocol.versions import protocol_headers
 from pagemill_servers.auth import hash_key
 from pagemill_servers.secrets.token_file import read_generated_token
 
@@ -106,7 +108,7 @@ def ask(http_server: HttpServer, method: str, path: str, headers: dict[str, str]
 
 def right(http_server: HttpServer) -> dict[str, str]:
     """Return the headers that a program of the same user sends."""
-    return {"Authorization": f"Bearer {read_generated_token(http_server.control_url)}"}
+    return {"Authorization": f"Bearer {read_generated_token(http_server.control_url)}", **protocol_headers()}
 
 
 def status_of(http_server: HttpServer, method: str, path: str) -> int:
@@ -203,10 +205,8 @@ def prepared() -> bytes:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_no_web_page_can_use_an_engines_route_for_gateways(engine: HttpServer, page: dict[str, str]) -> None:
-    with httpx2.Client(base_url=engine.url, timeout=ANSWER_TIMEOUT_S) as client:
-        assert client.post("/internal/generate", content=prepared(), headers=page).status_code == 403
-        assert client.post("/internal/generate", content=prepared()).status_code == 401
-        assert client.post("/internal/generate", content=prepared(), headers=right(engine)).status_code == 200
+    for headers, status in ((page, 403), ({**page, **right(engine)}, 403), ({}, 401), (right(engine), 200)):
+        assert generate(engine.url, prepared(), headers).status == status
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------

@@ -170,6 +170,7 @@ def test_names_used_as_labels_or_hosts_fit_into_63_characters(deployment: Make) 
 def test_the_service_uses_named_ports_of_pods(deployment: Make) -> None:
     spec = one(render(deployment()), "Service")["spec"]
     assert spec["clusterIP"] == "None"
+    assert {each["appProtocol"] for each in spec["ports"]} == {"tcp"}, "a mesh must not take a link for HTTP"
     assert {port["name"]: port["port"] for port in spec["ports"]} == {"data": 8000, "control": 8001}
     assert spec["selector"] == one(render(deployment()), "Deployment")["spec"]["selector"]["matchLabels"]
 

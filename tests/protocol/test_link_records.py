@@ -14,8 +14,8 @@ from pagemill_protocol.link import (
     PIECE_BYTES,
     RecordDecoder,
     RecordKind,
-    decode_credit,
-    encode_credit,
+    decode_number,
+    encode_number,
     encode_pieces,
     encode_record,
 )
@@ -52,7 +52,7 @@ def test_a_record_that_announces_too_many_bytes_is_refused_before_it_arrives() -
 
 
 def test_a_credit_is_a_number_of_bytes() -> None:
-    ((kind, stream, data),) = RecordDecoder().feed(encode_credit(3, 70_000))
-    assert (kind, stream, decode_credit(data)) == (RecordKind.CREDIT, 3, 70_000)
+    ((kind, stream, data),) = RecordDecoder().feed(encode_number(RecordKind.CREDIT, 3, 70_000))
+    assert (kind, stream, decode_number(data)) == (RecordKind.CREDIT, 3, 70_000)
     with pytest.raises(FrameError):
-        decode_credit(b"123")
+        decode_number(b"123")

@@ -31,8 +31,13 @@ def test_a_peer_of_this_release_is_accepted() -> None:
     assert require_protocol(as_request(protocol_headers()), "The gateway") == PROTOCOL_VERSION
 
 
-def test_a_peer_without_a_version_has_the_first_version() -> None:
-    assert check_peer("The engine", {}) == require_protocol(as_request({}), "The gateway") == 1
+def test_a_peer_without_a_version_is_refused_with_the_header_to_send() -> None:
+    message = r"names no version of the protocol; send the header `x-pagemill-protocol: 1`"
+    with pytest.raises(UnsupportedProtocol, match=f"The engine {message}"):
+        check_peer("The engine", {})
+    with pytest.raises(PagemillError, match=f"The gateway {message}") as refused:
+        require_protocol(as_request({}), "The gateway")
+    assert (refused.value.status, refused.value.code) == (426, "unsupported_protocol")
 
 
 @pytest.mark.usefixtures("third_version")
@@ -42,7 +47,7 @@ def test_the_previous_release_and_all_later_ones_are_accepted(version: str) -> N
 
 
 @pytest.mark.usefixtures("third_version")
-@pytest.mark.parametrize("headers", [{}, {"x-pagemill-protocol": "1"}])
+@pytest.mark.parametrize("headers", [{"x-pagemill-protocol": "1"}])
 def test_an_older_peer_is_refused_with_both_versions_and_the_remedy(headers: dict[str, str]) -> None:
     message = "The engine speaks version 1 of the protocol, and this release the versions 2 to 3. Upgrade it by one"
     with pytest.raises(UnsupportedProtocol, match=message):

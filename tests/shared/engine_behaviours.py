@@ -9,7 +9,6 @@ from typing import Any
 from aiohttp import web
 from generating import answer_frames
 
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE
 from pagemill_protocol.request.generate import GenerateRequest
 
 Behaviour = Callable[[Any, GenerateRequest, web.StreamResponse, web.Request], Awaitable[None]]
@@ -63,11 +62,10 @@ def breaks_off(num_frames: int, *pieces: str) -> Behaviour:
     return behave
 
 
-def sends(*chunks: bytes, content_type: str = FRAMES_CONTENT_TYPE) -> Behaviour:
+def sends(*chunks: bytes) -> Behaviour:
     """Send these bytes, whatever they are, and end properly."""
 
     async def behave(_: Any, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
-        response.headers["Content-Type"] = content_type
         await response.prepare(http)
         for chunk in chunks:
             await response.write(chunk)

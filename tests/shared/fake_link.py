@@ -1,4 +1,4 @@
-"""The engine's end of a link, for fake engines: the same behaviours answer over a link and over HTTP."""
+"""The engine's end of a link, for fake engines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any, cast
 import msgspec
 from aiohttp import web
 
-from pagemill_protocol.frames import WEIGHTS_HEADER
 from pagemill_protocol.link import (
     LINK_PROTOCOL,
     WINDOW_BYTES,
     RecordDecoder,
     RecordKind,
     Refusal,
-    decode_credit,
+    decode_number,
     encode_pieces,
     encode_record,
 )
@@ -30,8 +29,9 @@ Serve = Callable[[GenerateRequest, Any, Any], Awaitable[Any]]
 class LinkAnswer:
     """Replaces the `web.StreamResponse` of a behaviour, and the `web.Request` behind it."""
 
-    def __init__(self, link: FakeLink, number: int, headers: dict[str, str]) -> None:
-        self.headers = headers
+    def __init__(self, link: FakeLink, number: int, request: GenerateRequest, weights_digest: str) -> None:
+        self.request = request
+        self.weights_digest = weights_digest
         self.transport = link.transport
         self.begun = False
         self._link = link
@@ -41,7 +41,7 @@ class LinkAnswer:
 
     async def prepare(self, _: Any) -> None:
         self.begun = True
-        self._send(encode_record(RecordKind.ACCEPTED, self._number, self.headers[WEIGHTS_HEADER].encode()))
+        self._send(encode_record(RecordKind.ACCEPTED, self._number, self.weights_digest.encode()))
 
     async def write(self, data: bytes) -> None:
         while self._credit <= 0:
@@ -77,8 +77,9 @@ class FakeLink(asyncio.Protocol):
         self,
         http: web.Request,
         serve: Serve,
-        headers: Callable[[], dict[str, str]],
+        weights_digest: Callable[[], str],
         note_request_id: Callable[[str], None],
+        raise_allowance: Callable[[GenerateRequest, int], None],
     ) -> None:
         assert http.transport is not None
         self.transport = cast(asyncio.Transport, http.transport)
@@ -86,7 +87,8 @@ class FakeLink(asyncio.Protocol):
         self.over = asyncio.Event()
         self._before = self.transport.get_protocol()
         self._serve = serve
-        self._headers = headers
+        self._weights_digest = weights_digest
+        self._raise_allowance = raise_allowance
         self._note_request_id = note_request_id
         self._decoder = RecordDecoder()
         self._parts: dict[int, bytes] = {}
@@ -103,12 +105,14 @@ class FakeLink(asyncio.Protocol):
                 self._note_request_id(body.decode())
             elif kind == RecordKind.REQUEST:
                 request = msgspec.msgpack.decode(self._parts.pop(number, b"") + body, type=GenerateRequest)
-                answer = self._answers[number] = LinkAnswer(self, number, self._headers())
+                answer = self._answers[number] = LinkAnswer(self, number, request, self._weights_digest())
                 self._tasks[number] = asyncio.create_task(self._run(number, request, answer))
             elif kind == RecordKind.CANCEL and number in self._tasks:
                 self._tasks[number].cancel()
             elif kind == RecordKind.CREDIT and number in self._answers:
-                self._answers[number].credited(decode_credit(body))
+                self._answers[number].credited(decode_number(body))
+            elif kind == RecordKind.ALLOWANCE and number in self._answers:
+                self._raise_allowance(self._answers[number].request, decode_number(body))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True

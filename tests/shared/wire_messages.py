@@ -18,11 +18,11 @@ from pagemill_operator.autoscaler.records import Record
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.report.load import LoadFrame
 from pagemill_protocol.report.state import StateFrame
-from pagemill_protocol.request.generate import AllowanceRaise, FrameMeta, GenerateRequest
+from pagemill_protocol.request.generate import FrameMeta, GenerateRequest
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 RELEASED = Path(__file__).resolve().parents[1] / "protocol" / "released" / "messages.json"
-MESSAGES = (GenerateRequest, AllowanceRaise, FrameMeta, StateFrame, TokenizerBundle, LoadFrame, Catalog, Record)
+MESSAGES = (GenerateRequest, FrameMeta, StateFrame, TokenizerBundle, LoadFrame, Catalog, Record)
 SETTINGS = (EngineConfig, ServerConfig)
 """Settings that an operator writes for engines, whose image may be of either release.
 

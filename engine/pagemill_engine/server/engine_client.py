@@ -185,13 +185,11 @@ class EngineClient:
                 self._metrics.request_aborted("client_left")
                 self._metrics.request_finished(running.timing, running.processor)
 
-    def raise_allowance(self, request_id: str, allowance: int) -> bool:
-        """Let each sequence of a request generate up to `allowance` tokens. Returns whether the request is here."""
+    def raise_allowance(self, request_id: str, allowance: int) -> None:
+        """Let each sequence of a request generate up to `allowance` tokens, if the request is running."""
         engine_id = self._engine_ids.get(request_id)
-        if engine_id is None:
-            return False
-        self._channel.send(RaiseAllowance(engine_id, allowance))
-        return True
+        if engine_id is not None:
+            self._channel.send(RaiseAllowance(engine_id, allowance))
 
     def fail_all(self, error: PagemillError) -> None:
         """End every request with `error` in its client's dialect."""

@@ -309,7 +309,6 @@ class LocalBrain:
             prefix_chunk_tokens=to_place.request.prefix_chunk_tokens,
             predicted_ttft_ms=placed.predicted_ttft_ms,
             probe=to_place.probe,
-            has_link=record.has_link,
         )
 
     def _release(self, assignment: Assignment, *, failed: bool) -> InFlightRequest | None:

@@ -180,8 +180,6 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queued_s: float = 0.0
     """The time that the request waited for capacity."""
     probe: Probe = "none"
-    has_link: bool = False
-    """Whether the endpoint accepts a link (`pagemill_protocol.link`), otherwise HTTP only."""
 
 
 class RequestOutcome(msgspec.Struct, frozen=True, array_like=True, gc=False):

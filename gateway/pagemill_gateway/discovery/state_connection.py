@@ -23,7 +23,7 @@ class StateConnection(EngineConnection):
 
     def __init__(self, apply: Callable[[StateFrame], bool]) -> None:
         """`apply` returns whether it has handled the frame; an exception ends the stream."""
-        super().__init__(lambda _: None)
+        super().__init__()
         self._apply = apply
         self._decoder = StateDecoder()
         self._left: deque[StateFrame] = deque()

@@ -192,7 +192,7 @@ class StateStreams:
 
     async def _begin(self, connection: StateConnection, head: bytes, progress: _Progress) -> None:
         async with asyncio.timeout(self._config.state_idle_timeout_s):
-            await connection.ask(head, b"")
+            await connection.ask(head)
         progress.opened = True
         if connection.status == HTTPStatus.UNAUTHORIZED:
             raise StreamRefused(WRONG_TOKEN)

@@ -1,14 +1,13 @@
-"""An HTTP connection to an engine: sends a request and receives the head and body of its response, one at a time.
+"""An HTTP connection to an engine: sends one request and receives the head and body of its response.
 
 The bytes of a body are not interpreted; a slow reader makes the engine stop sending. The sizes of the head and of the
-unread body are limited. The connection knows whether it can be reused, `engine_pool` assigns it to requests, and
-`upstream` interprets responses. The parser is httptools.
+unread body are limited. If the engine switches to another protocol, the connection is handed over to it. State streams
+(`discovery.state_connection`) and the beginnings of links (`relay.links`) use it. The parser is httptools.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import cast
 
 import httptools
@@ -17,9 +16,8 @@ MAX_HEAD_BYTES = 32 * 1024
 """Limit for the head, and for bytes outside the body such as an endless trailer."""
 MAX_UNREAD_BYTES = 128 * 1024
 """With more unread bytes the socket is not read; one read may exceed the limit."""
-PIECE_BYTES = 128 * 1024
-"""Large requests are sent in pieces of this size, because the transport copies what it is given."""
 _OK = 200
+_SWITCHED = 101
 
 
 class ConnectionBroken(ConnectionError):
@@ -27,22 +25,19 @@ class ConnectionBroken(ConnectionError):
 
 
 class EngineConnection(asyncio.Protocol):
-    """A connection for one request at a time: `ask`, then `receive` until it returns nothing.
+    """A connection for one request: `ask`, then `receive` until it returns nothing.
 
     Create it inside a running event loop.
     """
 
-    def __init__(self, on_lost: Callable[[EngineConnection], None]) -> None:
+    def __init__(self) -> None:
         self.status = 0
         """The response's status; 0 until its head has arrived."""
-        self.has_ended = True
-        """Whether the response is complete, even if it is not read yet; also true before the first request."""
-        self.idle_since = 0.0
-        """The loop's time at which the pool got the connection back; set by the pool."""
-        self._on_lost = on_lost
+        self.has_ended = False
+        """Whether the response is complete, even if it is not read yet."""
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._parser: httptools.HttpResponseParser
+        self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[bytes, bytes] = {}
         self._num_header_bytes = 0
         self._num_bodiless_bytes = 0
@@ -51,45 +46,20 @@ class EngineConnection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._num_unread = 0
         self._reads = True
-        self._may_write = True
-        self._is_sent = self._is_new = True
-        self._keeps_alive = True
         self._error: Exception | None = None
         self._is_lost = False
         self._waiting: asyncio.Future[None] | None = None
+        self._after_head = b""
+        """What followed the head of a response that switches to another protocol."""
 
     # Methods for the user.
 
-    @property
-    def is_reusable(self) -> bool:
-        """Whether the previous request and response are complete and read, and the engine keeps the connection open."""
-        return (
-            self.has_ended
-            and self._keeps_alive
-            and self._is_sent
-            and not self._pieces
-            and not self._is_lost
-            and not self._transport.is_closing()
-            and (self._is_new or not self._transport.get_write_buffer_size())  # a new one may hold TLS's handshake
-        )
+    async def ask(self, head: bytes) -> None:
+        """Send a request without a body, and return when the head of the response has arrived.
 
-    @property
-    def is_lost(self) -> bool:
-        return self._is_lost
-
-    async def ask(self, head: bytes, body: bytes) -> None:
-        """Send a request, and return when the head of the response has arrived. Raises `ConnectionBroken`."""
-        if not self.is_reusable:
-            raise ConnectionBroken("the engine hung up")
-        self.status = self._num_header_bytes = self._num_bodiless_bytes = 0
-        self.has_ended = self._is_sent = self._is_new = False
-        self._headers = {}
-        self._parser = httptools.HttpResponseParser(self)
-        if len(body) <= PIECE_BYTES:
-            self._transport.write(head + body)
-            self._is_sent = True
-        else:
-            await self._send_in_pieces(head, body)
+        Raises `ConnectionBroken`.
+        """
+        self._transport.write(head)
         while not self.status:
             await self._changed()
 
@@ -112,22 +82,18 @@ class EngineConnection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    def abort(self) -> None:
-        """Close the connection at once, without sending the rest; the engine notices it and aborts the request."""
-        self._transport.abort()
+    def hand_over(self, protocol: asyncio.Protocol) -> None:
+        """Let `protocol` go on with the connection, whose engine has switched to it. Raises `ConnectionBroken`."""
+        if self._error is not None or self._is_lost or self._transport.is_closing():
+            raise ConnectionBroken("the engine hung up")
+        self._transport.set_protocol(protocol)
+        protocol.connection_made(self._transport)
+        if self._after_head:
+            protocol.data_received(self._after_head)
 
-    async def _send_in_pieces(self, head: bytes, body: bytes) -> None:
-        """Send a large request; stop if the engine responds before it has read everything."""
-        self._transport.write(head)
-        rest = memoryview(body)
-        while rest and not self.status and self._error is None:
-            if not self._may_write:
-                await self._changed()
-                continue
-            self._transport.write(bytes(rest[:PIECE_BYTES]))
-            rest = rest[PIECE_BYTES:]
-            await asyncio.sleep(0)  # let other tasks forward their answers
-        self._is_sent = not rest
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
 
     def _changed(self) -> asyncio.Future[None]:
         """Return a future that is done at the next event of the connection. Raises its error, if it has one."""
@@ -146,13 +112,21 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        if self.status == _SWITCHED and len(self._after_head) <= MAX_UNREAD_BYTES:
+            self._after_head += data
+            return
         if self.has_ended or self._error is not None:
-            self._transport.abort()  # no request is waiting
+            self._transport.abort()  # nothing may follow the response
             return
         num_body_bytes = self._num_body_bytes
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+        except httptools.HttpParserUpgrade as switched:
+            if self.status == _SWITCHED:
+                self._after_head = data[switched.args[0] :]
+            else:
+                self._give_up("the answer cannot be read: it switches to another protocol")
+        except httptools.HttpParserError as error:
             self._give_up(f"the answer cannot be read: {error}")
         if self._num_body_bytes == num_body_bytes:
             self._num_bodiless_bytes += len(data)
@@ -165,22 +139,14 @@ class EngineConnection(asyncio.Protocol):
                 self._transport.pause_reading()
         self._wake()
 
-    def pause_writing(self) -> None:
-        self._may_write = False
-
-    def resume_writing(self) -> None:
-        self._may_write = True
-        self._wake()
-
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
         if not self.has_ended and self._error is None:
             if error is None and self._ends_with_connection():
-                self.has_ended, self._keeps_alive = True, False
+                self.has_ended = True
             else:
                 self._error = ConnectionBroken(str(error or "the engine hung up"))
         self._wake()
-        self._on_lost(self)
 
     def _ends_with_connection(self) -> bool:
         """Whether the response has no length, so that it ends when the connection is closed."""
@@ -209,7 +175,7 @@ class EngineConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status >= _OK:
+        if status >= _OK or status == _SWITCHED:
             self.status = status
 
     def on_body(self, body: bytes) -> None:
@@ -222,4 +188,3 @@ class EngineConnection(asyncio.Protocol):
             self._headers = {}  # this was an interim response (1xx); the final one follows
             return
         self.has_ended = True
-        self._keeps_alive = self._parser.should_keep_alive()

@@ -103,6 +103,14 @@ def refusal(status: int, raw: bytes, retry_after: str | None) -> UpstreamFailure
     return UpstreamFailure("broken", f"The engine answered {status}: {error.message}")
 
 
+def link_refusal(status: int, raw: bytes, retry_after: str | None) -> UpstreamFailure:
+    """Return the failure for an engine, or a server before it, that refuses the link. No client is at fault for it."""
+    judged = refusal(status, raw, retry_after)
+    if isinstance(judged, UpstreamFailure):
+        return judged
+    return UpstreamFailure("broken", f"The engine answered {status} to the request for a link: {judged.message}")
+
+
 def _retry_after_s(value: str | None) -> float | None:
     try:
         return min(MAX_RETRY_AFTER_S, max(0.0, float(value))) if value is not None else None

@@ -88,7 +88,7 @@ class Delivery:
             response_id = request.response_id or request.request_id
             request = msgspec.structs.replace(request, request_id=request_id, response_id=response_id)
         if self.growth is not None:
-            allowance = self.growth.begin(choice, request.request_id)
+            allowance = self.growth.begin()
             request = msgspec.structs.replace(request, token_allowance=allowance)
         cached = choice.predicted_cached_tokens
         return _encoder.encode(msgspec.structs.replace(request, predicted_cached_tokens=cached) if cached else request)

@@ -34,12 +34,11 @@ from pagemill_protocol.link import (
     RecordDecoder,
     RecordKind,
     Refusal,
-    encode_credit,
+    encode_number,
     encode_pieces,
     encode_record,
 )
 
-MAX_HEAD_BYTES = 32 * 1024
 MAX_DIGEST_CHARS = 256
 LEAST_TICK_S = 0.01
 RECORDS_PER_ITERATION = 8
@@ -48,7 +47,6 @@ MAX_STREAMS = 2**32 - 1
 """The number of streams after which a link is replaced."""
 _refusal_decoder = msgspec.msgpack.Decoder(Refusal)
 _DATA = int(RecordKind.DATA)
-_SWITCHED = (b"HTTP/1.1 101 ", b"HTTP/1.0 101 ")
 
 
 class LinkTimeouts:
@@ -147,8 +145,8 @@ class LinkStream:
             raise UpstreamFailure("lost", TOO_SHORT)
         return []
 
-    async def finish(self) -> None:
-        """Do nothing, because a link needs no release."""
+    def raise_allowance(self, tokens: int) -> bool:
+        return not self._is_over and self.link.send_number(RecordKind.ALLOWANCE, self._number, tokens)
 
     def close(self) -> None:
         if self._asking is not None:
@@ -257,7 +255,7 @@ class LinkStream:
         self._num_owed += self._num_held
         self._num_held = 0
         if self._num_owed >= CREDIT_BYTES:
-            self.link.credit(self._number, self._num_owed)
+            self.link.send_number(RecordKind.CREDIT, self._number, self._num_owed)
             self._num_owed = 0
 
     def _wake(self) -> None:
@@ -266,7 +264,7 @@ class LinkStream:
 
 
 class EngineLink(asyncio.Protocol):
-    """A link. Create it inside a running event loop, connect it, and `begin`; then `send` concurrent requests."""
+    """A link. Create it inside a running event loop, and give it a connection; then `send` concurrent requests."""
 
     def __init__(self, timeouts: LinkTimeouts, idle_s: float, backlog: Backlog) -> None:
         """`idle_s`: the time after which a link without requests is closed. All links share the `backlog`."""
@@ -279,8 +277,6 @@ class EngineLink(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._streams: dict[int, LinkStream] = {}
         self._num_opened = 0
-        self._head = b""
-        self._switched: asyncio.Future[bool] = self._loop.create_future()
         self._decoder = RecordDecoder()
         self._may_write = asyncio.Event()
         self._may_write.set()
@@ -291,16 +287,6 @@ class EngineLink(asyncio.Protocol):
     @property
     def is_usable(self) -> bool:
         return not (self._is_lost or self._is_retired or self._transport.is_closing())
-
-    async def begin(self, head: bytes) -> bool:
-        """Send the request for a link. Return whether the engine accepts it. Raises `OSError` if it hangs up."""
-        self._transport.write(head)
-        if not await self._switched:
-            self._transport.abort()
-            return False
-        self._idle_since = self.now()
-        self._check_streams()
-        return True
 
     async def send(
         self, body: bytes, request_id: str, liveness: AskLiveness, on_accepted: Callable[[], None]
@@ -340,9 +326,12 @@ class EngineLink(asyncio.Protocol):
             if self._is_retired:
                 self._transport.close()
 
-    def credit(self, number: int, num_bytes: int) -> None:
-        if number in self._streams and not self._is_lost:
-            self._transport.write(encode_credit(number, num_bytes))
+    def send_number(self, kind: RecordKind, stream: int, number: int) -> bool:
+        """Send credited bytes or an allowance. Return false if the stream is not open any more."""
+        if stream not in self._streams or self._is_lost:
+            return False
+        self._transport.write(encode_number(kind, stream, number))
+        return True
 
     def retire(self) -> None:
         """Accept no further requests, and close the link with its last stream."""
@@ -383,13 +372,12 @@ class EngineLink(asyncio.Protocol):
     # Callbacks of the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin on a connection that the engine has switched to the link's protocol."""
         self._transport = cast(asyncio.Transport, transport)
+        self._idle_since = self.now()
+        self._check_streams()
 
     def data_received(self, data: bytes) -> None:
-        if not self._switched.done():
-            data = self._read_head(data)
-            if not data:
-                return
         try:
             records = self._decoder.feed(data)
         except FrameError as error:
@@ -436,8 +424,6 @@ class EngineLink(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._may_write.set()
-        if not self._switched.done():
-            self._switched.set_exception(ConnectionError("the engine hung up"))
         self._fail_all(UpstreamFailure("lost", BROKE))
 
     def _fail_all(self, error: UpstreamFailure) -> None:
@@ -445,18 +431,6 @@ class EngineLink(asyncio.Protocol):
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream.fail(error)
-
-    def _read_head(self, data: bytes) -> bytes:
-        """Read the response to the request for a link. Return the bytes that follow it."""
-        self._head += data
-        head, end, rest = self._head.partition(b"\r\n\r\n")
-        if end:
-            self._head = b""
-            self._switched.set_result(head.startswith(_SWITCHED))
-            return rest if head.startswith(_SWITCHED) else b""
-        if len(self._head) > MAX_HEAD_BYTES:
-            self._switched.set_result(False)
-        return b""
 
     def _dispatch(self, stream: LinkStream, record: Record) -> None:
         """Process a record of another kind than data."""

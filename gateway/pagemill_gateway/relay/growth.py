@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.limits.allowance import Allowance
-from pagemill_gateway.relay.upstream import Upstream
+from pagemill_gateway.relay.answer_stream import AnswerStream
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import FrameMeta
 
@@ -22,20 +21,22 @@ logger = logging.getLogger("pagemill.gateway.relay")
 class Growth:
     """The growth of one engine request's allowance. Create it inside a running event loop; `close` it at the end."""
 
-    def __init__(self, allowance: Allowance, upstream: Upstream) -> None:
+    def __init__(self, allowance: Allowance) -> None:
         self._allowance = allowance
-        self._upstream = upstream
-        self._choice: Assignment | None = None
-        self._request_id = ""
+        self._stream: AnswerStream | None = None
+        """The answer of the current attempt, once its request was sent."""
         self._sent = 0
         """The allowance that the current engine knows."""
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, choice: Assignment, request_id: str) -> int:
-        """Note the engine and the id of an attempt. Return the allowance to send with it."""
-        self._choice, self._request_id = choice, request_id
-        self._sent = self._allowance.begin()
+    def begin(self) -> int:
+        """Begin an attempt. Return the allowance to send with it."""
+        self._stream, self._sent = None, self._allowance.begin()
         return self._sent
+
+    def opened(self, stream: AnswerStream) -> None:
+        """Note that the request of the attempt was sent."""
+        self._stream = stream
 
     def begin_anew(self) -> None:
         self._allowance.begin_anew()
@@ -48,6 +49,7 @@ class Growth:
             self._task = asyncio.create_task(self._grow())
 
     async def close(self) -> None:
+        self._stream = None  # it refers to the request, and so to this object
         if self._task is not None:
             self._task.cancel()
             (end,) = await asyncio.gather(self._task, return_exceptions=True)
@@ -58,7 +60,7 @@ class Growth:
         while self._allowance.low or self._sent < self._allowance.tokens:
             if self._allowance.low:
                 await self._reserve()
-            if self._sent == self._allowance.tokens or not await self._send_allowance():
+            if self._sent == self._allowance.tokens or not self._send_allowance():
                 await asyncio.sleep(RETRY_S)
 
     async def _reserve(self) -> None:
@@ -67,11 +69,10 @@ class Growth:
         except PagemillError as error:
             logger.debug("an answer's allowance cannot grow now: %s", error.message)
 
-    async def _send_allowance(self) -> bool:
-        """Send the allowance to the engine. Return whether it was received."""
-        choice, request_id, tokens = self._choice, self._request_id, self._allowance.tokens
-        if choice is None or not await self._upstream.raise_allowance(choice, request_id, tokens):
+    def _send_allowance(self) -> bool:
+        """Send the allowance to the engine. Return whether it was sent."""
+        tokens = self._allowance.tokens
+        if self._stream is None or not self._stream.raise_allowance(tokens):
             return False
-        if request_id == self._request_id:
-            self._sent = max(self._sent, tokens)
+        self._sent = max(self._sent, tokens)
         return True

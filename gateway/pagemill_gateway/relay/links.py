@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import ssl
 from contextlib import suppress
+from http import HTTPStatus
 from typing import NamedTuple
 
 from pagemill_gateway.engine_http.connecting import Connector, Origin, request_head
+from pagemill_gateway.engine_http.engine_connection import ConnectionBroken, EngineConnection
+from pagemill_gateway.relay.attempt_failures import MAX_ERROR_BYTES, link_refusal
 from pagemill_gateway.relay.engine_link import Backlog, EngineLink, LinkTimeouts
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
 
@@ -19,7 +22,7 @@ Key = tuple[Origin, str]
 
 
 class _Opening(NamedTuple):
-    task: asyncio.Task[EngineLink | None]
+    task: asyncio.Task[EngineLink]
     waiters: list[asyncio.Future[None]]
     """The waiting requests in order of arrival."""
 
@@ -43,11 +46,11 @@ class Links:
         link = self._links.get((origin, token))
         return link if link is not None and link.is_usable else None
 
-    async def open(self, origin: Origin, token: str) -> EngineLink | None:
-        """Open a link, the same one for concurrent callers; `None` if the engine supports HTTP only or refuses it.
+    async def open(self, origin: Origin, token: str) -> EngineLink:
+        """Open a link, the same one for concurrent callers.
 
         Requests continue in order of arrival, because their cached tokens were predicted in that order. Raises
-        `CannotConnect`, or `OSError` if the engine hangs up.
+        `UpstreamFailure` if the engine refuses the link, `CannotConnect`, or `OSError` if it hangs up.
         """
         key = origin, token
         opening = self._opening.get(key)
@@ -69,17 +72,22 @@ class Links:
                 link.abort()
         self._links.clear()
 
-    async def _open(self, key: Key) -> EngineLink | None:
+    async def _open(self, key: Key) -> EngineLink:
         origin, token = key
         head = request_head(f"GET {LINK_PATH}", origin, token, "Connection: Upgrade", f"Upgrade: {LINK_PROTOCOL}")
-        link = await self._connector.connect(origin, lambda: EngineLink(self._timeouts, IDLE_S, self._backlog))
+        connection = await self._connector.connect(origin, EngineConnection)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                is_open = await link.begin(head)
+                await connection.ask(head)
+                if connection.status != HTTPStatus.SWITCHING_PROTOCOLS:
+                    body = await _bounded_body(connection)
+                    raise link_refusal(connection.status, body, connection.header(b"retry-after") or None)
+            link = EngineLink(self._timeouts, IDLE_S, self._backlog)
+            connection.hand_over(link)
         except BaseException:
-            link.abort()
+            connection.abort()
             raise
-        return link if is_open else None
+        return link
 
     def _go_on(self, key: Key) -> None:
         """Wake the waiting requests; store the link for later requests when none waits any more."""
@@ -87,9 +95,9 @@ class Links:
         if not waiters:
             del self._opening[key]
             with suppress(Exception, asyncio.CancelledError):  # the waiters got the error
-                if (link := task.result()) is not None:
-                    self._links = {other: each for other, each in self._links.items() if each.is_usable}
-                    self._links[key] = link
+                link = task.result()
+                self._links = {other: each for other, each in self._links.items() if each.is_usable}
+                self._links[key] = link
             return
         for waiter in waiters:
             if not waiter.done():
@@ -97,3 +105,14 @@ class Links:
         waiters.clear()
         # Called again after the woken requests and those that arrive in the meantime.
         asyncio.get_running_loop().call_soon(self._go_on, key)
+
+
+async def _bounded_body(connection: EngineConnection) -> bytes:
+    """Return the body of a refusal; empty if it is too long or breaks off, because its status says enough."""
+    body = b""
+    with suppress(ConnectionBroken):
+        while data := await connection.receive():
+            body += data
+            if len(body) > MAX_ERROR_BYTES:
+                return b""
+    return body

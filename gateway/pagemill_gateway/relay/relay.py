@@ -78,7 +78,7 @@ class Relay:
         Raises `PagemillError` if the client has got nothing of the answer, and `AnswerBroken` if it has.
         """
         journal = Journal(request, self.journal_capacity, record.ticket.key)
-        growth = Growth(allowance, self._upstream) if allowance is not None else None
+        growth = Growth(allowance) if allowance is not None else None
         delivery = Delivery(
             target, request, routing_request, sink, record, journal, Attempts(self._max_attempts), growth
         )
@@ -177,6 +177,8 @@ class Relay:
 
         sent_at = time.perf_counter()
         stream = await self._upstream.open(assignment, body, delivery.record.request_id, liveness, accepted)
+        if delivery.growth is not None:
+            delivery.growth.opened(stream)
         try:
             frames = await stream.read()
             if frames[0][0].error is None:
@@ -187,7 +189,6 @@ class Relay:
                 usage = await forward(frames, stream, delivery)
                 if usage is not None:
                     ms_per_token = _ms_per_token(delivery.journal.num_tokens - num_tokens, stream.waited_s - waited_s)
-                    await stream.finish()
                     return usage, CompletedRequest(usage.completion_tokens, ms_per_token)
                 frames = await stream.read(take)
         finally:

@@ -1,4 +1,4 @@
-"""Length-prefixed frames: answers of `/internal/generate`, the engine's state stream, the gateway's load stream, and
+"""Length-prefixed frames: answers on a link, the engine's state stream, the gateway's load stream, and
 other messages between processes as `u32 length | msgpack`.
 
 An answer frame is `u32 meta length | u32 payload length | meta (msgpack of FrameMeta) | payload`, a state frame is `u32
@@ -22,17 +22,13 @@ from pagemill_protocol.report.load import LoadFrame
 from pagemill_protocol.report.state import StateFrame
 from pagemill_protocol.request.generate import FrameMeta
 
-FRAMES_CONTENT_TYPE = "application/vnd.pagemill.frames"
-"""Content type of `/internal/generate` answers."""
 STATE_CONTENT_TYPE = "application/vnd.pagemill.state"
 """Content type of `/internal/state` streams."""
 LOAD_CONTENT_TYPE = "application/vnd.pagemill.load"
 """Content type of a gateway's `/internal/load` streams."""
 MSGPACK_CONTENT_TYPE = "application/vnd.msgpack"
-"""Content type of a `GenerateRequest`."""
+"""Content type of a tokenizer bundle."""
 
-WEIGHTS_HEADER = "x-pagemill-weights"
-"""Header of `/internal/generate` answers: digest of the weights that compute them."""
 
 MAX_META_BYTES = 4 * 1024 * 1024
 MAX_PAYLOAD_BYTES = 256 * 1024 * 1024

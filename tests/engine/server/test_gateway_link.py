@@ -3,94 +3,32 @@
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
 import msgspec
 import pytest
-from waiting import WAIT_LIMIT_S, wait_until
+from link_client import LinkClient, generate
+from waiting import wait_until
 
-from pagemill_protocol.frames import FrameDecoder
 from pagemill_protocol.link import (
     LINK_PATH,
     LINK_PROTOCOL,
     WINDOW_BYTES,
-    RecordDecoder,
     RecordKind,
-    Refusal,
-    encode_credit,
     encode_pieces,
     encode_record,
 )
-from pagemill_protocol.request.generate import FrameMeta, GenerateRequest
+from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
 MODEL = "SmolLM2-135M-Instruct"
 
 
-class Link:
-    """The gateway's end of a link."""
-
-    def __init__(self, server: Any, *, token: str | None = None) -> None:
-        url = httpx.URL(server.url)
-        self.socket = socket.create_connection((url.host, url.port), timeout=WAIT_LIMIT_S)
-        given = server.auth["Authorization"] if token is None else f"Bearer {token}"
-        head = f"GET {LINK_PATH} HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: {given}\r\n"
-        self.socket.sendall(f"{head}Connection: Upgrade\r\nUpgrade: {LINK_PROTOCOL}\r\n\r\n".encode())
-        answer = b""
-        while b"\r\n\r\n" not in answer:
-            answer += self.socket.recv(1 << 16)
-        head_bytes, _, rest = answer.partition(b"\r\n\r\n")
-        self.status = int(head_bytes.split(b" ")[1])
-        self._decoder = RecordDecoder()
-        self.records = self._decoder.feed(rest) if self.status == 101 else []
-
-    def send(self, number: int, request: GenerateRequest) -> None:
-        for record in encode_pieces(RecordKind.REQUEST_PART, number, msgspec.msgpack.encode(request)):
-            self.socket.sendall(record)
-        self.socket.sendall(encode_record(RecordKind.REQUEST, number))
-
-    def read_until(self, *ended: int) -> None:
-        """Read until these streams have ended."""
-        while not set(ended) <= {
-            number for kind, number, _ in self.records if kind in (RecordKind.END, RecordKind.REFUSED)
-        }:
-            data = self.socket.recv(1 << 20)
-            assert data, "the engine closed the connection"
-            self.records += self._decoder.feed(data)
-
-    def read_now(self, limit_s: float) -> None:
-        """Read everything that arrives without a pause of `limit_s` seconds."""
-        self.socket.settimeout(limit_s)
-        try:
-            while data := self.socket.recv(1 << 20):
-                self.records += self._decoder.feed(data)
-        except TimeoutError:
-            self.socket.settimeout(WAIT_LIMIT_S)
-
-    def kinds(self, number: int) -> list[int]:
-        return [kind for kind, stream, _ in self.records if stream == number]
-
-    def num_bytes(self, number: int) -> int:
-        return sum(len(data) for kind, stream, data in self.records if (kind, stream) == (RecordKind.DATA, number))
-
-    def frames(self, number: int) -> list[tuple[FrameMeta, bytes]]:
-        data = b"".join(data for kind, stream, data in self.records if (kind, stream) == (RecordKind.DATA, number))
-        decoder = FrameDecoder()
-        frames = decoder.feed(data)
-        decoder.close()
-        return frames
-
-    def refusal(self, number: int) -> Refusal:
-        (data,) = [data for kind, stream, data in self.records if (kind, stream) == (RecordKind.REFUSED, number)]
-        return msgspec.msgpack.decode(data, type=Refusal)
-
-
 @pytest.fixture
-def link(null_server: Any) -> Iterator[Link]:
-    link = Link(null_server)
+def link(null_server: Any) -> Iterator[LinkClient]:
+    link = LinkClient(null_server.url, null_server.auth)
     assert link.status == 101
     yield link
     link.socket.close()
@@ -105,15 +43,11 @@ def a_request(request_id: str, **fields: Any) -> GenerateRequest:
     return GenerateRequest(request_id=request_id, model=MODEL, **{**defaults, **fields})
 
 
-def test_answers_over_a_link_equal_those_over_http(link: Link, null_server: Any) -> None:
+def test_requests_at_once_are_answered_like_one_alone(link: LinkClient, null_server: Any) -> None:
     for number in (1, 2, 3):
         link.send(number, a_request(f"link-{number}", response_id="same"))
     link.read_until(1, 2, 3)
-    body = msgspec.msgpack.encode(a_request("http", response_id="same"))
-    over_http = FrameDecoder()
-    expected = over_http.feed(
-        httpx.post(f"{null_server.url}/internal/generate", content=body, headers=null_server.auth).content
-    )
+    expected = generate(null_server.url, a_request("alone", response_id="same"), null_server.auth).frames
     for number in (1, 2, 3):
         assert link.kinds(number)[0] == RecordKind.ACCEPTED
         frames = link.frames(number)
@@ -122,7 +56,7 @@ def test_answers_over_a_link_equal_those_over_http(link: Link, null_server: Any)
 
 
 def test_a_link_requires_the_token_and_the_upgrade_header(null_server: Any) -> None:
-    stranger = Link(null_server, token="wrong")
+    stranger = LinkClient(null_server.url, {"Authorization": "Bearer wrong"})
     stranger.socket.close()
     assert stranger.status == 401
     without_offer = httpx.get(null_server.url + LINK_PATH, headers=null_server.auth)
@@ -135,7 +69,7 @@ def test_another_protocol_is_not_accepted(null_server: Any) -> None:
     assert httpx.get(null_server.url + LINK_PATH, headers={**null_server.auth, **offer}).status_code == 426
 
 
-def test_a_request_is_refused_like_over_http_and_the_link_continues(link: Link) -> None:
+def test_refused_requests_have_their_status_and_the_link_continues(link: LinkClient) -> None:
     link.socket.sendall(encode_record(RecordKind.REQUEST, 1, b"no msgpack"))
     link.send(2, a_request("too-long", prompt_token_ids=list(range(100_000))))
     link.send(3, a_request("other", weights_digest="other"))
@@ -146,7 +80,7 @@ def test_a_request_is_refused_like_over_http_and_the_link_continues(link: Link) 
     assert link.kinds(4)[-1] == RecordKind.END
 
 
-def test_a_large_request_arrives_in_parts_and_one_beyond_the_limit_is_refused(link: Link) -> None:
+def test_a_large_request_arrives_in_parts_and_one_beyond_the_limit_is_refused(link: LinkClient) -> None:
     raw = msgspec.msgpack.encode(a_request("parts"))
     for piece in (raw[:10], raw[10:20]):
         link.socket.sendall(encode_record(RecordKind.REQUEST_PART, 1, piece))
@@ -160,25 +94,25 @@ def test_a_large_request_arrives_in_parts_and_one_beyond_the_limit_is_refused(li
 
 
 def test_a_cancelled_request_and_those_of_a_closed_link_are_aborted(null_server: Any) -> None:
-    link = Link(null_server)
+    link = LinkClient(null_server.url, null_server.auth)
     endless = SamplingParams(max_tokens=900, ignore_eos=True)
     for number in (1, 2):
         link.send(number, a_request(f"endless-{number}", sampling=endless))
     while {link.kinds(number)[:1] == [RecordKind.ACCEPTED] for number in (1, 2)} != {True}:
-        link.records += link._decoder.feed(link.socket.recv(1 << 16))
+        link.read_some()
     link.socket.sendall(encode_record(RecordKind.CANCEL, 1))
     link.socket.close()
     wait_until(lambda: httpx.get(null_server.url + "/load", headers=null_server.auth).json()["server_load"] == 0)
 
 
-def test_bytes_beyond_the_credit_are_not_sent_and_other_streams_continue(link: Link) -> None:
+def test_bytes_beyond_the_credit_are_not_sent_and_other_streams_continue(link: LinkClient) -> None:
     large = SamplingParams(max_tokens=400, seed=1, ignore_eos=True, logprobs=20)
     link.send(1, a_request("large", sampling=large))
     wait_until(lambda: (link.read_now(0.5), link.num_bytes(1) == WINDOW_BYTES)[1])
     link.send(2, a_request("small"))
     link.read_until(2)
     assert link.num_bytes(1) == WINDOW_BYTES
-    link.socket.sendall(encode_credit(1, 2**30))
+    link.send_number(RecordKind.CREDIT, 1, 2**30)
     link.read_until(1)
     assert link.frames(1)[-1][0].last
 
@@ -186,10 +120,10 @@ def test_bytes_beyond_the_credit_are_not_sent_and_other_streams_continue(link: L
 def test_an_engine_that_stops_ends_its_streams_with_an_error_and_closes_its_links(start_server: Any) -> None:
     server = start_server(server={"drain_timeout_s": 0.2})
     server.wait_for("ready")
-    link = Link(server)
+    link = LinkClient(server.url, server.auth)
     link.send(1, a_request("cut", sampling=SamplingParams(max_tokens=900, ignore_eos=True)))
     while RecordKind.DATA not in link.kinds(1):
-        link.records += link._decoder.feed(link.socket.recv(1 << 16))
+        link.read_some()
     server.process.send_signal(signal.SIGTERM)
     link.read_until(1)
     assert link.frames(1)[-1][0].error_code == "draining"

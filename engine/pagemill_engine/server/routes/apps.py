@@ -146,8 +146,6 @@ DATA_ROUTES = [
     *(Route(each.path, keyed(openai_routes.count_route(each)), methods=["POST"]) for each in TOKEN_COUNTS),
     Route("/detokenize", keyed(openai_routes.detokenize), methods=["POST"]),
     Route(LINK_PATH, internal_routes.link),
-    Route("/internal/generate", internal_routes.generate, methods=["POST"]),
-    Route("/internal/allowance", internal_routes.allowance, methods=["POST"]),
 ]
 CONTROL_ROUTES = [
     *COMMON_ROUTES,

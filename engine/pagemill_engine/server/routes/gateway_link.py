@@ -2,8 +2,7 @@
 
 The frames of one engine step leave in one write, or in a few if they are large. A stream waits while its gateway has
 not credited what was sent, and all streams wait while the socket is full; meanwhile their frames stay in their
-`Answer`s, which are bounded. Requests are checked and refused as in `internal_routes.generate`. The protocol is
-`pagemill_protocol.link`.
+`Answer`s, which are bounded. The protocol is `pagemill_protocol.link`.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from pagemill_engine.server.routes.responses import encoded
 from pagemill_protocol.errors import PagemillError, body_too_large, error_body, internal_error, invalid_field
 from pagemill_protocol.frames import FrameError
 from pagemill_protocol.link import (
+    LINK_PATH,
     WINDOW_BYTES,
     Record,
     RecordDecoder,
     RecordKind,
     Refusal,
-    decode_credit,
+    decode_number,
     encode_pieces,
     encode_record,
 )
@@ -45,8 +45,6 @@ MAX_WRITE_BYTES = 256 * 1024
 """Bytes of one write, and one stream's window more: what waits in the socket's buffer at most, and is not counted."""
 MAX_TURN_BYTES = 4 * MAX_WRITE_BYTES
 """Bytes written in one turn of the event loop, so that other work is not delayed."""
-ROUTE = "/internal/generate"
-"""Route label of requests in metrics, whichever way they arrive."""
 _decoder = msgspec.msgpack.Decoder(GenerateRequest)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -67,10 +65,11 @@ def decode_request(raw: bytes) -> GenerateRequest:
 class _Stream:
     """One request and the unsent part of its answer."""
 
-    __slots__ = ("answer", "credit", "number", "rest")
+    __slots__ = ("answer", "credit", "number", "request_id", "rest")
 
-    def __init__(self, number: int, answer: Answer) -> None:
+    def __init__(self, number: int, request_id: str, answer: Answer) -> None:
         self.number = number
+        self.request_id = request_id
         self.answer = answer
         self.credit = WINDOW_BYTES
         """Number of bytes that may be sent."""
@@ -176,8 +175,12 @@ class GatewayLink(UpgradedProtocol):
         elif kind == RecordKind.CREDIT:
             stream = self._streams.get(number)
             if stream is not None:
-                stream.credit += decode_credit(data)
+                stream.credit += decode_number(data)
                 self._note_change(stream)
+        elif kind == RecordKind.ALLOWANCE:
+            stream = self._streams.get(number)
+            if stream is not None and (client := self._context.client) is not None:
+                client.raise_allowance(stream.request_id, decode_number(data))
         else:
             raise FrameError(f"A record has the unknown kind {kind}.")
 
@@ -217,7 +220,8 @@ class GatewayLink(UpgradedProtocol):
             if len(body) > self._max_body_bytes:
                 raise body_too_large(self._max_body_bytes)
             require_token(self._scope, context.tokens)
-            answer = submit(context, [decode_request(body)])
+            request = decode_request(body)
+            answer = submit(context, [request])
             _, ready = context.ready_engine()
         except PagemillError as error:
             self._refuse(number, error)
@@ -226,14 +230,14 @@ class GatewayLink(UpgradedProtocol):
             logger.exception("request %s of a gateway failed", self._request_id)
             self._refuse(number, internal_error())
             return
-        context.metrics.http_request(ROUTE, 200)
+        context.metrics.http_request(LINK_PATH, 200)
         self._transport.write(encode_record(RecordKind.ACCEPTED, number, ready.limits.weights_digest.encode()))
-        stream = self._streams[number] = _Stream(number, answer)
+        stream = self._streams[number] = _Stream(number, request.request_id, answer)
         answer.on_change = partial(self._note_change, stream)
         self._note_change(stream)
 
     def _refuse(self, number: int, error: PagemillError) -> None:
-        self._context.metrics.http_request(ROUTE, error.status)
+        self._context.metrics.http_request(LINK_PATH, error.status)
         refused = Refusal(error.status, error_body(error), error.headers().get("Retry-After"))
         self._transport.write(encode_record(RecordKind.REFUSED, number, _encoder.encode(refused)))
 

@@ -1,8 +1,7 @@
-"""Routes for gateways and the operator: link, generate, allowance, state stream, tokenizer bundle, drain.
+"""Routes for gateways and the operator: link, state stream, tokenizer bundle, drain.
 
-`/internal/link`, `/internal/generate` and `/internal/allowance` are on the data port and check the internal token
-themselves. The others are on the control port, whose guard (`pagemill_servers.guard`) checks it. Gateways of the
-previous version have no link and call `/internal/generate`.
+`/internal/link` is on the data port and checks the internal token itself. The others are on the control port, whose
+guard (`pagemill_servers.guard`) checks it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 import math
 from collections.abc import Callable
 
-import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,14 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.phases.state_stream import StatePublisher
-from pagemill_engine.server.routes.gateway_link import GatewayLink, decode_request
-from pagemill_engine.server.routes.openai_routes import abort, submit
-from pagemill_engine.server.routes.responses import FramesResponse
+from pagemill_engine.server.routes.gateway_link import GatewayLink
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import MSGPACK_CONTENT_TYPE, STATE_CONTENT_TYPE
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
 from pagemill_protocol.report.state import GATEWAY_HEADER
-from pagemill_protocol.request.generate import AllowanceRaise
 from pagemill_protocol.versions import protocol_headers, require_protocol, stream_headers
 from pagemill_servers.direct import TakeOver, upgrade_of
 from pagemill_servers.guard import require_control
@@ -35,20 +30,6 @@ from pagemill_servers.request_middleware import header, read_body
 MAX_WAIT_S = 60.0
 GATEWAY = "The gateway"
 BUNDLE_DIGEST_HEADER = "x-pagemill-digest"
-_raise_decoder = msgspec.msgpack.Decoder(AllowanceRaise)
-
-
-async def generate(request: Request) -> FramesResponse:
-    """Accept a prepared request, or refuse it with its status. After status 200 failures are reported in frames."""
-    context = context_of(request)
-    require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
-    require_protocol(request.scope["headers"], GATEWAY)
-    with context.memory.arriving("") as body:
-        max_bytes = context.settings.server.max_body_bytes
-        generate_request = decode_request(await body.read(request.scope, request.receive, max_bytes))
-    answer = submit(context, [generate_request])
-    _, ready = context.ready_engine()
-    return FramesResponse([generate_request], answer, lambda: abort(context, answer), ready.limits.weights_digest)
 
 
 async def link(request: Request) -> LinkResponse:
@@ -64,18 +45,6 @@ async def link(request: Request) -> LinkResponse:
             code="upgrade_required",
         )
     return LinkResponse(context, take_over)
-
-
-async def allowance(request: Request) -> Response:
-    """Raise the token allowance of a running request. Answers 404 if the request is not here."""
-    context = context_of(request)
-    require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
-    require_protocol(request.scope["headers"], GATEWAY)
-    raised = _decode_raise(await read_body(request.receive))
-    client, _ = context.ready_engine()
-    if not client.raise_allowance(raised.request_id, raised.token_allowance):
-        raise PagemillError("No request of this id is being answered here.", status=404, code="unknown_request")
-    return Response(status_code=204)
 
 
 async def state(request: Request) -> Response | StateResponse:
@@ -175,13 +144,6 @@ def seconds(text: str, name: str) -> float:
     if not 0 <= seconds <= MAX_WAIT_S:
         raise invalid_field(name, f"{name} must be a number of seconds from 0 to {MAX_WAIT_S:g}, got {text[:40]!r}.")
     return seconds
-
-
-def _decode_raise(raw: bytes) -> AllowanceRaise:
-    try:
-        return _raise_decoder.decode(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise PagemillError(f"The body is no AllowanceRaise: {error}", code="invalid_request") from None
 
 
 async def _call_on_disconnect(receive: Receive, callback: Callable[[], None]) -> None:

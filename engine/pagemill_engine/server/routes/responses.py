@@ -21,10 +21,9 @@ from pagemill_api.openai import render
 from pagemill_engine.output.processor import Frame
 from pagemill_engine.server.answer import Answer
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, WEIGHTS_HEADER, encode_frame
+from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.json_pieces import in_blocks, pieces_of
 from pagemill_protocol.request.generate import GenerateRequest, Usage
-from pagemill_protocol.versions import protocol_headers
 
 JSON_CONTENT_TYPE = "application/json"
 SLICE_S = 0.005
@@ -139,26 +138,6 @@ class BodyResponse(AnswerResponse):
                 began = time.monotonic()
         self.answer.replace(pieces)
         return sum(map(len, pieces))
-
-
-class FramesResponse(AnswerResponse):
-    """Frames for a gateway. Status 200 means that the engine accepted the request; later failures are frames."""
-
-    def __init__(
-        self, requests: list[GenerateRequest], answer: Answer, on_disconnect: Callable[[], None], weights_digest: str
-    ) -> None:
-        headers = {"content-type": FRAMES_CONTENT_TYPE, WEIGHTS_HEADER: weights_digest, **protocol_headers()}
-        super().__init__(requests, answer, on_disconnect, headers)
-
-    async def _respond(self, send: Send) -> None:
-        await _start(send, 200, self._headers)
-        while frames := await self.answer.take():
-            await _send_bytes(send, b"".join(map(encoded, frames)))
-            for block in in_blocks(iter(self.answer.next_piece, None)):
-                await _send_bytes(send, block)
-        if self.answer.is_cut:  # the client must not take what it has for an answer
-            return
-        await _send_bytes(send, b"", more=False)
 
 
 def encoded(frame: Frame) -> bytes:

@@ -13,7 +13,6 @@ from pagemill_gateway.brain.endpoints.reports import EndpointReports
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Endpoint
-from pagemill_protocol.link import LINK_VERSION
 from pagemill_protocol.report.cache_kinds import CacheKind, blocks_for_tokens
 from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
 
@@ -159,12 +158,6 @@ class EndpointRecord:
     def weights_digest(self) -> str:
         state = self.reports.latest
         return state.digests.weights if state is not None else ""
-
-    @property
-    def has_link(self) -> bool:
-        """Whether it accepts a link of this gateway's version."""
-        state = self.reports.latest
-        return state is not None and state.link_version == LINK_VERSION
 
     def load_elsewhere(self, now: float) -> int:
         return self.reports.external if self.reports.fresh(now) else 0

@@ -134,8 +134,6 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     unused_settings: list[str] = []
     """Settings of the engine that have no effect with this kind of model."""
     adapters: AdapterSlots = AdapterSlots()
-    link_version: int = 0
-    """Version of `pagemill_protocol.link` that the engine offers; 0: it accepts requests over HTTP only."""
     draining: bool = False
     sleeping: bool = False
     """Accepts no requests until it is woken: its weights are loaded, but it has no KV cache."""

@@ -39,7 +39,7 @@ class ChoiceResume(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One prompt with its sampling parameters, as tokens. Sent as msgpack to `POST /internal/generate`."""
+    """One prompt with its sampling parameters, as tokens. Sent as msgpack over a link."""
 
     request_id: str
     """Id assigned by the gateway, or by the engine's own routes; also the client's response id, for example
@@ -80,7 +80,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Digest of the adapter to use; empty: the model alone. An engine that serves no adapters refuses it."""
     token_allowance: int | None = None
     """Tokens of each sequence, including those of `resume`, that the caller's limits allow so far. A sequence that
-    reaches the number ends with `length`, unless an `AllowanceRaise` came before. `None`: no limit but the request's
+    reaches the number ends with `length`, unless a larger one came before (`link`). `None`: no limit but the request's
     own."""
     resume: list[ChoiceResume] = []
     weights_digest: str = ""
@@ -190,14 +190,6 @@ def _check_prompt_logprobs(requests: Sequence[GenerateRequest]) -> None:
             f"The answer would hold {num_all} log probabilities of prompt tokens; at most {MAX_PROMPT_LOGPROBS} are "
             f"reported. Lower {field} or n, or send fewer or shorter prompts at once.",
         )
-
-
-class AllowanceRaise(msgspec.Struct, frozen=True):
-    """A larger token allowance for a running request. Sent as msgpack to `POST /internal/allowance`."""
-
-    request_id: str
-    token_allowance: int
-    """Replaces the request's allowance; a smaller value changes nothing."""
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):

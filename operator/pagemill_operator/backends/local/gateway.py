@@ -166,7 +166,7 @@ class LocalGateway:
         if launch is None:
             return False
         body = msgspec.json.encode(catalog)
-        headers = self._headers() | {"Content-Type": "application/json"}
+        headers = self._headers() | {"Content-Type": "application/json", **protocol_headers()}
         try:
             url = f"{launch.control_url}/catalog"
             async with self._session.put(url, data=body, headers=headers, timeout=TIMEOUT) as response:

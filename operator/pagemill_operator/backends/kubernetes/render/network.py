@@ -24,9 +24,12 @@ VARIANT_RELABELING = {
 
 
 def render_service(plan: Plan, owner: Owner) -> Manifest:
-    """Render the headless Service: gateways choose a pod from its EndpointSlices."""
+    """Render the headless Service: gateways choose a pod from its EndpointSlices.
+
+    Its ports are declared as TCP, because a service mesh that took them for HTTP might refuse the upgrade to a link.
+    """
     ports = [
-        {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
+        {"name": name, "port": port, "targetPort": name, "protocol": "TCP", "appProtocol": "tcp"}
         for name, port in plan.groups[0].process.ports.items()
     ]
     spec = {"clusterIP": "None", "selector": selector(plan.name), "ports": ports}
