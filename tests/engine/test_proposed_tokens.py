@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,6 +97,16 @@ def test_answers_with_proposed_tokens_are_those_without(
     checking_runner: Make, overlap: bool, error_rate: float
 ) -> None:
     assert num_proposed(checking_runner, range(60), overlap, error_rate) > 500
+
+
+@pytest.mark.parametrize("windows", [(5,), (None, 5), (None, 9, 4)], ids=str)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_behind_windows_are_dropped_by_tokens_that_were_sampled(
+    checking_runner: Make, windows: tuple[int | None, ...], overlap: bool
+) -> None:
+    """A block that only rejected tokens would leave behind is still read."""
+    make = partial(checking_runner, windows=windows)
+    assert num_proposed(make, range(100, 130), overlap, 0.3) > 200
 
 
 class Following:
