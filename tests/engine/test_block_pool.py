@@ -111,3 +111,27 @@ def test_a_free_block_whose_content_is_dropped_is_allocated_next() -> None:
     pool.move_to_front(blocks[2])
     assert pool.num_evictable == 2
     assert ids(pool.allocate(1)) == [blocks[2].block_id]
+
+
+def test_what_a_window_has_passed_is_evicted_first_unless_another_request_used_it() -> None:
+    pool, evicted = make_pool(6)
+    old, used, passed, last = pool.allocate(1), pool.allocate(1), pool.allocate(2), pool.allocate(1)
+    cache([*old, *used, *passed, *last])
+    pool.release(old)
+    pool.share(used)
+    pool.release(used)
+    pool.release_passed(used)
+    pool.release_passed(passed)
+    pool.release(last)
+    assert (pool.num_free, pool.num_evictable) == (6, 5)
+    pool.allocate(6)
+    assert evicted == ids([*passed, *old, *used, *last])
+
+
+def test_a_passed_block_that_others_hold_stays_in_use() -> None:
+    pool, _ = make_pool(2)
+    blocks = pool.allocate(1)
+    cache(blocks)
+    pool.share(blocks)
+    pool.release_passed(blocks)
+    assert (pool.num_free, blocks[0].ref_count) == (1, 1)

@@ -11,6 +11,7 @@ from pagemill_engine.kv.block_pool import KVCacheError
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.tables import NO_MATCH, NO_NEW_BLOCKS
+from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 
 
 @dataclass(eq=False)
@@ -381,3 +382,19 @@ def test_the_integrity_check_detects_a_planted_fault(plant: Callable[[CacheManag
     plant(kv)
     with pytest.raises(IntegrityError):
         check_integrity(kv)
+
+
+def test_a_long_prompt_does_not_evict_the_windows_that_others_resume_with() -> None:
+    """Three conversations of 10 blocks leave 3 blocks of their windows each; a fourth passes 16 blocks of the kind."""
+    kinds = [FULL, CacheKind("window", 9)]
+    kv = CacheManager([200, 16], 4, kinds=kinds, max_step_tokens=8)
+    for number in range(3):
+        row = Row(f"r{number}", prompt(41, first=100 * number))
+        while row.num_computed_tokens < 41:
+            compute(kv, row, min(8, 41 - row.num_computed_tokens))
+        kv.free(row)
+    row = Row("long", prompt(64, first=900))
+    while row.num_computed_tokens < 64:
+        compute(kv, row, 8)
+    for number in range(3):
+        assert kv.match(Row("again", prompt(50, first=100 * number))).num_tokens == 40

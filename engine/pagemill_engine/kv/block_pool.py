@@ -1,7 +1,8 @@
 """The pool of KV blocks: reference counts, and the order in which free blocks are taken.
 
 A fixed set of block objects is created once; no step allocates a Python object for a block. Free blocks form an
-intrusive doubly linked list: blocks without reusable content come first, then cached ones, least recently used first.
+intrusive doubly linked list: blocks without reusable content come first, then cached ones that a window has passed and
+no other request has hit, then the other cached ones, least recently used first.
 Requests are `kv.manager`'s part, hashes those of `kv.prefix_cache`, which is notified of evictions.
 """
 
@@ -17,7 +18,7 @@ class KVCacheError(RuntimeError):
 class Block:
     """One KV block: `block_size` slots in every layer."""
 
-    __slots__ = ("block_hash", "block_id", "next", "prefix_chunk_end", "prev", "ref_count")
+    __slots__ = ("block_hash", "block_id", "next", "prefix_chunk_end", "prev", "ref_count", "was_shared")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -26,6 +27,8 @@ class Block:
         """Hash of the content; set while the prefix cache contains the block."""
         self.prefix_chunk_end = False
         """Whether it is the last block of a prefix chunk (see `kv.prefix_cache`)."""
+        self.was_shared = False
+        """Whether another request has used its content."""
         self.prev: Block | None = None
         self.next: Block | None = None
         """Next and previous block in the free list; both `None` while the block is in use."""
@@ -35,11 +38,12 @@ class Block:
 
 
 class FreeList:
-    """A doubly linked ring through the blocks themselves, with a sentinel: every operation is O(1)."""
+    """A doubly linked ring through the blocks themselves, with two sentinels: every operation is O(1)."""
 
     def __init__(self) -> None:
-        self._ring = Block(-1)
-        self._ring.prev = self._ring.next = self._ring
+        self._ring, self._border = Block(-1), Block(-2)
+        self._ring.prev = self._ring.next = self._border
+        self._border.prev = self._border.next = self._ring
         self._size = 0
 
     def __len__(self) -> int:
@@ -49,7 +53,8 @@ class FreeList:
         """Yield the blocks from the one that is taken next to the one that is taken last."""
         block = self._ring.next
         while block is not None and block is not self._ring:
-            yield block
+            if block is not self._border:
+                yield block
             block = block.next
 
     def append(self, block: Block) -> None:
@@ -58,8 +63,14 @@ class FreeList:
     def append_left(self, block: Block) -> None:
         self._link(self._ring, block, self._ring.next)
 
+    def append_before_border(self, block: Block) -> None:
+        """Add a block that is taken before all blocks that were appended, and after those before the border."""
+        self._link(self._border.prev, block, self._border)
+
     def pop_left(self) -> Block:
         block = self._ring.next
+        if block is self._border:
+            block = block.next
         if block is None or block is self._ring:
             raise KVCacheError("no free block is left")
         self.remove(block)
@@ -93,7 +104,7 @@ class BlockPool:
         """Number of free blocks whose content is in the prefix cache."""
         self._on_evict = on_evict
         for block in self.blocks:
-            self.free_list.append(block)
+            self.free_list.append_before_border(block)
 
     @property
     def num_blocks(self) -> int:
@@ -119,12 +130,14 @@ class BlockPool:
                 self.num_evictable -= 1
                 self._on_evict(block)
             block.ref_count = 1
+            block.was_shared = False
             taken.append(block)
         return taken
 
     def share(self, blocks: Iterable[Block]) -> None:
         """Add one reference to each block. A cached block leaves the free list."""
         for block in blocks:
+            block.was_shared = True
             if block.ref_count == 0:
                 self.free_list.remove(block)
                 if block.block_hash is not None:
@@ -144,6 +157,21 @@ class BlockPool:
                 continue
             self.free_list.append(block)
             self.num_evictable += 1
+
+    def release_passed(self, blocks: Iterable[Block]) -> None:
+        """Drop one reference of each block, which a window has passed.
+
+        Most of these are needed only by requests that leave this one's text in the middle. Blocks that another request
+        has used are released like others; the rest are evicted first, so that a long prompt does not evict what other
+        requests resume with.
+        """
+        for block in blocks:
+            if block.ref_count == 1 and block.block_hash is not None and not block.was_shared:
+                block.ref_count = 0
+                self.free_list.append_before_border(block)
+                self.num_evictable += 1
+            else:
+                self.release((block,))
 
     def move_to_front(self, block: Block) -> None:
         """Move a free block, whose content the prefix cache dropped, to the front of the free list."""

@@ -398,7 +398,7 @@ class CacheManager:
             return
         before, _ = self._dropped[number].get(name, (own.first, 0))
         self._dropped[number][name] = (before, first)
-        own.cache.pool.release(own.blocks[: first - own.first])
+        own.cache.pool.release_passed(own.blocks[: first - own.first])
         del own.blocks[: first - own.first]
         own.first = first
 
