@@ -65,7 +65,7 @@ class AsyncLLM:
         self._publisher = StatePublisher(names)
         metrics = ServerMetrics(names[0], config)
         sleeping = Sleeping(lifecycle, self._publisher, metrics)
-        self._client = EngineClient(config, self._channel, lifecycle, self._publisher, metrics, sleeping)
+        self._client = EngineClient(self._channel, lifecycle, self._publisher, metrics, sleeping)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:

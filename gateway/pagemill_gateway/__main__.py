@@ -50,10 +50,9 @@ def run(config: GatewayConfig) -> int:
     import uvloop
 
     from pagemill_gateway.processes.server import serve
-    from pagemill_servers.process.malloc import keep_trimmed, return_large_blocks
+    from pagemill_servers.process.malloc import return_freed_memory
 
-    return_large_blocks()
-    keep_trimmed()
+    return_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
     return 0

@@ -33,7 +33,7 @@ class Inside:
         publisher = StatePublisher(["m"])
         sleeping = Sleeping(lifecycle, publisher, metrics)
         channel: Any = self
-        self.client = EngineClient(config, channel, lifecycle, publisher, metrics, sleeping, max_unread_bytes)
+        self.client = EngineClient(channel, lifecycle, publisher, metrics, sleeping, max_unread_bytes)
         self.client._handle(engine_ready(limits=replace(LIMITS, max_num_waiting=config.max_num_waiting)))
 
     def send(self, message: Any) -> None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pagemill_engine.config import EngineConfig
 from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
@@ -83,7 +82,6 @@ class EngineClient:
 
     def __init__(
         self,
-        config: EngineConfig,
         channel: EngineChannel,
         lifecycle: Lifecycle,
         publisher: StatePublisher,
@@ -101,7 +99,6 @@ class EngineClient:
 
         Heartbeats do not count: a process whose loop hangs sends them too.
         """
-        self._config = config
         self._admission: Admission | None = None
         self._channel = channel
         self._lifecycle = lifecycle
@@ -135,9 +132,13 @@ class EngineClient:
 
     def check_capacity(self, requests: list[GenerateRequest]) -> None:
         """Raise `PagemillError` 400 if all prompts of one HTTP request together exceed the queue's limit."""
-        num_sequences = sum(request.sampling.num_sequences for request in requests)
-        if len(requests) > 1 and num_sequences > self._config.max_num_waiting:
-            raise wider_than_queue("prompt", num_sequences, self._config.max_num_waiting)
+        assert self.ready_info is not None
+        num_sequences, room = (
+            sum(each.sampling.num_sequences for each in requests),
+            self.ready_info.limits.max_num_waiting,
+        )
+        if len(requests) > 1 and num_sequences > room:
+            raise wider_than_queue("prompt", num_sequences, room)
 
     def submit(self, request: GenerateRequest, processor: Processor, answer: Answer, tenant: str = "") -> None:
         """Send a request to the engine, or refuse it. Once accepted, `answer` gets all its frames.

@@ -60,7 +60,7 @@ from pagemill_servers.connection_limits import (
 )
 from pagemill_servers.process.http_server import HttpServer
 from pagemill_servers.process.listening import ListenError, bind_both, bound_address
-from pagemill_servers.process.malloc import keep_trimmed, return_large_blocks, trim_heap
+from pagemill_servers.process.malloc import return_freed_memory, trim_heap
 from pagemill_servers.process.settings import SettingsError
 from pagemill_servers.process.stop_signals import Stop
 from pagemill_servers.tls.certificates import ServerTLS, TLSError
@@ -94,8 +94,7 @@ def run_server(settings: Settings, process: EngineProcess, events: ServerEvents 
 
     `process`: already launched, so that its imports and the caller's import of this module run at the same time.
     """
-    return_large_blocks()
-    keep_trimmed()
+    return_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(Server(settings, process, events or ServerEvents()).run())
 
@@ -178,7 +177,6 @@ class Server:
         )
         channel = EngineChannel(config, self._process)
         context.client = EngineClient(
-            config,
             channel,
             context.lifecycle,
             context.publisher,

@@ -27,10 +27,9 @@ def _run(setup: Setup) -> None:
 
     from pagemill_gateway import logs
     from pagemill_gateway.processes.serving import serve_control, serve_data
-    from pagemill_servers.process.malloc import keep_trimmed, return_large_blocks
+    from pagemill_servers.process.malloc import return_freed_memory
 
-    return_large_blocks()
-    keep_trimmed()
+    return_freed_memory()
     logs.configure(process=setup.name)
     serve = serve_control if setup.role == "control" else serve_data
 

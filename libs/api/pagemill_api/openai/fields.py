@@ -52,6 +52,14 @@ def refusal(field: str, message: str, code: str = "invalid_value") -> PydanticCu
     return PydanticCustomError("refusal", "{message}", {"field": field, "message": message, "code": code})
 
 
+def string_of(values: Mapping[str, Any], name: str, field: str) -> str:
+    """Return a string of the object at `field`. Raises `PydanticCustomError` for values of other types."""
+    value = values.get(name)
+    if not isinstance(value, str):
+        raise refusal(f"{field}.{name}", f"`{name}` must be a string, got {show(value)}.")
+    return value
+
+
 class RequestModel(BaseModel):
     """Base class: strict types, unknown fields ignored, null means default, known but unsupported fields refused."""
 

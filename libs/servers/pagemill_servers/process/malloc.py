@@ -2,7 +2,7 @@
 
 The C library keeps what is freed, to use it again. Its limit for blocks of their own grows up to 32 MiB with the blocks
 that are freed, and smaller ones share a heap, where one small block that is still used keeps all below it. So a process
-calls `return_large_blocks` before its threads start, and `keep_trimmed`.
+calls `return_freed_memory` before its threads start.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ MAX_ARENAS = 4
 """Arenas of all threads together; by default there are eight for each core, and each keeps memory of its own."""
 
 
-def return_large_blocks() -> None:
+def return_freed_memory() -> None:
+    """Return freed memory to the system from now on. Call it before threads start."""
+    _return_large_blocks()
+    keep_trimmed()
+
+
+def _return_large_blocks() -> None:
     """Make freed blocks of `LARGE_BLOCK_BYTES` return to the system at once, as bodies of requests and answers are.
 
-    Call it before threads start. It has no effect with a C library that has no such parameters.
+    It has no effect with a C library that has no such parameters.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)

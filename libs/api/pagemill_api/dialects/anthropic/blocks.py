@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from pagemill_api.openai.fields import MAX_CONTENT_PARTS, MAX_TEXT_CHARS, refusal
+from pagemill_api.openai.fields import MAX_CONTENT_PARTS, MAX_TEXT_CHARS, refusal, string_of
 from pagemill_api.openai.unknown_fields import left_at
 from pagemill_protocol.errors import show
 
@@ -85,13 +85,6 @@ class ToolResults:
                 self.unread.append(where)
             return NOT_READ.format(WRITTEN_AS[kind])
         return text_of(block, where)
-
-
-def string_of(block: Block, name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise refusal(f"{where}.{name}", f"`{name}` of the block must be a string, got {show(value)}.")
-    return value
 
 
 def unsupported_block(block: Block, where: str) -> PydanticCustomError:

@@ -19,11 +19,10 @@ from pagemill_api.dialects.anthropic.blocks import (
     Block,
     ToolResults,
     blocks_of,
-    string_of,
     text_of,
     unsupported_block,
 )
-from pagemill_api.openai.fields import RequestModel, refusal
+from pagemill_api.openai.fields import RequestModel, refusal, string_of
 from pagemill_api.openai.schemas import Effort
 from pagemill_api.openai.unsupported import CACHED
 from pagemill_protocol.errors import show

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from pagemill_api.dialects.openai_responses.opaque import opened
 from pagemill_api.dialects.openai_responses.tools import INPUT, LOCAL_SHELL, TOOL_SEARCH, flat_name
-from pagemill_api.openai.fields import MAX_CONTENT_PARTS, MAX_TEXT_CHARS, refusal
+from pagemill_api.openai.fields import MAX_CONTENT_PARTS, MAX_TEXT_CHARS, refusal, string_of
 from pagemill_api.openai.schemas import MAX_MESSAGES
 from pagemill_api.openai.tools import call_arguments
 from pagemill_api.openai.unknown_fields import left_at
@@ -190,7 +190,7 @@ def _function_call(item: Item, field: str) -> tuple[str, str]:
 
 
 def _custom_call(item: Item, field: str) -> tuple[str, str]:
-    return _flat(item, field), orjson.dumps({INPUT: _string(item, "input", field)}).decode()
+    return _flat(item, field), orjson.dumps({INPUT: string_of(item, "input", field)}).decode()
 
 
 def _shell_call(item: Item, field: str) -> tuple[str, str]:
@@ -218,8 +218,8 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call
 
 
 def _flat(item: Item, field: str) -> str:
-    namespace = "" if item.get("namespace") is None else _string(item, "namespace", field)
-    return flat_name(_string(item, "name", field), namespace)
+    namespace = "" if item.get("namespace") is None else string_of(item, "namespace", field)
+    return flat_name(string_of(item, "name", field), namespace)
 
 
 def _object_text(value: dict[str, Any], field: str) -> str:
@@ -232,7 +232,7 @@ def _call_id(item: Item, field: str) -> str:
     """Return the id of a call. An item of the local shell may have it as `id`."""
     kind = item.get("type", "")
     if item.get("call_id") is None and kind.startswith(LOCAL_SHELL) and item.get("id") is not None:
-        return _string(item, "id", field)
+        return string_of(item, "id", field)
     value = item.get("call_id")
     if not isinstance(value, str) or not value:
         raise refusal(
@@ -283,14 +283,7 @@ def _text(part: Any, field: str) -> str:
             "unsupported_parameter",
         )
     left_at("input.content", part, _PART_READ)
-    return _string(part, "refusal" if kind == "refusal" else "text", field)
-
-
-def _string(item: Mapping[str, Any], name: str, field: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise refusal(f"{field}.{name}", f"`{name}` must be a string, got {show(value)}.")
-    return value
+    return string_of(part, "refusal" if kind == "refusal" else "text", field)
 
 
 def _unsupported_item(kind: Any, field: str) -> PydanticCustomError:
