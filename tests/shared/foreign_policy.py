@@ -28,6 +28,7 @@ class PerRequest:
     name = "PerRequest"
     memory_type = Most
     sees_replicas = True
+    reads_slo = True
 
     def decide(self, settings, signals, memory):
         running = sum(replica.num_requests for replica in signals.replicas)

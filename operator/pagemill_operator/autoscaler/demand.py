@@ -43,6 +43,7 @@ class DemandPolicy:
     name: ClassVar[str] = DEFAULT_POLICY
     memory_type: ClassVar[type[Memory]] = Memory
     sees_replicas: ClassVar[bool] = False
+    reads_slo: ClassVar[bool] = True
 
     def decide(self, settings: ScalingSettings, signals: Signals, memory: Memory) -> tuple[Decision, Memory]:
         now, before = signals.at_s, signals.fleet.wanted

@@ -3,9 +3,6 @@
 One policy object serves all deployments and has no state: its memory of a deployment is a value that it is given and
 returns anew, so a decision can be repeated from its record. Neighbours: `registry` finds policies by name; `behavior`
 has stabilization windows and rate limits that policies may share.
-
-A policy that does not scale by `spec.autoscaling.slo` says so with an attribute `reads_slo = False`; the condition
-`FieldsSupported` then reports the field.
 """
 
 from __future__ import annotations
@@ -35,6 +32,11 @@ class ScalingPolicy(Protocol[M]):
     @property
     def sees_replicas(self) -> bool:
         """Whether the policy needs `Signals.replicas`, which is then recorded with each decision."""
+        ...
+
+    @property
+    def reads_slo(self) -> bool:
+        """Whether the policy scales by `spec.autoscaling.slo`; otherwise the condition `FieldsSupported` reports it."""
         ...
 
     def decide(self, settings: ScalingSettings, signals: Signals, memory: M) -> tuple[Decision, M]:

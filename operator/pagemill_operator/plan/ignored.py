@@ -64,7 +64,7 @@ def _of_autoscaling(section: AutoscalingSection) -> Iterator[Problem]:
         message = "in mode Advisory the operator starts no replica; set mode to Active, or remove it"
         yield Problem("spec.autoscaling.warm", section.warm, message)
     policy = registered().policies.get(section.policy)
-    if section.slo is not None and not getattr(policy, "reads_slo", True):
+    if section.slo is not None and policy is not None and not policy.reads_slo:
         message = (
             f"scaling policy {section.policy} does not scale by it, only the condition SLOMet does use it; "
             "set policy to Demand"

@@ -101,6 +101,7 @@ class DynamoLoad:
     name: ClassVar[str] = Dynamo.name
     memory_type: ClassVar[type[DynamoMemory]] = DynamoMemory
     sees_replicas: ClassVar[bool] = True
+    reads_slo: ClassVar[bool] = False
     wakes_at_once: ClassVar[bool] = False
 
     def __init__(self, parameters: Dynamo | None = None) -> None:

@@ -32,6 +32,7 @@ class FixedReplicas:
     name: ClassVar[str] = Fixed.name
     memory_type: ClassVar[type[NoMemory]] = NoMemory
     sees_replicas: ClassVar[bool] = False
+    reads_slo: ClassVar[bool] = False
     interval_s: ClassVar[float] = 60.0
     wakes_at_once: ClassVar[bool] = False
 

@@ -107,6 +107,7 @@ class _Autoscaler:
 class HpaOnQueue(_Autoscaler):
     name: ClassVar[str] = Hpa.name
     sees_replicas: ClassVar[bool] = True
+    reads_slo: ClassVar[bool] = False
 
     def __init__(self, parameters: Hpa | None = None) -> None:
         self._parameters = parameters or Hpa()
@@ -124,6 +125,7 @@ class HpaOnQueue(_Autoscaler):
 class KedaOnEpp(_Autoscaler):
     name: ClassVar[str] = KedaEpp.name
     sees_replicas: ClassVar[bool] = False
+    reads_slo: ClassVar[bool] = False
 
     def __init__(self, parameters: KedaEpp | None = None) -> None:
         self._parameters = parameters or KedaEpp()

@@ -68,6 +68,7 @@ class KnativeKpa:
     name: ClassVar[str] = Knative.name
     memory_type: ClassVar[type[KnativeMemory]] = KnativeMemory
     sees_replicas: ClassVar[bool] = False
+    reads_slo: ClassVar[bool] = False
     wakes_at_once: ClassVar[bool] = True
 
     def __init__(self, parameters: Knative | None = None) -> None:

@@ -48,6 +48,7 @@ class KubeAiMean:
     name: ClassVar[str] = KubeAi.name
     memory_type: ClassVar[type[KubeAiMemory]] = KubeAiMemory
     sees_replicas: ClassVar[bool] = False
+    reads_slo: ClassVar[bool] = False
     wakes_at_once: ClassVar[bool] = True
 
     def __init__(self, parameters: KubeAi | None = None) -> None:

@@ -96,6 +96,7 @@ class WvaSaturation:
     name: ClassVar[str] = Wva.name
     memory_type: ClassVar[type[WvaMemory]] = WvaMemory
     sees_replicas: ClassVar[bool] = True
+    reads_slo: ClassVar[bool] = False
     wakes_at_once: ClassVar[bool] = False
 
     def __init__(self, parameters: Wva | None = None) -> None:
@@ -139,6 +140,7 @@ class WvaThroughHpa:
     name: ClassVar[str] = WvaHpa.name
     memory_type: ClassVar[type[WvaHpaMemory]] = WvaHpaMemory
     sees_replicas: ClassVar[bool] = True
+    reads_slo: ClassVar[bool] = False
     wakes_at_once: ClassVar[bool] = False
     interval_s: ClassVar[float] = SCRAPE_S
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -43,6 +43,11 @@ def calls_are_complete(events: Iterable[Event]) -> bool:
 
 class Parser(Protocol):
     """A parser of one answer. Events depend on the text so far, never on how it was split into pieces."""
+
+    @property
+    def call_markers(self) -> Sequence[str]:
+        """Texts that begin calls wherever they are, also in reasoning whose end the model left out."""
+        ...
 
     def push(self, text: str) -> list[Event]: ...
 

@@ -105,7 +105,7 @@ def reasoning_parser(answer_format: AnswerFormat) -> Parser:
     if not answer_format.tools:
         return ThinkParser(begin, end, answer_format.starts_in_reasoning)
     make_tools = partial(tool_parser, answer_format.tools, answer_format.string_parameters)
-    call_markers: Sequence[str] = getattr(make_tools(), "call_markers", ())
+    call_markers = make_tools().call_markers
     return ThinkParser(begin, end, answer_format.starts_in_reasoning, call_markers, make_tools)
 
 
