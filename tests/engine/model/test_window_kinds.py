@@ -212,3 +212,19 @@ def test_a_second_turn_hits_as_much_as_in_a_full_cache(
     assert hits[1].num_cached_tokens == computed // BLOCK * BLOCK
     assert hits[2].num_cached_tokens == len(turn) // BLOCK * BLOCK
     assert hits[3].num_cached_tokens == (len(PROMPTS[0]) - 1) // BLOCK * BLOCK
+
+
+def test_the_load_is_the_share_of_the_memory_that_is_held(gemma: Path, runner_loader: Callable[..., Any]) -> None:
+    runner = runner_loader(gemma)
+    shares = []
+
+    def compare(core: EngineCore) -> None:
+        load, usage = core.load(), core.scheduler.kv.usage()
+        held = sum(each.num_active * each.kind.block_bytes for each in usage)
+        assert load.kv_cache_usage == pytest.approx(held / runner.kv_cache.num_bytes, abs=1 / load.num_blocks_total)
+        total = load.num_blocks_active + load.num_blocks_evictable + load.num_blocks_free
+        assert total == load.num_blocks_total == runner.kv_cache.num_bytes // (BLOCK * runner.info.kv_bytes_per_token)
+        shares.append(load.kv_cache_usage)
+
+    tokens_of(runner, compare)
+    assert max(shares) > 0.01
