@@ -121,6 +121,8 @@ async def until_ready(channel: EngineChannel) -> tuple[Ready, list[LoadProgress]
         message = await channel.recv()
         if isinstance(message, Ready):
             return message, progress
+        if isinstance(message, Heartbeat):  # a slow machine loads for longer than a period
+            continue
         assert isinstance(message, LoadProgress)
         progress.append(message)
 
