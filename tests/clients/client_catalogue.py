@@ -1,8 +1,8 @@
 """Reads the clients of this folder from their scripts without importing them: packages, versions and checks.
 
-A script's header pins a package of Python, or with `[tool.pagemill] npm` one of npm, whose programs the script finds in
-the folder `PAGEMILL_NPM`. An agent's script has `ANSWERS`: what the model says to it, one answer after each result of a
-tool; objects in them are calls.
+A script's header pins a package of Python, or with `[tool.pagemill] npm` one of npm, perhaps with others (`beside`),
+whose programs the script finds in the folder `PAGEMILL_NPM`. An agent's script has `ANSWERS`: what the model says to it,
+one answer after each result of a tool; objects in them are calls.
 
 The runner and the reference page `docs/reference/clients.md` use it.
 """
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 FOLDER = Path(__file__).parent
 PINNED = re.compile(r'^# dependencies = \["([\w-]+)(?:\[\w+\])?==([\d.]+)"', re.MULTILINE)
 PINNED_OF_NPM = re.compile(r'^# npm = "((?:@[\w.-]+/)?[\w.-]+)@([\d.]+)"', re.MULTILINE)
+BESIDE_OF_NPM = re.compile(r"^# beside = (\[[^\]]*\])", re.MULTILINE)
 NEEDS_PYTHON = re.compile(r'^# requires-python = ">=(3\.\d+)"', re.MULTILINE)
 
 
@@ -47,6 +48,8 @@ class Client(NamedTuple):
     is_of_npm: bool = False
     answers: tuple[tuple[str | Call, ...], ...] = ()
     """What the model says to an agent; empty for clients that use the embedded model."""
+    beside: tuple[str, ...] = ()
+    """Further packages of npm, pinned, that the script uses with the client's."""
 
 
 def clients() -> list[Client]:
@@ -100,7 +103,9 @@ def _read(script: Path) -> Client:
     needs = NEEDS_PYTHON.search(text)
     least_python = needs[1] if needs else ""
     name = script.stem.removeprefix("check_")
-    return Client(name, script, pinned[1], pinned[2], about, least_python, checks, of_npm is not None, _answers(tree))
+    beside = BESIDE_OF_NPM.search(text)
+    client = Client(name, script, pinned[1], pinned[2], about, least_python, checks, of_npm is not None, _answers(tree))
+    return client if beside is None else client._replace(beside=tuple(json.loads(beside[1].replace("\n#", ""))))
 
 
 def _answers(tree: ast.Module) -> tuple[tuple[str | Call, ...], ...]:

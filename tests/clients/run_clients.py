@@ -116,6 +116,7 @@ def install(client: Client, uv: Path, *, newest: bool = False) -> None:
         return
     flags = ["--ignore-scripts", "--no-audit", "--no-fund", "--no-save", "--loglevel", "error"]
     argv = [*npm(uv), "install", *flags, "--prefix", str(folder), f"{client.package}@{version}"]
+    argv += [re.sub(r"@[\d.]+$", "@latest", each) if newest else each for each in client.beside]
     subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=INSTALL_LIMIT_S, check=True)
 
 
