@@ -1,8 +1,8 @@
 """Reads the clients of this folder from their scripts without importing them: packages, versions and checks.
 
 A script's header pins a package of Python, or with `[tool.pagemill] npm` one of npm, perhaps with others (`beside`),
-whose programs the script finds in the folder `PAGEMILL_NPM`. An agent's script has `ANSWERS`: what the model says to it,
-one answer after each result of a tool; objects in them are calls.
+whose programs the script finds in the folder `PAGEMILL_NPM`. An agent's script has `ANSWERS`: what the model says to
+it, one answer after each result of a tool; objects in them are calls.
 
 The runner and the reference page `docs/reference/clients.md` use it.
 """
