@@ -185,7 +185,7 @@ def test_tasks_that_a_model_does_not_support_are_refused_by_gateway_and_engine(
             ("/v1/chat/completions", chat, "computes embeddings and generates no text. Send texts to /v1/embeddings"),
             ("/v1/completions", {"model": "smol", "prompt": "hi"}, "computes embeddings and generates no text"),
             ("/v1/embeddings", {"model": "smol", "input": "hi", "dimensions": 7}, "must be one of 16 for this model"),
-            ("/v1/embeddings", {"model": "smol", "input": "hi", "prompt_name": "x"}, "no prompt 'x'"),
+            ("/v1/embeddings", {"model": "smol", "input": "hi", "prompt_name": "x"}, 'no prompt "x"'),
             ("/v1/embeddings", {"model": "smol", "input": []}, "`input` is empty"),
             ("/v1/embeddings", {"model": "smol", "input": ["a", ""]}, "The prompt is empty"),
             ("/v1/embeddings", {"model": "smol", "input": [[1, 10**6]]}, "token id 1000000"),
