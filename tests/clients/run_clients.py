@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -134,11 +133,13 @@ def node_folder(uv: Path) -> Path:
     """Return a folder with a program `node`, which agents of npm need: this machine's, or one of the package."""
     folder = ENVIRONMENTS / "node"
     folder.mkdir(parents=True, exist_ok=True)
-    if shutil.which("node") is None:
-        *words, _ = npm(uv)
-        program = folder / "node"
-        program.write_text(f'#!/bin/sh\nexec {shlex.join([*words, "node"])} "$@"\n')
-        program.chmod(0o755)
+    program = folder / "node"
+    if shutil.which("node") is None and not program.exists():
+        # Agents run with a home folder of their own, where uv would find nothing: they need the program itself.
+        asked = [*npm(uv)[:-1], "node", "-p", "process.execPath"]
+        found = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+        program.unlink(missing_ok=True)  # its target may be gone
+        program.symlink_to(found.stdout.strip())
     return folder
 
 
