@@ -191,24 +191,30 @@ class CacheManager:
         table = self.tables[sequence.request_id]
         start = sequence.num_computed_tokens
         end = start + num_tokens
-        num_due = len(sequence.token_ids) + sequence.num_pending_tokens - start
-        if table.num_open_tokens or not 0 < num_tokens <= num_due + num_proposed:
+        num_known = len(sequence.token_ids) + sequence.num_pending_tokens
+        if table.num_open_tokens or not start < end <= num_known + num_proposed:
             raise _misuse_error(table, num_tokens)
         size = self.block_size
         if table.tail_is_own and end % size and end <= table.end * size:
             # Nearly every decode: the token goes into the sequence's own last blocks and does not fill them.
             table.num_open_tokens = num_tokens
             return NO_NEW_BLOCKS
+        return self._extend(table, start, end)
+
+    def _extend(self, table: BlockTable, start: int, end: int) -> Allocation | None:
+        """`allocate` where a table changes. It is a function of its own because the variables of a function that has
+        comprehensions are slower, and nearly every decode needs none."""
+        size, sequence = self.block_size, table.sequence
         num_new = max(0, -(-end // size) - table.end)
         copied = () if table.tail_is_own else [own for own in table.of_kinds if self._needs_copy(own, start)]
         for own in table.of_kinds:
             if num_new + (own in copied) > len(own.cache.pool.free_list):
                 return None
-        table.num_open_tokens = num_tokens
+        table.num_open_tokens = end - start
         table.tail_is_own = True
         allocation: Allocation = NO_NEW_BLOCKS
         if num_new or copied:
-            allocation = [_extend(own, num_new, start // size if own in copied else None) for own in table.of_kinds]
+            allocation = [_append(own, num_new, start // size if own in copied else None) for own in table.of_kinds]
             table.end += num_new
         table.num_spare = table.end - -(-end // size)
         num_full = min(end, len(sequence.token_ids)) // size
@@ -239,7 +245,7 @@ class CacheManager:
             table.mark_written(num_full)
         if num_full > table.num_registered:
             self._register(table, num_full, written=True)
-        if drops:
+        if drops and self._window_numbers:
             for number in self._window_numbers:
                 self._drop_behind(number, table, num_verified)
 
@@ -411,7 +417,7 @@ class CacheManager:
         return known[index]
 
 
-def _extend(own: KindTable, num_new: int, copied: int | None) -> KindAllocation:
+def _append(own: KindTable, num_new: int, copied: int | None) -> KindAllocation:
     """Append blocks, and replace the one of index `copied`, if given, by a copy."""
     pool = own.cache.pool
     if copied is None:

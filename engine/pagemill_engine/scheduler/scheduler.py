@@ -383,8 +383,7 @@ class Scheduler:
                 if name in samples:
                     self._take_pooled(seq, result.pooled[name])
             elif name in samples:
-                (token_id,) = token_ids[name]
-                take_token(seq, token_id, logprobs[name][0] if logprobs and name in logprobs else None)
+                take_token(seq, token_ids[name][0], logprobs[name][0] if logprobs and name in logprobs else None)
         self._in_flight.complete(plan)
         if self._proposals is not None and self._in_flight:
             for name in plan.samples:
