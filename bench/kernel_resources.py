@@ -30,6 +30,8 @@ from triton.runtime.jit import JITFunction
 
 from pagemill_kernels.activation import triton_body as activation_body
 from pagemill_kernels.activation import triton_launch as activation
+from pagemill_kernels.adapters import triton_body as adapters_body
+from pagemill_kernels.adapters.triton_launch import AdapterStack, TritonAdapterRows
 from pagemill_kernels.experts import triton_body as experts_body
 from pagemill_kernels.experts import triton_launch as experts
 from pagemill_kernels.experts.parts import ExpertParts, Gate
@@ -66,7 +68,7 @@ META = torch.device("meta")
 NUM_MULTIPROCESSORS = 132
 BODIES = (
     *(activation_body, attention_body, experts_body, gather_body, linear_body, norm_body, rope_body),
-    *(rows_body, sampling_body, scaled_body),
+    *(adapters_body, rows_body, sampling_body, scaled_body),
 )
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB that one program may use (CUDA C++ Programming Guide, technical specifications per compute capability)."""
@@ -242,6 +244,13 @@ def sample() -> list[Case]:
     ]
 
 
+def add_adapters() -> None:
+    """Add four adapters' products to a linear layer's."""
+    stack = AdapterStack(floats(4, 16, 2048), floats(4, 4096, 16))
+    slots = torch.empty(64, dtype=torch.int64, device=META)
+    TritonAdapterRows(slots, {0: stack}).add_to(0, floats(64, 4096), floats(64, 2048))
+
+
 def keep_rows() -> list[Case]:
     """Return the cases of 256 requests of up to 40,960 tokens: the decodes of a step, whose rows have grown a
     little.
@@ -324,6 +333,7 @@ def cases() -> list[Case]:
             lambda: in_channels(torch.int8, bias=True)(floats(64, 4096)),
             True,
         ),
+        Case("adapters of rank 16, 64 rows", add_adapters, False),
         *(
             Case(f"linear {name} by {name}, {rows} rows", multiply_scaled(rows, dtype), True)
             for name, dtype in CODES.items()

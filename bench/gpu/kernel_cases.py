@@ -16,6 +16,8 @@ from scaled_cases import FP8_STEP
 
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.activation import triton_launch as activation
+from pagemill_kernels.adapters.reference import AdapterMatrices, PlainAdapterRows
+from pagemill_kernels.adapters.triton_launch import TritonAdapterRows, stacked
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.gather import reference as gather_reference
 from pagemill_kernels.gather import triton_launch as gather
@@ -38,7 +40,7 @@ def cases(device: Device) -> list[Case]:
         tiny += [*_ropes(device, 3, (4, 2), 16), *_normed_ropes(device, 3, (4, 2), 16), *step_cases.rows(device, 3, 40)]
         products = [*_products(device, 4, (40, 64), [3, 130]), *scaled_cases.cases(device, (40, 64), [3])]
         experts = expert_cases.cases(device, 4, 2, 48, 32, [3])
-        return [*tiny, *products, *experts, *step_cases.sampling(device, 2, 70)]
+        return [*tiny, *products, *experts, _adapters(device, 3, (48, 64), 2), *step_cases.sampling(device, 2, 70)]
     return [
         *(case for rows in (256, 8192) for case in _norms(device, rows, 4096)),
         *(case for rows in (256, 8192) for case in _activations(device, rows, 14_336)),
@@ -50,8 +52,35 @@ def cases(device: Device) -> list[Case]:
         *_products(device, 8, (14_336, 4096), [1, 64, 512]),
         *scaled_cases.cases(device, (14_336, 4096), [1, 64, 512, 8192]),
         *expert_cases.cases(device, 128, 8, 2048, 768, [1, 64, 512]),
+        *(_adapters(device, rows, (4096, 4096), 16) for rows in (1, 64, 256)),
         *step_cases.sampling(device, 256, 151_936),
     ]
+
+
+def _adapters(device: Device, rows: int, shape: tuple[int, int], num_slots: int) -> Case:
+    """Return the case of rows in turn of each of `num_slots` adapters of rank 16, and of none."""
+    ins, outs = shape
+    x, zeros = device.random(rows, ins), torch.zeros(rows, outs, dtype=device.dtype, device=device.device)
+    pairs = [
+        AdapterMatrices(device.random(16, ins, seed=2 * slot), device.random(outs, 16, seed=2 * slot + 1))
+        for slot in range(num_slots)
+    ]
+    slots = torch.arange(rows, device=device.device) % (num_slots + 1) - 1
+    ours = TritonAdapterRows(slots, {0: stacked([*pairs])})
+    plain = PlainAdapterRows(slots, {slot: {0: pair} for slot, pair in enumerate(pairs)})
+
+    def added(to: TritonAdapterRows | PlainAdapterRows) -> torch.Tensor:
+        out = zeros.clone()
+        to.add_to(0, out, x)
+        return out
+
+    num_bytes = num_slots * 16 * (ins + outs) * x.itemsize + x.nbytes + 2 * zeros.nbytes
+    return Case(
+        f"{num_slots} adapters of rank 16, {rows} x {ins} to {outs}",
+        lambda: added(ours),
+        lambda: added(plain),
+        num_bytes=num_bytes,
+    )
 
 
 def _norms(device: Device, rows: int, size: int) -> list[Case]:

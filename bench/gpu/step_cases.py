@@ -38,7 +38,7 @@ def rows(device: Device, num_requests: int, context_tokens: int) -> list[Case]:
     state.tokens.copy_(torch.arange(layout.tokens_width))
     state.records[:, NUM_COMPUTED_TOKENS], state.records[:, NUM_TOKENS] = context_tokens, context_tokens + 1
     numbers = np.arange(num_requests + 1, dtype=np.int32)
-    _, step = Staging().upload(numbers[:-1], numbers, numbers[:-1], device.device)
+    _, step = Staging().upload(numbers[:-1], numbers, numbers, device.device)
     return [
         _changes(device, layout, num_requests),
         _inputs(device, state, step, context_tokens),

@@ -36,7 +36,7 @@ def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-routing\nVersion: 1.0\n")
     (line,) = re.findall(rf"^{NAME} = .*$", PAGE.read_text(), re.MULTILINE)
     write = metadata / "entry_points.txt"
-    write.write_text(f"[{GROUP}]\n{line}\n")
+    write.write_text(f"[{GROUP}]\n{line.replace(chr(34), '')}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield [str(write)]
     sys.modules.pop("my_routing", None)
@@ -47,7 +47,7 @@ async def test_the_policy_of_the_page_decides_for_the_deployments_that_name_it(e
         deployment="d",
         name="m",
         routing_policy=NAME,
-        endpoints=[Endpoint(each, f"http://{each}", f"http://{each}") for each in "ab"],
+        endpoints=[Endpoint(id=each, data_url=f"http://{each}", control_url=f"http://{each}") for each in "ab"],
     )
     brain = LocalBrain(GatewayConfig(), clock=lambda: 0.0, rng=random.Random(1))
     brain.observer.apply_catalog(Catalog(models=[model]))

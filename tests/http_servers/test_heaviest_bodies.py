@@ -191,6 +191,7 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
     "DELETE /v1/conversations/{id}": {"a body that is not asked for": lambda: JUNK},
     "DELETE /v1/conversations/{id}/items/{item}": {"a body that is not asked for": lambda: JUNK},
     "DELETE /v1/files/{id}": {"a body that is not asked for": lambda: JUNK},
+    "POST /v1/responses/{id}/cancel": {"a body that is not asked for": lambda: JUNK},
     "DELETE /v1/responses/{id}": {"a body that is not asked for": lambda: JUNK},
     "POST /v1/messages/count_tokens": {"a text as long as the context": lambda: messages(LONG)},
     **{
@@ -411,7 +412,8 @@ def with_ids(http_server: HttpServer, path: str, body: Body) -> tuple[str, Body]
     if "{id}" not in path:
         return path, body
     if path.startswith("/v1/responses/"):
-        made = {"model": MODEL, "input": "hello", "max_output_tokens": 16, "store": True}
+        in_background = path.endswith("/cancel")
+        made = {"model": MODEL, "input": "hello", "max_output_tokens": 16, "store": True, "background": in_background}
         name = stored(http_server, "/v1/responses", json.dumps(made).encode())
     elif path.startswith("/v1/conversations/"):
         name = stored(http_server, "/v1/conversations", b"{}")

@@ -19,7 +19,7 @@ class Struct:
     def __init_subclass__(cls, kw_only: bool = False, **encoding: Any) -> None:
         for name, annotation in inspect.get_annotations(cls).items():
             default = cls.__dict__.get(name)
-            if isinstance(default, list | dict) and not str(annotation).startswith("ClassVar"):
+            if isinstance(default, list | dict | set) and not str(annotation).startswith("ClassVar"):
                 setattr(cls, name, dataclasses.field(default_factory=partial(copy.copy, default)))
         # A default that is itself a struct must have a hash; it is never used.
         dataclasses.dataclass(kw_only=kw_only, unsafe_hash=True)(cls)
@@ -37,5 +37,9 @@ class Decoder:
         self.type = type
 
 
+class Encoder:
+    """Encodes nothing; modules make one at import."""
+
+
 structs = SimpleNamespace(replace=dataclasses.replace)
-json = msgpack = SimpleNamespace(Decoder=Decoder)
+json = msgpack = SimpleNamespace(Decoder=Decoder, Encoder=Encoder)

@@ -279,7 +279,7 @@ def large_answer(tokenizer: Tokenizer) -> tuple[Answer, _Stream]:
     out = TokensOut(request_id="a", token_ids=token_ids, logprobs=entries(token_ids, 20), finish_reason="length")
     answer = Answer()
     answer.put(processor.push(out).frames)
-    return answer, _Stream(1, answer)
+    return answer, _Stream(1, "r", answer)
 
 
 def sent(stream: _Stream) -> bytes:

@@ -148,7 +148,7 @@ def check_background(given: dict[str, Any], caller: Caller) -> None:
 def shown_response(stored: Stored) -> dict[str, Any]:
     """Return a stored response; one that no worker generates any more has failed."""
     response: dict[str, Any] = stored["response"]
-    if response["status"] in RUNNING and time.time() - stored.get("touched_unix_s", 0.0) > LOST_S:
+    if response.get("status") in RUNNING and time.time() - stored.get("touched_unix_s", 0.0) > LOST_S:
         return _failed(
             response, "server_error", "The gateway that generated the response ended. Send the request again."
         )

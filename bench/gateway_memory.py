@@ -1,0 +1,46 @@
+"""Measures whether a gateway's memory grows under equal load: its resident memory each minute, between the requests.
+
+Each minute has the same number of requests at the same rate, and a pause in which all of them have ended. The first
+minutes fill caches; the figures to compare are those after half of the time and at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from processes import tree_memory
+from report import emit, progress
+from routers.catalogue import OURS, routers
+from routers.stage import Scene, cores, stage, started
+
+NUM_PODS = 4
+MAX_STREAMS = 256
+PAUSE_S = 6.0
+"""Longer than the period at which a process returns freed memory to the system."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=int, default=20)
+    parser.add_argument("--rate", type=float, default=50.0, help="requests per second")
+    args = parser.parse_args()
+    num_requests = int(args.rate * (60 - PAUSE_S))
+    found_mib: list[float] = []
+    scene = Scene(num_pods=NUM_PODS, max_streams=MAX_STREAMS)
+    with stage(scene, cores()) as around, started(routers()[OURS], around) as running:
+        assert running.process is not None
+        for minute in range(1, args.minutes + 1):
+            report = around.load(running.ports, args.rate, num_requests=num_requests)
+            assert report["num_done"] == num_requests, report["causes"]
+            time.sleep(PAUSE_S)
+            found_mib.append(tree_memory(running.process.pid).rss_mib)
+            progress(f"minute {minute}: {found_mib[-1]:.2f} MiB")
+    half = len(found_mib) // 2
+    rows = [[minute, mib] for minute, mib in enumerate(found_mib, start=1)]
+    growth_mib = found_mib[-1] - found_mib[half - 1]
+    emit("gateway_memory", ["minute", "MiB"], rows, {"rate": args.rate, "mib": found_mib, "growth_mib": growth_mib})
+
+
+if __name__ == "__main__":
+    main()
