@@ -7,9 +7,10 @@ import struct
 
 from attacks.cases import case, expect
 from attacks.site import TOKEN, Site
-from attacks.wire import exchange, head, wires
+from attacks.wire import Wire, exchange, head, wires
+from pagemill_protocol.versions import PROTOCOL_HEADER, PROTOCOL_VERSION
 
-UPGRADE = ("Connection: Upgrade", "Upgrade: pagemill-link/1")
+UPGRADE = ("Connection: Upgrade", "Upgrade: pagemill-link/1", f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}")
 REQUEST_PART = 1
 PIECE = b"x" * 65_536
 NUM_LINKS, NUM_STREAMS, NUM_PIECES = 4, 1000, 4
@@ -25,9 +26,7 @@ async def links_carry_huge_records_and_none_without_a_token(site: Site, port: st
     ended = 0
     for length in (2**32 - 1, 2**31, 2**24):
         async with wires(url, 60) as opened:
-            opening = head("/internal/link", TOKEN, method="GET", fields=UPGRADE)
-            await asyncio.gather(*(each.send(opening) for each in opened))
-            await asyncio.gather(*(each.read(0.2, 64) for each in opened))
+            await become_links(opened)
             junk = struct.pack("<IIB", length, 1, REQUEST_PART) + PIECE * 8
             await asyncio.gather(*(each.send(junk, site.hold_s / 3) for each in opened))
             ended += sum(await asyncio.gather(*(each.ended(site.hold_s / 3) for each in opened)))
@@ -38,9 +37,7 @@ async def links_carry_huge_records_and_none_without_a_token(site: Site, port: st
 @case("link", "engine data")
 async def links_carry_requests_that_never_end(site: Site, port: str) -> str:
     async with wires(site.url(port), NUM_LINKS) as opened:
-        opening = head("/internal/link", TOKEN, method="GET", fields=UPGRADE)
-        await asyncio.gather(*(each.send(opening) for each in opened))
-        await asyncio.gather(*(each.read(0.2, 64) for each in opened))
+        await become_links(opened)
         num_sent = 0
         for number in range(NUM_STREAMS // NUM_LINKS):
             records = b"".join(struct.pack("<IIB", len(PIECE), number, REQUEST_PART) + PIECE for _ in range(NUM_PIECES))
@@ -50,3 +47,10 @@ async def links_carry_requests_that_never_end(site: Site, port: str) -> str:
                 break
         await asyncio.sleep(1.0)
     return f"{num_sent * NUM_PIECES * len(PIECE) / 2**20:.0f} MiB taken"
+
+
+async def become_links(opened: list[Wire]) -> None:
+    opening = head("/internal/link", TOKEN, method="GET", fields=UPGRADE)
+    await asyncio.gather(*(each.send(opening) for each in opened))
+    answers = await asyncio.gather(*(each.read(0.2, 64) for each in opened))
+    expect(all(b" 101 " in each for each in answers), f"connections that should be links: {answers[0]!r}")
