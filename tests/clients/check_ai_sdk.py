@@ -60,12 +60,14 @@ def anthropic() -> None:
     )
 
 
+# The provider sends `maxOutputTokens` by a name that Ollama's API does not have.
 OLLAMA = """
 import {streamText} from "ai";
 import {createOllama} from "ollama-ai-provider-v2";
 const model = createOllama({baseURL: given.url.replace(/v1$/, "api")})(given.model);
 let text = "";
-const ask = {model, temperature: 0, maxOutputTokens: 16, maxRetries: 0, prompt: given.question};
+const providerOptions = {ollama: {options: {num_predict: 16}}};
+const ask = {model, temperature: 0, maxRetries: 0, prompt: given.question, providerOptions};
 for await (const part of streamText(ask).textStream) text += part;
 console.log(JSON.stringify(text));
 """
