@@ -383,7 +383,7 @@ class Scheduler:
                 if name in samples:
                     self._take_pooled(seq, result.pooled[name])
             elif name in samples:
-                take_token(seq, token_ids[name][0], logprobs[name][0] if logprobs and name in logprobs else None)
+                take_token(seq, token_ids[name], logprobs[name][0] if logprobs and name in logprobs else None)
         self._in_flight.complete(plan)
         if self._proposals is not None and self._in_flight:
             for name in plan.samples:
@@ -405,7 +405,7 @@ class Scheduler:
             if seq.aborted:
                 self._sequences.finish(seq, "abort")
             else:
-                self._take_token(seq, token_ids[0], None if logprobs is None else logprobs[0])
+                self._take_token(seq, token_ids[:1], None if logprobs is None else logprobs[0])
             return
         num_rejected = 1 + num_proposed - len(token_ids)
         self._sequences.withdraw_pending(seq, num_rejected)
@@ -420,7 +420,7 @@ class Scheduler:
         for place, token_id in enumerate(token_ids):
             if place:
                 self.kv.commit(seq, 1)
-            self._take_token(seq, token_id, None if logprobs is None else logprobs[place])
+            self._take_token(seq, [token_id], None if logprobs is None else logprobs[place])
             if not self.kv.has_table(seq):  # it has ended
                 break
         self._sequences.outputs.join(num_outputs)
@@ -442,7 +442,9 @@ class Scheduler:
             affected = [*self._running, *starting]
         self._recovery.abandon(affected, message)
 
-    def _take_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _take_token(self, seq: Sequence, taken: list[int], logprobs: TokenLogprobs | None) -> None:
+        """Take a sampled token. `taken`: a list of the token alone, which is the output's from now on: a further list
+        for each row makes the garbage collector run more often, which takes a tenth of a step."""
         if self._sequences.probing:
             self._sequences.clear(seq)
         if seq.search is not None:
@@ -453,9 +455,8 @@ class Scheduler:
             seq.num_pending_tokens -= 1
             self._beams.take(seq, seq.search, logprobs)
             return
-        seq.token_ids.append(token_id)
+        seq.token_ids += taken
         seq.num_pending_tokens -= 1
-        taken = [token_id]
         if seq.needs_last_token:
             num_tokens = len(seq.token_ids)
             if fault := advance(seq) or self._jump(seq):
