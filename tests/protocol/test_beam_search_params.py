@@ -99,10 +99,13 @@ def test_the_models_sampling_defaults_do_not_apply_to_a_beam_search(byte_tokeniz
 def test_a_contradiction_is_refused_at_low_cost(
     byte_tokenizer: Tokenizer, fields: dict[str, Any], param: str, says: str
 ) -> None:
-    started_s = time.thread_time()
-    with pytest.raises(PagemillError) as refused:
-        completion(byte_tokenizer, **fields)
-    assert time.thread_time() - started_s < 0.05
+    took_s = []
+    for _ in range(3):  # the garbage collector may run within one
+        started_s = time.thread_time()
+        with pytest.raises(PagemillError) as refused:
+            completion(byte_tokenizer, **fields)
+        took_s.append(time.thread_time() - started_s)
+    assert min(took_s) < 0.05
     assert (refused.value.status, refused.value.param) == (400, param)
     assert says in refused.value.message
     with pytest.raises(PagemillError):
