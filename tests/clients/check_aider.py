@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agents import WRITTEN, documented, run
+from agent_programs import WRITTEN, documented, run
 from checks import check, report_all
 
 MODEL = "aider"
@@ -18,7 +18,7 @@ ANSWERS: list[list[Any]] = [["I will write the file now.\n\nresult.txt\n```\nwri
 
 @check("the example of the how-to guide: it writes the file of an answer")
 def guide() -> None:
-    said, written = run(documented("aider", "sh", MODEL), Path(sys.executable).parent)
+    said, _, written = run(documented("aider", "sh", MODEL), Path(sys.executable).parent)
     assert "Applied edit to result.txt" in said
     assert written.strip() == WRITTEN
 

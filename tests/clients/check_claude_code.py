@@ -8,13 +8,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
+from agent_programs import DOCUMENTED_MODEL, WRITTEN, of_npm, run
 from checks import HOWTOS, base_url, check, report_all
 
 MODEL = "claude-code"
@@ -28,31 +25,9 @@ ANSWERS: list[list[Any]] = [
     ],
     ["The file result.txt is there now, as you asked."],
 ]
-WRITTEN, SAID = "written by the agent", ANSWERS[1][0]
-DOCUMENTED_URL, DOCUMENTED_MODEL = "http://127.0.0.1:8080", "my-model"
-LIMIT_S = 60
-
-
-def run(command: str, **variables: str) -> tuple[str, str]:
-    """Run a command of a shell in an empty folder; return its output and the file that the agent wrote.
-
-    The agent gets no settings of this machine, and reaches nothing but it.
-    """
-    (program,) = Path(os.environ["PAGEMILL_NPM"]).glob("@anthropic-ai/claude-code-*/claude")
-    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
-        unreachable = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:1")
-        environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "HOME": home, "NO_PROXY": "127.0.0.1"}
-        done = subprocess.run(
-            ["bash", "-ec", command],
-            env={**environment, **unreachable, **variables},
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout, (Path(folder) / "result.txt").read_text()
+SAID = ANSWERS[1][0]
+PROGRAMS = "@anthropic-ai/claude-code-*"
+DOCUMENTED_URL = "http://127.0.0.1:8080"
 
 
 @check("the example of the how-to guide: its tool Bash writes a file, and it answers to the result")
@@ -62,7 +37,7 @@ def guide() -> None:
     url = base_url().removesuffix("/v1")
     example = match[1].replace(DOCUMENTED_URL, url).replace(DOCUMENTED_MODEL, MODEL)
     assert example != match[1]
-    said, written = run(example)
+    said, _, written = run(example, of_npm(PROGRAMS))
     assert (said.strip(), written) == (SAID, WRITTEN)
 
 
@@ -70,7 +45,7 @@ def guide() -> None:
 def defaults() -> None:
     variables = {"ANTHROPIC_BASE_URL": base_url().removesuffix("/v1"), "ANTHROPIC_AUTH_TOKEN": "none"}
     command = "claude -p 'Write result.txt' --allowedTools Bash --output-format json"
-    said, written = run(command, **variables, ANTHROPIC_MODEL=MODEL)
+    said, _, written = run(command, of_npm(PROGRAMS), **variables, ANTHROPIC_MODEL=MODEL)
     result = json.loads(said)
     assert (result["is_error"], result["num_turns"], result["result"], written) == (False, 2, SAID, WRITTEN)
     usage = result["usage"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agents import WRITTEN, documented, of_npm, run
+from agent_programs import WRITTEN, documented, of_npm, run
 from checks import check, report_all
 
 MODEL = "cline"
@@ -24,7 +24,7 @@ ANSWERS: list[list[Any]] = [
 
 @check("the example of the how-to guide: its tool run_commands writes a file, and it answers to the result")
 def guide() -> None:
-    said, written = run(documented("Cline", "sh", MODEL), of_npm())
+    said, _, written = run(documented("Cline", "sh", MODEL), of_npm())
     assert ANSWERS[1][0] in said
     assert written == WRITTEN
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agents import WRITTEN, documented, of_npm, run
+from agent_programs import WRITTEN, documented, of_npm, run
 from checks import check, report_all
 
 MODEL = "opencode"
@@ -28,7 +28,7 @@ ANSWERS: list[list[Any]] = [
 @check("the example of the how-to guide: its tool bash writes a file, and it answers to the result")
 def guide() -> None:
     files = {"opencode.json": documented("opencode", "json", MODEL)}
-    said, written = run(documented("opencode", "sh", MODEL), of_npm("opencode-linux-*/bin"), files)
+    said, _, written = run(documented("opencode", "sh", MODEL), of_npm("opencode-linux-*/bin"), files)
     assert ANSWERS[1][0] in said
     assert written == WRITTEN
 

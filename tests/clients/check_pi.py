@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agents import WRITTEN, documented, of_npm, run
+from agent_programs import WRITTEN, documented, of_npm, run
 from checks import check, report_all
 
 MODEL = "pi"
@@ -25,7 +25,7 @@ ANSWERS: list[list[Any]] = [
 @check("the example of the how-to guide: its tool bash writes a file, and it answers to the result")
 def guide() -> None:
     files = {"~/.pi/agent/models.json": documented("pi", "json", MODEL)}
-    said, written = run(documented("pi", "sh", MODEL), of_npm(), files)
+    said, _, written = run(documented("pi", "sh", MODEL), of_npm(), files)
     assert ANSWERS[1][0] in said
     assert written == WRITTEN
 

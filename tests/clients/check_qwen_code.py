@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agents import WRITTEN, documented, of_npm, run
+from agent_programs import WRITTEN, documented, of_npm, run
 from checks import check, report_all
 
 MODEL = "qwen-code"
@@ -27,7 +27,7 @@ ANSWERS: list[list[Any]] = [
 
 @check("the example of the how-to guide: its tool run_shell_command writes a file, and it answers to the result")
 def guide() -> None:
-    said, written = run(documented("Qwen Code", "sh", MODEL), of_npm())
+    said, _, written = run(documented("Qwen Code", "sh", MODEL), of_npm())
     assert ANSWERS[1][0] in said
     assert written == WRITTEN
 

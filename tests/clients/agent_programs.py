@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from checks import HOWTOS, base_url
 
@@ -18,6 +19,15 @@ PAGE = HOWTOS / "use-other-agents.md"
 DOCUMENTED_URL, DOCUMENTED_MODEL = "http://127.0.0.1:8080/v1", "my-model"
 WRITTEN = "written by the agent"
 LIMIT_S = 90
+
+
+class Ran(NamedTuple):
+    said: str
+    """What the agent says to its user."""
+    shown: str
+    """Its other output."""
+    written: str
+    """The file that it wrote."""
 
 
 def documented(agent: str, language: str, model: str) -> str:
@@ -29,11 +39,12 @@ def documented(agent: str, language: str, model: str) -> str:
     return match[1].replace(DOCUMENTED_URL, base_url()).replace(DOCUMENTED_MODEL, model)
 
 
-def run(command: str, programs: Path, files: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Run a command of a shell; return what the agent says and the file that it wrote.
+def run(command: str, programs: Path, files: Mapping[str, str] | None = None, **variables: str) -> Ran:
+    """Run a command of a shell that has the agent write `result.txt`.
 
     The agent gets no settings of this machine, and reaches nothing but it. `programs`: the folder of the agent's.
-    `files`: texts by path; a path that begins with `~/` is in the home folder, others in the current one.
+    `files`: texts by path; a path that begins with `~/` is in the home folder, others in the current one. `variables`:
+    of its environment.
     """
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
         for path, text in (files or {}).items():
@@ -44,7 +55,7 @@ def run(command: str, programs: Path, files: Mapping[str, str] | None = None) ->
         environment = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": home, "NO_PROXY": "127.0.0.1"}
         done = subprocess.run(
             ["bash", "-ec", command],
-            env={**environment, **unreachable},
+            env={**environment, **unreachable, **variables},
             cwd=folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -54,7 +65,7 @@ def run(command: str, programs: Path, files: Mapping[str, str] | None = None) ->
         assert done.returncode == 0, done.stdout + done.stderr
         written = Path(folder) / "result.txt"
         assert written.exists(), done.stdout + done.stderr
-        return done.stdout, written.read_text()
+        return Ran(done.stdout, done.stderr, written.read_text())
 
 
 def of_npm(pattern: str = ".bin") -> Path:
