@@ -7,13 +7,13 @@ disconnects, so that the engine does not work for nothing.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
 from pagemill_gateway.batches.answer_file import AnswerFile
+from pagemill_gateway.inner_client import InnerClient
 from pagemill_protocol.errors import PagemillError, error_body, unauthorized
 from pagemill_servers.keys.ring import KeyRing
 
@@ -78,40 +78,32 @@ class LineSender:
         return LineReply(client.status, client.headers)
 
 
-class _Client:
-    """The ASGI messages of one line's client."""
+class _Client(InnerClient):
+    """One line's client."""
 
     def __init__(self, body: bytes, answer: AnswerFile) -> None:
+        super().__init__(body)
         self.status = 500
         self.headers: dict[str, str] = {}
         self.failure: PagemillError | None = None
         """Why the answer could not be written."""
         self.broken: PagemillError | None = None
         """Why the answer is incomplete."""
-        self._body: bytes | None = body
         self._answer = answer
-        self._has_left = asyncio.Event()
-
-    async def receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self._has_left.wait()
-        return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode().lower(): value.decode() for name, value in message["headers"]}
             return
-        if self._has_left.is_set():
+        if self.has_left:
             return
         try:
             await self._answer.write(message.get("body", b""))
         except PagemillError as error:
             self.failure = error
         if self.failure is not None or self._answer.is_too_large:
-            self._has_left.set()
+            self.leave()
 
 
 async def _failed(error: PagemillError, answer: AnswerFile) -> LineReply:

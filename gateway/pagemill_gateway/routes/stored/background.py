@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 from starlette.types import ASGIApp, Message
 
+from pagemill_gateway.inner_client import InnerClient
 from pagemill_gateway.routes.stored.conversations import listed
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError, invalid_field
@@ -169,22 +170,18 @@ def _failed(response: dict[str, Any], code: str, message: str) -> dict[str, Any]
     return {**response, "status": "failed", "error": {"code": code, "message": message}}
 
 
-class _Client:
-    """The ASGI messages of a client that keeps the answer."""
+class _Client(InnerClient):
+    """A client that keeps the answer."""
 
     def __init__(self, body: bytes, max_bytes: int) -> None:
-        self._body: bytes | None = body
+        super().__init__(body)
         self._max_bytes = max_bytes
         self._status = 500
         self._answer = bytearray()
-        self._has_left = asyncio.Event()
-
-    def leave(self) -> None:
-        self._has_left.set()
 
     def response(self, begun: dict[str, Any]) -> dict[str, Any]:
         """Return the complete response, with the id that its client got."""
-        if self._has_left.is_set():
+        if self.has_left:
             return _failed(begun, "server_error", "The response is larger than stored_responses.max_response_bytes.")
         found = orjson.loads(self._answer)
         if self._status != 200:
@@ -192,17 +189,10 @@ class _Client:
             return _failed(begun, error.get("code") or error["type"], error["message"])
         return {**found, "id": begun["id"], "created_at": begun["created_at"], "background": True, "store": True}
 
-    async def receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self._has_left.wait()
-        return {"type": "http.disconnect"}
-
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-        elif not self._has_left.is_set():
+        elif not self.has_left:
             self._answer += message.get("body", b"")
             if len(self._answer) > self._max_bytes:
-                self._has_left.set()
+                self.leave()
