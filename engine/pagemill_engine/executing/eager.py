@@ -7,7 +7,7 @@ It is synchronous: `launch` does the work and `wait` returns its result. `Thread
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from pagemill_engine.decoders.step_model import CachedTokens, StepModel, StepTokens
 from pagemill_engine.executing.base import Runner, RunnerInfo
-from pagemill_engine.executing.errors import NON_FINITE, StepSkippedError
+from pagemill_engine.executing.errors import StepSkippedError
 from pagemill_engine.executing.inputs import RequestRows, StepInputs
 from pagemill_engine.executing.kv_cache import KindBlocks, KVCache
 from pagemill_engine.executing.prompt_logprobs import PromptRows, by_request, piece_rows
+from pagemill_engine.executing.results import result_of, result_of_runs
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.runs import masks_of, sample_runs
-from pagemill_engine.sampling.sampler import Sampled, mask_of, mask_rows, sample
+from pagemill_engine.sampling.runs import masks_of, runs_of, sample_runs
+from pagemill_engine.sampling.sampler import mask_rows, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
@@ -127,53 +128,30 @@ class EagerRunner:
             self._rows.advance(inputs, np.zeros(0, dtype=np.int64))
             return StepResult()
         rows = inputs.rows[inputs.sampling]
+        request_ids = [inputs.request_ids[i] for i in inputs.sampling.tolist()]
         num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
         logits = self.model.logits(hidden)
-        if plan.proposals:
-            return self._sample_runs(plan, inputs, rows, num_generated, logits)
-        sampling = (inputs.request_ids[i] for i in inputs.sampling.tolist())
-        masks = mask_rows([mask_of(plan.token_masks.get(name)) for name in sampling]) if plan.token_masks else None
-        sampled = sample(logits, self._sampling, rows, num_generated, masks)
-        self._rows.advance(inputs, sampled.token_ids)
-        return self._result(inputs, rows, sampled)
-
-    def _sample_runs(
-        self,
-        plan: StepPlan,
-        inputs: StepInputs,
-        rows: NDArray[np.int64],
-        num_generated: NDArray[np.int64],
-        logits: NDArray[np.float32],
-    ) -> StepResult:
-        request_ids = [inputs.request_ids[i] for i in inputs.sampling.tolist()]
+        if not plan.proposals:
+            masks = mask_rows(masks_of(plan, request_ids)) if plan.token_masks else None
+            sampled = sample(logits, self._sampling, rows, num_generated, masks)
+            self._rows.advance(inputs, sampled.token_ids)
+            return self._scrubbed(result_of(request_ids, sampled))
         proposed = [plan.proposals.get(name, []) for name in request_ids]
-        masks = [masks_of(plan, name) for name in request_ids]
-        runs = sample_runs(logits, self._sampling, rows, num_generated, proposed, masks)
-        last = np.array([token_ids[-1] for token_ids in runs.token_ids], dtype=np.int64)
-        num_accepted = np.array([len(token_ids) - 1 for token_ids in runs.token_ids], dtype=np.int64)
-        self._rows.advance(inputs, last, num_accepted)
-        result = StepResult(token_ids=dict(zip(request_ids, runs.token_ids, strict=True)))
-        result.logprobs = {request_ids[i]: logprobs for i, logprobs in runs.logprobs.items()}
-        for i in np.flatnonzero(~np.array(runs.finite)).tolist():
-            self._fail(result, request_ids[i], int(rows[i]))
+        sampled = sample_runs(logits, self._sampling, rows, num_generated, proposed, masks_of(plan, request_ids))
+        runs = runs_of(sampled, proposed)
+        num_accepted = np.array([len(run) - 1 for run in runs], dtype=np.int64)
+        self._rows.advance(inputs, sampled.token_ids[[run[-1] for run in runs]], num_accepted)
+        return self._scrubbed(result_of_runs(request_ids, sampled, runs))
+
+    def _scrubbed(self, result: StepResult) -> StepResult:
+        self._scrub(result.failed)
         return result
 
-    def _fail(self, result: StepResult, request_id: str, row: int) -> None:
-        del result.token_ids[request_id]
-        result.failed[request_id] = NON_FINITE
-        self._scrub(row)
-
-    def _scrub(self, row: int) -> None:
-        for own, block_ids in zip(self.kv_cache.of_kinds, self._rows.blocks(row), strict=True):
-            own.scrub(block_ids)
-
-    def _result(self, inputs: StepInputs, rows: NDArray[np.int64], sampled: Sampled) -> StepResult:
-        request_ids = [inputs.request_ids[i] for i in inputs.sampling.tolist()]
-        result = StepResult(token_ids=dict(zip(request_ids, sampled.token_ids[:, None].tolist(), strict=True)))
-        result.logprobs = {request_ids[i]: [logprobs] for i, logprobs in sampled.logprobs.items()}
-        for i in np.flatnonzero(~sampled.finite).tolist():
-            self._fail(result, request_ids[i], int(rows[i]))
-        return result
+    def _scrub(self, failed: Iterable[str]) -> None:
+        """Overwrite what requests that failed have in the cache: kernels multiply it by zero."""
+        for name in failed:
+            for own, block_ids in zip(self.kv_cache.of_kinds, self._rows.blocks(self._rows.row(name)), strict=True):
+                own.scrub(block_ids)
 
 
 class ThreadedRunner:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_engine.sampling.runs import ranges
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 
 
@@ -180,10 +181,3 @@ def _num_proposed(
     request_ids: list[str], sampling: NDArray[np.int64], proposals: dict[str, list[int]]
 ) -> NDArray[np.int64]:
     return np.array([len(proposals.get(request_ids[i], ())) for i in sampling.tolist()], dtype=np.int64)
-
-
-def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `counts[i]` numbers from `starts[i]` on, one range behind the other."""
-    ends = np.cumsum(counts)
-    positions: NDArray[np.int64] = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
-    return positions

@@ -48,10 +48,7 @@ class PoolingRunner(EagerRunner):
         self._rows.advance(inputs._replace(sampling=np.zeros(0, dtype=np.int64)), np.zeros(0, dtype=np.int64))
         if not names:
             return StepResult()
-        result = self._pooler.finish(names, np.stack(pooled), [self._params[name] for name in names])
-        for name in result.failed:
-            self._scrub(self._rows.row(name))
-        return result
+        return self._scrubbed(self._pooler.finish(names, np.stack(pooled), [self._params[name] for name in names]))
 
     def _add(self, name: str, hidden: Array) -> Array:
         """Return the partial result of a prompt including `hidden`."""

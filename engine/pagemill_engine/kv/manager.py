@@ -246,8 +246,7 @@ class CacheManager:
         if num_full > table.num_registered:
             self._register(table, num_full, written=True)
         if drops and self._window_numbers:
-            for number in self._window_numbers:
-                self._drop_behind(number, table, num_verified)
+            self.drop_behind(sequence)
 
     def drop_behind(self, sequence: CachedSequence) -> None:
         """Release the blocks that no token behind the verified ones reads."""

@@ -6,42 +6,23 @@ temperature. A proposed token is kept exactly if it is the one that is drawn. `s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.sampler import Mask, mask_of, mask_rows, sample
-from pagemill_engine.scheduler.step import StepPlan, TokenLogprobs
+from pagemill_engine.sampling.sampler import Mask, Sampled, mask_of, mask_rows, sample
+from pagemill_engine.scheduler.step import StepPlan
 
 
-class SampledRuns(NamedTuple):
-    token_ids: list[list[int]]
-    """By request; the last ones are meaningless where `finite` is false."""
-    finite: list[bool]
-    logprobs: dict[int, list[TokenLogprobs]]
-    """By index of the request, for those that asked for them; one for each token."""
-
-
-def run_length(sampled: Sequence[int], proposed: Sequence[int]) -> int:
-    """Return how many of the sampled tokens count: those that were proposed, and the one behind them.
-
-    sampled: one more than were proposed.
-    """
-    num_accepted = 0
-    while num_accepted < len(proposed) and sampled[num_accepted] == proposed[num_accepted]:
-        num_accepted += 1
-    return num_accepted + 1
-
-
-def masks_of(plan: StepPlan, request_id: str) -> list[Mask | None]:
-    """Return the mask of each token that a request may sample, waiting for one that is being computed."""
-    given = plan.token_masks.get(request_id)
-    if isinstance(given, list):
-        return given
-    return [mask_of(given)] + [None] * len(plan.proposals.get(request_id, ()))
+def masks_of(plan: StepPlan, request_ids: Iterable[str]) -> list[Mask | None]:
+    """Return the mask of each token that the requests may sample, waiting for those that are being computed."""
+    masks: list[Mask | None] = []
+    for name in request_ids:
+        given = plan.token_masks.get(name)
+        masks += given if isinstance(given, list) else [mask_of(given)] + [None] * len(plan.proposals.get(name, ()))
+    return masks
 
 
 def sample_runs(
@@ -49,44 +30,50 @@ def sample_runs(
     sampling: SamplingRows,
     rows: NDArray[np.int64],
     num_generated: NDArray[np.int64],
-    proposed: list[list[int]],
-    masks: list[list[Mask | None]],
-) -> SampledRuns:
-    """Sample each request's next token, and one more behind each proposed token that was sampled.
+    proposed: Sequence[Sequence[int]],
+    masks: list[Mask | None],
+) -> Sampled:
+    """Sample each request's next token, and the one behind each proposed token; `runs_of` says which ones count.
 
     logits: contiguous [tokens that may be sampled, vocab], request by request; may be overwritten. rows, num_generated:
-    [requests], as for `sampler.sample`. masks: by request, one for each token that may be sampled.
+    [requests], as for `sampler.sample`. masks: of the tokens that may be sampled.
 
-    The tokens of a request with penalties depend on each other: then its tokens are sampled in as many rounds.
+    The tokens of a request with penalties depend on each other: then all requests are sampled in as many rounds.
     """
     counts = np.array([1 + len(tokens) for tokens in proposed], dtype=np.int64)
+    if not sampling.penalised[rows[counts > 1]].any():
+        return sample(logits, sampling, np.repeat(rows, counts), ranges(num_generated, counts), mask_rows(masks))
     starts = np.cumsum(counts) - counts
-    runs = SampledRuns([[] for _ in proposed], [True] * len(proposed), {})
-    active = np.arange(len(proposed))
-    in_rounds = bool(sampling.penalised[rows[counts > 1]].any())
-    first = 0
+    found = Sampled(np.zeros(len(logits), dtype=np.int64), np.ones(len(logits), dtype=np.bool_), {})
+    active, offset = np.arange(len(rows)), 0
     while len(active):
-        widths = np.ones(len(active), dtype=np.int64) if in_rounds else counts[active]
-        owners = np.repeat(active, widths)
-        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(widths) - widths, widths) + first
-        places = starts[owners] + offsets
-        given = [masks[owner][offset] for owner, offset in zip(owners.tolist(), offsets.tolist(), strict=True)]
-        part = logits if len(places) == len(logits) else logits[places]
-        found = sample(part, sampling, rows[owners], num_generated[owners] + offsets, mask_rows(given))
-        going = set(active.tolist())
-        samples = zip(owners.tolist(), offsets.tolist(), found.token_ids.tolist(), found.finite.tolist(), strict=True)
-        for place, (owner, offset, token_id, finite) in enumerate(samples):
-            if owner not in going:
-                continue
-            runs.token_ids[owner].append(token_id)
-            runs.finite[owner] = finite
-            if place in found.logprobs:
-                runs.logprobs.setdefault(owner, []).append(found.logprobs[place])
-            tokens = proposed[owner]
-            if not finite or offset == len(tokens) or token_id != tokens[offset]:
-                going.discard(owner)
-        if not in_rounds:
-            return runs
-        active = np.array(sorted(going), dtype=np.int64)
-        first += 1
+        places = starts[active] + offset
+        given = mask_rows([masks[place] for place in places.tolist()])
+        part = sample(logits[places], sampling, rows[active], num_generated[active] + offset, given)
+        found.token_ids[places], found.finite[places] = part.token_ids, part.finite
+        found.logprobs.update({int(places[index]): entry for index, entry in part.logprobs.items()})
+        goes_on = [
+            finite and offset < len(proposed[owner]) and token_id == proposed[owner][offset]
+            for owner, token_id, finite in zip(active.tolist(), part.token_ids.tolist(), part.finite, strict=True)
+        ]
+        active, offset = active[goes_on], offset + 1
+    return found
+
+
+def runs_of(sampled: Sampled, proposed: Sequence[Sequence[int]]) -> list[range]:
+    """Return the places of the tokens of each request that count: those that were proposed, and the one behind them."""
+    runs, first, token_ids = [], 0, sampled.token_ids.tolist()
+    for tokens in proposed:
+        num_accepted = 0
+        while num_accepted < len(tokens) and token_ids[first + num_accepted] == tokens[num_accepted]:
+            num_accepted += 1
+        runs.append(range(first, first + num_accepted + 1))
+        first += 1 + len(tokens)
     return runs
+
+
+def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return `counts[i]` numbers from `starts[i]` on, one range behind the other."""
+    ends = np.cumsum(counts)
+    positions: NDArray[np.int64] = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+    return positions

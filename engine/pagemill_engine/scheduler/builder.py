@@ -34,15 +34,10 @@ class StepBuilder:
 
     def verify(self, sequence: Sequence, proposal: Proposal, allocation: Allocation) -> None:
         """Add a decode with proposed tokens behind its own."""
-        plan, num_tokens = self.plan, 1 + len(proposal.token_ids)
-        if allocation is not NO_NEW_BLOCKS:
-            self.note_blocks(sequence, allocation)
-        self.budget -= num_tokens
-        plan.proposals[sequence.request_id] = proposal.token_ids
+        self.place(sequence, 1 + len(proposal.token_ids), allocation)
+        self.plan.proposals[sequence.request_id] = proposal.token_ids
         if proposal.masks is not None:
-            plan.token_masks[sequence.request_id] = proposal.masks
-        plan.num_scheduled_tokens[sequence.request_id] = num_tokens
-        plan.decode_context_tokens += sequence.num_computed_tokens + num_tokens
+            self.plan.token_masks[sequence.request_id] = proposal.masks
 
     def finish_decodes(self, num_context_tokens: int) -> None:
         """Mark all sequences in the plan so far, which are decodes, as sampling.

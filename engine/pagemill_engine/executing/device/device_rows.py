@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill_engine.executing.inputs import ranges
 from pagemill_engine.sampling.rows import SamplingRows
+from pagemill_engine.sampling.runs import ranges
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_kernels.request_rows import layout
 from pagemill_kernels.request_rows.layout import RowLayout

@@ -26,11 +26,12 @@ from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_engine.executing.device.device_rows import DeviceRows, DeviceStep
 from pagemill_engine.executing.device.graphs import CapturedGraph, GraphCapturer, GraphShape, StepGraphs
 from pagemill_engine.executing.device.sleeping import SleepingModel
-from pagemill_engine.executing.errors import NON_FINITE, DeviceLostError, StepSkippedError
+from pagemill_engine.executing.errors import DeviceLostError, StepSkippedError
 from pagemill_engine.executing.prompt_logprobs import PromptRows, by_request, piece_rows
+from pagemill_engine.executing.results import result_of, result_of_runs
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.runs import masks_of, run_length
-from pagemill_engine.sampling.sampler import Sampled, by_row, mask_rows
+from pagemill_engine.sampling.runs import masks_of, runs_of
+from pagemill_engine.sampling.sampler import by_row, mask_rows
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
@@ -275,8 +276,7 @@ class DeviceRunner:
             batch = self._sampling.batch_beside_draws(rows.astype(np.int64), self._rows.num_generated(step))
         masks = None
         if plan.token_masks:
-            sampling = (step.request_ids[i] for i in step.sampling.tolist())
-            masks = mask_rows([mask for name in sampling for mask in masks_of(plan, name)])
+            masks = mask_rows(masks_of(plan, (step.request_ids[i] for i in step.sampling.tolist())))
         settings = settings[: NUM_SETTINGS * len(rows)]
         drawn = self._on_device.draw_tokens(logits, batch._replace(masks=masks), settings)
         self._on_device.advance_rows(self._state, at, drawn.tokens)
@@ -324,14 +324,10 @@ def _result(handle: InFlight, found: SampledTokens) -> StepResult:
     Non-finite values of a failed request stay in its blocks: GPU kernels read no slot before it is written.
     """
     sampled = by_row(found, handle.reports)
-    if handle.proposals:
-        return _result_of_runs(handle, sampled)
-    result = StepResult(token_ids=dict(zip(handle.request_ids, sampled.token_ids[:, None].tolist(), strict=True)))
-    result.logprobs = {handle.request_ids[i]: [logprobs] for i, logprobs in sampled.logprobs.items()}
-    for i in np.flatnonzero(~sampled.finite).tolist():
-        del result.token_ids[handle.request_ids[i]]
-        result.failed[handle.request_ids[i]] = NON_FINITE
-    return result
+    if not handle.proposals:
+        return result_of(handle.request_ids, sampled)
+    runs = runs_of(sampled, [handle.proposals.get(name, []) for name in handle.request_ids])
+    return result_of_runs(handle.request_ids, sampled, runs)
 
 
 def can_verify(params: SamplingParams) -> bool:
@@ -344,24 +340,6 @@ def _check_penalties(step: DeviceStep, penalised: NDArray[np.bool_]) -> None:
     wide = np.diff(step.sample_start_loc)[: len(step.request_ids)] > 1
     for i in np.flatnonzero(wide & penalised[step.rows[: len(wide)]]).tolist():
         raise ValueError(f"tokens are proposed for {step.request_ids[i]}, whose penalties count every token")
-
-
-def _result_of_runs(handle: InFlight, sampled: Sampled) -> StepResult:
-    """Build the result of a step with proposed tokens."""
-    result, first = StepResult(), 0
-    for name in handle.request_ids:
-        proposed = handle.proposals.get(name, [])
-        places = range(first, first + 1 + len(proposed))
-        first = places.stop
-        num_tokens = run_length(sampled.token_ids[places.start : places.stop].tolist(), proposed)
-        kept = places[:num_tokens]
-        if not sampled.finite[kept].all():
-            result.failed[name] = NON_FINITE
-            continue
-        result.token_ids[name] = sampled.token_ids[kept].tolist()
-        if kept.start in sampled.logprobs:
-            result.logprobs[name] = [sampled.logprobs[place] for place in kept]
-    return result
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

@@ -44,8 +44,7 @@ class FollowerRunner(EagerRunner):
         runs = [sampled.get(name, [0]) for name in names]
         last = np.array([run[-1] for run in runs], dtype=np.int64)
         self._rows.advance(inputs, last, np.array([len(run) - 1 for run in runs], dtype=np.int64))
-        for name in failed:
-            self._scrub(self._rows.row(name))
+        self._scrub(failed)
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> dict[str, list[TokenLogprobs]]:
         starts = dict(zip(inputs.request_ids, inputs.query_start_loc.tolist(), strict=False))

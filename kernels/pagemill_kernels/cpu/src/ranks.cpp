@@ -13,7 +13,7 @@ constexpr int64_t kMostRanks = 64, kReasonBytes = 512;
 
 enum Aborted : uint32_t { kRuns = 0, kEnding = 1, kEnded = 2 };
 
-// What a rank does, for the others and for whoever watches them.
+// What a rank does: read by the other ranks, and by the process that reports which one failed.
 struct alignas(64) Status {
   std::atomic<uint32_t> arrived;  // number of barriers that it has reached
   std::atomic<int32_t> layer, cut;

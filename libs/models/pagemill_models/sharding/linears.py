@@ -1,6 +1,6 @@
 """All linear layers of a model with their numbers, roles, and how ranks divide them.
 
-Whoever adds to the products of a step (adapters) or divides them (`shard`) finds a layer here by its number, and its
+Adapters, which add to the products of a step, and `shard`, which divides them, find a layer here by its number, and its
 stored matrices by name. The numbers of a layer are consecutive, in the order in which its blocks declare them.
 """
 
