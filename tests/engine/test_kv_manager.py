@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
+from kv_machine import Row
 
 from pagemill_engine.kv.block_pool import KVCacheError
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.tables import NO_MATCH, NO_NEW_BLOCKS
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
-
-
-@dataclass(eq=False)
-class Row:
-    request_id: str
-    token_ids: list[int]
-    num_computed_tokens: int = 0
-    cache_root: bytes = b"root"
-    block_hashes: list[bytes] = field(default_factory=list)
-    num_pending_tokens: int = 0
 
 
 def make_kv(num_blocks: int = 16, *, caching: bool = True) -> CacheManager:

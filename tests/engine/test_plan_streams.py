@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from step_workloads import BLOCK_SIZE, MAX_MODEL_LEN, a_request
+from step_workloads import BLOCK_SIZE, MAX_MODEL_LEN, a_config, a_request
 
-from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.step import StepPlan, decode_plan, encode_plan
 from pagemill_protocol.errors import PagemillError
@@ -59,16 +58,7 @@ def digest_of(make: Make, number: int, overlap: bool) -> str:
     draw = random.Random(number)
     runner = make(draw.randint(12, 40), BLOCK_SIZE, MAX_MODEL_LEN, 11)
     core = EngineCore(
-        EngineConfig(
-            model="m",
-            block_size=BLOCK_SIZE,
-            eos_token_ids=[10],
-            max_num_seqs=draw.randint(1, 6),
-            max_num_batched_tokens=draw.randint(1, 40),
-            enable_prefix_caching=draw.random() < 0.8,
-            policy=draw.choice(["fcfs", "priority", "shortest-prefill-first"]),
-            overlap=overlap,
-        ),
+        a_config(draw, overlap),
         runner,
         clock=lambda: 0.1 * len(runner.plans),
     )
@@ -102,6 +92,19 @@ def digest_of(make: Make, number: int, overlap: bool) -> str:
     return seen.hexdigest()
 
 
+def plans_of(make: Make, numbers: Iterable[int]) -> list[StepPlan]:
+    """Return all plans of the workloads in the overlapped loop."""
+    runners = []
+
+    def noted(*sizes: int) -> Any:
+        runners.append(make(*sizes))
+        return runners[-1]
+
+    for number in numbers:
+        digest_of(noted, number, overlap=True)
+    return [plan for runner in runners for plan in runner.plans]
+
+
 def recorded(number: int) -> list[str]:
     return RECORDED.read_text(encoding="ascii").splitlines()[number].split()
 
@@ -115,15 +118,7 @@ def test_plans_of_one_kind_are_those_that_were_recorded(checking_runner: Make, f
 
 def test_the_workloads_cover_what_plans_can_contain(checking_runner: Make) -> None:
     """Without copies, preemptions or prefix hits among them, equal digests would say little."""
-    runners = []
-
-    def make(*sizes: int) -> Any:
-        runners.append(checking_runner(*sizes))
-        return runners[-1]
-
-    for number in range(40):
-        digest_of(make, number, overlap=True)
-    plans = [plan for runner in runners for plan in runner.plans]
+    plans = plans_of(checking_runner, range(40))
     assert any(plan.tables[0].copies for plan in plans)
     assert any(plan.tables[0].placed for plan in plans)
     assert any(plan.prompt_targets for plan in plans)
@@ -133,15 +128,7 @@ def test_the_workloads_cover_what_plans_can_contain(checking_runner: Make) -> No
 
 
 def test_a_process_that_follows_gets_the_same_plan_without_masks(checking_runner: Make) -> None:
-    runners = []
-
-    def make(*sizes: int) -> Any:
-        runners.append(checking_runner(*sizes))
-        return runners[-1]
-
-    for number in range(40):
-        digest_of(make, number, overlap=True)
-    for plan in (plan for runner in runners for plan in runner.plans):
+    for plan in plans_of(checking_runner, range(40)):
         plan.token_masks = {"a/0": object()}
         followed = decode_plan(encode_plan(plan))
         assert plan.token_masks, "the plan itself keeps its masks"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from oracle_proposer import oracle
-from step_workloads import BLOCK_SIZE, MAX_MODEL_LEN, a_request
+from step_workloads import BLOCK_SIZE, MAX_MODEL_LEN, a_config, a_request
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import TokensOut
@@ -39,16 +39,7 @@ def serve(
     """Serve workload `number` to its end; return what each client got by request and choice, and the runner."""
     draw = random.Random(number)
     runner = make(draw.randint(16, 40), BLOCK_SIZE, MAX_MODEL_LEN, 11)
-    config = EngineConfig(
-        model="m",
-        block_size=BLOCK_SIZE,
-        eos_token_ids=[10],
-        max_num_seqs=draw.randint(1, 6),
-        max_num_batched_tokens=draw.randint(1, 40),
-        enable_prefix_caching=draw.random() < 0.8,
-        policy=draw.choice(["fcfs", "priority", "shortest-prefill-first"]),
-        overlap=overlap,
-    )
+    config = a_config(draw, overlap)
     queue, stagger = requests(number), draw.randint(1, 9)
     core = EngineCore(config, runner, clock=lambda: 0.0, proposals=proposals)
     found: dict[tuple[str, int], Any] = {}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_threads import together
 
 from pagemill_engine.executing.torch_model import HostTensorGroup
 from pagemill_kernels.ranks.distributed import DistributedGroup, gloo_group
@@ -16,24 +16,6 @@ from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.in_process import in_process_groups
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
-
-
-def together(run: Callable[[Any], Any], groups: list[Any]) -> list[Any]:
-    found: dict[int, Any] = {}
-
-    def work(group: Any) -> None:
-        try:
-            found[group.rank] = run(group)
-        except Exception as error:
-            found[group.rank] = error
-
-    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return [found[rank] for rank in range(len(groups))]
 
 
 def gloo_groups(size: int, seconds: float = 30.0) -> list[DistributedGroup]:
@@ -65,7 +47,7 @@ def exchange(group: Any) -> list[torch.Tensor]:
 
 def test_gloo_gives_the_bits_of_threads() -> None:
     threads = [HostTensorGroup(group) for group in in_process_groups(3)]
-    for mine, other in zip(together(exchange, gloo_groups(3)), together(exchange, threads), strict=True):
+    for mine, other in zip(together(gloo_groups(3), exchange), together(threads, exchange), strict=True):
         assert all(torch.equal(one, two) for one, two in zip(mine, other, strict=True))
 
 
@@ -74,7 +56,7 @@ def test_a_rank_that_does_not_come_ends_the_group_after_the_timeout() -> None:
         if group.rank != 1:
             group.all_reduce(torch.ones(4))
 
-    first, second, third = together(run, gloo_groups(3, seconds=0.5))
+    first, second, third = together(gloo_groups(3, seconds=0.5), run)
     assert second is None
     assert isinstance(first, GroupAborted)
     assert str(first) == str(third)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rank_threads import together
 
 from pagemill_kernels.cpu import library
 from pagemill_kernels.ranks.group import GroupAborted
@@ -37,24 +38,6 @@ def groups_of() -> Iterator[Groups]:
     yield made
     for memory in memories:
         memory.close()
-
-
-def together(groups: list[Any], run: Callable[[Any], Any]) -> list[Any]:
-    found: dict[int, Any] = {}
-
-    def work(group: Any) -> None:
-        try:
-            found[group.rank] = run(group)
-        except Exception as error:
-            found[group.rank] = error
-
-    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return [found[rank] for rank in range(len(groups))]
 
 
 @pytest.mark.parametrize("kind", KINDS)

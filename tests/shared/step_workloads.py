@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import random
 
+from pagemill_engine.config import EngineConfig
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import LOW_PRIORITY, SamplingParams
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
+
+
+def a_config(draw: random.Random, overlap: bool) -> EngineConfig:
+    return EngineConfig(
+        model="m",
+        block_size=BLOCK_SIZE,
+        eos_token_ids=[10],
+        max_num_seqs=draw.randint(1, 6),
+        max_num_batched_tokens=draw.randint(1, 40),
+        enable_prefix_caching=draw.random() < 0.8,
+        policy=draw.choice(["fcfs", "priority", "shortest-prefill-first"]),
+        overlap=overlap,
+    )
 
 
 def a_request(draw: random.Random, index: int, shared: list[int]) -> GenerateRequest:
