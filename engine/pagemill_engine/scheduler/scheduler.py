@@ -443,8 +443,8 @@ class Scheduler:
         self._recovery.abandon(affected, message)
 
     def _take_token(self, seq: Sequence, taken: list[int], logprobs: TokenLogprobs | None) -> None:
-        """Take a sampled token. `taken`: a list of the token alone, which is the output's from now on: a further list
-        for each row makes the garbage collector run more often, which takes a tenth of a step."""
+        """Take a sampled token. `taken`: a list of the token alone, which the output shares with the step's result: a
+        further list for each row makes the garbage collector run more often, which takes a tenth of a step."""
         if self._sequences.probing:
             self._sequences.clear(seq)
         if seq.search is not None:
@@ -462,7 +462,7 @@ class Scheduler:
             if fault := advance(seq) or self._jump(seq):
                 self._sequences.fail(seq, f"The answer was cut off: {fault}.")
                 return
-            taken += seq.token_ids[num_tokens:]
+            taken = [*taken, *seq.token_ids[num_tokens:]]  # the result keeps its own
         reason = finish_reason(seq)
         self._sequences.outputs.tokens(seq, taken, logprobs, reason)
         if reason is not None:

@@ -26,6 +26,7 @@ from pagemill_engine.executing import eager
 from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.grammar.state import begin_masks
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.scheduler.step import StepResult
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.answer_format import AnswerFormat
@@ -290,6 +291,25 @@ def test_forced_tokens_are_added_at_once_and_equal_the_sampled_ones(
         answers.append({key: (each.token_ids, each.finish_reason) for key, each in engine.outputs.items()})
     assert answers[0] == answers[1]
     assert counts[1] < counts[0]
+
+
+def test_forced_tokens_are_not_added_to_the_result_of_their_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runner of several ranks sends the result of a step with the next one."""
+    results: list[StepResult] = []
+    wait = engine.runner.wait
+
+    def noted(handle: Any) -> StepResult:
+        results.append(wait(handle))
+        return results[-1]
+
+    monkeypatch.setattr(engine.runner, "wait", noted)
+    engine.add("r", json_form(PERSON))
+    answer = engine.run()["r", 0]
+    sampled = [token_ids for result in results for token_ids in result.token_ids.values()]
+    assert {len(token_ids) for token_ids in sampled} == {1}
+    assert len(answer.token_ids) > len(sampled), "some were forced"
 
 
 def test_each_token_of_a_constant_is_forced(engine: Engine) -> None:
