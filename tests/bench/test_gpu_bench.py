@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from distributions import installed_beside, required_by
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "bench" / "gpu"
@@ -49,27 +48,6 @@ runpy.run_path({quick!r})["speed_up_interpreter"]()
 sys.argv = {argv!r}
 runpy.run_path({folder!r}, run_name="__main__")
 """
-
-
-def installed_beside(needed: tuple[str, ...]) -> set[str]:
-    """Return modules of all installed distributions that none of `needed` requires."""
-    wanted, waiting = set(), list(needed)
-    while waiting:
-        name = waiting.pop().lower().replace("_", "-")
-        if name in wanted:
-            continue
-        wanted.add(name)
-        try:
-            asked = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:
-            continue
-        waiting += [re.split(r"[\s;\[<>=!~(]", each)[0] for each in asked if "extra ==" not in each]
-    modules = metadata.packages_distributions()
-    return {
-        module
-        for module, names in modules.items()
-        if not any(name.lower().replace("_", "-") in wanted for name in names) and not module.startswith("pagemill")
-    }
 
 
 def environment(**values: str) -> dict[str, str]:
@@ -126,7 +104,7 @@ def dry_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Sections on tiny shapes, without packages that they do not need."""
     out = tmp_path_factory.mktemp("bench-gpu")
-    banned = installed_beside(NEEDED)
+    banned = installed_beside(required_by(NEEDED))
     assert {"msgspec", "psutil", "transformers", "pytest"} <= banned
     assert not banned & {"torch", "triton", "numpy", "safetensors", "sympy"}
     argv = ["bench/gpu", "--sizes", "tiny", "--out", str(out), "--sections", *BARE]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributions import installed_beside, normalized, required_by
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "bench" / "gpu"
@@ -115,11 +116,36 @@ def test_the_travelling_distributions_are_pinned_and_in_groups() -> None:
     import packing
 
     groups = packing.groups()
+    there = groups.pop("there")
     assert list(groups) == ["zstandard", "engine", "vllm"]
     assert all(
         name and version for each in groups.values() for name, _, version in (one.partition("==") for one in each)
     )
+    assert not any("=" in name for name in there)
     assert {"msgspec", "pyzmq", "uvicorn", "pytest-asyncio"} <= {one.partition("==")[0] for one in groups["engine"]}
+
+
+BARE = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ModuleNotFoundError("No module named " + repr(name), name=name)
+sys.meta_path.insert(0, Absent())
+import {modules}
+"""
+
+
+def test_what_travels_and_what_is_there_are_all_that_the_server_and_the_tests_import() -> None:
+    import packing
+
+    groups = packing.groups()
+    travelling = {normalized(one.partition("==")[0]) for one in groups["engine"]}
+    absent = installed_beside(travelling | required_by(tuple(groups["there"])))
+    assert {"kopf", "kubernetes", "redis"} <= absent
+    code = BARE.format(absent=absent, modules=packing.MODULES[0])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_our_own_packages_travel_with_their_versions() -> None:
