@@ -397,25 +397,15 @@ def test_a_section_that_hangs_is_ended_with_all_its_processes(found: dict[str, A
 
 
 @pytest.mark.full
-def test_tests_run_without_installed_packages_and_include_every_file_with_device_tests() -> None:
-    ((problem, text, counts, files),) = inside("""
+def test_tests_run_without_installed_packages() -> None:
+    ((problem, text, counts),) = inside("""
 import own_tests
 path = own_tests.ROOT / "tests/kernels/test_triton_request_rows.py"
 problem, text = own_tests.run_pytest([path], "", 1, 200)
-files = [*own_tests.KERNEL_FILES, *own_tests.ENGINE_FILES]
-print(json.dumps([problem, text, own_tests.counted(text), files]))
+print(json.dumps([problem, text, own_tests.counted(text)]))
 """)
     assert problem == "", text
     assert counts["passed"] > 0
-    kernels = {f"tests/kernels/{path.name}" for path in (ROOT / "tests" / "kernels").glob("test_triton_*.py")}
-    for_no_device = {"tests/kernels/test_triton_compiled.py", "tests/kernels/test_triton_offsets.py"}
-    assert kernels - set(files) == for_no_device
-    with_a_mark = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if "\n@pytest.mark.gpu" in path.read_text()
-    }
-    assert with_a_mark <= set(files)
 
 
 # -- measurements ------------------------------------------------------------------------------------------------

@@ -148,6 +148,21 @@ def test_what_travels_and_what_is_there_are_all_that_the_server_and_the_tests_im
     assert done.returncode == 0, done.stderr
 
 
+def test_every_file_with_tests_for_a_device_is_run_there() -> None:
+    import own_tests
+
+    files = [*own_tests.KERNEL_FILES, *own_tests.ENGINE_FILES]
+    kernels = {f"tests/kernels/{path.name}" for path in (ROOT / "tests" / "kernels").glob("test_triton_*.py")}
+    for_no_device = {"tests/kernels/test_triton_compiled.py", "tests/kernels/test_triton_offsets.py"}
+    assert kernels - set(files) == for_no_device
+    with_a_mark = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "\n@pytest.mark.gpu" in path.read_text()
+    }
+    assert with_a_mark <= set(files)
+
+
 def test_our_own_packages_travel_with_their_versions() -> None:
     import packing
 
