@@ -38,7 +38,6 @@ def test_every_field_of_openai_is_supported_refused_or_known_to_be_ignored(
     [
         ("moderation", {"model": "a"}),
         ("context_management", [{"type": "compaction"}]),
-        ("include", ["message.output_text.logprobs"]),
     ],
 )
 def test_fields_that_would_change_a_response_are_refused_by_name(field: str, value: Any) -> None:

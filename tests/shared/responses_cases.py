@@ -80,6 +80,7 @@ RESPONSES: Cases = {
     "conversation": {"conversation": "conv_1"},
     "previous_response_id": {"previous_response_id": "resp_1"},
     "include": {"include": ["message.output_text.logprobs"]},
+    "top_logprobs": {"top_logprobs": 2},
     "store": {"store": False},
 }
 INPUT_TOKENS: Cases = {

@@ -101,6 +101,8 @@ class _Choice:
     """Text and log probabilities of the whole choice; None when streaming."""
     positions: list[logprobs.PositionLogprobs] = field(default_factory=list)
     """Log probabilities that are not rendered yet; only when streaming."""
+    repeated: logprobs.CollectedLogprobs | None = None
+    """Log probabilities that the end of a stream repeats."""
     likelihood: MeanLogprob = field(default_factory=MeanLogprob)
     """Computed only if the client gets the best of several candidates."""
     unreported: list[int] = field(default_factory=list)
@@ -203,6 +205,10 @@ class OutputProcessor:
             self.num_held_bytes += choice.kept.add(delta.text, delta.events, positions, delta.token_ids)
         else:
             choice.positions += positions
+            if choice.repeated is not None:
+                before = choice.repeated.num_bytes
+                choice.repeated.add(positions)
+                self.num_held_bytes += choice.repeated.num_bytes - before
             if self.request.return_token_ids:
                 choice.token_ids += delta.token_ids
             progress.frames.append(self._chunk_frame(choice, delta))
@@ -344,6 +350,8 @@ class OutputProcessor:
         choice = _Choice(output, index, started=False)
         if not request.stream:
             choice.kept = KeptChoice(collector(self._renderer), request.return_token_ids)
+        elif request.keeps_logprobs:
+            choice.repeated = collector(self._renderer)
         if resume is None:
             return choice
         if request.stream:

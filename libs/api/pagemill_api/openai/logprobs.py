@@ -100,7 +100,7 @@ def by_token_id(
 
 def chat(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
     """Return `choices[].logprobs` of a chat chunk or body."""
-    return {"content": [_chat_position(at) for at in positions], "refusal": None}
+    return {"content": [chat_position(at) for at in positions], "refusal": None}
 
 
 class ChatLogprobs:
@@ -115,7 +115,7 @@ class ChatLogprobs:
 
     def add(self, positions: Sequence[PositionLogprobs]) -> None:
         for at in positions:
-            self._content.add(orjson.dumps(_chat_position(at)))
+            self._content.add(orjson.dumps(chat_position(at)))
 
     def value(self, json: JsonPieces) -> dict[str, Any]:
         return {"content": json.part(array_pieces(self._content)), "refusal": None}
@@ -170,7 +170,7 @@ def completions(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
     }
 
 
-def _chat_position(at: PositionLogprobs) -> dict[str, Any]:
+def chat_position(at: PositionLogprobs) -> dict[str, Any]:
     return {**_entry(at.chosen), "top_logprobs": [_entry(top) for top in at.top]}
 
 

@@ -143,6 +143,7 @@ def prepare_chat(
         dialect="chat",
         answer_format=form.answer_format_after(text),
         return_token_ids=req.return_token_ids,
+        keeps_logprobs=req.keeps_logprobs,
         created_unix_s=created_unix_s,
         stream=req.stream,
         include_usage=req.include_usage,

@@ -279,6 +279,11 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
         return {}
 
     @property
+    def keeps_logprobs(self) -> bool:
+        """Whether the end of a stream repeats its log probabilities."""
+        return False
+
+    @property
     def constrains_calls(self) -> bool:
         """Whether calls are constrained to the schema of their function."""
         return self.forces_calls or any(tool["function"].get("strict") for tool in self.prompt_tools)

@@ -14,11 +14,11 @@ def can_be_continued(request: GenerateRequest) -> bool:
     """Whether frame metas suffice to continue the answer at another engine.
 
     If not, the answer starts again there, before any of it was delivered. They do not suffice when choices are selected
-    at their end, nor when log probabilities were not delivered yet.
+    at their end, nor when log probabilities were not delivered yet, or have to be repeated at the end.
     """
     sampling = request.sampling
     chooses = sampling.use_beam_search or sampling.num_sequences > sampling.n
-    return not chooses and (request.stream or sampling.num_alternatives is None)
+    return not chooses and (sampling.num_alternatives is None or (request.stream and not request.keeps_logprobs))
 
 
 def has_begun(resume: ChoiceResume, request: GenerateRequest) -> bool:

@@ -21,6 +21,9 @@ from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, MAX_PROMPT_LOG
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_ECHO_BYTES = 192 * 1024 * 1024
 """Limit for the echoed prompts of one answer, which each choice repeats. A frame takes a quarter more."""
+KEPT_VALUE_COPIES = 20
+"""How many values of an answer that is not streamed one value counts for that a stream keeps until its end, where
+several events repeat it at once."""
 MOST_JSON_BYTES = 6
 """Bytes of a character in a JSON string at most."""
 
@@ -72,6 +75,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The answer is the echo alone, without the one token that an engine generates."""
     return_token_ids: bool = False
     """The answer includes the ids of the prompt's and of its own tokens."""
+    keeps_logprobs: bool = False
+    """The last events of a stream repeat all its log probabilities, so they are kept until then."""
     prompt_index: int = 0
     """Index of this prompt in a completions request of several; choice indices start at prompt_index * n."""
     cache_salt: str = ""
@@ -105,12 +110,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def values_per_token(self) -> int:
         """The number of log probabilities and ids that each generated token adds to an answer that is not streamed.
 
-        0: its tokens are only text. The values of a stream do not count, since they leave as they come.
+        0: its tokens are only text. The values of a stream do not count, since they leave as they come, unless they are
+        kept.
         """
-        if self.stream or self.pooling is not None:
+        if (self.stream and not self.keeps_logprobs) or self.pooling is not None:
             return 0
         num_alternatives = self.sampling.num_alternatives
-        return (0 if num_alternatives is None else num_alternatives + 1) + self.return_token_ids
+        num_values = (0 if num_alternatives is None else num_alternatives + 1) + self.return_token_ids
+        return num_values * KEPT_VALUE_COPIES if self.stream else num_values
 
 
 def most_tokens_of_values(request: GenerateRequest, most_values: int, num_prompts: int = 1) -> int | None:
@@ -145,16 +152,17 @@ def check_answer(
         limit_param,
         f"The answer could hold {num_values} log probabilities and token ids: {prompts}`{width}` ({asked}) x "
         f"`{limit_param}` ({sampling.max_tokens}) x {request.values_per_token} for each token (`{listing}`). At most "
-        f"{most_values} are allowed in an answer that is not streamed (max_answer_values). "
+        f"{most_values} are allowed in an answer that is kept until its end (max_answer_values). "
         + (f"Send `{limit_param}` of at most {fits}, or lower" if fits else "Lower")
-        + f" `{width}` or `{listing}`, or send `stream: true`.",
+        + f" `{width}` or `{listing}`"
+        + ("." if request.stream or request.dialect == "responses" else ", or send `stream: true`."),
     )
 
 
 def _logprobs_field(request: GenerateRequest) -> str:
     if request.sampling.num_alternatives is None:
         return "return_token_ids"
-    return "top_logprobs" if request.dialect == "chat" else "logprobs"
+    return "top_logprobs" if request.dialect in ("chat", "responses") else "logprobs"
 
 
 def _check_echo(requests: Sequence[GenerateRequest]) -> None:

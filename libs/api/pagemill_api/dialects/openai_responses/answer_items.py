@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from pagemill_api.dialects.openai_responses.opaque import sealed
 from pagemill_api.dialects.openai_responses.tools import INPUT, ClientTool
 from pagemill_api.openai.call_parts import arguments_object, partial_object
+from pagemill_protocol.json_pieces import JsonPieces, JsonRows, array_pieces, joined_array
 
 Fields = dict[str, Any]
 Part = tuple[str, Fields]
@@ -81,14 +82,22 @@ class MessageItem(_PartItem):
     prefix = "msg"
     delta = "output_text.delta"
 
-    def __init__(self) -> None:
+    def __init__(self, *, logprobs: JsonRows, json: JsonPieces | None) -> None:
+        """`logprobs`: those of its text so far. `json`: writes the body, if the answer is not streamed."""
         super().__init__(type="message", role="assistant", content=[])
+        self.logprobs = logprobs
+        self._json = json
 
     def part(self, text: str) -> Fields:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._all_logprobs()}
 
     def done(self, text: str) -> Part:
-        return "output_text.done", {**self.place, "text": text, "logprobs": []}
+        return "output_text.done", {**self.place, "text": text, "logprobs": self._all_logprobs()}
+
+    def _all_logprobs(self) -> Any:
+        if not self.logprobs.num_bytes:
+            return []
+        return joined_array(self.logprobs) if self._json is None else self._json.part(array_pieces(self.logprobs))
 
 
 class ReasoningItem(_PartItem):

@@ -23,12 +23,13 @@ from pagemill_api.dialects.openai_responses.answer_items import (
     ReasoningItem,
 )
 from pagemill_api.dialects.openai_responses.request import ENCRYPTED_REASONING
+from pagemill_api.dialects.openai_responses.text_logprobs import TextLogprobs
 from pagemill_api.dialects.openai_responses.tools import ClientTool
 from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.render import head
 from pagemill_protocol import nesting
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.json_pieces import on_one_line
+from pagemill_protocol.json_pieces import JsonPieces, JsonRows, on_one_line
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 CLIENT_TOOLS, INCLUDE = "client_tools", "include"
@@ -53,6 +54,11 @@ class ResponsesRenderer:
         self.num_events = 0
         """The number of the next event."""
         self._finish_reason: FinishReason | None = None
+        self._logprobs = TextLogprobs()
+        self._json: JsonPieces | None = None
+
+    def collected_logprobs(self, of_prompt: bool) -> TextLogprobs:
+        return self._logprobs
 
     def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
         self._begin()
@@ -83,14 +89,16 @@ class ResponsesRenderer:
         response = {**self._response(None), "status": "failed", "error": failed}
         return ended + self._event("failed", response=response)
 
-    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes | list[bytes]:
         (choice,) = choices
+        self._json = JsonPieces()
         self._finish_reason = choice.finish_reason
         events = choice.events if choice.events is not None else [Content(choice.text)] if choice.text else []
         for _ in self._rendered(events):
             pass
         self._end_last()
-        return orjson.dumps(self._response(usage))
+        pieces = self._json.write(self._response(usage))
+        return pieces[0] if len(pieces) == 1 else pieces
 
     def _begin(self) -> bytes:
         response = self._response(None)
@@ -100,17 +108,28 @@ class ResponsesRenderer:
         for event in events:
             match event:
                 case Content(text):
-                    yield self._in_item(MessageItem) + self._text(text, logprobs=[])
+                    begun = self._in_item(MessageItem, logprobs=JsonRows(), json=self._json)
+                    yield begun + self._text(text, logprobs=self._logprobs_of(text))
                 case Reasoning(text):
+                    self._logprobs.skip(text)
                     yield self._in_item(ReasoningItem, is_sealed=self._seals_reasoning) + self._text(text)
                 case CallBegin(name, index):
                     tool = self._tools.get(name, ClientTool("function", name))
                     yield self._end_item()
                     yield self._begin_item(CALLS[tool.kind](tool, self._call_ids.of(0, index)))
                 case CallArguments(text):
+                    self._logprobs.skip(text)
                     yield self._text(text)
                 case CallEnd():
                     yield self._end_item()
+
+    def _logprobs_of(self, text: str) -> list[orjson.Fragment]:
+        """Return the log probabilities of the next text of the open message, which keeps them."""
+        rows = self._logprobs.take(text)
+        if isinstance(self._open, MessageItem):
+            for row in rows:
+                self._open.logprobs.add(row)
+        return [orjson.Fragment(row) for row in rows] if self._json is None else []
 
     def _in_item(self, kind: type[AnswerItem], **settings: Any) -> bytes:
         """Begin an item of this kind, unless one is open."""

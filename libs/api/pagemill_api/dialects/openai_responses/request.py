@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import ConfigDict, Field, FiniteFloat, PlainValidator, ValidationError, WithJsonSchema
 
 from pagemill_api.dialects.openai_responses.conversations import ConversationId
 from pagemill_api.dialects.openai_responses.items import INPUT_SCHEMA, Item, ItemMessages, input_items
@@ -28,6 +28,7 @@ from pagemill_api.openai.schemas import Effort
 from pagemill_api.openai.tools import MAX_TOOLS
 from pagemill_api.openai.unsupported import IGNORED_IN_RESPONSES, NO_MODERATION, Unsupported
 from pagemill_protocol.errors import show
+from pagemill_protocol.request.sampling import MAX_TOP_LOGPROBS
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
@@ -50,13 +51,6 @@ class ReasoningConfig(RequestModel):
 
     effort: Effort | None = None
     summary: str | None = None
-
-
-def _check_include(parts: list[str]) -> list[str]:
-    if LOGPROBS in parts:
-        message = f"`include` with {LOGPROBS} is not supported. Chat completions have log probabilities."
-        raise refusal("", message, "unsupported_parameter")
-    return parts
 
 
 _MESSAGE = re.compile(r"\bmessages\[(\d{1,5})\](\.tool_call_id)?")
@@ -165,7 +159,6 @@ class ResponsesRequest(PromptFields, SamplingExtensions):
     model_config = ConfigDict(extra="allow")
     UNSUPPORTED: ClassVar = {
         "prompt": Unsupported("Prompt templates are stored at OpenAI; send `instructions` and `input`."),
-        "top_logprobs": Unsupported("Chat completions have log probabilities.", (0,)),
         "moderation": Unsupported(NO_MODERATION),
         "context_management": Unsupported("Shorten the input before sending it.", ([],)),
     }
@@ -187,8 +180,10 @@ class ResponsesRequest(PromptFields, SamplingExtensions):
     store: bool = True
     previous_response_id: Name | None = None
     conversation: ConversationId | None = None
-    include: Annotated[list[str], AfterValidator(_check_include)] = Field([], max_length=16)
+    include: list[str] = Field([], max_length=16)
     """Parts to add to a response. Those of tools that run at OpenAI do not exist here."""
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    """Above 0, the answer has log probabilities also if `include` does not name them."""
     truncation: Literal["auto", "disabled"] = "disabled"
     """`auto`: a conversation that is longer than the model's context loses its oldest items."""
     max_tool_calls: int | None = None
@@ -202,6 +197,8 @@ class ResponsesRequest(PromptFields, SamplingExtensions):
             "stream": self.stream,
             "parallel_tool_calls": self.parallel_tool_calls,
             "user": self.user,
+            "logprobs": LOGPROBS in self.include or self.top_logprobs > 0,
+            "top_logprobs": self.top_logprobs,
             **{name: getattr(self, name) for name in _SAMPLING},
             **self.extensions,
             **self._text(),
@@ -235,7 +232,7 @@ class ResponsesRequest(PromptFields, SamplingExtensions):
     @property
     def unread(self) -> list[str]:
         names = super().unread
-        if any(part != ENCRYPTED_REASONING for part in self.include):
+        if not {ENCRYPTED_REASONING, LOGPROBS}.issuperset(self.include):
             names.append("include")
         if self.reasoning is not None and self.reasoning.summary is not None:
             names.append("reasoning.summary")

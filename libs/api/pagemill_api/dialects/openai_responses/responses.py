@@ -120,6 +120,10 @@ class ItemsChat(ChatCompletionRequest):
         return self._forms
 
     @property
+    def keeps_logprobs(self) -> bool:
+        return self.logprobs
+
+    @property
     def max_tokens_field(self) -> str:
         return "max_output_tokens"
 
