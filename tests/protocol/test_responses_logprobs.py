@@ -145,7 +145,7 @@ def test_a_kept_answer_counts_more_values_and_starts_again_elsewhere() -> None:
 
     assert prepared(include=[LOGPROBS]).sampling.max_tokens == 2000
     kept = prepared(include=[LOGPROBS], stream=True)
-    assert (kept.sampling.max_tokens, can_be_continued(kept)) == (100, False)
+    assert (kept.sampling.max_tokens, can_be_continued(kept)) == (40, False)
     plain = prepared(stream=True)
     assert can_be_continued(plain)
     assert plain.sampling.max_tokens is not None

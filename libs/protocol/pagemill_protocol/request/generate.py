@@ -21,7 +21,7 @@ from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, MAX_PROMPT_LOG
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_ECHO_BYTES = 192 * 1024 * 1024
 """Limit for the echoed prompts of one answer, which each choice repeats. A frame takes a quarter more."""
-KEPT_VALUE_COPIES = 20
+KEPT_VALUE_COPIES = 50
 """How many values of an answer that is not streamed one value counts for that a stream keeps until its end, where
 several events repeat it at once."""
 MOST_JSON_BYTES = 6
