@@ -2,8 +2,7 @@
 
 Startup must stay fast: `pagemill --help` imports neither torch, a web framework nor a command's module. This module
 therefore knows a command by its name and one line of help. In `pagemill.commands.NAME` a command is a function NAME,
-whose parameters are its options, or with many options a dataclass `NameCommand`, whose fields are its options and whose
-method `run` runs it.
+whose parameters are its options, or with many options a `CommandWithOptions` named `NameCommand`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from pagemill.command import CommandWithOptions
 
 COMMANDS: Mapping[str, str] = {
     "up": "Serve LLMDeployment files on this machine.",
@@ -39,9 +40,10 @@ class LazyCommand(TyperCommand):
     """A placeholder that imports the command's module when the command is called and lets it parse the arguments."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        command = self.load()
-        rewrite = getattr(importlib.import_module(f"pagemill.commands.{self.name}"), "rewritten_arguments", list)
-        return command.make_context(info_name, rewrite(args), parent=parent, **extra)
+        definition = self.definition()
+        is_command = isinstance(definition, type) and issubclass(definition, CommandWithOptions)
+        words = definition.rewritten_arguments(args) if is_command else args
+        return self.load().make_context(info_name, words, parent=parent, **extra)
 
     def load(self) -> Any:
         """Return the command that typer builds from the definition's signature, with the details of its docstring."""
@@ -57,10 +59,13 @@ class LazyCommand(TyperCommand):
         """Return the command's dataclass, or its function."""
         assert self.name is not None
         members = vars(importlib.import_module(f"pagemill.commands.{self.name}"))
-        return members.get(f"{self.name.capitalize()}Command") or members[self.name]
+        found: type[CommandWithOptions] | Callable[..., None] = (
+            members.get(f"{self.name.capitalize()}Command") or members[self.name]
+        )
+        return found
 
 
-def _runner(command: type) -> Callable[..., None]:
+def _runner(command: type[CommandWithOptions]) -> Callable[..., None]:
     """Return a function with the dataclass's fields as parameters that creates an object and runs it."""
 
     def run(**options: Any) -> None:

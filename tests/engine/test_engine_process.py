@@ -47,6 +47,7 @@ from pagemill_engine.starting.factory import LoadError
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_protocol.source_errors import UnreadableModelError
 
 FAST = StepTimeParams(knots_tokens=[1, 512], knot_ms=[1.0, 2.0])
 CONFIG = EngineConfig(model="null", null_runner=True, seed=1, max_num_waiting=8, step_time=FAST, max_num_seqs=4)
@@ -474,6 +475,9 @@ def test_a_fault_while_aborting_is_survived_if_the_state_is_consistent(
         (SelfTestError("nan"), "SelfTestFailed"),
         (SelfTestError("The engine failed on this request: OutOfMemoryError."), "StepTooLarge"),
         (MemoryError(), "OutOfMemory"),
+        (LoadError("KVCacheTooSmall", "Lower maxModelLen."), "KVCacheTooSmall"),
+        (UnreadableModelError("The file ends early."), "ModelUnreadable"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "EngineFailed"),
         (KeyError("x"), "EngineFailed"),
     ],
 )

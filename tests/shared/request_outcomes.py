@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from pagemill_api.answers.events import Content
-from pagemill_api.dialects.base import Dialect, FinishedChoice, Piece, Preparation, PromptReport, collector
+from pagemill_api.dialects.base import Dialect, FinishedChoice, Piece, Preparation, PromptReport
 from pagemill_api.dialects.transport import RequestInfo
 from pagemill_api.openai import prepare
 from pagemill_api.openai.logprobs import PositionLogprobs, TokenLogprob
@@ -101,7 +101,7 @@ def _answer(dialect: Dialect, request: GenerateRequest) -> bytes:
     choice = FinishedChoice(0, " text", "length", None, events, None, token_ids, prompt, pooled=pooled)
     if positions is not None:
         num_echoed = 0 if request.prompt_text is None else len(request.prompt_token_ids)
-        own, echoed = collector(renderer), collector(renderer, of_prompt=True)
+        own, echoed = (renderer.collected_logprobs(of_prompt=of_prompt) for of_prompt in (False, True))
         assert own is not None
         assert echoed is not None
         echoed.add(positions[:num_echoed])

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
+from pagemill.command import CommandWithOptions
 from pagemill.secret_options import refuse_argument, token_in
 from pagemill_gateway.config import EngineTLSConfig, GatewayConfig, SettingsError, load_config
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -18,7 +19,7 @@ from pagemill_servers.tls.config import TLSConfig, tls_files
 
 
 @dataclass(frozen=True)
-class GatewayCommand:
+class GatewayCommand(CommandWithOptions):
     """Run a gateway in front of engines that already run."""
 
     settings: Annotated[

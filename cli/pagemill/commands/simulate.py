@@ -11,11 +11,12 @@ from typing import Annotated
 
 import typer
 
+from pagemill.command import CommandWithOptions
 from pagemill.planning.options import Accelerators, File, Fit, Format, MeasureS, Model, PricesPerHour, Tpot, Ttft
 
 
 @dataclass(frozen=True)
-class SimulateCommand:
+class SimulateCommand(CommandWithOptions):
     """Simulate the scaling of a deployment under traffic, on a virtual clock."""
 
     file: File = None

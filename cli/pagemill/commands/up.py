@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagemill.command import CommandWithOptions
+
 if TYPE_CHECKING:
     from pagemill.up.session import UpRequest
 
 
 @dataclass(frozen=True)
-class UpCommand:
+class UpCommand(CommandWithOptions):
     """Serve LLMDeployment files on this machine.
 
     Ctrl-C, SIGTERM and the end of the terminal stop all processes; a second one stops them at once. A signal that is

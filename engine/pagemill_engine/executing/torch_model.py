@@ -50,10 +50,9 @@ def rotations_of(spec: ModelSpec, compute: Compute, weights: WeightSource, max_m
 
 def classifier_of(model: Model) -> Callable[[Array], Array] | None:
     """Return the model's classifier as a function of arrays, as in `StepModel`, or None."""
-    found: Callable[[Tensor], Tensor] | None = getattr(model, "classifier", None)
-    if found is None:
+    classify = model.classifier
+    if classify is None:
         return None
-    classify = found
 
     def classified(pooled: Array) -> Array:
         with torch.inference_mode():

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.errors import DeviceLostError
 from pagemill_engine.executing.sleep import SleepError
 from pagemill_engine.ipc.link import ParentLink
 from pagemill_engine.ipc.messages import (
@@ -43,11 +44,13 @@ from pagemill_engine.loop.refusals import refusals
 from pagemill_engine.loop.warmup import Calibration, SelfTestError, probe, self_test
 from pagemill_engine.starting import factory
 from pagemill_engine.weights.early_digest import EarlyDigest
+from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.gpu.driver import find_driver
 from pagemill_kernels.huge_pages import collapse_when_idle
 from pagemill_kernels.registry import has_torch
 from pagemill_protocol.errors import PagemillError, internal_error, unavailable
 from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.source_errors import SourceError
 from pagemill_servers.process import logs
 from pagemill_servers.process.malloc import keep_trimmed
 
@@ -63,7 +66,7 @@ class EngineFault(RuntimeError):
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason, self.message = reason, message
 
 
 class EngineLoop:
@@ -259,9 +262,10 @@ def fatal_of(error: Exception) -> Fatal:
         return Fatal("SelfTestFailed", f"The model loaded and could not compute a first request: {error}.")
     if isinstance(error, MemoryError):
         return Fatal("OutOfMemory", "The engine ran out of memory. Lower kvCacheMemory or give it more memory.")
-    reason = getattr(error, "reason", None)
-    if isinstance(reason, str) and reason:
-        return Fatal(reason, str(getattr(error, "message", error)))
+    if isinstance(error, DeviceLostError):
+        return Fatal(error.reason, str(error))
+    if isinstance(error, EngineFault | LoadError | SourceError):
+        return Fatal(error.reason, error.message)
     return Fatal("EngineFailed", f"{type(error).__name__}: {error}")
 
 

@@ -12,7 +12,7 @@ from itertools import groupby
 import orjson
 
 from pagemill_api.answers.events import CallArguments, Content, Event, Reasoning
-from pagemill_api.dialects.base import AnswerRenderer, PromptReport, collector
+from pagemill_api.dialects.base import AnswerRenderer, PromptReport
 from pagemill_api.openai import logprobs
 from pagemill_api.openai.logprobs import CollectedLogprobs, PositionLogprobs
 from pagemill_api.text.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ class ReportedPrompt:
             self._entries = JsonRows()
             self._entries.add(b"null")
         if request.prompt_text is not None and request.sampling.num_alternatives is not None:
-            self._echoed = collector(renderer, of_prompt=True)
+            self._echoed = renderer.collected_logprobs(of_prompt=True)
             self._offsets = logprobs.PromptOffsets(tokenizer, request.prompt_text)
             if self._echoed is not None:
                 self._offsets.next(request.prompt_token_ids[0])

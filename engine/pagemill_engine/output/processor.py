@@ -24,9 +24,6 @@ from pagemill_api.dialects.base import (
     FinishedChoice,
     Piece,
     PromptReport,
-    collector,
-    failure_event,
-    num_events,
 )
 from pagemill_api.dialects.registry import dialect_of
 from pagemill_api.openai import logprobs
@@ -190,7 +187,7 @@ class OutputProcessor:
     def failure(self, error: PagemillError) -> Frame:
         """Return the frame that ends the request with `error`."""
         if self.request.stream:
-            payload = failure_event(self._dialect, self._renderer, error)
+            payload = self._renderer.failure(error) or self._dialect.error_event(error)
         else:
             payload = self._dialect.error_body(error)
         return Frame(failure_meta(error, self.usage), payload)
@@ -228,7 +225,7 @@ class OutputProcessor:
             token_ids=list(delta.token_ids),
             num_text_chars=choice.output.num_text_chars,
             position=choice.output.num_tokens,
-            num_events=num_events(self._renderer),
+            num_events=self._renderer.num_events,
             finish_reason=delta.finish_reason,
             cached_tokens=self._cached_tokens_once(choice),
         )
@@ -349,9 +346,9 @@ class OutputProcessor:
         )
         choice = _Choice(output, index, started=False)
         if not request.stream:
-            choice.kept = KeptChoice(collector(self._renderer), request.return_token_ids)
+            choice.kept = KeptChoice(self._renderer.collected_logprobs(of_prompt=False), request.return_token_ids)
         elif request.keeps_logprobs:
-            choice.repeated = collector(self._renderer)
+            choice.repeated = self._renderer.collected_logprobs(of_prompt=False)
         if resume is None:
             return choice
         if request.stream:

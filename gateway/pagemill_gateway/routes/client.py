@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.types import Send
 
-from pagemill_api.dialects.base import Dialect, error_event
+from pagemill_api.dialects.base import Dialect
 from pagemill_api.dialects.transport import SSE
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.repeated_timeout import RepeatedTimeout
@@ -155,7 +155,7 @@ class ClientResponse:
             self.abort()
             return
         if self.started:
-            await self._send_last(error_event(self._dialect, error, num_events, self.request))
+            await self._send_last(self._dialect.numbered_error_event(error, num_events, self.request))
             return
         self.started = True
         body = self._dialect.error_body(error)

@@ -28,6 +28,8 @@ _MAX_SHOWN = 200
 
 
 class TransformersDecoder:
+    classifier = None
+
     def __init__(self, path: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype) -> None:
         """Load the model with its weights. Raises `LoadError`."""
         self.spec = spec

@@ -186,6 +186,9 @@ class Model(Protocol):
     dtype: torch.dtype
     """Type of the values between matmuls."""
 
+    @property
+    def classifier(self) -> Callable[[Tensor], Tensor] | None: ...
+
     def weight_layers(self) -> Iterator[HasWeights]:
         """Yield all layers with weights."""
         ...

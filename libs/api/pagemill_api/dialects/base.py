@@ -1,13 +1,17 @@
 """The interface of dialects: from a client's body to engine requests, and from tokens and text to the client's bytes.
 
+Dialects, their bodies and renderers derive from the three classes here. What most of them do not need is no abstract
+method: it has a default.
+
 `registry` lists the implementations. They neither open sockets nor sample tokens; `pagemill_engine.output` decides on
 the order of events (which chunk when), the routes transport the bytes.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagemill_api.answers.events import Event
 from pagemill_api.answers.registry import ParserSettings
@@ -18,7 +22,7 @@ from pagemill_api.openai.unknown_fields import COLLECTED, UnknownFields
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.json_pieces import JsonRows
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
-from pagemill_protocol.request.pooling import check_task
+from pagemill_protocol.request.pooling import PoolingParams, PoolingSpec, check_task
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, SamplingParams
 
 if TYPE_CHECKING:
@@ -84,40 +88,38 @@ class ChoiceEnd(NamedTuple):
     """As `Piece.stop_reason`."""
 
 
-class AnswerRenderer(Protocol):
+class AnswerRenderer(ABC):
     """Renders one answer. Chunks are complete events, as `Dialect.transport` defines them."""
 
+    num_events = 0
+    """The number of events of the stream so far, where the dialect numbers them."""
+
+    @abstractmethod
     def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
         """Restore the state of a choice whose stream another engine began and of which it delivered `events`.
 
         Called before any other method. `end`: how the choice ended, if it has.
         """
-        ...
 
+    @abstractmethod
     def chunk(self, piece: Piece) -> bytes: ...
 
+    @abstractmethod
     def end(self, usage: Usage) -> bytes:
         """Return the bytes after the last chunk of all choices."""
-        ...
 
+    @abstractmethod
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes | list[bytes]:
         """Return the body of an answer that is not streamed, or its pieces, of which one may occur several times."""
-        ...
 
+    def failure(self, error: PagemillError) -> bytes | None:
+        """Return the event that ends the stream with an error, or None for the dialect's `error_event`."""
+        return None
 
-def collector(renderer: AnswerRenderer, *, of_prompt: bool = False) -> CollectedLogprobs | None:
-    """Return what collects the log probabilities of one choice of a body, or of the echoed prompt.
-
-    Renderers of dialects with log probabilities have a method `collected_logprobs`; for others this returns None.
-    """
-    make: Callable[[bool], CollectedLogprobs] | None = getattr(renderer, "collected_logprobs", None)
-    return None if make is None else make(of_prompt)
-
-
-def num_events(renderer: AnswerRenderer) -> int:
-    """Return the number of events of the stream so far. Renderers of dialects that number them have an attribute of
-    this name; for others this returns 0."""
-    return getattr(renderer, "num_events", 0)
+    def collected_logprobs(self, of_prompt: bool) -> CollectedLogprobs | None:
+        """Return what collects the log probabilities of one choice of a body, or of the echoed prompt; None: the
+        dialect shows none."""
+        return None
 
 
 class Preparation(NamedTuple):
@@ -134,38 +136,39 @@ class Preparation(NamedTuple):
     """Most values of an answer that is not streamed (`generate.check_answer`)."""
 
 
-class ParsedBody(Protocol):
+class ParsedBody(ABC):
     """A checked body, ready for `sampling`, then `prepare`."""
 
-    @property
-    def fields(self) -> SamplingFields:
-        """The fields that all generating dialects share: model, priority, stream and sampling."""
-        ...
+    fields: SamplingFields
+    """The fields that all generating dialects share: model, priority, stream and sampling."""
+    renders: bool
+    """Whether `prepare` runs a chat template: then `render_inline` may render it without a thread."""
+    unknown_fields: Sequence[str] = ()
+    """The client's names of fields that no schema has; set by `parsed`."""
 
-    @property
-    def renders(self) -> bool:
-        """Whether `prepare` runs a chat template: then `render_inline` may render it without a thread."""
-        ...
-
+    @abstractmethod
     def prompt_texts(self, max_chars: int) -> list[str]:
         """Return the beginning of each prompt, for routing by prompt."""
-        ...
 
+    @abstractmethod
     def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
         """Return the sampling parameters, checked as far as possible without a model. Raises `PagemillError` 400.
 
         `defaults`: those of the model (`TokenizerBundle.sampling_defaults`), once it is known.
         """
-        ...
 
-    def check_form(self) -> None:
+    def pooling_params(self, model: PoolingSpec | None) -> PoolingParams | None:
+        """Return the pooling that the body asks for, of a model with `model`; None: it asks for text."""
+        return None
+
+    def check_form(self) -> None:  # noqa: B027
         """Refuse a form of answers that cannot be compiled. Blocks while it is compiled. Raises `PagemillError` 400."""
-        ...
 
     async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         """Render the prompt of a short body on the event loop, or return None: then `prepare` renders it."""
-        ...
+        return None
 
+    @abstractmethod
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
@@ -173,16 +176,19 @@ class ParsedBody(Protocol):
 
         `sampling` and `text`: results of the methods above.
         """
-        ...
+
+    def unread_fields(self, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
+        """Return the client's names of fields that only chat templates read, and the model's does not.
+
+        It may render the chat again, so call it where `prepare` is called.
+        """
+        return []
 
 
 def check_kind(body: ParsedBody, tokenizer: Tokenizer) -> None:
-    """Refuse a body for text at a model that pools, and the reverse. Raises `PagemillError` 400.
-
-    Bodies for vectors have a method `pooling_params`, which other bodies do not have.
-    """
-    wanted, model = getattr(body, "pooling_params", None), tokenizer.bundle.pooling
-    check_task(None if wanted is None else wanted(model), model)
+    """Refuse a body for text at a model that pools, and the reverse. Raises `PagemillError` 400."""
+    model = tokenizer.bundle.pooling
+    check_task(body.pooling_params(model), model)
 
 
 def parsed(dialect: Dialect, raw: bytes, info: RequestInfo = NO_REQUEST) -> ParsedBody:
@@ -194,75 +200,62 @@ def parsed(dialect: Dialect, raw: bytes, info: RequestInfo = NO_REQUEST) -> Pars
     finally:
         COLLECTED.reset(token)
     if found.by_schema or found.placed:
-        body.unknown_fields = found.names()  # type: ignore[attr-defined]
+        body.unknown_fields = found.names()
     return body
 
 
 def unread_fields(body: ParsedBody, tokenizer: Tokenizer, parsers: ParserSettings) -> list[str]:
-    """Return the client's names of fields without effect: of a body from `parsed` those that nothing reads, and those
-    that only chat templates read, and the model's does not.
-
-    Bodies that become chats have a method of this name, which other bodies do not have. It may render the chat again,
-    so call it where `prepare` is called.
-    """
-    find: Callable[[Tokenizer, ParserSettings], list[str]] | None = getattr(body, "unread_fields", None)
-    names: list[str] = [] if find is None else find(tokenizer, parsers)
-    unknown: list[str] | None = getattr(body, "unknown_fields", None)
-    return names if unknown is None else sorted({*names, *unknown})
+    """Return the client's names of all fields without effect, of a body from `parsed`."""
+    names = body.unread_fields(tokenizer, parsers)
+    return sorted({*names, *body.unknown_fields}) if body.unknown_fields else names
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     name: str
     """Value of `GenerateRequest.dialect`."""
     path: str
-    """The route, for example `/v1/chat/completions`; may have parameters, written as in Starlette. Further routes are
-    in the attribute `alias_paths`, which most dialects do not have."""
+    """The route, for example `/v1/chat/completions`; may have parameters, written as in Starlette."""
+    alias_paths: tuple[str, ...] = ()
+    """Further routes."""
     transport: Transport
     operation: str
     """`gen_ai.operation.name` of traces (OpenTelemetry semantic conventions)."""
     prompt_field: str
     """The field that errors about the prompt name."""
 
+    @abstractmethod
     def new_request_id(self) -> str: ...
 
+    @abstractmethod
     def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ParsedBody:
         """Parse and check a body. Raises `PagemillError` 400."""
-        ...
 
+    @abstractmethod
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> AnswerRenderer: ...
 
+    @abstractmethod
     def error_body(self, error: PagemillError) -> bytes: ...
 
+    @abstractmethod
     def error_event(self, error: PagemillError) -> bytes:
         """Return the event that ends a broken stream."""
-        ...
 
+    def numbered_error_event(self, error: PagemillError, num_events: int, request: GenerateRequest | None) -> bytes:
+        """Return the event that ends a broken stream after `num_events` events, where the dialect numbers them.
+
+        `request`: None before it was prepared.
+        """
+        return self.error_event(error)
+
+    @abstractmethod
     def merged_end(self, request: GenerateRequest, usage: Usage) -> bytes:
         """Return the end of a stream that merges the answers of several prompts; `request`: the first of them."""
-        ...
 
+    @abstractmethod
     def merge_bodies(self, bodies: Sequence[bytes]) -> bytes | Iterator[bytes]:
         """Return one body made of the bodies of several prompts, which need not be in order, or an iterator over its
         pieces. Each piece takes little time, so that an event loop can do other work between two of them.
         """
-        ...
-
-
-def error_event(dialect: Dialect, error: PagemillError, num_events: int, request: GenerateRequest | None) -> bytes:
-    """Return the event that ends a broken stream after `num_events` events. `request`: None before it was prepared.
-
-    Dialects that number their events have a method `numbered_error_event`, which others do not have.
-    """
-    numbered: Callable[[PagemillError, int, GenerateRequest | None], bytes] | None
-    numbered = getattr(dialect, "numbered_error_event", None)
-    return dialect.error_event(error) if numbered is None else numbered(error, num_events, request)
-
-
-def failure_event(dialect: Dialect, renderer: AnswerRenderer, error: PagemillError) -> bytes:
-    """Return the event that ends the stream of a renderer. Renderers whose last event has the whole answer have a
-    method `failure`, which others do not have."""
-    failure: Callable[[PagemillError], bytes] | None = getattr(renderer, "failure", None)
-    return dialect.error_event(error) if failure is None else failure(error)
 
 
 Factory = Callable[[], Dialect]

@@ -1,6 +1,7 @@
 """The dialects of this server by name: one line each, and those that installed packages add.
 
-A package adds a dialect with an entry point in the group `pagemill.dialects` whose object makes a `base.Dialect`.
+A package adds a dialect with an entry point in the group `pagemill.dialects` whose object makes a subclass of
+`base.Dialect`.
 Engines and gateways build their routes from this list.
 """
 
@@ -52,10 +53,12 @@ BUILT_IN: tuple[Factory, ...] = (
 
 @cache
 def dialects() -> Mapping[str, Dialect]:
-    """Return all dialects by name. Raises `ValueError` if two have the same name."""
+    """Return all dialects by name. Raises `ValueError` for one that is none, or if two have the same name."""
     found: dict[str, Dialect] = {}
     for factory in (*BUILT_IN, *(entry.load() for entry in entry_points(group=GROUP))):
-        dialect: Dialect = factory()
+        dialect = factory()
+        if not isinstance(dialect, Dialect):
+            raise ValueError(f"{dialect!r} is no dialect: derive its class from pagemill_api.dialects.base.Dialect")
         if dialect.name in found:
             raise ValueError(f"two dialects have the name {dialect.name!r}: remove one")
         found[dialect.name] = dialect
@@ -67,7 +70,7 @@ def generating_routes() -> Mapping[str, Dialect]:
     """Return all dialects by path. Raises `ValueError` if two have the same path."""
     found: dict[str, Dialect] = {}
     for dialect in dialects().values():
-        for path in (dialect.path, *getattr(dialect, "alias_paths", ())):
+        for path in (dialect.path, *dialect.alias_paths):
             if path in found:
                 raise ValueError(f"two dialects have the path {path!r}: remove one")
             found[path] = dialect

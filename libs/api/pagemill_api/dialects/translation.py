@@ -12,7 +12,7 @@ from pydantic import FiniteFloat, ValidationError
 from pydantic_core import PydanticCustomError
 
 from pagemill_api.answers.registry import ParserSettings
-from pagemill_api.dialects.base import Preparation
+from pagemill_api.dialects.base import Dialect, Preparation
 from pagemill_api.dialects.chat_completions.chat import ChatBody
 from pagemill_api.dialects.chat_completions.completions import CompletionsBody
 from pagemill_api.dialects.transport import SSE
@@ -49,7 +49,7 @@ class SamplingExtensions(RequestModel):
         return {name: getattr(self, name) for name in SamplingExtensions.model_fields}
 
 
-class TranslatedDialect:
+class TranslatedDialect(Dialect):
     operation = "chat"
     transport = SSE
 

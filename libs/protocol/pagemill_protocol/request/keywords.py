@@ -17,13 +17,16 @@ from pagemill_protocol.errors import show_python
 class CheckedKeywords(msgspec.StructMeta):
     """Metaclass of structs whose constructor names an unknown keyword and the one that was probably meant."""
 
+    NO_EFFECT: Mapping[str, tuple[tuple[Any, ...], str]] = {}
+    """Keywords without effect: the values that are accepted, and the remedy for others. Structs may have their own."""
+
     if not TYPE_CHECKING:  # type checkers still see the fields
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().__call__(*args, **kwargs)
             except TypeError:
-                known = _without(cls.__name__, kwargs, getattr(cls, "NO_EFFECT", {}))
+                known = _without(cls.__name__, kwargs, cls.NO_EFFECT)
                 check_keywords(cls.__name__, known, cls.__struct_fields__)
                 if len(known) == len(kwargs):
                     raise

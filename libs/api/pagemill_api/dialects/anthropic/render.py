@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning, calls_are_complete
-from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
+from pagemill_api.dialects.base import AnswerRenderer, ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.openai import call_parts
 from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.render import head
@@ -35,7 +35,7 @@ DETAILS: Mapping[str | None, Mapping[str, Any]] = {"thread": {"error_code": "thr
 """What clients look for in the error of a field: they repeat the request without it."""
 
 
-class MessagesRenderer:
+class MessagesRenderer(AnswerRenderer):
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._id = head(request).id

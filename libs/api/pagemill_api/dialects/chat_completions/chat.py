@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from pagemill_api.answers.events import Event, calls_are_complete
 from pagemill_api.answers.registry import ParserSettings
-from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece, Preparation, PromptReport
+from pagemill_api.dialects.base import (
+    AnswerRenderer,
+    ChoiceEnd,
+    FinishedChoice,
+    ParsedBody,
+    Piece,
+    Preparation,
+    PromptReport,
+)
 from pagemill_api.dialects.chat_completions.openai_dialect import OpenAIDialect, stream_end
 from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_api.openai import call_parts, logprobs, prepare, render, unread_fields
@@ -37,8 +45,9 @@ class ChatDialect(OpenAIDialect):
         return ChatRenderer(request, system_fingerprint)
 
 
-class ChatBody:
+class ChatBody(ParsedBody):
     renders = True
+    fields: ChatCompletionRequest
 
     def __init__(self, fields: ChatCompletionRequest) -> None:
         self.fields = fields
@@ -70,7 +79,7 @@ class ChatBody:
         ]
 
 
-class ChatRenderer:
+class ChatRenderer(AnswerRenderer):
     def __init__(self, request: GenerateRequest, system_fingerprint: str | None) -> None:
         self._head = render.head(request, system_fingerprint)
         self._include_usage = request.include_usage

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pagemill_api.answers.events import Event
-from pagemill_api.answers.registry import ParserSettings
-from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece, Preparation, PromptReport
+from pagemill_api.dialects.base import (
+    AnswerRenderer,
+    ChoiceEnd,
+    FinishedChoice,
+    ParsedBody,
+    Piece,
+    Preparation,
+    PromptReport,
+)
 from pagemill_api.dialects.chat_completions.openai_dialect import OpenAIDialect, stream_end
 from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo
 from pagemill_api.openai import logprobs, prepare, render
@@ -39,8 +46,9 @@ class CompletionsDialect(OpenAIDialect):
         return CompletionsRenderer(request, system_fingerprint)
 
 
-class CompletionsBody:
+class CompletionsBody(ParsedBody):
     renders = False
+    fields: CompletionRequest
 
     def __init__(self, fields: CompletionRequest) -> None:
         self.fields = fields
@@ -55,9 +63,6 @@ class CompletionsBody:
     def check_form(self) -> None:
         prepare.check_form(self.fields)
 
-    async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
-        return None
-
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
@@ -66,7 +71,7 @@ class CompletionsBody:
         return prepare.prepare_completions(self.fields, tokenizer, **given, sampling=sampling)
 
 
-class CompletionsRenderer:
+class CompletionsRenderer(AnswerRenderer):
     def __init__(self, request: GenerateRequest, system_fingerprint: str | None) -> None:
         self._head = render.head(request, system_fingerprint)
         self._include_usage = request.include_usage

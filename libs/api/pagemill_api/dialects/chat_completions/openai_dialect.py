@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pagemill_api.dialects.base import Dialect
 from pagemill_api.dialects.transport import SSE
 from pagemill_api.openai import render
 from pagemill_protocol.errors import PagemillError, error_body
@@ -11,7 +12,7 @@ from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 
 
-class OpenAIDialect:
+class OpenAIDialect(Dialect):
     transport = SSE
     id_prefix: str
     chunk_object: str

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
+from pagemill_api.dialects.base import AnswerRenderer, ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.openai import call_parts
 from pagemill_api.openai.call_ids import CallIds
 from pagemill_protocol.errors import PagemillError
@@ -30,7 +30,7 @@ class LinePart(NamedTuple):
         return bool(self.content or self.thinking or self.calls)
 
 
-class OllamaRenderer:
+class OllamaRenderer(AnswerRenderer):
     def __init__(self, request: GenerateRequest, *, is_chat: bool) -> None:
         created_at = datetime.fromtimestamp(request.created_unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         self._head = {"model": request.client_fields or request.model, "created_at": created_at}

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from pagemill_api.answers.events import Event
-from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
+from pagemill_api.dialects.base import AnswerRenderer, ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.dialects.open_inference.tensors import packed
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.json_pieces import on_one_line
@@ -18,7 +18,7 @@ VERSION = "1"
 """The only version of each model."""
 
 
-class GenerateRenderer:
+class GenerateRenderer(AnswerRenderer):
     def __init__(self, request: GenerateRequest) -> None:
         self._asked: dict[str, Any] = orjson.loads(request.client_fields or b"{}")
         given = {"id": self._asked["id"]} if self._asked.get("id") else {}

@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 
 from pagemill_api.answers.events import Content, Event
 from pagemill_api.answers.registry import ParserSettings
-from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
+from pagemill_api.dialects.base import AnswerRenderer, ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.dialects.openai_responses.opaque import sealed
 from pagemill_api.dialects.openai_responses.render import usage_fields
 from pagemill_api.dialects.openai_responses.request import ItemFields
@@ -83,7 +83,7 @@ class CompactBody(TranslatedChat):
         return sorted({*super().unread_fields(tokenizer, parsers), *self._unread})
 
 
-class CompactionRenderer:
+class CompactionRenderer(AnswerRenderer):
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
 

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
+from pagemill_api.dialects.base import AnswerRenderer, ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.dialects.openai_responses.answer_items import (
     CALLS,
     AnswerItem,
@@ -36,7 +36,7 @@ CLIENT_TOOLS, INCLUDE = "client_tools", "include"
 """Fields of `GenerateRequest.client_fields` that are not shown."""
 
 
-class ResponsesRenderer:
+class ResponsesRenderer(AnswerRenderer):
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._id = head(request).id

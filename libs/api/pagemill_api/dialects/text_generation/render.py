@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from pagemill_api.answers.events import Content, Event
-from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece
+from pagemill_api.dialects.base import AnswerRenderer, ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.openai.logprobs import PositionLogprobs, TokenLogprob
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.json_pieces import JsonPieces, JsonRows, array_pieces, on_one_line
@@ -24,7 +24,7 @@ NO_TOKEN = PositionLogprobs(TokenLogprob("", b"", None, 0), [])
 OVERLOADED = (429, 503)
 
 
-class TgiRenderer:
+class TgiRenderer(AnswerRenderer):
     def __init__(self, request: GenerateRequest) -> None:
         self._asked: dict[str, Any] = orjson.loads(request.client_fields or b"{}")
         self._prompt_tokens = len(request.prompt_token_ids)

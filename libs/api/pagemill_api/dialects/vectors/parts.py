@@ -7,15 +7,22 @@ engine.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pagemill_api.answers.events import Event
-from pagemill_api.answers.registry import ParserSettings
-from pagemill_api.dialects.base import ChoiceEnd, FinishedChoice, Piece, Preparation
+from pagemill_api.dialects.base import (
+    AnswerRenderer,
+    ChoiceEnd,
+    Dialect,
+    FinishedChoice,
+    ParsedBody,
+    Piece,
+    Preparation,
+)
 from pagemill_api.dialects.transport import NO_REQUEST, SSE, RequestInfo
 from pagemill_api.dialects.vectors.request import VectorRequest
 from pagemill_api.dialects.vectors.texts import TextEncoder
@@ -77,14 +84,11 @@ _fields_decoder = msgspec.json.Decoder(_Fields)
 _part_decoder = msgspec.json.Decoder(Part)
 
 
-class VectorDialect(ABC):
+class VectorDialect(Dialect):
     """Base class of the three routes. A subclass parses bodies and finishes answers."""
 
-    name: str
-    path: str
     transport = SSE
     operation = "embeddings"
-    prompt_field: str
     id_prefix: str
 
     @abstractmethod
@@ -118,7 +122,7 @@ class VectorDialect(ABC):
         yield from self.finish(sorted(parts, key=lambda part: part.index))
 
 
-class PartRenderer:
+class PartRenderer(AnswerRenderer):
     def __init__(self, dialect: VectorDialect, request: GenerateRequest) -> None:
         self._dialect, self._request = dialect, request
 
@@ -147,7 +151,7 @@ class PartRenderer:
         return [msgspec.json.encode(part)] if carried.several else list(self._dialect.finish([part]))
 
 
-class VectorBody(ABC):
+class VectorBody(ParsedBody):
     """A checked body. A subclass makes engine requests of its texts."""
 
     renders = False
@@ -160,21 +164,12 @@ class VectorBody(ABC):
     @abstractmethod
     def parts(self, encoder: TextEncoder, spec: PoolingSpec) -> list[PartRequest]: ...
 
-    @abstractmethod
-    def prompt_texts(self, max_chars: int) -> list[str]: ...
-
     def pooling_params(self, model: PoolingSpec | None) -> PoolingParams:
         """Return the pooling that the body asks for; by default the model's own task."""
         return PoolingParams("embed" if model is None else model.task)
 
     def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
         return POOLED
-
-    def check_form(self) -> None:  # noqa: B027
-        """Accept any body: vectors have no form."""
-
-    async def render_inline(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
-        return None
 
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
