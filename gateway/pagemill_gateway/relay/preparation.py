@@ -167,7 +167,7 @@ class RequestPreparation:
         waits = (write if body.fields.stream else None), dialect.transport.waiting
         target = await self._find(body.fields, caller, ticket, *waits)
         tokenizer = await self.tokenizer(target)
-        base.check_kind(body, tokenizer)
+        body.check_kind(tokenizer)
         if defaults := tokenizer.bundle.sampling_defaults:
             sampling = body.sampling(defaults)
         is_limited = bool(tokenizer.limited_because)

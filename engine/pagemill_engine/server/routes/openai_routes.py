@@ -15,7 +15,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill_api.dialects.base import Dialect, Preparation, check_kind, parsed, unread_fields
+from pagemill_api.dialects.base import Dialect, Preparation, parsed, unread_fields
 from pagemill_api.dialects.model_lists import card_body, error_body_for, list_body
 from pagemill_api.dialects.pages import Page, PageRequest
 from pagemill_api.dialects.token_counts import TokenCount
@@ -189,7 +189,7 @@ def _prepare(
     context.check_model(body.fields.model)
     _, ready = context.ready_engine()
     tokenizer = context.loaded_tokenizer()
-    check_kind(body, tokenizer)
+    body.check_kind(tokenizer)
     sampling = prepare.within_vocabulary(body.sampling(tokenizer.bundle.sampling_defaults), tokenizer)
     body.check_form()
     settings = context.settings.engine

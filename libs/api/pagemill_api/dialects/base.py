@@ -22,7 +22,7 @@ from pagemill_api.openai.unknown_fields import COLLECTED, UnknownFields
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.json_pieces import JsonRows
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
-from pagemill_protocol.request.pooling import PoolingParams, PoolingSpec, check_task
+from pagemill_protocol.request.pooling import check_task
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, SamplingParams
 
 if TYPE_CHECKING:
@@ -157,9 +157,9 @@ class ParsedBody(ABC):
         `defaults`: those of the model (`TokenizerBundle.sampling_defaults`), once it is known.
         """
 
-    def pooling_params(self, model: PoolingSpec | None) -> PoolingParams | None:
-        """Return the pooling that the body asks for, of a model with `model`; None: it asks for text."""
-        return None
+    def check_kind(self, tokenizer: Tokenizer) -> None:
+        """Refuse a body for text at a model that pools, and the reverse. Raises `PagemillError` 400."""
+        check_task(None, tokenizer.bundle.pooling)
 
     def check_form(self) -> None:  # noqa: B027
         """Refuse a form of answers that cannot be compiled. Blocks while it is compiled. Raises `PagemillError` 400."""
@@ -183,12 +183,6 @@ class ParsedBody(ABC):
         It may render the chat again, so call it where `prepare` is called.
         """
         return []
-
-
-def check_kind(body: ParsedBody, tokenizer: Tokenizer) -> None:
-    """Refuse a body for text at a model that pools, and the reverse. Raises `PagemillError` 400."""
-    model = tokenizer.bundle.pooling
-    check_task(body.pooling_params(model), model)
 
 
 def parsed(dialect: Dialect, raw: bytes, info: RequestInfo = NO_REQUEST) -> ParsedBody:

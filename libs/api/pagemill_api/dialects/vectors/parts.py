@@ -32,7 +32,7 @@ from pagemill_api.openai.schemas import SamplingFields
 from pagemill_protocol.errors import PagemillError, error_body, invalid_field
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest, Usage
-from pagemill_protocol.request.pooling import PoolingParams, PoolingSpec
+from pagemill_protocol.request.pooling import PoolingParams, PoolingSpec, check_task
 from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -167,6 +167,10 @@ class VectorBody(ParsedBody):
     def pooling_params(self, model: PoolingSpec | None) -> PoolingParams:
         """Return the pooling that the body asks for; by default the model's own task."""
         return PoolingParams("embed" if model is None else model.task)
+
+    def check_kind(self, tokenizer: Tokenizer) -> None:
+        model = tokenizer.bundle.pooling
+        check_task(self.pooling_params(model), model)
 
     def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
         return POOLED
