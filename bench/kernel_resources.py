@@ -256,15 +256,20 @@ def keep_rows() -> list[Case]:
     little.
     """
     layout, num_requests = RowLayout.of(256, 40_960, 16), 256
-    state = RowState(layout, 0, META)
+    state, of_kinds = RowState(layout, [0], META), RowState(layout._replace(num_kinds=2), [0, 0], META)
     numbers = torch.empty(num_requests + 1, dtype=torch.int32, device=META)
     step = StepRows(numbers[:-1], numbers, numbers)
-    inputs = DeviceStepInputs.empty(num_requests, num_requests, num_requests, layout.table_width, META)
+
+    def inputs(state: RowState) -> None:
+        empty = DeviceStepInputs.empty(num_requests, num_requests, num_requests, state.layout, META)
+        request_rows.build_inputs(state, step, 1, num_requests, 16, empty)
+
     writes = RowWrites(torch.empty(3, 16, dtype=torch.int64, device=META), numbers)
     tokens = torch.empty(num_requests, dtype=torch.int64, device=META)
     return [
         Case("changes of rows", lambda: request_rows.write_rows(state, writes), True),
-        Case("inputs of a step", lambda: request_rows.build_inputs(state, step, 1, num_requests, 16, inputs), True),
+        Case("inputs of a step", lambda: inputs(state), True),
+        Case("inputs of a step with two cache kinds", lambda: inputs(of_kinds), True),
         Case("end of a step", lambda: request_rows.advance_rows(state, step, tokens), True),
     ]
 

@@ -29,7 +29,7 @@ from pagemill_engine.executing.torch_model import TorchModel
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_engine.sizing.budget import MemoryPlan, Sizes, plan_memory
-from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
+from pagemill_engine.sizing.kv_sizes import cache_kinds, kv_bytes_per_token
 from pagemill_engine.sizing.memory import MemoryState
 from pagemill_engine.starting.compiling import capture_graphs
 from pagemill_engine.starting.memory_profiling import CudaMeter, measure_device, profile_memory
@@ -65,9 +65,11 @@ class Engine:
         info = _info(config, spec, plan, device)._replace(
             weight_bytes=self.weight_bytes, kv_bytes_per_token=self.kv_bytes_per_token
         )
-        num_blocks = 0 if device.on_gpu else plan.num_blocks
         kind = float_type_of(device.dtype)
-        cache = DeviceKVCache(spec, num_blocks, config.block_size, kind, ops.device)
+        blocks = cache_kinds(config, spec, kind, plan.num_blocks)
+        info = info.with_cache(blocks)
+        counts = [0] * len(blocks.counts) if device.on_gpu else blocks.counts
+        cache = DeviceKVCache(spec, counts, config.block_size, kind, ops.device, blocks.kinds)
         tables = decoder_tables(spec.decoder, info.max_model_len, weights)
         rotations = DeviceRotations(tables, device.dtype, ops.device)
         runner = DeviceRunner(model, ops, cache, rotations, info, config.step.max_num_seqs)

@@ -33,15 +33,20 @@ NUM_TOP = 5
 def rows(device: Device, num_requests: int, context_tokens: int) -> list[Case]:
     """Return the cases of rows of decodes at that context length."""
     layout = RowLayout.of(num_requests, context_tokens + 1, 16)
-    state = RowState(layout, 0, device.device)
+    state = RowState(layout, [0], device.device)
     state.tables.copy_(torch.arange(layout.table_width))
     state.tokens.copy_(torch.arange(layout.tokens_width))
     state.records[:, NUM_COMPUTED_TOKENS], state.records[:, NUM_TOKENS] = context_tokens, context_tokens + 1
     numbers = np.arange(num_requests + 1, dtype=np.int32)
     _, step = Staging().upload(numbers[:-1], numbers, numbers, device.device)
+    of_kinds = RowState(RowLayout.of(num_requests, context_tokens + 1, 16, num_kinds=2), [0, 0], device.device)
+    of_kinds.tables.copy_(state.tables)
+    of_kinds.tokens.copy_(state.tokens)
+    of_kinds.records.copy_(state.records)
     return [
         _changes(device, layout, num_requests),
         _inputs(device, state, step, context_tokens),
+        _inputs(device, of_kinds, step, context_tokens),
         _end(device, state, step),
     ]
 
@@ -52,7 +57,7 @@ def _changes(device: Device, layout: RowLayout, num_requests: int) -> Case:
     for row in range(num_requests):
         staging.put(layout.block(row, 0), [row + 1])
     writes, _ = staging.upload(none, np.zeros(1, dtype=np.int32), none, device.device)
-    ours, expected = (RowState(layout, 0, device.device) for _ in range(2))
+    ours, expected = (RowState(layout, [0], device.device) for _ in range(2))
 
     def written(state: RowState, write: Callable[..., None]) -> torch.Tensor:
         write(state, writes)
@@ -68,18 +73,19 @@ def _changes(device: Device, layout: RowLayout, num_requests: int) -> Case:
 
 def _inputs(device: Device, state: RowState, step: StepRows, context_tokens: int) -> Case:
     """Return the case of building inputs: mostly block tables are read and written."""
-    num_requests, width = len(step.rows), state.layout.table_width
+    num_requests, num_kinds = len(step.rows), state.layout.num_kinds
 
     def built(build: Callable[..., None]) -> torch.Tensor:
-        inputs = DeviceStepInputs.empty(num_requests, num_requests, num_requests, width, device.device)
+        inputs = DeviceStepInputs.empty(num_requests, num_requests, num_requests, state.layout, device.device)
         build(state, step, 1, num_requests, 16, inputs)
-        return torch.cat([inputs.token_ids, inputs.positions, inputs.slots, inputs.seq_lens.long()])
+        return torch.cat([inputs.token_ids, inputs.positions, inputs.slots.flatten(), inputs.seq_lens.long()])
 
     return Case(
-        f"inputs of {num_requests} decodes at {context_tokens}",
+        f"inputs of {num_requests} decodes at {context_tokens}"
+        + (f", {num_kinds} cache kinds" if num_kinds > 1 else ""),
         lambda: built(request_rows.build_inputs),
         lambda: built(rows_reference.build_inputs),
-        num_bytes=2 * 4 * num_requests * (context_tokens // 16 + 1),
+        num_bytes=2 * 4 * num_kinds * num_requests * (context_tokens // 16 + 1),
         tolerance=0.0,
     )
 

@@ -18,13 +18,14 @@ from pagemill_kernels.sampling import randomness
 BLOCK_SIZE = 16
 MAX_LEN = 700
 LAYOUT = RowLayout.of(9, MAX_LEN, BLOCK_SIZE)
-PADDING_BLOCK = 99
+OF_KINDS = LAYOUT._replace(num_kinds=3)
+PADDING = [99, 98, 97]
 
 
-def filled(seed: int = 0) -> RowState:
+def filled(rows_layout: RowLayout = LAYOUT) -> RowState:
     """Return a state in which every row has its own blocks, tokens and parameters."""
-    generator = np.random.default_rng(seed)
-    state = RowState(LAYOUT, PADDING_BLOCK, DEVICE)
+    generator = np.random.default_rng(0)
+    state = RowState(rows_layout, PADDING[: rows_layout.num_kinds], DEVICE)
     staging = Staging()
     for row in range(LAYOUT.padding_row):
         record = generator.integers(-(2**31), 2**31, layout.NUM_FIELDS).astype(np.int32)
@@ -34,8 +35,10 @@ def filled(seed: int = 0) -> RowState:
         record[layout.NUM_COMPUTED_TOKENS] = num_computed
         record[layout.CHOICE] = row % 3
         staging.put(LAYOUT.record(row), record)
-        staging.put(LAYOUT.block(row, 0), generator.integers(0, 90, LAYOUT.table_width).astype(np.int32))
-        staging.put(LAYOUT.token(row, 0), generator.integers(0, 2**31, LAYOUT.tokens_width).astype(np.int32))
+        for kind in range(rows_layout.num_kinds):
+            blocks = generator.integers(0, 90, LAYOUT.table_width).astype(np.int32)
+            staging.put(rows_layout.block(row, 0, kind), blocks)
+        staging.put(rows_layout.token(row, 0), generator.integers(0, 2**31, LAYOUT.tokens_width).astype(np.int32))
     no_rows = np.zeros(0, dtype=np.int32)
     writes, _ = staging.upload(no_rows, np.zeros(1, dtype=np.int32), no_rows, DEVICE)
     reference.write_rows(state, writes)
@@ -43,7 +46,7 @@ def filled(seed: int = 0) -> RowState:
 
 
 def copied(state: RowState) -> RowState:
-    other = RowState(LAYOUT, PADDING_BLOCK, DEVICE)
+    other = RowState(LAYOUT, PADDING[:1], DEVICE)
     other.values.copy_(state.values)
     return other
 
@@ -54,8 +57,10 @@ def step(at: list[int], counts: list[int], samples: list[int]) -> StepRows:
     return Staging().upload(np.array(at, dtype=np.int32), starts, sampled, DEVICE)[1]
 
 
-def inputs_of(num_tokens: int, num_requests: int, num_sampled: int) -> DeviceStepInputs:
-    made = DeviceStepInputs.empty(num_tokens, num_requests, num_sampled, LAYOUT.table_width, DEVICE)
+def inputs_of(
+    num_tokens: int, num_requests: int, num_sampled: int, rows_layout: RowLayout = LAYOUT
+) -> DeviceStepInputs:
+    made = DeviceStepInputs.empty(num_tokens, num_requests, num_sampled, rows_layout, DEVICE)
     for name in DeviceStepInputs.__slots__:
         getattr(made, name).fill_(-7)
     return made
@@ -77,21 +82,32 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("rows_layout", [LAYOUT, OF_KINDS], ids=["one kind", "three kinds"])
 @pytest.mark.parametrize("name", STEPS)
-def test_a_steps_inputs_equal_the_reference(name: str) -> None:
+def test_a_steps_inputs_equal_the_reference(name: str, rows_layout: RowLayout) -> None:
     at, counts, samples = STEPS[name]
-    state, wanted = filled(), step(at, counts, samples)
-    ours, expected = (inputs_of(sum(counts), len(at), sum(samples)) for _ in range(2))
+    state, wanted = filled(rows_layout), step(at, counts, samples)
+    ours, expected = (inputs_of(sum(counts), len(at), sum(samples), rows_layout) for _ in range(2))
     arguments = (state, wanted, max(counts), sum(samples), BLOCK_SIZE)
     rows.build_inputs(*arguments, ours)
     reference.build_inputs(*arguments, expected)
     assert_equal(ours, expected)
+    # By the definition of a slot, token by token, for each kind.
+    starts, tables = wanted.query_start_loc.tolist(), state.tables.tolist()
+    for kind in range(rows_layout.num_kinds):
+        for i, row in enumerate(at):
+            first = int(state.records[row, layout.NUM_COMPUTED_TOKENS])
+            slots = [
+                tables[kind][row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                for position in range(first, first + counts[i])
+            ]
+            assert ours.slots[kind, starts[i] : starts[i + 1]].tolist() == slots
 
 
 def test_requests_of_more_than_a_hundred_thousand_tokens_are_supported() -> None:
     """The end of a long prompt and a decode after one: positions, blocks and tokens are far into their rows."""
     long = RowLayout.of(3, 131_072, BLOCK_SIZE)
-    state = RowState(long, PADDING_BLOCK, DEVICE)
+    state = RowState(long, PADDING[:1], DEVICE)
     generator = torch.Generator().manual_seed(0)
     state.tables.copy_(torch.randint(0, 1 << 20, state.tables.shape, generator=generator))
     state.tokens.copy_(torch.randint(0, 1 << 17, state.tokens.shape, generator=generator))
@@ -102,28 +118,29 @@ def test_requests_of_more_than_a_hundred_thousand_tokens_are_supported() -> None
     wanted = step([0, 1], [300, 1], [1, 1])
     found = []
     for module in (rows, reference):
-        inputs = DeviceStepInputs.empty(301, 2, 2, long.table_width, DEVICE)
+        inputs = DeviceStepInputs.empty(301, 2, 2, long, DEVICE)
         for name in DeviceStepInputs.__slots__:
             getattr(inputs, name).fill_(-7)
         module.build_inputs(state, wanted, 300, 2, BLOCK_SIZE, inputs)
-        after = RowState(long, PADDING_BLOCK, DEVICE)
+        after = RowState(long, PADDING[:1], DEVICE)
         after.values.copy_(state.values)
         module.advance_rows(after, wanted, torch.tensor([5, 6], device=DEVICE))
         found.append((inputs, after.values))
     assert_equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
     assert found[0][0].positions[299:301].tolist() == [100_299, 131_070]
-    assert found[0][0].slots[300] == state.tables[1, 131_070 // BLOCK_SIZE] * BLOCK_SIZE + 131_070 % BLOCK_SIZE
+    assert found[0][0].slots[0, 300] == state.tables[0, 1, 131_070 // BLOCK_SIZE] * BLOCK_SIZE + 131_070 % BLOCK_SIZE
 
 
-def test_inputs_may_be_in_longer_buffers() -> None:
+@pytest.mark.parametrize("rows_layout", [LAYOUT, OF_KINDS], ids=["one kind", "three kinds"])
+def test_inputs_may_be_in_longer_buffers(rows_layout: RowLayout) -> None:
     at, counts, samples = STEPS["decodes"]
-    state, wanted = filled(), step(at, counts, samples)
-    whole, expected = inputs_of(8, 8, 8), inputs_of(8, 8, 8)
+    state, wanted = filled(rows_layout), step(at, counts, samples)
+    whole, expected = inputs_of(8, 8, 8, rows_layout), inputs_of(8, 8, 8, rows_layout)
     rows.build_inputs(state, wanted, 1, 3, BLOCK_SIZE, whole.first(4, 4))
     reference.build_inputs(state, wanted, 1, 3, BLOCK_SIZE, expected.first(4, 4))
     assert_equal(whole, expected)
-    assert whole.block_tables[3:].eq(-7).all()
+    assert whole.block_tables[:, 3:].eq(-7).all()
 
 
 def test_the_key_of_a_sample_follows_the_specification() -> None:
@@ -206,12 +223,15 @@ def test_all_data_of_a_step_is_copied_at_once_with_the_alignment_for_wide_reads(
 
 
 def test_rows_are_contiguous_and_the_last_one_is_for_padding() -> None:
-    state = RowState(LAYOUT, PADDING_BLOCK, DEVICE)
-    assert state.tables[LAYOUT.padding_row].eq(PADDING_BLOCK).all()
-    assert not state.tables[: LAYOUT.padding_row].any()
-    for part, place in ((state.records, LAYOUT.record), (state.tables, LAYOUT.block), (state.tokens, LAYOUT.token)):
-        last = (LAYOUT.num_rows - 1,) if part is state.records else (LAYOUT.num_rows - 1, 0)
-        assert part[LAYOUT.padding_row].data_ptr() - state.values.data_ptr() == 4 * place(*last)
+    state, last = RowState(OF_KINDS, PADDING, DEVICE), OF_KINDS.padding_row
+    for kind, padding in enumerate(PADDING):
+        assert state.tables[kind, last].eq(padding).all()
+        assert not state.tables[kind, :last].any()
+    places = [(state.records[last], OF_KINDS.record(last)), (state.tokens[last], OF_KINDS.token(last, 0))]
+    places += [(state.tables[kind, last], OF_KINDS.block(last, 0, kind)) for kind in range(len(PADDING))]
+    for part, place in places:
+        assert part.data_ptr() - state.values.data_ptr() == 4 * place
+    assert OF_KINDS.size == OF_KINDS.token(last, OF_KINDS.tokens_width) == state.values.numel()
 
 
 def test_data_that_does_not_fit_is_refused_by_name() -> None:
@@ -221,7 +241,7 @@ def test_data_that_does_not_fit_is_refused_by_name() -> None:
     short = dataclasses.replace(inputs_of(2, 2, 2), settings=torch.zeros(11, dtype=torch.int32, device=DEVICE))
     with pytest.raises(ValueError, match="2 requests, of which 2 sample, do not fit into inputs of 2 and 1"):
         rows.build_inputs(state, wanted, 1, 2, BLOCK_SIZE, short)
-    narrow = dataclasses.replace(short, block_tables=short.block_tables[:, :-1].contiguous())
+    narrow = dataclasses.replace(short, block_tables=short.block_tables[..., :-1].contiguous())
     with pytest.raises(ValueError, match="block_tables is"):
         rows.build_inputs(state, wanted, 1, 2, BLOCK_SIZE, narrow)
     with pytest.raises(ValueError, match=r"rows is torch\.int64"):

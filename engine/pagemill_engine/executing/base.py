@@ -12,6 +12,7 @@ from pagemill_engine.config import StepLimits
 from pagemill_engine.executing.sleep import Sleeps
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_engine.sizing.kv_sizes import CacheBlocks
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 from pagemill_protocol.request.pooling import PoolingSpec
 
@@ -51,6 +52,14 @@ class RunnerInfo(NamedTuple):
     """The cache kinds of the model's layers."""
     kind_blocks: tuple[int, ...] = ()
     """Blocks of each kind; none: `num_blocks` of the only one."""
+
+    @property
+    def blocks_of_kinds(self) -> tuple[int, ...]:
+        return self.kind_blocks or (self.num_blocks,)
+
+    def with_cache(self, cache: CacheBlocks) -> RunnerInfo:
+        counts = cache.counts if len(cache.counts) > 1 else ()
+        return self._replace(num_blocks=cache.counts[0], kinds=cache.kinds, kind_blocks=counts)
 
 
 class Runner(Sleeps, Protocol):

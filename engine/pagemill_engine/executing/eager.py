@@ -28,6 +28,7 @@ from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.sampling.host import host_sampler
+from pagemill_protocol.report.cache_kinds import kinds_of_windows
 from pagemill_servers.process.malloc import trim_heap
 
 
@@ -42,9 +43,7 @@ class EagerRunner:
         self._shares_vectors = model.spec.cache_heads == model.spec.num_kv_heads
         padding_blocks = [own.padding_block for own in kv_cache.of_kinds]
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size, padding_blocks)
-        numbers = {kind.window: number for number, kind in enumerate(kv_cache.cache_kinds)}
-        self._kind_of = {window: numbers.get(window, 0) for window in model.spec.decoder.windows()}
-        """The number of the cache kind of the layers with each window."""
+        self._kind_of = kinds_of_windows(kv_cache.cache_kinds, model.spec.decoder.windows())
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size)
         self._piece_rows = piece_rows(max_num_seqs)
         model.use_caches(kv_cache.rows)

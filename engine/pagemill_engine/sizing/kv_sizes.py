@@ -39,12 +39,6 @@ def cache_kinds(config: EngineConfig, spec: ModelSpec, kind: KVType, num_blocks:
     return CacheBlocks(tuple(found), tuple(counts))
 
 
-def all_layers(config: EngineConfig, spec: ModelSpec, kind: KVType, num_blocks: int) -> CacheBlocks:
-    """Return a cache whose blocks have all layers: nothing is freed behind windows."""
-    block_bytes = config.block_size * kv_bytes_per_token(spec, kind)
-    return CacheBlocks((CacheKind(block_bytes=block_bytes),), (num_blocks,))
-
-
 def max_model_len_for(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> int:
     """Return how many tokens one request may have.
 

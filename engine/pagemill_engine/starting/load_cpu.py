@@ -68,9 +68,7 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)
     trim_heap()
     files.progress("allocating", describe_cache(cache, config.block_size, compute.kv_dtype))
-    info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu")
-    of_kinds = cache.counts if len(cache.counts) > 1 else ()
-    info = info._replace(num_blocks=cache.counts[0], kinds=cache.kinds, kind_blocks=of_kinds)
+    info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu").with_cache(cache)
     kv_cache = KVCache(spec, cache.counts, config.block_size, compute.kv_dtype, cache.kinds)
     if spec.pooling is None:
         return EagerRunner(model, kv_cache, info, config.step.max_num_seqs)

@@ -17,7 +17,7 @@ from pagemill_engine.executing.base import Runner
 from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_engine.executing.device.device_runner import DeviceRunner
 from pagemill_engine.sizing.compute import Compute
-from pagemill_engine.sizing.kv_sizes import all_layers, max_model_len_for
+from pagemill_engine.sizing.kv_sizes import CacheBlocks, cache_kinds, max_model_len_for
 from pagemill_engine.starting.compiling import capture_graphs
 from pagemill_engine.starting.memory_profiling import CudaMeter, measure_device, profile_memory
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
@@ -56,14 +56,15 @@ def _load(files: ModelFiles, compute: Compute) -> Runner:
         model = Decoder(spec, ops, dtype)
         load_weights(model, prepared.weights)
         trim_heap()
-        max_model_len = max_model_len_for(config, spec, ANY_NUMBER if compiles else prepared.num_blocks)
+        num_blocks = ANY_NUMBER if compiles else prepared.num_blocks
+        cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks)
+        max_model_len = max_model_len_for(config, spec, cache.counts[0])
         tables = decoder_tables(spec.decoder, max_model_len, prepared.weights)
     if not compiles:
-        cache = all_layers(config, spec, compute.kv_dtype, prepared.num_blocks)
         files.progress("allocating", describe_cache(cache, config.block_size, compute.kv_dtype))
-    info = runner_info(prepared, spec, max_model_len, weight_bytes(model), ops.device.type)
-    num_allocated = 0 if compiles else prepared.num_blocks
-    kv_cache = DeviceKVCache(spec, num_allocated, config.block_size, compute.kv_dtype, ops.device)
+    info = runner_info(prepared, spec, max_model_len, weight_bytes(model), ops.device.type).with_cache(cache)
+    counts = (0,) * len(cache.counts) if compiles else cache.counts
+    kv_cache = DeviceKVCache(spec, counts, config.block_size, compute.kv_dtype, ops.device, cache.kinds)
     rotations = DeviceRotations(tables, dtype, ops.device)
     runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
     if compiles:
@@ -75,9 +76,8 @@ def _profile_memory(runner: DeviceRunner, files: ModelFiles, prepared: PreparedM
     config, spec = prepared.config, files.spec
     files.progress("warming", _use_kernel_cache(config.kernel_cache_dir))
     profile_memory(runner, config, spec, prepared.sizes, prepared.before, CudaMeter())
-    kind = prepared.compute.kv_dtype
-    cache = all_layers(config, spec, kind, runner.info.num_blocks)
-    files.progress("allocating", describe_cache(cache, config.block_size, kind))
+    cache = CacheBlocks(runner.info.kinds, runner.info.blocks_of_kinds)
+    files.progress("allocating", describe_cache(cache, config.block_size, prepared.compute.kv_dtype))
     if config.cuda_graphs:
         files.progress("warming", "recording steps")
         capture_graphs(runner, config)

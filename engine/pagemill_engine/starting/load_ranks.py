@@ -133,9 +133,7 @@ def _parts(
     else:
         model = _on_torch(spec, prepared, weights, max_model_len, group)
     cache = KVCache(spec, blocks.counts, config.block_size, prepared.compute.kv_dtype, blocks.kinds)
-    info = runner_info(prepared, whole, max_model_len, model.num_bytes, "cpu")
-    of_kinds = blocks.counts if len(blocks.counts) > 1 else ()
-    info = info._replace(num_blocks=blocks.counts[0], kinds=blocks.kinds, kind_blocks=of_kinds)
+    info = runner_info(prepared, whole, max_model_len, model.num_bytes, "cpu").with_cache(blocks)
     return model, cache, info, config.step.max_num_seqs
 
 

@@ -14,7 +14,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.decoders.on_torch.filling import weight_bytes
 from pagemill_engine.executing.device.device_runner import DeviceRunner
 from pagemill_engine.sizing.budget import MeasuredMemory, Sizes, plan_measured
-from pagemill_engine.sizing.kv_sizes import max_model_len_for
+from pagemill_engine.sizing.kv_sizes import cache_kinds, max_model_len_for
 from pagemill_engine.sizing.memory import MemoryState, measure_memory
 from pagemill_engine.starting.compiling import compile_kernels, largest_captured, run_largest
 from pagemill_models.spec.model_spec import ModelSpec
@@ -64,10 +64,9 @@ def profile_memory(
     sizes = sizes._replace(weight_bytes=weight_bytes(runner.model))
     measured = MeasuredMemory(meter.free_bytes(), step_bytes, graph_bytes)
     num_blocks, budget = plan_measured(config, spec, sizes, before, measured)
-    max_model_len = min(runner.info.max_model_len, max_model_len_for(config, spec, num_blocks))
-    runner.resize_cache(
-        num_blocks, runner.info._replace(num_blocks=num_blocks, max_model_len=max_model_len, memory=budget)
-    )
+    cache = cache_kinds(config, spec, runner.kv_cache.kind, num_blocks)
+    max_model_len = min(runner.info.max_model_len, max_model_len_for(config, spec, cache.counts[0]))
+    runner.resize_cache(runner.info.with_cache(cache)._replace(max_model_len=max_model_len, memory=budget))
     # Memory that was measured in pieces must also be available in one step.
     run_largest(runner, config)
 

@@ -93,15 +93,19 @@ def plan_on_device(
     inputs: DeviceStepInputs,
     num_requests: int,
     longest: int,
+    kind: int,
     sliding_window: int | None,
     block_size: int,
     num_kv_heads: int,
 ) -> TritonPlan:
-    """Plan attention for inputs that are on the device. `longest`: tokens of the request that has most tokens."""
+    """Plan attention for inputs that are on the device.
+
+    `longest`: tokens of the request that has most tokens; `kind`: number of the layers' cache kind.
+    """
     return TritonPlan(
         query_start_loc=inputs.query_start_loc[: num_requests + 1],
         seq_lens=inputs.seq_lens[:num_requests],
-        block_tables=inputs.block_tables[:num_requests],
+        block_tables=inputs.block_tables[kind, :num_requests],
         num_tokens=len(inputs.token_ids),
         block_size=block_size,
         num_kv_heads=num_kv_heads,

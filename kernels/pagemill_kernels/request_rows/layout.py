@@ -1,11 +1,13 @@
-"""Layout of the rows on the device: one int32 array [records | block tables | tokens], so that one kernel writes them.
+"""Layout of the rows on the device: one int32 array [records | block tables of each cache kind | tokens], so that one
+kernel writes them.
 
 A record contains a request's counters and the columns of `sampling.filters.DRAWS`, floats by their bits. The last row
-is the padding row: its block table contains only the padding block.
+is the padding row: its block tables contain only the padding block of their kind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,11 +39,14 @@ class RowLayout(NamedTuple):
     """Including the padding row."""
     table_width: int
     tokens_width: int
+    num_kinds: int = 1
+    """Block tables of a row."""
 
     @classmethod
-    def of(cls, max_rows: int, max_model_len: int, block_size: int) -> RowLayout:
+    def of(cls, max_rows: int, max_model_len: int, block_size: int, num_kinds: int = 1) -> RowLayout:
         """Return the layout for these limits. A full row may be sampled from once more."""
-        return cls(max_rows + 1, aligned(-(-max_model_len // block_size) + 1), aligned(max_model_len + 1))
+        width = aligned(-(-max_model_len // block_size) + 1)
+        return cls(max_rows + 1, width, aligned(max_model_len + 1), num_kinds)
 
     @property
     def padding_row(self) -> int:
@@ -55,27 +60,29 @@ class RowLayout(NamedTuple):
         """Return the index at which the row's record begins."""
         return row * RECORD
 
-    def block(self, row: int, index: int) -> int:
-        return self.num_rows * RECORD + row * self.table_width + index
+    def block(self, row: int, index: int, kind: int = 0) -> int:
+        return self.num_rows * RECORD + (kind * self.num_rows + row) * self.table_width + index
 
     def token(self, row: int, index: int) -> int:
-        return self.block(self.num_rows, 0) + row * self.tokens_width + index
+        return self.block(0, 0, self.num_kinds) + row * self.tokens_width + index
 
 
 class RowState:
     """The rows of one device."""
 
-    def __init__(self, layout: RowLayout, padding_block: int, device: torch.device) -> None:
+    def __init__(self, layout: RowLayout, padding_blocks: Sequence[int], device: torch.device) -> None:
+        """Create empty rows. `padding_blocks`: of each kind."""
         self.layout = layout
         self.values = torch.zeros(layout.size, dtype=torch.int32, device=device)
         tables, tokens = layout.block(0, 0), layout.token(0, 0)
         self.records = self.values[:tables].view(-1, RECORD)
-        self.tables = self.values[tables:tokens].view(-1, layout.table_width)
+        self.tables = self.values[tables:tokens].view(layout.num_kinds, -1, layout.table_width)
         self.tokens = self.values[tokens:].view(-1, layout.tokens_width)
-        self.pad_with(padding_block)
+        self.pad_with(padding_blocks)
 
-    def pad_with(self, block: int) -> None:
-        self.tables[self.layout.padding_row].fill_(block)
+    def pad_with(self, blocks: Sequence[int]) -> None:
+        for kind, block in enumerate(blocks):
+            self.tables[kind, self.layout.padding_row].fill_(block)
 
 
 class RowWrites(NamedTuple):
@@ -104,16 +111,17 @@ class DeviceStepInputs:
     """Inputs of a forward pass and of the sampler, all on the device. They may be longer than a step needs."""
 
     token_ids: Tensor
-    """int64 [tokens], like the next two."""
+    """int64 [tokens]."""
     positions: Tensor
+    """int64 [tokens]."""
     slots: Tensor
-    """Block id * block_size + offset."""
+    """int64 [kinds, tokens]: block id * block_size + offset."""
     query_start_loc: Tensor
     """int32 [requests + 1]."""
     seq_lens: Tensor
     """int32 [requests]: context plus this step's tokens."""
     block_tables: Tensor
-    """int32 [requests, blocks]; values beyond a request's length are meaningless."""
+    """int32 [kinds, requests, blocks]; values beyond a request's length or before its window are meaningless."""
     last_tokens: Tensor
     """int64 [sampled]: index of the token in the step behind which each token is sampled."""
     settings: Tensor
@@ -121,16 +129,17 @@ class DeviceStepInputs:
 
     @classmethod
     def empty(
-        cls, num_tokens: int, num_requests: int, num_sampled: int, table_width: int, device: torch.device
+        cls, num_tokens: int, num_requests: int, num_sampled: int, layout: RowLayout, device: torch.device
     ) -> DeviceStepInputs:
-        ids = torch.empty(3, aligned(num_tokens), dtype=torch.int64, device=device)
+        kinds, width = layout.num_kinds, layout.table_width
+        ids = torch.empty(2 + kinds, aligned(num_tokens), dtype=torch.int64, device=device)
         return cls(
             token_ids=ids[0, :num_tokens],
             positions=ids[1, :num_tokens],
-            slots=ids[2, :num_tokens],
+            slots=ids[2:, :num_tokens],
             query_start_loc=torch.empty(num_requests + 1, dtype=torch.int32, device=device),
             seq_lens=torch.empty(num_requests, dtype=torch.int32, device=device),
-            block_tables=torch.empty(num_requests, table_width, dtype=torch.int32, device=device),
+            block_tables=torch.empty(kinds, num_requests, width, dtype=torch.int32, device=device),
             last_tokens=torch.empty(num_sampled, dtype=torch.int64, device=device),
             settings=torch.empty(NUM_SETTINGS * num_sampled, dtype=torch.int32, device=device),
         )
@@ -140,10 +149,10 @@ class DeviceStepInputs:
         return DeviceStepInputs(
             token_ids=self.token_ids[:num_tokens],
             positions=self.positions[:num_tokens],
-            slots=self.slots[:num_tokens],
+            slots=self.slots[:, :num_tokens],
             query_start_loc=self.query_start_loc[: num_requests + 1],
             seq_lens=self.seq_lens[:num_requests],
-            block_tables=self.block_tables[:num_requests],
+            block_tables=self.block_tables[:, :num_requests],
             last_tokens=self.last_tokens,
             settings=self.settings,
         )

@@ -30,13 +30,14 @@ def build_inputs(
         computed = int(record[layout.NUM_COMPUTED_TOKENS])
         seq_len = computed + end - start
         positions = torch.arange(computed, seq_len, device=record.device)
-        blocks = state.tables[row].long()[positions // block_size]
+        tables = state.tables[:, row].long()
+        blocks = tables[:, positions // block_size]
         out.token_ids[start:end] = state.tokens[row, computed:seq_len]
         out.positions[start:end] = positions
-        out.slots[start:end] = blocks * block_size + positions % block_size
+        out.slots[:, start:end] = blocks * block_size + positions % block_size
         out.seq_lens[i] = seq_len
         num_blocks = -(-seq_len // block_size)
-        out.block_tables[i, :num_blocks] = state.tables[row, :num_blocks]
+        out.block_tables[:, i, :num_blocks] = state.tables[:, row, :num_blocks]
         for offset, place in enumerate(range(sampled[i], sampled[i + 1])):
             out.last_tokens[place] = end - (sampled[i + 1] - place)
             settings[:, place] = _settings(record, offset)

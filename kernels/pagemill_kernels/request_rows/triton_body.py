@@ -34,7 +34,11 @@ def write(pieces_ptr, num_pieces, values_ptr, state_ptr, PIECE: tl.constexpr):
     tl.store(state_ptr + to + n, tl.load(values_ptr + source + n, mask=mask, other=0), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_sampled", "table_width", "tokens_width"])
+@triton.jit(
+    do_not_specialize=[
+        "num_sampled", "table_width", "tokens_width", "tables_stride", "slots_stride", "tables_out_stride"
+    ]
+)  # fmt: skip
 def build(
     rows_ptr,
     query_start_ptr,
@@ -43,20 +47,27 @@ def build(
     records_ptr,
     tables_ptr,
     table_width,
+    tables_stride,
     tokens_ptr,
     tokens_width,
     token_ids_ptr,
     positions_ptr,
     slots_ptr,
+    slots_stride,
     query_start_out_ptr,
     seq_lens_ptr,
     tables_out_ptr,
+    tables_out_stride,
     last_tokens_ptr,
     settings_ptr,
+    NUM_KINDS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Build some tokens of one request and a part of its block table; the request's first program does the rest."""
+    """Build some tokens of one request and a part of its block tables; the request's first program does the rest.
+
+    Strides are from one kind to the next; with one kind none is read.
+    """
     request = tl.program_id(0)
     chunk = tl.program_id(1)
     row = tl.load(rows_ptr + request).to(tl.int64)
@@ -65,24 +76,30 @@ def build(
     record = records_ptr + row * RECORD
     computed = tl.load(record + NUM_COMPUTED_TOKENS)
     seq_len = computed + end - start
-    table = tables_ptr + row * table_width
 
     n = chunk * BLOCK + tl.arange(0, BLOCK)
     mask = n < end - start
     position = computed + n
     token = tl.load(tokens_ptr + row * tokens_width + position, mask=mask, other=0)
-    block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
     at = (start + n).to(tl.int64)
     tl.store(token_ids_ptr + at, token.to(tl.int64), mask=mask)
     tl.store(positions_ptr + at, position.to(tl.int64), mask=mask)
-    tl.store(slots_ptr + at, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
 
     num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
-    table_out = tables_out_ptr + request.to(tl.int64) * table_width
-    for first in range(chunk * BLOCK, num_blocks, tl.num_programs(1) * BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        is_block = index < num_blocks
-        tl.store(table_out + index, tl.load(table + index, mask=is_block, other=0), mask=is_block)
+    for kind in tl.static_range(NUM_KINDS):
+        table = tables_ptr + row * table_width
+        slots = slots_ptr + at
+        table_out = tables_out_ptr + request.to(tl.int64) * table_width
+        if kind > 0:
+            table += kind * tables_stride
+            slots += kind * slots_stride
+            table_out += kind * tables_out_stride
+        block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+        tl.store(slots, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
+        for first in range(chunk * BLOCK, num_blocks, tl.num_programs(1) * BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            is_block = index < num_blocks
+            tl.store(table_out + index, tl.load(table + index, mask=is_block, other=0), mask=is_block)
 
     if chunk == 0:
         tl.store(seq_lens_ptr + request, seq_len)

@@ -44,9 +44,12 @@ def build_inputs(
     """
     num_requests = len(step.rows)
     _check_step(step)
-    launch.check_contiguous("request rows", block_tables=out.block_tables, settings=out.settings)
+    launch.check_contiguous("request rows", block_tables=out.block_tables[0], settings=out.settings)
     launch.check_types("request rows", torch.int32, block_tables=out.block_tables, settings=out.settings)
-    launch.check_shape("request rows", "block_tables", out.block_tables, (len(out.seq_lens), state.layout.table_width))
+    layout = state.layout
+    tables_shape = (layout.num_kinds, len(out.seq_lens), layout.table_width)
+    launch.check_shape("request rows", "block_tables", out.block_tables, tables_shape)
+    launch.check_shape("request rows", "slots", out.slots, (layout.num_kinds, len(out.token_ids)))
     room = min(len(out.last_tokens), len(out.settings) // NUM_SETTINGS)
     if len(out.seq_lens) < num_requests or room < num_sampled:
         raise ValueError(
@@ -62,17 +65,21 @@ def build_inputs(
         num_sampled=num_sampled,
         records_ptr=state.records,
         tables_ptr=state.tables,
-        table_width=state.layout.table_width,
+        table_width=layout.table_width,
+        tables_stride=state.tables.stride(0),
         tokens_ptr=state.tokens,
-        tokens_width=state.layout.tokens_width,
+        tokens_width=layout.tokens_width,
         token_ids_ptr=out.token_ids,
         positions_ptr=out.positions,
         slots_ptr=out.slots,
+        slots_stride=out.slots.stride(0),
         query_start_out_ptr=out.query_start_loc,
         seq_lens_ptr=out.seq_lens,
         tables_out_ptr=out.block_tables,
+        tables_out_stride=out.block_tables.stride(0),
         last_tokens_ptr=out.last_tokens,
         settings_ptr=out.settings,
+        NUM_KINDS=layout.num_kinds,
         BLOCK_SIZE=block_size,
         BLOCK=BLOCK,
         enable_fp_fusion=True,

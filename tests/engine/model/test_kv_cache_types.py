@@ -91,12 +91,15 @@ def test_prefix_hits_and_preemption_change_no_token(
 @pytest.mark.parametrize("on_device", [False, True])
 def test_copies_include_the_scales(spec: ModelSpec, kind: KVType, on_device: bool) -> None:
     cache: Any = (
-        DeviceKVCache(spec, 4, BLOCK, kind, torch.device("cpu")) if on_device else KVCache(spec, 4, BLOCK, kind)
+        DeviceKVCache(spec, [4], BLOCK, kind, torch.device("cpu")) if on_device else KVCache(spec, 4, BLOCK, kind)
     )
     for layer in cache.layers:
         values = torch.randint(1, 100, layer[1].shape)
         layer[1] = values.to(layer.dtype) if on_device else values.numpy().astype(layer.dtype)
-    (cache if on_device else cache.of_kinds[0]).copy_blocks([(1, 3)])
+    if on_device:
+        cache.copy_blocks(0, [(1, 3)])
+    else:
+        cache.of_kinds[0].copy_blocks([(1, 3)])
     assert all((layer[1] == layer[3]).all() for layer in cache.layers)
     assert not any(layer[2].any() for layer in cache.layers)
 

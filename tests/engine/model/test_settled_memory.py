@@ -162,8 +162,8 @@ def test_the_cache_is_sized_by_measured_steps(
     assert memory.measured
     assert memory.kv_bytes == runner.kv_cache.num_bytes <= 36 * MIB - 32 * MIB
     assert memory.kv_bytes > 3 * MIB
-    assert runner.info.num_blocks == runner.kv_cache.num_blocks == len(runner.kv_cache.layers[0]) - 1
-    assert runner._state.tables[runner._rows.layout.padding_row].eq(runner.kv_cache.num_blocks).all()
+    assert runner.info.num_blocks == runner.kv_cache.counts[0] == len(runner.kv_cache.layers[0]) - 1
+    assert runner._state.tables[0, runner._rows.layout.padding_row].eq(runner.info.num_blocks).all()
     assert not runner._graphs.shapes, "the graph reads a cache that was freed"
     [after], [unprofiled] = make_driver(runner).greedy([[3, 5, 7]], 3, max_num_seqs=2), before
     assert after.token_ids == unprofiled.token_ids

@@ -18,7 +18,7 @@ from pagemill_engine.decoders.on_torch.decoder import Decoder, DecoderLayer
 from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_kernels.registry import DeviceOps, Ops
-from pagemill_kernels.request_rows.layout import DeviceStepInputs
+from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout
 
 
 class DeviceForward:
@@ -37,13 +37,12 @@ class DeviceForward:
         self._rotations = rotations
         self._block_size = block_size
         self._num_kv_heads = model.spec.num_kv_heads
-        self._windows = model.spec.decoder.windows()
         self._layers = model.layers
         self._kinds: list[DecoderLayer] = []
 
-    def empty_inputs(self, num_tokens: int, num_requests: int, table_width: int) -> DeviceStepInputs:
+    def empty_inputs(self, num_tokens: int, num_requests: int, layout: RowLayout) -> DeviceStepInputs:
         """Return empty inputs for `num_requests` requests, all of which sample."""
-        return DeviceStepInputs.empty(num_tokens, num_requests, num_requests, table_width, self._ops.device)
+        return DeviceStepInputs.empty(num_tokens, num_requests, num_requests, layout, self._ops.device)
 
     def empty_logits(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows, self._model.spec.vocab_size, dtype=torch.float32, device=self._ops.device)
@@ -84,15 +83,16 @@ class DeviceForward:
     def hidden(self, inputs: DeviceStepInputs, longest: int) -> Tensor:
         """Return normalised hidden states, [tokens, hidden]."""
         plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
-        slots = self._ops.plan_slots(inputs.slots, 2 * self._num_kv_heads, self._block_size)
+        num_heads, block_size, kind_of = self._num_kv_heads, self._block_size, self._kv_cache.kind_of
+        slots = [self._ops.plan_slots(of_kind, 2 * num_heads, block_size) for of_kind in inputs.slots]
         context = ForwardContext(
             positions=inputs.positions,
             rotations=self._rotations.at(inputs.positions),
             kv_caches=self._kv_cache.layers,
-            kv_slots=dict.fromkeys(self._windows, slots),
+            kv_slots={window: slots[kind] for window, kind in kind_of.items()},
             attention_plans={
-                window: plan(inputs, num_requests, longest, window, self._block_size, self._num_kv_heads)
-                for window in self._windows
+                window: plan(inputs, num_requests, longest, kind, window, block_size, num_heads)
+                for window, kind in kind_of.items()
             },
         )
         return self._model.forward_layers(self._layers, inputs.token_ids, context)

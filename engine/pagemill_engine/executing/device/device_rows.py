@@ -75,7 +75,7 @@ class DeviceRows:
         max_rows = row_layout.padding_row
         self.num_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int64)
-        self.num_blocks = np.zeros(max_rows, dtype=np.int64)
+        self.num_blocks = np.zeros((row_layout.num_kinds, max_rows), dtype=np.int64)
         self._row_of: dict[str, int] = {}
         self._free = list(range(max_rows - 1, -1, -1))
         self._decode: DeviceStep | None = None
@@ -92,18 +92,22 @@ class DeviceRows:
         return rows
 
     def apply(self, plan: StepPlan, sampling: SamplingRows, staging: Staging) -> None:
-        """Stage the plan's differences. Raises RuntimeError if it admits more requests than there are rows."""
+        """Stage the plan's differences. Raises RuntimeError if it admits more requests than there are rows.
+
+        Entries that are dropped stay in the tables: GPU kernels read no key before a window.
+        """
         for row in self.release(plan.released):
             sampling.release(row)
         for admitted in plan.admitted:
             self._admit(admitted, sampling, staging)
-        for changes in plan.tables:
+        for kind, changes in enumerate(plan.tables):
+            num_blocks = self.num_blocks[kind]
             for request_id, block_ids in changes.appended.items():
                 row = self._row_of[request_id]
-                staging.put(self.layout.block(row, int(self.num_blocks[row])), block_ids)
-                self.num_blocks[row] += len(block_ids)
+                staging.put(self.layout.block(row, int(num_blocks[row]), kind), block_ids)
+                num_blocks[row] += len(block_ids)
             for request_id, index, block_id in changes.placed:
-                staging.put(self.layout.block(self._row_of[request_id], index), [block_id])
+                staging.put(self.layout.block(self._row_of[request_id], index, kind), [block_id])
         for request_id, proposed in plan.proposals.items():
             row = self._row_of[request_id]
             staging.put(self.layout.token(row, int(self.num_tokens[row])), proposed)
@@ -160,11 +164,11 @@ class DeviceRows:
             row = self._row_of[admitted.request_id] = self._free.pop()
         self.num_tokens[row] = len(admitted.token_ids)
         self.num_prompt_tokens[row] = admitted.num_prompt_tokens
-        block_ids = admitted.tables[0].block_ids
-        self.num_blocks[row] = len(block_ids)
         sampling.admit(row, admitted)
         staging.put(self.layout.record(row), _record(row, admitted, sampling))
-        staging.put(self.layout.block(row, 0), block_ids)
+        for kind, held in enumerate(admitted.tables):
+            self.num_blocks[kind, row] = held.first + len(held.block_ids)
+            staging.put(self.layout.block(row, held.first, kind), held.block_ids)
         staging.put(self.layout.token(row, 0), admitted.token_ids)
 
 

@@ -81,9 +81,8 @@ class DeviceRunner:
         self.model = model
         self.kv_cache = kv_cache
         self._ops, self._on_device = ops, ops.on_device
-        layout = RowLayout.of(max_num_seqs, info.max_model_len, info.block_size)
-        self._rows = DeviceRows(layout)
-        self._state = RowState(layout, kv_cache.padding_block, ops.device)
+        self._max_num_seqs = max_num_seqs
+        self._make_rows()
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size, counts_on(ops.device))
         self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rotations, info.block_size)
         self._piece_rows = piece_rows(max_num_seqs)
@@ -145,7 +144,7 @@ class DeviceRunner:
             self._on_device.advance_rows(self._state, at, drawn.tokens)
             drawn.tokens.cpu()
             for cache in self.kv_cache.layers:
-                cache[self.kv_cache.padding_block].zero_()
+                cache[-1].zero_()
 
     def warm_up_sampling(self) -> None:
         """Sample one row that uses every sampling feature."""
@@ -162,21 +161,25 @@ class DeviceRunner:
 
     def graph_bytes(self, num_tokens: int, num_requests: int) -> int:
         """Return the bytes that captured steps of this size keep in addition to those of a step."""
-        of_requests = num_requests * 4 * (self.info.vocab_size + self._rows.layout.table_width)
+        layout = self._rows.layout
+        of_requests = num_requests * 4 * (self.info.vocab_size + layout.num_kinds * layout.table_width)
         return of_requests + num_tokens * self.model.spec.hidden_size * self.model.dtype.itemsize
 
-    def resize_cache(self, num_blocks: int, info: RunnerInfo) -> None:
-        """Replace the KV cache; its contents and the captured graphs are lost. `info`: the runner's new properties."""
+    def resize_cache(self, info: RunnerInfo) -> None:
+        """Replace the KV cache; its contents and the captured graphs are lost. `info`: the runner's new properties,
+        with the cache's kinds and their blocks."""
         if self._graphs is not None:
             self._graphs.forget()
-        self.kv_cache.resize(num_blocks)
-        self._state.pad_with(self.kv_cache.padding_block)
+        self.kv_cache.resize(info.blocks_of_kinds, info.kinds)
         self.info = info
+        if len(info.kinds) != self._rows.layout.num_kinds:
+            self._make_rows()
+        self._state.pad_with(self.kv_cache.padding_blocks)
 
     def capture_graphs(self, shapes: list[GraphShape], make_capturer: Callable[[], GraphCapturer]) -> None:
         """Record steps of `shapes`. Later steps are padded to the smallest shape that fits and replayed."""
         with torch.inference_mode():
-            self._graphs = StepGraphs(self._forward, shapes, self._rows.layout.table_width, self.info.max_model_len)
+            self._graphs = StepGraphs(self._forward, shapes, self._rows.layout, self.info.max_model_len)
         self._make_capturer = make_capturer
         self._record()
 
@@ -202,8 +205,8 @@ class DeviceRunner:
         step = self._rows.step(plan)
         graph = None if self._graphs is None else self._graphs.graph_for(step)
         padded, at = self._placed(staging, step, None if graph is None else graph.shape)
-        for changes in plan.tables:
-            self.kv_cache.copy_blocks(changes.copies)
+        for kind, changes in enumerate(plan.tables):
+            self.kv_cache.copy_blocks(kind, changes.copies)
         if not plan.num_scheduled_tokens:
             return InFlight([])
         inputs = self._inputs(step) if graph is None else graph.inputs
@@ -260,8 +263,14 @@ class DeviceRunner:
         return self._forward.logits_of(graph.run(), inputs.last_tokens[: step.num_sampled])
 
     def _inputs(self, step: DeviceStep) -> DeviceStepInputs:
-        width = self._rows.layout.table_width
-        return DeviceStepInputs.empty(step.num_tokens, len(step.rows), step.num_sampled, width, self._ops.device)
+        sizes = (step.num_tokens, len(step.rows), step.num_sampled)
+        return DeviceStepInputs.empty(*sizes, self._rows.layout, self._ops.device)
+
+    def _make_rows(self) -> None:
+        info, max_num_seqs = self.info, self._max_num_seqs
+        layout = RowLayout.of(max_num_seqs, info.max_model_len, info.block_size, len(info.kinds))
+        self._rows = DeviceRows(layout)
+        self._state = RowState(layout, self.kv_cache.padding_blocks, self._ops.device)
 
     def _build(self, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs) -> None:
         build, block_size = self._on_device.build_inputs, self.info.block_size

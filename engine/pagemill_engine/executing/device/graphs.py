@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pagemill_engine.executing.device.device_forward import DeviceForward
 from pagemill_engine.executing.device.device_rows import DeviceStep
-from pagemill_kernels.request_rows.layout import DeviceStepInputs
+from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout
 
 MOST_REQUESTS = 512
 """Most requests of a captured decode. Larger ones compute for so long that their launches cost nothing."""
@@ -119,7 +119,7 @@ class CapturedGraph:
 
 class StepGraphs:
     def __init__(
-        self, forward: DeviceForward, shapes: Iterable[GraphShape], table_width: int, max_model_len: int
+        self, forward: DeviceForward, shapes: Iterable[GraphShape], layout: RowLayout, max_model_len: int
     ) -> None:
         """Allocate buffers only; `capture` captures the graphs."""
         self._forward, self._max_model_len = forward, max_model_len
@@ -128,7 +128,7 @@ class StepGraphs:
         possible = [each for each in shapes if each.num_tokens <= each.num_requests * max_model_len]
         self._decodes, self._mixed = ([each for each in possible if each.is_decode == kind] for kind in (True, False))
         most_tokens, most_requests = max(each.num_tokens for each in shapes), max(each.num_requests for each in shapes)
-        self._inputs = forward.empty_inputs(most_tokens, most_requests, table_width)
+        self._inputs = forward.empty_inputs(most_tokens, most_requests, layout)
         self._logits = forward.empty_logits(_most_tokens(shapes, decodes=True))
         self._hidden = forward.empty_hidden(_most_tokens(shapes, decodes=False))
         self._captured: dict[GraphShape, CapturedGraph] = {}

@@ -109,6 +109,13 @@ def one_kind(kinds: Sequence[CacheKind]) -> CacheKind:
     return CacheKind(layers=layers, block_bytes=sum(kind.block_bytes for kind in kinds))
 
 
+def kinds_of_windows(kinds: Sequence[CacheKind], windows: Iterable[int | None]) -> dict[int | None, int]:
+    """Return the number of the kind of the layers with each window. Windows without one are in the first, which frees
+    nothing."""
+    numbers = {kind.window: number for number, kind in enumerate(kinds)}
+    return {window: numbers.get(window, 0) for window in windows}
+
+
 def longest_match(
     kinds: Sequence[CacheKind], num_blocks: int, block_size: int, cached: Callable[[int, int], object]
 ) -> int:
