@@ -28,22 +28,24 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def replica(model: Path, tmp_path: Path, input_tokens: int) -> dict[str, Any]:
+def replica(model: Path, tmp_path: Path, input_tokens: int, *options: str) -> dict[str, Any]:
     """Return a planned replica; latencies of partly cached prompts are not simulated."""
     fit = tmp_path / "fit.json"
     fit.write_bytes(msgspec.json.encode(StepTimeParams(knots_tokens=[1, 8192], knot_ms=[1.0, 100.0])))
     lengths = ["--input", input_tokens, "--output", 100, "--cached", 1]
-    words = ["plan", "--model", model, "--fit", fit, "--rps", 1, *lengths, "-o", "json"]
+    words = ["plan", "--model", model, "--fit", fit, "--rps", 1, *lengths, *options, "-o", "json"]
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)["replica"]
     return found
 
 
-def test_more_long_requests_fit_behind_windows(model: Path, tmp_path: Path) -> None:
-    planned = replica(model, tmp_path, 4000)
+@pytest.mark.parametrize("options", [(), ("--accelerator", "l4")], ids=["cpu", "gpu"])
+def test_more_long_requests_fit_behind_windows(model: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    planned = replica(model, tmp_path, 4000, *options)
     num_blocks = planned["memory"]["kv_bytes"] // (planned["kvBytesPerToken"] * 16)
-    cache = cache_kinds(EngineConfig(model="m"), load_model_spec(model), "float32", num_blocks)
+    config = EngineConfig(model="m", max_num_batched_tokens=planned["maxNumBatchedTokens"])
+    cache = cache_kinds(config, load_model_spec(model), "float32", num_blocks)
     assert [kind.window for kind in cache.kinds] == [None, 64]
     assert planned["numBlocks"] == blocks_at(cache.kinds, cache.counts, 4100, 16) > 3 * num_blocks
     assert planned["maxModelLen"] == LONGEST

@@ -21,7 +21,7 @@ IN_SAMPLE = {
     "linear 4 bits, 1 rows": ["multiply_codes"],
     "experts 4 bits, 512 rows": EXPERTS,
     "linear int8 by int8, 64 rows": ["encode_rows", "multiply_scaled"],
-    "inputs of a step": ["build"],
+    "inputs of a step": ["build"] * 2,
 }
 OTHERS = {
     "attention decode in parts, heads of 128": ["attend", "join_splits"] * 3,

@@ -116,10 +116,10 @@ def replica_of(plan: Plan, options: ReplicaOptions, input_tokens: int, output_to
         return _measured(plan, config, options, input_tokens, output_tokens)
     fit = None if options.fit is None else read_fit(options.fit)
     with header_of(config.model, _field(options)) as header, _engines_refusals():
-        if options.accelerator is not None:
-            return _on_accelerator(options.accelerator, config, header, fit, f"from {options.fit}")
-        assert fit is not None
         length, memory_bytes = input_tokens + output_tokens, plan.groups[0].process.memory_bytes
+        if options.accelerator is not None:
+            return _on_accelerator(options.accelerator, config, header, fit, f"from {options.fit}", length)
+        assert fit is not None
         return _on_cpu(memory_bytes, config, header, fit, f"from {options.fit}", length)
 
 
@@ -144,7 +144,12 @@ def _field(options: ReplicaOptions) -> str:
 
 
 def _on_accelerator(
-    accelerator: Accelerator, config: EngineConfig, header: Header, fit: StepTimeParams | None, fit_from: str
+    accelerator: Accelerator,
+    config: EngineConfig,
+    header: Header,
+    fit: StepTimeParams | None,
+    fit_from: str,
+    length: int,
 ) -> PlannedReplica:
     placement = place(accelerator, config, header)
     config, sizes = placement.config, placement.sizes
@@ -154,8 +159,9 @@ def _on_accelerator(
         fit = step_time(accelerator, header.spec, sizes, most, in_8_bits=in_8_bits)
         fit_from = f"computed from a data sheet, not measured: {accelerator.source}"
     memory = placement.memory
-    replica = _replica(config, header.spec, sizes, memory, fit, accelerator.name, fit_from, memory.num_blocks)
-    return replica._replace(overlaps=config.overlap is not False)
+    cache = _divided(config, header.spec, memory.num_blocks)
+    replica = _replica(config, header.spec, sizes, memory, fit, accelerator.name, fit_from, cache.counts[0])
+    return _holding(replica, cache, length)._replace(overlaps=config.overlap is not False)
 
 
 def _on_cpu(
@@ -173,7 +179,7 @@ def _on_cpu(
 
 
 def _divided(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> CacheBlocks:
-    """Return how an engine on a CPU divides the cache among its kinds, which does not depend on the cache's type."""
+    """Return how an engine divides the cache among its kinds, which does not depend on the cache's type."""
     from pagemill_engine.sizing.kv_sizes import cache_kinds
 
     return cache_kinds(config, spec, "float32", num_blocks)
