@@ -48,6 +48,8 @@ class RunnerInfo(NamedTuple):
 
     False where decode steps are replayed as CUDA graphs, which one longer sequence prevents.
     """
+    stages: int = 1
+    """Parts of the model that compute one behind the other, each another step at the same time."""
     kinds: tuple[CacheKind, ...] = (FULL,)
     """The cache kinds of the model's layers."""
     kind_blocks: tuple[int, ...] = ()

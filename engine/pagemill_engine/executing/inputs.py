@@ -162,9 +162,24 @@ class RequestRows:
         last_tokens: each request's last sampled token. num_accepted: its proposed tokens before that, which it sampled.
         """
         self.num_computed_tokens[inputs.rows] = inputs.seq_lens
-        rows = inputs.rows[inputs.sampling]
+        num_rejected = None
         if num_accepted is not None and inputs.num_proposed is not None:
-            self.num_computed_tokens[rows] -= inputs.num_proposed - num_accepted
+            num_rejected = inputs.num_proposed - num_accepted
+        self.append(inputs.rows[inputs.sampling], last_tokens, num_accepted, num_rejected)
+
+    def append(
+        self,
+        rows: NDArray[np.int64],
+        last_tokens: NDArray[np.int64],
+        num_accepted: NDArray[np.int64] | None = None,
+        num_rejected: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Append sampled tokens to rows whose step's tokens count as computed; arguments as for `advance`.
+
+        num_rejected: proposed tokens that were not sampled; None: no row has proposed ones.
+        """
+        if num_accepted is not None and num_rejected is not None:
+            self.num_computed_tokens[rows] -= num_rejected
             self.num_tokens[rows] += num_accepted
         self.token_ids[rows, self.num_tokens[rows]] = last_tokens
         self.num_tokens[rows] += 1

@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -210,8 +210,11 @@ class Ranks(ctypes.Structure):
     _fields_ = (
         ("shared", c_void_p),
         ("capacity", c_int64),
+        ("step", c_int64),
         ("size", c_int32),
         ("rank", c_int32),
+        ("first", c_int32),
+        ("members", c_int32),
         ("stuck_ms", c_int32),
         ("failed", c_int32),
         ("missing", c_int32),
@@ -266,8 +269,10 @@ _SIGNATURES = {
         c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_void_p,
         POINTER(StepHooks), c_void_p,
     ),
-    "pagemill_ranks_bytes": (c_int64, c_int64),
+    "pagemill_ranks_bytes": (c_int64, c_int64, c_int64),
     "pagemill_ranks_step": (POINTER(Ranks), c_int64),
+    "pagemill_ranks_at": (POINTER(Ranks), c_int32, c_int32),
+    "pagemill_ranks_meet": (POINTER(Ranks), c_int32),
     "pagemill_ranks_status": (POINTER(Ranks), c_int32, POINTER(c_int64)),
     "pagemill_ranks_abort": (POINTER(Ranks), c_char_p, c_int32),
     "pagemill_ranks_lost": (POINTER(Ranks),),
@@ -293,6 +298,7 @@ _RESULTS: dict[str, type[ctypes._SimpleCData[int]]] = {
     "pagemill_ranks_lost": c_int32,
     "pagemill_ranks_reset": c_int32,
     "pagemill_ranks_reduce": c_int32,
+    "pagemill_ranks_meet": c_int32,
     "pagemill_ranks_counts": c_int32,
     "pagemill_ranks_gather": c_int32,
     "pagemill_ranks_send": c_int32,

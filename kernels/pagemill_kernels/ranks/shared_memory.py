@@ -16,8 +16,10 @@ from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.memory import SharedMemory
 
 STUCK_SECONDS = 5.0
-OUTSIDE = -1
-"""Number of the layer, and of the cut, of sums outside of the layers' call."""
+OUTSIDE, LOGITS, SEND, RECEIVE, PLAN, REPORT = range(-1, -7, -1)
+"""Numbers of a layer that stand for places outside of the layers' call: a sum, the exchange of logits, hidden states
+that go to or come from another rank (the cut), the wait for a plan, and the end of a step."""
+_PLACES = {OUTSIDE: "a sum outside of the layers", LOGITS: "the logits", PLAN: "the plan ring", REPORT: "the end"}
 _REASON_BYTES = 512
 
 
@@ -30,22 +32,40 @@ class RankStatus(NamedTuple):
     cut: int
 
 
-def group_bytes(size: int, capacity: int) -> int:
-    """Return the bytes of the shared memory of a group. `capacity`: values that are exchanged at a time."""
-    return int(launch.native().pagemill_ranks_bytes(size, capacity))
+def group_bytes(size: int, capacity: int, members: int | None = None) -> int:
+    """Return the bytes of the shared memory of a group. `capacity`: values that are exchanged at a time. `members`: the
+    ranks of a stage; None: all."""
+    return int(launch.native().pagemill_ranks_bytes(size, members or size, capacity))
 
 
 class SharedMemoryGroup:
     def __init__(
-        self, memory: SharedMemory, rank: int, size: int, capacity: int, stuck_seconds: float = STUCK_SECONDS
+        self,
+        memory: SharedMemory,
+        rank: int,
+        size: int,
+        capacity: int,
+        stuck_seconds: float = STUCK_SECONDS,
+        members: int | None = None,
     ) -> None:
-        """Join a group. `memory`: of at least `group_bytes`. `stuck_seconds`: how long another rank is waited for."""
+        """Join a group. `memory`: of at least `group_bytes`. `stuck_seconds`: how long another rank is waited for that
+        comes to no further cut.
+
+        `members`: the ranks of each stage; consecutive ones add their sums. None: all ranks are one stage.
+        """
         self.rank, self.size = rank, size
+        self.members = members or size
         self._memory = memory
         self._stuck_seconds = stuck_seconds
         self._native = launch.native()
         self._ranks = library.Ranks(
-            shared=memory.address, capacity=capacity, size=size, rank=rank, stuck_ms=int(stuck_seconds * 1000)
+            shared=memory.address,
+            capacity=capacity,
+            size=size,
+            rank=rank,
+            first=rank - rank % self.members,
+            members=self.members,
+            stuck_ms=int(stuck_seconds * 1000),
         )
         self.context = ctypes.addressof(self._ranks)
         function = ctypes.cast(self._native.pagemill_ranks_hook, ctypes.c_void_p).value
@@ -58,7 +78,7 @@ class SharedMemoryGroup:
         self.check()
 
     def gather(self, buffer: Array) -> list[Array]:
-        counts = np.empty(self.size, dtype=np.int64)
+        counts = np.empty(self.members, dtype=np.int64)
         self._native.pagemill_ranks_counts(self._ranks, buffer.size, address(counts))
         self.check()
         found = np.empty(int(counts.sum()), dtype=np.float32)
@@ -76,7 +96,8 @@ class SharedMemoryGroup:
         self.check()
 
     def abort(self, reason: str) -> None:
-        """End what all ranks compute. `recover` and `reset` let them begin anew, unless the group is lost."""
+        """End what all ranks compute from this rank's step on. `recover` and `reset` let them begin anew, unless the
+        group is lost."""
         # A C string that is cut inside a character is read with a replacement.
         self._native.pagemill_ranks_abort(self._ranks, reason.encode(), False)
 
@@ -96,7 +117,10 @@ class SharedMemoryGroup:
         """On rank 0: recover, wait until all other ranks have done so, and begin anew. Raises `GroupAborted`."""
         self.recover()
         if not self._native.pagemill_ranks_reset(self._ranks):
-            self.lose(f"rank {self._ranks.missing} has not begun anew within {self._stuck_seconds:g} s")
+            missing = self._ranks.missing
+            self.lose(
+                f"rank {missing} has not begun anew within {self._stuck_seconds:g} s; it was last {self.place(missing)}"
+            )
             raise GroupAborted(self.reason() or "the group is lost")
 
     def check(self) -> None:
@@ -117,18 +141,36 @@ class SharedMemoryGroup:
         """Record the number of the step that this rank computes, for messages."""
         self._native.pagemill_ranks_step(self._ranks, step)
 
+    def report(self) -> None:
+        """Wait until all members have computed the step. Raises `GroupAborted`, as every exchange."""
+        self._native.pagemill_ranks_meet(self._ranks, REPORT)
+        self.check()
+
+    def come_to(self, place: int) -> None:
+        """Record that this rank is at a place outside of the layers, for messages."""
+        self._native.pagemill_ranks_at(self._ranks, place, place)
+
     def status(self, rank: int) -> RankStatus:
         out = (ctypes.c_int64 * 4)()
         self._native.pagemill_ranks_status(self._ranks, rank, out)
         return RankStatus(*out)
 
+    def place(self, rank: int) -> str:
+        """Return where a rank was last, for messages."""
+        status = self.status(rank)
+        return f"at {_cut(status)} of step {status.step}"
+
     def _missing(self, rank: int) -> str:
-        mine, other = self.status(self.rank), self.status(rank)
+        mine = self.status(self.rank)
         return (
             f"rank {rank} has not reached {_cut(mine)} of step {mine.step} within {self._stuck_seconds:g} s; it was "
-            f"last at {_cut(other)} of step {other.step}"
+            f"last {self.place(rank)}"
         )
 
 
 def _cut(status: RankStatus) -> str:
-    return "a sum outside of the layers" if status.layer < 0 else f"cut {status.cut} of layer {status.layer}"
+    if status.layer >= 0:
+        return f"cut {status.cut} of layer {status.layer}"
+    if status.layer in (SEND, RECEIVE):
+        return f"hidden states {'for' if status.layer == SEND else 'of'} rank {status.cut}"
+    return _PLACES[status.layer]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranked_engine import Ranks, rank_loader, saved
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
@@ -185,3 +186,16 @@ def smollm2_runner() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def smollm2_driver(smollm2_runner: Any) -> Driver:
     return Driver(smollm2_runner)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Loads models on several ranks."""
+    with rank_loader() as load:
+        yield load
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model."""
+    return saved("Llama", tmp_path_factory.mktemp("model"))

@@ -1,23 +1,27 @@
 """A rank that follows: it runs the plans of rank 0 on its shard, and samples nothing.
 
-Its rows get the sampled tokens with the next plan. It computes the logits of the same rows as rank 0, because all ranks
-compute a divided head together.
+Its rows get the sampled tokens with a later plan. It computes the logits of the same rows as rank 0, because all ranks
+of a stage compute a divided head together; a stage without the head computes none.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from pagemill_engine.executing.eager import EagerRunner
 from pagemill_engine.executing.inputs import StepInputs
 from pagemill_engine.executing.prompt_logprobs import PromptRows
-from pagemill_engine.executing.ranks.messages import FollowedStep, Message, decode, plan_of
+from pagemill_engine.executing.ranks.messages import FollowedStep, Message, SampledStep, decode, plan_of
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
-from pagemill_kernels.ranks.ring import RingClosedError, RingReader
+from pagemill_kernels.ranks.group import GroupAborted
+from pagemill_kernels.ranks.ring import RingClosedError
+from pagemill_kernels.ranks.shared_memory import PLAN
 
 logger = logging.getLogger(__name__)
 
@@ -25,26 +29,43 @@ READ_SECONDS = 0.5
 """How often a waiting follower looks whether rank 0 still runs."""
 
 
+class _Unfinished(NamedTuple):
+    """A step whose sampled tokens are not known here."""
+
+    step: int
+    inputs: StepInputs
+    released: set[str]
+    """Requests that have left since: others may have their rows."""
+
+
 class FollowerRunner(EagerRunner):
     """An `EagerRunner` without a sampler."""
 
-    _unfinished: StepInputs | None = None
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._unfinished: deque[_Unfinished] = deque()
+        self._has_head = self.model.spec.decoder.head is not None
 
     def forget(self) -> None:
-        """Leave a step that failed."""
-        self._unfinished = None
+        """Leave steps that failed."""
+        self._unfinished.clear()
 
-    def take(self, sampled: dict[str, list[int]], failed: list[str]) -> None:
-        """Finish the last step with what rank 0 sampled."""
-        inputs, self._unfinished = self._unfinished, None
-        if inputs is None:
-            return
-        names = [inputs.request_ids[index] for index in inputs.sampling.tolist()]
-        # A failed request has no token; its row is released before it is read again.
-        runs = [sampled.get(name, [0]) for name in names]
-        last = np.array([run[-1] for run in runs], dtype=np.int64)
-        self._rows.advance(inputs, last, np.array([len(run) - 1 for run in runs], dtype=np.int64))
-        self._scrub(failed)
+    def take(self, before: Iterable[SampledStep]) -> None:
+        """Finish steps with what rank 0 sampled."""
+        for sampled in before:
+            if self._unfinished and self._unfinished[0].step == sampled.step:
+                self._finish(self._unfinished.popleft(), sampled)
+
+    def _apply_differences(self, plan: StepPlan) -> None:
+        for unfinished in self._unfinished:
+            unfinished.released.update(plan.released)
+        super()._apply_differences(plan)
+
+    def _answer(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
+        # The next part of a prompt may come before the step is finished.
+        self._rows.num_computed_tokens[inputs.rows] = inputs.seq_lens
+        self._unfinished.append(_Unfinished(plan.step, inputs, set()))
+        return super()._answer(plan, inputs, hidden) if self._has_head else StepResult()
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> dict[str, list[TokenLogprobs]]:
         starts = dict(zip(inputs.request_ids, inputs.query_start_loc.tolist(), strict=False))
@@ -53,10 +74,26 @@ class FollowerRunner(EagerRunner):
         return {}
 
     def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
-        self._unfinished = inputs
         if len(inputs.sampling):
             self.model.logits(hidden)
         return StepResult()
+
+    def _finish(self, unfinished: _Unfinished, sampled: SampledStep) -> None:
+        inputs = unfinished.inputs
+        places = inputs.sampling.tolist()
+        names = [inputs.request_ids[index] for index in places]
+        own = [number for number, name in enumerate(names) if name not in unfinished.released]
+        # A failed request has no token; its row is released before it is read again.
+        runs = [sampled.sampled.get(names[number], [0]) for number in own]
+        num_accepted = np.array([len(run) - 1 for run in runs], dtype=np.int64)
+        num_rejected = None if inputs.num_proposed is None else inputs.num_proposed[own] - num_accepted
+        last = np.array([run[-1] for run in runs], dtype=np.int64)
+        self._rows.append(inputs.rows[inputs.sampling[own]], last, num_accepted, num_rejected)
+        for name in sampled.failed:
+            # The blocks may belong to another request by now, whose finite values stay as they are.
+            place = inputs.request_ids.index(name)
+            for cache, table in zip(self.kv_cache.of_kinds, inputs.block_tables, strict=True):
+                cache.scrub(table[place].astype(np.int64))
 
 
 class FollowedGroup(Protocol):
@@ -71,21 +108,39 @@ class FollowedGroup(Protocol):
         """Record the number of the step that this rank computes, for messages."""
         ...
 
+    def come_to(self, place: int) -> None: ...
+
+    def place(self, rank: int) -> str: ...
+
+    def report(self) -> None: ...
+
     def abort(self, reason: str) -> None: ...
 
     def recover(self) -> None: ...
 
 
-def follow(runner: FollowerRunner, ring: RingReader, group: FollowedGroup) -> None:
+class MessageReader(Protocol):
+    def read(self, seconds: float) -> bytes | None:
+        """Return the next message, or None if none is complete after so long. Raises `RingClosedError`."""
+        ...
+
+
+def follow(runner: FollowerRunner, ring: MessageReader, group: FollowedGroup) -> None:
     """Run what rank 0 sends until it closes.
 
-    A step that raises ends for all ranks, and this one waits for the next message. Raises what the step has raised if
-    the group is lost.
+    A step that raises ends for all ranks; those that were sent behind it are left out until rank 0 begins anew. Raises
+    what the step has raised if the group is lost.
     """
-    while (message := _next(ring)) is not None:
+    has_failed = False
+    while True:
+        group.come_to(PLAN)
+        message = _next(ring)
+        if message is None:
+            return
         if isinstance(message, FollowedStep):
-            _run(runner, message, group)
+            has_failed = has_failed or not _run(runner, message, group)
         elif message.name == "recover":
+            has_failed = False
             runner.forget()
             group.recover()
         else:
@@ -94,20 +149,30 @@ def follow(runner: FollowerRunner, ring: RingReader, group: FollowedGroup) -> No
                 return
 
 
-def _run(runner: FollowerRunner, step: FollowedStep, group: FollowedGroup) -> None:
+def _run(runner: FollowerRunner, step: FollowedStep, group: FollowedGroup) -> bool:
+    """Run a step. Returns whether it succeeded."""
     plan = plan_of(step)
     group.begin_step(plan.step)
     try:
-        runner.take(step.sampled, step.failed)
+        runner.take(step.before)
         runner.launch(plan)
+        group.report()
     except Exception as error:
-        group.abort(f"rank {group.rank} at step {plan.step}: {type(error).__name__}: {error}")
-        logger.error("step %d failed on rank %d", plan.step, group.rank, exc_info=error)
-        if group.is_lost:
-            raise
+        _fail(group, error)
+        return False
+    return True
 
 
-def _next(ring: RingReader) -> Message | None:
+def _fail(group: FollowedGroup, error: Exception) -> None:
+    """End the step for all ranks. Raises the error if they compute nothing more."""
+    group.abort(f"rank {group.rank} {group.place(group.rank)}: {type(error).__name__}: {error}")
+    if not isinstance(error, GroupAborted):  # else another rank reports it
+        logger.error("a step failed on rank %d", group.rank, exc_info=error)
+    if group.is_lost:
+        raise error
+
+
+def _next(ring: MessageReader) -> Message | None:
     """Return the next message; None once the ring is closed."""
     while True:
         try:

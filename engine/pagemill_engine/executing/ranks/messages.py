@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -9,14 +10,25 @@ import msgspec
 from pagemill_engine.scheduler.step import StepPlan, StepResult, decode_plan, encode_plan
 
 
-class FollowedStep(msgspec.Struct, tag="step", array_like=True):
-    """A plan, and what only rank 0 knows of the step before."""
+class SampledStep(msgspec.Struct, array_like=True):
+    """What only rank 0 knows of a step that was launched before."""
 
-    plan: msgspec.Raw
+    step: int
     sampled: dict[str, list[int]] = {}
-    """The tokens that the step before sampled. Requests that failed have none."""
+    """The tokens that it sampled. Requests that failed have none."""
     failed: list[str] = []
     """Requests whose blocks may hold values that are not finite."""
+
+    @classmethod
+    def of(cls, step: int, result: StepResult) -> SampledStep:
+        return cls(step, result.token_ids, list(result.failed))
+
+
+class FollowedStep(msgspec.Struct, tag="step", array_like=True):
+    """A plan, and the steps that were read since the plan before it."""
+
+    plan: msgspec.Raw
+    before: Sequence[SampledStep] = ()
 
 
 class Command(msgspec.Struct, tag="command", array_like=True):
@@ -28,8 +40,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)
 
 
-def encode_step(plan: StepPlan, before: StepResult) -> bytes:
-    return _ENCODER.encode(FollowedStep(msgspec.Raw(encode_plan(plan)), before.token_ids, list(before.failed)))
+def encode_step(plan: StepPlan, before: Sequence[SampledStep]) -> bytes:
+    return _ENCODER.encode(FollowedStep(msgspec.Raw(encode_plan(plan)), before))
 
 
 def encode_command(command: Command) -> bytes:

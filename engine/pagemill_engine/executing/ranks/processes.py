@@ -92,7 +92,11 @@ class FollowerProcesses:
                 os.close(file)
                 process = self._processes[ranks[file] - 1]
                 if not self._closing.is_set():
-                    group.lose(f"rank {ranks[file]} (process {process.pid}) ended with {_ending(process.wait())}")
+                    rank = ranks[file]
+                    ending = _ending(process.wait())
+                    group.lose(
+                        f"rank {rank} (process {process.pid}) ended with {ending}; it was last {group.place(rank)}"
+                    )
 
 
 def _ending(code: int) -> str:

@@ -1,20 +1,25 @@
 """Rank 0 of several: a `Runner` that sends each plan to its followers before it runs it.
 
-A step that raises on one rank raises on all and fails as a whole; before the next one all begin anew. If a follower
-stops or ends, every later step raises `RanksLostError`, which ends the engine with the name of the rank, the step and
-the cut: its requests continue on other engines.
+Rank 0 runs the last stage, so that it has the logits, samples, and gives the results. With one stage a step has run
+when `launch` returns (`ThreadedRunner` makes it overlap); with several, `launch` returns at once, and each stage
+computes another step. Steps are read in the order of their launch.
+
+A step that raises on one rank raises on all and fails as a whole; those behind it fail too, those before it do not.
+Before the next one all begin anew. If a follower stops or ends, every later step raises `RanksLostError`, which ends
+the engine with the name of the rank, the step and the cut: its requests continue on other engines.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pagemill_engine.executing.base import Runner, RunnerInfo
+from pagemill_engine.executing.eager import ThreadedRunner
 from pagemill_engine.executing.errors import DeviceLostError
-from pagemill_engine.executing.ranks.messages import Command, encode_command, encode_step
+from pagemill_engine.executing.ranks.messages import Command, SampledStep, encode_command, encode_step
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_kernels.ranks.group import GroupAborted
-from pagemill_kernels.ranks.ring import ReaderStoppedError, RingClosedError, RingWriter
+from pagemill_kernels.ranks.ring import ReaderStoppedError, RingClosedError
 
 
 class RanksLostError(DeviceLostError):
@@ -28,6 +33,10 @@ class WatchedGroup(Protocol):
 
     def begin_step(self, step: int) -> None: ...
 
+    def report(self) -> None: ...
+
+    def place(self, rank: int) -> str: ...
+
     def abort(self, reason: str) -> None: ...
 
     def reason(self) -> str | None: ...
@@ -40,6 +49,14 @@ class WatchedGroup(Protocol):
     def reset(self) -> None: ...
 
 
+class MessageWriter(Protocol):
+    def write(self, message: bytes) -> None:
+        """Give a message to all followers. Raises `ReaderStoppedError` and `RingClosedError`."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Followers(Protocol):
     """The processes, or threads, of the other ranks."""
 
@@ -48,46 +65,61 @@ class Followers(Protocol):
         ...
 
 
+class _Launched(NamedTuple):
+    step: int
+    handle: Any
+
+
 class RankedRunner:
-    """Wraps a runner that has computed a step when `launch` returns; `ThreadedRunner` makes both overlap."""
+    """Wraps a runner that has computed a step when `launch` returns."""
 
-    def __init__(self, inner: Runner, ring: RingWriter, group: WatchedGroup, followers: Followers) -> None:
-        self.info: RunnerInfo = inner.info
-        self._inner = inner
+    def __init__(
+        self, inner: Runner, ring: MessageWriter, group: WatchedGroup, followers: Followers, num_stages: int = 1
+    ) -> None:
+        self._inner: Runner = _FirstRank(inner, group)
+        if num_stages > 1:
+            self._inner = ThreadedRunner(self._inner)
+        self.info: RunnerInfo = self._inner.info._replace(stages=num_stages)
         self._ring, self._group, self._followers = ring, group, followers
-        self._before = StepResult()
+        self._read: list[SampledStep] = []
+        """The steps that were read since the last plan."""
+        self._num_unread = 0
         self._has_failed = False
-        """Whether the last step raised here."""
+        """Whether a step has raised here since all ranks began anew."""
 
-    def launch(self, plan: StepPlan) -> StepResult:
-        before, self._before = self._before, StepResult()
-        self._send(encode_step(plan, before))
-        self._group.begin_step(plan.step)
+    def launch(self, plan: StepPlan) -> _Launched:
+        self._raise_if_failed()
+        self._begin_anew()
+        self._write(encode_step(plan, self._read), f"the plan of step {plan.step}")
+        self._read = []
+        self._num_unread += 1
         try:
-            self._before = self._inner.wait(self._inner.launch(plan))
+            return _Launched(plan.step, self._inner.launch(plan))
         except Exception as error:
-            self._has_failed = True
-            # Followers may wait for sums that never come.
-            self._group.abort(f"rank 0 at step {plan.step}: {type(error).__name__}: {error}")
-            self._raise_if_lost(error)
+            self._note_failure(error)
             raise
-        return self._before
 
-    def wait(self, handle: Any) -> StepResult:
-        result: StepResult = handle
+    def wait(self, handle: _Launched) -> StepResult:
+        try:
+            result = self._inner.wait(handle.handle)
+        except Exception as error:
+            self._note_failure(error)
+            raise
+        self._num_unread -= 1
+        self._read.append(SampledStep.of(handle.step, result))
         return result
 
     def sleep(self) -> int:
-        self._send(encode_command(Command("sleep")))
+        self._command("sleep")
         return self._inner.sleep()
 
     def wake(self) -> None:
-        self._send(encode_command(Command("wake")))
+        self._command("wake")
         self._inner.wake()
 
     def close(self) -> None:
         try:
-            self._send(encode_command(Command("close")))
+            self._command("close")
         except RanksLostError:
             pass  # they have ended or are about to be
         finally:
@@ -95,29 +127,67 @@ class RankedRunner:
             self._followers.close()
             self._inner.close()
 
-    def _send(self, message: bytes) -> None:
-        """Send a message, behind a failed step to ranks that have begun anew."""
+    def _raise_if_failed(self) -> None:
+        """Let a step fail that is launched while others may still be computed, or behind one that a follower has left
+        after its last exchange: its rows lack what was sampled."""
+        reason = self._group.reason()
         self._raise_if_lost()
-        if (reason := self._group.reason()) is not None:
-            if not self._has_failed:  # a follower has lost a step that counts here
-                self._group.lose(reason)
-                self._raise_if_lost()
-            self._write(encode_command(Command("recover")))
+        if reason is not None and (self._num_unread or not self._has_failed):
+            self._has_failed = True
+            raise GroupAborted(reason)
+
+    def _begin_anew(self) -> None:
+        """Let all ranks begin anew behind a failed step."""
+        self._raise_if_lost()
+        if self._group.reason() is not None:
+            self._write(encode_command(Command("recover")), "what follows a failed step")
             try:
                 self._group.reset()
             except GroupAborted as error:
                 self._raise_if_lost(error)
                 raise
+            self._read = []
         self._has_failed = False
-        self._write(message)
 
-    def _write(self, message: bytes) -> None:
+    def _command(self, name: Any) -> None:
+        self._begin_anew()
+        self._write(encode_command(Command(name)), f"the command {name}")
+
+    def _write(self, message: bytes, what: str) -> None:
         try:
             self._ring.write(message)
         except (ReaderStoppedError, RingClosedError) as error:
-            self._group.lose(str(error))
+            self._group.lose(f"{error}; it lacks {what}")
             self._raise_if_lost(error)
+
+    def _note_failure(self, error: Exception) -> None:
+        self._num_unread -= 1
+        self._has_failed = True
+        self._raise_if_lost(error)
 
     def _raise_if_lost(self, cause: Exception | None = None) -> None:
         if self._group.is_lost:
             raise RanksLostError(f"The ranks of this engine stopped: {self._group.reason()}") from cause
+
+
+class _FirstRank:
+    """Rank 0's part of the steps. Followers may wait for sums of one that has raised: it ends for all."""
+
+    def __init__(self, inner: Runner, group: WatchedGroup) -> None:
+        self.info: RunnerInfo = inner.info
+        self._inner, self._group = inner, group
+        self.sleep, self.wake, self.close = inner.sleep, inner.wake, inner.close
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self._group.begin_step(plan.step)
+        try:
+            result = self._inner.wait(self._inner.launch(plan))
+            self._group.report()
+        except Exception as error:
+            self._group.abort(f"rank 0 {self._group.place(0)}: {type(error).__name__}: {error}")
+            raise
+        return result
+
+    def wait(self, handle: Any) -> StepResult:
+        result: StepResult = handle
+        return result

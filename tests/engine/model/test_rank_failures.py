@@ -1,0 +1,254 @@
+"""A rank that ends, stops, raises or is slow at any cut: named within its limit, and no other token differs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import failing_rank
+import psutil
+import pytest
+from failing_rank import FailingGroup, Failure
+from ranked_engine import ROUNDS, SETTINGS, Engine, Ranks, prompts_of
+from waiting import wait_until
+
+from pagemill_engine.executing.ranks.ranked import RanksLostError
+from pagemill_engine.starting import load_ranks
+from pagemill_kernels.cpu import library
+from pagemill_protocol.request.sampling import SamplingParams
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
+STEP = 4
+PLACES = (
+    "a sum outside of the layers", "cut 2 of layer 0", "cut 3 of layer 0", "cut 2 of layer 1", "cut 3 of layer 1",
+    "the logits", "the end", "the plan ring",
+)  # fmt: skip
+"""Where a rank of a model with two layers meets the others in a step, in order."""
+MORE = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+Expected = dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def expected(llama_folder: Path, runner_loader: Any) -> Expected:
+    """The tokens of each request on one rank."""
+    single = runner_loader(llama_folder, **SETTINGS)
+    found = tokens_of(Engine(single), MORE)
+    single.close()
+    return found
+
+
+def tokens_of(engine: Engine, params: SamplingParams, found: Expected | None = None) -> Expected:
+    """Run requests and return their tokens. `found`: gets them as they come."""
+    found = {} if found is None else found
+    found |= {name: [] for name in engine.add(prompts_of(1), params)}
+    while engine.core.has_work:
+        for output in engine.core.step().outputs:
+            assert output.error is None
+            found[output.request_id] += output.token_ids
+    return found
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, *failures: Failure) -> None:
+    """Let the ranks that are loaded next fail."""
+    monkeypatch.setattr(load_ranks, "RANK_PROCESS", "failing_rank")
+    monkeypatch.setattr(load_ranks, "SharedMemoryGroup", FailingGroup)
+    monkeypatch.setattr(FailingGroup, "failures", failures)
+    monkeypatch.setenv("PYTHONPATH", str(Path(failing_rank.__file__).parent))
+    monkeypatch.setenv(failing_rank.VARIABLE, f"[{','.join(failure.encode() for failure in failures)}]")
+
+
+def is_lost(engine: Engine, expected: Expected) -> tuple[str, float]:
+    """Run requests until the ranks are lost. Returns the message, and the seconds since the last step that was read."""
+    found: Expected = {}
+    last = time.monotonic()
+    step = engine.core.step
+
+    def timed() -> Any:
+        nonlocal last
+        outputs = step()
+        last = time.monotonic()
+        return outputs
+
+    engine.core.step = timed  # type: ignore[method-assign]
+    with pytest.raises(RanksLostError) as raised:
+        tokens_of(engine, MORE, found)
+    took = time.monotonic() - last
+    assert any(found.values())
+    assert all(tokens == expected[name][: len(tokens)] for name, tokens in found.items())
+    return str(raised.value), took
+
+
+def before(place: str) -> str:
+    """Return where a rank was last that has not come to a place: a plan that is read begins a step."""
+    return PLACES[PLACES.index(place) - 1]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_process_that_ends_is_named_within_a_second(
+    llama_folder: Path, ranks: Ranks, expected: Expected, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    fails(monkeypatch, Failure(2, "kill", place, STEP))
+    message, took = is_lost(Engine(ranks(llama_folder, 3)), expected)
+    assert "rank 2 (process" in message
+    last = place if place == "the plan ring" else before(place)
+    assert f"ended with the signal SIGKILL; it was last at {last} of step {STEP}" in message
+    assert took < 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_stops_is_named_with_the_cut_that_it_has_not_reached(
+    llama_folder: Path, ranks: Ranks, expected: Expected, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    fails(monkeypatch, Failure(1, "stop", place, STEP))
+    runner: Any = ranks(llama_folder, 3, stuck_seconds=0.5)
+    message, took = is_lost(Engine(runner), expected)
+    os.kill(runner._followers.ids[0], signal.SIGCONT)
+    if place == "the plan ring":  # the next step waits for it
+        missing, step, last = PLACES[0], STEP + 1, place
+    else:
+        missing, step, last = place, STEP, before(place)
+    assert f"rank 1 has not reached {missing} of step {step} within 0.5 s" in message
+    assert f"it was last at {last} of step {STEP}" in message
+    assert 0.5 <= took < 2
+    with pytest.raises(RanksLostError):
+        runner.sleep()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_raises_at_any_cut_fails_as_a_whole_and_is_computed_again(
+    llama_folder: Path, ranks: Ranks, expected: Expected, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    places = PLACES[:-1]
+    # Every failed step is followed by one step for each of its requests alone.
+    steps = [STEP + 9 * number for number in range(len(places))]
+    fails(monkeypatch, *(Failure(rank, "raise", place, step) for place, step in zip(places, steps, strict=True)))
+    engine = Engine(ranks(llama_folder, 3, stuck_seconds=10.0))
+    failed: list[str] = []
+    step_failed = engine.core.scheduler.step_failed
+
+    def noted(plan: Any, message: str) -> None:
+        failed.append(f"{plan.step} {engine.core.runner._group.reason()}")  # type: ignore[attr-defined]
+        step_failed(plan, message)
+
+    monkeypatch.setattr(engine.core.scheduler, "step_failed", noted)
+    assert tokens_of(engine, MORE) == expected
+    engine.core.check_integrity()
+    assert len(failed) == len(places)
+    for place, step, message in zip(places, steps, failed, strict=True):
+        assert message.startswith(f"{step} rank {rank} at ")
+        assert message.endswith(f"no memory at {place}") or f"of step {step}: MemoryError" in message
+
+
+def test_a_request_that_fails_on_one_rank_fails_alone(
+    llama_folder: Path, ranks: Ranks, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step with all requests fails, and then that of one request alone."""
+    fails(monkeypatch, Failure(1, "raise", "the logits", STEP), Failure(1, "raise", "the logits", STEP + 3))
+    engine = Engine(ranks(llama_folder, 2, stuck_seconds=10.0))
+    names = engine.add(prompts_of(1), MORE)
+    found: Expected = {name: [] for name in names}
+    errors = {}
+    while engine.core.has_work:
+        for output in engine.core.step().outputs:
+            found[output.request_id] += output.token_ids
+            if output.error:
+                errors[output.request_id] = output.error
+    (failed,) = errors
+    assert "GroupAborted" in errors[failed]
+    assert all(found[name] == expected[name] for name in names if name != failed)
+    assert found[failed] == expected[failed][: len(found[failed])]
+    engine.core.check_integrity()
+
+
+def test_a_follower_that_cannot_read_a_plan_ends(
+    llama_folder: Path, ranks: Ranks, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails(monkeypatch, Failure(1, "raise", "the plan ring", STEP))
+    message, took = is_lost(Engine(ranks(llama_folder, 2)), expected)
+    assert f"ended with the exit code 1; it was last at the plan ring of step {STEP}" in message
+    assert took < 3  # Python ends
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_slow_rank_is_not_called_stuck(
+    llama_folder: Path, ranks: Ranks, expected: Expected, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Each of its steps takes longer than others are waited for."""
+    fails(monkeypatch, Failure(rank, "wait", seconds=0.1))
+    engine = Engine(ranks(llama_folder, 2, stuck_seconds=0.4))
+    short = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    started = time.monotonic()
+    found = tokens_of(engine, short)
+    assert found == {name: tokens[:3] for name, tokens in expected.items()}
+    assert (time.monotonic() - started) / engine.core.num_steps > 0.6
+
+
+def test_a_plan_that_is_lost_ends_the_engine_with_the_rank_that_lacks_it(llama_folder: Path, ranks: Ranks) -> None:
+    runner = ranks(llama_folder, 2, stuck_seconds=1.0)
+    engine = Engine(runner)
+    engine.add(prompts_of(1), MORE)
+    engine.core.step()
+    runner._write = lambda message, what: None  # type: ignore[method-assign]
+    missing = "rank 1 has not reached a sum outside of the layers of step 2 within 1 s"
+    with pytest.raises(RanksLostError, match=f"{missing}; it was last at the plan ring of step 1"):
+        engine.run_out()
+
+
+def test_a_follower_that_reads_nothing_is_named_with_the_plan_that_it_lacks(llama_folder: Path, ranks: Ranks) -> None:
+    runner: Any = ranks(llama_folder, 2, stuck_seconds=1.0)
+    engine = Engine(runner)
+    engine.run(prompts_of(1), ROUNDS[0])
+    os.kill(runner._followers.ids[0], signal.SIGSTOP)
+    write = runner._ring.write
+    runner._ring.write = lambda message: write(message, 0.3)
+    for _ in range(load_ranks.SLOTS):
+        runner.wake()
+    with pytest.raises(RanksLostError, match=r"rank 1 has read nothing for 0.3 s; it lacks the command wake"):
+        runner.wake()
+    os.kill(runner._followers.ids[0], signal.SIGCONT)
+
+
+def test_a_rank_that_ends_while_nothing_runs_is_found_before_the_next_step(llama_folder: Path, ranks: Ranks) -> None:
+    runner: Any = ranks(llama_folder, 2)
+    engine = Engine(runner)
+    engine.run(prompts_of(1), ROUNDS[0])
+    os.kill(runner._followers.ids[0], signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(runner._followers.ids[0])], timeout=1)
+    with pytest.raises(RanksLostError, match="ended with the signal SIGKILL"):
+        engine.run(prompts_of(1), ROUNDS[0])
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_followers_end_with_rank_0(llama_folder: Path, how: str) -> None:
+    """A killed one takes them with it; from one that is stopped within a step they part after their limit."""
+    place = "cut 2 of layer 1"
+    failures = f"[{Failure(0, how, place, STEP).encode()}]"
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(failing_rank.__file__).parent), failing_rank.VARIABLE: failures,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "failing_first_rank", str(llama_folder)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        followers = [psutil.Process(int(each)) for each in process.stdout.readline().split()]
+        assert len(followers) == 2
+        if how == "kill":
+            process.wait(30)
+        else:
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+        wait_until(lambda: not any(map(is_running, followers)), limit_s=3)
+        if how == "stop":
+            os.kill(process.pid, signal.SIGCONT)
+            assert f"rank 0 has not reached {place} of step {STEP} within 0.5 s" in process.stdout.read()
+
+
+def is_running(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
