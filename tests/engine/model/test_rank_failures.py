@@ -14,6 +14,7 @@ import failing_rank
 import psutil
 import pytest
 from failing_rank import FailingGroup, Failure
+from hung_processes import hang
 from ranked_engine import ROUNDS, SETTINGS, Engine, Ranks, prompts_of
 from waiting import wait_until
 
@@ -203,7 +204,7 @@ def test_a_follower_that_reads_nothing_is_named_with_the_plan_that_it_lacks(llam
     runner: Any = ranks(llama_folder, 2, stuck_seconds=1.0)
     engine = Engine(runner)
     engine.run(prompts_of(1), ROUNDS[0])
-    os.kill(runner._followers.ids[0], signal.SIGSTOP)
+    hang(runner._followers.ids[0])
     write = runner._ring.write
     runner._ring.write = lambda message: write(message, 0.3)
     for _ in range(load_ranks.SLOTS):
@@ -218,7 +219,7 @@ def test_a_rank_that_ends_while_nothing_runs_is_found_before_the_next_step(llama
     engine = Engine(runner)
     engine.run(prompts_of(1), ROUNDS[0])
     os.kill(runner._followers.ids[0], signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(runner._followers.ids[0])], timeout=1)
+    wait_until(lambda: runner._group.is_lost, limit_s=1)
     with pytest.raises(RanksLostError, match="ended with the signal SIGKILL"):
         engine.run(prompts_of(1), ROUNDS[0])
 
