@@ -75,7 +75,7 @@ class Engine(asyncio.Transport):
         self.backlog.process_all()
 
     async def stream(self, body: bytes = b"body", accepted: Callable[[], None] = lambda: None) -> LinkStream:
-        return await self.link.send(body, "r-1", self.ask, accepted)
+        return await self.link.send(body, "r-1", self.ask, accepted, lambda: None)
 
 
 def token(payload: bytes) -> bytes:

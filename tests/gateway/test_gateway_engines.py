@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
 from byte_bundle import byte_bundle
 from real_cluster import Cluster, endpoint_of, fetch
 from tiny_llama import write_tiny_llama
-from waiting import wait_until
+from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_models.tokenizer_files.generation_defaults import GenerationDefaults
 from pagemill_servers.auth import hash_key
@@ -225,6 +229,34 @@ def test_requests_beyond_the_kv_cache_wait_in_the_gateway(start_cluster: Callabl
     assert "pagemill_gateway_upstream_attempts_total{" in metrics
     assert 'outcome="refused"' not in metrics
     assert int(float(metrics.split('queue_ended_total{model="smol",outcome="served"} ')[1].split()[0])) >= 5
+
+
+def test_an_answer_that_is_not_read_takes_no_place_of_an_engine(start_cluster: Callable[..., Cluster]) -> None:
+    """The engine has computed it; its client then reads all of it, after another request was served beside it."""
+    cluster = start_cluster(1, null_runner=True, max_num_seqs=128, max_model_len=16_384, num_kv_blocks=4096)
+    fields = {"model": "smol", "prompt": [20] * 15_000, "echo": True, "n": 128, "max_tokens": 1}
+    body = json.dumps(fields).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with unread_connection(cluster.url) as wire, cluster.client() as client:
+        wire.sendall(head.encode() + b"\r\n\r\n" + body)
+        assert wire.recv(1, socket.MSG_PEEK), "the answer has begun"
+        cluster.wait(lambda endpoints: endpoints[0]["in_flight"] == 0)
+        small: Any = {"model": "smol", "prompt": [21], "n": 2, "max_tokens": 1}
+        assert client.completions.create(**small).usage.completion_tokens == 2
+        answer = http.client.HTTPResponse(wire)
+        answer.begin()
+        assert len(json.loads(answer.read())["choices"]) == 128
+
+
+@contextlib.contextmanager
+def unread_connection(url: str) -> Iterator[socket.socket]:
+    """Yield a connection whose receive buffer is small."""
+    address = urlsplit(url)
+    with socket.socket() as wire:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        wire.settimeout(WAIT_LIMIT_S)
+        wire.connect((address.hostname, address.port))
+        yield wire
 
 
 def test_real_engines_end_answers_at_the_limit_of_a_key(start_cluster: Callable[..., Cluster]) -> None:

@@ -131,6 +131,7 @@ class Engines:
         request_id: str,
         liveness: AskLiveness,
         on_accepted: Callable[[], None],
+        on_freed: Callable[[], None],
     ) -> FrameStream:
         request = msgspec.msgpack.decode(body, type=GenerateRequest)
         self.requests.append(request)

@@ -232,6 +232,7 @@ class Cluster:
         request_id: str,
         liveness: AskLiveness,
         on_accepted: Callable[[], None],
+        on_freed: Callable[[], None],
     ) -> FrameStream:
         """Open a stream: this is the relay's `Upstream`."""
         await asyncio.sleep(0.001)

@@ -186,6 +186,14 @@ class LocalBrain:
         if self.poison_detection.cleared(assignment.decision):
             self.queues.pump(sent.record.deployment)
 
+    def freed(self, assignment: Assignment) -> None:
+        sent = self._open.get(assignment.decision)
+        if sent is not None and not sent.is_freed:
+            self.started(assignment)  # its first frame may wait, too
+            self._open[assignment.decision] = msgspec.structs.replace(sent, is_freed=True)
+            self._leave(assignment.decision, sent.record, failed=False)
+            self.queues.pump(sent.record.deployment)
+
     async def liveness(self, endpoint_id: str) -> Liveness:
         record = self.registry.endpoints.get(endpoint_id)
         report = record.reports.latest if record is not None else None
@@ -315,13 +323,17 @@ class LocalBrain:
         sent = self._open.pop(assignment.decision, None)
         if sent is None:
             return None
-        record = sent.record
-        record.in_flight -= 1
-        self.recovery.ejection(record).released(assignment.decision)
+        self.recovery.ejection(sent.record).released(assignment.decision)
         self.poison_detection.released(assignment.decision)
-        record.reserved.release(assignment.decision)
-        self.placement.ended(assignment.decision, record, self._clock(), failed=failed)
+        if not sent.is_freed:
+            self._leave(assignment.decision, sent.record, failed=failed)
         return sent
+
+    def _leave(self, decision: int, record: EndpointRecord, *, failed: bool) -> None:
+        """Count a request at its engine no longer."""
+        record.in_flight -= 1
+        record.reserved.release(decision)
+        self.placement.ended(decision, record, self._clock(), failed=failed)
 
 
 def _nothing(_: Target) -> None:

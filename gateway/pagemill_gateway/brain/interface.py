@@ -257,6 +257,10 @@ class Brain(Protocol):
         """Note the first frame; for a stream, it arrived `ttft_ms` after the request was sent."""
         ...
 
+    def freed(self, assignment: Assignment) -> None:
+        """Note that the endpoint has computed the request, although its client has not read the whole answer."""
+        ...
+
     async def liveness(self, endpoint_id: str) -> Liveness:
         """Return the liveness of an engine that is silent in an answer; the relay waits for one that works."""
         ...

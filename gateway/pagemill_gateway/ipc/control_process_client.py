@@ -127,6 +127,9 @@ class ControlProcessClient:
     def started(self, assignment: Assignment, ttft_ms: float | None = None) -> None:
         self._notify(messages.Started(assignment.decision, ttft_ms))
 
+    def freed(self, assignment: Assignment) -> None:
+        self._notify(messages.Freed(assignment.decision))
+
     async def liveness(self, endpoint_id: str) -> Liveness:
         """Return the engine's liveness; `working` while the control process is away, so that answers continue."""
         if self._connection is not None:

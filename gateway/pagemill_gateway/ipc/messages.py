@@ -161,6 +161,10 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     ttft_ms: float | None = None
 
 
+class Freed(msgspec.Struct, frozen=True, array_like=True, tag="freed"):
+    decision: int
+
+
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     decision: int
     served: CompletedRequest | None
@@ -200,7 +204,8 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
 ResponseQuestion = KeepResponse | GetResponse | ForgetResponse
 BrainQuestion = GetNames | LookUp | Find | Choose | GetLiveness | Expected | GetIdleCapacity
 WorkerQuestion = BrainQuestion | Reserve | Extend | GetStatus | GetBundle | ResponseQuestion
-WorkerNote = Accepted | Started | Finished | Failed | Withdrawn | RecordOutcome | PublishMeasurements | Settle | Adopt
+EngineNote = Accepted | Started | Freed | Finished | Failed | Withdrawn
+WorkerNote = EngineNote | RecordOutcome | PublishMeasurements | Settle | Adopt
 ToControlProcess = Call[WorkerQuestion] | Reply | CallRefusal | Abandoned | WorkerNote
 
 

@@ -111,6 +111,8 @@ class WorkerConnection:
                 self._brain.accepted(self._held[decision])
             case messages.Started(decision, ttft_ms) if decision in self._held:
                 self._brain.started(self._held[decision], ttft_ms)
+            case messages.Freed(decision) if decision in self._held:
+                self._brain.freed(self._held[decision])
             case messages.Finished(decision, served) if decision in self._held:
                 self._brain.finished(self._held.pop(decision), served)
             case messages.Failed(decision, kind) if decision in self._held:

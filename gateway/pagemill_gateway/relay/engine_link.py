@@ -99,7 +99,13 @@ class LinkStream:
     """An `AnswerStream` over a link."""
 
     def __init__(
-        self, link: EngineLink, number: int, liveness: AskLiveness, on_accepted: Callable[[], None], now: float
+        self,
+        link: EngineLink,
+        number: int,
+        liveness: AskLiveness,
+        on_accepted: Callable[[], None],
+        on_freed: Callable[[], None],
+        now: float,
     ) -> None:
         self.weights_digest = ""
         self.waited_s = 0.0
@@ -109,6 +115,7 @@ class LinkStream:
         self._number = number
         self._liveness = liveness
         self._on_accepted = on_accepted
+        self._on_freed = on_freed
         self._decoder = FrameDecoder(splits=True)
         self._frames: list[Frame] = []
         """The frames that `take` refused and that are not read yet."""
@@ -160,6 +167,10 @@ class LinkStream:
         self.weights_digest = weights_digest
         self._is_accepted = True
         self._on_accepted()
+
+    def freed(self) -> None:
+        if not self._is_over:
+            self._on_freed()
 
     def received(self, data: bytes, now: float) -> None:
         self._received_at, self._num_silent = now, 0
@@ -289,11 +300,16 @@ class EngineLink(asyncio.Protocol):
         return not (self._is_lost or self._is_retired or self._transport.is_closing())
 
     async def send(
-        self, body: bytes, request_id: str, liveness: AskLiveness, on_accepted: Callable[[], None]
+        self,
+        body: bytes,
+        request_id: str,
+        liveness: AskLiveness,
+        on_accepted: Callable[[], None],
+        on_freed: Callable[[], None],
     ) -> LinkStream:
         """Send an encoded `GenerateRequest`, and return the stream of its answer, which the caller must close.
 
-        `request_id` is the client request's id, for the engine's log.
+        `on_freed` is called when the engine has computed a request whose answer is not complete here. `request_id` is the client request's id, for the engine's log.
         """
         if not self.is_usable:
             raise UpstreamFailure("lost", BROKE)
@@ -302,7 +318,7 @@ class EngineLink(asyncio.Protocol):
         if number >= MAX_STREAMS:
             self.retire()
         now = self.now()
-        stream = self._streams[number] = LinkStream(self, number, liveness, on_accepted, now)
+        stream = self._streams[number] = LinkStream(self, number, liveness, on_accepted, on_freed, now)
         self._schedule_check(now + min(self._timeouts.check_s, self._timeouts.accept_s))
         named = encode_record(RecordKind.REQUEST_ID, number, request_id.encode())
         if len(body) <= PIECE_BYTES:
@@ -440,6 +456,8 @@ class EngineLink(asyncio.Protocol):
             stream.ended()
         elif kind == RecordKind.ACCEPTED:
             stream.accepted(data.decode()[:MAX_DIGEST_CHARS])
+        elif kind == RecordKind.FREED:
+            stream.freed()
         elif kind == RecordKind.REFUSED:
             refused = _refusal_decoder.decode(data)
             del self._streams[number]

@@ -12,7 +12,7 @@ from pagemill_gateway.engine_http.connecting import Connector, Origin, request_h
 from pagemill_gateway.engine_http.engine_connection import ConnectionBroken, EngineConnection
 from pagemill_gateway.relay.attempt_failures import MAX_ERROR_BYTES, link_refusal
 from pagemill_gateway.relay.engine_link import Backlog, EngineLink, LinkTimeouts
-from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
+from pagemill_protocol.link import FREED_HEADER, LINK_PATH, LINK_PROTOCOL
 
 IDLE_S = 300.0
 """A link without requests for this long is closed, because its engine may be gone from the catalogue."""
@@ -74,7 +74,7 @@ class Links:
 
     async def _open(self, key: Key) -> EngineLink:
         origin, token = key
-        head = request_head(f"GET {LINK_PATH}", origin, token, "Connection: Upgrade", f"Upgrade: {LINK_PROTOCOL}")
+        head = request_head(f"GET {LINK_PATH}", origin, token, "Connection: Upgrade", f"Upgrade: {LINK_PROTOCOL}", f"{FREED_HEADER}: 1")
         connection = await self._connector.connect(origin, EngineConnection)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):

@@ -176,7 +176,8 @@ class Relay:
             delivery.is_accepted = True
 
         sent_at = time.perf_counter()
-        stream = await self._upstream.open(assignment, body, delivery.record.request_id, liveness, accepted)
+        freed = partial(self._brain.freed, assignment)
+        stream = await self._upstream.open(assignment, body, delivery.record.request_id, liveness, accepted, freed)
         if delivery.growth is not None:
             delivery.growth.opened(stream)
         try:

@@ -32,10 +32,12 @@ class Upstream:
         request_id: str,
         liveness: AskLiveness,
         on_accepted: Callable[[], None],
+        on_freed: Callable[[], None],
     ) -> AnswerStream:
         """Send an encoded `GenerateRequest`, and return the stream of its answer, which the caller must close.
 
-        `on_accepted` is called before the first frame can be read. This and the first read raise `UpstreamFailure`; the
+        `on_accepted` is called before the first frame can be read, and `on_freed` when the engine has computed the
+        request and the client has not read its answer. This and the first read raise `UpstreamFailure`; the
         first read raises `PagemillError` for a request that no engine would accept.
         """
         try:
@@ -43,7 +45,7 @@ class Upstream:
             link = self._links.ready(origin, token) or await self._links.open(origin, token)
         except (CannotConnect, OSError, ValueError) as error:
             raise _failure_of(error) from error
-        return await link.send(body, request_id, liveness, on_accepted)
+        return await link.send(body, request_id, liveness, on_accepted, on_freed)
 
 
 def _failure_of(error: CannotConnect | OSError | ValueError) -> UpstreamFailure:

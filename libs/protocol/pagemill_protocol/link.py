@@ -4,7 +4,7 @@ It begins as an HTTP request for `LINK_PATH` that offers the protocol `LINK_PROT
 records, `u32 length | u32 stream | u8 kind | data`, little-endian. A stream is one request; the gateway numbers them.
 The data of an answer are frames (`frames`), split at any byte, so that a large frame does not delay other streams. An
 engine sends at most `WINDOW_BYTES` of a stream beyond what its gateway has credited, so a slow client stops only its
-own stream.
+own stream. While the rest of an answer waits for credit, the engine says that it has computed the request (`FREED`).
 
 An engine that refuses the link answers with an HTTP status and the body of an error. `generate` defines requests and
 frames.
@@ -23,6 +23,9 @@ from pagemill_protocol.frames import FrameError
 LINK_PATH = "/internal/link"
 LINK_PROTOCOL = "pagemill-link/1"
 """Value of the header Upgrade in request and answer."""
+
+FREED_HEADER = "x-pagemill-freed"
+"""Header of a gateway that understands `RecordKind.FREED`; earlier releases do not."""
 
 PIECE_BYTES = 64 * 1024
 """Maximum data bytes of one record of a request or an answer."""
@@ -57,6 +60,8 @@ class RecordKind(IntEnum):
     """From the gateway, right before `REQUEST`: the client's id of the request, for the engine's log."""
     ALLOWANCE = 10
     """From the gateway: a larger token allowance for the request, as a number."""
+    FREED = 11
+    """From the engine: the request is computed and occupies nothing that the next one needs; its answer goes on."""
 
 
 class Refusal(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from link_client import LinkClient, generate
 from waiting import wait_until
 
 from pagemill_protocol.link import (
+    FREED_HEADER,
     LINK_PATH,
     LINK_PROTOCOL,
     WINDOW_BYTES,
@@ -115,6 +117,30 @@ def test_bytes_beyond_the_credit_are_not_sent_and_other_streams_continue(link: L
     link.send_number(RecordKind.CREDIT, 1, 2**30)
     link.read_until(1)
     assert link.frames(1)[-1][0].last
+
+
+def test_an_engine_says_that_it_has_computed_what_is_not_read_to_gateways_that_understand_it(null_server: Any) -> None:
+    large = SamplingParams(max_tokens=400, seed=1, ignore_eos=True, logprobs=20)
+    with (
+        contextlib.closing(LinkClient(null_server.url, null_server.auth)) as earlier,
+        contextlib.closing(LinkClient(null_server.url, {**null_server.auth, FREED_HEADER: "1"})) as link,
+    ):
+        link.send(1, a_request("large", sampling=large))
+        while RecordKind.FREED not in link.kinds(1):
+            link.read_some()
+        assert link.num_bytes(1) <= WINDOW_BYTES
+        link.send(2, a_request("small"))
+        link.read_until(2)
+        assert RecordKind.FREED not in link.kinds(2), "its end says it"
+        link.send_number(RecordKind.CREDIT, 1, 2**30)
+        link.read_until(1)
+        assert link.kinds(1).count(RecordKind.FREED) == 1
+        assert link.frames(1)[-1][0].last
+        earlier.send(1, a_request("earlier", sampling=large))
+        wait_until(lambda: (earlier.read_now(0.5), earlier.num_bytes(1) == WINDOW_BYTES)[1])
+        earlier.send_number(RecordKind.CREDIT, 1, 2**30)
+        earlier.read_until(1)
+        assert RecordKind.FREED not in earlier.kinds(1)
 
 
 def test_an_engine_that_stops_ends_its_streams_with_an_error_and_closes_its_links(start_server: Any) -> None:

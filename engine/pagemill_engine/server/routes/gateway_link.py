@@ -22,6 +22,7 @@ from pagemill_engine.server.routes.responses import encoded
 from pagemill_protocol.errors import PagemillError, body_too_large, error_body, internal_error, invalid_field
 from pagemill_protocol.frames import FrameError
 from pagemill_protocol.link import (
+    FREED_HEADER,
     LINK_PATH,
     WINDOW_BYTES,
     Record,
@@ -35,6 +36,7 @@ from pagemill_protocol.link import (
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_servers.direct import UpgradedProtocol
 from pagemill_servers.guard import require_token
+from pagemill_servers.request_middleware import header
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ def decode_request(raw: bytes) -> GenerateRequest:
 class _Stream:
     """One request and the unsent part of its answer."""
 
-    __slots__ = ("answer", "credit", "number", "request_id", "rest")
+    __slots__ = ("answer", "credit", "is_freed", "number", "request_id", "rest")
 
     def __init__(self, number: int, request_id: str, answer: Answer) -> None:
         self.number = number
@@ -75,6 +77,8 @@ class _Stream:
         """Number of bytes that may be sent."""
         self.rest = memoryview(b"")
         """Unsent bytes of frames that were taken from `answer`."""
+        self.is_freed = False
+        """Whether the gateway knows that the engine has computed the request."""
 
     def next_records(self) -> list[bytes]:
         """Return the records that may be sent now. Raises `FrameError` for a frame beyond its bounds."""
@@ -107,6 +111,7 @@ class GatewayLink(UpgradedProtocol):
         """Serve a link. `scope`: the ASGI scope of the request that opened it, with the gateway's token."""
         self._context = context
         self._scope = scope
+        self._tells_freed = header(scope, FREED_HEADER.encode()) is not None
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._decoder = RecordDecoder()
@@ -288,6 +293,9 @@ class GatewayLink(UpgradedProtocol):
             return [encode_record(RecordKind.END, stream.number)]
         if stream.is_sent:
             self._streams.pop(stream.number, None)
+        elif self._tells_freed and stream.answer.ended and not stream.is_freed:
+            stream.is_freed = True
+            records.append(encode_record(RecordKind.FREED, stream.number))
         return records
 
     def _close_when_done(self) -> None:

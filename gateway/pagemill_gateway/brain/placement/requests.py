@@ -64,6 +64,8 @@ class InFlightRequest(msgspec.Struct, frozen=True):
     priority: int
     charged_tokens: int
     """The cost of its turn, or its expected cost at the engine if it did not wait."""
+    is_freed: bool = False
+    """Whether the engine has computed it, so that it counts there no longer."""
 
 
 def make_placement_request(
