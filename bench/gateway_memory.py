@@ -1,7 +1,8 @@
 """Measures whether a gateway's memory grows under equal load: its resident memory each minute, between the requests.
 
 Each minute has the same number of requests at the same rate, and a pause in which all of them have ended. The first
-minutes fill caches; the figures to compare are those after half of the time and at its end.
+minutes fill caches: with new prompts of 200 tokens, that of hashes has its 65,536 chunks after 22,000 requests. The
+figures to compare are those after half of the time and at its end.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=int, default=20)
     parser.add_argument("--rate", type=float, default=50.0, help="requests per second")
+    parser.add_argument("--equal-prompts", action="store_true", help="send the prompts of the first minute each minute")
     args = parser.parse_args()
     num_requests = int(args.rate * (60 - PAUSE_S))
     found_mib: list[float] = []
     scene = Scene(num_pods=NUM_PODS, max_streams=MAX_STREAMS)
     with stage(scene, cores()) as around, started(routers()[OURS], around) as running:
         assert running.process is not None
+        first = around.num_sent
         for minute in range(1, args.minutes + 1):
+            around.num_sent = first if args.equal_prompts else around.num_sent
             report = around.load(running.ports, args.rate, num_requests=num_requests)
             assert report["num_done"] == num_requests, report["causes"]
             time.sleep(PAUSE_S)
@@ -39,7 +43,7 @@ def main() -> None:
     half = len(found_mib) // 2
     rows = [[minute, mib] for minute, mib in enumerate(found_mib, start=1)]
     growth_mib = found_mib[-1] - found_mib[half - 1]
-    emit("gateway_memory", ["minute", "MiB"], rows, {"rate": args.rate, "mib": found_mib, "growth_mib": growth_mib})
+    emit("gateway_memory", ["minute", "MiB"], rows, {"rate": args.rate, "equal_prompts": args.equal_prompts, "mib": found_mib, "growth_mib": growth_mib})
 
 
 if __name__ == "__main__":

@@ -189,6 +189,18 @@ def in_flight(control: ControlProcess) -> int:
     return control.brain.registry.endpoints["a"].in_flight
 
 
+async def test_what_is_settled_counts_in_no_process_when_the_store_says_so(place: Place) -> None:
+    async with place.control() as control, place.worker() as line, place.worker() as other:
+        for number in range(20):
+            ask = ENTRY._replace(lease=f"lease-{number}")
+            assert (await line.reserve(ask)).refused is None
+            line.settle(ask.lease, 3)
+            await line.settled()
+            assert control.sharing.store.num_held == 0
+            line, other = other, line
+    await line.settled()  # without a connection nothing is counted, and nothing waits
+
+
 async def test_a_decision_is_accounted_and_released_through_the_connection(place: Place, fake: SimpleNamespace) -> None:
     async with place.control() as control, place.worker() as line:
         choice = await line.choose(TARGET, frozenset(), ASK)

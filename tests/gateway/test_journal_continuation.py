@@ -118,6 +118,8 @@ class Engines:
     async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
         return None
 
+    def freed(self, choice: Assignment) -> None: ...
+
     def finished(self, choice: Assignment, served: CompletedRequest | None = None) -> None: ...
 
     def failed(self, choice: Assignment, kind: FailureKind) -> None: ...
@@ -230,6 +232,7 @@ def serve(
         record = engines.record = RequestRecord(route="/v1/completions", stream=request.stream)
         try:
             usage = await relay.run(TARGET, request, RoutingRequest(len(request.prompt_token_ids)), sink, record)
+            await sink.finish()
         finally:
             keep_alive.close()
             assert relay.journal_capacity.num_tokens == 0

@@ -11,6 +11,7 @@ import msgspec
 import openai
 import pytest
 from redis_server import RedisServer, redis_server
+from waiting import eventually
 
 from pagemill_gateway.limits.limiter import used_tokens
 from pagemill_gateway.limits.memory import MemoryStore
@@ -58,6 +59,31 @@ async def test_every_answer_states_the_remaining_limits(engines, gateways, strea
     assert headers["x-ratelimit-remaining-tokens"] == str(1000 - (prompt + 2) - (prompt + 10)), (
         "the first request is settled"
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_knows_the_end_of_its_answer_when_no_process_counts_it_any_more(
+    engines, gateways, monkeypatch, stream
+) -> None:
+    """So its next request is not refused, whichever worker, or gateway beside one Redis, gets it."""
+    waiting, gate = asyncio.Event(), asyncio.Event()
+
+    async def settled(store: MemoryStore) -> None:
+        assert not store.num_held
+        waiting.set()
+        await gate.wait()
+
+    monkeypatch.setattr(MemoryStore, "settled", settled)
+    gateway = await gateways(engines[0], api_keys=[entry("concurrency=1")])
+    answer = asyncio.create_task(gateway.chat(headers=KEY, stream=stream))
+    await waiting.wait()
+    # The next request finds room, and what it gets shows that the first client has had time to read.
+    second = asyncio.create_task(gateway.chat(headers=KEY, stream=stream))
+    await eventually(lambda: len(engines[0].requests) == 2)
+    await gateway.get("/livez")
+    assert not answer.done()
+    gate.set()
+    assert [(await each).status for each in (answer, second)] == [200, 200]
 
 
 async def test_a_request_beyond_the_limit_is_refused_in_openais_format(engines, gateways) -> None:

@@ -298,6 +298,16 @@ async def test_a_new_brain_requires_the_token_that_was_created_at_the_start(
     assert family.pid("control") != old
 
 
+async def test_a_key_for_one_answer_at_once_gets_one_after_the_other_whichever_workers_serve_them(
+    engines, fake, start
+) -> None:
+    family = await start(api_keys=[f"{hash_key('sk-one')} concurrency=1"], catalog=fake.catalog_of(engines[0]))
+    await family.ready()
+    for _ in range(20):
+        assert await family.chat() == 200
+        assert (await (await Stream(family).begin()).text()) == "hello world"
+
+
 async def test_when_the_brain_is_killed_streams_continue_and_requests_wait_for_the_next_one(
     engines, fake, start
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -184,13 +185,27 @@ def test_pieces_of_a_long_segment_are_counted_first(encoder: SegmentEncoder) -> 
 def test_the_cache_is_bounded_and_evicts_the_least_recently_used_entry(
     encoder: SegmentEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "MAX_KEPT_TOKENS", 10)
+    monkeypatch.setattr(segments, "MAX_KEPT_TOKENS", 10 + 3 * segments.ENTRY_TOKENS)
     monkeypatch.setattr(segments, "MAX_SEGMENT_TOKENS", 4)
     by = Counted()
     for text in ("aaaa", "bbbb", "aaaa", "cc", "d", "eeeee"):
         encode(encoder, text, by)
-        assert encoder.num_kept_tokens <= 10
+        assert encoder.num_kept_tokens <= 10 + 3 * segments.ENTRY_TOKENS
     by.texts.clear()
     for text in ("aaaa", "cc", "d", "bbbb", "eeeee"):
         encode(encoder, text, by)
     assert by.texts == ["bbbb", "eeeee"]
+
+
+def test_many_short_segments_are_bounded_by_their_memory(
+    encoder: SegmentEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "MAX_KEPT_TOKENS", 16 * 1024)
+    tracemalloc.start()
+    try:
+        for number in range(5000):
+            encode(encoder, f"<s>{number}", Counted())
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 16 * 16 * 1024, "16 bytes a token, as the segments of long texts take"

@@ -180,6 +180,12 @@ class ControlProcessClient:
         self._reserved.pop(lease, None)
         self._notify(messages.Settle(lease, tokens))
 
+    async def settled(self) -> None:
+        """Return when the control process has counted; its replacement gets only what is still reserved."""
+        if self._connection is not None:
+            with suppress(IpcConnectionLost):
+                await self._connection.ask(messages.GetSettled(), _nothing)
+
     def adopt(self, ask: store.ReservationRequest) -> None:
         self._reserved[ask.lease] = ask
         self._notify(messages.Adopt([ask]))

@@ -117,6 +117,10 @@ class Extend(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
     more: store.ExtensionRequest
 
 
+class GetSettled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
+    """None, when the settlements before are counted."""
+
+
 class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     """A `GatewayStatus`."""
 
@@ -203,7 +207,7 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
 
 ResponseQuestion = KeepResponse | GetResponse | ForgetResponse
 BrainQuestion = GetNames | LookUp | Find | Choose | GetLiveness | Expected | GetIdleCapacity
-WorkerQuestion = BrainQuestion | Reserve | Extend | GetStatus | GetBundle | ResponseQuestion
+WorkerQuestion = BrainQuestion | Reserve | Extend | GetSettled | GetStatus | GetBundle | ResponseQuestion
 EngineNote = Accepted | Started | Freed | Finished | Failed | Withdrawn
 WorkerNote = EngineNote | RecordOutcome | PublishMeasurements | Settle | Adopt
 ToControlProcess = Call[WorkerQuestion] | Reply | CallRefusal | Abandoned | WorkerNote

@@ -83,6 +83,9 @@ class WorkerConnection:
                 return await self._reserve(ask)
             case messages.Extend(more):
                 return await self._extend(more)
+            case messages.GetSettled():
+                await self._store.settled()
+                return None
             case messages.LookUp(model):
                 return await self._brain.look_up(model)
             case messages.GetNames():

@@ -11,7 +11,7 @@ import itertools
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from pagemill_gateway.brain.interface import Target
@@ -70,8 +70,14 @@ class Reservation:
     """The reservation of one request, until `settle`."""
 
     def __init__(
-        self, settle: Callable[[RequestRecord, bool], object], headers: Headers, allowances: Sequence[Allowance | None]
+        self,
+        settle: Callable[[RequestRecord, bool], object],
+        headers: Headers,
+        allowances: Sequence[Allowance | None],
+        settled: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`settled` waits until no process counts the reservation; `None` if nothing was reserved."""
+        self._settled = settled
         self._settle: Callable[[RequestRecord, bool], object] | None = settle
         self.headers = headers
         """The rate-limit headers of the response."""
@@ -84,6 +90,12 @@ class Reservation:
         settle, self._settle = self._settle, None
         if settle is not None:
             settle(record, was_cut_short)
+
+    async def end(self, record: RequestRecord) -> None:
+        """End the reservation of a complete answer, before its client knows the end: its next request finds room."""
+        self.settle(record, was_cut_short=False)
+        if self._settled is not None:
+            await self._settled()
 
 
 class Arrival:
@@ -185,7 +197,7 @@ class Limiter:
                 reserved.close()
 
         allowances = reserved.allowances if reserved is not None else [None] * len(requests)
-        return Reservation(settle, level_headers(answer), allowances)
+        return Reservation(settle, level_headers(answer), allowances, self._store.settled)
 
     @asynccontextmanager
     async def request(self, caller: Caller, num_tokens: int) -> AsyncIterator[Counted]:
@@ -200,6 +212,7 @@ class Limiter:
             yield counted
         finally:
             self._store.settle(ask.lease, counted.num_tokens)
+        await self._store.settled()
 
     async def _take(self, ask: ReservationRequest) -> ReservationAnswer:
         """Reserve in the store. Raises `PagemillError` 429."""

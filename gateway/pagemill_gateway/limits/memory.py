@@ -188,6 +188,9 @@ class MemoryStore:
         account.day.correct(held.periods.day, difference)
         account.month.correct(held.periods.month, difference)
 
+    async def settled(self) -> None:
+        """Do nothing: `settle` counts at once."""
+
     async def close(self) -> None:
         """Do nothing: there is nothing to publish."""
 

@@ -91,6 +91,10 @@ class Store(Protocol):
         """End a reservation whose request used `tokens`. Unknown leases, such as refused ones, are ignored."""
         ...
 
+    async def settled(self) -> None:
+        """Return when no later `reserve`, of any process, counts what was settled before; without Redis at once."""
+        ...
+
     def adopt(self, ask: ReservationRequest) -> None:
         """Count a reservation of an earlier store, regardless of the limits, until it is settled."""
         ...

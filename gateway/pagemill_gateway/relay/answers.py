@@ -8,7 +8,7 @@ their bodies are merged.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from pagemill_api.dialects.registry import dialect_of
 from pagemill_gateway.brain.interface import RoutingRequest
@@ -27,6 +27,8 @@ MAX_CONCURRENT_PROMPTS = 64
 
 Allowances = Sequence[Allowance | None]
 """The allowance of each prompt; `None` if the caller has no token limits."""
+Ended = Callable[[], Awaitable[None]]
+"""Called when the answer is complete, before the client gets its end."""
 
 
 async def stream(
@@ -35,6 +37,7 @@ async def stream(
     write: Write,
     record: RequestRecord,
     allowances: Allowances,
+    ended: Ended,
     direct: Direct | None = None,
     client: PartWriter | None = None,
 ) -> None:
@@ -47,6 +50,8 @@ async def stream(
     if len(requests) == 1:
         sink = StreamSink(write, dialect.transport, direct=direct, client=client, passes=True)
         await _run_all(relay, prepared, [sink], record, allowances)
+        await ended()
+        await sink.finish()
         return
     turn = asyncio.Lock()
 
@@ -56,6 +61,7 @@ async def stream(
 
     sinks = [StreamSink(write_in_turn, dialect.transport, closes=False, client=client) for _ in requests]
     await _run_all(relay, prepared, sinks, record, allowances)
+    await ended()
     await write(dialect.merged_end(requests[0], record.usage))
 
 
@@ -64,6 +70,7 @@ async def collect(
     prepared: PreparedRequest,
     record: RequestRecord,
     allowances: Allowances,
+    ended: Ended,
     client: PartWriter | None = None,
 ) -> bytes | None:
     """Return the whole answer as one JSON body, or `None` if `client` has got it in parts. Raises `PagemillError`."""
@@ -75,7 +82,9 @@ async def collect(
         for sink in sinks:  # the error's traceback would keep their bodies
             sink.clear()
         raise
+    await ended()
     if len(sinks) == 1:
+        await sinks[0].finish()
         return sinks[0].body
     bodies = [sink.body or b"" for sink in sinks]
     if client is not None:

@@ -3,7 +3,8 @@
 A sink knows whether the client has got anything of the answer (`delivered`), which decides about restarts. Payloads are
 not parsed; streamed ones are only checked to be whole events. The payload of the last frame is passed separately
 (`closing`). In a stream it has only usage and `[DONE]`, so that an answer that is part of a larger one can leave it
-out; otherwise it is the whole body.
+out; otherwise it is the whole body. Its end is kept until `finish`, so that a client that knows the end of its answer
+occupies nothing any more.
 """
 
 from __future__ import annotations
@@ -141,6 +142,9 @@ class StreamSink:
         self._parts = _Parts(client)
         self._ends = b"", b""
         """The beginning and the end of the payload that is passed on in parts."""
+        self._end = b""
+        self._last_part: tuple[bytes, PartMeta] | None = None
+        """The end of a closing payload that is passed on in parts."""
         self.is_within = False
 
     @property
@@ -153,14 +157,24 @@ class StreamSink:
 
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
         events = [*payloads, closing] if closing and self._closes else payloads
-        if events:
-            for event in events:
-                if not self._is_complete(event):
-                    raise _incomplete()
-            self._delivered = True
-            if closing and self._direct is not None:
+        for event in events:
+            if not self._is_complete(event):
+                raise _incomplete()
+        if closing and self._closes:
+            self._end = closing
+            if self._direct is not None:
                 self._direct.cork()  # the end of the response follows
-            await self._write(events[0] if len(events) == 1 else b"".join(events))
+        if payloads:
+            self._delivered = True
+            await self._write(payloads[0] if len(payloads) == 1 else b"".join(payloads))
+
+    async def finish(self) -> None:
+        """Write the end of a complete answer."""
+        if self._end:
+            await self._write(self._end)
+        if self._last_part is not None:
+            assert self._client is not None
+            await self._client.write_part(*self._last_part)
 
     def take_nowait(self, payloads: list[bytes]) -> bool:
         if self._direct is None:
@@ -178,7 +192,7 @@ class StreamSink:
         if self._client is None or not self._passes or not self._client.passes(meta.num_payload_bytes):
             event = self._parts.add(data, meta)
             if event is not None:
-                await self.take([event], None)
+                await self.take(*(([], event) if meta.closes else ([event], None)))
                 self._parts.release(event)
             return
         self._ends = (self._ends[0] + data)[:16], (self._ends[1] + data)[-16:]
@@ -187,7 +201,10 @@ class StreamSink:
         self._delivered, self.is_within = True, not meta.is_end
         if meta.is_end:
             self._ends = b"", b""
-        await self._client.write_part(data, meta)
+        if meta.closes and meta.is_end:
+            self._last_part = data, meta
+        else:
+            await self._client.write_part(data, meta)
 
     def begin(self) -> None:
         self._parts.begin()
@@ -210,6 +227,7 @@ class BodySink:
         self._client = client
         self._passes = passes
         self._parts = _Parts(client)
+        self._last_part: tuple[bytes, PartMeta] | None = None
 
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
         if closing is None:
@@ -234,7 +252,16 @@ class BodySink:
         if meta.is_first:
             _check_json(data)
         self.delivered = self.is_within = True
-        await self._client.write_part(data, meta)
+        if meta.is_end:
+            self._last_part = data, meta
+        else:
+            await self._client.write_part(data, meta)
+
+    async def finish(self) -> None:
+        """Write the end of a complete body that was passed on in parts."""
+        if self._last_part is not None:
+            assert self._client is not None
+            await self._client.write_part(*self._last_part)
 
     def begin(self) -> None:
         self._parts.begin()

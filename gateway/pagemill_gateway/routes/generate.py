@@ -149,16 +149,18 @@ class GenerateRoute:
     ) -> None:
         """Send the answer. The reservation ends before it, so that a client's next request finds its place free."""
         worker, allowances = self._worker, reservation.allowances
-        if prepared.stream:
-            await answers.stream(worker.relay, prepared, client.write, record, allowances, client.direct, client)
+
+        async def ended() -> None:
             record.finished = True
-            reservation.settle(record, was_cut_short=False)
+            await reservation.end(record)
+
+        if prepared.stream:
+            direct = client.direct
+            await answers.stream(worker.relay, prepared, client.write, record, allowances, ended, direct, client)
             await client.end()
             return
         client.is_body = True
-        body = await answers.collect(worker.relay, prepared, record, allowances, client)
-        record.finished = True
-        reservation.settle(record, was_cut_short=False)
+        body = await answers.collect(worker.relay, prepared, record, allowances, ended, client)
         await (client.end() if body is None else client.send_body(body))
 
 

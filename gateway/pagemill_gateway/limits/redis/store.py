@@ -79,6 +79,7 @@ class RedisStore:
         self.local = MemoryStore(now_ms or monotonic_ms, now_unix_s)
         self._open: dict[str, _Open] = {}
         self._ended: deque[_Ended] = deque()
+        self._flushing = asyncio.Lock()
         self._queued_usage: defaultdict[str, int] = defaultdict(int)
         """The tokens of requests unknown to Redis, by budget counter."""
         self._num_publishing = 0
@@ -172,6 +173,10 @@ class RedisStore:
         else:
             self._queue_usage(reservation, tokens)
 
+    async def settled(self) -> None:
+        with suppress(RedisUnavailable):
+            await self.flush()
+
     # -- without Redis ------------------------------------------------------------------------------------------------
 
     def _reserve_here(self, ask: ReservationRequest, reservation: _Open) -> ReservationAnswer:
@@ -207,14 +212,15 @@ class RedisStore:
 
     async def flush(self) -> None:
         """Publish all settlements and charges. Raises `RedisUnavailable`; unpublished ones are kept."""
-        while self._ended or self._queued_usage:
-            batch = [self._ended.popleft() for _ in range(min(MAX_BATCH, len(self._ended)))]
-            owed, self._queued_usage = self._queued_usage, defaultdict(int)
-            self._num_publishing += len(batch) + len(owed)
-            try:
-                await self._publish_usage(batch, owed)
-            finally:
-                self._num_publishing -= len(batch) + len(owed)
+        async with self._flushing:
+            while self._ended or self._queued_usage:
+                batch = [self._ended.popleft() for _ in range(min(MAX_BATCH, len(self._ended)))]
+                owed, self._queued_usage = self._queued_usage, defaultdict(int)
+                self._num_publishing += len(batch) + len(owed)
+                try:
+                    await self._publish_usage(batch, owed)
+                finally:
+                    self._num_publishing -= len(batch) + len(owed)
 
     async def _publish_usage(self, batch: list[_Ended], owed: dict[str, int]) -> None:
         """Publish a batch, and put back what could not be published."""

@@ -21,7 +21,9 @@ from pagemill_protocol.errors import context_length_exceeded
 from pagemill_protocol.source_errors import UnreadableModelError
 
 MAX_KEPT_TOKENS = 1024 * 1024
-"""Maximum tokens of all cached segments: some 10 MiB with their texts."""
+"""Maximum tokens of all cached segments, with `ENTRY_TOKENS` for each: some 10 MiB with their texts."""
+ENTRY_TOKENS = 32
+"""The memory of a cached segment besides its tokens and their text (300 bytes), as tokens: short ones are many."""
 MAX_SEGMENT_TOKENS = MAX_KEPT_TOKENS // 8
 """A longer segment is not cached: it would displace too many others."""
 LONG_SEGMENT_CHARS = 64 * 1024
@@ -111,10 +113,10 @@ class SegmentEncoder:
             if key in self._kept:
                 return
             self._kept[key] = ids
-            self._num_kept_tokens += len(ids)
+            self._num_kept_tokens += len(ids) + ENTRY_TOKENS
             while self._num_kept_tokens > MAX_KEPT_TOKENS:
                 _, oldest = self._kept.popitem(last=False)
-                self._num_kept_tokens -= len(oldest)
+                self._num_kept_tokens -= len(oldest) + ENTRY_TOKENS
 
 
 def _depends_on_text_start(step: Any) -> bool:
