@@ -43,7 +43,12 @@ def main() -> None:
     half = len(found_mib) // 2
     rows = [[minute, mib] for minute, mib in enumerate(found_mib, start=1)]
     growth_mib = found_mib[-1] - found_mib[half - 1]
-    emit("gateway_memory", ["minute", "MiB"], rows, {"rate": args.rate, "equal_prompts": args.equal_prompts, "mib": found_mib, "growth_mib": growth_mib})
+    emit(
+        "gateway_memory",
+        ["minute", "MiB"],
+        rows,
+        {"rate": args.rate, "equal_prompts": args.equal_prompts, "mib": found_mib, "growth_mib": growth_mib},
+    )
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ class Links:
 
     async def _open(self, key: Key) -> EngineLink:
         origin, token = key
-        head = request_head(f"GET {LINK_PATH}", origin, token, "Connection: Upgrade", f"Upgrade: {LINK_PROTOCOL}", f"{FREED_HEADER}: 1")
+        fields = "Connection: Upgrade", f"Upgrade: {LINK_PROTOCOL}", f"{FREED_HEADER}: 1"
+        head = request_head(f"GET {LINK_PATH}", origin, token, *fields)
         connection = await self._connector.connect(origin, EngineConnection)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):

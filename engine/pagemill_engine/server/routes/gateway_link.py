@@ -111,7 +111,7 @@ class GatewayLink(UpgradedProtocol):
         """Serve a link. `scope`: the ASGI scope of the request that opened it, with the gateway's token."""
         self._context = context
         self._scope = scope
-        self._tells_freed = header(scope, FREED_HEADER.encode()) is not None
+        self._says_freed = header(scope, FREED_HEADER.encode()) is not None
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._decoder = RecordDecoder()
@@ -293,7 +293,7 @@ class GatewayLink(UpgradedProtocol):
             return [encode_record(RecordKind.END, stream.number)]
         if stream.is_sent:
             self._streams.pop(stream.number, None)
-        elif self._tells_freed and stream.answer.ended and not stream.is_freed:
+        elif self._says_freed and stream.answer.ended and not stream.is_freed:
             stream.is_freed = True
             records.append(encode_record(RecordKind.FREED, stream.number))
         return records
