@@ -93,6 +93,7 @@ class Reservation:
 
     async def end(self, record: RequestRecord) -> None:
         """End the reservation of a complete answer, before its client knows the end: its next request finds room."""
+        record.finished = True
         self.settle(record, was_cut_short=False)
         if self._settled is not None:
             await self._settled()

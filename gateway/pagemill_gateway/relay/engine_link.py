@@ -309,8 +309,8 @@ class EngineLink(asyncio.Protocol):
     ) -> LinkStream:
         """Send an encoded `GenerateRequest`, and return the stream of its answer, which the caller must close.
 
-        `on_freed` is called when the engine has computed a request whose answer is not complete here. `request_id` is the
-        client request's id, for the engine's log.
+        `on_freed` is called when the engine has computed a request whose answer is not complete here. `request_id` is
+        the client request's id, for the engine's log.
         """
         if not self.is_usable:
             raise UpstreamFailure("lost", BROKE)

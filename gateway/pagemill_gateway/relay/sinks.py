@@ -160,17 +160,20 @@ class StreamSink:
         for event in events:
             if not self._is_complete(event):
                 raise _incomplete()
+        if not events:
+            return
+        data = events[0] if len(events) == 1 else b"".join(events)
         if closing and self._closes:
-            self._end = closing
-            if self._direct is not None:
-                self._direct.cork()  # the end of the response follows
-        if payloads:
+            self._end = data
+        else:
             self._delivered = True
-            await self._write(payloads[0] if len(payloads) == 1 else b"".join(payloads))
+            await self._write(data)
 
     async def finish(self) -> None:
         """Write the end of a complete answer."""
         if self._end:
+            if self._direct is not None:
+                self._direct.cork()  # the end of the response follows
             await self._write(self._end)
         if self._last_part is not None:
             assert self._client is not None

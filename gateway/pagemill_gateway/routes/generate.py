@@ -150,10 +150,7 @@ class GenerateRoute:
         """Send the answer. The reservation ends before it, so that a client's next request finds its place free."""
         worker, allowances = self._worker, reservation.allowances
 
-        async def ended() -> None:
-            record.finished = True
-            await reservation.end(record)
-
+        ended = partial(reservation.end, record)
         if prepared.stream:
             direct = client.direct
             await answers.stream(worker.relay, prepared, client.write, record, allowances, ended, direct, client)
