@@ -9,7 +9,7 @@ from types import MappingProxyType
 from pagemill_engine.weights.early_digest import EarlyDigest
 from pagemill_engine.weights.gguf_weights import GGUFWeights
 from pagemill_engine.weights.packed.folder import PackedFolder
-from pagemill_engine.weights.packed.formats import FORMATS, describe_format
+from pagemill_engine.weights.packed.formats import describe_format, format_of
 from pagemill_engine.weights.packed.matrix import Settings
 from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
 from pagemill_engine.weights.shape_only import ShapeOnlyWeights
@@ -31,7 +31,8 @@ def open_weights(
     """
     if path.is_dir():
         folder, settings = SafetensorsFolder(path, stacked), _settings(path)
-        return PackedFolder(folder, settings, keeps_small_floats) if settings.get("quant_method") in FORMATS else folder
+        form = format_of(settings)
+        return folder if form is None else PackedFolder(folder, form, settings, keeps_small_floats)
     return GGUFWeights(path, early_digest)
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 from pagemill_engine.weights.codes import CODE_KINDS, CodeKind
 from pagemill_engine.weights.declared import declared_names, normalized_weights, transposed_weights
 from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.packed.formats import FORMATS
+from pagemill_engine.weights.packed.formats import format_of
 from pagemill_engine.weights.packed.matrix import Settings
 from pagemill_engine.weights.safetensors_folder import BLOCKS
 from pagemill_engine.weights.source import stored_bytes
@@ -78,7 +78,7 @@ def _kinds(
     names: frozenset[str], settings: Settings, shapes: Shapes, keeps_small_floats: bool
 ) -> dict[str, CodeKind | None]:
     """Return the forms of the matrices that another project's quantizer packed."""
-    found = FORMATS.get(str(settings.get("quant_method")))
+    found = format_of(settings)
     if found is None:
         return {}
     kinds = {}

@@ -21,7 +21,7 @@ from examples import num_examples
 from pagemill_engine.weights.codes import CODE_KINDS, read_blocks, read_codes
 from pagemill_engine.weights.dequantize import block_bytes, dequantize_into
 from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.packed.formats import FORMATS
+from pagemill_engine.weights.packed.formats import BUILT_IN
 
 MAX_S = 2.0
 """CPU time for a matrix of a few thousand values."""
@@ -30,7 +30,7 @@ MAX_BYTES = 64 * 2**20
 
 def read(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Read all matrices of a folder, as an engine does; raises `LoadError` for those that are refused."""
-    found = FORMATS[settings["quant_method"]].matrices(settings, Folder(tensors))
+    found = BUILT_IN[settings["quant_method"]].matrices(settings, Folder(tensors))
     for matrix in found.values():
         for values in (matrix.floats(), *([] if matrix.codes is None else [matrix.codes().dequantize()])):
             assert values.shape == matrix.shape

@@ -29,10 +29,10 @@ from pagemill_engine.starting.factory import create_runner
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.opening import open_weights
-from pagemill_engine.weights.packed.formats import FORMATS
+from pagemill_engine.weights.packed.formats import BUILT_IN
 from pagemill_engine.weights.packed.matrix import PackedMatrix
 from pagemill_kernels.torch_arrays import to_torch
-from pagemill_models.declaration.quantization_settings import READ_QUANTIZATIONS
+from pagemill_models.declaration.quantization_settings import read_quantizations
 from pagemill_models.spec.model_files import load_model_spec, load_spec_without_weights
 
 NUM_TOKENS = 12
@@ -51,7 +51,7 @@ SHAPE = {
 
 def matrix_of(settings: dict[str, Any], tensors: dict[str, Tensor]) -> PackedMatrix:
     named = {f"m.{name}": tensor for name, tensor in tensors.items()}
-    found = FORMATS[settings["quant_method"]].matrices(settings, Folder(named))
+    found = BUILT_IN[settings["quant_method"]].matrices(settings, Folder(named))
     assert set(found) == {"m.weight"}
     assert set(found["m.weight"].parts) == set(named), "every stored tensor must be used"
     return found["m.weight"]
@@ -110,7 +110,7 @@ def test_groups_of_consecutive_integers_stay_quantized_and_others_become_floats(
 
 
 def test_every_documented_method_has_a_sample() -> None:
-    assert {*FORMATS, "mxfp4"} == set(READ_QUANTIZATIONS)
+    assert {*BUILT_IN, "mxfp4"} == set(read_quantizations())
 
 
 # -- whole models --------------------------------------------------------------------------------------------------

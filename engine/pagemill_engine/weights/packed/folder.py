@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.floats import copy_floats
-from pagemill_engine.weights.packed.formats import FORMATS
+from pagemill_engine.weights.packed.formats import Format
 from pagemill_engine.weights.packed.matrix import PackedMatrix, Settings, unsupported
 from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
 from pagemill_engine.weights.source import stored_bytes
@@ -15,16 +15,17 @@ from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 class PackedFolder:
     """Packed matrices of a folder, and the folder's other tensors unchanged."""
 
-    def __init__(self, folder: SafetensorsFolder, settings: Settings, keeps_small_floats: bool) -> None:
+    def __init__(self, folder: SafetensorsFolder, form: Format, settings: Settings, keeps_small_floats: bool) -> None:
         """Find the packed matrices. Raises `LoadError` for settings and tensors that do not match.
 
         `keeps_small_floats`: whether 8-bit floats and floats of a table stay quantized.
         """
         self._folder = folder
-        method = str(settings["quant_method"])
-        found = FORMATS[method].matrices(settings, folder)
+        found = form.matrices(settings, folder)
         if not found:
-            raise unsupported(folder, f"`quant_method` {method} and the folder no tensor in that form")
+            raise unsupported(
+                folder, f"`quant_method` {settings['quant_method']} and the folder no tensor in that form"
+            )
         self._matrices: dict[str, PackedMatrix] = {
             name: matrix if keeps_small_floats else matrix.without_small_floats() for name, matrix in found.items()
         }

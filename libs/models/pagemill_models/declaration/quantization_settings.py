@@ -5,13 +5,21 @@ The engine's `weights.packed` read the settings of each method; here is what all
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from pagemill_protocol.source_errors import SourceError, UnreadableModelError
 
-READ_QUANTIZATIONS = ("awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
-"""Methods whose checkpoints the engine reads, as named by `quantization_config.quant_method`."""
+GROUP = "pagemill.weight_formats"
+"""Entry points of packages that read further methods: the name is the method, the engine loads the object."""
+BUILT_IN = ("awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
+"""Methods whose checkpoints the engine reads itself, as named by `quantization_config.quant_method`."""
+
+
+def read_quantizations() -> tuple[str, ...]:
+    """Return the methods whose checkpoints are read here."""
+    return (*BUILT_IN, *sorted(entry_points(group=GROUP).names - {*BUILT_IN}))
 
 
 _SIZES = (list, tuple)
@@ -43,12 +51,15 @@ def quantization_of(values: dict[str, Any]) -> str | None:
 
 def check_quantization(method: str | None, where: str) -> None:
     """Raise `SourceError` for a method that the engine does not read. `where`: name of the model in the message."""
-    if method in (None, *READ_QUANTIZATIONS):
+    if method is None or method in BUILT_IN:
+        return
+    read = read_quantizations()
+    if method in read:
         return
     raise SourceError(
         "model.source",
         f"{where}: its weights are quantized by `{method}` (`quantization_config`), which is not supported; "
-        f"{', '.join(READ_QUANTIZATIONS)} are. Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file "
+        f"{', '.join(read)} are. Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file "
         "of it.",
         reason="UnsupportedQuantization",
     )
