@@ -34,6 +34,7 @@ from pagemill_gateway.routes.stored import conversations, responses
 from pagemill_gateway.routes.stored.conversations import ConversationRoutes
 from pagemill_gateway.routes.stored.responses import ResponsesRoute, StoredResponseRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
+from pagemill_gateway.routes.websocket.responses import WebSocketRoute
 from pagemill_gateway.worker import Worker
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.cors import Cors
@@ -88,6 +89,7 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.get),
         *(Route(each.path, tokens.count_route(each), methods=["POST"]) for each in TOKEN_COUNTS),
+        Route(responses.PATH, WebSocketRoute(worker), methods=["GET"]),
         Route(responses.BY_ID, stored.get),
         Route(responses.BY_ID, stored.delete, methods=["DELETE"]),
         Route(f"{responses.BY_ID}/cancel", stored.cancel, methods=["POST"]),

@@ -230,6 +230,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     idle_connection_timeout_s: int = 75
     """A client's connection that is idle for this long is closed. A proxy before the gateway must close its idle
     connections earlier: otherwise a request may meet a connection that is being closed, and gets status 502."""
+    websocket_idle_timeout_s: float = 600.0
+    """A WebSocket on which no message arrives for this long is closed. Where connections are short, one without a
+    response in progress makes room for another earlier."""
     body_timeout_s: float = 30.0
     """A body that takes longer to arrive gets status 408."""
     max_answer_values: int = MAX_ANSWER_VALUES
@@ -428,8 +431,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if not self.hang_timeout_s >= 1:
             raise SettingsError(f"hang_timeout_s: {self.hang_timeout_s} must be at least 1.")
-        if self.keep_alive_interval_s <= 0:
-            raise SettingsError(f"keep_alive_interval_s: {self.keep_alive_interval_s} must be above 0.")
+        for field in ("keep_alive_interval_s", "websocket_idle_timeout_s"):
+            if getattr(self, field) <= 0:
+                raise SettingsError(f"{field}: {getattr(self, field)} must be above 0.")
         for field in ("max_ejected_share", "retry_share"):
             if not 0 <= getattr(self, field) <= 1:
                 raise SettingsError(f"{field}: {getattr(self, field)} is not a share. Use a number from 0 to 1.")

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from waiting import WAIT_LIMIT_S, busy_factor, eventually
+from websockets.asyncio.client import connect
 
 from pagemill_gateway import __main__ as gateway_main
 from pagemill_gateway.config import GatewayConfig, SettingsError, load_config, open_keys_file
@@ -365,6 +366,16 @@ async def test_an_idle_connection_is_closed_after_the_time_of_the_setting(start)
     async with asyncio.timeout(10):  # 75 s without the setting
         await reader.read()
     writer.close()
+
+
+async def test_a_websocket_is_closed_when_the_process_ends(start) -> None:
+    gateway = await start()
+    async with connect(f"{gateway.url.replace('http', 'ws', 1)}/v1/responses") as opened:
+        gateway.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            await opened.wait_closed()
+            assert opened.close_code == 1001
+            assert await gateway.process.wait() == 0
 
 
 def test_an_idle_time_of_nothing_is_refused() -> None:

@@ -242,7 +242,7 @@ BODILESS = {
     "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/{}", "/v2/models/{}/ready", "/v2/models/{}/config",
     "/v1/files", "/v1/files/{id}", "/v1/files/{id}/content", "/v1/batches", "/v1/batches/{id}",
     "/", "/v1/messages/batches", "/v1/messages/batches/{id}", "/v1/messages/batches/{id}/results",
-    "/v1/responses/{id}", "/v1/responses/{id}/input_items",
+    "/v1/responses", "/v1/responses/{id}", "/v1/responses/{id}/input_items",
     "/v1/conversations/{id}", "/v1/conversations/{id}/items", "/v1/conversations/{id}/items/{item}",
     "/internal/state", "/internal/link", "/internal/bundle", "/internal/load",
     "/is_sleeping", "/status", "/debug/decisions",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from pagemill_api.answers.events import Content
@@ -11,12 +12,14 @@ from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 
 
-def answers(text: str) -> Any:
-    """Return a behaviour that answers with this text as an engine does."""
+def answers(text: str, gate: asyncio.Event | None = None) -> Any:
+    """Return a behaviour that answers with this text as an engine does, once `gate` is set."""
 
     async def behave(_: Any, request: GenerateRequest, response: Any, http: Any) -> None:
         renderer, usage = ResponsesDialect().renderer(request, None), Usage(3, 2, 1)
         await response.prepare(http)
+        if gate is not None:
+            await gate.wait()
         meta = FrameMeta(token_ids=[1], position=1, num_text_chars=len(text), finish_reason="stop")
         last = FrameMeta(last=True, usage=usage, finish_reason="stop")
         if request.stream:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from pagemill_gateway.control_token import with_control_token
 from pagemill_gateway.logs import log_event
 from pagemill_gateway.processes.garbage_collection import reduce_garbage_collection
 from pagemill_gateway.processes.sockets import log_listening, open_ports
+from pagemill_gateway.routes.websocket.responses import PROTOCOL as WEBSOCKET
 from pagemill_gateway.worker import Worker
 from pagemill_servers.connection import bounded_protocol
 from pagemill_servers.connection_limits import MAX_CONTROL_CONNECTIONS, ConnectionLimits, within_open_files
@@ -117,7 +118,7 @@ def serving_data(worker: Worker, listener: socket.socket) -> AbstractAsyncContex
     config = worker.config
     max_connections = within_open_files(config.bounds_of_one_worker().max_connections)
     limits = ConnectionLimits(max_connections, config.trusted_proxies)
-    return serving(data_app(worker), listener, config, config.tls, limits)
+    return serving(data_app(worker), listener, config, config.tls, limits, (WEBSOCKET,))
 
 
 @asynccontextmanager
@@ -127,13 +128,14 @@ async def serving(
     config: GatewayConfig,
     tls: TLSConfig | None = None,
     limits: ConnectionLimits | None = None,
+    upgrades: Collection[str] = (),
 ) -> AsyncIterator[Listening]:
     """Serve an app on a port while the block runs, by default the control port's. Raises `TLSError` for an invalid
-    certificate."""
+    certificate. `upgrades`: protocols for which the app may take over connections."""
     limits = limits or ConnectionLimits(MAX_CONTROL_CONNECTIONS)
     async with AsyncExitStack() as stack:
         certificate = await stack.enter_async_context(ServerTLS(tls).followed()) if tls is not None else None
-        server = _server(app, config, limits, certificate)
+        server = _server(app, config, limits, certificate, upgrades)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield Listening(task, server.refuse_connections, server.cut_connections)
@@ -178,9 +180,15 @@ async def drain(worker: Worker, stop: Stop, data: Listening) -> None:
 
 
 def _server(
-    app: ASGIApp, config: GatewayConfig, limits: ConnectionLimits, certificate: ssl.SSLContext | None
+    app: ASGIApp,
+    config: GatewayConfig,
+    limits: ConnectionLimits,
+    certificate: ssl.SSLContext | None,
+    upgrades: Collection[str] = (),
 ) -> HttpServer:
     write_timeout_s = config.slow_client_timeout_s + WRITE_TIMEOUT_MARGIN_S
-    protocol = bounded_protocol(config.max_header_bytes, limits=limits, write_timeout_s=write_timeout_s)
+    protocol = bounded_protocol(
+        config.max_header_bytes, upgrades=upgrades, limits=limits, write_timeout_s=write_timeout_s
+    )
     idle_s = config.idle_connection_timeout_s
     return HttpServer(app, protocol, limits, certificate, keep_alive_s=idle_s, flush_timeout_s=CLOSE_TIMEOUT_S)

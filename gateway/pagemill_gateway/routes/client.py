@@ -42,6 +42,8 @@ class ClientResponse:
         """`direct` is the same response without the middleware, which only needs to see the head."""
         self._send = send
         self._direct = direct
+        self.is_slow: Callable[[], bool] = _never if direct is None else lambda: direct.is_slow
+        """Returns whether the client has not read what was written, so that the next write waits."""
         self._dialect = dialect
         self._timeout = RepeatedTimeout(slow_timeout_s)
         self._slow_timeout_s = slow_timeout_s
@@ -176,7 +178,7 @@ class ClientResponse:
     async def _send_in_time(self, data: bytes, *, more: bool) -> None:
         sending = self._send({"type": "http.response.body", "body": data, "more_body": more})
         try:
-            if self.slot is not None and self._direct is not None and self._direct.is_slow:
+            if self.slot is not None and self.is_slow():
                 await self._send_unread(sending, len(data), self.slot)
             else:
                 await self._timeout.wait(sending)
@@ -196,3 +198,7 @@ class ClientResponse:
                 await self._send({"type": "http.response.body", "body": data, "more_body": False})
         except TimeoutError:
             raise ClientTooSlow from None
+
+
+def _never() -> bool:
+    return False

@@ -416,7 +416,7 @@ class _BoundedProtocol(HttpToolsProtocol):
                 rest = memoryview(rest)[offer.args[0] :]
                 head = self._head_without_upgrade()
                 self._next_upgrade = next(
-                    (value.decode("latin-1") for name, value in self.headers if name == b"upgrade"), ""
+                    (value.decode("latin-1").lower() for name, value in self.headers if name == b"upgrade"), ""
                 )
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
@@ -429,7 +429,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         headers = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, self.parser.get_http_version().encode(), headers)
 
-    def _take_over(self, name: str, successor: UpgradedProtocol) -> None:
+    def _take_over(self, name: str, successor: UpgradedProtocol, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """Answer 101 and hand the connection over to `successor`."""
         cycle = self.cycle
         cycle.response_started = cycle.response_complete = True
@@ -439,7 +439,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self.connections.add(successor)  # type: ignore[arg-type]
         successor.on_lost = partial(self._on_successor_lost, successor)
         self.transport.write(
-            b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %b\r\n\r\n" % name.encode("latin-1")
+            b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %b\r\n%b\r\n"
+            % (name.encode("latin-1"), b"".join(b"%b: %b\r\n" % each for each in headers))
         )
         transport = self._client.unwrapped()
         transport.set_protocol(successor)

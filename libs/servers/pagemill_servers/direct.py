@@ -7,8 +7,8 @@ disconnects, and take over the connection for another protocol.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import Scope
 
@@ -120,8 +120,12 @@ class UpgradedProtocol(asyncio.Protocol):
         raise NotImplementedError
 
 
-TakeOver = Callable[[UpgradedProtocol], None]
-"""Answers 101 and hands over the connection; nothing else may be sent for the request."""
+class TakeOver(Protocol):
+    """Answers 101 and hands over the connection; nothing else may be sent for the request."""
+
+    def __call__(self, successor: UpgradedProtocol, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """`headers`: further ones of the answer."""
+        ...
 
 
 def direct_response(scope: Scope) -> DirectResponse | None:

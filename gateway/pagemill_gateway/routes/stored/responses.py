@@ -96,14 +96,14 @@ class ResponsesRoute(GenerateRoute):
 
     async def _dialect_for(self, raw: bytes, entry: EnteredRequest, client: ClientResponse) -> Dialect:
         before, conversation = await self._before(raw, entry)
-        dialect = StoredResponsesDialect(before)
+        dialect = self._new_dialect(before)
 
         async def keep(data: bytes) -> None:
-            body = _whole_response(data) if dialect.stores or conversation is not None else None
+            body = _whole_response(data) if self._keeps(dialect) or conversation is not None else None
             if body is None:
                 return
-            if dialect.stores:
-                await self._keep(entry.caller, body, dialect.input)
+            if self._keeps(dialect):
+                await self._keep(entry.caller, body, dialect)
             if conversation is not None:
                 new = [*dialect.input[len(before) :], *orjson.loads(body)["output"]]
                 await self._extend(entry.caller, conversation, new)
@@ -111,13 +111,19 @@ class ResponsesRoute(GenerateRoute):
         client.on_answer, client.max_seen_bytes = keep, self._config.max_response_bytes
         return dialect
 
+    def _new_dialect(self, before: list[dict[str, Any]]) -> StoredResponsesDialect:
+        return StoredResponsesDialect(before)
+
+    def _keeps(self, dialect: StoredResponsesDialect) -> bool:
+        return dialect.stores
+
     async def _before(
         self, raw: bytes, entry: EnteredRequest
     ) -> tuple[list[dict[str, Any]], StoredConversation | None]:
         """Return the items of the previous response or of the conversation, and the conversation."""
         if b"previous_response_id" not in raw and b"conversation" not in raw:
             return [], None
-        previous, conversation_id = await self._worker.preparation.parse(raw, _continued)
+        previous, conversation_id = await self._worker.preparation.parse(raw, continued)
         if previous is not None and conversation_id is not None:
             raise invalid_field(
                 "conversation", "`conversation` and `previous_response_id` exclude each other. Send one of them."
@@ -139,13 +145,15 @@ class ResponsesRoute(GenerateRoute):
         except PagemillError as error:
             logger.warning("the conversation %s was not extended: %s", conversation.id, error)
 
-    async def _keep(self, caller: Caller, body: bytes, items: list[dict[str, Any]]) -> None:
+    async def _keep(self, caller: Caller, body: bytes, dialect: StoredResponsesDialect) -> None:
         if len(body) > self._config.max_response_bytes:
             _too_large(len(body))
             return
         response = orjson.loads(body)
         response_id: str = response["id"]
-        shown = [listed(item, f"{response_id.removeprefix('resp_')}_{index}") for index, item in enumerate(items)]
+        shown = [
+            listed(item, f"{response_id.removeprefix('resp_')}_{index}") for index, item in enumerate(dialect.input)
+        ]
         value = b'{"input":%s,"response":%s}' % (orjson.dumps(shown), body)
         if len(value) > self._config.max_response_bytes:
             _too_large(len(value))
@@ -177,7 +185,7 @@ class StoredResponseRoutes:
         caller, response_id = caller_of(self._worker, request), request.path_params["id"]
         is_response = not response_id.startswith(PREFIX)
         if not is_response or not await self._worker.control.forget_response(caller.account, response_id):
-            raise _not_found(response_id, None)
+            raise response_not_found(response_id, None)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
@@ -203,7 +211,7 @@ async def stored_response(
     is_response = not response_id.startswith(PREFIX)
     value = await worker.control.kept_response(caller.account, response_id) if is_response else None
     if value is None:
-        raise _not_found(response_id, param)
+        raise response_not_found(response_id, param)
     slot.hold(parsed_bytes(value))
     found: dict[str, Any] = orjson.loads(value)
     return found
@@ -213,12 +221,12 @@ def _too_large(num_bytes: int) -> None:
     logger.warning("a response of %d bytes is not stored: stored_responses.max_response_bytes", num_bytes)
 
 
-def _not_found(response_id: str, param: str | None) -> PagemillError:
+def response_not_found(response_id: str, param: str | None) -> PagemillError:
     what, code = ("Previous response", "previous_response_not_found") if param else ("Response", "response_not_found")
     return PagemillError(f"{what} with id '{response_id[:80]}' not found.", status=404, param=param, code=code)
 
 
-def _continued(raw: bytes) -> tuple[str | None, str | None]:
+def continued(raw: bytes) -> tuple[str | None, str | None]:
     """Return the ids of the previous response and of the conversation; `None` for one that is missing or invalid, which
     is reported later."""
     try:

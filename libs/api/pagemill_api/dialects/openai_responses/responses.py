@@ -95,9 +95,11 @@ class ResponsesDialect(TranslatedDialect):
 class StoredResponsesDialect(ResponsesDialect):
     """The dialect of one request to a gateway that stores responses."""
 
-    def __init__(self, before: Sequence[Item] = ()) -> None:
-        """Make the dialect. `before`: items of the previous response, including its input."""
+    def __init__(self, before: Sequence[Item] = (), *, may_store: bool = True) -> None:
+        """Make the dialect. `before`: items of the previous response, including its input. `may_store`: false where
+        only a connection keeps responses."""
         self._before = before
+        self._may_store = may_store
         self.in_background = False
         """Whether the client does not wait for the answer."""
         self.stores = False
@@ -107,9 +109,9 @@ class StoredResponsesDialect(ResponsesDialect):
 
     def parse(self, raw: bytes, info: RequestInfo = NO_REQUEST) -> ResponsesBody:
         request = parse_body(raw, ResponsesRequest)
-        self.stores, self.in_background = request.store, request.background
+        self.stores, self.in_background = request.store and self._may_store, request.background
         self.input = [*self._before, *request.input]
-        return translated(request, self._before, stored=request.store)
+        return translated(request, self._before, stored=self.stores)
 
 
 class ItemsChat(ChatCompletionRequest):
