@@ -33,12 +33,12 @@ def documented(language: str) -> str:
     return match[1].replace(DOCUMENTED_URL, base_url()).replace(DOCUMENTED_MODEL, MODEL)
 
 
-def ran(command: str) -> Ran:
-    """Run a command of a shell with the guide's settings."""
-    settings = documented("toml")
+def ran(command: str, more_settings: str = "", **variables: str) -> Ran:
+    """Run a command of a shell with the guide's settings, and more of the server's."""
+    settings = documented("toml") + more_settings
     assert base_url() in settings
     programs = of_npm("@openai/codex-*/vendor/*/bin")
-    return run(command, programs, {"~/.codex/config.toml": settings}, PAGEMILL_API_KEY="none")
+    return run(command, programs, {"~/.codex/config.toml": settings}, PAGEMILL_API_KEY="none", **variables)
 
 
 @check("the example of the how-to guide: its tool exec_command writes a file, and it answers to the result")
@@ -52,6 +52,15 @@ def namespace() -> None:
     _, shown, _ = ran(f"codex exec {FLAGS} 'Write result.txt'")
     assert "unsupported call" not in shown
     assert "invalid agent id" in shown
+
+
+@check("its WebSocket mode: a prepared turn, a call, and an answer to its result, over one connection")
+def websocket() -> None:
+    said, shown, written = ran(documented("sh"), "supports_websockets = true\n", RUST_LOG="info")
+    assert (said.strip(), written) == (SAID, WRITTEN)
+    for warmup in ("true", "false"):
+        assert f'transport="responses_websocket" turn.has_metadata_header=true websocket.warmup={warmup}' in shown
+    assert 'transport="responses_http"' not in shown
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ async def test_fields_without_effect_are_named(engines, gateways) -> None:
     async with connect(socket_url(gateway)) as socket:
         await create(socket, mine=1, service_tier="flex")
         events = await received(socket)
-    assert events[0] == {"type": "pagemill:unread_fields", "fields": ["mine", "service_tier"]}
+    assert events[0] == {"type": "pagemill.unread_fields", "fields": ["mine", "service_tier"]}
 
 
 @pytest.mark.layouts

@@ -210,7 +210,7 @@ class TurnClient(InnerClient):
         self._status = message["status"]
         self._headers = {name.decode().lower(): value.decode() for name, value in message.get("headers", ())}
         if unread := self._headers.get(UNREAD_HEADER):
-            named = {"type": "pagemill:unread_fields", "fields": unread.split(", ")}
+            named = {"type": "pagemill.unread_fields", "fields": unread.split(", ")}
             await self._connection.send(orjson.dumps(named))
 
 
