@@ -18,7 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from pagemill_gateway.config import StoredResponsesConfig
 from pagemill_gateway.routes.websocket import connection as bounds
-from pagemill_gateway.routes.websocket.events import EventMessages
+from pagemill_gateway.routes.websocket.turn import EventMessages
 from pagemill_servers.auth import hash_key
 
 KEY = {"Authorization": "Bearer sk-one"}
@@ -265,7 +265,7 @@ async def test_web_pages_of_other_origins_are_refused(engines, gateways) -> None
         pass
 
 
-async def test_other_requests_to_the_path_are_told_what_it_is(engines, gateways) -> None:
+async def test_other_requests_to_the_path_get_a_426(engines, gateways) -> None:
     gateway = await gateways(engines[0])
     async with gateway.session.get(f"{gateway.url}/v1/responses") as reply:
         assert (reply.status, reply.headers["upgrade"]) == (426, "websocket")

@@ -6,7 +6,7 @@ response before it come from the connection, whether or not the gateway stores r
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import orjson
@@ -26,7 +26,6 @@ from pagemill_gateway.routes.entry import EnteredRequest
 from pagemill_gateway.routes.stored.conversations import StoredConversation
 from pagemill_gateway.routes.stored.responses import PATH, ResponsesRoute, continued, response_not_found
 from pagemill_gateway.routes.websocket.connection import Disconnected, WebSocketConnection
-from pagemill_gateway.routes.websocket.events import EventMessages
 from pagemill_gateway.stored_responses.store import MemoryResponses
 from pagemill_gateway.worker import Worker
 from pagemill_protocol import nesting
@@ -37,6 +36,8 @@ from pagemill_servers.keys.caller import Caller
 
 CREATE = "response.create"
 MAX_ERROR_BYTES = 64 * 1024
+_END = b"\n\n"
+_DATA = b"data: "
 Item = dict[str, Any]
 Headers = list[tuple[bytes, bytes]]
 
@@ -154,6 +155,56 @@ class TurnRoute(ResponsesRoute):
         if self._worker.config.stored_responses is None:
             raise response_not_found(previous, "previous_response_id")
         return await super()._before(raw, entry)
+
+
+class MessagePart(NamedTuple):
+    data: bytes
+    is_first: bool
+    is_last: bool
+
+
+class EventMessages:
+    """Server-sent events as messages: each is the data of one event.
+
+    An event may arrive in parts, and its message is then sent in parts, so that a large one is never held as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._is_within = False
+        """Whether the beginning of a message was returned and its end was not."""
+        self._has_data = False
+
+    @property
+    def is_within(self) -> bool:
+        return self._is_within
+
+    def push(self, data: bytes) -> Iterator[MessagePart | None]:
+        """Yield the parts of messages in the next bytes of a stream; None for a comment."""
+        rest = self._rest + data if self._rest else data
+        while rest:
+            if not self._has_data:
+                end, begin = rest.find(_END), rest.find(_DATA)
+                if rest.startswith(b":") and end >= 0:
+                    yield None
+                    rest = rest[end + len(_END) :]
+                    continue
+                if rest.startswith(b":") or begin < 0:
+                    break
+                self._has_data = True
+                rest = rest[begin + len(_DATA) :]
+            end = rest.find(_END)
+            is_last = end >= 0
+            if not is_last:  # the last byte may be the first of the two that end the event
+                end = len(rest) - rest.endswith(b"\n")
+            if end or is_last:
+                yield MessagePart(rest[:end], not self._is_within, is_last)
+                self._is_within = not is_last
+            rest = rest[end + len(_END) :] if is_last else rest[end:]
+            if not is_last:
+                break
+            self._has_data = False
+        self._rest = rest
 
 
 class TurnClient(InnerClient):
