@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
+from pagemill_api.dialects import preparing
 from pagemill_api.dialects.chat_completions.chat import ChatBody, ChatDialect
 from pagemill_api.text.encoding.local_encoder import LocalEncoder
 from pagemill_gateway.brain.brain import LocalBrain
@@ -47,7 +48,7 @@ ENTRIES: dict[str, list[tuple[Any, str]]] = {
     "head": [(connection._BoundedProtocol, "data_received")],
     "body": [(generate, "read_counted")],
     "key": [(KeyRing, "authenticate")],
-    "schema": [(ChatDialect, "parse"), (ChatBody, "sampling"), (preparation, "within_vocabulary")],
+    "schema": [(ChatDialect, "parse"), (ChatBody, "sampling"), (preparing, "within_vocabulary")],
     "render": [(ChatBody, "render_inline")],
     "tokenize": [(LocalEncoder, "encode"), (LocalEncoder, "_encode_segment")],
     "hash": [(preparation, "make_routing_request"), (preparation, "prompt_keys")],

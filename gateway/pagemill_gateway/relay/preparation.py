@@ -8,7 +8,6 @@ other model's requests wait for it. The request id, the time and the seed are se
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
@@ -20,8 +19,9 @@ import msgspec
 from pagemill_api.answers.registry import AUTO, ParserSettings
 from pagemill_api.dialects import base
 from pagemill_api.dialects.base import Dialect, ParsedBody
+from pagemill_api.dialects.preparing import preparation_now, prepared, sampling_for
 from pagemill_api.dialects.transport import RequestInfo
-from pagemill_api.openai.prepare import needs_check, with_seed, within_vocabulary
+from pagemill_api.openai.prepare import needs_check
 from pagemill_api.openai.schemas import SamplingFields
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
@@ -33,7 +33,7 @@ from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
 from pagemill_protocol.request.generate import GenerateRequest
-from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
+from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, SamplingParams
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.keys.scope import cache_salt
 from pagemill_servers.preparation_threads import PreparationThreads
@@ -167,31 +167,16 @@ class RequestPreparation:
         waits = (write if body.fields.stream else None), dialect.transport.waiting
         target = await self._find(body.fields, caller, ticket, *waits)
         tokenizer = await self.tokenizer(target)
-        body.check_kind(tokenizer)
-        if defaults := tokenizer.bundle.sampling_defaults:
-            sampling = body.sampling(defaults)
         is_limited = bool(tokenizer.limited_because)
-        check = partial(within_vocabulary, sampling, tokenizer)
+        check = partial(sampling_for, body, tokenizer, sampling)
         sampling = await self.in_thread(check, len(raw), tokenizer) if is_limited else check()
         salt = cache_salt(target.prefix_scope, target.deployment, caller)
         parsers = self.parsers(target, tokenizer)
-        preparation = base.Preparation(
-            target.max_model_len,
-            dialect.new_request_id(),
-            int(time.time()),
-            cache_salt=salt,
-            parsers=parsers,
-            max_answer_values=self._max_answer_values,
-        )
+        preparation = preparation_now(dialect, target.max_model_len, salt, parsers, self._max_answer_values)
         session = session_key(target, caller.key_hash, info.header)
         text = await body.render_inline(tokenizer, parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
-        def job() -> PreparedRequest:
-            requests = body.prepare(tokenizer, preparation, sampling, text)
-            requests = [_prioritized(with_seed(request, _new_seed), caller) for request in requests]
-            unread = base.unread_fields(body, tokenizer, parsers)
-            return self._prepared(target, requests, prompt_keys(body), session, unread)
-
+        job = partial(self._prepared, body, tokenizer, preparation, sampling, text, target, caller, session)
         if is_limited or (body.renders and text is None):
             return await self.in_thread(job, len(raw), tokenizer)
         return await self._inline_or_in_thread(job, max(len(raw), len(text or "")))
@@ -214,21 +199,27 @@ class RequestPreparation:
             raise visible_to(caller, error, body.model) from error
 
     def _prepared(
-        self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes, unread: list[str]
+        self,
+        body: ParsedBody,
+        tokenizer: Tokenizer,
+        preparation: base.Preparation,
+        sampling: SamplingParams,
+        text: str | None,
+        target: Target,
+        caller: Caller,
+        session: bytes,
     ) -> PreparedRequest:
-        if target.adapter_digest:
-            requests = [msgspec.structs.replace(each, adapter_digest=target.adapter_digest) for each in requests]
+        requests, unread = prepared(body, tokenizer, preparation, sampling, text, _new_seed)
+        adapter = target.adapter_digest
+        for at, request in enumerate(requests):
+            priority = caller.priority(request.priority)  # the key's class, refined by the client's priority
+            if priority != request.priority or adapter:
+                requests[at] = msgspec.structs.replace(request, priority=priority, adapter_digest=adapter)
         routing_requests = [
             make_routing_request(request, target, self.hashes, key, session)
-            for request, key in zip(requests, keys, strict=True)
+            for request, key in zip(requests, prompt_keys(body), strict=True)
         ]
         return PreparedRequest(target, requests, routing_requests, requests[0].stream, unread)
-
-
-def _prioritized(request: GenerateRequest, caller: Caller) -> GenerateRequest:
-    """Return the request with its priority: the key's class, refined by the priority that the client set."""
-    priority = caller.priority(request.priority)
-    return request if priority == request.priority else msgspec.structs.replace(request, priority=priority)
 
 
 def _new_seed() -> int:

@@ -7,7 +7,6 @@ same messages as a gateway's, because both call the same functions.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,9 +14,10 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill_api.dialects.base import Dialect, Preparation, parsed, unread_fields
+from pagemill_api.dialects.base import Dialect, parsed
 from pagemill_api.dialects.model_lists import card_body, error_body_for, list_body
 from pagemill_api.dialects.pages import Page, PageRequest
+from pagemill_api.dialects.preparing import Prepared, preparation_now, prepared, sampling_for
 from pagemill_api.dialects.token_counts import TokenCount
 from pagemill_api.dialects.transport import RequestInfo
 from pagemill_api.openai import prepare, render
@@ -181,30 +181,19 @@ def _answer(context: ServerContext, record: TracedRequest, headers: Mapping[str,
     return kind(requests, answer, lambda: abort(context, answer), headers)
 
 
-def _prepare(
-    context: ServerContext, dialect: Dialect, raw: bytes, info: RequestInfo, caller: Caller
-) -> tuple[list[GenerateRequest], list[str]]:
-    """Return the engine requests, and the names of the client's fields that the chat template does not read."""
+def _prepare(context: ServerContext, dialect: Dialect, raw: bytes, info: RequestInfo, caller: Caller) -> Prepared:
     body = parsed(dialect, raw, info)
     context.check_model(body.fields.model)
     _, ready = context.ready_engine()
     tokenizer = context.loaded_tokenizer()
-    body.check_kind(tokenizer)
-    sampling = prepare.within_vocabulary(body.sampling(tokenizer.bundle.sampling_defaults), tokenizer)
+    sampling = sampling_for(body, tokenizer)
     body.check_form()
     settings = context.settings.engine
     salt = cache_salt(settings.prefix_scope, settings.model, caller)
-    preparation = Preparation(
-        ready.limits.max_model_len,
-        dialect.new_request_id(),
-        int(time.time()),
-        cache_salt=salt,
-        parsers=context.parsers,
-        max_answer_values=settings.max_answer_values,
+    preparation = preparation_now(
+        dialect, ready.limits.max_model_len, salt, context.parsers, settings.max_answer_values
     )
-    requests = body.prepare(tokenizer, preparation, sampling, None)
-    unread = unread_fields(body, tokenizer, context.parsers)
-    return [prepare.with_seed(request, lambda: _seed(context)) for request in requests], unread
+    return prepared(body, tokenizer, preparation, sampling, None, partial(_seed, context))
 
 
 def _tokenize(context: ServerContext, count: TokenCount, raw: bytes) -> bytes:

@@ -7,7 +7,7 @@ Admission is not decided here, but by the gateway and the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,17 +38,6 @@ MAX_TOKENS_OF_SEVERAL = 1024 * 1024
 """Maximum total number of tokens of the prompts of one request, if there are several."""
 _AUTO = ParserSettings()
 _SHARED_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in SamplingFields.model_fields]
-
-
-def with_seed(request: GenerateRequest, new_seed: Callable[[], int]) -> GenerateRequest:
-    """Return `request` with a seed of its own if the client sent none.
-
-    Another engine can then continue it, and equal prompts of one body get different answers, which with the client's
-    seed are equal.
-    """
-    if request.sampling.seed is not None:
-        return request
-    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=new_seed()))
 
 
 def sampling_of(
