@@ -1,4 +1,4 @@
-"""Builds the project's images with buildah from their Dockerfiles. `loading` copies them to the node."""
+"""Builds the project's images with buildah, each a target of the Dockerfile. `loading` copies them to the node."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from layout import HOME
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENTS = ("gateway", "operator", "engine-cpu")
 """Images that every case needs. `engine`, which has torch and runs on GPUs, is built only if it is named."""
-TARGETS = {"engine-cpu": ("engine", "cpu")}
-"""For images that are not the last stage of the folder of their name: the Dockerfile's folder and its stage."""
 BASE = "docker.io/library/debian:trixie-slim"
 SUITE = "trixie"
 UNUSED_PATHS = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
@@ -122,9 +120,7 @@ def make_base() -> None:
 def build(component: str, tag: str, root: Path = ROOT) -> None:
     argv = ["buildah", "build", "--layers", "--isolation=chroot", "--network=host"]
     argv += [f"--volume={path}:{path}:ro" for path in HOST_SETTINGS if os.path.exists(path)]
-    folder, target = TARGETS.get(component, (component, ""))
-    argv += [f"--ignorefile={root}/.dockerignore", f"--file={root}/{folder}/Dockerfile"]
-    argv += [f"--target={target}"] if target else []
+    argv += [f"--ignorefile={root}/.dockerignore", f"--file={root}/Dockerfile", f"--target={component}"]
     _run(*argv, f"--tag={reference(component, tag)}", str(root))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 LIBS = ("libs/protocol", "libs/models", "libs/api", "libs/servers", "libs/kube")
 PACKAGES = ("crds", *LIBS, "kernels", "engine", "gateway", "operator")
-FILES = (".dockerignore", "pyproject.toml", "uv.lock", "release/uv.txt")
+FILES = (".dockerignore", "Dockerfile", "pyproject.toml", "uv.lock", "release/uv.txt")
 CODE = {".py", ".cpp", ".h", ".hpp", ".toml", ".json", ".yaml", ".jinja"}
 
 
@@ -26,6 +26,4 @@ def _files(root: Path) -> Iterator[Path]:
     yield from (root / name for name in FILES)
     yield from sorted([*root.glob("*/pyproject.toml"), *root.glob("libs/*/pyproject.toml")])
     for package in PACKAGES:
-        if (root / package / "Dockerfile").exists():
-            yield root / package / "Dockerfile"
         yield from sorted(each for each in (root / package).rglob("*") if each.is_file() and each.suffix in CODE)

@@ -15,6 +15,7 @@ from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import dockerfile
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,9 +122,9 @@ def test_a_package_declares_what_it_imports(member: str) -> None:
 
 @pytest.mark.parametrize("component", ["engine", "gateway", "operator"])
 def test_an_image_builds_exactly_the_packages_that_its_program_reaches(component: str) -> None:
-    dockerfile = (ROOT / component / "Dockerfile").read_text()
-    copied = re.findall(r"^COPY (\S+) \1$", dockerfile, re.MULTILINE)
-    built = re.findall(r"\$BUILD (\S+)", dockerfile)
+    stages = dockerfile.whole(dockerfile.CODE[component])
+    copied = re.findall(r"^COPY (\S+) \1$", stages, re.MULTILINE)
+    built = re.findall(r"\$BUILD (\S+)", stages)
     assert sorted(copied) == sorted(built) == sorted(reached(component))
 
 
