@@ -7,7 +7,7 @@ Names and fields are those of xgrammar's structural tags, which vLLM also accept
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -98,8 +98,7 @@ def read_tag(tag: Any) -> Format:
     """Return the elements of a structural tag in either of its shapes. Raises `ValueError`."""
     try:
         if isinstance(tag, dict) and "format" in tag:
-            form: Format = msgspec.convert(tag["format"], Format)
-            return form
+            return msgspec.convert(tag, _Form).format
         structures = msgspec.convert(tag, _Structures)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ValueError(f"it must be an object such as {SHAPES}: {error}") from None
@@ -110,20 +109,26 @@ def read_tag(tag: Any) -> Format:
     return TriggeredTags(triggers=structures.triggers, tags=tags)
 
 
-class _Structure(msgspec.Struct):
+class _Form(msgspec.Struct, forbid_unknown_fields=True):
+    format: Format
+    type: Literal["structural_tag"] = "structural_tag"
+
+
+class _Structure(msgspec.Struct, forbid_unknown_fields=True):
     begin: str
     schema: dict[str, Any] | bool
     end: str
 
 
-class _Structures(msgspec.Struct):
+class _Structures(msgspec.Struct, forbid_unknown_fields=True):
     structures: list[_Structure]
     triggers: list[str]
+    type: Literal["structural_tag"] = "structural_tag"
 
 
 # Made at import by one thread: where several threads first use a type at the same moment, msgspec 0.22 reads a null
 # pointer.
-_DECODERS = (msgspec.json.Decoder(Format), msgspec.json.Decoder(_Structures))
+_DECODERS = (msgspec.json.Decoder(_Form), msgspec.json.Decoder(_Structures))
 
 
 def element_of(outputs: StructuredOutputs) -> Format:

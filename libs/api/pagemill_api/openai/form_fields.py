@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, PlainValidator, WithJsonSchema, model_validator
 
 from pagemill_api.openai.fields import refusal
+from pagemill_api.openai.unknown_fields import left_at
 from pagemill_api.structured_params import form, form_of, response_format
 from pagemill_protocol.errors import PagemillError, show
 from pagemill_protocol.request.structured_outputs import (
@@ -45,9 +46,21 @@ def _from_object(name: str, read: Callable[[Any, str], StructuredOutputs | None]
     def read_object(value: Any) -> StructuredOutputs | None:
         if not isinstance(value, dict):
             raise PagemillError(f"`{name}` must be an object, got {show(value)}.", param=name)
+        if name == "response_format":
+            _report_unread(value)
         return read(value, name)
 
     return _validator(name, read_object)
+
+
+def _report_unread(given: dict[str, Any]) -> None:
+    """Report the keys of a `response_format` that its type does not read."""
+    kind = given.get("type")
+    if kind == "structural_tag":  # refuses what it does not read
+        return
+    left_at("response_format", given, ("type", "json_schema") if kind == "json_schema" else ("type",))
+    if kind == "json_schema" and isinstance(inner := given.get("json_schema"), dict):
+        left_at("response_format.json_schema", inner, ("name", "description", "schema", "strict"))
 
 
 def _guided(name: str, kind: str) -> PlainValidator:

@@ -25,6 +25,8 @@ NAME_PATTERN = "^[A-Za-z0-9_.-]{1,128}$"
 _NAME = re.compile(NAME_PATTERN[:-1] + r"\Z")
 _NAME_REMEDY = "Use 1 to 128 letters, digits, underscores, hyphens and dots."
 _TOOL_KEYS = ("name", "description", "parameters", "strict")
+_CHOICE_KEYS = ("type", "function")
+_CALL_KEYS = ("id", "type", "function")
 CHOICES = ("none", "auto", "required")
 
 
@@ -36,8 +38,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     seen: set[str] = set()
     for index, tool in enumerate(value):
         function = _function(tool, f"[{index}]")
-        left_at("tools", tool, ("type", "function"))
-        left_at("tools.function", function, _TOOL_KEYS)
+        left_in_tool(tool)
         _check_tool(function, f"[{index}].function")
         if function["name"] in seen:
             raise refusal(
@@ -46,6 +47,13 @@ def _tools(value: Any) -> list[dict[str, Any]]:
             )
         seen.add(function["name"])
     return value
+
+
+def left_in_tool(tool: Mapping[str, Any]) -> None:
+    """Report the keys of a tool that are not read."""
+    left_at("tools", tool, _CHOICE_KEYS)
+    if isinstance(function := tool.get("function"), Mapping):
+        left_at("tools.function", function, _TOOL_KEYS)
 
 
 def _function(value: Any, field: str) -> dict[str, Any]:
@@ -84,8 +92,9 @@ def _tool_choice(value: Any) -> str | dict[str, Any]:
     if isinstance(value, str) and value in CHOICES:
         return value
     if isinstance(value, dict) and value.get("type") == "function":
-        return {"type": "function", "function": {"name": _function(value, "")["name"]}}
+        return {"type": "function", "function": {"name": _chosen(value, "", "tool_choice")}}
     if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        left_at("tool_choice", value, ("type", "allowed_tools"))
         return _allowed_tools(value.get("allowed_tools"))
     raise refusal(
         "",
@@ -94,13 +103,23 @@ def _tool_choice(value: Any) -> str | dict[str, Any]:
     )
 
 
+def _chosen(value: Any, field: str, place: str) -> str:
+    """Return the name in a choice of a function. `place`: its path without indices."""
+    function = _function(value, field)
+    left_at(place, value, _CHOICE_KEYS)
+    left_at(f"{place}.function", function, ("name",))
+    return str(function["name"])
+
+
 def _allowed_tools(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or value.get("mode") not in ("auto", "required"):
         raise refusal("allowed_tools.mode", f'`allowed_tools` needs a `mode`, "auto" or "required", got {show(value)}.')
     tools = value.get("tools")
     if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
         raise refusal("allowed_tools.tools", f"`tools` must be a list of 1 to {MAX_TOOLS} tools, got {show(tools)}.")
-    names = [_function(tool, f"allowed_tools.tools[{index}]")["name"] for index, tool in enumerate(tools)]
+    left_at("tool_choice.allowed_tools", value, ("mode", "tools"))
+    place = "tool_choice.allowed_tools.tools"
+    names = [_chosen(tool, f"allowed_tools.tools[{index}]", place) for index, tool in enumerate(tools)]
     return {"type": "allowed_tools", "mode": value["mode"], "names": names}
 
 
@@ -113,7 +132,10 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
         if not isinstance(call.get("id"), str) or not 0 < len(call["id"]) <= MAX_NAME_CHARS:
             raise refusal(f"[{index}].id", f"The id of a call must be text, got {show(call.get('id'))}.")
         arguments = call_arguments(function.get("arguments"), f"[{index}].function.arguments")
-        calls.append({**call, "function": {**function, "arguments": arguments}})
+        left_at("messages.tool_calls", call, _CALL_KEYS)
+        left_at("messages.tool_calls.function", function, ("name", "arguments"))
+        kept = {name: call[name] for name in _CALL_KEYS if name in call}
+        calls.append({**kept, "function": {"name": function["name"], "arguments": arguments}})
     return calls
 
 

@@ -48,9 +48,10 @@ def left_by(schema: type, names: Iterable[str]) -> None:
         found.by_schema.update(dict.fromkeys((schema, name) for name in names))
 
 
-def left_at(place: str, given: Collection[str], known: Collection[str]) -> None:
-    """Report the keys of an object without a schema that are not read."""
+def left_at(place: str, given: Mapping[str, object], known: Collection[str]) -> None:
+    """Report the keys of an object without a schema that are not read; null is no value."""
     found = COLLECTED.get()
     if found is None or len(found.placed) >= MAX_NAMED:
         return
-    found.placed.update(dict.fromkeys(f"{place}.{name}" for name in given if name not in known))
+    names = (name for name, value in given.items() if name not in known and value is not None)
+    found.placed.update(dict.fromkeys(f"{place}.{name}" for name in names))

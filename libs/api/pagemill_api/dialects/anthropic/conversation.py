@@ -24,6 +24,7 @@ from pagemill_api.dialects.anthropic.blocks import (
 )
 from pagemill_api.openai.fields import RequestModel, refusal, string_of
 from pagemill_api.openai.schemas import Effort
+from pagemill_api.openai.unknown_fields import left_at
 from pagemill_api.openai.unsupported import CACHED
 from pagemill_protocol.errors import show
 
@@ -35,6 +36,10 @@ def _content(value: Any) -> str | list[dict[str, Any]]:
     if isinstance(value, str):
         return value
     return [dict(block) for block, _ in blocks_of(value, "")]
+
+
+_OF_ASSISTANT = ("type", "text", "thinking", "id", "name", "input", "signature", "data", "citations", "caller")
+"""Fields of blocks of the assistant that are read, and those that a block of an answer has and that add nothing."""
 
 
 class MessageOutput(RequestModel):
@@ -156,6 +161,7 @@ class ChatMessages:
         has_results = False
         for block, where in blocks_of(content, f"{place}.content"):
             if block.get("type") == "tool_result":
+                left_at("messages.content", block, ("type", "tool_use_id", "content"))
                 call_id = string_of(block, "tool_use_id", where)
                 result = self._results.text(block.get("content") or "", f"{where}.content")
                 self._add({"role": "tool", "tool_call_id": call_id, "content": result}, where)
@@ -173,6 +179,7 @@ class ChatMessages:
         calls: list[dict[str, Any]] = []
         places: list[str] = []
         for block, where in blocks_of(content, f"{place}.content"):
+            left_at("messages.content", block, _OF_ASSISTANT)
             match block.get("type"):
                 case "thinking":
                     reasoning.append(string_of(block, "thinking", where))

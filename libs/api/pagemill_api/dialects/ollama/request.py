@@ -14,7 +14,7 @@ from pydantic import Field, FiniteFloat
 
 from pagemill_api.openai.fields import Name, RequestModel, StopList, Text, refusal
 from pagemill_api.openai.schemas import MAX_MESSAGES
-from pagemill_api.openai.tools import MAX_TOOLS
+from pagemill_api.openai.tools import MAX_TOOLS, left_in_tool
 from pagemill_api.openai.unsupported import TEXT_ONLY, Unsupported
 from pagemill_protocol.request.sampling import MAX_STOP_STRINGS
 
@@ -144,6 +144,8 @@ class OllamaChatRequest(OllamaRequest):
     def for_chat(self) -> dict[str, Any]:
         """Return the body of the equivalent chat completion. Raises `PydanticCustomError` for refused content."""
         tools = [{"type": "function", **tool} for tool in self.tools]
+        for tool in tools:
+            left_in_tool(tool)
         return {**self.shared(), "messages": self._messages(), "tools": tools}
 
     def _messages(self) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from pagemill_api.dialects.translation import SamplingExtensions
 from pagemill_api.openai.fields import Name, RequestModel, Text, refusal
 from pagemill_api.openai.schemas import Effort
 from pagemill_api.openai.tools import MAX_TOOLS
+from pagemill_api.openai.unknown_fields import left_at
 from pagemill_api.openai.unsupported import IGNORED_IN_RESPONSES, NO_MODERATION, Unsupported
 from pagemill_protocol.errors import show
 from pagemill_protocol.request.sampling import MAX_TOP_LOGPROBS
@@ -137,9 +138,10 @@ class PromptFields(ItemFields):
     def _choice(self) -> Any:
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-            tools = [_named(tool) for tool in choice["tools"]]
+            left_at("tool_choice", choice, ("type", "mode", "tools"))
+            tools = [_named(tool, "tool_choice.tools") for tool in choice["tools"]]
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-        return _named(choice)
+        return _named(choice, "tool_choice")
 
 
 _NOT_COUNTED = "it adds no token to the prompt"
@@ -255,10 +257,11 @@ _SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_pen
 """Fields of chat completions with the same names, which responses repeat as they act, or not at all."""
 
 
-def _named(choice: Any) -> Any:
-    """Return the choice of a client's tool as that of a function; anything else as it is."""
+def _named(choice: Any, place: str) -> Any:
+    """Return the choice of a client's tool as that of a function; anything else as it is. `place`: its path."""
     if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom", "local_shell"):
         return choice
+    left_at(place, choice, ("type", "name", "namespace"))
     name, namespace = choice.get("name", choice["type"]), choice.get("namespace") or ""
     named = flat_name(name, namespace) if isinstance(name, str) and isinstance(namespace, str) else name
     return {"type": "function", "function": {"name": named}}
