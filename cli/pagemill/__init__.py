@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pagemill_engine.llm import LLM
     from pagemill_engine.offline import Prompt as PromptType
     from pagemill_engine.offline import TextPrompt, TokensPrompt
+    from pagemill_engine.offline_adapters import LoRARequest
     from pagemill_engine.output.results import (
         BeamSearchOutput,
         CompletionOutput,
@@ -35,6 +36,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
+    "LoRARequest",
     "PoolingParams",
     "PromptType",
     "RequestOutput",
@@ -55,6 +57,7 @@ _EXPORTS = {
     "CompletionOutput": ("pagemill_engine.output.results", "CompletionOutput"),
     "EmbeddingRequestOutput": ("pagemill_engine.output.results", "EmbeddingRequestOutput"),
     "EngineArgs": ("pagemill_engine.async_llm", "EngineArgs"),
+    "LoRARequest": ("pagemill_engine.offline_adapters", "LoRARequest"),
     "PoolingParams": ("pagemill_protocol.request.pooling", "PoolingParams"),
     "PromptType": ("pagemill_engine.offline", "Prompt"),
     "RequestOutput": ("pagemill_engine.output.results", "RequestOutput"),

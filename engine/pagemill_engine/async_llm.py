@@ -18,7 +18,8 @@ from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.channels import EngineChannel
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.ipc.process import EngineProcess
-from pagemill_engine.offline import Prompt, check_lora, config_of, priorities_of
+from pagemill_engine.offline import Prompt, config_of, priorities_of
+from pagemill_engine.offline_adapters import check_none
 from pagemill_engine.offline_prompts import EncodedPrompt, PromptEncoder
 from pagemill_engine.output.collecting import CollectedRequest
 from pagemill_engine.output.processor import Frame, Progress, engine_error
@@ -92,7 +93,7 @@ class AsyncLLM:
         A slow caller gets fewer, larger outputs. The request ends when its caller leaves the loop. Raises like
         `LLM.generate`.
         """
-        check_lora(lora_request)
+        check_none(lora_request)
         await self._serving()
         encoded: list[EncodedPrompt] = await asyncio.to_thread(self._encoder.prompts, prompt, sampling_params)
         if len(encoded) != 1:

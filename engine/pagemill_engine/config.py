@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from pagemill_models.adapters.settings import MAX_RANK
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig, GenerationDefaults
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
@@ -28,6 +29,9 @@ _LEAST = {
     "num_threads": 1,
     "num_kv_blocks": 1,
     "vocab_size": 1,
+    "max_loras": 1,
+    "max_lora_rank": 1,
+    "max_cpu_loras": 1,
 }
 """Smallest values. The smallest context is one token of prompt and one of output."""
 
@@ -142,6 +146,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     hosted_tools: HostedToolMode = "ignore"
     """What is done with tools of `/v1/responses` that run at OpenAI, such as `web_search`: `ignore` leaves them out and
     names them in the header `x-pagemill-unread-fields` and in the log, `refuse` answers with status 400."""
+    enable_lora: bool = False
+    """Whether LoRA adapters are served beside the model. Their memory is part of the plan from the start."""
+    max_loras: int = 1
+    """Adapters that one step may use. Requests for more wait until those of another adapter have ended."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter, up to 512."""
+    max_cpu_loras: int | None = None
+    """Adapters that stay in memory, those that steps use included; others are loaded again from their folders when
+    they are asked for. `None`: `max_loras`."""
+    lora_modules: list[str] = []
+    """Adapters that are loaded at the start, each as `NAME=FOLDER`; clients ask for one by its name, as the model."""
     null_runner: bool = False
     """Simulated device: real scheduler, KV cache and HTTP, but no model; steps wait the predicted time."""
     num_kv_blocks: int | None = None
@@ -170,6 +185,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.max_lora_rank > MAX_RANK:
+            raise ValueError(f"max_lora_rank must be at most {MAX_RANK}, got {self.max_lora_rank}")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

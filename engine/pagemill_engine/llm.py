@@ -22,11 +22,11 @@ from pagemill_engine.offline import (
     Message,
     Prompt,
     check_chat_options,
-    check_lora,
     config_of,
     priorities_of,
     search_of,
 )
+from pagemill_engine.offline_adapters import LoRARequest, OfflineAdapters, check_none
 from pagemill_engine.offline_pooling import (
     PooledPrompt,
     PromptVector,
@@ -79,6 +79,7 @@ class LLM:
         collapse_when_idle()
         self._core.grammar_requests.load_tokenizer = lambda: self._encoder.tokenizer
         self._encoder.max_model_len = self._core.runner.info.max_model_len
+        self._adapters = OfflineAdapters(config, self._core.adapters)
         self._num_requests = 0
         self._closed = False
 
@@ -111,26 +112,25 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
         `prompts`: one or several, each as text or token ids. `sampling_params`: one for all, or one per prompt, each
         value used exactly as given; by default `get_default_sampling_params()`. `priority`: one per prompt; smaller is
-        served first with `policy="priority"`. Raises `PagemillError` that names a prompt or parameter that cannot be
+        served first with `policy="priority"`. `lora_request`: a `LoRARequest`, or one or None per prompt. Raises `PagemillError` that names a prompt or parameter that cannot be
         served; then nothing is generated.
         """
-        check_lora(lora_request)
         encoded = self._encoder.prompts(prompts, sampling_params)
-        return self._run(encoded, use_tqdm, priorities_of(priority, len(encoded)))
+        return self._run(encoded, use_tqdm, priorities_of(priority, len(encoded)), lora_request)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         *,
@@ -140,7 +140,6 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: a conversation is a list of `{"role", "content"}`."""
-        check_lora(lora_request)
         check_chat_options(
             add_generation_prompt, continue_final_message, tools, chat_template_kwargs, chat_template_content_format
         )
@@ -153,7 +152,7 @@ class LLM:
             tools=tools,
             template_kwargs=chat_template_kwargs,
         )
-        return self._run(encoded, use_tqdm)
+        return self._run(encoded, use_tqdm, lora_request=lora_request)
 
     def beam_search(
         self,
@@ -163,8 +162,7 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
         """Return the `params.beam_width` most likely answers to each prompt, best first. Raises like `generate`."""
-        check_lora(lora_request)
-        outputs = self._run(self._encoder.prompts(prompts, search_of(params)), use_tqdm)
+        outputs = self._run(self._encoder.prompts(prompts, search_of(params)), use_tqdm, lora_request=lora_request)
         return [self._as_beams(output) for output in outputs]
 
     def embed(
@@ -181,7 +179,7 @@ class LLM:
         `truncate_prompt_tokens`: length to which longer prompts are cut; -1: the model's limit. Raises `PagemillError`
         for a prompt that cannot be served; then nothing is computed.
         """
-        check_lora(lora_request)
+        check_none(lora_request)
         pooled = texts_to_embed(self._encoder, prompts, pooling_params, truncate_prompt_tokens)
         return [embedding_of(vector) for vector in self._pool(pooled, use_tqdm)]
 
@@ -198,7 +196,7 @@ class LLM:
 
         The score is that of a cross-encoder, or the cosine of two embeddings. Raises like `embed`.
         """
-        check_lora(lora_request)
+        check_none(lora_request)
         pooled = pairs_to_score(self._encoder, data_1, data_2, truncate_prompt_tokens)
         num_seconds = 1 if isinstance(data_2, str) else len(data_2)
         embeds = any(prompt.params.task == "embed" for prompt in pooled)
@@ -244,14 +242,19 @@ class LLM:
         return BeamSearchOutput(sequences)
 
     def _run(
-        self, encoded: Sequence[EncodedPrompt], use_tqdm: bool, priorities: Sequence[int] | None = None
+        self,
+        encoded: Sequence[EncodedPrompt],
+        use_tqdm: bool,
+        priorities: Sequence[int] | None = None,
+        lora_request: Any = None,
     ) -> list[RequestOutput]:
         if self._closed:
             raise RuntimeError("This LLM is closed. Make a new one.")
+        digests = self._adapters.digests(lora_request, len(encoded))
         runs: dict[str, CollectedRequest] = {}
         try:
-            for prompt, priority in zip(encoded, priorities or [0] * len(encoded), strict=True):
-                run = self._submit(prompt, priority)
+            for prompt, priority, digest in zip(encoded, priorities or [0] * len(encoded), digests, strict=True):
+                run = self._submit(prompt, priority, digest)
                 runs[run.output.request_id] = run
             with tqdm(total=len(runs), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
                 self._finish(runs, bar)
@@ -289,8 +292,8 @@ class LLM:
                     self._core.abort(name)
         return [found for found in vectors.values() if found is not None]
 
-    def _submit(self, prompt: EncodedPrompt, priority: int) -> CollectedRequest:
-        request = self._encoder.request(prompt, f"offline-{self._num_requests}", priority)
+    def _submit(self, prompt: EncodedPrompt, priority: int, adapter_digest: str) -> CollectedRequest:
+        request = self._encoder.request(prompt, f"offline-{self._num_requests}", priority, adapter_digest)
         self._num_requests += 1
         self._core.add(request)
         return CollectedRequest(request, prompt.text, self._encoder.tokenizer)

@@ -49,7 +49,6 @@ Message: TypeAlias = dict[str, Any]
 
 UNLIMITED = 2**31 - 1
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
-_ADAPTERS = "lora_request must be None: engines serve no adapters. Merge the adapter into the model's weights."
 _NOT_HERE = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds", "encoder_prompt")
 """Keys of vLLM's prompts that no model of this engine can use."""
 
@@ -198,13 +197,6 @@ def check_chat_options(
     if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
         name = "chat_template_kwargs"
         raise invalid_field(name, f"{name} must be a dictionary, got {_show(chat_template_kwargs)}.")
-
-
-def check_lora(lora_request: Any) -> None:
-    """Raise `PagemillError` for an adapter."""
-    requests = lora_request if isinstance(lora_request, list) else [lora_request]
-    if any(each is not None for each in requests):
-        raise invalid_field("lora_request", _ADAPTERS, code="unsupported_parameter")
 
 
 def priorities_of(priority: Any, num_prompts: int) -> list[int]:

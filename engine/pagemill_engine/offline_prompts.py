@@ -106,7 +106,9 @@ class PromptEncoder:
             for text, sampling in zip(texts, samplings, strict=True)
         ]
 
-    def request(self, prompt: EncodedPrompt, request_id: str, priority: int = 0) -> GenerateRequest:
+    def request(
+        self, prompt: EncodedPrompt, request_id: str, priority: int = 0, adapter_digest: str = ""
+    ) -> GenerateRequest:
         """Return the engine request. Raises `PagemillError` for parameters that this model does not support."""
         sampling = with_bad_words(prompt.sampling.validate(self.tokenizer.vocab_size), self.tokenizer)
         if sampling.structured_outputs is not None:
@@ -118,6 +120,7 @@ class PromptEncoder:
             sampling=sampling,
             dialect="completions",
             priority=priority,
+            adapter_digest=adapter_digest,
         )
 
     def hugging_face(self) -> Any:

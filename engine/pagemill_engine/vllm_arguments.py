@@ -43,7 +43,6 @@ _FLOATS = {"half": "float16", "float": "float32"}
 _KV = "The KV cache takes nine tenths of a GPU's free memory, on a CPU 1 GiB or a quarter of the free memory; "
 _ONE = "One process computes a model on one device. Run more replicas behind `pagemill gateway`."
 _TEXT = "Models here read text only."
-_NO_LORA = "Engines serve no adapters. Merge the adapter into the model's weights."
 _LOGS = "Requests are not logged one by one; counters are at /metrics."
 _POOLS = "The model's files say whether it generates text, embeds or scores. Remove it."
 _FOLDER = "The model's folder or file decides it. Name a revision in the source: hf://ORG/NAME@REVISION."
@@ -123,10 +122,9 @@ ARGUMENTS: Mapping[str, Argument] = {
     "task": Argument(_POOLS, ("auto", "generate", None)),
     "convert": Argument(_POOLS, ("auto", "none")),
     "pooler_config": Argument(_POOLS, (None,)),
-    "enable_lora": Argument(_NO_LORA, (False, None)),
-    "max_loras": Argument(_NO_LORA, ANY),
-    "max_lora_rank": Argument(_NO_LORA, ANY),
-    "lora_modules": Argument(_NO_LORA, (None,), only="serve"),
+    "lora_dtype": Argument("Adapters are kept in bfloat16 beside native kernels, else in float32.", ("auto",)),
+    "fully_sharded_loras": Argument(_ONE, (False,)),
+    "default_mm_loras": Argument(_TEXT, (None,)),
     "limit_mm_per_prompt": Argument(_TEXT, ANY),
     "mm_processor_kwargs": Argument(_TEXT, (None, {})),
     "allowed_local_media_path": Argument(_TEXT, (None, "")),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +53,16 @@ class StepModel(Protocol):
         """Use these caches, one per layer, until the next call. An empty sequence releases them."""
         ...
 
-    def hidden(self, step: StepTokens) -> Array:
-        """Return normalised hidden states, [tokens, hidden] of a float type."""
+    def hidden(self, step: StepTokens, adapters: Any = None) -> Array:
+        """Return normalised hidden states, [tokens, hidden] of a float type.
+
+        `adapters`: of the step's tokens, in the form of the model's kernels; None: no token has one.
+        """
         ...
 
-    def logits(self, hidden: Array) -> Array:
-        """Return logits, float32 [rows, vocab], in memory of the caller's own. hidden: [rows, hidden]."""
+    def logits(self, hidden: Array, adapters: Any = None) -> Array:
+        """Return logits, float32 [rows, vocab], in memory of the caller's own. hidden: [rows, hidden].
+
+        `adapters`: of these rows.
+        """
         ...

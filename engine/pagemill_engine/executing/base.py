@@ -6,7 +6,7 @@ for predicted times).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagemill_engine.config import StepLimits
 from pagemill_engine.executing.sleep import Sleeps
@@ -15,6 +15,9 @@ from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_engine.sizing.kv_sizes import CacheBlocks
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 from pagemill_protocol.request.pooling import PoolingSpec
+
+if TYPE_CHECKING:
+    from pagemill_engine.adapters.store import AdapterStore
 
 
 class RunnerInfo(NamedTuple):
@@ -42,7 +45,9 @@ class RunnerInfo(NamedTuple):
     pooling: PoolingSpec | None = None
     """Set if it returns vectors or scores instead of tokens."""
     serves_adapters: bool = False
-    """Whether it accepts requests for adapters; only a simulated runner does."""
+    """Whether it accepts requests for adapters."""
+    adapters: AdapterStore | None = None
+    """The adapters that rows may use; None: of none, or of a simulated runner, which needs no matrices."""
     jumps_forward: bool = True
     """Whether several known tokens of a sequence take less time in one step than in as many steps.
 

@@ -21,6 +21,7 @@ from pagemill_engine.executing.inputs import RequestRows, StepInputs
 from pagemill_engine.executing.kv_cache import KindBlocks, KVCache
 from pagemill_engine.executing.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.executing.results import result_of, result_of_runs
+from pagemill_engine.executing.row_adapters import RowAdapters
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.runs import masks_of, runs_of, sample_runs
 from pagemill_engine.sampling.sampler import mask_rows, sample
@@ -35,7 +36,14 @@ from pagemill_servers.process.malloc import trim_heap
 class EagerRunner:
     """One model, one KV cache, `max_num_seqs` rows."""
 
-    def __init__(self, model: StepModel, kv_cache: KVCache, info: RunnerInfo, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        model: StepModel,
+        kv_cache: KVCache,
+        info: RunnerInfo,
+        max_num_seqs: int,
+        adapters: RowAdapters | None = None,
+    ) -> None:
         self.info = info
         self.model = model
         self.kv_cache = kv_cache
@@ -45,6 +53,7 @@ class EagerRunner:
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size, padding_blocks)
         self._kind_of = kinds_of_windows(kv_cache.cache_kinds, model.spec.decoder.windows())
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size)
+        self._adapters = adapters
         self._piece_rows = piece_rows(max_num_seqs)
         model.use_caches(kv_cache.rows)
 
@@ -53,7 +62,7 @@ class EagerRunner:
         if not plan.num_scheduled_tokens:
             return StepResult()
         inputs = self._rows.gather(plan)
-        return self._answer(plan, inputs, self.model.hidden(self._tokens(inputs)))
+        return self._answer(plan, inputs, self.model.hidden(self._tokens(inputs), self._adapters_of(inputs)))
 
     def wait(self, handle: Any) -> StepResult:
         result: StepResult = handle
@@ -75,11 +84,23 @@ class EagerRunner:
     def _apply_differences(self, plan: StepPlan) -> None:
         for row in self._rows.release(plan.released):
             self._sampling.release(row)
+            if self._adapters is not None:
+                self._adapters.release((row,))
         for admitted in plan.admitted:
-            self._sampling.admit(self._rows.admit(admitted), admitted)
+            row = self._rows.admit(admitted)
+            self._sampling.admit(row, admitted)
+            if self._adapters is not None:
+                self._adapters.admit(row, admitted.adapter_digest)
         self._rows.update_blocks(plan)
         for own, changes in zip(self.kv_cache.of_kinds, plan.tables, strict=False):
             own.copy_blocks(changes.copies)
+
+    def _adapters_of(self, inputs: StepInputs, tokens: NDArray[np.int64] | slice | None = None) -> Any:
+        """Return the adapters of the step's tokens, or of some of them; None: none has one."""
+        if self._adapters is None:
+            return None
+        rows = np.repeat(inputs.rows, np.diff(inputs.query_start_loc))
+        return self._adapters.of(rows if tokens is None else rows[tokens])
 
     def _answer(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
         """Return the step's result from the hidden states of its tokens."""
@@ -118,7 +139,7 @@ class EagerRunner:
         pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
         found = []
         for piece in pieces:
-            logits = self.model.logits(hidden[piece.rows])
+            logits = self.model.logits(hidden[piece.rows], self._adapters_of(inputs, piece.rows))
             found.append(host_sampler().report(logits, piece.token_ids, piece.reports))
         return by_request(plan.prompt_targets, pieces, found)
 
@@ -129,7 +150,7 @@ class EagerRunner:
         rows = inputs.rows[inputs.sampling]
         request_ids = [inputs.request_ids[i] for i in inputs.sampling.tolist()]
         num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
-        logits = self.model.logits(hidden)
+        logits = self.model.logits(hidden, self._adapters_of(inputs, inputs.sampled_tokens))
         if not plan.proposals:
             masks = mask_rows(masks_of(plan, request_ids)) if plan.token_masks else None
             sampled = sample(logits, self._sampling, rows, num_generated, masks)

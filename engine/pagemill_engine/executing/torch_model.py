@@ -16,6 +16,7 @@ from pagemill_engine.decoders.rope import decoder_tables
 from pagemill_engine.decoders.step_model import CachedTokens, StepTokens
 from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.weights.source import WeightSource
+from pagemill_kernels.adapters.rows import AdapterRows
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.registry import Ops
@@ -108,15 +109,15 @@ class TorchModel:
     def use_caches(self, caches: Sequence[Array]) -> None:
         self._caches = [to_torch(cache) for cache in caches]
 
-    def hidden(self, step: StepTokens) -> Array:
+    def hidden(self, step: StepTokens, adapters: AdapterRows | None = None) -> Array:
         with torch.inference_mode():
-            return from_torch(self.model(to_torch(step.token_ids), self._context(step)))
+            return from_torch(self.model(to_torch(step.token_ids), self._context(step, adapters)))
 
-    def logits(self, hidden: Array) -> Array:
+    def logits(self, hidden: Array, adapters: AdapterRows | None = None) -> Array:
         with torch.inference_mode():
-            return from_torch(self.model.compute_logits(to_torch(hidden), RowsContext(group=self._group)))
+            return from_torch(self.model.compute_logits(to_torch(hidden), RowsContext(adapters, self._group)))
 
-    def _context(self, step: StepTokens) -> ForwardContext:
+    def _context(self, step: StepTokens, adapters: AdapterRows | None) -> ForwardContext:
         ops, positions, caches = self._ops, to_torch(step.positions), step.caches
         return ForwardContext(
             positions=positions,
@@ -127,6 +128,7 @@ class TorchModel:
                 window: ops.plan_attention(caches[window].attention, window, self.model.dtype, ops.device)
                 for window in self._windows
             },
+            adapters=adapters,
             group=self._group,
         )
 

@@ -71,12 +71,15 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Activations of the largest step, from the model's shapes or measured."""
     measured: bool = False
     """Whether `activation_bytes` was measured in steps, with rows, libraries and recorded decodes."""
+    adapter_bytes: int = 0
+    """All adapters that are kept in memory."""
 
     @property
     def free_bytes(self) -> int:
         """Memory that is left when cache and step have their largest size; negative if they do not fit."""
         used = self.process_bytes + self.other_bytes
-        return self.limit_bytes - used - self.weight_bytes - self.kv_bytes - self.activation_bytes
+        used += self.weight_bytes + self.adapter_bytes
+        return self.limit_bytes - used - self.kv_bytes - self.activation_bytes
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

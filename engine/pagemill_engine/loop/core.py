@@ -23,6 +23,7 @@ from pagemill_engine.executing.base import Runner
 from pagemill_engine.executing.errors import DeviceLostError
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
+from pagemill_engine.loop.adapter_requests import AdapterRequests
 from pagemill_engine.loop.grammar_requests import GrammarRequests
 from pagemill_engine.loop.limits import scheduler_limits, step_limits
 from pagemill_engine.loop.step_timer import StepTimer, predicted_ms
@@ -64,6 +65,9 @@ class EngineCore:
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock, proposals)
         self.grammar_requests = GrammarRequests(config.model, self.scheduler, runner.info)
+        store = runner.info.adapters
+        self.adapters = None if store is None else AdapterRequests(store, *self._adapter_queue())
+        """None: no adapters are served."""
         self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
         self.step_timer = StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
@@ -83,17 +87,29 @@ class EngineCore:
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises `PagemillError` with the reason if it cannot be served here."""
-        self.grammar_requests.add(request)
+        if self.adapters is not None and request.adapter_digest:
+            self.adapters.add(request)
+        else:
+            self.grammar_requests.add(request)
+
+    def raise_allowance(self, request_id: str, allowance: int) -> None:
+        """Let each sequence of a request generate up to `allowance` tokens. Ids of ended requests are ignored."""
+        self.grammar_requests.raise_allowance(request_id, allowance)
+        if self.adapters is not None:
+            self.adapters.raise_allowance(request_id, allowance)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Abort a request or one of its choices. Each running sequence reports `finish_reason="abort"`."""
         if choice is None:
             self.grammar_requests.abort(request_id)
+            if self.adapters is not None:
+                self.adapters.abort(request_id)
         self.scheduler.abort(request_id, choice)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None or self.grammar_requests.has_work
+        waits = self.grammar_requests.has_work or (self.adapters is not None and self.adapters.has_work)
+        return waits or self.scheduler.has_work or self._in_flight is not None
 
     def load(self) -> EngineLoad:
         return self.scheduler.load(self._step_ms)
@@ -101,8 +117,16 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Run one step to its end, if there is anything to run, and return its outputs. Raises only if the state is
         inconsistent beyond the step's own requests, or the device is lost."""
-        self.grammar_requests.queue_compiled(may_wait=not self.scheduler.has_work and self._in_flight is None)
+        is_idle = not self.scheduler.has_work and self._in_flight is None
+        if self.adapters is not None:
+            self.adapters.advance(may_wait=is_idle and not self.grammar_requests.has_work)
+        self.grammar_requests.queue_compiled(may_wait=is_idle)
         return self._step_overlapped() if self.overlaps else self._step_plain()
+
+    def _adapter_queue(self) -> tuple[Any, Any, Any]:
+        """Return how requests whose adapter has a slot go on, for `AdapterRequests`."""
+        scheduler, forming = self.scheduler, self.grammar_requests
+        return forming.add, scheduler.check, lambda name: scheduler.is_serving(name) or forming.is_compiling(name)
 
     def _step_plain(self) -> StepOutputs:
         step = self._launch()
@@ -211,6 +235,8 @@ class EngineCore:
         self.expected_step_ms = predicted_ms(self.step_time, in_flight.plan) if in_flight is not None else 0.0
         added, removed = self.scheduler.kv.drain_events()
         outputs = [*self.grammar_requests.take_ends(), *self.scheduler.take_outputs()]
+        if self.adapters is not None:
+            outputs = [*self.adapters.take_ends(), *outputs]
         self._has_next_step = step is not None and self.has_work
         return StepOutputs(
             outputs=outputs,

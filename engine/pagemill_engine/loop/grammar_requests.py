@@ -70,6 +70,9 @@ class GrammarRequests:
             raise already_served(request.request_id)
         self._compiling[request.request_id] = (request, self._compiler.submit(outputs, limited))
 
+    def is_compiling(self, request_id: str) -> bool:
+        return request_id in self._compiling
+
     def abort(self, request_id: str) -> None:
         """Abort a request whose form is not compiled yet; other ids are ignored."""
         if request_id in self._compiling:

@@ -114,7 +114,7 @@ class EngineLoop:
             case Abort(request_id, choice):
                 self._abort(request_id, choice)
             case RaiseAllowance(request_id, allowance):
-                self._core.grammar_requests.raise_allowance(request_id, allowance)
+                self._core.raise_allowance(request_id, allowance)
             case Sleep():
                 self._sleep_requested = True
             case Wake():

@@ -123,6 +123,7 @@ class Admission:
             eos_token_ids=eos_token_ids,
             noise=choice % sampling.num_sequences,
             cache_root=self._cache_root(request.cache_salt, request.adapter_digest),
+            adapter_digest=request.adapter_digest,
             num_resumed_tokens=len(resumed),
             pooling=request.pooling,
             reads_all=self._limits.pooling is not None and self._limits.pooling.reads_all,

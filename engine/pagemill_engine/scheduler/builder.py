@@ -77,6 +77,7 @@ class StepBuilder:
                 seed=sequence.seed,
                 pooling=sequence.pooling,
                 eos_token_ids=sequence.eos_token_ids,
+                adapter_digest=sequence.adapter_digest,
             )
         )
         self._count(sequence, num_tokens, 1)

@@ -104,6 +104,10 @@ class Scheduler:
         request."""
         self._admission.check(request, self.num_waiting + num_more)
 
+    def is_serving(self, client_request_id: str) -> bool:
+        """Whether a request has sequences that have not ended."""
+        return client_request_id in self._sequences.by_client
+
     def abort(self, client_request_id: str, choice: int | None = None) -> None:
         """Abort a client request or one of its choices, in any state. Ids of ended requests are ignored."""
         seqs = self._sequences.by_client.get(client_request_id, {})

@@ -55,6 +55,7 @@ class Sequence:
     eos_token_ids: list[int]
     """End-of-sequence tokens, unless ignored."""
     cache_root: bytes
+    adapter_digest: str = ""
     noise: int = 0
     """Index among the choices of its own prompt, which is part of the random counter: a prompt is answered as it would
     be alone, whatever other prompts its request has."""

@@ -44,6 +44,8 @@ class AdmittedSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     eos_token_ids: list[int] = []
     """End-of-sequence tokens of the sequence (none with `ignore_eos`). Together with `sampling.stop_token_ids` they are
     masked until `min_tokens` tokens were generated."""
+    adapter_digest: str = ""
+    """The adapter that computes the sequence; empty: the model alone."""
 
 
 class PromptTargets(msgspec.Struct, frozen=True, array_like=True):

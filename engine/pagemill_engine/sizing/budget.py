@@ -43,6 +43,8 @@ class Sizes(NamedTuple):
     """Whether attention copies the keys and values of a layer together before it reads them."""
     writes_scores: bool = False
     """Whether such attention also writes its scores out, one key/value head of a chunk at a time."""
+    adapter_bytes: int = 0
+    """All adapters that are kept in memory, each of the largest rank."""
 
 
 class MeasuredMemory(NamedTuple):
@@ -114,6 +116,7 @@ def _plan(
         process_bytes=state.process_bytes,
         other_bytes=state.limit_bytes - state.available_bytes - state.process_bytes,
         weight_bytes=sizes.weight_bytes,
+        adapter_bytes=sizes.adapter_bytes,
         kv_bytes=num_blocks * sizes.kv_bytes_per_token * config.block_size,
         activation_bytes=activations,
         measured=measured,
@@ -149,7 +152,7 @@ def _default_kv_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state
 
     A machine's memory is shared with other processes. A GPU's belongs to the engine: the cache takes what is left.
     """
-    left_bytes = state.available_bytes - sizes.weight_bytes
+    left_bytes = max(0, state.available_bytes - sizes.weight_bytes - sizes.adapter_bytes)
     if not state.is_gpu:
         return min(DEFAULT_KV_BYTES, left_bytes // 4)
     largest_step = activation_bytes(config, spec, sizes, spec.max_position_embeddings)
@@ -173,6 +176,13 @@ def _check(config: EngineConfig, budget: MemoryBudget, state: MemoryState) -> No
     if budget.free_bytes >= 0:
         return
     free = f"but {_gib(state.available_bytes)} of memory are free"
+    if budget.adapter_bytes > budget.kv_bytes and budget.free_bytes + budget.adapter_bytes >= 0:
+        raise LoadError(
+            "AdaptersTooLarge",
+            f"{config.max_cpu_loras or config.max_loras} adapters of rank {config.max_lora_rank} take up to "
+            f"{_gib(budget.adapter_bytes)} beside {_gib(budget.weight_bytes)} of weights, {free}. Lower max_loras, "
+            f"max_cpu_loras or max_lora_rank, or {_more_memory(state)}.",
+        )
     if budget.weight_bytes + budget.kv_bytes > state.available_bytes:
         raise LoadError(
             "KVCacheTooLarge",

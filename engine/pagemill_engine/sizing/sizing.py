@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pagemill_engine.adapters.starting import adapter_bytes
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.sizing.budget import Sizes
 from pagemill_engine.sizing.compute import (
@@ -103,6 +104,7 @@ def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, stora
         item_bytes=NUMPY_TYPES[storage.activation_dtype].itemsize,
         gathers=storage.attention_gathers,
         writes_scores=storage.attention_writes_scores,
+        adapter_bytes=adapter_bytes(config, spec.decoder) if config.enable_lora else 0,
     )
 
 

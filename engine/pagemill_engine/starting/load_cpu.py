@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pagemill_engine.adapters.starting import make_store
+from pagemill_engine.adapters.store import AdapterStore
 from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
 from pagemill_engine.decoders.step_model import StepModel
@@ -15,6 +17,7 @@ from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.executing.pooling import Pooler
 from pagemill_engine.executing.pooling_runner import PoolingRunner
+from pagemill_engine.executing.row_adapters import RowAdapters, TorchTables, native_tables
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.sizing.kv_sizes import cache_kinds, max_model_len_for
@@ -23,6 +26,7 @@ from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, descri
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.registry import has_torch
+from pagemill_models.sharding.linears import linears
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_servers.process.cgroup import usable_cores
 from pagemill_servers.process.malloc import trim_heap
@@ -71,8 +75,19 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu").with_cache(cache)
     kv_cache = KVCache(spec, cache.counts, config.block_size, compute.kv_dtype, cache.kinds)
     if spec.pooling is None:
-        return EagerRunner(model, kv_cache, info, config.step.max_num_seqs)
+        adapters = None
+        if config.enable_lora:
+            store = make_store(config, spec.decoder, prepared.weights, natively=compute.is_native)
+            info = info._replace(serves_adapters=True, adapters=store)
+            adapters = _row_adapters(store, spec, config.step.max_num_seqs, natively=compute.is_native)
+        return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters)
     return PoolingRunner(model, kv_cache, info, config.step.max_num_seqs, Pooler(spec.pooling, model.classifier))
+
+
+def _row_adapters(store: AdapterStore, spec: ModelSpec, max_rows: int, *, natively: bool) -> RowAdapters:
+    num_slots = store.limits.max_loras
+    tables = native_tables(num_slots, len(linears(spec.decoder))) if natively else TorchTables()
+    return RowAdapters(store, tables, max_rows)
 
 
 def _native(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> StepModel:

@@ -71,14 +71,25 @@ def pack(a: Array, b: Array) -> PackedAdapter:
 class NativeAdapters:
     """All loaded adapters, by slot and by the number of a linear layer."""
 
-    def __init__(self, loaded: Mapping[int, Mapping[int, PackedAdapter]], num_linears: int) -> None:
-        self.loaded = loaded
-        self.num_slots, self.num_linears = max(loaded, default=-1) + 1, num_linears
-        self.matrices = launch.addresses(
-            loaded.get(slot, {})[number].address if number in loaded.get(slot, {}) else None
-            for slot in range(self.num_slots)
-            for number in range(num_linears)
-        )
+    def __init__(
+        self, loaded: Mapping[int, Mapping[int, PackedAdapter]], num_linears: int, num_slots: int | None = None
+    ) -> None:
+        """`num_slots`: by default as many as `loaded` needs."""
+        self.loaded: dict[int, Mapping[int, PackedAdapter]] = {}
+        self.num_slots = max(loaded, default=-1) + 1 if num_slots is None else num_slots
+        self.num_linears = num_linears
+        self.matrices = (ctypes.c_void_p * (self.num_slots * num_linears))()
+        for slot, packed in loaded.items():
+            self.place(slot, packed)
+
+    def place(self, slot: int, packed: Mapping[int, PackedAdapter]) -> None:
+        """Replace the adapter of a slot, which no step uses meanwhile."""
+        first = slot * self.num_linears
+        for number in self.loaded.get(slot, ()):
+            self.matrices[first + number] = None
+        for number, matrices in packed.items():
+            self.matrices[first + number] = matrices.address
+        self.loaded[slot] = packed
 
     def rows(self, slots: Array) -> NativeAdapterRows:
         """Return the adapters of a step's rows. `slots`: int32 [rows], the slot of each row's adapter, or -1."""

@@ -1,0 +1,124 @@
+"""Reads the values of an adapter: A and B by linear layer, and the digest of its content.
+
+Copies of the base's matrices are compared and left out. Files are read by `pread`: one that shrinks or grows meanwhile
+is refused, not half read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pagemill_kernels.arrays import NUMPY_TYPES, Array, widened
+from pagemill_models.adapters.errors import unreadable, unsupported
+from pagemill_models.adapters.folder import AdapterFiles, LowRank, SavedCopy
+from pagemill_models.files.regular_file import open_regular
+from pagemill_models.files.safetensors_header import TensorHeader
+from pagemill_models.sharding.linears import LinearUse
+from pagemill_protocol.source_errors import UnreadableModelError
+
+_TYPES = {"F32": NUMPY_TYPES["float32"], "F16": NUMPY_TYPES["float16"], "BF16": NUMPY_TYPES["bfloat16"]}
+_ROUNDING = 2.0**-7
+"""Relative difference of a saved copy: one of both may be rounded to bfloat16."""
+
+ReadBase = Callable[[str], Array]
+"""Returns a matrix of the base by its stored name, float32 [rows, columns]."""
+
+
+class PartOfAdapter(NamedTuple):
+    """What an adapter adds to some stored rows of a linear layer."""
+
+    use: LinearUse
+    first_row: int
+    a: Array
+    """float32 [rank, in]."""
+    b: Array
+    """float32 [rows, rank], multiplied by the scale."""
+
+
+class AdapterValues(NamedTuple):
+    digest: str
+    """Of the values and their scales: adapters of one digest answer alike."""
+    rank: int
+    parts: list[PartOfAdapter]
+
+
+def read_values(files: AdapterFiles, base: ReadBase) -> AdapterValues:
+    """Read and check all tensors. Raises `AdapterError`."""
+    try:
+        descriptor = open_regular(files.path)
+    except UnreadableModelError as error:
+        raise unreadable(error.message) from None
+    try:
+        before = os.fstat(descriptor)
+        reader = _Reader(descriptor, files.path)
+        for copy in files.copies:
+            _compare(copy, reader.read(copy.header), base(copy.stored_name))
+        parts = [_part(low, reader) for low in files.parts]
+        after = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise unreadable(f"`{files.path}` changed while it was read. Load the adapter again once it is complete.")
+    scales = sorted((low.use.number, low.first_row, low.scale) for low in files.parts)
+    reader.hasher.update(msgspec.json.encode(scales))
+    return AdapterValues(reader.hasher.hexdigest(), max(low.rank for low in files.parts), parts)
+
+
+class _Reader:
+    """Reads each tensor once: those of stacked experts have many parts."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor, self._path = descriptor, path
+        self._kept: dict[str, Array] = {}
+        self.hasher = hashlib.blake2b(digest_size=16)
+
+    def read(self, header: TensorHeader) -> Array:
+        """Return the tensor as float32. Raises `AdapterError`."""
+        if header.name not in self._kept:
+            raw = np.empty(header.num_bytes, dtype=np.uint8)
+            start = 0
+            while start < len(raw):
+                count = os.preadv(self._descriptor, [raw[start:].data], header.offset + start)
+                if count == 0:
+                    raise unreadable(f"`{self._path}` ends within tensor `{header.name}`. Fetch it again.")
+                start += count
+            self.hasher.update(f"{header.name}|{header.dtype}|{header.shape}|".encode())
+            self.hasher.update(raw.data)
+            values = widened(raw.view(_TYPES[header.dtype]).reshape(header.shape))
+            if not np.isfinite(values).all():
+                raise unsupported(f"Tensor `{header.name}` has values that are not finite.")
+            self._kept[header.name] = values
+        return self._kept[header.name]
+
+
+def _part(low: LowRank, reader: _Reader) -> PartOfAdapter:
+    a, b = reader.read(low.a), reader.read(low.b)
+    if low.expert is not None:
+        a = a.reshape(low.num_experts, low.rank, -1)[low.expert]
+        b = b.reshape(len(b), low.rank, low.num_experts)[:, :, low.expert]
+        if low.swapped:
+            a, b = b.T, a.T
+    return PartOfAdapter(low.use, low.first_row, np.ascontiguousarray(a), b * np.float32(low.scale))
+
+
+def _compare(copy: SavedCopy, values: Array, base: Array) -> None:
+    if values.shape == base.shape[::-1] != base.shape:
+        values = values.T
+    if values.shape != base.shape or not _equal(values, base):
+        raise unsupported(
+            f"Tensor `{copy.header.name}` is a copy of `{copy.stored_name}` and differs from this model's: trained "
+            "matrices are not served beside LoRA. If it was not trained, save the adapter again with "
+            "save_embedding_layers=False; else merge the adapter into a copy of the model."
+        )
+
+
+def _equal(values: Array, base: Array) -> bool:
+    difference: Any = np.abs(values - base)
+    return bool((difference <= _ROUNDING * np.abs(base)).all())

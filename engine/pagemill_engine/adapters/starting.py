@@ -1,0 +1,65 @@
+"""What an engine that serves adapters has from its start: their store, and the memory that the plan keeps for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagemill_engine.adapters.packing import pack_for_torch, pack_natively
+from pagemill_engine.adapters.store import AdapterLimits, AdapterStore
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.source import WeightSource
+from pagemill_kernels.arrays import Array
+from pagemill_models.declaration.declaration import DecoderSpec
+from pagemill_models.sharding.linears import linears
+from pagemill_models.sources import default_name
+from pagemill_models.spec.model_spec import ModelSpec
+
+_PADDED = 8
+"""Ranks of packed matrices are multiples of it."""
+
+
+def limits_of(config: EngineConfig) -> AdapterLimits:
+    return AdapterLimits(
+        config.max_loras, config.max_lora_rank, max(config.max_loras, config.max_cpu_loras or config.max_loras)
+    )
+
+
+def adapter_bytes(config: EngineConfig, decoder: DecoderSpec, item_bytes: int = 2) -> int:
+    """Return the memory of all adapters that are kept on the host, each of the largest rank on all linear layers."""
+    if not config.enable_lora:
+        return 0
+    limits, values = limits_of(config), 0
+    for use in linears(decoder):
+        values += use.spec.in_features * len(use.spec.parts) + use.spec.out_features
+    return limits.max_cpu_loras * values * -(-limits.max_lora_rank // _PADDED) * _PADDED * item_bytes
+
+
+def check_serves(config: EngineConfig, spec: ModelSpec, device: str) -> None:
+    """Raise `LoadError` if adapters are asked for where none can be served."""
+    if not config.enable_lora:
+        return
+    why = ""
+    if device != "cpu":
+        why = "engines on a GPU serve no adapters in this version. Serve them on CPUs, or merge one into the weights"
+    elif spec.pooling is not None:
+        why = "embedding and reranking models serve no adapters. Merge one into the weights"
+    elif spec.decoder.by_transformers:
+        why = "models that run by classes of transformers serve no adapters. Merge one into the weights"
+    elif spec.weights_format == "gguf":
+        why = (
+            "the rows of matrices in GGUF files have an order of their own, for which adapters are not read in this "
+            "version. Serve the model's safetensors, with quantization=int8 or int4"
+        )
+    if why:
+        raise LoadError("SettingsUnsupported", f"enable_lora: {why}.")
+
+
+def make_store(config: EngineConfig, decoder: DecoderSpec, weights: WeightSource, *, natively: bool) -> AdapterStore:
+    def base(name: str) -> Array:
+        values = np.empty(weights.shapes[name], dtype=np.float32)
+        weights.read_into(name, values)
+        return values
+
+    pack = pack_natively if natively else pack_for_torch
+    return AdapterStore(decoder, default_name(config.model), limits_of(config), pack, base)

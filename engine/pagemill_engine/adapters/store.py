@@ -1,0 +1,157 @@
+"""Adapters on the host: which are known, which are loaded, and which are dropped for others.
+
+Loading runs on a thread beside the steps. Loaded adapters are kept up to a number, those first that are in use or
+pinned, then those used last; a known adapter that was dropped is loaded again from its folder. All methods are called
+by the engine's loop; `get` also by a runner's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from pagemill_engine.adapters.packing import Pack, Packed, num_bytes
+from pagemill_engine.adapters.reading import ReadBase, read_values
+from pagemill_models.adapters.errors import AdapterError
+from pagemill_models.adapters.folder import another_base, read_adapter
+from pagemill_models.declaration.declaration import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+
+class LoadedAdapter(NamedTuple):
+    digest: str
+    rank: int
+    packed: Packed
+    num_bytes: int
+    warning: str | None
+    load_ms: float
+
+
+class AdapterLimits(NamedTuple):
+    max_loras: int
+    """Adapters that steps may use at once."""
+    max_lora_rank: int
+    max_cpu_loras: int
+    """Adapters that are kept on the host, those in slots included."""
+
+
+class AdapterStore:
+    def __init__(self, decoder: DecoderSpec, model: str, limits: AdapterLimits, pack: Pack, base: ReadBase) -> None:
+        """`model`: the base's name, for warnings. `base`: reads the base's matrices, to compare saved copies."""
+        self.limits = limits
+        self._decoder, self._model, self._pack, self._base = decoder, model, pack, base
+        self._folders: dict[str, Path] = {}
+        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
+        self._loading: dict[str, Future[LoadedAdapter]] = {}
+        self._in_use: Callable[[str], bool] = lambda digest: False
+        self._pinned: set[str] = set()
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "adapters")
+        self.load_ms = 0.0
+        """Milliseconds that the latest load took."""
+        self.num_loads = 0
+        self.num_evictions = 0
+
+    def keep_while(self, in_use: Callable[[str], bool]) -> None:
+        """Never drop the adapters, by digest, for which `in_use` is true."""
+        self._in_use = in_use
+
+    @property
+    def loaded(self) -> list[str]:
+        return list(self._loaded)
+
+    @property
+    def loading(self) -> list[str]:
+        return list(self._loading)
+
+    @property
+    def futures(self) -> list[Future[LoadedAdapter]]:
+        return list(self._loading.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self._loaded.values())
+
+    def read(self, folder: Path) -> Future[LoadedAdapter]:
+        """Read an adapter's folder on the thread, and pack it. The future raises `AdapterError`."""
+        return self._thread.submit(self._read, folder)
+
+    def add(self, folder: Path, adapter: LoadedAdapter, *, pinned: bool = False) -> None:
+        """Know an adapter, which was read from `folder`, and keep it as long as there is room."""
+        self._folders[adapter.digest] = folder
+        if pinned:
+            self._pinned.add(adapter.digest)
+        self._keep(adapter)
+
+    def forget(self, digest: str) -> None:
+        """Accept no further requests for an adapter. Running ones keep it."""
+        self._folders.pop(digest, None)
+        self._pinned.discard(digest)
+        if not self._in_use(digest):
+            with self._lock:
+                self._loaded.pop(digest, None)
+
+    def knows(self, digest: str) -> bool:
+        return digest in self._folders
+
+    def get(self, digest: str) -> LoadedAdapter:
+        """Return a loaded adapter, which counts as used now."""
+        with self._lock:
+            self._loaded.move_to_end(digest)
+            return self._loaded[digest]
+
+    def fetch(self, digest: str) -> bool:
+        """Return whether an adapter is loaded; begin to load it if not. Raises `AdapterError` if that failed."""
+        if digest in self._loaded:
+            return True
+        future = self._loading.get(digest)
+        if future is None:
+            self._loading[digest] = self.read(self._folders[digest])
+            return False
+        if not future.done():
+            return False
+        del self._loading[digest]
+        adapter = future.result()
+        if adapter.digest != digest:
+            raise AdapterError(
+                "AdapterChanged",
+                f"`{self._folders[digest]}` has other content than when it was loaded. Load it again by its name.",
+            )
+        self._keep(adapter)
+        return True
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, folder: Path) -> LoadedAdapter:
+        started_s = time.monotonic()
+        files = read_adapter(folder, self._decoder, self.limits.max_lora_rank)
+        values = read_values(files, self._base)
+        packed = self._pack(self._decoder, values)
+        warning = another_base(files, self._model)
+        if warning is not None:
+            logger.warning(warning)
+        load_ms = (time.monotonic() - started_s) * 1000
+        return LoadedAdapter(values.digest, values.rank, packed, num_bytes(packed), warning, load_ms)
+
+    def _keep(self, adapter: LoadedAdapter) -> None:
+        self.load_ms = adapter.load_ms
+        self.num_loads += 1
+        with self._lock:
+            self._loaded[adapter.digest] = adapter
+            self._loaded.move_to_end(adapter.digest)
+            excess = len(self._loaded) - self.limits.max_cpu_loras
+            for digest in list(self._loaded):
+                if excess <= 0:
+                    break
+                if digest != adapter.digest and digest not in self._pinned and not self._in_use(digest):
+                    del self._loaded[digest]
+                    self.num_evictions += 1
+                    excess -= 1

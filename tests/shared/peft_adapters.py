@@ -1,0 +1,84 @@
+"""Adapters that PEFT makes, saves and computes: the reference of those that engines serve."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import peft
+import torch
+import transformers
+
+VOCAB_SIZE = 256
+_LLAMA = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+_MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _LLAMA),
+    "llama tied": ("Llama", {**_LLAMA, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2", {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256,
+                      "initializer_range": 0.3}),
+    "phi3": ("Phi3", {**_LLAMA, "pad_token_id": 0}),
+    "gpt_neox": ("GPTNeoX", {**_LLAMA, "rotary_pct": 0.5}),
+    "mixtral": ("Mixtral", {**_LLAMA, **_MIXTURE}),
+    "qwen3_moe": ("Qwen3Moe", {**_LLAMA, **_MIXTURE, "head_dim": 16, "norm_topk_prob": True}),
+    "gpt_oss": ("GptOss", {**_LLAMA, **_MIXTURE, "head_dim": 16}),
+}  # fmt: skip
+
+
+class Base(NamedTuple):
+    folder: Path
+    model: Any
+    """The plain model, float32."""
+
+
+def write_base(name: str, folder: Path) -> Base:
+    kind, settings = MODELS[name]
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    model.save_pretrained(folder)
+    return Base(folder, model)
+
+
+class Adapted(NamedTuple):
+    folder: Path
+    model: Any
+    """PEFT's model, which computes the adapter beside the base."""
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int], num_tokens: int) -> tuple[list[int], float]:
+        """Return the continuation, and the smallest difference of two best log probabilities."""
+        ids, least = torch.tensor([prompt]), float("inf")
+        for _ in range(num_tokens):
+            best = self.model(ids, use_cache=False).logits[0, -1].log_softmax(-1).topk(2)
+            least = min(least, float(best.values[0] - best.values[1]))
+            ids = torch.cat((ids, best.indices[None, :1]), dim=1)
+        return ids[0, len(prompt) :].tolist(), least
+
+
+def write_adapter(base: Base, folder: Path, seed: int = 0, size: float = 0.2, **settings: Any) -> Adapted:
+    """Write an adapter with random A and B, whose values are those of bfloat16."""
+    model = getattr(transformers, type(base.model).__name__).from_pretrained(base.folder, dtype=torch.float32).eval()
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 8, "lora_alpha": 16, **settings})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model, config).eval()
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_((torch.randn_like(parameter) * size).bfloat16().float())
+        adapted.save_pretrained(folder)
+    return Adapted(folder, adapted)
