@@ -101,7 +101,7 @@ class AsyncLLM:
         name = request_id or f"request-{uuid.uuid4().hex}"
         if name in self._streams:
             raise invalid_field("request_id", f"A request with id {name[:80]!r} is already running.")
-        request = self._encoder.request(encoded[0], name, *priorities_of([priority], 1))
+        request = self._encoder.request(encoded[0], name, priorities_of([priority], 1)[0])
         stream = _Stream(request, encoded[0].text, self._encoder.tokenizer)
         self._client.submit(request, stream, stream.answer)
         self._streams[name] = stream

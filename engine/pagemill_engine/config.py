@@ -155,8 +155,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_cpu_loras: int | None = None
     """Adapters that stay in memory, those that steps use included; others are loaded again from their folders when
     they are asked for. `None`: `max_loras`."""
-    lora_modules: list[str] = []
-    """Adapters that are loaded at the start, each as `NAME=FOLDER`; clients ask for one by its name, as the model."""
     null_runner: bool = False
     """Simulated device: real scheduler, KV cache and HTTP, but no model; steps wait the predicted time."""
     num_kv_blocks: int | None = None

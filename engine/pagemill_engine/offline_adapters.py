@@ -73,5 +73,5 @@ def check_none(lora_request: Any) -> None:
     """Raise `PagemillError` for an adapter where none is served."""
     given = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
     if any(each is not None for each in given):
-        message = "lora_request must be None: embeddings and scores are computed without adapters."
+        message = "lora_request must be None here: `LLM.generate`, `chat` and `beam_search` take adapters."
         raise invalid_field("lora_request", message, code="unsupported_parameter")

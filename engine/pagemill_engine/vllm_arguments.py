@@ -43,6 +43,7 @@ _FLOATS = {"half": "float16", "float": "float32"}
 _KV = "The KV cache takes nine tenths of a GPU's free memory, on a CPU 1 GiB or a quarter of the free memory; "
 _ONE = "One process computes a model on one device. Run more replicas behind `pagemill gateway`."
 _TEXT = "Models here read text only."
+_NO_LORA = "Servers take no adapters yet; `LLM(enable_lora=True)` does. Merge the adapter into the model's weights."
 _LOGS = "Requests are not logged one by one; counters are at /metrics."
 _POOLS = "The model's files say whether it generates text, embeds or scores. Remove it."
 _FOLDER = "The model's folder or file decides it. Name a revision in the source: hf://ORG/NAME@REVISION."
@@ -122,6 +123,11 @@ ARGUMENTS: Mapping[str, Argument] = {
     "task": Argument(_POOLS, ("auto", "generate", None)),
     "convert": Argument(_POOLS, ("auto", "none")),
     "pooler_config": Argument(_POOLS, (None,)),
+    "enable_lora": Argument(_NO_LORA, (False, None), only="serve"),
+    "max_loras": Argument(_NO_LORA, ANY, only="serve"),
+    "max_lora_rank": Argument(_NO_LORA, ANY, only="serve"),
+    "max_cpu_loras": Argument(_NO_LORA, ANY, only="serve"),
+    "lora_modules": Argument(_NO_LORA, (None,), only="serve"),
     "lora_dtype": Argument("Adapters are kept in bfloat16 beside native kernels, else in float32.", ("auto",)),
     "fully_sharded_loras": Argument(_ONE, (False,)),
     "default_mm_loras": Argument(_TEXT, (None,)),

@@ -52,7 +52,7 @@ def test_options_without_effect_are_accepted_with_a_note_each() -> None:
     ("given", "message"),
     [
         ("--tensor-parallel-size 2", "--tensor-parallel-size 2 is not supported. One process computes a model"),
-        ("--enable-lora", "--enable-lora is not supported. Engines serve no adapters"),
+        ("--enable-lora", "--enable-lora is not supported. Servers take no adapters yet"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported. Long prompts"),
         ("--task embed", "--task embed is not supported. The model's files say whether it"),
         ("--num-gpu-blocks-override 9", "--kv-cache-memory sets it"),

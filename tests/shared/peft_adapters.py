@@ -44,7 +44,8 @@ class Base(NamedTuple):
 def write_base(name: str, folder: Path) -> Base:
     kind, settings = MODELS[name]
     torch.manual_seed(1)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**settings)).eval()
+    made = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    model = getattr(transformers, made)(getattr(transformers, f"{kind}Config")(**settings)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())

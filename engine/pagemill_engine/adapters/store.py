@@ -94,7 +94,11 @@ class AdapterStore:
         """Accept no further requests for an adapter. Running ones keep it."""
         self._folders.pop(digest, None)
         self._pinned.discard(digest)
-        if not self._in_use(digest):
+        self.release(digest)
+
+    def release(self, digest: str) -> None:
+        """Drop an adapter that is forgotten and no longer in use."""
+        if digest not in self._folders and not self._in_use(digest):
             with self._lock:
                 self._loaded.pop(digest, None)
 

@@ -130,6 +130,7 @@ class AdapterRequests:
             users.intersection_update([name for name in users if self._is_served(name)])
             if not users:
                 del self._users[digest]
+                self.store.release(digest)
 
 
 def refused(error: AdapterError, param: str = "model") -> PagemillError:

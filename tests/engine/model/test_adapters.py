@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from peft_adapters import VOCAB_SIZE, Adapted, Base, write_adapter, write_base
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.starting.factory import create_runner
+from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
@@ -20,7 +21,9 @@ PROMPTS = [[(7 * index + 11 * position * position) % VOCAB_SIZE for position in 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]}),
-    "llama, all-linear and rslora": ("llama", {"target_modules": "all-linear", "use_rslora": True, "r": 4, "lora_alpha": 4}),
+    "llama, all-linear and rslora": (
+        "llama", {"target_modules": "all-linear", "use_rslora": True, "r": 4, "lora_alpha": 4},
+    ),
     "llama, patterns": (
         "llama",
         {
@@ -71,6 +74,14 @@ class Engine:
         assert self.core.adapters is not None
         return self.core.adapters.load(adapted.folder).digest
 
+    def add(self, name: str, prompt: list[int], digest: str, num_tokens: int = NUM_TOKENS) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        self.core.add(
+            GenerateRequest(
+                request_id=name, model="m", prompt_token_ids=prompt, adapter_digest=digest, sampling=sampling
+            )
+        )
+
     def greedy(
         self, prompts: Sequence[list[int]], digests: Sequence[str], num_tokens: int = NUM_TOKENS
     ) -> list[list[int]]:
@@ -79,12 +90,7 @@ class Engine:
             name = f"request-{self._count}"
             self._count += 1
             answers[name] = []
-            self.core.add(
-                GenerateRequest(
-                    request_id=name, model="m", prompt_token_ids=prompt, adapter_digest=digest,
-                    sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
-                )
-            )  # fmt: skip
+            self.add(name, prompt, digest, num_tokens)
         while self.core.has_work:
             for out in self.core.step().outputs:
                 assert out.error is None, out.error
@@ -93,7 +99,7 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made: dict[str, Base] = {}
 
     def base(name: str) -> Base:
@@ -101,7 +107,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             made[name] = write_base(name, tmp_path_factory.mktemp("base"))
         return made[name]
 
-    yield base
+    return base
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,6 +116,20 @@ def test_greedy_answers_equal_pefts(case: str, bases: Any, tmp_path: Path) -> No
     base = bases(name)
     adapted = write_adapter(base, tmp_path, **settings)
     engine = Engine(base)
+    check(engine, base, adapted)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt_neox", "mixtral", "llama, embedding and head"])
+def test_models_that_torch_runs_serve_them_too(
+    case: str, bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, settings = CASES[case]
+    base = bases(name)
+    monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
+    check(Engine(base), base, write_adapter(base, tmp_path, **settings))
+
+
+def check(engine: Engine, base: Base, adapted: Adapted) -> None:
     digest = engine.load(adapted)
     plain = Adapted(base.folder, base.model)
     expected = [adapted.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS[:3]]
@@ -119,3 +139,118 @@ def test_greedy_answers_equal_pefts(case: str, bases: Any, tmp_path: Path) -> No
         assert gap > 1e-3, "near ties do not show what is wrong"
         assert engine.greedy([prompt], [digest]) == [tokens]
     assert engine.greedy(PROMPTS[:3], [""] * 3) == [tokens for tokens, _ in unadapted]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "llama of 4 bits"])
+def test_a_batch_of_eight_adapters_and_the_base(name: str, bases: Any, tmp_path: Path) -> None:
+    case, quantization = name.removesuffix(" of 4 bits"), "int4" if name.endswith("of 4 bits") else "none"
+    base = bases(case)
+    engine = Engine(base, quantization=quantization)
+    adapters = [
+        write_adapter(base, tmp_path / str(seed), seed, **{**CASES[case][1], "r": 4 * (1 + seed % 4), "lora_alpha": 16})
+        for seed in range(8)
+        if seed % 4 != 2  # scales are powers of two
+    ]
+    adapters += [write_adapter(base, tmp_path / f"more {seed}", seed, **CASES[case][1]) for seed in (20, 21)]
+    digests = ["", *map(engine.load, adapters)]
+    assert len(set(digests)) == 9
+    of_prompts = [digests[index % 9] for index in range(32)]
+    together = engine.greedy(PROMPTS, of_prompts)
+    alone = [engine.greedy([prompt], [digest])[0] for prompt, digest in zip(PROMPTS, of_prompts, strict=True)]
+    assert together == alone
+    if quantization == "none":
+        models = [Adapted(base.folder, base.model), *adapters]
+        for index in range(9):
+            tokens, gap = models[index].greedy(PROMPTS[index], NUM_TOKENS)
+            assert gap > 1e-3
+            assert together[index] == tokens
+    swapped = engine.greedy(PROMPTS, [digests[(index + 1) % 9] for index in range(32)])
+    assert sum(one != other for one, other in zip(together, swapped, strict=True)) > 24, "a swap of slots is seen"
+
+
+def test_an_adapter_that_waits_for_a_slot_is_not_overtaken_for_ever(bases: Any, tmp_path: Path) -> None:
+    base = bases("llama")
+    engine = Engine(base, max_loras=1, max_cpu_loras=2, max_num_seqs=4)
+    first, second = (
+        engine.load(write_adapter(base, tmp_path / str(seed), seed, **CASES["llama"][1])) for seed in (1, 2)
+    )
+    ends = order_of_ends(engine, [first, second, *[first] * 12])
+    assert ends.index(1) < 10
+    assert engine.core.adapters is not None
+    assert engine.core.adapters.counts() == ([], [])
+
+
+def order_of_ends(engine: Engine, digests: Sequence[str]) -> list[int]:
+    for index, digest in enumerate(digests):
+        engine.add(str(index), PROMPTS[index], digest)
+    ends = []
+    while engine.core.has_work:
+        ends += [int(out.request_id) for out in engine.core.step().outputs if out.finish_reason]
+    return ends
+
+
+def test_a_thousand_swaps_leak_nothing(bases: Any, tmp_path: Path) -> None:
+    base = bases("llama")
+    engine = Engine(base, max_loras=1, max_cpu_loras=2)
+    adapters = [write_adapter(base, tmp_path / str(seed), seed, target_modules=["q_proj"]) for seed in range(3)]
+    digests = [engine.load(adapted) for adapted in adapters]
+    expected = [engine.greedy(PROMPTS[:1], [digest], 1) for digest in digests]
+    for swap in range(1000):
+        assert engine.greedy(PROMPTS[:1], [digests[swap % 3]], 1) == expected[swap % 3]
+    requests = engine.core.adapters
+    assert requests is not None
+    assert (requests.store.num_loads, len(requests.store.loaded), requests.counts()) == (1006, 2, ([], []))
+    assert engine.core.load().num_blocks_active == 0
+    engine.core.check_integrity()
+
+
+def test_prefixes_are_shared_by_requests_of_one_adapter_only(bases: Any, tmp_path: Path) -> None:
+    base = bases("llama")
+    engine = Engine(base)
+    first = engine.load(write_adapter(base, tmp_path / "1", 1, **CASES["llama"][1]))
+    copy = engine.load(write_adapter(base, tmp_path / "copy", 1, **CASES["llama"][1]))
+    other = engine.load(write_adapter(base, tmp_path / "2", 2, **CASES["llama"][1]))
+    assert first == copy != other
+    prompt = [token for prompt in PROMPTS[:4] for token in prompt]
+    cached = []
+    for index, digest in enumerate([first, first, other, "", first]):
+        engine.add(f"cached-{index}", prompt, digest)
+        outs = [out for _ in range(100) if engine.core.has_work for out in engine.core.step().outputs]
+        cached.append(max(out.num_cached_tokens for out in outs))
+    assert cached == [0, 32, 0, 0, 32]
+
+
+def test_an_adapter_that_is_removed_while_it_generates_ends_well(bases: Any, tmp_path: Path) -> None:
+    base = bases("llama")
+    engine = Engine(base, max_loras=1)
+    digest = engine.load(write_adapter(base, tmp_path, **CASES["llama"][1]))
+    expected = engine.greedy(PROMPTS[:2], [digest, ""])
+    engine.add("running", PROMPTS[0], digest)
+    engine.core.step()
+    requests = engine.core.adapters
+    assert requests is not None
+    requests.store.forget(digest)
+    with pytest.raises(PagemillError, match="does not have the adapter"):
+        engine.add("late", PROMPTS[0], digest)
+    tokens = []
+    while engine.core.has_work:
+        tokens += [token for out in engine.core.step().outputs for token in out.token_ids]
+    assert expected[0][-len(tokens) :] == tokens
+    requests.counts()
+    assert requests.store.loaded == []
+    assert engine.greedy(PROMPTS[1:2], [""]) == expected[1:]
+
+
+def test_an_adapter_whose_files_are_gone_fails_its_requests_only(bases: Any, tmp_path: Path) -> None:
+    base = bases("llama")
+    engine = Engine(base, max_loras=1, max_cpu_loras=1)
+    adapters = [write_adapter(base, tmp_path / str(seed), seed, target_modules=["q_proj"]) for seed in (1, 2)]
+    first, second = map(engine.load, adapters)
+    (adapters[0].folder / "adapter_model.safetensors").unlink()
+    engine.add("1", PROMPTS[0], first)
+    engine.add("2", PROMPTS[0], second)
+    outs = {}
+    while engine.core.has_work:
+        outs |= {out.request_id: out.error for out in engine.core.step().outputs if out.finish_reason}
+    assert "has no `adapter_model.safetensors`" in str(outs["1"])
+    assert outs["2"] is None

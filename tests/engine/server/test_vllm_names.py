@@ -54,7 +54,7 @@ def test_an_argument_without_effect_is_logged_once(
     ("given", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported. One process"),
-        ({"enable_lora": True}, "enable_lora=True is not supported. Engines serve no adapters"),
+        ({"fully_sharded_loras": True}, "fully_sharded_loras=True is not supported"),
         ({"revision": "main"}, "hf://ORG/NAME@REVISION"),
         ({"speculative_config": {"model": "x"}}, "Engines do not speculate"),
         ({"enforce_eager": True, "cuda_graphs": True}, "enforce_eager and cuda_graphs are the same here"),
@@ -91,7 +91,7 @@ def test_outputs_have_all_fields_of_vllm_and_a_prompt_can_be_truncated() -> None
     with LLM(SMOLLM2, max_model_len=64, num_kv_blocks=32, num_threads=1) as llm:
         (cut,) = llm.generate("The capital of France is", params, use_tqdm=False, lora_request=None, priority=[1])
         (longer,) = llm.generate("word " * 200, whole, use_tqdm=False)
-        with pytest.raises(PagemillError, match="lora_request must be None"):
+        with pytest.raises(PagemillError, match="lora_request must be a LoRARequest or None"):
             llm.generate("x", params, lora_request=object())
         with pytest.raises(PagemillError, match="2 prompts came with 1 priorities"):
             llm.generate(["x", "y"], params, priority=[1])
