@@ -119,8 +119,8 @@ class LLM:
 
         `prompts`: one or several, each as text or token ids. `sampling_params`: one for all, or one per prompt, each
         value used exactly as given; by default `get_default_sampling_params()`. `priority`: one per prompt; smaller is
-        served first with `policy="priority"`. `lora_request`: a `LoRARequest`, or one or None per prompt. Raises `PagemillError` that names a prompt or parameter that cannot be
-        served; then nothing is generated.
+        served first with `policy="priority"`. `lora_request`: a `LoRARequest`, or one or None per prompt. Raises
+        `PagemillError` that names a prompt or parameter that cannot be served; then nothing is generated.
         """
         encoded = self._encoder.prompts(prompts, sampling_params)
         return self._run(encoded, use_tqdm, priorities_of(priority, len(encoded)), lora_request)

@@ -351,6 +351,7 @@ def budget_table(ready: Ready, memory: MemoryBudget) -> Table:
             memory.kv_bytes,
             f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB per token ({ready.limits.kv_dtype})",
         ),
+        *([("Adapters", memory.adapter_bytes, "of the largest rank")] if memory.adapter_bytes else []),
         ("Activations", memory.activation_bytes, f"{_largest_step(memory)}: {step}"),
         ("Engine process", memory.process_bytes, "interpreter and libraries, measured before the model was loaded"),
         (
