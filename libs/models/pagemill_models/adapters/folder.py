@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pagemill_models.adapters.errors import AdapterError, unreadable, unsupported
 from pagemill_models.adapters.names import LowTensor, Modules, bare, copied_module, low_tensor
-from pagemill_models.adapters.settings import CONFIG_FILE, MAX_RANK, AdapterSettings, read_settings
+from pagemill_models.adapters.settings import CONFIG_FILE, MAX_RANK, PeftSettings, read_settings
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.files.safetensors_header import TensorHeader, read_header
 from pagemill_models.sharding.linears import LinearUse
@@ -50,7 +50,7 @@ class SavedCopy(NamedTuple):
 
 class AdapterFiles(NamedTuple):
     path: Path
-    settings: AdapterSettings
+    settings: PeftSettings
     parts: list[LowRank]
     copies: list[SavedCopy]
     tensors: list[TensorHeader]
@@ -101,7 +101,7 @@ class _Pair(NamedTuple):
 
 
 class _Reader:
-    def __init__(self, settings: AdapterSettings, modules: Modules, max_rank: int) -> None:
+    def __init__(self, settings: PeftSettings, modules: Modules, max_rank: int) -> None:
         self._settings, self._modules, self._max_rank = settings, modules, max_rank
 
     def read(self, headers: list[TensorHeader]) -> tuple[list[LowRank], list[SavedCopy]]:

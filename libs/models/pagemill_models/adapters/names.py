@@ -29,7 +29,7 @@ class LowTensor(NamedTuple):
     """Of parameters of one module: wrappers around this one."""
 
 
-class Place(NamedTuple):
+class MatrixPlace(NamedTuple):
     """The rows of a linear layer that a module has."""
 
     use: LinearUse
@@ -59,7 +59,7 @@ class Modules:
     """The modules of a declared model by the names that trainers use."""
 
     def __init__(self, decoder: DecoderSpec) -> None:
-        self._places: dict[str, list[Place]] = {}
+        self._places: dict[str, list[MatrixPlace]] = {}
         self._stacks: dict[str, tuple[list[LinearUse], list[LinearUse]]] = {}
         self._stored: dict[str, str] = {}
         head, of_experts = decoder.head, dict[tuple[int | None, str], list[LinearUse]]()
@@ -71,7 +71,7 @@ class Modules:
                 name = head.name if use.role == "head" and head is not None else part.name
                 rows = use.spec.in_features if use.role == "embedding" else part.rows
                 for alias in _aliases(bare(name)):
-                    self._places.setdefault(alias, []).append(Place(use, first, rows))
+                    self._places.setdefault(alias, []).append(MatrixPlace(use, first, rows))
                     self._stored[alias] = f"{part.name}.weight"
                 first += part.rows
         for index, layer in enumerate(decoder.layers):
@@ -80,7 +80,7 @@ class Modules:
                 stacks = of_experts.get((index, "expert_up"), []), of_experts.get((index, "expert_down"), [])
                 self._stacks.update(dict.fromkeys(_aliases(bare(name)), stacks))
 
-    def place(self, module: str) -> Place | None:
+    def place(self, module: str) -> MatrixPlace | None:
         """Return the place of a matrix; None: no linear layer has this name."""
         found = self._places.get(bare(module))
         return None if found is None else found[0]

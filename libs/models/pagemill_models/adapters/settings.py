@@ -47,7 +47,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights`, or their beginnings, with which training starts from changed weights of the base."""
 
 
-class AdapterSettings(NamedTuple):
+class PeftSettings(NamedTuple):
     rank: int
     alpha: float
     rank_stabilized: bool
@@ -100,7 +100,7 @@ class AdapterSettings(NamedTuple):
         return found is not None and int(found[1]) in self.layers
 
 
-def read_settings(folder: Path) -> AdapterSettings:
+def read_settings(folder: Path) -> PeftSettings:
     """Read the settings. Raises `AdapterError`."""
     try:
         values = read_object(folder / CONFIG_FILE)
@@ -115,7 +115,7 @@ def read_settings(folder: Path) -> AdapterSettings:
     if layers is not None and not (isinstance(layers, list) and all(type(each) is int for each in layers)):
         raise _wrong("layers_to_transform", layers, "a list of indices of layers")
     base = values.get("base_model_name_or_path")
-    return AdapterSettings(
+    return PeftSettings(
         rank=rank,
         alpha=_number("lora_alpha", values.get("lora_alpha", 8)),
         rank_stabilized=values.get("use_rslora") is True,
