@@ -110,7 +110,7 @@ class AdapterRequests:
         return ends
 
     def slots(self) -> AdapterSlots:
-        """Return what gateways are told."""
+        """Return the adapters of this engine for its reports."""
         store = self.store
         return AdapterSlots(
             num_slots=store.limits.max_loras, resident=store.loaded, loading=store.loading, load_ms=store.load_ms
