@@ -162,7 +162,9 @@ class ResponsesRequest(PromptFields, SamplingExtensions):
     UNSUPPORTED: ClassVar = {
         "prompt": Unsupported("Prompt templates are stored at OpenAI; send `instructions` and `input`."),
         "moderation": Unsupported(NO_MODERATION),
-        "context_management": Unsupported("Shorten the input before sending it.", ([],)),
+        "context_management": Unsupported(
+            'Compact the input with POST /v1/responses/compact when it is long, or send `truncation: "auto"`.', ([],)
+        ),
     }
     IGNORED: ClassVar = IGNORED_IN_RESPONSES
 
