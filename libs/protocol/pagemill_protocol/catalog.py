@@ -40,6 +40,10 @@ class CatalogAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of its content: identifies it to engines and separates its KV blocks."""
 
 
+DEFAULT_WEIGHT = 100
+"""The weight of a deployment whose `spec.routing.weight` is not set."""
+
+
 class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One LLMDeployment as the gateway serves it."""
 
@@ -52,7 +56,7 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Whether the other names that its engines report (`StateFrame.models`) lead to it too, unless the catalogue has
     them. For engines without an operator: an engine could take the name of another model."""
     adapters: list[CatalogAdapter] = []
-    weight: int = 100
+    weight: int = DEFAULT_WEIGHT
     """Share of the requests for this name among the deployments that claim it."""
     engine_token: str = ""
     """Bearer token for `/internal/*` of its engines."""

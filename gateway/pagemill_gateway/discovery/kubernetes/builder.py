@@ -14,13 +14,12 @@ from decimal import Decimal
 from typing import NamedTuple
 
 from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, SliceEndpoint, WatchedDeployment, WatchedQueue
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.catalog import DEFAULT_WEIGHT, Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.engine_ports import engine_url
 from pagemill_protocol.engine_token import EngineKeys
 
 DEPLOYMENT_LABEL = "pagemill.dev/deployment"
 DATA_PORT, CONTROL_PORT = "data", "control"
-DEFAULT_WEIGHT = 100
 SCALED_ON_DEMAND = ("Active", "External")
 """The autoscaling modes in which waiting requests start an engine, by the operator or by another autoscaler."""
 _ADDRESS_PREFERENCE = {"IPv4": 0, "IPv6": 1}

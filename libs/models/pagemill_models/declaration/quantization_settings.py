@@ -26,10 +26,7 @@ _SIZES = (list, tuple)
 _NUMBERS = ("bits", "w_bit", "group_size", "q_group_size", "num_bits")
 _QUANTIZATION_KINDS: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("quant_method", str, "the name of a method"),
-    *(
-        (key, int, "a whole number from -1 to 2^24")
-        for key in ("bits", "w_bit", "group_size", "q_group_size", "num_bits")
-    ),
+    *((key, int, "a whole number from -1 to 2^24") for key in _NUMBERS),
     *((key, _SIZES, "a list of two sizes") for key in ("weight_block_size", "block_structure")),
     *((key, dict, "an object") for key in ("config_groups",)),
     *((key, str, "text") for key in ("version", "format", "checkpoint_format", "strategy", "type")),
@@ -99,10 +96,6 @@ def _is_kind(value: object, kind: type | tuple[type, ...]) -> bool:
     if kind is int:
         return type(value) is int and -1 <= value < 1 << 24
     return isinstance(value, kind)
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 < value < 1 << 24
 
 
 def _wrong(path: Path, key: str, value: Any, wanted: str) -> UnreadableModelError:

@@ -22,7 +22,7 @@ from pagemill_operator.backends.local.supervisor import Launch, Supervisor
 from pagemill_operator.backends.standby import Call, StandbyActions, call_engine
 from pagemill_operator.plan.types import Group, Plan, Problem, Process
 from pagemill_operator.status.conditions import ReplicaObservation
-from pagemill_protocol.catalog import CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.catalog import DEFAULT_WEIGHT, CatalogModel, Endpoint, QueueLimits
 
 LOOPBACK = "127.0.0.1"
 SLEEP_RETRY_S = 10.0
@@ -96,7 +96,7 @@ class Deployment:
             deployment=plan.name,
             name=plan.model_name,
             aliases=list(plan.names[1:]),
-            weight=100 if plan.weight is None else plan.weight,
+            weight=DEFAULT_WEIGHT if plan.weight is None else plan.weight,
             engine_token=self.token,
             prefix_scope=plan.prefix_scope,
             routing_policy=plan.routing_policy,
