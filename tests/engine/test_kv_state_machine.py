@@ -10,6 +10,8 @@ from kv_machine import KVMachine, walk
 from examples import num_examples
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind, first_needed, longest_match, most_held
 
+STATE = CacheKind("state", state=True)
+
 KVMachine.TestCase.settings = settings(
     max_examples=num_examples(1000), stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -25,10 +27,23 @@ def test_the_longest_match_is_that_of_a_search_over_all_boundaries() -> None:
     draw = random.Random(5)
     for _ in range(2000):
         kinds = draw.choice(
-            [[FULL], [FULL, CacheKind("w", 5)], [CacheKind("w", 9), CacheKind("v", 3)], [CacheKind("w", 1)]]
+            [
+                [FULL],
+                [FULL, CacheKind("w", 5)],
+                [CacheKind("w", 9), CacheKind("v", 3)],
+                [CacheKind("w", 1)],
+                [FULL, STATE],
+                [FULL, CacheKind("w", 5), STATE],
+                [CacheKind("w", 7), STATE],
+                [STATE],
+            ]
         )
         num_blocks = draw.randint(0, 9)
         cached = [[draw.random() < 0.8 for _ in range(num_blocks)] for _ in kinds]
+        for kind, have in zip(kinds, cached, strict=True):
+            assert first_needed(kind, 0, 4) == 0
+            if kind.state:
+                have[:] = [draw.random() < 0.3 for _ in have]
         resumable = [
             boundary
             for boundary in range(num_blocks + 1)
@@ -48,7 +63,10 @@ def test_the_longest_match_is_that_of_a_search_over_all_boundaries() -> None:
 def test_the_most_blocks_held_are_those_of_a_walk_through_all_steps() -> None:
     draw = random.Random(6)
     for _ in range(2000):
-        kind = draw.choice([FULL, CacheKind("w", draw.randint(1, 40))])
+        kind = draw.choice([FULL, CacheKind("w", draw.randint(1, 40)), STATE])
+        if kind.state:
+            assert [most_held(kind, 0, end, 5, 4) for end in (0, 3, 4, 80)] == [0, 0, 1, 1]
+            continue
         start, step = draw.randint(0, 60), draw.randint(1, 20)
         end = start + draw.randint(0, 80)
         position, held = start, -(-start // 4) - first_needed(kind, start, 4)

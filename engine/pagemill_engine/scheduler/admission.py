@@ -179,7 +179,7 @@ class Admission:
         num_blocks = most_blocks(sampling, num_prompt_tokens, total, limits.block_size)
         for kind, most in zip(limits.kinds, limits.blocks_of_kinds, strict=True):
             needed = num_blocks
-            if kind.window is not None:  # each beam may have its window, and copies its last block before it writes
+            if not kind.keeps_all:  # each beam may have its window or state, and copies its last block before it writes
                 of_beam = most_held(kind, 0, total, 1, limits.block_size) + 1
                 needed = min(num_blocks, sampling.num_sequences * of_beam)
             if needed > most:

@@ -21,7 +21,8 @@ import msgspec
 
 from pagemill_engine.ipc.messages import PrefixEvents, Ready
 from pagemill_protocol.frames import encode_state
-from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_blocks
+from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
+from pagemill_protocol.report.cache_kinds import chunk_blocks
 from pagemill_protocol.report.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 
@@ -96,8 +97,8 @@ class StatePublisher:
             max_model_len=ready.limits.max_model_len,
             max_num_batched_tokens=ready.limits.max_num_batched_tokens,
             max_num_seqs=ready.limits.max_num_seqs,
-            kinds=[] if all(kind.window is None for kind in ready.limits.kinds) else list(ready.limits.kinds),
-            prefix_chunk_blocks=prefix_chunk_blocks(ready.limits.block_size, ready.limits.num_blocks),
+            kinds=[] if all(kind.keeps_all for kind in ready.limits.kinds) else list(ready.limits.kinds),
+            prefix_chunk_blocks=chunk_blocks(ready.limits.kinds, ready.limits.num_blocks, ready.limits.block_size),
             load=ready.load,
             start_s=ready.start_s,
             pools=ready.limits.pooling is not None,

@@ -108,6 +108,43 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         return {} if self.divisors is None else {self.divisors: (self.rotary_dim // 2,)}
 
 
+class VectorsSpec(msgspec.Struct, frozen=True):
+    """What a layer caches of each token: `heads` vectors of `size` values, which the last `window` tokens read."""
+
+    heads: int
+    size: int
+    window: int | None = None
+
+
+class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recurrent layer keeps: a state at a block boundary, and the inputs of the tokens since.
+
+    All values are float32. A convolution keeps the last `width` - 1 values of each of its channels as part of the
+    state.
+    """
+
+    parts: tuple[tuple[int, ...], ...] = ()
+    """Shapes of the arrays that are the state."""
+    inputs_per_token: int = 0
+    """Values of a token from which the state behind it is computed, without those of the convolution."""
+    channels: int = 0
+    width: int = 1
+
+    @property
+    def num_values(self) -> int:
+        return sum(math.prod(shape) for shape in self.parts) + (self.width - 1) * self.channels
+
+    def num_row_values(self, block_size: int, most_proposed: int) -> int:
+        """Return the values that a running sequence keeps of the tokens since its state: those of a block, and those
+        that may be proposed. The convolution needs only its last inputs."""
+        of_tokens = (block_size + most_proposed) * self.inputs_per_token
+        return of_tokens + (self.width - 1 + most_proposed) * self.channels
+
+
+LayerCacheSpec = VectorsSpec | StateSpec
+"""What a layer keeps of the tokens before."""
+
+
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Attention over the paged cache; query head h reads key/value head h // (num_heads / num_kv_heads)."""
 
@@ -140,6 +177,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     def cache_heads(self) -> int:
         """Vectors of `head_dim` values that the cache stores per token: keys, then values."""
         return 2 * self.num_kv_heads if self.causal else 0
+
+    @property
+    def cache(self) -> VectorsSpec:
+        return VectorsSpec(self.cache_heads, self.head_dim, self.window)
 
     @property
     def rotary_table_dim(self) -> int:
@@ -191,6 +232,10 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
     def head_dim(self) -> int:
         """Size of cached vectors, and of queries once `up` is multiplied into them."""
         return self.latent_size + self.rope.rotary_dim
+
+    @property
+    def cache(self) -> VectorsSpec:
+        return VectorsSpec(self.cache_heads, self.head_dim)
 
     @property
     def rotary_table_dim(self) -> int:
@@ -468,6 +513,11 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def attentions(self) -> Iterator[AnyAttentionSpec]:
         for layer in self.layers:
             yield from (block for block in layer.blocks() if isinstance(block, AnyAttentionSpec))
+
+    def caches(self) -> Iterator[tuple[int, LayerCacheSpec]]:
+        """Yield what each layer caches, with the layer's number."""
+        for number, layer in enumerate(self.layers):
+            yield from ((number, block.cache) for block in layer.blocks() if isinstance(block, AnyAttentionSpec))
 
     def mlps(self) -> Iterator[MLPSpec | MoESpec]:
         for layer in self.layers:

@@ -7,17 +7,25 @@ Face folder, `spec_from_gguf` from a GGUF file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from pagemill_models.declaration.declaration import AnyAttentionSpec, AttentionSpec, DecoderSpec
+from pagemill_models.declaration.declaration import (
+    AnyAttentionSpec,
+    AttentionSpec,
+    DecoderSpec,
+    LayerCacheSpec,
+    StateSpec,
+)
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture as UnsupportedModelArchitecture
 from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.request.pooling import PoolingSpec
 from pagemill_protocol.source_errors import UnreadableModelError
+
+STATE_VALUE_BYTES = 4
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,26 +110,46 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kinds_of(decoder: DecoderSpec, block_size: int, token_bytes: Callable[[int], int], longest: int) -> list[CacheKind]:
-    """Return the kinds of the decoder's layers, those that keep everything first.
+    """Return the kinds of the decoder's layers (`kinds_of_caches`)."""
+    return kinds_of_caches(decoder.caches(), block_size, token_bytes, longest)
 
-    `token_bytes`: bytes of a cached vector of so many values. `longest`: the most tokens of a sequence; a window of as
-    many tokens frees nothing and is none.
+
+def kinds_of_caches(
+    caches: Iterable[tuple[int, LayerCacheSpec]],
+    block_size: int,
+    token_bytes: Callable[[int], int],
+    longest: int,
+    most_proposed: int = 0,
+) -> list[CacheKind]:
+    """Return the kinds of layers, those that keep everything first, those that keep states last.
+
+    `caches`: what the layers keep, with their numbers. `token_bytes`: bytes of a cached vector of so many values.
+    `longest`: the most tokens of a sequence; a window of as many tokens frees nothing and is none. `most_proposed`:
+    tokens that may be proposed for a sequence in one step.
     """
-    layers: dict[int | None, list[int]] = {}
-    num_bytes: dict[int | None, int] = {}
-    for number, layer in enumerate(decoder.layers):
-        for block in layer.blocks():
-            if not isinstance(block, AnyAttentionSpec):
-                continue
-            window = block.window if block.window is not None and block.window < longest else None
-            layers.setdefault(window, []).append(number)
-            of_block = block_size * block.cache_heads * token_bytes(block.head_dim)
-            num_bytes[window] = num_bytes.get(window, 0) + of_block
-    ordered = sorted(layers, key=lambda window: -longest if window is None else -window)
-    return [
-        CacheKind("full" if window is None else f"window-{window}", window, tuple(layers[window]), num_bytes[window])
-        for window in ordered
-    ]
+    kinds: dict[str, CacheKind] = {}
+    for number, cache in caches:
+        if isinstance(cache, StateSpec):
+            row_bytes = cache.num_row_values(block_size, most_proposed) * STATE_VALUE_BYTES
+            of_layer = CacheKind(
+                "state", None, (number,), cache.num_values * STATE_VALUE_BYTES, state=True, row_bytes=row_bytes
+            )
+        else:
+            window = cache.window if cache.window is not None and cache.window < longest else None
+            name = "full" if window is None else f"window-{window}"
+            of_layer = CacheKind(name, window, (number,), block_size * cache.heads * token_bytes(cache.size))
+        before = kinds.get(of_layer.name)
+        kinds[of_layer.name] = of_layer if before is None else _joined(before, of_layer)
+    return sorted(kinds.values(), key=lambda kind: (kind.state, -longest if kind.window is None else -kind.window))
+
+
+def _joined(one: CacheKind, other: CacheKind) -> CacheKind:
+    return msgspec.structs.replace(
+        one,
+        layers=one.layers + other.layers,
+        block_bytes=one.block_bytes + other.block_bytes,
+        row_bytes=one.row_bytes + other.row_bytes,
+    )
 
 
 def checked(spec: ModelSpec, path: Path) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 All kinds have blocks of the same tokens under the same chain of hashes (`pagemill_protocol.hashes`). They differ in one
 function: `first_needed`, the first block that a sequence with n computed tokens still reads. What is freed behind a
-window, what a prefix hit requires and how many blocks a sequence holds follow from it. Engine, planner, gateway and
+window or a state, what a prefix hit requires and how many blocks a sequence holds follow from it. Engine, planner, gateway and
 simulator compute these here only; blocks themselves are `pagemill_engine.kv`'s part.
 """
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
+
+from pagemill_protocol.hashes import prefix_chunk_blocks
 
 
 class CacheKind(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -23,6 +25,15 @@ class CacheKind(msgspec.Struct, frozen=True, omit_defaults=True):
     """Numbers of its layers; none: all layers."""
     block_bytes: int = 0
     """Bytes of one block in all of its layers; 0: the cache takes no memory."""
+    state: bool = False
+    """Whether a block is the state of recurrent layers behind the block's last token."""
+    row_bytes: int = 0
+    """Bytes of the inputs since the last state that each running sequence has, in all of its layers."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether a sequence needs each of its blocks to its end."""
+        return self.window is None and not self.state
 
 
 USUAL_TOKENS = 4096
@@ -32,15 +43,23 @@ FULL = CacheKind()
 
 
 def first_needed(kind: CacheKind, num_tokens: int, block_size: int) -> int:
-    """Return the first block that a sequence with `num_tokens` computed tokens still needs."""
+    """Return the first block that a sequence with `num_tokens` computed tokens still needs.
+
+    Of states that is the one behind its last full block.
+    """
     if kind.window is None:
-        return 0
+        return max(0, num_tokens // block_size - 1) if kind.state else 0
     return max(0, num_tokens - kind.window + 1) // block_size
 
 
 def most_held(kind: CacheKind, num_computed: int, num_tokens: int, step_tokens: int, block_size: int) -> int:
     """Return the most blocks that a sequence holds at a time while `num_computed` tokens become `num_tokens`, in steps
-    of at most `step_tokens`."""
+    of at most `step_tokens`.
+
+    Of states that is one. A second one, where a step cannot replace the first, is no need: the sequence can wait.
+    """
+    if kind.state:
+        return min(1, num_tokens // block_size)
     held = -(-num_tokens // block_size) - first_needed(kind, num_computed, block_size)
     if kind.window is None:
         return held
@@ -49,13 +68,15 @@ def most_held(kind: CacheKind, num_computed: int, num_tokens: int, step_tokens: 
 
 def sequence_bytes(kinds: Iterable[CacheKind], num_tokens: int, step_tokens: int, block_size: int) -> int:
     """Return the most bytes that a sequence holds until it has `num_tokens` tokens, in steps of `step_tokens`."""
-    return sum(most_held(kind, 0, num_tokens, step_tokens, block_size) * kind.block_bytes for kind in kinds)
+    return sum(
+        most_held(kind, 0, num_tokens, step_tokens, block_size) * kind.block_bytes + kind.row_bytes for kind in kinds
+    )
 
 
 def blocks_for_tokens(kinds: Sequence[CacheKind], num_tokens: int, num_sequences: int, block_size: int) -> int:
     """Return the blocks of all layers in whose memory `num_sequences` sequences decode `num_tokens` further tokens.
 
-    This is an upper bound: each windowed kind is assumed to hold nothing yet. `kinds`: as in a report; none: one kind.
+    This is an upper bound: windows and states are assumed to hold nothing yet. `kinds`: as in a report; none: one kind.
     """
     num_full = -(-num_tokens // block_size)
     if not kinds:
@@ -64,7 +85,7 @@ def blocks_for_tokens(kinds: Sequence[CacheKind], num_tokens: int, num_sequences
     num_bytes = 0
     for kind in kinds:
         held = num_full
-        if kind.window is not None:
+        if not kind.keeps_all:
             held = min(held, num_sequences * most_held(kind, 0, num_tokens, 1, block_size))
         num_bytes += held * kind.block_bytes
     return -(-num_bytes // unit)
@@ -77,7 +98,8 @@ def blocks_at(kinds: Sequence[CacheKind], counts: Sequence[int], num_tokens: int
     """
     full = -(-num_tokens // block_size)
     return min(
-        count * full // most_held(kind, 0, num_tokens, 1, block_size) for kind, count in zip(kinds, counts, strict=True)
+        count * full // max(1, most_held(kind, 0, num_tokens, 1, block_size))
+        for kind, count in zip(kinds, counts, strict=True)
     )
 
 
@@ -112,8 +134,16 @@ def one_kind(kinds: Sequence[CacheKind]) -> CacheKind:
 def kinds_of_windows(kinds: Sequence[CacheKind], windows: Iterable[int | None]) -> dict[int | None, int]:
     """Return the number of the kind of the layers with each window. Windows without one are in the first, which frees
     nothing."""
-    numbers = {kind.window: number for number, kind in enumerate(kinds)}
+    numbers = {kind.window: number for number, kind in enumerate(kinds) if not kind.state}
     return {window: numbers.get(window, 0) for window in windows}
+
+
+def chunk_blocks(kinds: Iterable[CacheKind], num_blocks: int, block_size: int) -> int:
+    """Return the blocks of a published prefix chunk, for a cache with `num_blocks` blocks of its first kind.
+
+    States are behind any block, so every block is published if there are some.
+    """
+    return 1 if any(kind.state for kind in kinds) else prefix_chunk_blocks(block_size, num_blocks)
 
 
 def longest_match(
@@ -126,7 +156,7 @@ def longest_match(
     """
     windows = []
     for number, kind in enumerate(kinds):
-        if kind.window is not None:
+        if not kind.keeps_all:
             windows.append((number, kind))
             continue
         for index in range(num_blocks):
