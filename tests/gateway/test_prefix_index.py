@@ -46,10 +46,11 @@ class Row:
 
 
 class Pod:
-    """The real KV manager and the real publisher of frames, without a process around them."""
+    """The real KV manager and the real publisher of frames, without a process around them. A window of 0 stands for
+    states."""
 
     def __init__(self, num_blocks: int, windows: tuple[int | None, ...] = (None,)) -> None:
-        self.kinds = [CacheKind("a kind", window) for window in windows]
+        self.kinds = [CacheKind("a kind", window or None, state=window == 0) for window in windows]
         self.kv = CacheManager([num_blocks] * len(windows), BLOCK_SIZE, kinds=self.kinds)
         self.publisher = StatePublisher(["m"])
         self.rows: list[Row] = []
@@ -66,7 +67,7 @@ class Pod:
             if not self.rows:
                 return
             self.evict(0)
-        self.kv.start(row, self.kv.match(row))
+        self.kv.start(row, self.kv.match(row), (len(token_ids) // 2, 12))
         due = len(token_ids) - row.num_computed_tokens
         assert self.kv.allocate(row, due) is not None
         self.kv.launch([row.request_id])
@@ -285,8 +286,10 @@ def test_a_request_is_computed_from_its_first_token_to_its_end() -> None:
     assert not dispatches.is_computed(1)
 
 
-@pytest.mark.parametrize("windows", [(None, 9), (None, 17, 5), (13,), (6, 1)], ids=str)
-def test_the_index_finds_behind_windows_what_the_engine_finds(windows: tuple[int | None, ...]) -> None:
+@pytest.mark.parametrize(
+    "windows", [(None, 9), (None, 17, 5), (13,), (6, 1), (None, 0), (None, 9, 0), (5, 0), (0,)], ids=str
+)
+def test_the_index_finds_behind_windows_and_states_what_the_engine_finds(windows: tuple[int | None, ...]) -> None:
     num_hits = 0
     for seed in range(30):
         draw = random.Random(seed)

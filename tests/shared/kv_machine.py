@@ -2,15 +2,16 @@
 
 A simulated device stores digests of prefixes in the slots of each cache kind. In every step, each row must read, in its
 own slots, what its kinds' windows show of its own prefix, so that a leaked, doubly used, wrongly shared or too early
-freed block is detected even if the counters agree. Up to two steps are in flight: the device has run them, but they
-were not read, so their tokens are not known.
+freed block is detected even if the counters agree. A slot of states has the digest of a whole prefix, and each row a
+log of the tokens since. Up to two steps are in flight: the device has run them, but they were not read, so their tokens
+are not known.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
@@ -22,8 +23,27 @@ from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 BLOCK_SIZE = 4
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 """Only two token values, so that prefixes are often shared."""
-MIXES: list[tuple[int | None, ...]] = [(None,), (None, 5), (None, 9), (None, 4, 7), (3,), (6, 1)]
+Rule = int | None | Literal["state"]
+MIXES: list[tuple[Rule, ...]] = [
+    (None,),
+    (None, 5),
+    (None, 9),
+    (None, 4, 7),
+    (3,),
+    (6, 1),
+    (None, "state"),
+    ("state",),
+    (None, 5, "state"),
+    (4, "state"),
+    (None, 9, 3, "state"),
+]
 """Windows of the kinds; None: a full kind."""
+
+
+def kind_of(rule: Rule) -> CacheKind:
+    if rule == "state":
+        return CacheKind("state", state=True)
+    return FULL if rule is None else CacheKind(f"window-{rule}", rule)
 
 
 @dataclass(eq=False)
@@ -39,6 +59,15 @@ class Row:
     """Whether a step was launched with it since it started: only then does the scheduler fork from it."""
     coming: list[int] = field(default_factory=list)
     """The tokens that steps in flight have sampled."""
+    proposed: list[int] = field(default_factory=list)
+    """Tokens that are computed behind its own in the step being planned."""
+    boundary: int = 0
+    """Blocks before the newest state that the device has of it, in `slot`."""
+    slot: int = -1
+    log_end: int = 0
+    """Tokens behind the last one in its log."""
+    placed: list[tuple[int, int]] = field(default_factory=list)
+    """States that the step being planned writes: index and slot."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,15 +90,19 @@ class KVMachine(RuleBasedStateMachine):
         windows=st.sampled_from(MIXES),
         caching=st.booleans(),
     )
-    def make(self, num_blocks: int, windows: tuple[int | None, ...], caching: bool) -> None:
-        self.kinds = [FULL if window is None else CacheKind(f"window-{window}", window) for window in windows]
+    def make(self, num_blocks: int, windows: tuple[Rule, ...], caching: bool) -> None:
+        self.kinds = [kind_of(window) for window in windows]
+        self.num_vectors = len(self.kinds) - self.kinds[-1].state
         counts = [num_blocks] * len(windows)
         self.kv = CacheManager(counts, BLOCK_SIZE, kinds=self.kinds, enable_prefix_caching=caching)
-        self.slots: list[dict[int, int]] = [{} for _ in self.kinds]
+        self.slots: list[dict[int, int]] = [{} for _ in range(self.num_vectors)]
+        self.states: dict[int, int] = {}
         self.copies: dict[str, list[tuple[int, int, int]]] = {}
         self.num_rows = 0
         self.alive: list[Row] = []
         self.flights: list[tuple[dict[Row, int], set[Row]]] = []
+        self.accepted: dict[Row, tuple[int, list[int]]] = {}
+        """Rows in flight with proposed tokens: how many, and what they sampled."""
 
     @rule(target=rows, token_ids=tokens)
     def start(self, token_ids: list[int]) -> Row:
@@ -79,7 +112,7 @@ class KVMachine(RuleBasedStateMachine):
     def allocate(self, row: Row, share: float) -> None:
         """Schedule some of the row's due tokens in the step that is being planned."""
         due = row.num_tokens - row.num_computed_tokens
-        if row not in self.alive or row.open_tokens or due == 0:
+        if row not in self.alive or row.open_tokens or row in self.accepted or due == 0:
             return
         num_tokens = max(1, round(due * share))
         before = self.kv.usage(), self.kv.held_blocks(row)
@@ -87,7 +120,29 @@ class KVMachine(RuleBasedStateMachine):
         if allocation is None:
             assert (self.kv.usage(), self.kv.held_blocks(row)) == before
             return
+        self._open(row, num_tokens, allocation)
+
+    @rule(row=rows, num_proposed=st.integers(1, 6), num_right=st.integers(0, 6))
+    def propose(self, row: Row, num_proposed: int, num_right: int) -> None:
+        """Schedule a row's last token with proposed ones, some of which it will sample."""
+        if row not in self.alive or row.open_tokens or row.num_pending_tokens:
+            return
+        if row.num_tokens - row.num_computed_tokens != 1 or any(row in flight for flight, _ in self.flights):
+            return
+        true: list[int] = []
+        while len(true) < num_proposed:
+            true.append(digests(row.token_ids + true)[-1] % 2)
+        row.proposed = [*true[:num_right], *(1 - token for token in true[num_right:])]
+        allocation = self.kv.allocate(row, 1 + num_proposed, num_proposed)
+        if allocation is None:
+            row.proposed = []
+            return
+        row.num_pending_tokens = num_proposed
+        self._open(row, 1 + num_proposed, allocation)
+
+    def _open(self, row: Row, num_tokens: int, allocation: Any) -> None:
         row.open_tokens = num_tokens
+        row.placed = [entry for part in allocation for entry in part.placed]
         copies = [(kind, *part.replaced[1:]) for kind, part in enumerate(allocation) if part.replaced is not None]
         if copies:
             self.copies[row.request_id] = copies
@@ -108,19 +163,21 @@ class KVMachine(RuleBasedStateMachine):
         written: set[tuple[int, int]] = set()
         flight = {row: row.open_tokens for row in self.alive if row.open_tokens}
         for row, num_tokens in flight.items():
-            wanted = digests(row.token_ids + row.coming)
+            wanted = digests(row.token_ids + row.coming + row.proposed)
             for position in range(row.num_computed_tokens, row.num_computed_tokens + num_tokens):
                 for kind, slots in enumerate(self.slots):
                     slot = self._slot(kind, row, position)
                     assert (kind, slot) not in written, "two rows wrote one slot"
                     written.add((kind, slot))
                     slots[slot] = wanted[position]
+        if self.num_vectors < len(self.kinds):
+            self._fold(flight)
         starts = {row: row.num_computed_tokens for row in flight}
         self.kv.launch([row.request_id for row in flight])
         for row in flight:
             row.open_tokens = 0
             row.has_run = True
-            wanted = digests(row.token_ids + row.coming)
+            wanted = digests(row.token_ids + row.coming + row.proposed)
             for kind, slots in enumerate(self.slots):
                 window = self.kinds[kind].window
                 first = 0 if window is None else max(0, starts[row] - window + 1)
@@ -130,6 +187,14 @@ class KVMachine(RuleBasedStateMachine):
                     )
         sampling = {row for row in flight if row.num_computed_tokens == row.num_tokens}
         for row in sampling:
+            if row.proposed:
+                sampled: list[int] = []
+                while sampled == row.proposed[: len(sampled)] and len(sampled) <= len(row.proposed):
+                    sampled.append(digests(row.token_ids + sampled)[-1] % 2)
+                self.accepted[row] = (len(row.proposed), sampled)
+                row.num_pending_tokens += 1
+                row.proposed = []
+                continue
             row.coming.append(digests(row.token_ids + row.coming)[-1] % 2)
             row.num_pending_tokens += 1
         self.flights.append((flight, sampling))
@@ -140,7 +205,17 @@ class KVMachine(RuleBasedStateMachine):
             return
         flight, sampling = self.flights.pop(0)
         for row, num_tokens in flight.items():
-            self.kv.commit(row, num_tokens)
+            if row not in self.accepted:
+                self.kv.commit(row, num_tokens)
+                continue
+            num_proposed, sampled = self.accepted.pop(row)
+            sampling.discard(row)
+            self.kv.withdraw(row, 1 + num_proposed - len(sampled))
+            row.log_end = row.num_computed_tokens
+            row.num_pending_tokens = 0
+            for token in sampled:
+                self.kv.commit(row, 1)
+                row.token_ids.append(token)
         for row in sampling:
             row.token_ids.append(row.coming.pop(0))
             row.num_pending_tokens -= 1
@@ -151,11 +226,27 @@ class KVMachine(RuleBasedStateMachine):
         if parent not in self.alive or written or not parent.has_run or parent.num_computed_tokens < 2:
             return multiple()
         child = Row(self._name(), list(parent.token_ids))
-        if self.kv.fork(parent, child, parent.num_computed_tokens - 1) == 0:
+        resumed = self.kv.fork(parent, child, parent.num_computed_tokens - 1)
+        if resumed == 0:
             assert not self.kv.has_table(child)
             return self._begin(child)
+        assert child.num_computed_tokens == resumed
+        self._admit(child)
         self.alive.append(child)
         return child
+
+    @rule(row=rows)
+    def leave_and_return(self, row: Row) -> None:
+        """Let a row leave the batch with its blocks, as beams do. The device forgets it."""
+        written = row.open_tokens or any(row in flight for flight, _ in self.flights)
+        if row not in self.alive or written or not row.has_run:
+            return
+        self.kv.rewind(row)
+        if self.kv.has_table(row):
+            self._admit(row)
+        else:
+            self.alive.remove(row)
+            self._begin(row)
 
     @rule(row=consumes(rows))
     def finish(self, row: Row) -> None:
@@ -199,15 +290,49 @@ class KVMachine(RuleBasedStateMachine):
         assert all(each.num_active == 0 for each in self.kv.usage()), "a block was leaked"
 
     def _begin(self, row: Row) -> Row:
-        self.kv.start(row, self.kv.match(row))
+        self.kv.start(row, self.kv.match(row), (len(row.token_ids) // 2,))
         assert row.num_computed_tokens < len(row.token_ids)
+        self._admit(row)
         self.alive.append(row)
         return row
+
+    def _admit(self, row: Row) -> None:
+        """Let the device know a row: its log is empty."""
+        first, ids = self.kv.held_blocks(row)[-1] if self.num_vectors < len(self.kinds) else (0, [])
+        row.boundary, row.slot = (first + 1, ids[0]) if ids else (0, -1)
+        row.log_end = BLOCK_SIZE * row.boundary
+
+    def _fold(self, flight: dict[Row, int]) -> None:
+        """Read the states of all rows, then write those that the step completes."""
+        writes: dict[int, int] = {}
+        for row, num_tokens in flight.items():
+            wanted = digests(row.token_ids + row.coming + row.proposed)
+            assert row.log_end == row.num_computed_tokens, "a row's log lacks tokens since its state"
+            if row.boundary:
+                assert self.states.get(row.slot) == wanted[row.boundary * BLOCK_SIZE - 1], "a foreign state was read"
+            row.log_end += num_tokens
+            last = (row.log_end - len(row.proposed)) // BLOCK_SIZE
+            for index, slot in row.placed:
+                assert row.boundary <= index < last, "a state was planned of tokens that the log does not have"
+                assert slot not in writes, "two rows wrote one state"
+                writes[slot] = wanted[(index + 1) * BLOCK_SIZE - 1]
+        for row in flight:
+            assert not any(row.slot == slot for other in flight if other is not row for _, slot in other.placed), (
+                "a row wrote a state that another one reads"
+            )
+        for row in flight:
+            if row.placed:
+                row.boundary, row.slot = row.placed[-1][0] + 1, row.placed[-1][1]
+            row.placed = []
+            assert row.boundary == (row.log_end - len(row.proposed)) // BLOCK_SIZE, "a state is due"
+        self.states |= writes
 
     def _drop(self, row: Row) -> None:
         self.kv.free(row)
         self.copies.pop(row.request_id, None)
         row.open_tokens = row.num_pending_tokens = 0
+        row.placed, row.proposed = [], []
+        self.accepted.pop(row, None)
         row.has_run = False
         row.coming.clear()
         for flight, sampling in self.flights:
@@ -254,6 +379,10 @@ def walk(seed: int, num_steps: int = 250) -> None:
             machine.launch_step()
         elif action == "read":
             machine.read_step()
+        elif action == "propose":
+            machine.propose(row=row, num_proposed=draw.randint(1, 6), num_right=draw.randint(0, 6))
+        elif action == "leave":
+            machine.leave_and_return(row=row)
         elif action == "fork" and len(machine.alive) < 6:
             machine.fork(parent=row)
         elif action == "finish":
@@ -269,3 +398,4 @@ def walk(seed: int, num_steps: int = 250) -> None:
 
 
 WEIGHTS = {"start": 5, "step": 12, "read": 11, "fork": 3, "finish": 2, "preempt": 2, "fail": 1, "reset": 0.1}
+WEIGHTS |= {"propose": 4, "leave": 1}

@@ -11,7 +11,8 @@ from collections import Counter
 from pagemill_engine.kv.block_pool import Block, KVCacheError
 from pagemill_engine.kv.kind_cache import KindCache
 from pagemill_engine.kv.manager import CacheManager
-from pagemill_engine.kv.tables import BlockTable, KindTable
+from pagemill_engine.kv.tables import BlockTable, KindTable, StateTable
+from pagemill_protocol import hashes
 from pagemill_protocol.report.cache_kinds import first_needed
 
 
@@ -23,14 +24,13 @@ def check_integrity(kv: CacheManager) -> None:
     """Raise `IntegrityError` unless counts, free lists, hashes, tables and open writes of every kind agree."""
     faults = _check_ends(kv)
     for number, cache in enumerate(kv.caches):
+        faults += [*_check_free_list(cache), *_check_prefix_cache(cache)]
+        if cache.kind.state:
+            faults += _check_states(kv, cache)
+            continue
         tables = {name: (table, table.of_kinds[number]) for name, table in kv.tables.items()}
-        faults += [
-            *_check_references(cache, [own for _, own in tables.values()]),
-            *_check_free_list(cache),
-            *_check_prefix_cache(cache),
-            *_check_tables(kv, cache, tables),
-            *_check_writers(kv, tables),
-        ]
+        held = [block for _, own in tables.values() for block in own.blocks]
+        faults += [*_check_references(cache, held), *_check_tables(kv, cache, tables), *_check_writers(kv, tables)]
     if faults:
         raise IntegrityError("; ".join(faults[:20]))
 
@@ -54,8 +54,8 @@ def _check_ends(kv: CacheManager) -> list[str]:
     return faults
 
 
-def _check_references(cache: KindCache, tables: list[KindTable]) -> list[str]:
-    held = Counter(block.block_id for own in tables for block in own.blocks)
+def _check_references(cache: KindCache, blocks: list[Block]) -> list[str]:
+    held = Counter(block.block_id for block in blocks)
     return [
         f"block {block.block_id} counts {block.ref_count} references, tables hold {held[block.block_id]}"
         for block in cache.pool.blocks
@@ -150,6 +150,39 @@ def _check_writers(kv: CacheManager, tables: dict[str, tuple[BlockTable, KindTab
             if block.ref_count > 1 or block.block_hash is not None:
                 faults.append(f"{name} writes block {block.block_id}, which others may read")
     return faults
+
+
+def _check_states(kv: CacheManager, cache: KindCache) -> list[str]:
+    """Check that each sequence has the newest state of its verified tokens, and those that steps write."""
+    faults = _check_references(cache, [fold.block for own in _states(kv) for fold in own.folds])
+    for name, table in kv.tables.items():
+        own, sequence = table.state, table.sequence
+        if own is None:
+            faults.append(f"{name} has no table of states")
+            continue
+        known = hashes.extend([], sequence.cache_root, sequence.token_ids, kv.block_size)
+        end, verified = table.sequence.num_computed_tokens + table.num_open_tokens, _num_verified(table)
+        boundaries = [fold.boundary for fold in own.folds]
+        if boundaries != sorted(set(boundaries)) or own.boundary * kv.block_size > end:
+            faults.append(f"{name} has states behind {boundaries} blocks and computes {end} tokens")
+        if own.boundary < end // kv.block_size and table.tail_is_own:
+            faults.append(f"{name} misses the state behind {end // kv.block_size} blocks")
+        if sum(fold.num_tokens <= verified for fold in own.folds) > 1:
+            faults.append(f"{name} has more than the newest state of {verified} tokens: {boundaries}")
+        for place, fold in enumerate(own.folds):
+            found, index = fold.block.block_hash, fold.boundary - 1
+            if found is not None and (index >= len(known) or known[index] != found):
+                faults.append(f"{name} has behind {fold.boundary} blocks a state cached for other content")
+            is_written = fold.num_tokens > verified
+            if is_written and place >= len(own.folds) - own.num_opened and (found or fold.block.ref_count > 1):
+                faults.append(f"{name} writes state {fold.block.block_id}, which others may read")
+            if is_written and found is not None and not fold.unwritten:
+                faults.append(f"{name} takes state {fold.block.block_id} for written before its step was read")
+    return faults
+
+
+def _states(kv: CacheManager) -> list[StateTable]:
+    return [table.state for table in kv.tables.values() if table.state is not None]
 
 
 def _num_verified(table: BlockTable) -> int:

@@ -4,7 +4,8 @@ Each sequence has one write cycle per step. `allocate` opens it: it takes blocks
 copy, and registers blocks that become full in the prefix cache, so that requests of the same step can hit them.
 `launch` hands it to the device, `commit` closes it when the step was read, `free` abandons it. A block that becomes
 full with a pending token has no hash yet: `commit` registers it. `commit` also drops the blocks that no later token
-reads (`pagemill_protocol.report.cache_kinds`); their content stays cached.
+reads (`pagemill_protocol.report.cache_kinds`); their content stays cached. `kv.states` has the rules for states, of
+which one kind at most comes behind the others.
 
 The device runs steps in the order of their launch. So KV that a launched step writes counts as present for all later
 steps, and a block that is freed while a step still writes to it may be reallocated at once.
@@ -15,11 +16,12 @@ It is all that the scheduler sees of pools and prefix caches. `kv.integrity` che
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from pagemill_engine.kv.block_pool import Block, KVCacheError
 from pagemill_engine.kv.kind_cache import KindCache
+from pagemill_engine.kv.states import States, point_interval
 from pagemill_engine.kv.tables import (
     NO_MATCH,
     NO_NEW_BLOCKS,
@@ -32,9 +34,17 @@ from pagemill_engine.kv.tables import (
     KVUsage,
     Match,
     Needs,
+    StateTable,
 )
 from pagemill_protocol import hashes
-from pagemill_protocol.report.cache_kinds import FULL, CacheKind, first_needed, longest_match, most_held
+from pagemill_protocol.report.cache_kinds import (
+    FULL,
+    CacheKind,
+    chunk_blocks,
+    first_needed,
+    longest_match,
+    most_held,
+)
 
 
 class CacheManager:
@@ -53,23 +63,36 @@ class CacheManager:
         self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.kinds = tuple(kinds)
-        chunk = hashes.prefix_chunk_blocks(block_size, counts[0])
+        chunk = chunk_blocks(kinds, counts[0], block_size)
         self.caches = [KindCache(kind, count, block_size, chunk) for kind, count in zip(kinds, counts, strict=True)]
         self.tables: dict[str, BlockTable] = {}
+        self._vectors = [cache for cache in self.caches if not cache.kind.state]
+        self.states: States | None = None
+        if self.kinds[-1].state:
+            interval = point_interval(kinds, block_size)
+            self.states = States(
+                self.caches[-1],
+                block_size,
+                interval,
+                self._block_hash,
+                enable_prefix_caching=enable_prefix_caching,
+            )
         self._window_numbers = tuple(number for number, kind in enumerate(kinds) if kind.window is not None)
         self._dropped: list[dict[str, tuple[int, int]]] = [{} for _ in kinds]
         """By kind: sequences whose blocks from the first to before the second index were dropped since the last
         plan."""
+        self._drops = bool(self._window_numbers) or self.states is not None
 
     def has_table(self, sequence: CachedSequence) -> bool:
         return sequence.request_id in self.tables
 
     def held_blocks(self, sequence: CachedSequence) -> list[tuple[int, list[int]]]:
         """Return for each kind the index of the sequence's first block and the ids of its blocks from there on."""
-        return [
-            (table.first, [block.block_id for block in table.blocks])
-            for table in self.tables[sequence.request_id].of_kinds
-        ]
+        table = self.tables[sequence.request_id]
+        held = [(own.first, [block.block_id for block in own.blocks]) for own in table.of_kinds]
+        if table.state is not None:
+            held.append(table.state.held())
+        return held
 
     def being_written(self, sequence: CachedSequence) -> bool:
         """Whether a step in flight, or the one being planned, writes the sequence's blocks."""
@@ -94,27 +117,51 @@ class CacheManager:
             return caches[number].prefixes.get(self._block_hash(sequence, index))
 
         num_blocks = longest_match(self.kinds, most // size, size, cached)
+        num_shared = num_soon = 0
+        if self.states is not None:
+            num_shared, num_soon = self._without_states(self.states, sequence, most // size)
         if not num_blocks:
-            return NO_MATCH
+            return Match(0, (), num_shared, num_soon) if num_shared else NO_MATCH
         blocks = []
         for number, kind in enumerate(self.kinds):
             found = [cached(number, index) for index in range(first_needed(kind, num_blocks * size, size), num_blocks)]
             blocks.append([block for block in found if block is not None])
-        return Match(num_blocks * size, tuple(blocks))
+        return Match(num_blocks * size, tuple(blocks), num_shared, num_soon)
+
+    def _without_states(self, states: States, sequence: CachedSequence, num_blocks: int) -> tuple[int, int]:
+        """Return `num_shared` and `num_soon` of a match of at most `num_blocks` blocks."""
+        caches, size = self.caches, self.block_size
+
+        def cached(number: int, index: int) -> Block | None:
+            return caches[number].prefixes.get(self._block_hash(sequence, index))
+
+        def cached_soon(number: int, index: int) -> object:
+            if number == len(caches) - 1 and self._block_hash(sequence, index) in states.planned:
+                return True
+            return cached(number, index)
+
+        num_shared = longest_match(self.kinds[:-1], num_blocks, size, cached) if self._vectors else 0
+        num_soon = longest_match(self.kinds, num_blocks, size, cached_soon) if states.planned else 0
+        return num_shared * size, num_soon * size
 
     def needs_to_start(self, sequence: CachedSequence, match: Match, num_tokens: int) -> Needs:
         """Return the free blocks that a sequence needs for `num_tokens` tokens, given its prefix hit or its fork."""
         table = self.tables.get(sequence.request_id)
         if table is not None:
             start = sequence.num_computed_tokens
-            return [
+            needs = [
                 self._most_held(own.cache, start, num_tokens) - len(own.blocks) + self._needs_copy(own, start)
                 for own in table.of_kinds
             ]
+            if self.states is not None and table.state is not None:
+                needs.append(int(self.states.lacks_own(table.state)))
+            return needs
         needs = []
-        for cache, blocks in zip(self.caches, match.blocks or [()] * len(self.caches), strict=True):
+        for cache, blocks in zip(self._vectors, match.blocks or [()] * len(self._vectors), strict=False):
             revived = sum(1 for block in blocks if block.ref_count == 0)
             needs.append(self._most_held(cache, match.num_tokens, num_tokens) - len(blocks) + revived)
+        if self.states is not None:
+            needs.append(1)  # a hit that nobody else reads becomes its own
         return needs
 
     def needs_to_finish(self, sequence: CachedSequence) -> Needs:
@@ -122,7 +169,10 @@ class CacheManager:
         table = self.tables[sequence.request_id]
         start = sequence.num_computed_tokens
         num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
-        return [max(0, self._most_held(own.cache, start, num_tokens) - len(own.blocks)) for own in table.of_kinds]
+        needs = [max(0, self._most_held(own.cache, start, num_tokens) - len(own.blocks)) for own in table.of_kinds]
+        if self.states is not None:
+            needs.append(0)  # `States.has_room` counts what running sequences need
+        return needs
 
     def has_room(self, needs: Needs, reserved: Needs, num_running: int | None) -> bool:
         """Whether `needs` can be allocated.
@@ -131,30 +181,41 @@ class CacheManager:
         do not preempt the new one at once. On a mixed simulated workload this reduces 49 preemptions to 19, at the
         same throughput.
         """
-        for cache, need, kept in zip(self.caches, needs, reserved, strict=True):
+        for cache, need, kept in zip(self._vectors, needs, reserved, strict=False):
             spare = 0 if num_running is None else kept + max(cache.watermark, num_running)
             if need + spare > len(cache.pool.free_list):
                 return False
-        return True
+        if self.states is None:
+            return True
+        tables = (table.state for table in self.tables.values())
+        return self.states.has_room(needs[-1], tables, undisturbed=num_running is None)
 
-    def start(self, sequence: CachedSequence, match: Match) -> None:
-        """Create the sequence's table with its prefix hit, which may be empty."""
+    def start(self, sequence: CachedSequence, match: Match, points: Sequence[int] = ()) -> None:
+        """Create the sequence's table with its prefix hit, which may be empty.
+
+        `points`: token counts behind which other sequences are expected to resume.
+        """
         if sequence.request_id in self.tables:
             raise KVCacheError(f"{sequence.request_id} already has a block table")
         num_blocks = match.num_tokens // self.block_size
         of_kinds = []
-        for number, cache in enumerate(self.caches):
+        for number, cache in enumerate(self._vectors):
             blocks = list(match.blocks[number]) if match.blocks else []
             cache.pool.share(blocks)
             of_kinds.append(KindTable(cache, num_blocks - len(blocks), blocks))
-        self.tables[sequence.request_id] = BlockTable(sequence, of_kinds, num_blocks, num_registered=num_blocks)
+        state = None
+        if self.states is not None:
+            hit = match.blocks[-1] if match.blocks else ()
+            state = self.states.start(sequence, hit, match.num_tokens, (*points, match.num_shared))
+        self.tables[sequence.request_id] = BlockTable(sequence, of_kinds, num_blocks, state, num_registered=num_blocks)
         sequence.num_computed_tokens = match.num_tokens
 
     def fork(self, parent: CachedSequence, child: CachedSequence, num_tokens: int) -> int:
-        """Let the child share the parent's first `num_tokens` tokens, including a partial last block.
+        """Let the child share the parent's first `num_tokens` tokens, including a partial last block. With states it
+        resumes at the last block boundary.
 
         Returns how many tokens the child resumes with: none, and it has no table, if a block that it needs was dropped
-        behind the parent's window and is not cached any more.
+        behind the parent's window or state and is not cached any more.
         """
         if child.request_id in self.tables:
             raise KVCacheError(f"{child.request_id} already has a block table")
@@ -163,6 +224,13 @@ class CacheManager:
         if self.being_written(parent):
             raise KVCacheError(f"{parent.request_id} cannot be shared: a step still writes into its last block")
         table = self.tables[parent.request_id]
+        state: StateTable | None = None
+        last: Block | None = None
+        if self.states is not None and table.state is not None:
+            num_tokens -= num_tokens % self.block_size
+            last = self.states.at(table.state, num_tokens // self.block_size, parent) if num_tokens else None
+            if last is None:
+                return 0
         end = -(-num_tokens // self.block_size)
         shared = []
         for own in table.of_kinds:
@@ -174,12 +242,37 @@ class CacheManager:
             shared.append(KindTable(own.cache, first, before + held))
         for mine in shared:
             mine.cache.pool.share(mine.blocks)
+        if self.states is not None and last is not None:
+            state = self.states.start(child, [last], num_tokens, ())
         table.tail_is_own = False
         num_full = num_tokens // self.block_size
-        self.tables[child.request_id] = BlockTable(child, shared, end, num_registered=num_full)
+        self.tables[child.request_id] = BlockTable(child, shared, end, state, num_registered=num_full)
         child.num_computed_tokens = num_tokens
         child.block_hashes[:] = parent.block_hashes[:num_full]
         return num_tokens
+
+    def rewind(self, sequence: CachedSequence) -> None:
+        """Let a sequence that leaves the batch and keeps its blocks resume where it can: at its last block boundary if
+        it has states, whose log is lost. It loses its table if a block that it needs is not cached any more."""
+        table = self.tables[sequence.request_id]
+        if table.state is None:
+            return
+        if not table.state.boundary:
+            self.free(sequence)
+            return
+        num_tokens = table.state.boundary * self.block_size
+        for own, dropped in zip(table.of_kinds, self._dropped, strict=False):
+            first = first_needed(own.cache.kind, num_tokens, self.block_size)
+            before = _cached_again(own.cache, sequence, range(first, own.first))
+            if before is None:
+                self.free(sequence)
+                return
+            dropped.pop(sequence.request_id, None)
+            own.cache.pool.share(before)
+            own.blocks[:0], own.first = before, min(first, own.first)
+        sequence.num_computed_tokens = num_tokens
+        table.num_spare = table.end - table.state.boundary
+        table.tail_is_own = table.state.runs = False
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -199,9 +292,9 @@ class CacheManager:
             # Nearly every decode: the token goes into the sequence's own last blocks and does not fill them.
             table.num_open_tokens = num_tokens
             return NO_NEW_BLOCKS
-        return self._extend(table, start, end)
+        return self._extend(table, start, end, num_proposed)
 
-    def _extend(self, table: BlockTable, start: int, end: int) -> Allocation | None:
+    def _extend(self, table: BlockTable, start: int, end: int, num_proposed: int) -> Allocation | None:
         """`allocate` where a table changes. It is a function of its own because the variables of a function that has
         comprehensions are slower, and nearly every decode needs none."""
         size, sequence = self.block_size, table.sequence
@@ -210,6 +303,13 @@ class CacheManager:
         for own in table.of_kinds:
             if num_new + (own in copied) > len(own.cache.pool.free_list):
                 return None
+        states = self.states
+        if (
+            states is not None
+            and table.state is not None
+            and not states.can_fold(table.state, end - num_proposed, sequence)
+        ):
+            return None
         table.num_open_tokens = end - start
         table.tail_is_own = True
         allocation: Allocation = NO_NEW_BLOCKS
@@ -217,23 +317,45 @@ class CacheManager:
             allocation = [_append(own, num_new, start // size if own in copied else None) for own in table.of_kinds]
             table.end += num_new
         table.num_spare = table.end - -(-end // size)
+        if states is not None and table.state is not None:
+            table.state.runs = True
+            table.tail_is_own = not (num_proposed or table.num_spare)
+            if placed := states.fold(table.state, end - num_proposed, sequence):
+                allocation = [*(allocation or [KindAllocation([]) for _ in table.of_kinds])]
+                allocation.append(KindAllocation([], None, placed))
+            elif allocation:
+                allocation = [*allocation, KindAllocation([])]
         num_full = min(end, len(sequence.token_ids)) // size
         if num_full > table.num_registered:
             self._register(table, num_full, written=False)
         return allocation
 
-    def launch(self, request_ids: Iterable[str]) -> None:
+    def lacks_state(self, sequence: CachedSequence, num_tokens: int) -> bool:
+        """Whether `num_tokens` tokens cannot be written only because no state can be had. One is released when a step
+        in flight, or the one being planned, was read."""
+        table = self.tables[sequence.request_id]
+        if self.states is None or table.state is None:
+            return False
+        return not self.states.can_fold(table.state, sequence.num_computed_tokens + num_tokens, sequence)
+
+    def launch(self, request_ids: Collection[str]) -> None:
         """Mark the open writes of these sequences as launched: later steps may build on them."""
         for request_id in request_ids:
             table = self.tables[request_id]
             table.sequence.num_computed_tokens += table.num_open_tokens
             table.num_launched_tokens += table.num_open_tokens
             table.num_open_tokens = 0
+        if self.states is not None:
+            self.states.planned.clear()
+            for request_id in request_ids:
+                table = self.tables[request_id]
+                if table.state is not None:
+                    self.states.launch(table.state, table.sequence)
 
     def commit(self, sequence: CachedSequence, num_tokens: int, *, drops: bool = True) -> None:
         """Close the write of the oldest step in flight, which was read and wrote `num_tokens` tokens of the sequence.
 
-        `drops`: whether to drop what is behind windows; otherwise `drop_behind` must be called.
+        `drops`: whether to drop what is behind windows and states; otherwise `drop_behind` must be called.
         """
         table = self.tables[sequence.request_id]
         table.num_launched_tokens = num_launched = table.num_launched_tokens - num_tokens
@@ -245,7 +367,7 @@ class CacheManager:
             table.mark_written(num_full)
         if num_full > table.num_registered:
             self._register(table, num_full, written=True)
-        if drops and self._window_numbers:
+        if drops and self._drops:
             self.drop_behind(sequence)
 
     def drop_behind(self, sequence: CachedSequence) -> None:
@@ -253,6 +375,8 @@ class CacheManager:
         table = self.tables[sequence.request_id]
         for number in self._window_numbers:
             self._drop_behind(number, table, sequence.num_computed_tokens - table.num_launched_tokens)
+        if self.states is not None and table.state is not None:
+            self.states.settle(table.state, sequence.num_computed_tokens - table.num_launched_tokens, sequence)
 
     def withdraw(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Take back the last tokens that the only step in flight wrote for the sequence: they were proposed, and are
@@ -276,10 +400,13 @@ class CacheManager:
         """Drop the sequence's table.
 
         An open write is abandoned, and the blocks it registered are removed from the prefix cache. Blocks are released
-        last to first, so that the tail of a chain is evicted before its head.
+        last to first, so that the tail of a chain is evicted before its head. The last state stays in the prefix cache.
         """
         table = self.tables.pop(sequence.request_id)
-        for own, dropped in zip(table.of_kinds, self._dropped, strict=True):
+        if self.states is not None and table.state is not None:
+            num_verified = sequence.num_computed_tokens - table.num_launched_tokens
+            self.states.free(table.state, num_verified, sequence, is_open=table.num_open_tokens > 0)
+        for own, dropped in zip(table.of_kinds, self._dropped, strict=False):
             # A reader of this step that failed may have removed some of them already.
             own.cache.forget(own.at(index) for index in own.unwritten)
             own.cache.pool.release(reversed(own.blocks))
@@ -304,11 +431,15 @@ class CacheManager:
             own.unwritten = []
             own.cache.forget(own.blocks)
         table.has_unwritten = False
+        if self.states is not None and table.state is not None:
+            in_flight |= self.states.invalidate(table.state)
         return in_flight
 
     def holds_any(self, sequence: CachedSequence, blocks: set[Block]) -> bool:
-        tables = self.tables[sequence.request_id].of_kinds
-        return any(block in blocks for own in tables for block in own.blocks)
+        table = self.tables[sequence.request_id]
+        if table.state is not None and any(fold.block in blocks for fold in table.state.folds):
+            return True
+        return any(block in blocks for own in table.of_kinds for block in own.blocks)
 
     @contextmanager
     def spare_blocks(self) -> Iterator[list[int]]:
@@ -346,7 +477,7 @@ class CacheManager:
                     tail = own.blocks[-1]
                     full = tail.block_hash is not None
                     tails[tail] = max(tails.get(tail, 0), self.block_size if full else fill)
-        allocated = sum(cache.pool.num_active for cache in self.caches) * self.block_size
+        allocated = sum(cache.pool.num_active for cache in self._vectors) * self.block_size
         return KVUsage(allocated, allocated - sum(self.block_size - fill for fill in tails.values()))
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
@@ -367,6 +498,9 @@ class CacheManager:
         """Drop all cached content. Tables stay, but their blocks are not shared with new requests."""
         for cache in self.caches:
             cache.forget([block for _, block in cache.prefixes.items()])
+        for table in self.tables.values():
+            if table.state is not None:
+                table.state.is_trusted = False
 
     # -- helpers --------------------------------------------------------------------------------------------------
 

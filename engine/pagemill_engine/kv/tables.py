@@ -42,12 +42,61 @@ class KindTable:
         return self.blocks[index - self.first]
 
 
+NOT_KEPT = -1
+"""Stands in a row's table for boundaries whose states are not kept."""
+
+
+@dataclass(slots=True, eq=False)
+class Fold:
+    """A state: that of a sequence's first `boundary` blocks."""
+
+    boundary: int
+    block: Block
+    num_tokens: int
+    """Number of tokens that the sequence has computed when it is written."""
+    unwritten: bool = False
+    """Whether it is in the prefix cache and no completed step has written it."""
+
+
+@dataclass(slots=True, eq=False)
+class StateTable:
+    """A sequence's states that it may still resume from, with rising boundaries."""
+
+    folds: list[Fold] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    """Boundaries behind which others may resume, rising."""
+    num_opened: int = 0
+    """Number of the last folds that the step being planned writes."""
+    source: Fold | None = None
+    """The state that the step being planned reads, if it folds."""
+    is_trusted: bool = True
+    """Whether its states may be put into the prefix cache."""
+    runs: bool = False
+    """Whether a step was planned with it: then it needs a block of its own."""
+
+    @property
+    def boundary(self) -> int:
+        """Boundary of its newest state once all planned steps have run."""
+        return self.folds[-1].boundary if self.folds else 0
+
+    def held(self) -> tuple[int, list[int]]:
+        """Return the index of its first block, and the ids from there on, with `NOT_KEPT` where it has none."""
+        kept = {fold.boundary - 1: fold.block.block_id for fold in self.folds}
+        if self.source is not None:
+            kept[self.source.boundary - 1] = self.source.block.block_id
+        first = min(kept, default=0)
+        return first, [kept.get(index, NOT_KEPT) for index in range(first, max(kept, default=-1) + 1)]
+
+
 @dataclass(slots=True)
 class BlockTable:
     sequence: CachedSequence
     of_kinds: list[KindTable]
+    """Of all kinds but states."""
     end: int
     """Index behind the last block, the same in all kinds."""
+    state: StateTable | None = None
+    """Set for models with recurrent layers."""
     num_open_tokens: int = 0
     """Number of tokens that the step being planned writes."""
     num_launched_tokens: int = 0
@@ -55,7 +104,8 @@ class BlockTable:
     num_registered: int = 0
     """Number of leading blocks that were offered to the prefix cache or came from it."""
     tail_is_own: bool = False
-    """Whether no other sequence reads the last block of any kind, and none is in the prefix cache unless it is full."""
+    """Whether no other sequence reads the last block of any kind, none is in the prefix cache unless it is full, and no
+    state is due before the table's end."""
     has_unwritten: bool = False
     num_spare: int = 0
     """Most blocks at the end that no token needs so far: proposed tokens were withdrawn from them."""
@@ -77,6 +127,10 @@ class Match(NamedTuple):
     num_tokens: int
     blocks: Sequence[Sequence[Block]]
     """By kind, the cached blocks that are still needed behind `num_tokens` tokens; empty without a hit."""
+    num_shared: int = 0
+    """Tokens behind which the sequence could resume if there were a state."""
+    num_soon: int = 0
+    """Tokens behind which it can resume once the step being planned was launched, if that writes a state."""
 
 
 NO_MATCH = Match(0, ())
@@ -87,6 +141,8 @@ class KindAllocation(NamedTuple):
     """Ids of the blocks appended to the table."""
     replaced: tuple[int, int, int] | None = None
     """Copy-on-write: (index in the table, source block id, new block id)."""
+    placed: Sequence[tuple[int, int]] = ()
+    """States that the step writes: (index in the table, block id)."""
 
 
 Allocation = Sequence[KindAllocation]

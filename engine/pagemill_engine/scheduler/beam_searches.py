@@ -33,6 +33,8 @@ class BeamSearches:
         """
         sequence.state = SequenceState.REPORTED
         if self._sequences.kv.has_table(sequence):
+            self._sequences.kv.rewind(sequence)
+        if self._sequences.kv.has_table(sequence):
             self._sequences.forks[sequence.request_id] = sequence
         if candidates is None:
             self._sequences.fail(sequence, "The step returned no log probabilities for this beam.")
@@ -94,6 +96,7 @@ class BeamSearches:
             token_ids=list(parent.token_ids),
             block_hashes=list(parent.block_hashes),
             num_computed_tokens=0,
+            reuse_points=(),
         )
         self._sequences.add(child)
         if self._sequences.kv.has_table(parent):

@@ -55,6 +55,8 @@ class StepBuilder:
                 index, source, copy = part.replaced
                 changes.placed.append((sequence.request_id, index, copy))
                 changes.copies.append((source, copy))
+            for index, block_id in part.placed:
+                changes.placed.append((sequence.request_id, index, block_id))
 
     def admit(
         self, sequence: Sequence, num_tokens: int, allocation: Allocation, held: list[tuple[int, list[int]]]

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenStates
 
 Clock = Callable[[], float]
+WORTH_WAITING_TOKENS = 64
+"""A sequence starts a step later if it can then resume behind so many more tokens, whose state a step is writing."""
 
 
 class Scheduler:
@@ -295,9 +297,12 @@ class Scheduler:
         step.reserve(self.kv.needs_to_finish(seq))
 
     def _allocate(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> Allocation | None:
-        """Open the sequence's KV write, preempting others until it fits. Returns None if it was itself preempted."""
+        """Open the sequence's KV write, preempting others until it fits. Returns None if it was itself preempted, or
+        waits for a state."""
         spared = seq if self._sequences.probing else None
         while (allocation := self.kv.allocate(seq, num_tokens)) is None:
+            if (self._in_flight or step.plan.num_scheduled_tokens) and self.kv.lacks_state(seq, num_tokens):
+                return None
             victim, fork = self._running.last_except(spared), self._sequences.last_fork()
             if fork is not None and (victim is spared or serving_key(fork) > serving_key(victim)):
                 self._sequences.drop_fork(fork)
@@ -313,6 +318,8 @@ class Scheduler:
         kv = self.kv
         while True:
             match = NO_MATCH if kv.has_table(seq) else kv.match(seq, reusable_tokens(seq))
+            if match.num_soon >= match.num_tokens + WORTH_WAITING_TOKENS and not alone:
+                return False
             num_computed_tokens = seq.num_computed_tokens or match.num_tokens
             num_tokens = min(seq.num_tokens - num_computed_tokens, step.budget)
             if self.limits.whole_prompts and num_tokens < seq.num_tokens:
@@ -328,7 +335,7 @@ class Scheduler:
             self._sequences.drop_fork(fork)
         self._sequences.unqueue(seq)
         if not kv.has_table(seq):
-            kv.start(seq, match)
+            kv.start(seq, match, seq.reuse_points)
         self._enter(seq, num_tokens, step)
         return True
 

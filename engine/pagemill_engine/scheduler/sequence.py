@@ -66,6 +66,8 @@ class Sequence:
     num_pending_tokens: int = 0
     """Number of tokens that steps in flight sample; their values are not known yet."""
     block_hashes: list[bytes] = field(default_factory=list)
+    reuse_points: tuple[int, ...] = ()
+    """Token counts behind which other sequences are expected to resume."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first scheduled."""
     num_preemptions: int = 0

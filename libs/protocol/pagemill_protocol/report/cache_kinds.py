@@ -2,8 +2,8 @@
 
 All kinds have blocks of the same tokens under the same chain of hashes (`pagemill_protocol.hashes`). They differ in one
 function: `first_needed`, the first block that a sequence with n computed tokens still reads. What is freed behind a
-window or a state, what a prefix hit requires and how many blocks a sequence holds follow from it. Engine, planner, gateway and
-simulator compute these here only; blocks themselves are `pagemill_engine.kv`'s part.
+window or a state, what a prefix hit requires and how many blocks a sequence holds follow from it. Engine, planner,
+gateway and simulator compute these here only; blocks themselves are `pagemill_engine.kv`'s part.
 """
 
 from __future__ import annotations
