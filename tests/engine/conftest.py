@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from recurrent_rows import RecurrentRows
 
 from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TableChanges, TokenLogprobs
@@ -48,6 +49,9 @@ class CheckingRunner:
         self.trace: list[tuple[str, int]] = []
         self.unread: list[Handle] = []
         self.sleeps = False
+        self.num_vectors = sum(not kind.state for kind in info.kinds)
+        self.recurrent = RecurrentRows(info.block_size)
+        """States of the kind behind those of vectors, if the model has one."""
         self.raise_on: Callable[[StepPlan], bool] = lambda plan: False
         self.fail_rows: Callable[[StepPlan], dict[str, str]] = lambda plan: {}
 
@@ -81,18 +85,22 @@ class CheckingRunner:
         for name, proposed in plan.proposals.items():
             for token_id in proposed:
                 self._append(self.rows[name], token_id)
+        spoiled = self._recur(plan, set(failed))
         writers: dict[tuple[int, int], str] = {}
         for name, count in plan.num_scheduled_tokens.items():
             row = self.rows[name]
             for position in range(row["computed"], row["computed"] + count):
-                for kind in range(len(self.info.kinds)):
+                for kind in range(self.num_vectors):
                     slot = self._slot(kind, row, position)
                     if slot in writers:
                         raise DeviceFault(f"{name} and {writers[slot]} both write slot {slot}")
                     writers[slot] = name
                     self.slots[slot] = POISON if name in failed else row["digests"][position]
             row["computed"] += count
-        sound = {name: self._reads_well(name, count) for name, count in plan.num_scheduled_tokens.items()}
+        sound = {
+            name: self._reads_well(name, count) and name not in spoiled
+            for name, count in plan.num_scheduled_tokens.items()
+        }
         tokens: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         prompt_logprobs = {name: self._of_prompt(name, plan) for name in plan.prompt_targets if name not in failed}
@@ -109,11 +117,23 @@ class CheckingRunner:
                     logprobs[name] = [self._logprobs(digest, token, row["num_logprobs"]) for digest, token in pairs]
                 num_rejected = 1 + len(proposed) - len(tokens[name])
                 row["computed"] -= num_rejected
+                if self.num_vectors < len(self.info.kinds):
+                    self.recurrent.withdraw(name, num_rejected)
                 for own in (row["tokens"], row["digests"]):
                     del own[len(own) - num_rejected :]
                 self._append(row, tokens[name][-1])
         token_ids = {name: sampled for name, sampled in tokens.items() if name not in failed}
         return StepResult(token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, failed=failed)
+
+    def _recur(self, plan: StepPlan, failing: set[str]) -> set[str]:
+        """Compute the recurrent layers, if there are some. Returns the rows that read what a failed row wrote."""
+        if self.num_vectors == len(self.info.kinds):
+            return set()
+        steps = {
+            name: (self.rows[name]["tokens"], self.rows[name]["computed"], count, len(plan.proposals.get(name, [])))
+            for name, count in plan.num_scheduled_tokens.items()
+        }
+        return self.recurrent.run(steps, failing)
 
     def _sampled(self, row: dict[str, Any], digests: list[int], proposed: list[int]) -> tuple[list[int], list[int]]:
         """Return the tokens that follow the prefixes of `digests` as long as they were proposed, and those digests."""
@@ -169,8 +189,13 @@ class CheckingRunner:
             for token_id in admitted.token_ids:
                 self._append(row, token_id)
             self.rows[admitted.request_id] = row
-        for kind, changes in enumerate(plan.tables):
+            for held in admitted.tables[self.num_vectors :]:
+                self.recurrent.admit(admitted.request_id, admitted.num_computed_tokens, held.first, held.block_ids)
+        for kind, changes in enumerate(plan.tables[: self.num_vectors]):
             self._change(kind, changes)
+        for changes in plan.tables[self.num_vectors :]:
+            for name, index, block_id in changes.placed:
+                self.recurrent.place(name, index, block_id)
 
     def _change(self, kind: int, changes: TableChanges) -> None:
         for name, block_ids in changes.appended.items():
@@ -215,7 +240,7 @@ class CheckingRunner:
     def _reads_well(self, name: str, count: int) -> bool:
         """Whether the row, which has computed `count` tokens, reads no poison."""
         row, sound = self.rows[name], True
-        for kind, each in enumerate(self.info.kinds):
+        for kind, each in enumerate(self.info.kinds[: self.num_vectors]):
             first = 0 if each.window is None else max(0, row["computed"] - count - each.window + 1)
             for position in range(first, row["computed"]):
                 content = self.slots.get(self._slot(kind, row, position))
@@ -235,10 +260,14 @@ def checking_runner() -> Callable[..., CheckingRunner]:
         max_model_len: int = 128,
         vocab_size: int = 1000,
         windows: tuple[int | None, ...] = (None,),
+        num_states: int = 0,
     ) -> CheckingRunner:
         info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, "weights", "kv", 0, 0, "none")
         kinds = tuple(FULL if window is None else CacheKind(f"window-{window}", window) for window in windows)
         kinds = tuple(msgspec.structs.replace(kind, block_bytes=1024) for kind in kinds)
-        return CheckingRunner(info._replace(kinds=kinds, kind_blocks=(num_blocks,) * len(kinds)))
+        counts = (num_blocks,) * len(kinds)
+        if num_states:
+            kinds, counts = (*kinds, CacheKind("state", state=True, block_bytes=1024)), (*counts, num_states)
+        return CheckingRunner(info._replace(kinds=kinds, kind_blocks=counts))
 
     return make

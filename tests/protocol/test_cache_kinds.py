@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pagemill_models.declaration.declaration import LayerCacheSpec, StateSpec, VectorsSpec
+from pagemill_models.declaration.caches import LayerCacheSpec, StateSpec, VectorsSpec
 from pagemill_models.spec.model_spec import kinds_of_caches
 from pagemill_protocol.report.cache_kinds import (
+    CacheKind,
     blocks_at,
     blocks_for_tokens,
     chunk_blocks,
@@ -16,7 +17,7 @@ DELTA = StateSpec(parts=((4, 8, 8),), inputs_per_token=4 * 17, channels=96, widt
 CONVOLUTION = StateSpec(channels=32, width=3)
 
 
-def _kinds(caches: list[LayerCacheSpec], longest: int = 4096, most_proposed: int = 0):
+def _kinds(caches: list[LayerCacheSpec], longest: int = 4096, most_proposed: int = 0) -> list[CacheKind]:
     return kinds_of_caches(enumerate(caches), 16, lambda size: 2 * size, longest, most_proposed)
 
 

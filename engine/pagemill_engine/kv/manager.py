@@ -161,7 +161,7 @@ class CacheManager:
             revived = sum(1 for block in blocks if block.ref_count == 0)
             needs.append(self._most_held(cache, match.num_tokens, num_tokens) - len(blocks) + revived)
         if self.states is not None:
-            needs.append(1)  # a hit that nobody else reads becomes its own
+            needs.append(1)  # a hit that no other sequence reads becomes its own
         return needs
 
     def needs_to_finish(self, sequence: CachedSequence) -> Needs:
@@ -270,7 +270,7 @@ class CacheManager:
             dropped.pop(sequence.request_id, None)
             own.cache.pool.share(before)
             own.blocks[:0], own.first = before, min(first, own.first)
-        sequence.num_computed_tokens = num_tokens
+        sequence.num_computed_tokens = table.state.folds[-1].num_tokens = num_tokens
         table.num_spare = table.end - table.state.boundary
         table.tail_is_own = table.state.runs = False
 

@@ -2,8 +2,8 @@
 
 A state is behind a block boundary; the tokens since are in a log that the runner has for each row. A step folds every
 block that its own tokens complete, proposed ones excepted, and what accepted proposals completed since the step before.
-A state is replaced in place where nobody else can want it. Otherwise the next one goes into a fresh block, and the one
-before stays until the step was read: it is what remains if the sequence turns out to have ended.
+A state is replaced in place where no other sequence can want it. Otherwise the next one goes into a fresh block, and
+the one before stays until the step was read: it is what remains if the sequence turns out to have ended.
 
 States at wanted points are put into the prefix cache when their step is launched, so that no step reads what it writes.
 `kv.manager` calls this for models that have such layers.

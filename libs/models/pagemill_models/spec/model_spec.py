@@ -13,12 +13,11 @@ from typing import Literal
 
 import msgspec
 
+from pagemill_models.declaration.caches import LayerCacheSpec, StateSpec
 from pagemill_models.declaration.declaration import (
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
-    LayerCacheSpec,
-    StateSpec,
 )
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture as UnsupportedModelArchitecture
 from pagemill_protocol.report.cache_kinds import CacheKind
