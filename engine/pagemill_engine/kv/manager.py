@@ -323,7 +323,7 @@ class CacheManager:
             if placed := states.fold(table.state, end - num_proposed, sequence):
                 allocation = [*(allocation or [KindAllocation([]) for _ in table.of_kinds])]
                 allocation.append(KindAllocation([], None, placed))
-            elif allocation:
+            elif allocation is not NO_NEW_BLOCKS:
                 allocation = [*allocation, KindAllocation([])]
         num_full = min(end, len(sequence.token_ids)) // size
         if num_full > table.num_registered:
