@@ -121,6 +121,10 @@ class BlockTable:
                 self.has_unwritten = True
 
 
+WORTH_WAITING_TOKENS = 64
+"""A sequence starts a step later if it can then resume behind so many more tokens."""
+
+
 class Match(NamedTuple):
     """A prefix hit."""
 
@@ -131,6 +135,11 @@ class Match(NamedTuple):
     """Tokens behind which the sequence could resume if there were a state."""
     num_soon: int = 0
     """Tokens behind which it can resume once the step being planned was launched, if that writes a state."""
+
+    @property
+    def grows_soon(self) -> bool:
+        """Whether the sequence had better start a step later."""
+        return self.num_soon >= self.num_tokens + WORTH_WAITING_TOKENS
 
 
 NO_MATCH = Match(0, ())

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenStates
 
 Clock = Callable[[], float]
-WORTH_WAITING_TOKENS = 64
-"""A sequence starts a step later if it can then resume behind so many more tokens, whose state a step is writing."""
 
 
 class Scheduler:
@@ -318,7 +316,7 @@ class Scheduler:
         kv = self.kv
         while True:
             match = NO_MATCH if kv.has_table(seq) else kv.match(seq, reusable_tokens(seq))
-            if match.num_soon >= match.num_tokens + WORTH_WAITING_TOKENS and not alone:
+            if match.grows_soon and not alone:
                 return False
             num_computed_tokens = seq.num_computed_tokens or match.num_tokens
             num_tokens = min(seq.num_tokens - num_computed_tokens, step.budget)
