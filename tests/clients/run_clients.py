@@ -68,6 +68,11 @@ def main() -> int:
         for client in chosen:
             if client.is_of_npm:
                 install(client, args.uv, newest=args.newest)
+            if client.is_of_go:
+                if shutil.which("go") is None:
+                    sys.stdout.write(f"{client.name}: NOT RUN, no Go here; install Debian's golang or a newer one\n")
+                    continue
+                VARIABLES["PAGEMILL_GO"] = str(built(client, newest=args.newest))
             python = args.python if client.least_python and args.python else interpreter(client.least_python)
             if python is None:
                 sys.stdout.write(f"{client.name}: NOT RUN, no Python {client.least_python} here; name one: --python\n")
@@ -117,6 +122,16 @@ def install(client: Client, uv: Path, *, newest: bool = False) -> None:
     argv = [*npm(uv), "install", *flags, "--prefix", str(folder), f"{client.package}@{version}"]
     argv += [re.sub(r"@[\d.]+$", "@latest", each) if newest else each for each in client.beside]
     subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=INSTALL_LIMIT_S, check=True)
+
+
+def built(client: Client, *, newest: bool) -> Path:
+    """Build the program of a client for Go from its pinned modules; return its path."""
+    folder = ENVIRONMENTS / "go" / client.name
+    shutil.copytree(FOLDER / "go", folder, dirs_exist_ok=True)
+    if newest:
+        subprocess.run(["go", "get", f"{client.package}@latest"], cwd=folder, timeout=INSTALL_LIMIT_S, check=True)
+    subprocess.run(["go", "build", "-o", "program", "."], cwd=folder, timeout=INSTALL_LIMIT_S, check=True)
+    return folder / "program"
 
 
 def npm_folder(client: Client) -> Path:
