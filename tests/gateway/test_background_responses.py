@@ -69,6 +69,25 @@ async def test_a_cancelled_response_ends_in_its_engine(engines, gateways, fake) 
     await fake.until(lambda: engines[0].num_aborted == 1)
     assert (await read(gateway, begun["id"]))[1]["status"] == "cancelled"
     assert (await read(gateway, begun["id"], "/cancel", method="POST"))[1]["status"] == "cancelled", "once more"
+    assert (await read(gateway, f"cancelled_{begun['id']}"))[0] == 404
+    assert (await read(gateway, begun["id"], method="DELETE"))[0] == 200
+    assert (await read(gateway, begun["id"]))[0] == 404
+
+
+async def test_a_worker_that_still_writes_does_not_undo_a_cancellation(engines, gateways, fake) -> None:
+    """It says that it generates the response, at the moment at which another worker cancels it."""
+    gateway = await gateways(engines[0], **STORES)
+    engines[0].behaviour = fake.says("a", gate=asyncio.Event())
+    begun = (await begin(gateway)).json
+    store = gateway.gateway.control
+    await fake.until(lambda: len(engines[0].requests) == 1)
+    ((account, kept),) = store._responses._kept.items()
+    written = kept[begun["id"]].value
+    assert (await read(gateway, begun["id"], "/cancel", method="POST"))[1]["status"] == "cancelled"
+    await store.keep_response(account, begun["id"], written)
+    assert (await read(gateway, begun["id"]))[1]["status"] == "cancelled"
+    await fake.until(lambda: engines[0].num_aborted == 1)
+    assert (await read(gateway, begun["id"]))[1]["status"] == "cancelled"
 
 
 async def read_post(gateway: Any, previous: str) -> tuple[int, Any]:

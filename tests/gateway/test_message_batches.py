@@ -45,6 +45,7 @@ async def test_requests_become_results_with_messages_and_errors(engines, gateway
         counts = batch.request_counts
         assert (counts.processing, counts.succeeded, counts.errored, counts.canceled) == (0, 5, 2, 0)
         assert batch.ended_at is not None
+        assert batch.results_url == f"{gateway.url}/v1/messages/batches/{batch.id}/results"
         results = {each.custom_id: each.result async for each in await client.messages.batches.results(batch.id)}
         for number in range(5):
             result: Any = results.pop(f"c{number}")

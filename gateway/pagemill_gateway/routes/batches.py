@@ -145,26 +145,26 @@ class MessageBatchRoutes(_Stored):
                 raise
         if self._worker.batch_runner is not None:
             self._worker.batch_runner.wake()
-        return JSONResponse(message_batches.shown(batch.shown(), {}))
+        return JSONResponse(message_batches.shown(batch.shown(), {}, _origin(request)))
 
     async def list(self, request: Request) -> Response:
         caller, batches = self._enter(request)
         own = [each for each in await batches.batches(caller.account) if each.endpoint == message_batches.ENDPOINT]
         by_id = {message_batches.client_id(each.id): each for each in reversed(own)}
         page = listing.page_of([{"id": batch_id} for batch_id in by_id], request.query_params)
-        page["data"] = [await self._shown(batches, by_id[each["id"]]) for each in page["data"]]
+        page["data"] = [await self._shown(request, batches, by_id[each["id"]]) for each in page["data"]]
         return JSONResponse(page)
 
     async def get(self, request: Request) -> Response:
         _, batches, batch = await self._found(request)
-        return JSONResponse(await self._shown(batches, batch))
+        return JSONResponse(await self._shown(request, batches, batch))
 
     async def cancel(self, request: Request) -> Response:
         caller, batches, batch = await self._found(request)
         batch = await batches.cancel(caller.account, batch.id)
         if self._worker.batch_runner is not None:
             self._worker.batch_runner.cancelled(batch.id)
-        return JSONResponse(await self._shown(batches, batch))
+        return JSONResponse(await self._shown(request, batches, batch))
 
     async def delete(self, request: Request) -> Response:
         caller, batches, batch = await self._found(request)
@@ -192,14 +192,14 @@ class MessageBatchRoutes(_Stored):
             raise
         return caller, batches, batch
 
-    async def _shown(self, batches: Batches, batch: Batch) -> dict[str, Any]:
+    async def _shown(self, request: Request, batches: Batches, batch: Batch) -> dict[str, Any]:
         """Return the batch; lines that were not run are only in the error file of one that ended early."""
         endings: Counter[str] = Counter()
         if batch.status in ("cancelled", "expired"):
             async for line in batches.result_lines(batch, MAX_FAULT_BYTES, only_errors=True):
                 if ending := message_batches.ending_of(line):
                     endings[ending] += 1
-        return message_batches.shown(batch.shown(), endings)
+        return message_batches.shown(batch.shown(), endings, _origin(request))
 
     async def _written(self, body: MessageBatchRequest, upload: Upload) -> BatchFile:
         try:
@@ -209,6 +209,12 @@ class MessageBatchRoutes(_Stored):
         except BaseException:
             await upload.discard()
             raise
+
+
+def _origin(request: Request) -> str:
+    """Return scheme and host as the client sees them; a proxy that ends TLS says so in `x-forwarded-proto`."""
+    scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else request.url.scheme
+    return f"{scheme}://{request.url.netloc}"
 
 
 def _page(items: list[dict[str, Any]], request: Request, *, default_limit: int, max_limit: int = 100) -> Response:

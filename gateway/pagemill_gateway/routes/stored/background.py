@@ -1,8 +1,9 @@
 """Responses in the background: `POST /v1/responses` with `background: true` is answered at once, and the response is
 generated without a client. It is read by its id until it is complete, and can be cancelled.
 
-The state is in the store alone, so that any worker shows and cancels it. The worker that generates it looks there for a
-cancellation, and says there that it still does; a response of which no worker says so has failed.
+The state is in the store alone, so that any worker shows and cancels it. The worker that generates it says there that it
+still does; a response of which no worker says so has failed. A cancellation is an entry of its own, which the worker
+looks for and cannot overwrite.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ TOUCH_S = 5.0
 LOST_S = 20.0
 """A response that no worker has touched for so long is not generated any more."""
 RUNNING = ("queued", "in_progress")
+CANCELLED = "cancelled_"
+"""Begins the key of a cancellation, before the id of its response."""
 Stored = dict[str, Any]
 
 
@@ -122,8 +125,9 @@ class BackgroundResponses:
                 return True
 
     async def _is_cancelled(self, caller: Caller, response_id: str) -> bool:
-        value = await self._worker.control.kept_response(caller.account, response_id)
-        return value is None or orjson.loads(value)["response"]["status"] == "cancelled"
+        """Whether it was cancelled or deleted."""
+        is_there = await self._worker.control.kept_response(caller.account, response_id) is not None
+        return not is_there or await was_cancelled(self._worker, caller, response_id)
 
     async def _keep(self, caller: Caller, stored: Stored) -> None:
         value = orjson.dumps({**stored, "touched_unix_s": time.time()})
@@ -156,14 +160,20 @@ def shown_response(stored: Stored) -> dict[str, Any]:
     return response
 
 
-def cancelled(stored: Stored) -> Stored:
-    """Return a stored response after it was cancelled. Raises `PagemillError` 400 for one that no client left."""
-    response = stored["response"]
+async def was_cancelled(worker: Worker, caller: Caller, response_id: str) -> bool:
+    return await worker.control.kept_response(caller.account, CANCELLED + response_id) is not None
+
+
+async def cancel(worker: Worker, caller: Caller, stored: Stored) -> dict[str, Any]:
+    """Cancel a stored response that is not complete; return it. Raises `PagemillError` 400 for one that no client
+    left."""
+    response: dict[str, Any] = stored["response"]
     if not response.get("background"):
         raise PagemillError("Only responses with `background` can be cancelled.", code="invalid_value")
     if response["status"] not in RUNNING:
-        return stored
-    return {**stored, "response": {**response, "status": "cancelled"}}
+        return response
+    await worker.control.keep_response(caller.account, CANCELLED + response["id"], b"{}")
+    return {**response, "status": "cancelled"}
 
 
 def _failed(response: dict[str, Any], code: str, message: str) -> dict[str, Any]:

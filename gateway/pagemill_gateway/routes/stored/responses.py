@@ -31,11 +31,13 @@ from pagemill_gateway.routes.entry import EnteredRequest, caller_of
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.listing import page_of
 from pagemill_gateway.routes.stored.background import (
+    CANCELLED,
     RUNNING,
     BackgroundResponses,
-    cancelled,
+    cancel,
     check_background,
     shown_response,
+    was_cancelled,
 )
 from pagemill_gateway.routes.stored.conversations import (
     PREFIX,
@@ -175,17 +177,14 @@ class StoredResponseRoutes:
 
     async def cancel(self, request: Request) -> Response:
         async with self._stored(request) as stored:
-            found = cancelled(stored)
-            if found is not stored:
-                account = caller_of(self._worker, request).account
-                await self._worker.control.keep_response(account, found["response"]["id"], orjson.dumps(found))
-            return JSONResponse(found["response"])
+            return JSONResponse(await cancel(self._worker, caller_of(self._worker, request), stored))
 
     async def delete(self, request: Request) -> Response:
         caller, response_id = caller_of(self._worker, request), request.path_params["id"]
-        is_response = not response_id.startswith(PREFIX)
-        if not is_response or not await self._worker.control.forget_response(caller.account, response_id):
+        control = self._worker.control
+        if not _is_response(response_id) or not await control.forget_response(caller.account, response_id):
             raise response_not_found(response_id, None)
+        await control.forget_response(caller.account, CANCELLED + response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
@@ -208,13 +207,19 @@ async def stored_response(
     """
     if worker.config.stored_responses is None:
         raise not_stored(param)
-    is_response = not response_id.startswith(PREFIX)
-    value = await worker.control.kept_response(caller.account, response_id) if is_response else None
+    value = await worker.control.kept_response(caller.account, response_id) if _is_response(response_id) else None
     if value is None:
         raise response_not_found(response_id, param)
     slot.hold(parsed_bytes(value))
     found: dict[str, Any] = orjson.loads(value)
+    if found["response"].get("background") and await was_cancelled(worker, caller, response_id):
+        found["response"]["status"] = "cancelled"
     return found
+
+
+def _is_response(key: str) -> bool:
+    """Whether a key of the store is that of a response, not of a conversation or a cancellation."""
+    return not key.startswith((PREFIX, CANCELLED))
 
 
 def _too_large(num_bytes: int) -> None:

@@ -67,10 +67,11 @@ def client_id(own: str) -> str:
     return _PREFIX + own.removeprefix(_OWN_PREFIX)
 
 
-def shown(batch: Mapping[str, Any], endings: Mapping[str, int]) -> dict[str, Any]:
+def shown(batch: Mapping[str, Any], endings: Mapping[str, int], origin: str) -> dict[str, Any]:
     """Return a batch, which is given in OpenAI's shape, in Anthropic's.
 
-    `endings`: of a batch that is over, how many lines have no answer, by what happened to them.
+    `endings`: of a batch that is over, how many lines have no answer, by what happened to them. `origin`: of the URL by
+    which the client reaches this server, without a path.
     """
     is_over = batch["status"] in OVER
     cancelled_at = batch["cancelling_at"] or batch["cancelled_at"]
@@ -91,7 +92,7 @@ def shown(batch: Mapping[str, Any], endings: Mapping[str, int]) -> dict[str, Any
         "ended_at": _time(batch[f"{batch['status']}_at"]) if is_over else None,
         "cancel_initiated_at": _time(cancelled_at) if cancelled_at else None,
         "archived_at": None,
-        "results_url": f"{PATH}/{batch_id}/results" if is_over else None,
+        "results_url": f"{origin}{PATH}/{batch_id}/results" if is_over else None,
     }
 
 
