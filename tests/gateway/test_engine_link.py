@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
@@ -442,3 +443,18 @@ async def test_all_requests_to_an_engine_share_one_link(gateways: Any, engines: 
     gate.set()
     assert {(await chat).streamed_text for chat in chats} == {"ab"}
     assert engine.num_links == 1
+
+
+def test_a_check_that_is_due_already_on_uvloop_does_not_fail_the_next_request() -> None:
+    """uvloop returns a handle without `when()` for a time that is over, as after a pause of the process."""
+
+    async def main() -> None:
+        engine = Engine()
+        engine.link = EngineLink(PATIENT, 60.0, engine.backlog)
+        engine.link.connection_made(engine)
+        engine.link._schedule_check(engine.link.now() - 1.0)
+        await engine.stream()
+        engine.link.connection_lost(None)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

@@ -294,6 +294,7 @@ class EngineLink(asyncio.Protocol):
         self._is_lost = self._is_retired = False
         self._idle_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
 
     @property
     def is_usable(self) -> bool:
@@ -381,10 +382,11 @@ class EngineLink(asyncio.Protocol):
 
     def _schedule_check(self, when: float) -> None:
         if self._timer is not None:
-            if self._timer.when() <= when:
+            if self._timer_at <= when:
                 return  # the earlier check sets the next timer
             self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._check_streams)
+        # uvloop's handle of a time that is over has no `when()`.
+        self._timer, self._timer_at = self._loop.call_at(when, self._check_streams), when
 
     # Callbacks of the transport.
 

@@ -1,8 +1,8 @@
 """Responses in the background: `POST /v1/responses` with `background: true` is answered at once, and the response is
 generated without a client. It is read by its id until it is complete, and can be cancelled.
 
-The state is in the store alone, so that any worker shows and cancels it. The worker that generates it says there that it
-still does; a response of which no worker says so has failed. A cancellation is an entry of its own, which the worker
+The state is in the store alone, so that any worker shows and cancels it. The worker that generates it says there that
+it still does; a response of which no worker says so has failed. A cancellation is an entry of its own, which the worker
 looks for and cannot overwrite.
 """
 
