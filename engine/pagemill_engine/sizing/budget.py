@@ -73,6 +73,14 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
             f"{_gib(state.limit_bytes)} allowed. {more[0].upper()}{more[1:]}, or use a smaller or "
             "quantized model, or a 2-byte dtype.",
         )
+    if sizes.adapter_bytes > state.available_bytes - sizes.weight_bytes:
+        raise LoadError(
+            "ModelTooLarge",
+            f"{config.max_cpu_loras or config.max_loras} adapters of rank {config.max_lora_rank} take up to "
+            f"{_gib(sizes.adapter_bytes)} beside {_gib(sizes.weight_bytes)} of weights, but "
+            f"{_gib(state.available_bytes)} of memory are free. Lower max_loras, max_cpu_loras or max_lora_rank, or "
+            f"{_more_memory(state)}.",
+        )
     block_bytes = sizes.kv_bytes_per_token * config.block_size
     num_blocks = config.num_kv_blocks
     if keeps_nothing(spec):
@@ -176,13 +184,6 @@ def _check(config: EngineConfig, budget: MemoryBudget, state: MemoryState) -> No
     if budget.free_bytes >= 0:
         return
     free = f"but {_gib(state.available_bytes)} of memory are free"
-    if budget.adapter_bytes > budget.kv_bytes and budget.free_bytes + budget.adapter_bytes >= 0:
-        raise LoadError(
-            "AdaptersTooLarge",
-            f"{config.max_cpu_loras or config.max_loras} adapters of rank {config.max_lora_rank} take up to "
-            f"{_gib(budget.adapter_bytes)} beside {_gib(budget.weight_bytes)} of weights, {free}. Lower max_loras, "
-            f"max_cpu_loras or max_lora_rank, or {_more_memory(state)}.",
-        )
     if budget.weight_bytes + budget.kv_bytes > state.available_bytes:
         raise LoadError(
             "KVCacheTooLarge",
