@@ -7,15 +7,17 @@ adapter until another one needs it, so that rows that come and go place nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill_engine.adapters.packing import Packed
-from pagemill_engine.adapters.store import AdapterStore
 from pagemill_kernels.adapters.native import NativeAdapters
 from pagemill_kernels.arrays import Array
+
+if TYPE_CHECKING:
+    from pagemill_engine.adapters.packing import Packed
+    from pagemill_engine.adapters.store import AdapterStore
 
 
 class AdapterTables(Protocol):

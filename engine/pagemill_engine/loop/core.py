@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -23,7 +23,6 @@ from pagemill_engine.executing.base import Runner
 from pagemill_engine.executing.errors import DeviceLostError
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
-from pagemill_engine.loop.adapter_requests import AdapterRequests
 from pagemill_engine.loop.grammar_requests import GrammarRequests
 from pagemill_engine.loop.limits import scheduler_limits, step_limits
 from pagemill_engine.loop.step_timer import StepTimer, predicted_ms
@@ -33,6 +32,10 @@ from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest
+
+if TYPE_CHECKING:
+    from pagemill_engine.adapters.store import AdapterStore
+    from pagemill_engine.loop.adapter_requests import AdapterRequests
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +68,7 @@ class EngineCore:
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock, proposals)
         self.grammar_requests = GrammarRequests(config.model, self.scheduler, runner.info)
-        store = runner.info.adapters
-        self.adapters = None if store is None else AdapterRequests(store, *self._adapter_queue())
+        self.adapters = self._adapter_requests(runner.info.adapters)
         """None: no adapters are served."""
         self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
         self.step_timer = StepTimer()
@@ -123,10 +125,19 @@ class EngineCore:
         self.grammar_requests.queue_compiled(may_wait=is_idle)
         return self._step_overlapped() if self.overlaps else self._step_plain()
 
-    def _adapter_queue(self) -> tuple[Any, Any, Any]:
-        """Return how requests whose adapter has a slot go on, for `AdapterRequests`."""
+    def _adapter_requests(self, store: AdapterStore | None) -> AdapterRequests | None:
+        if store is None:
+            return None
+        # Imports readers of files, which engines without adapters do not need.
+        from pagemill_engine.loop.adapter_requests import AdapterRequests
+
         scheduler, forming = self.scheduler, self.grammar_requests
-        return forming.add, scheduler.check, lambda name: scheduler.is_serving(name) or forming.is_compiling(name)
+        return AdapterRequests(
+            store,
+            forming.add,
+            scheduler.check,
+            lambda name: scheduler.is_serving(name) or forming.is_compiling(name),
+        )
 
     def _step_plain(self) -> StepOutputs:
         step = self._launch()

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill_engine.adapters.starting import adapter_bytes
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.sizing.budget import Sizes
 from pagemill_engine.sizing.compute import (
@@ -104,8 +103,14 @@ def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, stora
         item_bytes=NUMPY_TYPES[storage.activation_dtype].itemsize,
         gathers=storage.attention_gathers,
         writes_scores=storage.attention_writes_scores,
-        adapter_bytes=adapter_bytes(config, spec.decoder) if config.enable_lora else 0,
+        adapter_bytes=_adapter_bytes(config, spec) if config.enable_lora else 0,
     )
+
+
+def _adapter_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    from pagemill_engine.adapters.starting import adapter_bytes  # imports readers of files, as adapters need
+
+    return adapter_bytes(config, spec.decoder)
 
 
 def weights_of(

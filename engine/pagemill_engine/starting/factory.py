@@ -67,12 +67,14 @@ def _load(
             raise LoadError(error.reason, error.message) from error
     if spec.decoder.by_transformers:
         wait_for_all(path)  # transformers opens the files itself
-    from pagemill_engine.adapters.starting import check_serves
     from pagemill_engine.sizing.compute import choose_compute
     from pagemill_engine.starting.preparing import ModelFiles
 
     files, compute = ModelFiles(config, path, spec, progress, early_digest), choose_compute(config, spec)
-    check_serves(config, spec, "gpu" if compute.backend == "triton" else "cpu")
+    if config.enable_lora:
+        from pagemill_engine.adapters.starting import check_serves
+
+        check_serves(config, spec, "gpu" if compute.backend == "triton" else "cpu")
     if compute.backend == "triton":
         from pagemill_engine.starting.load_device import load_on_device
 

@@ -6,9 +6,8 @@ The native decoder runs without torch; other models run on torch, which is impor
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from pagemill_engine.adapters.starting import make_store
-from pagemill_engine.adapters.store import AdapterStore
 from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
 from pagemill_engine.decoders.step_model import StepModel
@@ -30,6 +29,9 @@ from pagemill_models.sharding.linears import linears
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_servers.process.cgroup import usable_cores
 from pagemill_servers.process.malloc import trim_heap
+
+if TYPE_CHECKING:
+    from pagemill_engine.adapters.store import AdapterStore
 
 
 def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
@@ -77,6 +79,8 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     if spec.pooling is None:
         adapters = None
         if config.enable_lora:
+            from pagemill_engine.adapters.starting import make_store
+
             store = make_store(config, spec.decoder, prepared.weights, natively=compute.is_native)
             info = info._replace(serves_adapters=True, adapters=store)
             adapters = _row_adapters(store, spec, config.step.max_num_seqs, natively=compute.is_native)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagemill_models.adapters.errors import AdapterError, unreadable, unsupported
+from pagemill_models.adapters.limits import MAX_RANK
 from pagemill_models.adapters.names import LowTensor, Modules, bare, copied_module, low_tensor
-from pagemill_models.adapters.settings import CONFIG_FILE, MAX_RANK, PeftSettings, read_settings
+from pagemill_models.adapters.settings import CONFIG_FILE, PeftSettings, read_settings
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.files.safetensors_header import TensorHeader, read_header
 from pagemill_models.sharding.linears import LinearUse

@@ -14,7 +14,6 @@ from pagemill_models.files.json_file import read_object
 from pagemill_protocol.source_errors import UnreadableModelError
 
 CONFIG_FILE = "adapter_config.json"
-MAX_RANK = 512
 
 USED = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
