@@ -10,6 +10,7 @@ import ast
 import statistics
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,22 +72,41 @@ def all_modules() -> dict[str, Path]:
     return {name: path for package, folder in PACKAGES.items() for name, path in modules(package, folder).items()}
 
 
-def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Return the modules of the project that `path` imports, including imports for type checking."""
-    for node in ast.walk(ast.parse(path.read_text())):
+class Content(NamedTuple):
+    num_lines: int
+    imports: list[tuple[str, str]]
+    """Imported modules, and what is imported from them; empty: the module itself."""
+    functions: list[int]
+    """The lines of each function."""
+
+
+@cache
+def content(path: Path) -> Content:
+    """Read a file once, however many questions are asked about it."""
+    text = path.read_text()
+    found = Content(len(text.splitlines()), [], [])
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
+            found.imports.extend((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                if full in known:
-                    yield full
-                elif node.module in known:
-                    yield node.module
+            found.imports.extend((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.functions.append((node.end_lineno or node.lineno) - node.lineno + 1)
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Return the modules of the project that `path` imports, including imports for type checking."""
+    for module, name in content(path).imports:
+        full = f"{module}.{name}"
+        if full in known:
+            yield full
+        elif module in known:
+            yield module
 
 
 def import_graph(known: dict[str, Path]) -> Graph:
-    return {name: set(imports(name, path, known)) - {name} for name, path in known.items()}
+    return {name: set(imports(path, known)) - {name} for name, path in known.items()}
 
 
 def sibling_cycles(package: str, graph: Graph) -> list[list[str]]:
@@ -151,14 +171,9 @@ def upward_imports(graph: Graph) -> list[tuple[str, str]]:
 
 
 def structure(package: str, graph: Graph) -> Structure:
-    paths = modules(package, PACKAGES[package]).values()
-    lines = [len(path.read_text().splitlines()) for path in paths]
-    functions = [
-        (node.end_lineno or node.lineno) - node.lineno + 1
-        for path in paths
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    contents = [content(path) for path in modules(package, PACKAGES[package]).values()]
+    lines = [each.num_lines for each in contents]
+    functions = [size for each in contents for size in each.functions]
     return Structure(package, _sizes(lines), _sizes(functions), len(sibling_cycles(package, graph)))
 
 
