@@ -145,8 +145,6 @@ def attend(
         seq_lens=np.full(requests, 4096),
         block_tables=np.zeros((requests, 256), dtype=np.int32),
         block_size=16,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         padding_block=0,
     )
     cache = _cache(cached or dtype, num_kv_heads, head_dim)

@@ -86,8 +86,6 @@ def inputs(device: Device, shape: Shape, lengths: list[tuple[int, int]]) -> Inpu
             seq_lens=np.array([seq_len for _, seq_len in lengths], dtype=np.int64),
             block_tables=tables,
             block_size=BLOCK_SIZE,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
             padding_block=0,
         ),
     )

@@ -22,7 +22,6 @@ from pagemill_kernels.arrays import Array
 from pagemill_kernels.gather import reference as gather_reference
 from pagemill_kernels.gather import triton_launch as gather
 from pagemill_kernels.gpu import launch
-from pagemill_kernels.kv_store import reference as kv_reference
 from pagemill_kernels.kv_store import storage
 from pagemill_kernels.linear import triton_launch as linear
 from pagemill_kernels.linear.groups import GroupCodes
@@ -157,8 +156,6 @@ class _Rotation(NamedTuple):
     sin: torch.Tensor
     slots: torch.Tensor
     """A slot for each token, in random order."""
-    planned: torch.Tensor
-    """The rows of the cache for each token and head, for the reference."""
     empty: torch.Tensor
     """An empty cache in the computed type."""
 
@@ -174,7 +171,6 @@ def _rotation(device: Device, tokens: int, heads: tuple[int, int], head_dim: int
         angles.cos().to(device.dtype),
         angles.sin().to(device.dtype),
         slots,
-        kv_reference.plan_slots(slots, 2 * num_kv_heads, 16),
         torch.zeros(num_blocks, 2 * num_kv_heads, 16, head_dim, dtype=device.dtype, device=device.device),
     )
 
@@ -182,8 +178,8 @@ def _rotation(device: Device, tokens: int, heads: tuple[int, int], head_dim: int
 def _ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -> list[Case]:
     """Return cases of a cache in the computed type, and in the 8-bit types that the device supports."""
     num_heads, num_kv_heads = heads
-    x, cos, sin, slots, planned, written = _rotation(device, tokens, heads, head_dim)
-    rope_reference.rope_and_store(x.clone(), num_heads, cos, sin, written, planned)
+    x, cos, sin, slots, written = _rotation(device, tokens, heads, head_dim)
+    rope_reference.rope_and_store(x.clone(), num_heads, cos, sin, written, slots)
     kinds = {"": device.dtype, ", int8 cache": torch.int8, ", fp8 cache": torch.float8_e4m3fn}
     if launch.fp8_problem() is not None:
         del kinds[", fp8 cache"]
@@ -216,10 +212,10 @@ def _ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -
 def _normed_ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -> list[Case]:
     """Return the case of Qwen3's layers, and of its separate passes as a peer."""
     num_heads, num_kv_heads = heads
-    x, cos, sin, slots, planned, ours = _rotation(device, tokens, heads, head_dim)
+    x, cos, sin, slots, ours = _rotation(device, tokens, heads, head_dim)
     norms = rope_reference.HeadNorms(device.random(head_dim, seed=2), device.random(head_dim, seed=3), 1e-6)
     expected = ours.clone()
-    rope_reference.norm_rope_and_store(x.clone(), num_heads, norms, cos, sin, expected, planned)
+    rope_reference.norm_rope_and_store(x.clone(), num_heads, norms, cos, sin, expected, slots)
     again, apart = x.clone(), x.clone()
     first: list[torch.Tensor] = []
 

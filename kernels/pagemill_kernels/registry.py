@@ -59,7 +59,6 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
     "store": {
         "reference": "kv_store.reference:store",
-        "cpu": "kv_store.cpu:store",
         "cpu_native": "torch_ops:store",
         "triton": "rope.triton_launch:store",
     },
@@ -109,11 +108,6 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     "gather_rows": {
         "reference": "gather.reference:gather_rows",
         "triton": "gather.triton_launch:gather_rows",
-    },
-    "plan_slots": {
-        "reference": "kv_store.reference:plan_slots",
-        "cpu_native": "torch_ops:plan_slots",
-        "triton": "rope.triton_launch:plan_slots",
     },
     "plan_attention": {
         "reference": "paged_attention.reference:plan_attention",
@@ -228,7 +222,6 @@ class Ops(NamedTuple):
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     pack_rows: Callable[[Tensor], PackedLinear]
     gather_rows: Callable[[Tensor, Tensor], Tensor]
-    plan_slots: Callable[..., Tensor]
     plan_attention: Callable[..., Any]
     paged_attention: Callable[..., Tensor]
     sample_tokens: Callable[[Tensor, SamplingBatch], SampledTokens]

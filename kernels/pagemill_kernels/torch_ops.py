@@ -56,11 +56,6 @@ def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
     rope.store(from_torch(heads), num_heads, from_torch(cache), from_torch(slots))
 
 
-def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Return the slots unchanged, since the kernel finds each head's slot."""
-    return slot_mapping.contiguous()
-
-
 def plan_attention(batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device) -> Plan:
     return attention.plan_attention(batch, sliding_window)
 

@@ -9,7 +9,6 @@ from attention_batches import Lengths, batch_of
 
 from pagemill_kernels import registry
 from pagemill_kernels.cpu import library
-from pagemill_kernels.kv_store import cpu as kv_cpu
 from pagemill_kernels.kv_store import reference as kv_reference
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.rope import cpu as rope_cpu
@@ -82,25 +81,20 @@ def test_store_kv_writes_only_its_slots() -> None:
     slots = torch.tensor([3, 17, 16 * 9 + 15, 32])
     key_value = random(4, 6, 8)
     expected, actual = random(NUM_BLOCKS, 6, BLOCK_SIZE, 8, seed=1), random(NUM_BLOCKS, 6, BLOCK_SIZE, 8, seed=1)
-    planned = kv_reference.plan_slots(slots, 6, BLOCK_SIZE)
-    kv_reference.store_kv(key_value, expected, planned)
-    kv_cpu.store_kv(key_value, actual, planned)
+    for token, slot in enumerate(slots.tolist()):
+        expected[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = key_value[token]
+    kv_reference.store_kv(key_value, actual, slots)
     assert torch.equal(actual, expected)
-    assert torch.equal(actual[9, :, 15], key_value[2])
 
 
-def attention_batch(
-    lengths: Lengths, num_kv_heads: int, head_dim: int, *, shares_vectors: bool = False
-) -> AttentionBatch:
+def attention_batch(lengths: Lengths, num_kv_heads: int, head_dim: int) -> AttentionBatch:
     """Return a batch whose blocks are scattered over the pool and not shared."""
     order = np.random.default_rng(0).permutation(NUM_BLOCKS - 1).tolist()
     tables = np.zeros((len(lengths), max(-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths)), dtype=np.int32)
     for table, (_, seq_len) in zip(tables, lengths, strict=True):
         table[: -(-seq_len // BLOCK_SIZE)] = [order.pop() for _ in range(-(-seq_len // BLOCK_SIZE))]
     padding = NUM_BLOCKS - 1
-    return batch_of(
-        lengths, tables, num_kv_heads, head_dim, BLOCK_SIZE, padding_block=padding, shares_vectors=shares_vectors
-    )
+    return batch_of(lengths, tables, num_kv_heads, head_dim, BLOCK_SIZE, padding_block=padding)
 
 
 BATCHES = {
@@ -135,12 +129,11 @@ def test_paged_attention_equals_attention_over_contiguous_keys(
 def test_with_values_in_keys_attention_equals_that_over_separate_ones(
     batch_name: str, backend: registry.Backend
 ) -> None:
-    shared = attention_batch(BATCHES[batch_name], 1, 24, shares_vectors=True)
-    apart = attention_batch(BATCHES[batch_name], 1, 24)
+    batch = attention_batch(BATCHES[batch_name], 1, 24)
     cache = random(NUM_BLOCKS, 1, BLOCK_SIZE, 24)
-    query = random(int(shared.query_start_loc[-1]), 6, 24, seed=1)
+    query = random(int(batch.query_start_loc[-1]), 6, 24, seed=1)
     results = []
-    for batch, held in ((shared, cache), (apart, cache.repeat(1, 2, 1, 1))):
+    for held in (cache, cache.repeat(1, 2, 1, 1)):
         plan = registry.resolve("plan_attention", backend)(batch, None, torch.float32, torch.device("cpu"))
         results.append(registry.resolve("paged_attention", backend)(query, held, plan, 0.2))
     close(*results)
@@ -151,7 +144,7 @@ def test_decodes_of_very_different_lengths_are_split_into_groups() -> None:
     batch.seq_lens[0] = 16 * 100
     wide = np.zeros((4, 100), dtype=np.int32)
     plan = registry.resolve("plan_attention", "cpu")(
-        AttentionBatch(batch.query_start_loc, batch.seq_lens, wide, BLOCK_SIZE, 1, 8, NUM_BLOCKS - 1),
+        AttentionBatch(batch.query_start_loc, batch.seq_lens, wide, BLOCK_SIZE, NUM_BLOCKS - 1),
         None,
         torch.float32,
         torch.device("cpu"),
@@ -176,7 +169,7 @@ def test_memory_beyond_a_sequence_is_never_read() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_native", "cpu_onednn"])
-def test_rope_and_store_with_planned_slots_equals_both_steps(backend: registry.Backend) -> None:
+def test_rope_and_store_equals_both_steps(backend: registry.Backend) -> None:
     num_heads, num_kv_heads, head_dim = 4, 2, 16
     heads, slots = random(3, num_heads + 2 * num_kv_heads, head_dim), torch.tensor([5, 37, 16])
     angles = random(3, 1, head_dim // 2, seed=1)
@@ -184,8 +177,7 @@ def test_rope_and_store_with_planned_slots_equals_both_steps(backend: registry.B
     expected = heads.clone()
     rope_reference.apply_rope(expected[:, : num_heads + num_kv_heads], angles.cos(), angles.sin())
     ops = registry.ops_for(backend)
-    planned = ops.plan_slots(slots, 2 * num_kv_heads, BLOCK_SIZE)
-    ops.rope_and_store(heads, num_heads, angles.cos(), angles.sin(), cache, planned)
+    ops.rope_and_store(heads, num_heads, angles.cos(), angles.sin(), cache, slots)
     close(heads, expected)
     for token, slot in enumerate(slots.tolist()):
         close(cache[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE], expected[token, num_heads:])
@@ -193,7 +185,7 @@ def test_rope_and_store_with_planned_slots_equals_both_steps(backend: registry.B
 
 
 def test_a_backend_without_an_implementation_uses_the_reference() -> None:
-    assert registry.resolve("plan_slots", "cpu") is registry.resolve("plan_slots", "reference")
+    assert registry.resolve("store", "cpu") is registry.resolve("store", "reference")
 
 
 def test_native_backends_are_selected_only_for_supported_types_and_shapes() -> None:

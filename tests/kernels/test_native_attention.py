@@ -108,9 +108,7 @@ def test_rope_and_store_equals_rotation_then_store(tokens: int) -> None:
     cache = torch.randn(NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim)
     expected_heads, expected_cache = heads.clone(), cache.clone()
     rope_reference.apply_rope(expected_heads[:, : num_heads + num_kv_heads], cos, sin)
-    kv_store.store_kv(
-        expected_heads[:, num_heads:], expected_cache, kv_store.plan_slots(slots, 2 * num_kv_heads, block_size)
-    )
+    kv_store.store_kv(expected_heads[:, num_heads:], expected_cache, slots)
     rope.rope_and_store(heads, num_heads, cos, sin, cache, slots)
     torch.testing.assert_close(heads, expected_heads)
     torch.testing.assert_close(cache, expected_cache)

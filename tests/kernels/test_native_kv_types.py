@@ -77,11 +77,7 @@ def test_the_stored_values_are_the_rounded_ones_of_each_token_and_head(dtype: to
     if dtype == torch.int8:
         codes, scales = storage.encode(kept)
         kept = codes.float() * scales[..., None]
-    kv_reference.store_kv(
-        kept.to(dtype).float() if dtype == torch.bfloat16 else kept,
-        expected,
-        kv_reference.plan_slots(slots, 2 * NUM_KV_HEADS, BLOCK_SIZE),
-    )
+    kv_reference.store_kv(kept.to(dtype).float() if dtype == torch.bfloat16 else kept, expected, slots)
     assert torch.equal(storage.decode(cache), expected)
 
 

@@ -10,14 +10,13 @@ import attention_batches
 import numpy as np
 import pytest
 import torch
-from attention_batches import Lengths
+from attention_batches import Lengths, ShapedBatch
 from triton.runtime.interpreter import interpreter_builder
 from triton_device import CODE_TYPES, DEVICE, HAS_GPU, NARROW_TYPES, close, random, sparse
 
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store import storage
 from pagemill_kernels.paged_attention import reference, tiles, triton_launch
-from pagemill_kernels.paged_attention.batch import AttentionBatch
 
 NUM_BLOCKS = 40
 BATCHES = {
@@ -33,14 +32,14 @@ BATCHES = {
 
 def batch_of(
     lengths: Lengths, num_kv_heads: int, head_dim: int, block_size: int = 16, num_blocks: int = NUM_BLOCKS
-) -> AttentionBatch:
+) -> ShapedBatch:
     """Return a batch with scattered tables, whose requests share blocks."""
     tables = attention_batches.scattered_tables(lengths, num_blocks, block_size)
     return attention_batches.batch_of(lengths, tables, num_kv_heads, head_dim, block_size)
 
 
 def assert_equals_reference(
-    batch: AttentionBatch,
+    batch: ShapedBatch,
     num_heads: int,
     *,
     dtype: torch.dtype = torch.float32,

@@ -10,7 +10,6 @@ from triton_device import CODE_TYPES, DEVICE, HAS_GPU, close, random, sparse
 
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.activation import triton_launch as activation
-from pagemill_kernels.kv_store import reference as kv_reference
 from pagemill_kernels.kv_store import storage
 from pagemill_kernels.norm import reference as norm_reference
 from pagemill_kernels.norm import triton_launch as norm
@@ -98,7 +97,7 @@ def rotated(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype
     """Return heads, cos, sin and slots that are scattered over the cache."""
     angles = random(tokens, 1, head_dim // 2, seed=1)
     order = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=torch.Generator().manual_seed(0))
-    slots = rope.plan_slots(order[:tokens].to(DEVICE), 2 * num_kv_heads, BLOCK_SIZE)
+    slots = order[:tokens].to(DEVICE)
     heads = random(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     return [heads, angles.cos().to(dtype), angles.sin().to(dtype), slots]
 
@@ -113,14 +112,13 @@ def test_rope_and_store_equals_the_reference_with_and_without_norms(
     x, cos, sin, slots = rotated(tokens, num_heads, num_kv_heads, head_dim, dtype)
     cache = random(NUM_BLOCKS, 2 * num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, seed=2)
     expected, expected_cache = x.clone(), cache.clone()
-    planned = kv_reference.plan_slots(slots, 2 * num_kv_heads, BLOCK_SIZE)
     if has_norms:
         weights = [random(head_dim, dtype=dtype, seed=seed) for seed in (3, 4)]
         norms = rope_reference.HeadNorms(*weights, eps=1e-3)
-        rope_reference.norm_rope_and_store(expected, num_heads, norms, cos, sin, expected_cache, planned)
+        rope_reference.norm_rope_and_store(expected, num_heads, norms, cos, sin, expected_cache, slots)
         rope.norm_rope_and_store(x, num_heads, norms, cos, sin, cache, slots)
     else:
-        rope_reference.rope_and_store(expected, num_heads, cos, sin, expected_cache, planned)
+        rope_reference.rope_and_store(expected, num_heads, cos, sin, expected_cache, slots)
         rope.rope_and_store(x, num_heads, cos, sin, cache, slots)
     close(x, expected)
     close(cache, expected_cache)

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from pagemill_kernels.paged_attention.batch import AttentionBatch
+
+
+@dataclass(slots=True, frozen=True)
+class ShapedBatch(AttentionBatch):
+    """A batch, and the shape of the heads in the cache that a test makes for it."""
+
+    num_kv_heads: int
+    head_dim: int
+
 
 Tables = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 Lengths = list[tuple[int, int]]
@@ -21,9 +31,8 @@ def batch_of(
     block_size: int = 16,
     *,
     padding_block: int = 0,
-    shares_vectors: bool = False,
-) -> AttentionBatch:
-    return AttentionBatch(
+) -> ShapedBatch:
+    return ShapedBatch(
         query_start_loc=np.concatenate(([0], np.cumsum([tokens for tokens, _ in lengths]))),
         seq_lens=np.array([seq_len for _, seq_len in lengths], dtype=np.int64),
         block_tables=tables,
@@ -31,7 +40,6 @@ def batch_of(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         padding_block=padding_block,
-        shares_vectors=shares_vectors,
     )
 
 

@@ -69,7 +69,6 @@ def token_ids(decoder: DecoderSpec, count: int, seed: int = 5) -> Any:
 
 def batch_of(decoder: DecoderSpec, starts: Sequence[int], counts: Sequence[int]) -> tuple[AttentionBatch, Any, Any]:
     """Return the batch, positions and slots of requests that compute `counts` tokens behind `starts`."""
-    attention = next(decoder.attentions())
     blocks = NUM_BLOCKS // len(counts)
     tables = np.arange(NUM_BLOCKS, dtype=np.int32).reshape(len(counts), blocks)
     positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
@@ -82,10 +81,7 @@ def batch_of(decoder: DecoderSpec, starts: Sequence[int], counts: Sequence[int])
         seq_lens=np.array(starts) + np.array(counts),
         block_tables=tables,
         block_size=BLOCK_SIZE,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
         padding_block=NUM_BLOCKS,
-        shares_vectors=attention.cache_heads == attention.num_kv_heads,
     )
     return batch, np.concatenate(positions), np.concatenate(slots)
 
@@ -129,12 +125,11 @@ def outputs_on_torch(
                 }
             at = torch.from_numpy(positions)
             rows = None if adapters is None else adapters(counts)
-            places = ops.plan_slots(torch.from_numpy(slots), batch.cache_heads, BLOCK_SIZE)
             context = ForwardContext(
                 positions=at,
                 rotations=rotations.at(at),
                 kv_caches=caches,
-                kv_slots=dict.fromkeys(decoder.windows(), places),
+                kv_slots=dict.fromkeys(decoder.windows(), torch.from_numpy(slots)),
                 attention_plans=plans,
                 token_types=None if types is None else at % min(2, types.num_rows),
                 adapters=rows,

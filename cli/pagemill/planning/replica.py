@@ -316,7 +316,9 @@ def step_time(
         knots_tokens=knots,
         knot_ms=[STEP_OVERHEAD_MS + max(read_ms(tokens), token_ms * tokens) for tokens in knots],
         decode_context_ms=sizes.kv_bytes_per_token / bytes_per_ms,
-        chunk_context_ms=4 * spec.num_layers * spec.num_heads * spec.head_dim / attention_per_ms,
+        chunk_context_ms=4
+        * sum(each.num_heads * each.head_dim for each in spec.decoder.attentions())
+        / attention_per_ms,
     )
 
 

@@ -42,9 +42,8 @@ class Rotations:
 
 
 def decoder_tables(decoder: DecoderSpec, max_positions: int, source: TensorSource) -> list[Table]:
-    """Return the tables of `decoder.ropes()`. `source`: contains stored divisors of frequencies."""
-    rotary_table_dim = next(decoder.attentions()).rotary_table_dim
-    return [_head_tables(rope, rotary_table_dim, max_positions, source) for rope in decoder.ropes()]
+    """Return the tables of `decoder.rotations()`. `source`: contains stored divisors of frequencies."""
+    return [_head_tables(rope, size, max_positions, source) for rope, size in decoder.rotations()]
 
 
 def _head_tables(rope: RopeSpec, head_dim: int, max_positions: int, source: TensorSource) -> Table:

@@ -18,7 +18,7 @@ class CachedTokens(NamedTuple):
     """The step's tokens in the caches of one kind."""
 
     slots: NDArray[np.int64]
-    """Slot of each token's keys and values: row of the cache * block size + offset."""
+    """Slot of each token's keys and values: block id * block size + offset."""
     attention: AttentionBatch
 
 

@@ -47,15 +47,13 @@ class EagerRunner:
         self.info = info
         self.model = model
         self.kv_cache = kv_cache
-        self._num_kv_heads, self._head_dim = model.spec.num_kv_heads, model.spec.head_dim
-        self._shares_vectors = model.spec.cache_heads == model.spec.num_kv_heads
         padding_blocks = [own.padding_block for own in kv_cache.of_kinds]
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size, padding_blocks)
         self._kind_of = kinds_of_windows(kv_cache.cache_kinds, model.spec.decoder.windows())
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size)
         self._adapters = adapters
         self._piece_rows = piece_rows(max_num_seqs)
-        model.use_caches(kv_cache.rows)
+        model.use_caches(kv_cache.layers)
 
     def launch(self, plan: StepPlan) -> StepResult:
         self._apply_differences(plan)
@@ -75,7 +73,7 @@ class EagerRunner:
 
     def wake(self) -> None:
         self.kv_cache.allocate()
-        self.model.use_caches(self.kv_cache.rows)
+        self.model.use_caches(self.kv_cache.layers)
 
     def close(self) -> None:
         self.model.use_caches(())
@@ -116,7 +114,7 @@ class EagerRunner:
 
     def _tokens(self, inputs: StepInputs) -> StepTokens:
         of_kinds = [
-            CachedTokens(own.row_slots_of(slots), self._batch(inputs, own, table))
+            CachedTokens(slots, self._batch(inputs, own, table))
             for own, slots, table in zip(self.kv_cache.of_kinds, inputs.slots, inputs.block_tables, strict=True)
         ]
         caches = {window: of_kinds[number] for window, number in self._kind_of.items()}
@@ -126,12 +124,9 @@ class EagerRunner:
         return AttentionBatch(
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
-            block_tables=own.rows_of(block_table),
+            block_tables=block_table,
             block_size=self.info.block_size,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self._head_dim,
-            padding_block=own.padding_row,
-            shares_vectors=self._shares_vectors,
+            padding_block=own.padding_block,
         )
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> dict[str, list[TokenLogprobs]]:

@@ -9,6 +9,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,34 +27,24 @@ from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 class KindBlocks:
     """The blocks of one cache kind, in one array over all of its layers.
 
-    All layers of a block are adjacent. Memory is touched in pages of up to 2 MiB: the first block costs one such page,
-    not one in every layer. The block after the last one is the padding block, which is read and stays zero.
+    All layers of a block are adjacent, so a layer's blocks are a stride apart. Memory is touched in pages of up to
+    2 MiB: the first block costs one such page, not one in every layer. The block after the last one is the padding
+    block, which is read and stays zero.
     """
 
-    def __init__(self, num_blocks: int, num_layers: int, head_shape: tuple[int, int, int], kind: KVType) -> None:
+    def __init__(self, num_blocks: int, shapes: Sequence[tuple[int, int, int]], kind: KVType) -> None:
+        """Allocate the blocks. `shapes`: of a block in each layer."""
         self.num_blocks = num_blocks
-        self._num_layers = num_layers
-        self._block_size = head_shape[1]
         self._kind = kind
-        pool = _lazy_zeros(((num_blocks + 1) * num_layers, *head_shape), kinds.NUMPY_TYPES[kind])
-        self.rows = [pool[layer:] for layer in range(num_layers)]
-        """The contiguous array of each layer for kernels, in which `rows_of` gives a block's row."""
-        self.layers = [pool[layer::num_layers] for layer in range(num_layers)]
+        ends = list(accumulate(map(math.prod, shapes), initial=0))
+        pool = _lazy_zeros((num_blocks + 1, ends[-1]), kinds.NUMPY_TYPES[kind])
+        places = zip(ends, ends[1:], shapes, strict=False)
+        self.layers = [pool[:, start:end].reshape(len(pool), *shape) for start, end, shape in places]
+        """Of each layer: views of the same array."""
 
     @property
     def padding_block(self) -> int:
         return self.num_blocks
-
-    @property
-    def padding_row(self) -> int:
-        return self.num_blocks * self._num_layers
-
-    def rows_of(self, block_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        return block_ids * self._num_layers
-
-    def row_slots_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Convert slots from block id * block_size + offset to row * block_size + offset."""
-        return slots + slots // self._block_size * (self._block_size * (self._num_layers - 1))
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks by (source, destination) pairs. Every source is read before any destination is written."""
@@ -70,11 +61,11 @@ class KindBlocks:
 
 
 class KVCache:
-    """Keys and values in blocks. `layers[i]`: [num_blocks + 1, cache_heads, block_size, token width].
+    """Keys and values in blocks. `layers[i]`: [blocks of its kind + 1, cache_heads, block_size, token width], each
+    block contiguous.
 
-    The layout is in `pagemill_kernels.kv_store`, that of quantized caches in its `storage`. `rows[i]`: the layer's
-    contiguous array for kernels; see `KindBlocks`, of which there is one per cache kind. All are empty between
-    `release` and `allocate`. Raises `LoadError` if the machine does not have the memory.
+    The layout is in `pagemill_kernels.kv_store`, that of quantized caches in its `storage`. `layers` and `of_kinds` are
+    empty between `release` and `allocate`. Raises `LoadError` if the machine does not have the memory.
     """
 
     def __init__(
@@ -88,17 +79,18 @@ class KVCache:
         """Allocate the blocks of each of `cache_kinds`."""
         self.cache_kinds = cache_kinds
         self._counts = [num_blocks] if isinstance(num_blocks, int) else list(num_blocks)
-        self._layers_of = [each.layers or tuple(range(spec.num_layers)) for each in cache_kinds]
+        shapes = spec.cache_shapes
+        self._layers_of = [each.layers or tuple(range(len(shapes))) for each in cache_kinds]
         self._block_size = block_size
         self._kind = kind
-        self._head_shape = (spec.cache_heads, block_size, kinds.token_width(kind, spec.head_dim))
-        self._num_layers = spec.num_layers
-        layer_bytes = block_size * spec.cache_heads * kinds.token_bytes(kind, spec.head_dim)
-        sizes = zip(self._counts, self._layers_of, strict=True)
-        self.num_bytes = sum(count * len(layers) for count, layers in sizes) * layer_bytes
+        self._shapes = [(heads, block_size, kinds.token_width(kind, size)) for heads, size in shapes]
+        self.num_bytes = sum(
+            count * block_size * heads * kinds.token_bytes(kind, size)
+            for count, layers in zip(self._counts, self._layers_of, strict=True)
+            for heads, size in map(shapes.__getitem__, layers)
+        )
         self.of_kinds: list[KindBlocks] = []
         self.layers: list[Array] = []
-        self.rows: list[Array] = []
         self.allocate()
 
     def allocate(self) -> None:
@@ -107,21 +99,21 @@ class KVCache:
             raise too_large(max(self._counts), self._block_size, self.num_bytes)
         try:
             self.of_kinds = [
-                KindBlocks(count, len(layers), self._head_shape, self._kind)
+                KindBlocks(count, [self._shapes[layer] for layer in layers], self._kind)
                 for count, layers in zip(self._counts, self._layers_of, strict=True)
             ]
         except MemoryError as error:
             raise too_large(max(self._counts), self._block_size, self.num_bytes) from error
         found = {
-            layer: (own.layers[place], own.rows[place])
+            layer: blocks
             for layers, own in zip(self._layers_of, self.of_kinds, strict=True)
-            for place, layer in enumerate(layers)
+            for layer, blocks in zip(layers, own.layers, strict=True)
         }
-        self.layers, self.rows = ([found[layer][part] for layer in range(self._num_layers)] for part in (0, 1))
+        self.layers = [found[layer] for layer in range(len(self._shapes))]
 
     def release(self) -> None:
         """Return all of its memory to the machine."""
-        self.of_kinds, self.layers, self.rows = [], [], []
+        self.of_kinds, self.layers = [], []
 
 
 def _finite(blocks: Array, kind: KVType) -> Array:

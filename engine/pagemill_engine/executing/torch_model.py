@@ -13,7 +13,7 @@ from pagemill_engine.decoders.on_torch.decoder import Decoder, Model
 from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.decoders.on_torch.filling import load_weights, weight_bytes
 from pagemill_engine.decoders.rope import decoder_tables
-from pagemill_engine.decoders.step_model import CachedTokens, StepTokens
+from pagemill_engine.decoders.step_model import StepTokens
 from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.weights.source import WeightSource
 from pagemill_kernels.adapters.rows import AdapterRows
@@ -123,7 +123,7 @@ class TorchModel:
             positions=positions,
             rotations=self._rotations.at(positions),
             kv_caches=self._caches,
-            kv_slots={window: self._slots(caches[window]) for window in self._windows},
+            kv_slots={window: to_torch(caches[window].slots) for window in self._windows},
             attention_plans={
                 window: ops.plan_attention(caches[window].attention, window, self.model.dtype, ops.device)
                 for window in self._windows
@@ -131,7 +131,3 @@ class TorchModel:
             adapters=adapters,
             group=self._group,
         )
-
-    def _slots(self, tokens: CachedTokens) -> Tensor:
-        batch = tokens.attention
-        return self._ops.plan_slots(to_torch(tokens.slots), batch.cache_heads, batch.block_size)

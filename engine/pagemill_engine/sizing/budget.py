@@ -138,16 +138,18 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_
     num_tokens = config.step.max_num_batched_tokens
     num_rows = min(config.step.max_num_seqs, num_tokens)
     context_tokens = min(config.max_model_len or spec.max_position_embeddings, cache_tokens)
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    layer = 2 * spec.hidden_size + max(heads, 3 * spec.intermediate_size) + spec.head_dim
+    attentions = list(spec.decoder.attentions())
+    heads = max((2 * each.num_heads + 2 * each.num_kv_heads) * each.head_dim for each in attentions)
+    layer = 2 * spec.hidden_size + max(heads, 3 * spec.intermediate_size) + max(each.head_dim for each in attentions)
     forward = num_tokens * (layer * sizes.item_bytes + INDEX_BYTES)
     if sizes.gathers:
         gathered_tokens = min(num_rows * context_tokens, cache_tokens)
         forward += gathered_tokens * sizes.kv_bytes_per_token // spec.num_layers
         forward += num_tokens * context_tokens * sizes.item_bytes  # the mask of a chunk with a context
         if sizes.writes_scores:
-            of_chunks = num_tokens * context_tokens * (spec.num_heads // spec.num_kv_heads)
-            forward += SCORE_FLOATS * 4 * max(of_chunks, gathered_tokens * spec.num_heads)
+            of_chunks = num_tokens * context_tokens * max(each.num_heads // each.num_kv_heads for each in attentions)
+            of_decodes = gathered_tokens * max(each.num_heads for each in attentions)
+            forward += SCORE_FLOATS * 4 * max(of_chunks, of_decodes)
     if spec.pooling is not None:
         return forward
     sampling = num_rows * (spec.vocab_size * SAMPLER_FLOATS * 4 + spec.hidden_size * sizes.item_bytes)
@@ -223,7 +225,7 @@ def _gib(num_bytes: int) -> str:
 
 def keeps_nothing(spec: ModelSpec) -> bool:
     """Whether no later step reads a key or value, because prompts are computed whole."""
-    return spec.cache_heads == 0
+    return not any(heads for heads, _ in spec.cache_shapes)
 
 
 def accounting_blocks(config: EngineConfig, spec: ModelSpec) -> int:

@@ -191,7 +191,8 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
             "to cpu.",
         )
     check_gpu_features(config, spec)
-    problem = gpu_problem(spec.head_dim, config.block_size, spec.num_heads // spec.num_kv_heads)
+    problems = [gpu_problem(size, config.block_size, group) for size, group in spec.head_shapes]
+    problem = next((each for each in problems if each is not None), None)
     if problem is not None:
         raise LoadError("SettingsUnsupported", f"`device` {config.device} cannot run this model: {problem}.")
     if config.deterministic:
@@ -340,15 +341,20 @@ def _rounds_few_rows(backend: Backend, config: EngineConfig, spec: ModelSpec) ->
 
 
 def _backend(dtype: FloatType, config: EngineConfig, spec: ModelSpec) -> tuple[Backend, str]:
-    return cpu_backend(
-        dtype,
-        spec.head_dim,
-        config.block_size,
-        spec.num_heads // spec.num_kv_heads,
-        batch_invariant=config.deterministic,
-        torch_attention="latent" in _features(spec) or not spec.decoder.is_causal,
-        prompts_alone=spec.pooling is not None,
-    )
+    found = [
+        cpu_backend(
+            dtype,
+            size,
+            config.block_size,
+            group,
+            batch_invariant=config.deterministic,
+            torch_attention="latent" in _features(spec) or not spec.decoder.is_causal,
+            prompts_alone=spec.pooling is not None,
+        )
+        for size, group in spec.head_shapes
+    ]
+    # One backend runs all layers: that of the heads which the native kernels do not support.
+    return next((each for each in found if each[0] not in NATIVE_BACKENDS), found[0])
 
 
 def _needs_native(field: str, value: str, how: str, remedy: str) -> LoadError:

@@ -27,7 +27,7 @@ class CacheBlocks(NamedTuple):
 
 def kv_bytes_per_token(spec: ModelSpec, kind: KVType) -> int:
     """Return the bytes of keys and values, or latents, of one token in all layers, including scales."""
-    return spec.num_layers * spec.cache_heads * token_bytes(kind, spec.head_dim)
+    return sum(heads * token_bytes(kind, size) for heads, size in spec.cache_shapes)
 
 
 def cache_kinds(config: EngineConfig, spec: ModelSpec, kind: KVType, num_blocks: int) -> CacheBlocks:

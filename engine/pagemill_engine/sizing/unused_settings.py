@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_models.spec.model_spec import ModelSpec
 
 _GENERATING = {
@@ -37,7 +38,7 @@ def unused_settings(config: EngineConfig, spec: ModelSpec) -> list[UnusedSetting
     if spec.pooling is None:
         return []
     rules = [(name, usual, "generates no text") for name, usual in _GENERATING.items()]
-    if not spec.cache_heads:
+    if keeps_nothing(spec):
         rules += [(name, usual, "computes whole texts without a KV cache") for name, usual in _CACHING.items()]
     return [
         UnusedSetting(

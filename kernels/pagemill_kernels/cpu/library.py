@@ -197,6 +197,7 @@ class AttentionArgs(ctypes.Structure):
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
         ("block_size", c_int64),
+        ("block_stride", c_int64),
         ("sliding_window", c_int64),
         ("scale", c_float),
         ("num_threads", c_int32),
@@ -255,7 +256,8 @@ _SIGNATURES = {
     "pagemill_activate": (c_void_p, c_int64, c_int64, c_int32, c_int32, c_float, c_void_p, c_int32),
     "pagemill_route": (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p),
     "pagemill_rope_and_store": (
-        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int32,
+        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int64,
+        c_int32,
     ),
     "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32),
     "pagemill_experts": (
@@ -266,7 +268,7 @@ _SIGNATURES = {
         c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, POINTER(AdaptedRows), c_void_p, c_int64, c_int32,
     ),
     "pagemill_decoder_layers": (
-        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_void_p,
+        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_void_p,
         POINTER(StepHooks), c_void_p,
     ),
     "pagemill_ranks_bytes": (c_int64, c_int64, c_int64),

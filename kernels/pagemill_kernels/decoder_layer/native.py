@@ -25,13 +25,16 @@ class CacheAddresses(NamedTuple):
     """Addresses of the caches of all layers. It does not keep the caches alive."""
 
     addresses: ctypes.Array[ctypes.c_void_p]
+    strides: Array
+    """Bytes from one block to the next, int64 [layers]."""
     number: int
     """Number of the caches' type."""
 
     @classmethod
     def of(cls, caches: Sequence[Array]) -> CacheAddresses:
         """Return the addresses of at least one cache."""
-        return cls(launch.addresses(map(address, caches)), kinds.native_number(caches[0]))
+        strides = np.array([cache.strides[0] for cache in caches], dtype=np.int64)
+        return cls(launch.addresses(map(address, caches)), strides, kinds.native_number(caches[0]))
 
 
 class NativeLayers:
@@ -84,6 +87,7 @@ class NativeLayers:
             self._addresses,
             launch.addresses(args[window] for window in self._windows),
             caches.addresses,
+            address(caches.strides),
             address(hidden),
             num_tokens,
             launch.addresses(None if index is None else turns[index][0] for index in self._rotations),

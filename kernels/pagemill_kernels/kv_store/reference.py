@@ -1,4 +1,4 @@
-"""The formula of cache writes, and the index arithmetic that every implementation shares."""
+"""The formula of cache writes, which is also that of torch on the CPU."""
 
 from __future__ import annotations
 
@@ -6,24 +6,14 @@ import torch
 from torch import Tensor
 
 
-def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Return a row of the cache, seen as [num_blocks * num_heads * block_size, head_dim], for each token and head.
-
-    slot_mapping: int64 [tokens], block id * block_size + offset; num_heads: of keys and values together. Returns int64
-    [tokens * num_heads].
-    """
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-    heads = torch.arange(num_heads, device=slot_mapping.device)
-    return ((block[:, None] * num_heads + heads) * block_size + offset[:, None]).flatten()
-
-
 def store_kv(key_value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Write cache[slot of token t, head h] = key_value[t, h].
 
     key_value: [tokens, 2 * num_kv_heads, head_dim], keys first. cache: [num_blocks, 2 * num_kv_heads, block_size,
-    head_dim]. slots: `plan_slots(slot_mapping, 2 * num_kv_heads, block_size)`.
+    head_dim], each block contiguous. slots: int64 [tokens], block id * block_size + offset.
     """
-    cache.view(-1, cache.shape[-1])[slots] = key_value.flatten(0, 1)
+    block_size, heads = cache.shape[2], torch.arange(cache.shape[1], device=cache.device)
+    cache[slots[:, None] // block_size, heads, slots[:, None] % block_size] = key_value
 
 
 def store_latents(latents: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -31,7 +21,8 @@ def store_latents(latents: Tensor, cache: Tensor, slots: Tensor) -> None:
 
     One vector contains a token's key and value.
     """
-    cache.view(-1, cache.shape[-1])[slots] = latents.to(cache.dtype)
+    block_size = cache.shape[2]
+    cache[slots // block_size, 0, slots % block_size] = latents.to(cache.dtype)
 
 
 def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:

@@ -11,6 +11,12 @@ DECODE_LIMIT = 8
 """Most tokens of a request that a GPU treats as a decode (1, or more with speculation and short prompts)."""
 
 
+def kv_heads_of(cache_heads: int) -> int:
+    """Return the key/value heads of a layer whose cache stores so many vectors for each token: a key and a value of
+    each head, or one latent that is both."""
+    return max(1, cache_heads // 2)
+
+
 @dataclass(slots=True, frozen=True)
 class AttentionBatch:
     """A flattened batch: request i owns the tokens query_start_loc[i] to query_start_loc[i + 1]."""
@@ -22,17 +28,8 @@ class AttentionBatch:
     block_tables: NDArray[np.int32]
     """[requests, blocks]; entries past a request's length are never read."""
     block_size: int
-    num_kv_heads: int
-    head_dim: int
     padding_block: int
     """Index of the padding block, which is filled with zeros: padded rows must read finite values."""
-    shares_vectors: bool = False
-    """Whether a key is also its value (latent attention): the cache has `num_kv_heads` vectors per token, not twice
-    as many."""
-
-    @property
-    def cache_heads(self) -> int:
-        return self.num_kv_heads if self.shares_vectors else 2 * self.num_kv_heads
 
     @property
     def num_requests(self) -> int:

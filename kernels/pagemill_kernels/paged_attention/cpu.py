@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagemill_kernels.paged_attention.batch import kv_heads_of
 from pagemill_kernels.paged_attention.plan import AttentionPlan, DecodeGroup, PrefillChunk
 from pagemill_kernels.paged_attention.reference import softmax_with_sinks
 
@@ -41,33 +42,28 @@ def paged_attention(
     extras = _Extras(soft_cap, alibi_slopes, sinks)
     result = torch.empty(query.shape, dtype=query.dtype)
     for group in plan.decodes:
-        result[group.rows] = _decode(query[group.rows], cache, group, plan.num_kv_heads, scale, extras)
+        result[group.rows] = _decode(query[group.rows], cache, group, scale, extras)
     for chunk in plan.prefills:
         rows = query[chunk.start : chunk.stop]
         if all(extra is None for extra in extras):
-            attended = _prefill(rows, cache, chunk, plan.num_kv_heads, scale)
+            attended = _prefill(rows, cache, chunk, scale)
         else:
-            attended = _written_out_prefill(rows, cache, chunk, plan.num_kv_heads, scale, extras)
+            attended = _written_out_prefill(rows, cache, chunk, scale, extras)
         result[chunk.start : chunk.stop] = attended
     return result
 
 
-def _decode(
-    query: Tensor,
-    cache: Tensor,
-    group: DecodeGroup,
-    num_kv_heads: int,
-    scale: float,
-    extras: _Extras,
-) -> Tensor:
-    keys, values = _gather(cache, group.gather, group.num_requests, num_kv_heads, query.dtype)
+def _decode(query: Tensor, cache: Tensor, group: DecodeGroup, scale: float, extras: _Extras) -> Tensor:
+    keys, values = _gather(cache, group.blocks, query.dtype)
     num_requests, num_heads, head_dim = query.shape
+    num_kv_heads = len(keys) // num_requests
+    bias = group.bias.repeat_interleave(num_kv_heads, 0)
     grouped = query.reshape(num_requests * num_kv_heads, num_heads // num_kv_heads, head_dim)
     soft_cap, alibi_slopes, sinks = extras
     if soft_cap is None and alibi_slopes is None:
-        scores = torch.baddbmm(group.bias, grouped, keys.transpose(1, 2), alpha=scale)
+        scores = torch.baddbmm(bias, grouped, keys.transpose(1, 2), alpha=scale)
     else:
-        scores = _capped(torch.bmm(grouped, keys.transpose(1, 2)).float().mul_(scale), soft_cap) + group.bias
+        scores = _capped(torch.bmm(grouped, keys.transpose(1, 2)).float().mul_(scale), soft_cap) + bias
     if alibi_slopes is not None:
         lowered = alibi_slopes.view(1, num_kv_heads, -1, 1) * group.distances()[:, None, None, :]
         scores += lowered.flatten(0, 1)
@@ -76,9 +72,10 @@ def _decode(
     return torch.bmm(weights, values).view(num_requests, num_heads, head_dim)
 
 
-def _prefill(query: Tensor, cache: Tensor, chunk: PrefillChunk, num_kv_heads: int, scale: float) -> Tensor:
-    keys, values = _gather(cache, chunk.gather, 1, num_kv_heads, query.dtype)
+def _prefill(query: Tensor, cache: Tensor, chunk: PrefillChunk, scale: float) -> Tensor:
+    keys, values = _gather(cache, chunk.blocks, query.dtype)
     num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = len(keys)
     group = num_heads // num_kv_heads
     # The group is the batch dimension: keys and values are expanded with stride 0 instead of repeated.
     grouped = query.view(num_tokens, num_kv_heads, group, head_dim).permute(2, 1, 0, 3)
@@ -94,17 +91,11 @@ def _prefill(query: Tensor, cache: Tensor, chunk: PrefillChunk, num_kv_heads: in
     return attended.permute(2, 1, 0, 3).reshape(num_tokens, num_heads, head_dim)
 
 
-def _written_out_prefill(
-    query: Tensor,
-    cache: Tensor,
-    chunk: PrefillChunk,
-    num_kv_heads: int,
-    scale: float,
-    extras: _Extras,
-) -> Tensor:
+def _written_out_prefill(query: Tensor, cache: Tensor, chunk: PrefillChunk, scale: float, extras: _Extras) -> Tensor:
     soft_cap, alibi_slopes, sinks = extras
-    keys, values = _gather(cache, chunk.gather, 1, num_kv_heads, query.dtype)
+    keys, values = _gather(cache, chunk.blocks, query.dtype)
     num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = len(keys)
     by_kv_head = query.reshape(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     distances = chunk.distances()
     # Without a mask the chunk is plainly causal.
@@ -124,14 +115,13 @@ def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
     return scores if soft_cap is None else scores.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
-def _gather(
-    cache: Tensor, rows: Tensor, num_requests: int, num_kv_heads: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _gather(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return keys and values, each [requests * num_kv_heads, padded length, head_dim] and contiguous.
 
-    If the cache has one vector for both, they are the same tensor.
+    blocks: [requests, blocks]. If the cache has one vector for both, they are the same tensor.
     """
-    head_dim = cache.shape[-1]
-    gathered = cache.view(-1, cache.shape[-2] * head_dim).index_select(0, rows).to(dtype)
-    parts = gathered.view(cache.shape[1] // num_kv_heads, num_requests * num_kv_heads, -1, head_dim)
+    num_kv_heads, head_dim = kv_heads_of(cache.shape[1]), cache.shape[-1]
+    heads = torch.arange(cache.shape[1]).view(-1, 1, num_kv_heads, 1)
+    gathered = cache[blocks[None, :, None, :], heads].to(dtype)
+    parts = gathered.view(-1, len(blocks) * num_kv_heads, blocks.shape[1] * cache.shape[2], head_dim)
     return parts[0], parts[-1]

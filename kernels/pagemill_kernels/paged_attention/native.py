@@ -41,8 +41,6 @@ def plan_attention(batch: AttentionBatch, sliding_window: int | None) -> NativeP
         seq_lens=address(seq_lens),
         block_table_stride=tables.shape[1],
         num_requests=batch.num_requests,
-        num_kv_heads=batch.num_kv_heads,
-        head_dim=batch.head_dim,
         block_size=batch.block_size,
         sliding_window=sliding_window or 0,
         num_threads=launch.num_threads(),
@@ -67,7 +65,7 @@ def plan_bfloat16_attention(batch: AttentionBatch, sliding_window: int | None) -
 def paged_attention(query: Array, cache: Array, plan: NativePlan, scale: float, sinks: Array | None = None) -> Array:
     """Compute attention and return [tokens, num_heads, head_dim].
 
-    query: float32 [tokens, num_heads, head_dim]; cache: one layer's. `sinks`: as in `reference`.
+    query: float32 [tokens, num_heads, head_dim]; cache: one layer's, each block contiguous. `sinks`: as in `reference`.
     """
     num_tokens, num_heads, head_dim = query.shape
     if query.strides[1:] != (head_dim * query.itemsize, query.itemsize):
@@ -78,6 +76,8 @@ def paged_attention(query: Array, cache: Array, plan: NativePlan, scale: float, 
     args.query_stride = launch.row_stride(query)
     args.cache = address(cache)
     args.cache_type = kinds.native_number(cache)
+    args.block_stride = cache.strides[0]
+    args.num_kv_heads, args.head_dim = cache.shape[1] // 2, head_dim
     args.out = address(out)
     args.sinks = optional_address(sinks)
     args.num_heads = num_heads

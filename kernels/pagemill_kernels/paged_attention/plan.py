@@ -27,13 +27,10 @@ class DecodeGroup:
     rows: slice | Tensor
     """Indices of their tokens in the batch."""
     num_requests: int
-    gather: Tensor
-    """int64 [parts * requests * num_kv_heads * blocks]: (block, head) rows of the cache.
-
-    The parts are keys and values, or one part that serves as both.
-    """
+    blocks: Tensor
+    """int64 [requests, blocks]: the padding block where a request has fewer."""
     bias: Tensor
-    """[requests * num_kv_heads, 1, padded length]: 0 where visible, -inf elsewhere."""
+    """[requests, 1, padded length]: 0 where visible, -inf elsewhere."""
     positions: NDArray[np.int64]
     """[requests, padded length]: positions of the gathered tokens."""
     seq_lens: NDArray[np.int64]
@@ -53,7 +50,8 @@ class PrefillChunk:
     stop: int
     context_len: int
     """Number of gathered tokens, including this chunk's."""
-    gather: Tensor
+    blocks: Tensor
+    """int64 [1, blocks]."""
     mask: Tensor | None
     """[chunk, context], added to the scores; None: plainly causal and no context before the chunk."""
 
@@ -67,7 +65,6 @@ class PrefillChunk:
 class AttentionPlan:
     decodes: list[DecodeGroup]
     prefills: list[PrefillChunk]
-    num_kv_heads: int
 
 
 def plan_attention(
@@ -86,7 +83,7 @@ def plan_attention(
         _prefill_chunk(batch, int(i), int(first_blocks[i]), sliding_window, dtype)
         for i in np.flatnonzero(num_tokens > 1)
     ]
-    return AttentionPlan(decodes, prefills, batch.num_kv_heads)
+    return AttentionPlan(decodes, prefills)
 
 
 def _first_blocks(
@@ -135,8 +132,8 @@ def _decode_group(
     return DecodeGroup(
         rows=_as_slice(batch.query_start_loc[requests]),
         num_requests=len(requests),
-        gather=_gather_rows(table, batch),
-        bias=bias.repeat_interleave(batch.num_kv_heads, 0)[:, None, :],
+        blocks=torch.from_numpy(table.astype(np.int64)),
+        bias=bias[:, None, :],
         positions=positions,
         seq_lens=batch.seq_lens[requests],
     )
@@ -153,7 +150,7 @@ def _prefill_chunk(
         start=start,
         stop=stop,
         context_len=seq_len - skipped,
-        gather=_gather_rows(table, batch),
+        blocks=torch.from_numpy(table.astype(np.int64)),
         mask=_prefill_mask(stop - start, seq_len - skipped, sliding_window, dtype),
     )
 
@@ -164,13 +161,6 @@ def _prefill_mask(num_tokens: int, context_len: int, sliding_window: int | None,
     positions = torch.arange(context_len - num_tokens, context_len)
     visible = visible_positions(positions, context_len, sliding_window)
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-
-
-def _gather_rows(table: NDArray[np.int32], batch: AttentionBatch) -> Tensor:
-    """Return (block, head) rows in the order [key or value, request, head, block]."""
-    heads = np.arange(batch.cache_heads).reshape(-1, 1, batch.num_kv_heads, 1)
-    rows = table.astype(np.int64)[None, :, None, :] * batch.cache_heads + heads
-    return torch.from_numpy(rows.reshape(-1))
 
 
 def _as_slice(rows: NDArray[np.int64]) -> slice | Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.paged_attention.batch import AttentionBatch, kv_heads_of
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,8 +40,8 @@ def paged_attention(
 
     query: [tokens, num_heads, head_dim]; cache: one layer's. `soft_cap`: scores become cap * tanh(score / cap).
     `alibi_slopes`: float32 [num_heads]; a key n tokens back loses slope * n. `sinks`: float32 [num_heads], for each
-    head the score of a key without a value, which takes its share of the softmax. If the batch `shares_vectors`, values
-    are the keys, and the caller takes the part of the result that it needs.
+    head the score of a key without a value, which takes its share of the softmax. If the cache has one vector for each
+    token, values are the keys, and the caller takes the part of the result that it needs.
     """
     batch = plan.batch
     result = torch.empty_like(query)
@@ -49,7 +49,7 @@ def paged_attention(
         start, stop = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1])
         seq_len = int(batch.seq_lens[i])
         keys, values = _gather(cache, batch, i, seq_len)
-        group = query.shape[1] // batch.num_kv_heads
+        group = query.shape[1] // len(keys)
         keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
         positions = torch.arange(seq_len - (stop - start), seq_len, device=query.device)
         visible = visible_positions(positions, seq_len, plan.sliding_window)
@@ -85,4 +85,5 @@ def _gather(cache: Tensor, batch: AttentionBatch, request: int, seq_len: int) ->
     num_blocks = -(-seq_len // batch.block_size)
     blocks = torch.from_numpy(batch.block_tables[request, :num_blocks].astype("int64")).to(cache.device)
     tokens = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len]
-    return tokens[: batch.num_kv_heads], tokens[-batch.num_kv_heads :]
+    num_kv_heads = kv_heads_of(cache.shape[1])
+    return tokens[:num_kv_heads], tokens[-num_kv_heads:]

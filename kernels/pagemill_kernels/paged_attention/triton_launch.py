@@ -38,7 +38,6 @@ class TritonPlan:
     """int32 [requests, blocks]."""
     num_tokens: int
     block_size: int
-    num_kv_heads: int
     sliding_window: int | None
     longest: int
     """Tokens of the request that has most tokens in the step."""
@@ -82,7 +81,6 @@ def plan_attention(
         block_tables=launch.upload(batch.block_tables, device, torch.int32),
         num_tokens=int(batch.query_start_loc[-1]),
         block_size=batch.block_size,
-        num_kv_heads=batch.num_kv_heads,
         sliding_window=sliding_window,
         longest=int(num_tokens.max(initial=0)),
         has_few=bool(((num_tokens > 0) & (num_tokens <= DECODE_LIMIT)).any()),
@@ -96,7 +94,6 @@ def plan_on_device(
     kind: int,
     sliding_window: int | None,
     block_size: int,
-    num_kv_heads: int,
 ) -> TritonPlan:
     """Plan attention for inputs that are on the device.
 
@@ -108,7 +105,6 @@ def plan_on_device(
         block_tables=inputs.block_tables[kind, :num_requests],
         num_tokens=len(inputs.token_ids),
         block_size=block_size,
-        num_kv_heads=num_kv_heads,
         sliding_window=sliding_window,
         longest=longest,
         has_few=longest <= DECODE_LIMIT or num_requests > 1,
@@ -137,14 +133,15 @@ def paged_attention(
         return out
     if query.stride()[1:] != (head_dim, 1):
         query = query.contiguous()
-    group = num_heads // plan.num_kv_heads
+    num_kv_heads = cache.shape[1] // 2
+    group = num_heads // num_kv_heads
     decode_tiles, prefill_tiles = (
         choose_tiles(head_dim, group, query.dtype, cache.dtype, is_decode) for is_decode in (True, False)
     )
     has_prefills = plan.longest > DECODE_LIMIT
     few_tokens = plan.longest if not has_prefills else decode_tiles.block_m // group if plan.has_few else 0
     extras = _Extras(scale, soft_cap, alibi_slopes, sinks)
-    parts = _parts(few_tokens, decode_tiles, plan, out)
+    parts = _parts(few_tokens, decode_tiles, plan, num_kv_heads, out)
     decode = partial(_decode, few_tokens, decode_tiles, plan, query, cache, extras, parts, out)
     q_blocks = num_tokens // (prefill_tiles.block_m // group) + len(plan.seq_lens)
     whole = _Parts(q_blocks, 1, out, out, out)
@@ -182,12 +179,12 @@ class _Parts(NamedTuple):
     sums: Tensor
 
 
-def _parts(few_tokens: int, tiles: AttentionTiles, plan: TritonPlan, out: Tensor) -> _Parts:
+def _parts(few_tokens: int, tiles: AttentionTiles, plan: TritonPlan, num_kv_heads: int, out: Tensor) -> _Parts:
     """Return the size and outputs of the decodes' launch; every request has `few_tokens` rows in them."""
     _, num_heads, head_dim = out.shape
     num_requests = len(plan.seq_lens)
-    q_blocks = num_requests * triton.cdiv(few_tokens, tiles.block_m // (num_heads // plan.num_kv_heads))
-    num_splits = choose_splits(q_blocks * plan.num_kv_heads)
+    q_blocks = num_requests * triton.cdiv(few_tokens, tiles.block_m // (num_heads // num_kv_heads))
+    num_splits = choose_splits(q_blocks * num_kv_heads)
     if num_splits == 1 or not few_tokens:
         return _Parts(q_blocks, 1, out, out, out)
     shape = (num_requests * few_tokens, num_heads, num_splits)
@@ -236,8 +233,9 @@ def _attend(
     parts: _Parts,
 ) -> None:
     _, num_heads, head_dim = query.shape
+    num_kv_heads = cache.shape[1] // 2
     has_codes = cache.dtype in LARGEST_CODES
-    triton_body.attend[(parts.q_blocks, plan.num_kv_heads, parts.num_splits)](
+    triton_body.attend[(parts.q_blocks, num_kv_heads, parts.num_splits)](
         num_requests=len(plan.seq_lens),
         few_tokens=few_tokens,
         window=plan.sliding_window or 0,
@@ -256,8 +254,8 @@ def _attend(
         out_ptr=parts.results,
         maxima_ptr=parts.maxima,
         sums_ptr=parts.sums,
-        NUM_KV_HEADS=plan.num_kv_heads,
-        GROUP=num_heads // plan.num_kv_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         PADDED_DIM=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=plan.block_size,
@@ -290,14 +288,15 @@ def _check(query: Tensor, cache: Tensor, plan: TritonPlan, **by_head: Tensor | N
     launch.check_contiguous("paged attention", cache=cache)
     if cache.dtype not in LARGEST_CODES:
         launch.check_floats("paged attention", query=query, cache=cache)
-    shape = (2 * plan.num_kv_heads, plan.block_size, token_width(cache.dtype, head_dim))
+    num_kv_heads = cache.shape[1] // 2
+    shape = (2 * num_kv_heads, plan.block_size, token_width(cache.dtype, head_dim))
     launch.check_shape("paged attention", "cache", cache, (len(cache), *shape))
-    if num_tokens != plan.num_tokens or num_heads % plan.num_kv_heads:
+    if num_tokens != plan.num_tokens or num_heads % num_kv_heads:
         raise ValueError(
             f"paged attention: query has {num_tokens} tokens and {num_heads} heads, the plan {plan.num_tokens} tokens "
-            f"and {plan.num_kv_heads} key/value heads"
+            f"and the cache {num_kv_heads} key/value heads"
         )
-    problem = supports(head_dim, plan.block_size, num_heads // plan.num_kv_heads)
+    problem = supports(head_dim, plan.block_size, num_heads // num_kv_heads)
     if problem is not None:
         raise ValueError(f"paged attention: {problem}")
     for name, values in by_head.items():

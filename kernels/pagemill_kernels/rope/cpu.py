@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagemill_kernels.kv_store.cpu import store_kv
+from pagemill_kernels.kv_store.reference import store_kv
 
 
 def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:

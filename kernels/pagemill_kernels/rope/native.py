@@ -11,8 +11,8 @@ def rope_and_store(heads: Array, num_heads: int, cos: Array, sin: Array, cache: 
     """Rotate queries and keys in place, then write keys and values into the cache.
 
     heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous. cos, sin: [tokens, 1, head_dim / 2],
-    contiguous. cache: one layer's, of a type in `kv_store.kinds.NATIVE`. slots: int64 [tokens], block id * block_size +
-    offset.
+    contiguous. cache: one layer's, of a type in `kv_store.kinds.NATIVE`, each block contiguous. slots: int64 [tokens],
+    block id * block_size + offset.
     """
     _store(heads, num_heads, address(cos), address(sin), cache, slots)
 
@@ -36,5 +36,6 @@ def _store(heads: Array, num_heads: int, cos: int | None, sin: int | None, cache
         kinds.native_number(cache),
         address(slots),
         cache.shape[2],
+        cache.strides[0],
         launch.num_threads(),
     )

@@ -34,7 +34,7 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
     """Rotate queries and keys in place, then write keys and values into one layer's cache.
 
     heads: [tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. cos, sin: [tokens, 1, head_dim / 2]
-    of each token's position. slots: by `plan_slots`.
+    of each token's position. slots: int64 [tokens], block id * block_size + offset.
     """
     num_kv_heads = (heads.shape[1] - num_heads) // 2
     apply_rope(heads[:, : num_heads + num_kv_heads], cos, sin)

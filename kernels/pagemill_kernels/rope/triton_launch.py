@@ -75,14 +75,6 @@ def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
     rope_and_store(heads, num_heads, heads.new_ones(angles), heads.new_zeros(angles), cache, slots)
 
 
-def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Return the slots unchanged, since the kernel finds each head's slot.
-
-    slot_mapping: int64 [tokens], block id * block_size + offset.
-    """
-    return slot_mapping.contiguous()
-
-
 def _check_norms(heads: Tensor, norms: HeadNorms | None) -> None:
     if norms is None:
         return

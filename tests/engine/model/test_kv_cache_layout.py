@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 
 from pagemill_engine.executing.kv_cache import KVCache
+from pagemill_protocol.report.cache_kinds import CacheKind
 
-SPEC: Any = SimpleNamespace(num_layers=30, cache_heads=6, head_dim=64)
+SPEC: Any = SimpleNamespace(cache_shapes=[(6, 64)] * 30)
 BLOCK = 16
 
 
@@ -18,24 +18,20 @@ def cache_of(num_blocks: int) -> KVCache:
     return KVCache(SPEC, num_blocks, BLOCK, "float32")
 
 
-def test_views_by_row_and_by_layer_are_the_same_memory() -> None:
-    cache = cache_of(5)
-    blocks = np.array([3, 0, 4], dtype=np.int32)
+def test_layers_of_different_shapes_share_the_memory_of_a_block() -> None:
+    spec: Any = SimpleNamespace(cache_shapes=[(4, 64), (2, 32), (4, 64)])
+    kinds = (CacheKind(layers=(0, 2)), CacheKind("window-32", 32, layers=(1,)))
+    cache = KVCache(spec, [5, 3], BLOCK, "int8", kinds)
+    assert [layer.shape for layer in cache.layers] == [(6, 4, BLOCK, 68), (4, 2, BLOCK, 36), (6, 4, BLOCK, 68)]
+    assert cache.num_bytes == 2 * 5 * 4 * BLOCK * 68 + 3 * 2 * BLOCK * 36
     for number, layer in enumerate(cache.layers):
-        for block in blocks.tolist():
-            layer[block] = 10 * number + block + 1
-    for number, rows in enumerate(cache.rows):
-        assert rows.flags.c_contiguous
-        found = rows[cache.of_kinds[0].rows_of(blocks)]
-        assert found[:, 0, 0, 0].tolist() == [10 * number + block + 1 for block in blocks.tolist()]
-        assert not rows[cache.of_kinds[0].padding_row].any()
-
-
-def test_a_slot_is_block_number_times_block_size_plus_offset() -> None:
-    cache = cache_of(5)
-    blocks, offsets = np.array([0, 2, 4], dtype=np.int32), np.array([15, 0, 7])
-    expected = cache.of_kinds[0].rows_of(blocks).astype(np.int64) * BLOCK + offsets
-    assert cache.of_kinds[0].row_slots_of(blocks.astype(np.int64) * BLOCK + offsets).tolist() == expected.tolist()
+        for block, each in enumerate(layer):
+            assert each.flags.c_contiguous
+            each[:] = 10 * number + block
+    for number, layer in enumerate(cache.layers):
+        assert [set(each.flat) for each in layer] == [{10 * number + block} for block in range(len(layer))]
+    first, _, last = cache.layers
+    assert first.strides[0] == last.strides[0] == 2 * first[0].nbytes, "a block of all layers of a kind is adjacent"
 
 
 def test_one_block_does_not_touch_a_huge_page_in_every_layer() -> None:
@@ -53,5 +49,5 @@ def test_the_memory_is_released_with_the_cache() -> None:
     del layer
     full = psutil.Process().memory_info().rss
     cache.release()
-    assert (cache.layers, cache.rows) == ([], [])
+    assert (cache.layers, cache.of_kinds) == ([], [])
     assert full - psutil.Process().memory_info().rss > 0.8 * cache.num_bytes

@@ -108,8 +108,7 @@ def test_copies_include_the_scales(spec: ModelSpec, kind: KVType, on_device: boo
 def test_cleared_blocks_have_finite_values_and_others_are_unchanged(spec: ModelSpec, kind: KVType) -> None:
     cache = KVCache(spec, 4, BLOCK, kind)
     # The same memory as tensors, so that torch's definition of the layout is used to read it.
-    pool = to_torch(cache.rows[0]).view(5, spec.num_layers, *cache.rows[0].shape[1:])
-    layers = [pool[:, layer] for layer in range(spec.num_layers)]
+    layers = [to_torch(layer) for layer in cache.layers]
     for layer in layers:
         whole = layer.contiguous()
         values = storage.scales(whole) if kind == "int8" else whole

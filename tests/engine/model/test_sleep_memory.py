@@ -21,7 +21,7 @@ from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.executing.sleep import SleepError
 
 PROMPT = [(7 * index) % 64 for index in range(20)]
-SPEC: Any = SimpleNamespace(num_layers=2, cache_heads=4, head_dim=64)
+SPEC: Any = SimpleNamespace(cache_shapes=[(4, 64)] * 2)
 
 
 @pytest.fixture(scope="module")

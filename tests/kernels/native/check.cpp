@@ -154,12 +154,14 @@ void check_attention() {
   std::vector<int64_t> slots;
   for (int64_t t = 0; t < tokens; ++t) slots.push_back(table[t / block] * block + t % block);
   pagemill_rope_and_store(qkv.data(), tokens, heads, kv_heads, dim, nullptr, nullptr,
-                          reinterpret_cast<uint8_t*>(cache.data()), kCacheFloat32, slots.data(), block, 2);
+                          reinterpret_cast<uint8_t*>(cache.data()), kCacheFloat32, slots.data(), block,
+                          2 * kv_heads * block * dim * 4, 2);
   const std::vector<int64_t> starts = {0, tokens}, lens = {tokens};
   AttentionArgs args = {};
   args.query = qkv.data(), args.query_stride = width * dim, args.cache = cache.data(), args.out = found.data();
   args.block_tables = table.data(), args.block_table_stride = 3, args.query_start_loc = starts.data();
   args.seq_lens = lens.data(), args.num_requests = 1, args.num_heads = heads, args.num_kv_heads = kv_heads;
+  args.block_stride = 2 * kv_heads * block * dim * 4;
   args.head_dim = dim, args.block_size = block, args.scale = 0.2f, args.num_threads = 3, args.cache_type = kCacheFloat32;
   pagemill_paged_attention(&args);
   std::vector<double> wanted;

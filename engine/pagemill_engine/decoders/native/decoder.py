@@ -64,7 +64,8 @@ class NativeDecoder:
         self.embedding = _Embedding(declared, outside, parts, lent) if declared.embeds else None
         """None in a later stage of a pipeline."""
         self.layers = [
-            layer_parts(layer, declared.ropes(), firsts[index], parts) for index, layer in enumerate(declared.layers)
+            layer_parts(layer, declared.rotations(), firsts[index], parts)
+            for index, layer in enumerate(declared.layers)
         ]
         self.norm = parts.norm(declared.norm)
         self.head = tied or (None if declared.head is None else _Head(declared.head, product, outside, parts))

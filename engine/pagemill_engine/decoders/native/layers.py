@@ -25,16 +25,16 @@ def can_fuse(decoder: DecoderSpec) -> bool:
     return all(map(_has_parts, decoder.layers))
 
 
-def layer_parts(layer: LayerSpec, ropes: list[RopeSpec], first_linear: int, parts: Parts) -> LayerParts:
+def layer_parts(layer: LayerSpec, rotations: list[tuple[RopeSpec, int]], first_linear: int, parts: Parts) -> LayerParts:
     """Return the parts of a layer with its weights, for a decoder that can be fused.
 
-    `ropes`: the decoder's. `first_linear`: as in `LayerParts`.
+    `rotations`: the decoder's. `first_linear`: as in `LayerParts`.
     """
     first, second = _branches(layer)
     attention, mlp = first.block, second.block
     assert isinstance(attention, AttentionSpec)
     assert isinstance(mlp, MLPSpec | MoESpec)
-    is_parallel = len(layer.residuals) == 1
+    rope, is_parallel = attention.rope, len(layer.residuals) == 1
     # Parallel branches read the same input; the first norm serves both if they are equal.
     shares_norm = is_parallel and second.norm == first.norm
     return LayerParts(
@@ -51,7 +51,7 @@ def layer_parts(layer: LayerSpec, ropes: list[RopeSpec], first_linear: int, part
         head_dim=attention.head_dim,
         scale=attention.scale,
         window=attention.window,
-        rotation=None if attention.rope is None else ropes.index(attention.rope),
+        rotation=None if rope is None else rotations.index((rope, attention.rotary_table_dim)),
         attention_norm=parts.norm(first.norm),
         mlp_norm=None if shares_norm else parts.norm(second.norm),
         attention_output_norm=parts.norm(first.output_norm),

@@ -45,7 +45,7 @@ class ForwardContext:
     kv_caches: list[Tensor]
     """One per layer; the layout is in `pagemill_kernels.kv_store`."""
     kv_slots: dict[int | None, Tensor]
-    """The slots of this step's keys and values, from `ops.plan_slots`, for each distinct window of the model."""
+    """int64 [tokens]: the slots of this step's keys and values, for each distinct window of the model."""
     attention_plans: dict[int | None, Any]
     """A plan for each distinct sliding window of the model; `None` is full attention."""
     token_types: Tensor | None = None

@@ -35,7 +35,6 @@ from pagemill_models.declaration.declaration import (
     NormSpec,
     PositionsSpec,
     ResidualSpec,
-    RopeSpec,
     TokenTypesSpec,
 )
 from pagemill_models.sharding.linears import linears
@@ -47,7 +46,7 @@ class _Builder:
 
     def __init__(self, spec: DecoderSpec, ops: Ops, dtype: torch.dtype) -> None:
         self._ops, self._dtype = ops, dtype
-        self._ropes: list[RopeSpec] = spec.ropes()
+        self._rotations = spec.rotations()
         self._caches = count()
         self._numbers = {(use.role == "embedding", use.spec.parts[0].name): use.number for use in linears(spec)}
 
@@ -57,7 +56,7 @@ class _Builder:
             return MoE(spec, self._ops, self._dtype, number)
         if isinstance(spec, MLPSpec):
             return MLP(spec, self._ops, self._dtype, number)
-        rotation = None if spec.rope is None else self._ropes.index(spec.rope)
+        rotation = None if spec.rope is None else self._rotations.index((spec.rope, spec.rotary_table_dim))
         if isinstance(spec, LatentAttentionSpec):
             assert rotation is not None
             return LatentAttention(spec, self._ops, self._dtype, number, next(self._caches), rotation)

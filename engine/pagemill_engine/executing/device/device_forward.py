@@ -36,7 +36,6 @@ class DeviceForward:
         self._kv_cache = kv_cache
         self._rotations = rotations
         self._block_size = block_size
-        self._num_kv_heads = model.spec.num_kv_heads
         self._layers = model.layers
         self._kinds: list[DecoderLayer] = []
 
@@ -83,15 +82,14 @@ class DeviceForward:
     def hidden(self, inputs: DeviceStepInputs, longest: int) -> Tensor:
         """Return normalised hidden states, [tokens, hidden]."""
         plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
-        num_heads, block_size, kind_of = self._num_kv_heads, self._block_size, self._kv_cache.kind_of
-        slots = [self._ops.plan_slots(of_kind, 2 * num_heads, block_size) for of_kind in inputs.slots]
+        kind_of = self._kv_cache.kind_of
         context = ForwardContext(
             positions=inputs.positions,
             rotations=self._rotations.at(inputs.positions),
             kv_caches=self._kv_cache.layers,
-            kv_slots={window: slots[kind] for window, kind in kind_of.items()},
+            kv_slots={window: inputs.slots[kind] for window, kind in kind_of.items()},
             attention_plans={
-                window: plan(inputs, num_requests, longest, kind, window, block_size, num_heads)
+                window: plan(inputs, num_requests, longest, kind, window, self._block_size)
                 for window, kind in kind_of.items()
             },
         )

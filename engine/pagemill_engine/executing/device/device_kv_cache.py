@@ -40,16 +40,17 @@ class DeviceKVCache:
         self.device, self.kind = device, kind
         self._block_size = block_size
         self._dtype = TORCH_TYPES[kind]
-        self._block_shape = (spec.cache_heads, block_size, kinds.token_width(kind, spec.head_dim))
-        self._layer_bytes = block_size * spec.cache_heads * kinds.token_bytes(kind, spec.head_dim)
-        self._num_layers = spec.num_layers
+        shapes = spec.cache_shapes
+        self._block_shapes = [(heads, block_size, kinds.token_width(kind, size)) for heads, size in shapes]
+        self._block_bytes = [block_size * heads * kinds.token_bytes(kind, size) for heads, size in shapes]
         self._windows = spec.decoder.windows()
         self.layers: list[Tensor] = []
         self.resize(counts, cache_kinds)
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.counts[number] for number in self._kind_of_layer) * self._layer_bytes
+        of_layers = zip(self._kind_of_layer, self._block_bytes, strict=True)
+        return sum(self.counts[number] * block_bytes for number, block_bytes in of_layers)
 
     @property
     def padding_blocks(self) -> Sequence[int]:
@@ -61,9 +62,9 @@ class DeviceKVCache:
         if self.device.type == "cpu" and self.num_bytes > memory_limit():
             raise too_large(max(self.counts), self._block_size, self.num_bytes)
         try:
-            for number in self._kind_of_layer:
-                shape = (self.counts[number] + 1, *self._block_shape)
-                self.layers.append(torch.zeros(shape, dtype=self._dtype, device=self.device))
+            for number, shape in zip(self._kind_of_layer, self._block_shapes, strict=True):
+                blocks = torch.zeros(self.counts[number] + 1, *shape, dtype=self._dtype, device=self.device)
+                self.layers.append(blocks)
         except (MemoryError, torch.OutOfMemoryError) as error:
             self.release()
             raise too_large(max(self.counts), self._block_size, self.num_bytes) from error
@@ -76,7 +77,7 @@ class DeviceKVCache:
         self.kind_of = kinds_of_windows(cache_kinds, self._windows)
         """The number of the kind of the layers with each window."""
         numbers = {layer: number for number, each in enumerate(cache_kinds) for layer in each.layers}
-        self._kind_of_layer = [numbers.get(layer, 0) for layer in range(self._num_layers)]
+        self._kind_of_layer = [numbers.get(layer, 0) for layer in range(len(self._block_shapes))]
         self.allocate()
 
     def release(self) -> None:

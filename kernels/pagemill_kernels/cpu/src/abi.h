@@ -72,7 +72,7 @@ struct SamplingArgs {
 
 struct AttentionArgs {
   const float* query;  // [tokens][num_heads][head_dim], tokens query_stride floats apart
-  const void* cache;
+  const void* cache;               // of one layer, blocks block_stride bytes apart
   const int32_t* block_tables;     // [requests][block_table_stride]
   const int64_t* query_start_loc;  // [requests + 1]
   const int64_t* seq_lens;         // [requests]
@@ -85,6 +85,7 @@ struct AttentionArgs {
   int64_t num_kv_heads;
   int64_t head_dim;
   int64_t block_size;
+  int64_t block_stride;
   int64_t sliding_window;  // 0: none
   float scale;
   int32_t num_threads;

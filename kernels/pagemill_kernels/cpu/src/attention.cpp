@@ -181,7 +181,7 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
     // Tokens past the end were never written for this request: their weight is zero, and their bytes may be anything.
     const int64_t depth = std::min<int64_t>(kSpan, end - start), panels = (depth + kPanel - 1) / kPanel;
     for (int64_t panel = 0; panel < panels; ++panel) {
-      const Place place = place_of(args, table, cache, start + panel * kPanel, head_size);
+      const Place place = place_of(args, table, cache, start + panel * kPanel);
       const float* keys =
           read_tokens(args.cache_type, place.head, args.block_size, head_dim, place.first, kPanel, scratch.tokens);
       score_all(scratch.query, rows, keys, head_dim, transpose, scratch.keys, scratch.scores + panel * kPanel);
@@ -190,7 +190,7 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
       softmax_row(scratch.scores + row * kSpan, panels, first_position + row / group, start, args.sliding_window,
                   scratch.result + row * head_dim, head_dim, scratch.row_max[row], scratch.row_sum[row]);
     for (int64_t panel = 0; panel < panels; ++panel) {
-      const Place place = place_of(args, table, cache, start + panel * kPanel, head_size);
+      const Place place = place_of(args, table, cache, start + panel * kPanel);
       const int64_t count = std::min<int64_t>(kPanel, depth - panel * kPanel);
       const float* values = read_tokens(args.cache_type, place.head + args.num_kv_heads * head_size, args.block_size,
                                         head_dim, place.first, count, scratch.tokens);

@@ -21,9 +21,8 @@ struct Place {
   int64_t first;        // index of the token in the block
 };
 
-inline Place place_of(const AttentionArgs& args, const int32_t* table, const uint8_t* cache, int64_t token,
-                      int64_t head_size) {
-  return {cache + table[token / args.block_size] * 2 * args.num_kv_heads * head_size, token % args.block_size};
+inline Place place_of(const AttentionArgs& args, const int32_t* table, const uint8_t* cache, int64_t token) {
+  return {cache + table[token / args.block_size] * args.block_stride, token % args.block_size};
 }
 
 // Attends with queries, keys, values and weights in bfloat16, sums and softmax in float32. Requires has_bfloat16().

@@ -181,7 +181,7 @@ struct Source {
 
   // Returns sixteen tokens from `token` on, of which the first `count` are used; in place if they are bfloat16.
   const uint16_t* read(bool values, int64_t token, int64_t count, Scratch& s) const {
-    const Place place = place_of(args, table, cache, token, head_size);
+    const Place place = place_of(args, table, cache, token);
     const uint8_t* head = place.head + (values ? args.num_kv_heads * head_size : 0);
     if (args.cache_type == kCacheBfloat16) return reinterpret_cast<const uint16_t*>(head) + place.first * head_dim;
     const float* floats =

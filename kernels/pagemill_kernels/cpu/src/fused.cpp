@@ -81,10 +81,10 @@ void pagemill_layer_norm(const float* x, int64_t groups, int64_t group_stride, i
 
 // Rotates queries and keys in place by halves (arXiv 2104.09864, as in Hugging Face's Llama) and writes keys and values
 // to the slot of each token; slot < 0: none. heads: [tokens][num_heads + 2 * num_kv_heads][head_dim]. cos, sin:
-// [tokens][head_dim / 2]; null: no rotation. cache: kv_store.h.
+// [tokens][head_dim / 2]; null: no rotation. cache: kv_store.h, blocks block_stride bytes apart.
 void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                              const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
-                             const int64_t* slots, int64_t block_size, int32_t num_threads) {
+                             const int64_t* slots, int64_t block_size, int64_t block_stride, int32_t num_threads) {
   const int64_t head_size = head_bytes(cache_type, block_size, head_dim);
   const int64_t half = head_dim / 2, width = num_heads + 2 * num_kv_heads;
   for_each(threads_for(tokens * width * head_dim, num_threads), tokens, [&](int64_t t) {
@@ -102,7 +102,7 @@ void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, in
     const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
     for (int64_t h = 0; h < 2 * num_kv_heads; ++h)
       write_token(cache_type, row + (num_heads + h) * head_dim, block_size, head_dim, offset,
-                  cache + (block * 2 * num_kv_heads + h) * head_size);
+                  cache + block * block_stride + h * head_size);
   });
 }
 

@@ -1,6 +1,6 @@
 // The layout of one head's tokens of one block in the paged cache: [block_size][head_dim] floats, bfloat16 or 8-bit
 // values; 8-bit values are followed by a float32 scale for each token. One layer's cache is [blocks][2 * kv_heads] of
-// these, keys before values. fused.cpp writes, attention.cpp reads.
+// these, keys before values, blocks a stride apart. fused.cpp writes, attention.cpp reads.
 #pragma once
 #include <algorithm>
 #include <cmath>

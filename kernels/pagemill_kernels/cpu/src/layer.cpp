@@ -31,6 +31,7 @@ struct Layer {
   const AttentionArgs& plan;
   const StepHooks* hooks;
   const int32_t index;
+  const int64_t block_stride;
   const int64_t size = w.qkv->in_features;
   const int32_t threads = plan.num_threads;
 
@@ -109,7 +110,7 @@ struct Layer {
     normalize_heads(w.query_norm, heads, tokens, width, queries, kQueryNorm);
     normalize_heads(w.key_norm, heads + queries, tokens, width, keys, kKeyNorm);
     pagemill_rope_and_store(heads, tokens, w.num_heads, w.num_kv_heads, w.head_dim, cos, sin, cache, cache_type, slots,
-                            plan.block_size, threads);
+                            plan.block_size, block_stride, threads);
     AttentionArgs attention = plan;
     attention.query = heads;
     attention.query_stride = width;
@@ -118,6 +119,9 @@ struct Layer {
     attention.out = attended;
     attention.sinks = w.sinks;
     attention.num_heads = w.num_heads;
+    attention.num_kv_heads = w.num_kv_heads;
+    attention.head_dim = w.head_dim;
+    attention.block_stride = block_stride;
     attention.scale = w.scale;
     pagemill_paged_attention(&attention);
     product(kOutput, w.output, w.output_bias, w.attention_output_norm, attended, tokens, 0, kAttention, joins(), result,
@@ -193,17 +197,17 @@ struct Layer {
 
 }  // namespace
 
-// plans: shared by layers with the same window. cosines, sines: of each layer; null: no rotation. caches: of each
-// layer, with its slots as in pagemill_rope_and_store. hooks: adapters, and sums over ranks; null: neither. scratch: for
+// plans: shared by layers with the same window. cosines, sines: of each layer; null: no rotation. caches, block_strides:
+// of each layer, with its slots as in pagemill_rope_and_store. hooks: adapters, and sums over ranks; null: neither. scratch: for
 // each token three times `hidden` floats, then the most that a layer needs of (qkv outputs + output inputs) for each
 // token and (up outputs + down inputs) for each of up to kMlpRows.
 extern "C" void pagemill_decoder_layers(int64_t num_layers, const LayerWeights* const* layers,
-                                        const AttentionArgs* const* plans, uint8_t* const* caches, float* hidden,
-                                        int64_t tokens, const float* const* cosines, const float* const* sines,
-                                        int32_t cache_type, const int64_t* const* slots, const StepHooks* hooks,
-                                        float* scratch) {
+                                        const AttentionArgs* const* plans, uint8_t* const* caches,
+                                        const int64_t* block_strides, float* hidden, int64_t tokens,
+                                        const float* const* cosines, const float* const* sines, int32_t cache_type,
+                                        const int64_t* const* slots, const StepHooks* hooks, float* scratch) {
   for (int64_t i = 0; i < num_layers; ++i) {
-    const Layer layer{*layers[i], *plans[i], hooks, static_cast<int32_t>(i)};
+    const Layer layer{*layers[i], *plans[i], hooks, static_cast<int32_t>(i), block_strides[i]};
     layer.run(hidden, tokens, cosines[i], sines[i], caches[i], cache_type, slots[i], scratch);
   }
 }

@@ -498,6 +498,14 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
                 found.append(attention.rope)
         return found
 
+    def rotations(self) -> list[tuple[RopeSpec, int]]:
+        """Return the distinct rotary embeddings, each with the values of a head in its tables."""
+        found: list[tuple[RopeSpec, int]] = []
+        for attention in self.attentions():
+            if attention.rope is not None and (own := (attention.rope, attention.rotary_table_dim)) not in found:
+                found.append(own)
+        return found
+
     def windows(self) -> set[int | None]:
         return {attention.window for attention in self.attentions()}
 

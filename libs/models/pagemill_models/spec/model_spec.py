@@ -69,9 +69,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self._attention.num_kv_heads
 
     @property
-    def cache_heads(self) -> int:
-        """Vectors of `head_dim` values that one layer's cache stores for each token."""
-        return self._attention.cache_heads
+    def cache_shapes(self) -> list[tuple[int, int]]:
+        """For each layer, the vectors that its cache stores for each token, and their values."""
+        return [(each.cache_heads, each.head_dim) for each in self.decoder.attentions()]
+
+    @property
+    def head_shapes(self) -> list[tuple[int, int]]:
+        """The sizes of heads, each with the query heads that share a key/value head, in the order of the layers."""
+        found = ((each.head_dim, each.num_heads // each.num_kv_heads) for each in self.decoder.attentions())
+        return list(dict.fromkeys(found))
 
     @property
     def head_dim(self) -> int:
@@ -103,8 +109,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _attention(self) -> AnyAttentionSpec:
-        """Attention of the first layer; `checked` refuses models whose layers cache keys and values of different
-        shapes."""
+        """Attention of the first layer. Layers may differ in the number and size of their heads."""
         return next(self.decoder.attentions())
 
 
@@ -160,10 +165,6 @@ def checked(spec: ModelSpec, path: Path) -> ModelSpec:
         if isinstance(attention, AttentionSpec):
             _check_heads(attention, path)
         _check_rotation(attention, path)
-    if len({(each.cache_heads, each.head_dim) for each in attentions}) > 1:
-        raise UnsupportedModelArchitecture(
-            f"`{path}` has layers with keys and values of different shapes, which one KV cache does not support yet."
-        )
     positions = spec.decoder.embedding.positions
     if positions is not None and positions.num_rows - positions.offset < spec.max_position_embeddings:
         raise UnreadableModelError(
