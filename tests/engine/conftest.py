@@ -63,11 +63,22 @@ class CheckingRunner:
         try:
             if any(before.error is not None for before in self.unread):
                 raise DeviceFault("the step before failed")
+            if self.info.stages > 1:
+                self._check_stages(plan)
             handle.result = self._run(plan)
         except Exception as error:
             handle.error = error
         self.unread.append(handle)
         return handle
+
+    def _check_stages(self, plan: StepPlan) -> None:
+        """The first stage computes this step before the last one has computed those that were not read."""
+        most = self.info.stages + 1
+        if len(self.unread) >= most:
+            raise DeviceFault(f"more than {most} steps are in flight")
+        for before in self.unread:
+            if early := before.plan.samples & plan.num_scheduled_tokens.keys():
+                raise DeviceFault(f"the tokens of {early} are not known yet")
 
     def wait(self, handle: Handle) -> StepResult:
         self.trace.append(("wait", handle.plan.step))
@@ -261,6 +272,7 @@ def checking_runner() -> Callable[..., CheckingRunner]:
         vocab_size: int = 1000,
         windows: tuple[int | None, ...] = (None,),
         num_states: int = 0,
+        stages: int = 1,
     ) -> CheckingRunner:
         info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, "weights", "kv", 0, 0, "none")
         kinds = tuple(FULL if window is None else CacheKind(f"window-{window}", window) for window in windows)
@@ -268,6 +280,6 @@ def checking_runner() -> Callable[..., CheckingRunner]:
         counts = (num_blocks,) * len(kinds)
         if num_states:
             kinds, counts = (*kinds, CacheKind("state", state=True, block_bytes=1024)), (*counts, num_states)
-        return CheckingRunner(info._replace(kinds=kinds, kind_blocks=counts))
+        return CheckingRunner(info._replace(kinds=kinds, kind_blocks=counts, stages=stages))
 
     return make

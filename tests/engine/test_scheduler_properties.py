@@ -51,14 +51,18 @@ engine_settings = st.fixed_dictionaries(
         "policy": st.sampled_from(["fcfs", "priority", "shortest-prefill-first"]),
         "overlap": st.booleans(),
         "windows": st.sampled_from([(None,), (None, 5), (None, 9, 4), (6,)]),
+        "stages": st.sampled_from([1, 1, 2, 3]),
     }
 )
 # 12 blocks of 4 slots have exactly the capacity of one request of the longest kind.
 numbers_of_blocks = st.integers(12, 40)
 
 
-def make_core(make: Make, num_blocks: int, windows: tuple[int | None, ...] = (None,), **options: Any) -> EngineCore:
-    runner = make(num_blocks=num_blocks, block_size=4, max_model_len=MAX_MODEL_LEN, vocab_size=7, windows=windows)
+def make_core(
+    make: Make, num_blocks: int, windows: tuple[int | None, ...] = (None,), stages: int = 1, **options: Any
+) -> EngineCore:
+    sizes = {"num_blocks": num_blocks, "block_size": 4, "max_model_len": MAX_MODEL_LEN, "vocab_size": 7}
+    runner = make(**sizes, windows=windows, stages=stages)
     return EngineCore(EngineConfig(model="m", block_size=4, eos_token_ids=[6], **options), runner)
 
 

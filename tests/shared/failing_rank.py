@@ -28,7 +28,7 @@ class Failure(NamedTuple):
     place: str = ""
     """As messages name it."""
     step: int = 0
-    """0: every step."""
+    """The first step that fails. `raise`: the only one."""
     seconds: float = 0.0
 
     def encode(self) -> str:
@@ -41,6 +41,7 @@ class FailingGroup(SharedMemoryGroup):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._at_step = 0
+        self._raised: set[Failure] = set()
         self._error: Exception | None = None
         self._hook = reduce._FUNCTION(self._reduce)
         function = ctypes.cast(self._hook, ctypes.c_void_p).value
@@ -69,11 +70,11 @@ class FailingGroup(SharedMemoryGroup):
         return super().gather(buffer)
 
     def send(self, buffer: Array, to: int) -> None:
-        self._fail_at(f"hidden states for rank {to}")
+        self._fail_at(f"hidden states from rank {self.rank} to {to}")
         super().send(buffer, to)
 
     def receive(self, buffer: Array, sender: int) -> None:
-        self._fail_at(f"hidden states of rank {sender}")
+        self._fail_at(f"hidden states from rank {sender} to {self.rank}")
         super().receive(buffer, sender)
 
     def check(self) -> None:
@@ -84,7 +85,8 @@ class FailingGroup(SharedMemoryGroup):
 
     def _reduce(self, _: object, partial: Any, count: int, layer: int, cut: int) -> None:
         try:
-            self._fail_at(f"cut {cut} of layer {layer}")
+            stage = "" if self.members == self.size else " of its stage"
+            self._fail_at(f"cut {cut} of layer {layer}{stage}")
         except MemoryError as error:
             self._error = error
             self.abort(f"rank {self.rank} {self.place(self.rank)}: {error}")
@@ -92,12 +94,13 @@ class FailingGroup(SharedMemoryGroup):
 
     def _fail_at(self, place: str) -> None:
         for failure in self.failures:
-            if failure.rank != self.rank or (failure.step and failure.step != self._at_step):
+            if failure.rank != self.rank or self._at_step < failure.step or failure in self._raised:
                 continue
             if failure.how == "wait":
                 time.sleep(failure.seconds)  # this rank is slow; nothing is awaited by it
             elif failure.place == place:
                 if failure.how == "raise":
+                    self._raised.add(failure)
                     raise MemoryError(f"no memory at {place}")
                 os.kill(os.getpid(), signal.SIGKILL if failure.how == "kill" else signal.SIGSTOP)
 

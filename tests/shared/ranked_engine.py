@@ -45,9 +45,9 @@ LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 Ranks = Callable[..., RankedRunner]
 
 
-def saved(kind: str, folder: Path) -> Path:
+def saved(kind: str, folder: Path, **more: Any) -> Path:
     torch.manual_seed(3)
-    config = getattr(transformers, f"{kind}Config")(**BASE | MORE.get(kind, {}))
+    config = getattr(transformers, f"{kind}Config")(**BASE | MORE.get(kind, {}) | more)
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
     return folder
 
@@ -58,11 +58,13 @@ def rank_loader() -> Iterator[Ranks]:
     made: list[RankedRunner] = []
     threads = launch.num_threads()
 
-    def load(folder: Path, size: int, stuck_seconds: float = 60.0, **settings: Any) -> RankedRunner:
+    def load(
+        folder: Path, size: int, stuck_seconds: float = 60.0, num_stages: int = 1, **settings: Any
+    ) -> RankedRunner:
         config = EngineConfig(model=str(folder), **SETTINGS | settings)
         spec = load_model_spec(folder)
         files = ModelFiles(config, folder, spec, lambda phase, detail: None)
-        made.append(load_on_ranks(files, choose_compute(config, spec), size, 1, stuck_seconds))
+        made.append(load_on_ranks(files, choose_compute(config, spec), size, 1, stuck_seconds, num_stages))
         return made[-1]
 
     yield load

@@ -80,7 +80,8 @@ class KVCache:
         self.cache_kinds = cache_kinds
         self._counts = [num_blocks] if isinstance(num_blocks, int) else list(num_blocks)
         shapes = spec.cache_shapes
-        self._layers_of = [each.layers or tuple(range(len(shapes))) for each in cache_kinds]
+        all_layers = () if any(each.layers for each in cache_kinds) else tuple(range(len(shapes)))
+        self._layers_of = [each.layers or all_layers for each in cache_kinds]
         self._block_size = block_size
         self._kind = kind
         self._shapes = [(heads, block_size, kinds.token_width(kind, size)) for heads, size in shapes]

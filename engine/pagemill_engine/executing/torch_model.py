@@ -130,4 +130,5 @@ class TorchModel:
             },
             adapters=adapters,
             group=self._group,
+            hidden=None if step.hidden is None else to_torch(step.hidden),
         )

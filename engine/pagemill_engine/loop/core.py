@@ -1,7 +1,8 @@
 """The engine's loop: schedule, run, update, once per step.
 
 Two loops share all helpers and differ in one thing: `_step_overlapped` launches step N+1 before it reads the tokens of
-step N, so that the device never waits for Python; `_step_plain` has one step in flight at a time.
+step N, so that the device never waits for Python, and one more for each further stage of the runner; `_step_plain` has
+one step in flight at a time.
 
 A failing request never stops the loop. Sequences that the runner reports as failed end alone. When a whole step raises,
 its sequences are probed one by one until the failing ones are found. When the scheduler raises, the sequences that it
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,7 +68,7 @@ class EngineCore:
         """Create the core of a loaded runner. `clock`: returns seconds; the simulator passes a virtual one."""
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
-        self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock, proposals)
+        self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock, proposals, runner.info.stages)
         self.grammar_requests = GrammarRequests(config.model, self.scheduler, runner.info)
         self.adapters = self._adapter_requests(runner.info.adapters)
         """None: no adapters are served."""
@@ -79,9 +81,9 @@ class EngineCore:
         self.num_failed_steps_in_a_row = 0
         """Number of steps that raised since the last one that succeeded."""
         self._clock = clock
-        self._in_flight: Launched | None = (
-            None  # set while the results of its predecessor are applied; never in the plain loop
-        )
+        self._depth = runner.info.stages + 1
+        self._in_flight: deque[Launched] = deque()
+        """The steps behind the one that is read, oldest first; none in the plain loop."""
         self._step_ms = 0.0
         self._last_read_s = float("-inf")
         self._has_next_step = False  # the last step left work: the next one begins where it ended
@@ -111,7 +113,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         waits = self.grammar_requests.has_work or (self.adapters is not None and self.adapters.has_work)
-        return waits or self.scheduler.has_work or self._in_flight is not None
+        return waits or self.scheduler.has_work or len(self._in_flight) > 0
 
     def load(self) -> EngineLoad:
         return self.scheduler.load(self._step_ms)
@@ -119,7 +121,7 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Run one step to its end, if there is anything to run, and return its outputs. Raises only if the state is
         inconsistent beyond the step's own requests, or the device is lost."""
-        is_idle = not self.scheduler.has_work and self._in_flight is None
+        is_idle = not self.scheduler.has_work and not self._in_flight
         if self.adapters is not None:
             self.adapters.advance(may_wait=is_idle and not self.grammar_requests.has_work)
         self.grammar_requests.queue_compiled(may_wait=is_idle)
@@ -146,10 +148,9 @@ class EngineCore:
         return self._report(step)
 
     def _step_overlapped(self) -> StepOutputs:
-        if self._in_flight is None:
-            self._in_flight = self._launch()
-        following = self._launch() if self._in_flight is not None else None
-        step, self._in_flight = self._in_flight, following
+        while len(self._in_flight) < self._depth and (launched := self._launch()) is not None:
+            self._in_flight.append(launched)
+        step = self._in_flight.popleft() if self._in_flight else None
         if step is not None:
             self._read(step)
         return self._report(step)
@@ -193,7 +194,7 @@ class EngineCore:
             logger.error("step %d failed with %d requests", plan.step, len(plan.num_scheduled_tokens), exc_info=error)
             self.num_failed_steps_in_a_row += 1
             self.scheduler.step_failed(plan, f"The engine failed on this request: {type(error).__name__}.")
-            self._wait_for_step()
+            self._wait_for_steps()
             self._last_read_s = self._clock()
             return
         except BaseException:
@@ -208,19 +209,20 @@ class EngineCore:
         self.num_steps += 1
         self.num_failed_steps_in_a_row = 0
 
-    def _wait_for_step(self) -> None:
-        """Wait for the step behind a failed one. Its outcome does not matter unless the device is lost."""
-        following, self._in_flight = self._in_flight, None
-        if following is not None and following.error is None:
-            try:
-                self.runner.wait(following.handle)
-            except Exception as error:
-                if isinstance(error, DeviceLostError):
-                    raise
+    def _wait_for_steps(self) -> None:
+        """Wait for the steps behind a failed one. Their outcome does not matter unless the device is lost."""
+        while self._in_flight:
+            following = self._in_flight.popleft()
+            if following.error is None:
+                try:
+                    self.runner.wait(following.handle)
+                except Exception as error:
+                    if isinstance(error, DeviceLostError):
+                        raise
 
     def _fail_steps_in_flight(self, plan: StepPlan) -> None:
         """Fail the steps in flight after Ctrl-C in a notebook; otherwise no later step could run."""
-        self._in_flight = None
+        self._in_flight.clear()
         self.scheduler.step_failed(plan, "The step was interrupted.")
 
     def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
@@ -242,8 +244,10 @@ class EngineCore:
         self.step_timer.observe(self.step_time, step.plan, self._step_ms, now_s)
 
     def _report(self, step: Launched | None) -> StepOutputs:
-        in_flight = self._in_flight
-        self.expected_step_ms = predicted_ms(self.step_time, in_flight.plan) if in_flight is not None else 0.0
+        expected_ms = 0.0
+        for following in self._in_flight:
+            expected_ms += predicted_ms(self.step_time, following.plan)
+        self.expected_step_ms = expected_ms
         added, removed = self.scheduler.kv.drain_events()
         outputs = [*self.grammar_requests.take_ends(), *self.scheduler.take_outputs()]
         if self.adapters is not None:

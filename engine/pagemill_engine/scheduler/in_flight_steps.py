@@ -1,14 +1,15 @@
 """The steps in flight: steps that were launched and not read yet, oldest first.
 
-The plain loop has one at a time, the overlapped loop two. The results of a step are applied when it is read, except for
-sequences that were discarded since its launch because they ended with an earlier step or start over. `can_run_ahead`
-decides which sequences must not be launched again before their step in flight is read. Blocks are `kv`'s part, queues
+The plain loop has one at a time, the overlapped loop two, and one more for each further stage of the runner. The
+results of a step are applied when it is read, except for sequences that were discarded since its launch because they
+ended with an earlier step or start over. `can_run_ahead` decides which sequences must not be launched again before
+their step in flight is read, `turn_of` which decodes a step of several stages takes. Blocks are `kv`'s part, queues
 `scheduler`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pagemill_engine.scheduler.choices import WaitingChoices
@@ -91,3 +92,26 @@ def can_run_ahead(sequence: Sequence, held: WaitingChoices) -> bool:
         if sequence.proposing is not None and sequence.proposing.waits:
             return False
     return not (held.num_waiting and held.fork_is_due(sequence))
+
+
+def equal_part(running: Collection[Sequence], num_stages: int) -> int:
+    """Return the most decodes of a step, so that every stage has some: an equal part of all that decode, those in
+    flight included. Parts of prompts are not limited."""
+    if num_stages == 1:
+        return len(running)
+    return -(-sum(1 for sequence in running if sequence.num_due_tokens <= 1) // num_stages)
+
+
+def turn_of(running: Iterable[Sequence], most: int) -> list[Sequence]:
+    """Return all that are in their prefill, and at most `most` of the decodes.
+
+    The others, and those whose token is in flight, wait for another step: its value is not known to the first stage.
+    """
+    found = []
+    for sequence in running:
+        if sequence.num_due_tokens <= 1:
+            if sequence.num_pending_tokens or most < 1:
+                continue
+            most -= 1
+        found.append(sequence)
+    return found

@@ -29,7 +29,7 @@ from pagemill_engine.scheduler.admission import Admission, already_served
 from pagemill_engine.scheduler.beam_searches import BeamSearches, clash, sequences_to_abort
 from pagemill_engine.scheduler.builder import StepBuilder, prompt_targets, reusable_tokens
 from pagemill_engine.scheduler.finish import finish_reason
-from pagemill_engine.scheduler.in_flight_steps import InFlightStep, can_run_ahead
+from pagemill_engine.scheduler.in_flight_steps import InFlightStep, can_run_ahead, equal_part, turn_of
 from pagemill_engine.scheduler.order import POLICIES
 from pagemill_engine.scheduler.order.sorted_sequences import (
     LOW_PRIORITY_SERVING,
@@ -55,8 +55,13 @@ Clock = Callable[[], float]
 
 class Scheduler:
     def __init__(
-        self, limits: SchedulerLimits, clock: Clock = time.monotonic, proposals: Proposals | None = None
+        self,
+        limits: SchedulerLimits,
+        clock: Clock = time.monotonic,
+        proposals: Proposals | None = None,
+        num_stages: int = 1,
     ) -> None:
+        """`num_stages`: of the runner, each of which computes another step at the same time."""
         self.limits = limits
         self.kv = CacheManager(
             limits.blocks_of_kinds,
@@ -74,6 +79,7 @@ class Scheduler:
         self._beams = BeamSearches(sequences)
         self._recovery = StepRecovery(sequences)
         self._proposals = proposals
+        self._num_stages = num_stages
         self._step = 0
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -196,9 +202,14 @@ class Scheduler:
     def _schedule_proposals(self, proposals: Proposals, step: StepBuilder) -> None:
         """Schedule the decodes for which tokens are proposed, as long as all others have budget and blocks."""
         left, num_running = step.budget - len(self._running), len(self._running)
+        most = equal_part(self._running, self._num_stages)
         one_block = [1] * len(self.kv.kinds)
         for seq in list(self._running):
-            if left < 1 or not self.kv.has_room(one_block, step.reserved, num_running):
+            if (
+                left < 1
+                or len(step.plan.num_scheduled_tokens) >= most
+                or not self.kv.has_room(one_block, step.reserved, num_running)
+            ):
                 return
             if not may_propose(seq) or self._choices.fork_is_due(seq):
                 continue
@@ -216,6 +227,8 @@ class Scheduler:
         # The hottest loop of the scheduler: attributes are looked up once and function calls avoided.
         running, scheduled, num_context_tokens = SequenceState.RUNNING, step.plan.num_scheduled_tokens, 0
         decodes = [seq for seq in self._running if seq.request_id not in scheduled] if scheduled else [*self._running]
+        if self._num_stages > 1:
+            decodes = turn_of(decodes, equal_part(self._running, self._num_stages) - len(scheduled))
         for seq in decodes:
             if seq.state is not running or (overlaps and not can_run_ahead(seq, held)):
                 continue
@@ -251,6 +264,8 @@ class Scheduler:
         while step.budget > 0:
             is_calm = self.num_preemptions == num_preemptions or not (self._running or self._in_flight)
             may_start = fits and is_calm and len(self._waiting) > 0 and len(self._running) < self.limits.max_num_seqs
+            if may_start and self._num_stages > 1:  # a step before its preemption may still be in flight
+                may_start = not self._in_flight.includes(self._waiting.first())
             if may_start and beams:
                 fits = self._start(beams.popleft(), step)
             elif may_start and (not running or self._rank(self._waiting.first()) < self._rank(running[0])):

@@ -31,8 +31,9 @@ def main() -> None:
     _end_with(os.getppid())
     launch.set_num_threads(settings.num_threads)
     size, capacity = settings.size, settings.capacity
-    memory = SharedMemory(settings.group_file, group_bytes(size, capacity))
-    group = SharedMemoryGroup(memory, settings.rank, size, capacity, settings.stuck_seconds)
+    members = size // settings.num_stages
+    memory = SharedMemory(settings.group_file, group_bytes(size, capacity, members))
+    group = SharedMemoryGroup(memory, settings.rank, size, capacity, settings.stuck_seconds, members)
     messages = SharedMemory(settings.ring_file, ring_bytes(SLOTS, SLOT_BYTES))
     ring = RingReader(messages, SLOTS, SLOT_BYTES, settings.rank - 1)
     try:

@@ -157,20 +157,23 @@ class SharedMemoryGroup:
 
     def place(self, rank: int) -> str:
         """Return where a rank was last, for messages."""
-        status = self.status(rank)
-        return f"at {_cut(status)} of step {status.step}"
+        return f"at {self._cut(rank)}"
 
     def _missing(self, rank: int) -> str:
-        mine = self.status(self.rank)
         return (
-            f"rank {rank} has not reached {_cut(mine)} of step {mine.step} within {self._stuck_seconds:g} s; it was "
-            f"last {self.place(rank)}"
+            f"rank {rank} has not reached {self._cut(self.rank)} within {self._stuck_seconds:g} s; "
+            f"it was last {self.place(rank)}"
         )
 
-
-def _cut(status: RankStatus) -> str:
-    if status.layer >= 0:
-        return f"cut {status.cut} of layer {status.layer}"
-    if status.layer in (SEND, RECEIVE):
-        return f"hidden states {'for' if status.layer == SEND else 'of'} rank {status.cut}"
-    return _PLACES[status.layer]
+    def _cut(self, rank: int) -> str:
+        status = self.status(rank)
+        if status.layer >= 0:
+            stage = "" if self.members == self.size else " of its stage"
+            cut = f"cut {status.cut} of layer {status.layer}{stage}"
+        elif status.layer == SEND:
+            cut = f"hidden states from rank {rank} to {status.cut}"
+        elif status.layer == RECEIVE:
+            cut = f"hidden states from rank {status.cut} to {rank}"
+        else:
+            cut = _PLACES[status.layer]
+        return f"{cut} of step {status.step}"

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from failing_rank import FailingGroup, Failure
 from hung_processes import hang
-from ranked_engine import ROUNDS, SETTINGS, Engine, Ranks, prompts_of
+from ranked_engine import ROUNDS, SETTINGS, Engine, Ranks, prompts_of, saved
 from waiting import wait_until
 
 from pagemill_engine.executing.ranks.ranked import RanksLostError
@@ -120,6 +120,19 @@ def test_a_rank_that_stops_is_named_with_the_cut_that_it_has_not_reached(
         runner.sleep()
 
 
+def noted_failures(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the number of each step that fails, and the reason of its ranks."""
+    failed: list[str] = []
+    step_failed, group = engine.core.scheduler.step_failed, engine.core.runner._group  # type: ignore[attr-defined]
+
+    def noted(plan: Any, message: str) -> None:
+        failed.append(f"step {plan.step}: {group.reason()}")
+        step_failed(plan, message)
+
+    monkeypatch.setattr(engine.core.scheduler, "step_failed", noted)
+    return failed
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_raises_at_any_cut_fails_as_a_whole_and_is_computed_again(
     llama_folder: Path, ranks: Ranks, expected: Expected, monkeypatch: pytest.MonkeyPatch, rank: int
@@ -129,20 +142,13 @@ def test_a_step_that_raises_at_any_cut_fails_as_a_whole_and_is_computed_again(
     steps = [STEP + 9 * number for number in range(len(places))]
     fails(monkeypatch, *(Failure(rank, "raise", place, step) for place, step in zip(places, steps, strict=True)))
     engine = Engine(ranks(llama_folder, 3, stuck_seconds=10.0))
-    failed: list[str] = []
-    step_failed = engine.core.scheduler.step_failed
-
-    def noted(plan: Any, message: str) -> None:
-        failed.append(f"{plan.step} {engine.core.runner._group.reason()}")  # type: ignore[attr-defined]
-        step_failed(plan, message)
-
-    monkeypatch.setattr(engine.core.scheduler, "step_failed", noted)
+    failed = noted_failures(engine, monkeypatch)
     assert tokens_of(engine, MORE) == expected
     engine.core.check_integrity()
     assert len(failed) == len(places)
     for place, step, message in zip(places, steps, failed, strict=True):
-        assert message.startswith(f"{step} rank {rank} at ")
-        assert message.endswith(f"no memory at {place}") or f"of step {step}: MemoryError" in message
+        assert message.startswith(f"step {step}: rank {rank} at ")
+        assert message.endswith(f"no memory at {place}")
 
 
 def test_a_request_that_fails_on_one_rank_fails_alone(
@@ -253,3 +259,70 @@ def is_running(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+STAGES = 3
+"""Ranks that are a stage each; rank 0 is the last one."""
+STAGE_PLACES = (
+    (2, "cut 3 of layer 0 of its stage"), (2, "hidden states from rank 2 to 1"), (2, "the end"),
+    (1, "hidden states from rank 2 to 1"), (1, "cut 2 of layer 0 of its stage"), (1, "hidden states from rank 1 to 0"),
+    (0, "hidden states from rank 1 to 0"), (0, "the end"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("Llama", tmp_path_factory.mktemp("model"), num_hidden_layers=STAGES)
+
+
+@pytest.fixture(scope="module")
+def staged_expected(staged: Path, runner_loader: Any) -> Expected:
+    single = runner_loader(staged, **SETTINGS)
+    found = tokens_of(Engine(single), MORE)
+    single.close()
+    return found
+
+
+@pytest.mark.parametrize(("rank", "place"), STAGE_PLACES)
+def test_a_step_that_raises_in_a_stage_fails_alone(
+    staged: Path, ranks: Ranks, staged_expected: Expected, monkeypatch: pytest.MonkeyPatch, rank: int, place: str
+) -> None:
+    """Steps before it, which later stages still compute, keep their tokens; those behind it are computed again."""
+    fails(monkeypatch, Failure(rank, "raise", place, 3 * STEP))
+    engine = Engine(ranks(staged, STAGES, stuck_seconds=10.0, num_stages=STAGES))
+    failed = noted_failures(engine, monkeypatch)
+    assert tokens_of(engine, MORE) == staged_expected
+    engine.core.check_integrity()
+    (message,) = failed
+    number, reason = message.split(": ", 1)
+    assert reason.startswith(f"rank {rank} at ")
+    assert f"of {number}: " in reason  # the step that has raised is the one that failed
+    assert reason.endswith(f": no memory at {place}")
+
+
+@pytest.mark.parametrize(("rank", "place"), [each for each in STAGE_PLACES if each[0] and each[1] != "the end"])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_the_stage_that_ends_or_stops_is_named_and_not_one_that_waits_for_it(
+    staged: Path, ranks: Ranks, staged_expected: Expected, monkeypatch: pytest.MonkeyPatch, rank: int, place: str,
+    how: str,
+) -> None:  # fmt: skip
+    fails(monkeypatch, Failure(rank, how, place, STEP))
+    runner: Any = ranks(staged, STAGES, stuck_seconds=0.5, num_stages=STAGES)
+    message, took = is_lost(Engine(runner), staged_expected)
+    if how == "kill":
+        assert f"rank {rank} (process" in message
+        assert took < 1
+    else:
+        os.kill(runner._followers.ids[rank - 1], signal.SIGCONT)
+        assert f"stopped: rank {rank} has not reached hidden states from rank " in message
+        assert took < 2
+
+
+def test_a_slow_stage_is_not_called_stuck(
+    staged: Path, ranks: Ranks, staged_expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others wait longer for its hidden states than for a rank that comes to no further cut."""
+    fails(monkeypatch, Failure(2, "wait", seconds=0.3))
+    engine = Engine(ranks(staged, STAGES, stuck_seconds=0.6, num_stages=STAGES))
+    short = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    assert tokens_of(engine, short) == {name: tokens[:2] for name, tokens in staged_expected.items()}

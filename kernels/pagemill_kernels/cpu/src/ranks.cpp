@@ -95,16 +95,15 @@ struct Ranks {
     const auto is_over = [&] { return absent() < 0 || ended(); };
     const auto look = std::chrono::milliseconds(std::max(stuck_ms / kLooks, 1));
     const auto deadline = [&] { return Clock::now() + look; };
-    if (is_over()) return came(absent);
+    if (is_over()) return came(absent);  // the usual case, without a look at all ranks
     uint32_t progress[kMostRanks];
     int32_t looks[kMostRanks] = {};
     for (int32_t r = 0; r < size; ++r) progress[r] = shared->status[r].progress.load(std::memory_order_relaxed);
     for (;;) {
       const int32_t from = absent();
-      status().waits_for.store(from + 1, std::memory_order_relaxed);
-      const bool over = shared->bell.wait(deadline(), is_over);
-      status().waits_for.store(0, std::memory_order_relaxed);
-      if (over) return came(absent);
+      // It stays between two looks: others follow it at any time.
+      if (from >= 0) status().waits_for.store(from + 1, std::memory_order_relaxed);
+      if (shared->bell.wait(deadline(), is_over)) return came(absent);
       for (int32_t r = 0; r < size; ++r) {
         const uint32_t now = shared->status[r].progress.load(std::memory_order_relaxed);
         looks[r] = now == progress[r] ? looks[r] + 1 : 0;
@@ -118,6 +117,7 @@ struct Ranks {
 
   template <typename Absent>
   bool came(Absent absent) {
+    status().waits_for.store(0, std::memory_order_relaxed);
     if (absent() < 0 && !ended()) return true;
     failed = 1;
     return false;
