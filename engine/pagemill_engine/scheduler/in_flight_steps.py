@@ -9,10 +9,11 @@ their step in flight is read, `turn_of` which decodes a step of several stages t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pagemill_engine.scheduler.choices import WaitingChoices
+from pagemill_engine.scheduler.order.sorted_sequences import SortedSequences
 from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.step import StepPlan
 
@@ -94,7 +95,7 @@ def can_run_ahead(sequence: Sequence, held: WaitingChoices) -> bool:
     return not (held.num_waiting and held.fork_is_due(sequence))
 
 
-def equal_part(running: Collection[Sequence], num_stages: int) -> int:
+def equal_part(running: SortedSequences, num_stages: int) -> int:
     """Return the most decodes of a step, so that every stage has some: an equal part of all that decode, those in
     flight included. Parts of prompts are not limited."""
     if num_stages == 1:
