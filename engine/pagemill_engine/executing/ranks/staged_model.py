@@ -6,7 +6,7 @@ Ranks are numbered from the last stage on, so that rank 0 has the head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,15 +60,15 @@ class StagedModel:
     def use_caches(self, caches: Sequence[Array]) -> None:
         self._model.use_caches(caches)
 
-    def hidden(self, step: StepTokens) -> Array:
+    def hidden(self, step: StepTokens, adapters: Any = None) -> Array:
         if self._place.before is not None:
             given = np.empty((len(step.token_ids), self.spec.hidden_size), dtype=np.float32)
             self._group.receive(given, self._place.before)
             step = step._replace(hidden=given)
-        found = self._model.hidden(step)
+        found = self._model.hidden(step, adapters)
         if self._place.behind is not None:
             self._group.send(found, self._place.behind)
         return found
 
-    def logits(self, hidden: Array) -> Array:
-        return self._model.logits(hidden)
+    def logits(self, hidden: Array, adapters: Any = None) -> Array:
+        return self._model.logits(hidden, adapters)
