@@ -1,8 +1,7 @@
 """The engine's loop: schedule, run, update, once per step.
 
-Two loops share all helpers and differ in one thing: `_step_overlapped` launches step N+1 before it reads the tokens of
-step N, so that the device never waits for Python, and one more for each further stage of the runner; `_step_plain` has
-one step in flight at a time.
+Two loops share all helpers and differ in one thing: `_step_overlapped` launches step N+1, and with several stages later
+ones too, before it reads step N, so that no device waits for Python; `_step_plain` has one step in flight at a time.
 
 A failing request never stops the loop. Sequences that the runner reports as failed end alone. When a whole step raises,
 its sequences are probed one by one until the failing ones are found. When the scheduler raises, the sequences that it
@@ -82,8 +81,7 @@ class EngineCore:
         """Number of steps that raised since the last one that succeeded."""
         self._clock = clock
         self._depth = runner.info.stages + 1
-        self._in_flight: deque[Launched] = deque()
-        """The steps behind the one that is read, oldest first; none in the plain loop."""
+        self._in_flight: deque[Launched] = deque()  # behind the step that is read; none in the plain loop
         self._step_ms = 0.0
         self._last_read_s = float("-inf")
         self._has_next_step = False  # the last step left work: the next one begins where it ended

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ from pagemill_engine.scheduler.reporting.reports import QUEUED_STATES, engine_lo
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sequences import Sequences
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
-from pagemill_engine.scheduler.token_masks import advance, take_forced
+from pagemill_engine.scheduler.token_masks import advance, begin_masks, take_forced
 from pagemill_protocol.report.state import EngineLoad
 from pagemill_protocol.request.generate import GenerateRequest
 
@@ -185,31 +185,15 @@ class Scheduler:
         for name, proposed in plan.proposals.items():
             self._sequences.by_id[name].num_pending_tokens += len(proposed)
         if plan.token_masks:
-            self._begin_masks(plan.token_masks)
+            begin_masks([self._sequences.by_id[name] for name in plan.token_masks])
         self._in_flight.launch(plan)
-
-    def _begin_masks(self, names: Iterable[str]) -> None:
-        """Start computing, in a thread, the masks that the step's sampling needs. One mask alone is faster without a
-        thread."""
-        states = (self._sequences.by_id[name].grammar for name in names)
-        due = [found for state in states if state is not None and (found := state.due) is not None]
-        if len(due) > 1:
-            # Imports llguidance, which only requests with a form need.
-            from pagemill_engine.grammar.state import begin_masks
-
-            begin_masks(due)
 
     def _schedule_proposals(self, proposals: Proposals, step: StepBuilder) -> None:
         """Schedule the decodes for which tokens are proposed, as long as all others have budget and blocks."""
         left, num_running = step.budget - len(self._running), len(self._running)
-        most = equal_part(self._running, self._num_stages)
         one_block = [1] * len(self.kv.kinds)
-        for seq in list(self._running):
-            if (
-                left < 1
-                or len(step.plan.num_scheduled_tokens) >= most
-                or not self.kv.has_room(one_block, step.reserved, num_running)
-            ):
+        for seq in turn_of(self._running, equal_part(self._running, self._num_stages)):
+            if left < 1 or not self.kv.has_room(one_block, step.reserved, num_running):
                 return
             if not may_propose(seq) or self._choices.fork_is_due(seq):
                 continue
